@@ -24,7 +24,6 @@ from .loading.match import MEMORY, LoadOptions
 from .loading.overlay import Bank, CheckpointOverlay, globs_of
 from .loading.read_batch import Verify
 from .loading.repair import repair_store
-from .loading.salvage import salvaging
 from .loading.transforms import Renaming, Transforms, as_rules
 from .loading.verify import publish_rebuilt, verify_checkpoint
 from .reports import LoadReport, SaveReport, VerifyReport
@@ -229,7 +228,7 @@ def _load(path: Any, like: Any, comm: Comm, options: LoadOptions, on_corrupt: An
     def load_version(version: Checkpoint | Bank) -> tuple[Any, LoadReport]:
         overlay = CheckpointOverlay(version)
         with gc_paused():
-            return overlay.load(like, comm, salvaging(overlay.checkpoints, comm, options, on_corrupt))
+            return overlay.load(like, comm, overlay.salvaging(comm, options, on_corrupt))
 
     return on_versions(path, load_version, together=options.read == "once", is_suspect=lambda found: found[1].damaged)
 
@@ -284,7 +283,7 @@ def load_into(
 
 def _load_into(overlay: CheckpointOverlay, tree: Any, comm: Comm, options: LoadOptions, on_corrupt: Any) -> LoadReport:
     with gc_paused():
-        options = salvaging(overlay.checkpoints, comm, options, on_corrupt)
+        options = overlay.salvaging(comm, options, on_corrupt)
         found = expand_states(tree, rank=comm.rank, namespace=options.namespace, mappings=not options.allow_pickle)
         if found is None:
             return overlay.load_into(tree, comm, options)

@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from treeckpt.core.analysis.outline import Outline, leaf_nbytes
+from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.format.byte_map import chunk_count, layout_of
 from treeckpt.core.format.records import AliasRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
 from treeckpt.core.sharding.dtypes import dtype_of
@@ -84,7 +84,7 @@ def leaf_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: i
         kind=_kind(leaf),
         dtype=leaf.spec.dtype if leaf.spec else None,
         shape=list(leaf.spec.shape) if leaf.spec else None,
-        nbytes=leaf_nbytes(leaf),
+        nbytes=leaf.nbytes,
         facts=_facts(index, leaf),
         layout=_layout_text(base, layout),
         mesh=_mesh(layout) if layout else [],

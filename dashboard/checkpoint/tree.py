@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from treeckpt.core.analysis.diff import leaf_text
-from treeckpt.core.analysis.outline import Outline, OutlineRow, leaf_nbytes
+from treeckpt.core.analysis.outline import Outline, OutlineRow
 from treeckpt.core.format.records import Index, Leaf
 from treeckpt.core.text import value_text, value_type
 
@@ -132,7 +132,7 @@ def _container_text(row: OutlineRow) -> str:
 
 def _found_row(index: Index, leaf: Leaf) -> NodeRow:
     """Returns the row of a leaf that a search found, without its position in the tree."""
-    nbytes = leaf_nbytes(leaf)
+    nbytes = leaf.nbytes
     share = nbytes / index.nbytes if index.nbytes else 0.0
     key = shorten(leaf.path.rpartition("/")[2])
     return NodeRow("", key, shorten(leaf.path), "leaf", "", 0, 1, nbytes, share, leaf.number, leaf_text(index, leaf))
@@ -176,7 +176,7 @@ def search_page(outline: Outline, query: str, start: int, dtype: str = "", large
     while following is not None and following < start + SCANNED:
         leaves, following = outline.search(query, start=following, count=1000)
         for leaf in leaves:
-            if leaf.spec is None or (dtype and leaf.spec.dtype != dtype) or leaf_nbytes(leaf) < larger:
+            if leaf.spec is None or (dtype and leaf.spec.dtype != dtype) or leaf.nbytes < larger:
                 continue
             if len(rows) == PAGE:
                 return SearchPage(query, start, leaf.number, rows)

@@ -16,7 +16,6 @@ from typing import Literal
 import msgspec
 
 from treeckpt.core.analysis.diff import Added, Change, Changed, Moved, Removed, comparable, diff
-from treeckpt.core.analysis.outline import leaf_nbytes
 from treeckpt.core.format.byte_map import chunk_count
 from treeckpt.core.format.records import Index, Leaf
 from treeckpt.core.text import visible
@@ -263,7 +262,7 @@ class _DeltaReader:
 
     def delta(self, pair: int) -> DeltaRow | None:
         """Returns None if the arrays are too large for the bytes that are left, or cannot be read."""
-        nbytes = 2 * leaf_nbytes(self._comparison.pairs[pair][0])
+        nbytes = 2 * self._comparison.pairs[pair][0].nbytes
         if nbytes > self._left:
             return None
         self._left -= nbytes
@@ -342,9 +341,9 @@ def _change_row(comparison: Comparison, change: Change) -> DiffRow:
     x = None if isinstance(change, Added) else before.get(path)
     y = None if isinstance(change, Removed) else after.get(other)
     leaf = comparison.a.index.entries[x] if x is not None else comparison.b.index.entries[y] if y is not None else None
-    return DiffRow(_kind_of(change), path, *texts, "", None, x, y, leaf_nbytes(leaf) if leaf is not None else 0, None)
+    return DiffRow(_kind_of(change), path, *texts, "", None, x, y, leaf.nbytes if leaf is not None else 0, None)
 
 
 def _content_row(comparison: Comparison, number: int, verdict: str, delta: DeltaRow | None) -> DiffRow:
     x, y = comparison.pairs[number]
-    return DiffRow("content", x.path, "", "", verdict, number, x.number, y.number, leaf_nbytes(x), delta)
+    return DiffRow("content", x.path, "", "", verdict, number, x.number, y.number, x.nbytes, delta)

@@ -1,6 +1,6 @@
 """Writes an index into an SQLite file, so that a checkpoint of a million leaves is browsed with little memory.
 
-`build_table` writes one file: every node of the tree by number (`core.analysis.node_table`) in blocks, so that a page
+`build_table` writes one file: every node of the tree by number (`core.analysis.outline`) in blocks, so that a page
 of children is a few blocks; the records of leaves in blocks; case-folded paths in blocks of text, which `str.find`
 searches at memory speed; and the rest of the index. One row for each node would take SQLite two seconds for a million
 nodes. A file is written under a temporary name and renamed, never changed afterwards, and may be deleted at any time.
@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
-from treeckpt.core.analysis.node_table import node_records
+from treeckpt.core.analysis.outline import node_records
 from treeckpt.core.format.records import Index, LeafRecord
 from treeckpt.core.sharding.int_runs import Runs
 from treeckpt.core.tree.nesting import split_structure

@@ -15,8 +15,7 @@ from typing import Any, overload
 
 import msgspec
 
-from treeckpt.core.analysis.node_table import NodeRecord
-from treeckpt.core.analysis.outline import OutlineRow
+from treeckpt.core.analysis.outline import NodeRecord, OutlineRow
 from treeckpt.core.format.records import Index, Leaf, LeafRecord, PerRankValues, ValueRecord
 from treeckpt.core.tree.nesting import SplitStructure
 from treeckpt.core.tree.structure import Structure

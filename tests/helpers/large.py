@@ -19,7 +19,7 @@ from treeckpt.core.format.index import INDEX_NAME, encode_index
 from treeckpt.core.format.records import ArrayRecord, Index, LeafRecord, ValueRecord, file_table
 from treeckpt.core.format.shard_header import BLOCK, ShardEntry, ShardHeader, encode_header, hash_block
 from treeckpt.core.format.timings import Span, Timings, encode_timings, timings_name
-from treeckpt.core.sharding.int_runs import constant_runs, encode_runs
+from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
 from treeckpt.core.sharding.region import Region
 from treeckpt.core.tree.spec import ArraySpec
@@ -49,7 +49,7 @@ def _chunks(spec: ArraySpec, start: int, world: int) -> tuple[GridChunks | Whole
     if rows % world or len(spec.shape) < 2:
         return WholeChunk(0, start), nbytes
     cuts = (encode_runs(range(0, rows + 1, rows // world)), encode_runs([0, spec.shape[1]]))
-    return GridChunks(cuts, encode_runs(range(world)), constant_runs(start, world)), nbytes // world
+    return GridChunks(cuts, encode_runs(range(world)), encode_runs([start] * world)), nbytes // world
 
 
 def large_index(

@@ -20,13 +20,13 @@ from treeckpt.core.format.records import FileTable, Index, file_table
 from treeckpt.core.format.shard_header import BLOCK, ShardEntry, ShardHeader, encode_header, hash_block, shard_name
 from treeckpt.core.format.timings import Span, Timings, encode_timings, timings_name
 from treeckpt.core.planning.rank_trees import GlobalTree, Inventory, LeafSpec, RankClass, array_leaves, merge_rank_trees
-from treeckpt.core.planning.save_plan import FilePlan, plan_save
-from treeckpt.core.planning.stream_order import assign_offsets
+from treeckpt.core.planning.save_plan import FilePlan, assign_offsets, plan_save
 from treeckpt.core.sharding.dtypes import dtype_of
 from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.core.sharding.placements import Layout, Mesh, MeshLayout, Replicate, Shard, StridedShard
 from treeckpt.core.sharding.write_assignment import assign_writers
 from treeckpt.core.tree.flatten import PerRank, flatten
+from treeckpt.core.tree.nesting import split_structure
 from treeckpt.core.tree.spec import ArraySpec
 from treeckpt.core.tree.value_codec import Value, encode_value
 
@@ -125,7 +125,7 @@ def write_checkpoint(
     save_id = hashlib.blake2s(f"{directory.name} {step}".encode(), digest_size=8).hexdigest()
     structure, leaves = flatten(tree)
     described = [_describe(path, leaf, layouts) for path, leaf in leaves]
-    inventory = Inventory(structure, tuple(spec for spec, _ in described))
+    inventory = Inventory(split_structure(structure), tuple(spec for spec, _ in described))
     plenum = merge_rank_trees([RankClass(encode_runs(range(world)), inventory)], world)
     numbered = array_leaves(plenum)
     arrays = [leaf for _, leaf in numbered]

@@ -14,8 +14,7 @@ from treeckpt.core.format.index import encode_manifest
 from treeckpt.core.format.records import FileTable, Index, file_table
 from treeckpt.core.format.shard_header import ShardEntry, ShardHeader, block_count, encode_header
 from treeckpt.core.planning.rank_trees import Inventory, LeafSpec, RankClass, array_leaves, merge_rank_trees
-from treeckpt.core.planning.save_plan import plan_save
-from treeckpt.core.planning.stream_order import assign_offsets
+from treeckpt.core.planning.save_plan import assign_offsets, plan_save
 from treeckpt.core.sharding.int_runs import decode_runs, encode_runs
 from treeckpt.core.sharding.placements import (
     BoxLayout,
@@ -30,6 +29,7 @@ from treeckpt.core.sharding.write_assignment import (
     assign_writers,
 )
 from treeckpt.core.tree.flatten import PerRank, flatten
+from treeckpt.core.tree.nesting import split_structure
 from treeckpt.core.tree.spec import ArraySpec, StridedView
 from treeckpt.core.tree.value_codec import encode_value
 
@@ -89,7 +89,9 @@ def save(tree, world, *, max_shard_bytes=1 << 62, metadata=None):
         for rank in range(world):
             own[name, rank] = encode_value((leaf, rank), path)
         found[name] = encode_value(leaf, path)
-    plenum = merge_rank_trees([RankClass(encode_runs(range(world)), Inventory(structure, tuple(specs)))], world)
+    plenum = merge_rank_trees(
+        [RankClass(encode_runs(range(world)), Inventory(split_structure(structure), tuple(specs)))], world
+    )
     numbered = array_leaves(plenum)
     planned = [leaf for _, leaf in numbered]
     shares = assign_writers(planned)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from treeckpt.core.format.shard_header import ShardEntry, ShardHeader, encode_header
 from treeckpt.core.sharding.region import Region
 from treeckpt.errors import CorruptError, FormatError
-from treeckpt.loading.header_probe import PREFIX_NBYTES, decode_hashes, decode_prefix, hash_text_range
+from treeckpt.loading.peek import PREFIX_NBYTES, decode_hashes, decode_prefix, hash_text_range
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=40), st.data())

@@ -20,12 +20,11 @@ from treeckpt.core.format.shard_header import BLOCK, hash_block, hash_parts
 from treeckpt.core.planning.load_plan import Chunk, split_at_multiples
 from treeckpt.core.sharding.region import Region
 from treeckpt.io.storage.store import LocalStore
-from treeckpt.loading import scatter
-from treeckpt.loading.read_request import ContiguousMemory, ReadRequest, request_for
+from treeckpt.loading.read_request import ContiguousMemory, ReadRequest, Scatter, request_for
 
 
 @st.composite
-def members(draw: st.DrawFn) -> tuple[np.ndarray, list[tuple[int, int]], list[np.ndarray], int, scatter.Scatter]:
+def members(draw: st.DrawFn) -> tuple[np.ndarray, list[tuple[int, int]], list[np.ndarray], int, Scatter]:
     """A stream, places in it, the memory of each, and what deals it."""
     start = draw(st.integers(0, 1000))
     lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))
@@ -43,7 +42,7 @@ def members(draw: st.DrawFn) -> tuple[np.ndarray, list[tuple[int, int]], list[np
         )
         for (first, length), out in zip(places, outs, strict=True)
     ]
-    return stream, [(first - start, length) for first, length in places], outs, start, scatter.Scatter(found)
+    return stream, [(first - start, length) for first, length in places], outs, start, Scatter(found)
 
 
 @given(members(), st.data())
@@ -51,7 +50,7 @@ def test_a_dealer_deals_each_member_its_bytes_whatever_the_boxes(made, data: st.
     stream, places, outs, start, dealer = made
     cut = sorted({0, len(stream), *data.draw(st.lists(st.integers(0, len(stream)), max_size=4))})
     for low, high in data.draw(st.permutations(list(itertools.pairwise(cut)))):
-        dealer.copy(start + low, start + high, stream[low:high].ctypes.data)
+        dealer.write(start + low, memoryview(stream[low:high]))
     for (first, length), out in zip(places, outs, strict=True):
         assert out.tolist() == stream[first : first + length].tolist()
 
@@ -94,7 +93,7 @@ def test_rows_that_are_one_run_in_both_are_dealt_as_boxes_are_copied(data: st.Da
         stream = np.concatenate([np.zeros(100, np.uint8), np.frombuffer(source.tobytes(), np.uint8)])
         _, start, nbytes = request.byte_range
         run = stream[start : start + nbytes]
-        scatter.Scatter([request]).copy(start, start + nbytes, run.ctypes.data)
+        Scatter([request]).write(start, memoryview(run))
         assert (target == expected).all()
     elif box == chunk == region:
         raise AssertionError("a whole array is one run")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
+from tests.helpers.memory_run import MemoryRun
 from tests.helpers.world import errors_of, on_ranks
 from treeckpt.cli.main import main
 from treeckpt.core.analysis.retention_policy import All, Best, EveryPeriod, EverySteps, Last, Steps
@@ -21,7 +22,6 @@ from treeckpt.core.format import index as index_module
 from treeckpt.core.format.file_names import step_name
 from treeckpt.core.format.index import INDEX_NAME, decode_index
 from treeckpt.io.storage.open import open_run
-from treeckpt.io.storage.run_store import MemoryRun
 from treeckpt.io.timing import Recorder
 from treeckpt.runs.catalog import scan
 from treeckpt.runs.run import RunDirectory

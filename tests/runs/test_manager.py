@@ -13,6 +13,7 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.background import until
+from tests.helpers.memory_run import MemoryRun
 from tests.helpers.world import assert_equal, errors_of, on_ranks, reseal, shards_of, small_tree, whole_tree
 from treeckpt.core.analysis.retention_policy import Best, EverySteps, Last
 from treeckpt.core.format.file_names import PIN_NAME, deleted_name, parse_file_name, step_name
@@ -21,7 +22,6 @@ from treeckpt.core.format.shard_header import shard_name
 from treeckpt.io.comm.comm import thread_comms
 from treeckpt.io.storage.open import open_run
 from treeckpt.io.storage.reader_leases import hold_lease
-from treeckpt.io.storage.run_store import MemoryRun
 from treeckpt.runs.catalog import scan
 from treeckpt.runs.run import RunDirectory, steady_clock
 

@@ -11,9 +11,10 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.background import Gate, GatedRun, run_program
+from tests.helpers.memory_run import MemoryRun
 from tests.helpers.world import errors_of, on_ranks, small_tree
 from treeckpt.core.format.file_names import step_name
-from treeckpt.io.storage.run_store import MemoryRun, RunStore
+from treeckpt.io.storage.run_store import RunStore
 
 
 def manager(run: RunStore | Path, **options: Any) -> tc.Manager:

@@ -41,8 +41,9 @@ from tests.helpers.world import (
 )
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.core.format.shard_header import parse_shard_name
-from treeckpt.io.comm.comm import Comm, SoloComm, thread_comms
-from treeckpt.saving.staging_memory import ArenaPool
+from treeckpt.io.comm.comm import Comm, SoloComm, members_of, thread_comms
+from treeckpt.saving import background as background_module
+from treeckpt.saving.staging import ArenaPool
 from treeckpt.training.guard import guard
 
 WRITERS = ["process", "thread"]
@@ -431,6 +432,28 @@ def test_waiting_for_an_earlier_save_has_a_limit(tmp_path: Path, comm: Comm) -> 
         first.result(0.01)
     store.release()
     assert first.result(60) is not None
+
+
+def test_a_time_limit_keeps_the_groups_and_members_of_the_comm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that save with and without one exchange messages through the same leaders, and count ranks alike."""
+    seen, real = [], background_module.agree
+
+    def agree(store: Any, tree: Any, comm: Any, *rest: Any) -> Any:
+        seen.append((comm.group_sizes, members_of(comm), comm.timeout))
+        return real(store, tree, comm, *rest)
+
+    monkeypatch.setattr(background_module, "agree", agree)
+    comms = thread_comms(2, timeout=LONG, group_sizes=(2,))
+    for comm in comms:
+        vars(comm)["members"] = (4, 5)
+    limits = [50.0, None]
+    outcomes = on_ranks(
+        comms,
+        lambda comm: tc.save_async(
+            tmp_path / "c", {"n": 1}, comm=comm, timeout=limits[comm.rank], writer="thread"
+        ).result(60),
+    )
+    assert errors_of(outcomes) == [None, None] and sorted(seen) == [((2,), (4, 5), 50.0), ((2,), (4, 5), LONG)]
 
 
 def test_ranks_agree_on_whether_they_are_busy(tmp_path: Path) -> None:

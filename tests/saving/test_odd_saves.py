@@ -17,7 +17,7 @@ from tests.helpers.world import errors_of, on_ranks
 from treeckpt.io.comm.comm import SoloComm
 from treeckpt.saving import background
 from treeckpt.saving.session import session_of
-from treeckpt.saving.staging_memory import Arena
+from treeckpt.saving.staging import Arena
 
 TREE = {"a": np.arange(1000)}
 

@@ -101,8 +101,7 @@ def describe_tree(
                 specs.append(LeafSpec(path, source.spec, None, first, per_rank=() if own else None))
             else:
                 specs.append(LeafSpec(path, source.spec, layout, per_rank=() if own else None, rows=rows))
-    folded = split_structure(structure)
-    inventory = Inventory(folded.top, tuple(_with_aliases(specs, sources)), folded.below)
+    inventory = Inventory(split_structure(structure), tuple(_with_aliases(specs, sources)))
     return DescribedTree(inventory, sources, values, own_values)
 
 

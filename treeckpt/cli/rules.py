@@ -12,7 +12,7 @@ from ..core.tree.spec import ArraySpec
 from ..errors import FormatError
 from ..loading.transforms import decode, parse
 from ..loading.transforms.rules import Rule
-from ..loading.transforms.view import View, ruled_view
+from ..loading.transforms.view import View, view_of
 from ..report.terminal import print_json, print_line, print_table
 
 __all__ = ["read_rules", "show_rules"]
@@ -33,10 +33,10 @@ def read_rules(path: str) -> tuple[Rule, ...]:
 
 def show_rules(index: Index, options: argparse.Namespace) -> int:
     """Prints the leaves that rules produce from an index on rank 0, at and below a path."""
-    view = ruled_view(index, read_rules(options.rules), source_rank=0, rank=0)
+    view = view_of(index, read_rules(options.rules), source_rank=0, rank=0)
     below = options.leaf.rstrip("/")
     rows = [_row(view, path) for path in view.by_path if not below or path == below or path.startswith(below + "/")]
-    dropped = list(view.ruled.dropped) if view.ruled is not None else []
+    dropped = list(view.transformed.dropped)
     if options.json:
         print_json({"leaves": rows, "dropped": dropped})
         return 0

@@ -26,9 +26,9 @@ from ..arrays.lazy import LazyArray
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, tiles
 from ..errors import CheckpointExists, MismatchError
-from ..io.comm.collective import Exchange
+from ..io.comm.collective import Conclusion, Exchange
 from ..io.comm.comm import Comm
-from ..io.comm.failures import wrap_os_error
+from ..io.comm.failures import os_errors_wrapped
 from ..io.storage.local_write import sync_directory
 
 __all__ = ["Output", "OutputFile", "OutputPart", "check_free", "run_output"]
@@ -128,17 +128,10 @@ class _OutputRun:
         """On rank 0: the temporary place, and a descriptor that locks it."""
 
     @contextlib.contextmanager
-    def _wrapped_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise wrap_os_error(error, str(self.destination)) from error
-
-    @contextlib.contextmanager
     def prepared(self) -> Iterator[Path]:
         """Yields a temporary place, the same on all ranks; rank 0 removes it whatever happens."""
         try:
-            name = self.exchange.step(self._digest, self._start, last=False).decode()
+            name = self.exchange.step(self._digest, self._start, str)
             yield self.destination.parent / name
         finally:
             if self.temporary is not None:
@@ -146,18 +139,18 @@ class _OutputRun:
                 _remove(place)
                 os.close(fd)
 
-    def _start(self, digests: list[bytes]) -> bytes:
+    def _start(self, digests: dict[int, bytes]) -> Conclusion[str]:
         """On rank 0: compares the ranks' plans and creates the temporary place; returns its name."""
-        if other := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        if other := [rank for rank, digest in digests.items() if digest != digests[0]]:
             raise MismatchError(
                 str(self.destination),
                 expected="the same conversion on every rank",
                 found=f"another one on rank {', '.join(map(str, other[:8]))}",
                 hint="Call it with the same arguments, on the same files",
             )
-        with self._wrapped_errors():
+        with os_errors_wrapped(str(self.destination)):
             self.temporary = self._make()
-        return self.temporary[0].name.encode()
+        return Conclusion(self.temporary[0].name, last=False)
 
     def _digest(self) -> bytes:
         state = xxhash.xxh3_128()
@@ -202,14 +195,14 @@ class _OutputRun:
     def write(self, place: Path) -> int:
         """Writes this rank's share; rank 0 publishes the files once all ranks have written theirs."""
         mine = _shares(self.output.parts, self.comm.size)[self.comm.rank]
-        self.exchange.step(partial(self._write_share, place, mine), partial(self._publish, place))
+        self.exchange.step(partial(self._write_share, place, mine), partial(self._publish, place), type(None))
         return sum(part.nbytes for part in mine)
 
     def _write_share(self, place: Path, parts: Sequence[OutputPart]) -> bytes:
         """Writes this rank's parts; rank 0 opens, and so makes durable, files without parts too."""
         tile = max(4096, min(TILE, self.memory // (6 * WORKERS)))
         with (
-            self._wrapped_errors(),
+            os_errors_wrapped(str(self.destination)),
             contextlib.ExitStack() as stack,
             ThreadPoolExecutor(WORKERS, "treeckpt-convert") as pool,
         ):
@@ -232,9 +225,9 @@ class _OutputRun:
                 os.fsync(fd)
         return b""
 
-    def _publish(self, place: Path, _: list[bytes]) -> bytes:
+    def _publish(self, place: Path, _: dict[int, bytes]) -> Conclusion[None]:
         """On rank 0: gives the files their names, now that every rank has written its share."""
-        with self._wrapped_errors():
+        with os_errors_wrapped(str(self.destination)):
             if self.output.directory:
                 sync_directory(place)
                 with contextlib.suppress(FileNotFoundError):
@@ -244,7 +237,7 @@ class _OutputRun:
                 check_free(self.destination, self.output, overwrite=self.overwrite)
                 place.replace(self.destination)
             sync_directory(self.destination.parent)
-        return b""
+        return Conclusion(None)
 
 
 def _write_part(fd: int, part: OutputPart, tile: int) -> None:

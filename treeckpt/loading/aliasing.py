@@ -21,7 +21,7 @@ from ..core.tree.spec import ArraySpec
 from ..errors import MismatchError, TreeckptError
 from .match import Load
 from .read_batch import ReadBatch, ReadOptions
-from .transforms.view import MadeLeaf
+from .transforms.view import ComposedLeaf
 
 __all__ = ["Wanted", "are_equal", "check_ties", "identity_of", "tied_to"]
 
@@ -107,7 +107,7 @@ def _fill(wanted: Sequence[Wanted], pieces: Sequence[tuple[int, Sequence[TargetP
         batch = batches.setdefault(job, job.new_batch())
         batch.add_target(path, _leaf(wanted[number]), msgspec.structs.replace(target, pieces=parts))
     for job, batch in batches.items():
-        batch.run(job.options.verify, ReadOptions(job.options.memory))
+        batch.run(ReadOptions(job.options.memory, job.options.verify))
         job.batch.read_nbytes += batch.read_nbytes
 
 
@@ -140,7 +140,7 @@ def _place(leaf: Leaf, target: ArrayTarget) -> tuple[int, int] | None:
     None where the elements do not lie as they did when they were saved.
     """
     record, spec = leaf.record, leaf.spec
-    if isinstance(leaf, MadeLeaf) or spec is None or spec.dtype != target.spec.dtype or len(target.pieces) != 1:
+    if isinstance(leaf, ComposedLeaf) or spec is None or spec.dtype != target.spec.dtype or len(target.pieces) != 1:
         return None
     window: StridedMemory | None = getattr(target.pieces[0].data, "window", None)
     if window is None or window.shape != spec.shape:

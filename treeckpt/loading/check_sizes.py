@@ -12,6 +12,7 @@ from ..core.sharding.dtypes import dtype_of
 from ..core.tree.spec import ArraySpec
 from ..errors import CorruptError, MismatchError
 from ..io.storage.checkpoint import Checkpoint
+from .transforms.view import ComposedLeaf
 
 __all__ = ["Claims"]
 
@@ -22,7 +23,7 @@ TIMES = 16
 
 
 class Claims:
-    """The bytes and chunks that one load needs.
+    """The bytes and chunks that one load needs, by the index; those of a saved array count once.
 
     Args:
         whole: names a shard that is cut short, even where the wanted bytes of it are there.
@@ -31,6 +32,7 @@ class Claims:
     def __init__(self, checkpoint: Checkpoint, *, whole: bool) -> None:
         self._checkpoint, self._whole = checkpoint, whole
         self._claimed = self._chunks = self._views = 0
+        self._counted: set[int] = set()
 
     @cached_property
     def _present(self) -> int:
@@ -44,14 +46,25 @@ class Claims:
         Raises:
             CorruptError: more than all the shards that are there.
         """
-        spec, record = leaf.spec, leaf.record
-        if spec is None or type(record) is AliasRecord:
+        for source in leaf.sources.values() if isinstance(leaf, ComposedLeaf) else (leaf,):
+            spec, record = source.spec, source.record
+            if source.number in self._counted or spec is None or type(record) is AliasRecord:
+                continue
+            self._counted.add(source.number)
+            self._claimed += math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
+            if type(record) is ArrayRecord and type(record.chunks) is not WholeChunk:
+                self._chunks += count_chunks(record.chunks)
+        if self._claimed <= self._present and (self._chunks - FREE_CHUNKS) * MIN_ENTRY_NBYTES <= self._present:
             return
-        self._claimed += math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
-        if type(record) is ArrayRecord and type(record.chunks) is not WholeChunk:
-            self._chunks += count_chunks(record.chunks)
-        if self._claimed > self._present or (self._chunks - FREE_CHUNKS) * MIN_ENTRY_NBYTES > self._present:
-            raise self._too_many(path)
+        for file in self._checkpoint.index.file_list:
+            if self._checkpoint.sizes.get(file.name) != file.header + file.nbytes and self._whole:
+                self._checkpoint.shard(file)  # raises an error that says what is wrong with it
+        raise CorruptError(
+            f"{path}: {self._checkpoint.url}",
+            expected=f"shards that hold {self._claimed} bytes of arrays in {self._chunks} chunks, as the index says",
+            found=f"{self._present} bytes in all shards",
+            hint="The index is not that of these shards; try treeckpt verify --repair",
+        )
 
     def take_view(self, path: str, spec: ArraySpec) -> None:
         """Counts a view whose base is not loaded: it takes memory of its own, and may repeat bytes any number of times.
@@ -68,14 +81,3 @@ class Claims:
                 found=f"{self._views} bytes for shape {spec.shape}",
                 hint="Load the array that it is a view of too: then it takes no memory of its own",
             )
-
-    def _too_many(self, path: str) -> CorruptError:
-        for file in self._checkpoint.index.file_list:
-            if self._checkpoint.sizes.get(file.name) != file.header + file.nbytes and self._whole:
-                self._checkpoint.shard(file)  # raises an error that says what is wrong with it
-        return CorruptError(
-            f"{path}: {self._checkpoint.url}",
-            expected=f"shards that hold {self._claimed} bytes of arrays in {self._chunks} chunks, as the index says",
-            found=f"{self._present} bytes in all shards",
-            hint="The index is not that of these shards; try treeckpt verify --repair",
-        )

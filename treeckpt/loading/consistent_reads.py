@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
-from typing import Any, TypeVar
-
-import msgspec
+from typing import Any, TypeVar, cast
 
 from ..errors import CheckpointError, TreeckptError
 from ..io.os_errors import wrap_read_error
@@ -37,12 +34,9 @@ def on_one_version(
         CheckpointError: as `on_versions`; or the path is a bank.
     """
 
-    def act_on_one(version: Checkpoint | Bank) -> T:
-        if isinstance(version, Bank):
-            raise CheckpointError("path", expected="one checkpoint", found=f"{version!r:.200}")
-        return act(version)
-
-    return on_versions(path, act_on_one, together=together, is_suspect=is_suspect)
+    if (bank := as_bank(path)) is not None:
+        raise CheckpointError("path", expected="one checkpoint", found=f"{bank!r:.200}")
+    return on_versions(path, cast(Any, act), together=together, is_suspect=is_suspect)
 
 
 def on_versions(
@@ -70,17 +64,20 @@ def on_versions(
     if all(isinstance(one, Checkpoint) for one in given):
         return act(path if bank is None else bank)
     with contextlib.ExitStack() as stack:
-        stores = [stack.enter_context(contextlib.closing(_store_of(one))) for one in given]
+        stores: list[Store] = []
+        for one in given:
+            store = one.store if isinstance(one, Checkpoint) else open_store(one)
+            stores.append(stack.enter_context(contextlib.closing(store)))
         for _ in range(TRIES):
             checkpoints = [Checkpoint(store) for store in stores]
             try:
-                found = act(checkpoints[0] if bank is None else _opened(bank, checkpoints))
-                if not is_suspect(found) or not _any_replaced(checkpoints):
+                found = act(checkpoints[0] if bank is None else bank.opened(checkpoints))
+                if not is_suspect(found) or not any(one.is_replaced() for one in checkpoints):
                     return found
             except Replaced:
                 pass
             except (TreeckptError, OSError) as error:
-                if together or not _any_replaced(checkpoints):
+                if together or not any(one.is_replaced() for one in checkpoints):
                     if isinstance(error, OSError):
                         raise wrap_read_error(error, stores[0].url) from error
                     raise
@@ -90,16 +87,3 @@ def on_versions(
         found=f"another save in its place, {TRIES} times",
         hint="Read it when nobody saves there, or save each step at a path of its own",
     )
-
-
-def _store_of(path: str | os.PathLike[str] | Store | Checkpoint) -> Store:
-    return path.store if isinstance(path, Checkpoint) else open_store(path)
-
-
-def _any_replaced(checkpoints: list[Checkpoint]) -> bool:
-    return any(one.is_replaced() for one in checkpoints)
-
-
-def _opened(bank: Bank, checkpoints: list[Checkpoint]) -> Bank:
-    pairs = zip(bank.sources, checkpoints, strict=True)
-    return Bank([msgspec.structs.replace(source, path=one) for source, one in pairs])

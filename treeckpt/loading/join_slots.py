@@ -6,12 +6,13 @@ the table in which it was saved, whatever rules make of the rest of that table.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from ..arrays.base import ArrayTarget, Box, HostArray, TargetPiece, raw_dtype
+from ..arrays.base import ArrayTarget, ArrayWriter, HostArray, TargetPiece, raw_dtype
 from ..arrays.table_columns import SelectedRowsWriter
 from ..core.format.records import Leaf
 from ..core.sharding.int_runs import decode_runs
@@ -20,13 +21,12 @@ from ..core.tree.spec import TableSpec
 from ..core.tree.structure import TABLE_KEYS
 from ..errors import FormatError, MismatchError
 from .transforms.composed_array import Constant
-from .transforms.view import MadeLeaf
+from .transforms.view import ComposedLeaf
 
 if TYPE_CHECKING:
     from .match import Load
 
 __all__ = [
-    "Into",
     "Join",
     "Rows",
     "all_rows",
@@ -56,9 +56,9 @@ class Join(msgspec.Struct, frozen=True):
 
     rows: np.ndarray
     """Rising numbers of saved rows."""
-    places: np.ndarray
-    """Where each is wanted."""
-    missing: np.ndarray
+    places: np.ndarray | None = None
+    """Where each is wanted; None where they follow each other."""
+    missing: Sequence[int] | np.ndarray = ()
     """Ids of the table that have no such row."""
 
 
@@ -75,8 +75,8 @@ def ids_to_join(giver: Load, leaf: Leaf, path: str, home: Load, ids: Leaf) -> Le
         MismatchError: there are none, or rules moved its rows.
     """
     sources, moved = [leaf], False
-    if isinstance(leaf, MadeLeaf):
-        sources, parts = list(leaf.sources.values()), [p for p in leaf.made.parts if not isinstance(p, Constant)]
+    if isinstance(leaf, ComposedLeaf):
+        sources, parts = list(leaf.sources.values()), [p for p in leaf.array.parts if not isinstance(p, Constant)]
         moved = any(part.axes[:1] != (0,) or part.region.offset[0] != part.box.offset[0] for part in parts)
     names = [giver.index.entries[source.number].path for source in sources]
     found = {leaf.number: leaf for leaf in (_saved_ids(giver, name) for name in names) if leaf is not None}
@@ -100,16 +100,11 @@ def _saved_ids(job: Load, slot: str) -> Leaf | None:
 def ids_of(job: Load, leaf: Leaf, path: str, rows: Rows) -> np.ndarray:
     """Reads the ids of some rows of a table."""
     ids = np.empty(rows.count, np.int64)
+    memory = HostArray(ids.view(raw_dtype(8)))
     if rows.picked is None:
-        read_now(job, leaf, path, Region((rows.start,), (rows.count,)), Into(ids))
+        read_now(job, leaf, path, Region((rows.start,), (rows.count,)), memory)
     else:
-        read_now(
-            job,
-            leaf,
-            path,
-            Region((0,), (rows.saved,)),
-            SelectedRowsWriter(HostArray(ids.view(raw_dtype(8))), rows.picked),
-        )
+        read_now(job, leaf, path, Region((0,), (rows.saved,)), SelectedRowsWriter(memory, rows.picked))
     return ids
 
 
@@ -130,23 +125,13 @@ def all_rows(job: Load, ids: Leaf) -> Rows:
     return Rows(job.index.tables[ids.number], ids.spec.shape[0], 0, ids.spec.shape[0])
 
 
-class Into:
-    """Writes to a one-dimensional array."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self._array = array.view(raw_dtype(array.itemsize))
-
-    def write(self, box: Box, data: np.ndarray) -> None:
-        self._array[box] = data
-
-
-def read_now(job: Load, leaf: Leaf, path: str, region: Region, into: Any) -> None:
+def read_now(job: Load, leaf: Leaf, path: str, region: Region, into: ArrayWriter) -> None:
     """Reads a part of an array at once, because what else is read depends on it."""
     saved = leaf.spec
     assert saved is not None, "arrays only are read"
     if saved.dtype != "int64":
         raise FormatError(path, expected="an array of int64", found=saved.dtype)
-    job.claim(path, leaf)
+    job.claims.take(path, leaf)
     before = job.new_batch()
     before.add_target(path, leaf, ArrayTarget(saved, None, (TargetPiece(region, into),)))
     job.run_now(before)

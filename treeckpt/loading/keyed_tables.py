@@ -15,12 +15,13 @@ fill value, and refused otherwise, because its old rows are not those of the new
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from ..arrays.base import ArrayTarget, Box, TargetPiece, raw_dtype
+from ..arrays.base import ArrayTarget, Box, HostArray, TargetPiece, raw_dtype
 from ..arrays.registry import abstract_of, library_of, source_of
 from ..arrays.table_columns import SelectedRowsWriter, check_order, read_ids
 from ..core.format.records import Leaf
@@ -32,7 +33,6 @@ from ..core.tree.spec import ArraySpec, TableSpec
 from ..core.tree.structure import TABLE_KEYS
 from ..errors import CorruptError, FormatError, MismatchError
 from .join_slots import (
-    Into,
     Join,
     Rows,
     all_rows,
@@ -110,11 +110,17 @@ def column_slot(job: Load, column: Column, path: str, leaf: Leaf | None) -> Leaf
             theirs = _find_rows(giver, table.spec, table.owned, ids_path, own)
             found = join(ids_of(job, ids, ids_path, rows), ids_of(giver, own, ids_path, theirs), theirs)
             column.view.joins[giver, own.number] = found
-        return _joined(job, giver, leaf, path, wanted, found, table.fill.get(column.name))
+        return _joined(job, giver, leaf, path, _with_rows(wanted, leaf), found, table.fill.get(column.name))
     whole = msgspec.structs.replace(wanted, shape=(rows.saved, *wanted.shape[1:]))
-    slot = _picked(job, leaf, path, whole, rows) if rows.picked is not None else _range(job, leaf, path, whole, rows)
+    if rows.picked is not None:
+        return _joined(job, job, leaf, path, whole, Join(rows.picked), None)
+    if rows.count < rows.saved:
+        row = whole.shape[1:]
+        region = Region((rows.start, *(0 for _ in row)), (rows.count, *row))
+        whole = msgspec.structs.replace(whole, regions=(region,))
+    slot = job.array(path, leaf, whole)
     if column.kind == "ids":
-        job.batch.then(lambda: _check(job, slot, rows, column, path))
+        job.batch.after.append(partial(_check, job, slot, rows, column, path))
     return slot
 
 
@@ -141,9 +147,7 @@ def _wanted(job: Load, column: Column, path: str) -> ArraySpec:
             found=f"{spec.dtype} of shape {spec.shape}",
             hint="As in np.empty(0, np.int64): an empty list alone becomes an array of float64",
         )
-    if job.options.device == "original":
-        return spec
-    return msgspec.structs.replace(spec, device=job.options.device or spec.device)
+    return spec
 
 
 def _find_rows(job: Load, spec: TableSpec, owned: tuple[int, int], path: str, leaf: Leaf) -> Rows:
@@ -154,7 +158,9 @@ def _find_rows(job: Load, spec: TableSpec, owned: tuple[int, int], path: str, le
         )
     rows, (start, stop) = leaf.spec.shape[0], owned
     if saved != spec:
-        picked = _scan(job, leaf, path, rows, spec, owned)
+        chosen = _Chosen(rows, spec, owned)
+        read_now(job, leaf, path, Region((0,), (rows,)), chosen)
+        picked = np.flatnonzero(chosen.mask)
         return Rows(spec, rows, 0, len(picked), picked)
     if (start, stop) == (0, saved.buckets):
         return Rows(saved, rows, 0, rows)
@@ -165,7 +171,7 @@ def _find_rows(job: Load, spec: TableSpec, owned: tuple[int, int], path: str, le
     if offsets.spec is None or offsets.spec.shape != (saved.buckets,):
         raise FormatError(offsets_path, expected=f"the first rows of {saved.buckets} buckets", found="none")
     firsts = np.empty(min(stop + 1, saved.buckets) - start, np.int64)
-    read_now(job, offsets, offsets_path, Region((start,), firsts.shape), Into(firsts))
+    read_now(job, offsets, offsets_path, Region((start,), firsts.shape), HostArray(firsts.view(raw_dtype(8))))
     low, high = int(firsts[0]), int(firsts[stop - start]) if stop < saved.buckets else rows
     if not 0 <= low <= high <= rows:
         raise FormatError(offsets_path, expected=f"rising numbers up to {rows}", found=f"{low}, {high}")
@@ -183,38 +189,6 @@ class _Chosen:
         self.mask[box[0]] = (buckets >= self._owned[0]) & (buckets < self._owned[1])
 
 
-def _scan(job: Load, leaf: Leaf, path: str, rows: int, spec: TableSpec, owned: tuple[int, int]) -> np.ndarray:
-    """Returns the numbers of the rows of a range of buckets, from all ids."""
-    chosen = _Chosen(rows, spec, owned)
-    read_now(job, leaf, path, Region((0,), (rows,)), chosen)
-    return np.flatnonzero(chosen.mask)
-
-
-def _range(job: Load, leaf: Leaf, path: str, whole: ArraySpec, rows: Rows) -> LeafPlaceholder:
-    """Adds a range of rows to what is read."""
-    if rows.count == rows.saved:
-        return job.array(path, leaf, whole, job.new, whole)
-    row = whole.shape[1:]
-    region = Region((rows.start, *(0 for _ in row)), (rows.count, *row))
-    part = msgspec.structs.replace(whole, regions=(region,))
-    return job.array(path, leaf, None, job.new, part)
-
-
-def _picked(job: Load, leaf: Leaf, path: str, whole: ArraySpec, rows: Rows) -> LeafPlaceholder:
-    """Adds scattered rows to what is read: all rows are read, and the unwanted ones are dropped at once."""
-    numbers = rows.picked
-    assert numbers is not None, "asked before"
-
-    def make(wanted: Any, path: str) -> ArrayTarget:
-        own = job.new(msgspec.structs.replace(whole, shape=(rows.count, *whole.shape[1:])), path)
-        pieces = [
-            TargetPiece(Region.whole(whole.shape), SelectedRowsWriter(piece.data, numbers)) for piece in own.pieces
-        ]
-        return ArrayTarget(whole, own.leaf, pieces)
-
-    return job.array(path, leaf, None, make, whole)
-
-
 def _filled(job: Load, fill: float, wanted: ArraySpec, count: int, path: str) -> ArrayTarget:
     """Returns a new slot that is filled with one number."""
     spec = msgspec.structs.replace(wanted, shape=(count, *wanted.shape[1:]))
@@ -230,7 +204,7 @@ def _filled(job: Load, fill: float, wanted: ArraySpec, count: int, path: str) ->
 
 def _check(job: Load, slot: LeafPlaceholder, rows: Rows, column: Column, path: str) -> None:
     """Checks that the loaded ids are in the buckets that they were loaded for."""
-    if rows.picked is not None or not rows.count:
+    if not rows.count:
         return
     source = source_of(slot.leaf, path, job.here)
     assert source is not None, "ids are an array"
@@ -259,7 +233,7 @@ def slot_as_saved(job: Load, leaf: Leaf) -> LeafPlaceholder | None:
         return None
     mine, theirs = (ids_of(x, one, ids_path, all_rows(x, one)) for x, one in ((home, ids), (job, own)))
     wanted = spec if job.options.device == "original" else msgspec.structs.replace(spec, device=None)
-    return _joined(job, job, leaf, path, wanted, join(mine, theirs, all_rows(job, own)), None)
+    return _joined(job, job, leaf, path, _with_rows(wanted, leaf), join(mine, theirs, all_rows(job, own)), None)
 
 
 def refuse_plain(job: Load, leaf: Leaf, path: str, wanted: Any) -> None:
@@ -274,11 +248,20 @@ def refuse_plain(job: Load, leaf: Leaf, path: str, wanted: Any) -> None:
         raise no_plain_rows(path, wanted, job.checkpoint.url)
 
 
-def _joined(
-    job: Load, giver: Load, leaf: Leaf, path: str, wanted: ArraySpec, found: Join, fill: float | None
-) -> LeafPlaceholder:
-    """Adds the rows of a slot, each in the place of its id in the table of `job`."""
+def _with_rows(wanted: ArraySpec, leaf: Leaf) -> ArraySpec:
+    """Returns a spec with the rows of a saved slot."""
     assert leaf.spec is not None, "slots are arrays"
+    return msgspec.structs.replace(wanted, shape=(leaf.spec.shape[0], *wanted.shape[1:]))
+
+
+def _joined(
+    job: Load, giver: Load, leaf: Leaf, path: str, whole: ArraySpec, found: Join, fill: float | None
+) -> LeafPlaceholder:
+    """Adds the rows of a column, each in its place in the table of `job`.
+
+    Args:
+        whole: what is wanted of kind, dtype and row shape, with all saved rows.
+    """
     missing, count = found.missing, len(found.rows) + len(found.missing)
     if len(missing) and fill is None:
         raise MismatchError(
@@ -287,20 +270,19 @@ def _joined(
             found=f"none for {len(missing)} of them, as {missing[0]}, in the table of {giver.checkpoint.url}",
             hint=f"Pass like with a KeyedTable(..., fill={{{path.rpartition('/')[2]!r}: 0.0}}), or leave the slot out",
         )
-    whole = msgspec.structs.replace(wanted, shape=(leaf.spec.shape[0], *wanted.shape[1:]))
     giver.check(path, leaf, whole)
+    giver.claims.take(path, leaf)
     if len(missing) and fill is not None:
-        own = _filled(job, fill, wanted, count, path)
+        own = _filled(job, fill, whole, count, path)
     else:
-        own = job.new(msgspec.structs.replace(wanted, shape=(count, *wanted.shape[1:])), path)
+        own = job.new(msgspec.structs.replace(whole, shape=(count, *whole.shape[1:])), path)
     low, high = (int(found.rows[0]), int(found.rows[-1]) + 1) if len(found.rows) else (0, 0)
     region = Region((low, *(0 for _ in whole.shape[1:])), (high - low, *whole.shape[1:]))
     rows = found.rows - low
     pieces = [TargetPiece(region, SelectedRowsWriter(piece.data, rows, found.places)) for piece in own.pieces]
     batch = job.batch if giver is job else giver.new_batch()
     job.loaded += 1
-    giver.claim(path, leaf)
     slot = batch.add_target(path, leaf, ArrayTarget(whole, own.leaf, pieces))
     if giver is not job:
-        job.batch.then(lambda: job.run_now(batch))
+        job.batch.after.append(partial(job.run_now, batch))
     return slot

@@ -7,16 +7,15 @@ communicate, unless they share the reads: each reads the ranges that it wants.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import msgspec
 
-from ..arrays.base import ArrayTarget
-from ..arrays.registry import abstract_of, encode, is_value, library_of, like_of, resolve, target_of
+from ..arrays.registry import abstract_of, encode, is_value, library_of, resolve
 from ..core.format.records import AliasRecord, Leaf
 from ..core.sharding.int_runs import encode_runs
+from ..core.sharding.region import c_strides
 from ..core.tree.flatten import child_of_rank, flatten, replace_leaves, unflatten
 from ..core.tree.in_place import update_in_place
 from ..core.tree.keyed_table import Column
@@ -25,38 +24,48 @@ from ..core.tree.sequences import SequenceReplacement, differing_sequences
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import PerRankNode, Structure, index_path
 from ..errors import MismatchError, TreeckptError
-from ..io.comm.comm import Comm, global_rank
+from ..io.comm.comm import Comm
 from ..io.os_errors import wrap_read_error
 from ..io.storage.checkpoint import Checkpoint
 from ..reports import LoadReport
 from .aliasing import Wanted, check_ties, tied_to
 from .keyed_tables import column_slot, find_column, refuse_plain, slot_as_saved
-from .match import Load, LoadOptions, Make
-from .partial_fill import add_changed
-from .read_batch import ReadOptions
+from .match import Load, LoadOptions
+from .read_batch import ReadOptions, add_changed
 from .read_request import LeafPlaceholder
-from .shared_read import SharedRead, open_relay, together
+from .shared_read import open_relay, together
 
-__all__ = ["load_into_from", "load_into_tree", "load_tree", "sequences_of"]
+__all__ = ["load_into_tree", "load_tree", "sequences_of"]
 
 
 # without like ----------------------------------------------------------------------------------------------------
 
 
-def _as_saved(job: Load) -> Callable[[], object]:
-    """Adds the selected leaves of the tree to what is read; returns a function that builds the tree after that.
+class _SavedTree(msgspec.Struct):
+    """The structure of the tree as it was saved, and a placeholder for each leaf."""
 
-    Unselected leaves are `...`.
-    """
+    job: Load
+    structure: Structure
+    slots: list[LeafPlaceholder]
+
+    def build(self) -> object:
+        """Returns the tree, once all is read."""
+        leaves = iter([slot.leaf for slot in self.slots])
+        options = self.job.options
+        return unflatten(self.structure, leaves, resolve=resolve, rank=self.job.rank, namespace=options.namespace)
+
+
+def _match_saved(job: Load) -> _SavedTree:
+    """Adds the selected leaves of the saved tree to what is read; all others are `...`."""
     job.view.check_fills()
     job.options.check_used(lambda: job.view.names)
     made: dict[int, LeafPlaceholder] = {}
     order = [leaf for leaf in job.view.entries if leaf.ranks is None or job.owns(leaf)]
     taken = [leaf for leaf in order if job.selected(leaf.path) and leaf.number not in job.index.offsets]
-    joined: dict[str, LeafPlaceholder] = {}
-    if job.index.tables and (job.view.ruled is not None or job.options.joined):
-        joined = {leaf.path: slot for leaf in taken if (slot := slot_as_saved(job, leaf)) is not None}
-    plain = [leaf for leaf in taken if leaf.path not in joined]
+    found: dict[str, LeafPlaceholder] = {}
+    if job.index.tables and (job.options.rules or job.options.joined):
+        found = {leaf.path: slot for leaf in taken if (slot := slot_as_saved(job, leaf)) is not None}
+    plain = [leaf for leaf in taken if leaf.path not in found]
     whole = {leaf.number for leaf in plain}
     for leaf in plain:
         if leaf.number in made:
@@ -64,45 +73,38 @@ def _as_saved(job: Load) -> Callable[[], object]:
         if leaf.spec is None:
             made[leaf.number] = LeafPlaceholder(job.value(leaf, leaf.path))
         elif not (isinstance(leaf.record, AliasRecord) and leaf.record.of in whole):
-            made[leaf.number] = _array_as_saved(job, leaf, leaf.spec)
-
-    def build() -> object:
-        for leaf in plain:
-            if leaf.number not in made:
-                made[leaf.number] = LeafPlaceholder(_alias(leaf, made, job))
-        structure = job.view.structure
-        if job.view.ruled is None and any(leaf.ranks is not None for leaf in order):
-            structure = trampoline(_own_structure(structure, job))
-        found = {leaf.path: made[leaf.number].leaf for leaf in plain} | {path: s.leaf for path, s in joined.items()}
-        leaves = iter([found.get(leaf.path, ...) for leaf in order])
-        return unflatten(structure, leaves, resolve=resolve, rank=job.rank, namespace=job.options.namespace)
-
-    return build
-
-
-def _array_as_saved(job: Load, leaf: Leaf, saved: ArraySpec) -> LeafPlaceholder:
-    device = job.options.device
-    spec = saved if device == "original" else msgspec.structs.replace(saved, device=None) if saved.device else saved
-
-    if isinstance(leaf.record, AliasRecord) and leaf.record.view is not None:
-        job.batch.claims.take_view(leaf.path, spec)
-    # without torch new_array says so; a view would fail later, and less clearly
-    return job.array(leaf.path, leaf, spec, job.new, spec)
+            spec = leaf.spec
+            if spec.device and job.options.device != "original":
+                spec = msgspec.structs.replace(spec, device=None)
+            if isinstance(leaf.record, AliasRecord) and leaf.record.view is not None:
+                job.claims.take_view(leaf.path, spec)
+            made[leaf.number] = job.array(leaf.path, leaf, spec)
+    for leaf in plain:
+        if leaf.number not in made:
+            made[leaf.number] = slot = LeafPlaceholder()
+            job.batch.after.append(partial(_tie, job, leaf, slot, made))
+        found[leaf.path] = made[leaf.number]
+    structure = job.view.structure
+    if not job.options.rules and any(leaf.ranks is not None for leaf in order):
+        structure = trampoline(_own_structure(structure, job))
+    left_out = LeafPlaceholder(...)
+    return _SavedTree(job, structure, [found.get(leaf.path, left_out) for leaf in order])
 
 
-def _alias(leaf: Leaf, made: dict[int, LeafPlaceholder], job: Load) -> Any:
+def _tie(job: Load, leaf: Leaf, slot: LeafPlaceholder, made: Mapping[int, LeafPlaceholder]) -> None:
+    """Puts the array in a slot that a leaf is tied to, or the view of it that the leaf is."""
     record, spec = leaf.record, leaf.spec
     assert isinstance(record, AliasRecord) and spec is not None, "only ties are left"
     base, base_spec = made[record.of].leaf, job.index.entries[record.of].spec
     job.loaded += 1
     same = base_spec is not None and (base_spec.kind, base_spec.requires_grad) == (spec.kind, spec.requires_grad)
     if record.view is None and same:
-        return base
-    strides = tuple(math.prod(spec.shape[d + 1 :]) for d in range(len(spec.shape)))
-    offset = 0
+        slot.leaf = base
+        return
+    offset, strides = 0, c_strides(spec.shape, 1)
     if record.view is not None:
         offset, strides = record.view.offset, record.view.strides
-    return library_of(spec).view(base, spec, offset, strides)
+    slot.leaf = library_of(spec).view(base, spec, offset, strides)
 
 
 def _own_structure(structure: Structure, job: Load) -> Recursive[Structure]:
@@ -126,20 +128,23 @@ def _is_array_like(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-class _Matched(msgspec.Struct):
+class _MatchedTree(msgspec.Struct):
     """The leaves of a tree, in order, and a placeholder for each."""
 
-    leaves: list[tuple[str, object]]
+    tree: object
+    namespace: str
+    leaves: list[object]
     slots: list[LeafPlaceholder]
     whole: frozenset[int]
     """The ids of sequences of values that are leaves here, as they take the saved content whole."""
 
-    def put_into(self, tree: object, leaves: Iterable[object], namespace: str) -> object:
-        """Returns the tree with other leaves."""
-        return replace_leaves(tree, iter(leaves), namespace=namespace, whole=self.whole)
+    def build(self, leaves: Iterable[object] | None = None) -> object:
+        """Returns the tree with other leaves; by default with what was read."""
+        leaves = (slot.leaf for slot in self.slots) if leaves is None else leaves
+        return replace_leaves(self.tree, iter(leaves), namespace=self.namespace, whole=self.whole)
 
 
-def _match(job: Load, like: object, make: Make, *, views: bool) -> _Matched:
+def _match(job: Load, like: object, *, in_place: bool) -> _MatchedTree:
     """Matches the leaves of a tree with saved ones; arrays are added to what is read, not yet read."""
     structure, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace)
     sequences = sequences_of(job, like, structure)
@@ -152,7 +157,7 @@ def _match(job: Load, like: object, make: Make, *, views: bool) -> _Matched:
         path = index_path(text, job.rank)
         asked.add(path)
         leaf = None
-        if views and path in job.damaged:
+        if path in job.damaged and not in_place:
             wanted = ...
         if id(wanted) in whole and path in sequences:
             asked.update(sequences[path].paths)
@@ -166,8 +171,12 @@ def _match(job: Load, like: object, make: Make, *, views: bool) -> _Matched:
                 _check_container(job, wanted, path)
                 job.missing.append(path)
         pairs.append((wanted, path, leaf))
-    tied = _tied(job, pairs, in_place=not views) if job.missing else {}
-    job.missing = [path for path in job.missing if path not in tied]
+    tied: dict[str, int] = {}
+    if missing := set(job.missing):  # unless it is one array with a leaf that was found
+        there = [(number, wanted) for number, (wanted, _, leaf) in enumerate(pairs) if leaf is not None and leaf.spec]
+        lacking = [(path, wanted) for wanted, path, _ in pairs if path in missing]
+        tied = tied_to(lacking, there, job.here, in_place=in_place)
+        job.missing = [path for path in job.missing if path not in tied]
     job.check_keys(asked, [path for wanted, path, _ in pairs if wanted is ...])
     ties: dict[tuple[int, int], LeafPlaceholder] = {}
     slots = [
@@ -175,12 +184,12 @@ def _match(job: Load, like: object, make: Make, *, views: bool) -> _Matched:
         if type(wanted) is Column
         else LeafPlaceholder(_content(job, sequences[path]) if whole and path in sequences else wanted)
         if leaf is None
-        else _slot(job, wanted, path, leaf, make, ties, views)
+        else _slot(job, wanted, path, leaf, ties, in_place=in_place)
         for wanted, path, leaf in pairs
     ]
-    if tied and views:
+    if tied and not in_place:
         slots = [slots[tied.get(path, number)] for number, (_, path, _) in enumerate(pairs)]
-    return _Matched(leaves, slots, whole)
+    return _MatchedTree(like, job.options.namespace, [wanted for _, wanted in leaves], slots, whole)
 
 
 def sequences_of(job: Load, like: object, structure: Structure) -> dict[str, SequenceReplacement]:
@@ -200,7 +209,7 @@ def sequences_of(job: Load, like: object, structure: Structure) -> dict[str, Seq
         is_value=is_value,
         is_saved_value=is_saved_value,
         rank=job.rank,
-        source_rank=job.rank if job.view.ruled is not None else job.source_rank,
+        source_rank=job.rank if job.options.rules else job.source_rank,
         namespace=job.options.namespace,
     )
 
@@ -228,83 +237,63 @@ def _check_container(job: Load, wanted: object, path: str) -> None:
         )
 
 
-def _tied(job: Load, pairs: Sequence[tuple[object, str, Leaf | None]], *, in_place: bool) -> dict[str, int]:
-    """Returns the missing leaves that are one array with a found leaf, each with the number of that leaf."""
-    missing = set(job.missing)
-    there = [(number, wanted) for number, (wanted, _, leaf) in enumerate(pairs) if leaf is not None and leaf.spec]
-    lacking = [(path, wanted) for wanted, path, _ in pairs if path in missing]
-    return tied_to(lacking, there, job.here, in_place=in_place)
-
-
 def _slot(
     job: Load,
     wanted: object,
     path: str,
     leaf: Leaf,
-    make: Make,
     ties: dict[tuple[int, int], LeafPlaceholder],
-    views: bool,
+    *,
+    in_place: bool,
 ) -> LeafPlaceholder:
     if leaf.spec is None:
         value = job.value(leaf, path)
-        if isinstance(wanted, ArraySpec) or (_is_array_like(wanted) and make(wanted, path) is not None):
+        if isinstance(wanted, ArraySpec) or (
+            _is_array_like(wanted) and job.target(wanted, path, in_place=in_place) is not None
+        ):
             raise MismatchError(path, expected="an array", found=f"the value {value!r:.60} in the checkpoint")
         return LeafPlaceholder(value)
-    if job.view.ruled is not None and job.index.tables:
+    if job.options.rules and job.index.tables:
         refuse_plain(job, leaf, path, wanted)
     record = leaf.record
     base = record.of if isinstance(record, AliasRecord) and record.view is None else leaf.number
     # leaves that are one object in like, and one array in the checkpoint, stay one object
     slot = ties.get((id(wanted), base))
     if slot is None:
-        spec = abstract_of(wanted, path, job.here) if views else None
-        slot = ties[id(wanted), base] = job.array(path, leaf, spec, make, wanted)
+        slot = ties[id(wanted), base] = job.array(path, leaf, wanted, in_place=in_place)
     return slot
 
 
 def load_tree(checkpoint: Checkpoint, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
     """Loads a new tree; see `treeckpt.load`."""
-    relay, here = _relay(comm, options, [checkpoint]), global_rank(comm)
+    relay = open_relay(comm, [checkpoint], options.read)
     with together(relay):
         job = Load(checkpoint, comm, options)
-
-        def make(wanted: Any, path: str) -> ArrayTarget | None:
-            return like_of(wanted, path, here, options.device, allocate=job.take)
-
-        build = _as_saved(job) if like is None else _as_like(job, like, _match(job, like, make, views=True))
-    job.batch.run(options.verify, ReadOptions(options.memory, mapped=options.mmap, relay=relay))
-    return build(), job.report()
+        found = _match_saved(job) if like is None else _match(job, like, in_place=False)
+    job.batch.run(ReadOptions(options.memory, options.verify, mapped=options.mmap, relay=relay))
+    return found.build(), job.report()
 
 
-def _as_like(job: Load, like: object, matched: _Matched) -> Callable[[], object]:
-    return lambda: matched.put_into(like, (slot.leaf for slot in matched.slots), job.options.namespace)
-
-
-def load_into_tree(checkpoint: Checkpoint, tree: object, comm: Comm, options: LoadOptions) -> LoadReport:
-    """Fills a tree in place; see `treeckpt.load_into`."""
-    [report] = load_into_from([(checkpoint, options)], tree, comm)
-    return report
-
-
-def load_into_from(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: object, comm: Comm) -> list[LoadReport]:
-    """Fills a tree from several checkpoints, each of which gives other leaves of it.
+def load_into_tree(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: object, comm: Comm) -> list[LoadReport]:
+    """Fills a tree in place from checkpoints, each of which gives other leaves of it; see `treeckpt.load_into`.
 
     All checks of the sources come before the first byte, and all arrays before the first value.
     """
     options = sources[0][1]
-    relay = _relay(comm, options, [checkpoint for checkpoint, _ in sources])
+    relay = open_relay(comm, [checkpoint for checkpoint, _ in sources], options.read)
     with together(relay):
-        new, jobs, wanted = tree, list[Load](), list[Wanted]()
+        new, jobs = tree, list[Load]()
         for checkpoint, own in sources:
-            job, new, more = _prepare_into(checkpoint, new, comm, own)
-            jobs.append(job)
-            wanted += more
-        check_ties(wanted)
-    reading, batches = ReadOptions(options.memory, relay=relay), [job.batch for job in jobs]
-    readers = [batch.prepare(options.verify, reading, in_place=True) for batch in batches]
-    for batch, reader in zip(batches, readers, strict=True):
+            jobs.append(Load(checkpoint, comm, own))
+            new = _prepare_into(jobs[-1], new)
+        check_ties([Wanted(job, path, target) for job in jobs for path, target in job.filled])
+    reading = ReadOptions(options.memory, options.verify, in_place=True, relay=relay)
+    batches = [job.batch for job in jobs]
+    for batch in batches:
+        batch.prepare(reading)
+    for batch in batches:
         try:
-            batch.put(reader, reading, in_place=True)
+            batch.put(reading)
         except OSError as error:
             failed = wrap_read_error(error, batch.checkpoint.url)
             add_changed(failed, batches)
@@ -317,29 +306,17 @@ def load_into_from(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: obje
     return [job.report() for job in jobs]
 
 
-def _prepare_into(
-    checkpoint: Checkpoint, tree: object, comm: Comm, options: LoadOptions
-) -> tuple[Load, object, list[Wanted]]:
-    """Returns a load with what is to be read into a tree, and the tree with its new values."""
-    job, here = Load(checkpoint, comm, options), global_rank(comm)
-    wanted: list[Wanted] = []
-
-    def make(leaf: Any, path: str) -> ArrayTarget | None:
-        target = target_of(leaf, path, here)
-        if target is not None:
-            wanted.append(Wanted(job, path, target))
-        return target
-
-    matched = _match(job, tree, make, views=False)
+def _prepare_into(job: Load, tree: object) -> object:
+    """Adds what a tree takes to what is read; returns the tree with its new values."""
+    matched = _match(job, tree, in_place=True)
     # what is equal already stays the very object, so that only real changes need a container that can change
     kept = [
-        old if _is_same(old, slot.leaf) else slot.leaf
-        for (_, old), slot in zip(matched.leaves, matched.slots, strict=True)
+        old if _is_same(old, slot.leaf) else slot.leaf for old, slot in zip(matched.leaves, matched.slots, strict=True)
     ]
-    if all(old is leaf for (_, old), leaf in zip(matched.leaves, kept, strict=True)):
-        return job, tree, wanted
-    new = matched.put_into(tree, kept, options.namespace)
-    if stuck := update_in_place(tree, new, is_value=is_value, namespace=options.namespace, dry=True):
+    if all(old is leaf for old, leaf in zip(matched.leaves, kept, strict=True)):
+        return tree
+    new = matched.build(kept)
+    if stuck := update_in_place(tree, new, is_value=is_value, namespace=matched.namespace, dry=True):
         path, value = stuck[0]
         raise MismatchError(
             path,
@@ -347,11 +324,7 @@ def _prepare_into(
             found=f"{value!r:.60} in the checkpoint",
             hint="Use load(path, like=tree), which returns a new tree",
         )
-    return job, new, wanted
-
-
-def _relay(comm: Comm, options: LoadOptions, checkpoints: Sequence[Checkpoint]) -> SharedRead | None:
-    return open_relay(comm, checkpoints) if options.read == "once" else None
+    return new
 
 
 def _is_same(old: object, new: object) -> bool:

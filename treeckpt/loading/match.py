@@ -7,13 +7,13 @@ any memory is touched.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
 
 from ..arrays.base import ArrayTarget
-from ..arrays.registry import check_cast, decode, new_array
+from ..arrays.registry import abstract_of, check_cast, decode, like_of, target_of
 from ..core.format.damage import BadBytes, DamagedLeaf, damaged_leaves
 from ..core.format.records import Leaf, PerRankValues, ValueRecord
 from ..core.sharding.int_runs import decode_runs
@@ -25,12 +25,13 @@ from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.memory import SlabAllocator
 from ..io.timing import Recorder
 from ..reports import LoadReport
+from .check_sizes import Claims
 from .read_batch import ReadBatch, ReadOptions, Verify
 from .read_request import LeafPlaceholder
 from .transforms.rules import Rule
-from .transforms.view import MadeLeaf, plain_view, ruled_view
+from .transforms.view import ComposedLeaf, view_of
 
-__all__ = ["MEMORY", "Load", "LoadOptions", "Make", "check_same"]
+__all__ = ["MEMORY", "Load", "LoadOptions", "check_same"]
 
 MEMORY = 64 << 20
 """Bytes of buffers that a load may take, by default."""
@@ -94,10 +95,6 @@ class LoadOptions(msgspec.Struct, frozen=True):
             check_used("exclude", self.exclude, [*names, *others()])
 
 
-Make = Callable[[Any, str], ArrayTarget | None]
-"""Returns the target of a wanted leaf at a path."""
-
-
 class Load:
     """One load on one rank."""
 
@@ -108,17 +105,17 @@ class Load:
         self.source_rank = comm.rank % self.index.world
         self.refuse_own = options.per_rank == "error" and comm.size != self.index.world
         self.world = comm.size
-        self.view = plain_view(self.index)
-        if options.rules:
-            self.view = ruled_view(
-                self.index, options.rules, source_rank=self.source_rank, rank=comm.rank, strict=options.strict
-            )
+        self.view = view_of(
+            self.index, options.rules, source_rank=self.source_rank, rank=comm.rank, strict=options.strict
+        )
         self.take = None if options.copy else SlabAllocator().take
         """Memory for new arrays; with `copy` each has its own."""
         self.damaged = self._damaged()
         self.batch = ReadBatch(checkpoint, self.source_rank, self.recorder, whole=options.bad is None)
+        self.claims = Claims(checkpoint, whole=options.bad is None)
+        self.filled: list[tuple[str, ArrayTarget]] = []
+        """The arrays that are filled in place, by path."""
         self.loaded = 0
-        self._claimed: set[int] = set()
         self.missing: list[str] = []
         self.unexpected: list[str] = []
 
@@ -133,7 +130,7 @@ class Load:
             return {}
         found: dict[str, tuple[DamagedLeaf, ...]] = {}
         for leaf in self.view.entries:
-            saved = [s.number for s in leaf.sources.values()] if isinstance(leaf, MadeLeaf) else [leaf.number]
+            saved = [s.number for s in leaf.sources.values()] if isinstance(leaf, ComposedLeaf) else [leaf.number]
             parts = [part for number in saved for part in hurt.get(number, ())]
             if parts:
                 found[leaf.path] = tuple(msgspec.structs.replace(part, path=leaf.path) for part in parts)
@@ -178,18 +175,26 @@ class Load:
         assert isinstance(record, ValueRecord), "arrays are read, not decoded"
         return decode(record.value, path, allow_pickle=self.options.allow_pickle)
 
-    def array(self, path: str, leaf: Leaf, spec: ArraySpec | None, make: Make, wanted: object) -> LeafPlaceholder:
-        """Adds an array to what is read: as a view of it if possible, else in the target that `make` returns."""
+    def array(self, path: str, leaf: Leaf, wanted: object, *, in_place: bool = False) -> LeafPlaceholder:
+        """Adds an array to what is read.
+
+        Args:
+            wanted: what describes the array, or is filled itself.
+            in_place: fills `wanted`; otherwise a new array is filled, or becomes a view of what is read if possible.
+        """
         self.loaded += 1
-        self.claim(path, leaf)
-        if spec is not None and not self.options.copy and self._on_host(spec) and spec.regions is None:
+        self.claims.take(path, leaf)
+        spec = None if in_place else abstract_of(wanted, path, self.here)
+        device = self.options.device
+        on_host = device == "cpu" or (spec is not None and spec.device is None and device in (None, "original"))
+        if spec is not None and on_host and not self.options.copy and spec.regions is None:
             if spec is not leaf.spec:
                 self.check(path, leaf, spec)
             if leaf.spec is not None and spec.dtype == leaf.spec.dtype:
                 slot = self.batch.add_new_array(path, leaf, spec)
                 if slot is not None:
                     return slot
-        target = make(wanted, path)
+        target = self.target(wanted, path, in_place=in_place)
         if target is None:
             raise MismatchError(
                 path,
@@ -198,15 +203,22 @@ class Load:
                 f"{leaf.spec and leaf.spec.shape}{self._chain(path)}",
                 hint="Put an array, a tc.ArraySpec or `...` there in like",
             )
+        if in_place:
+            self.filled.append((path, target))
         self.check(path, leaf, target.spec)
         return self.batch.add_target(path, leaf, target)
 
-    def claim(self, path: str, leaf: Leaf) -> None:
-        """Counts the bytes of an array once, by the index, before memory is allocated for it."""
-        for source in leaf.sources.values() if isinstance(leaf, MadeLeaf) else (leaf,):
-            if source.number not in self._claimed:
-                self._claimed.add(source.number)
-                self.batch.claims.take(path, source)
+    def target(self, wanted: object, path: str, *, in_place: bool) -> ArrayTarget | None:
+        """Returns an array to fill: the wanted one itself, or a new one; None for a value."""
+        if in_place:
+            return target_of(wanted, path, self.here)
+        return like_of(wanted, path, self.here, self.options.device, allocate=self.take)
+
+    def new(self, spec: ArraySpec, path: str) -> ArrayTarget:
+        """Returns a new array, on the device of the options, or else of the spec."""
+        target = self.target(spec, path, in_place=False)
+        assert target is not None, "a spec describes an array"
+        return target
 
     def new_batch(self) -> ReadBatch:
         """Returns another batch of reads from the same checkpoint."""
@@ -214,19 +226,9 @@ class Load:
 
     def run_now(self, batch: ReadBatch) -> None:
         """Reads another batch at once, and counts its bytes among those of the load."""
-        batch.run(self.options.verify is not False, ReadOptions(self.options.memory))
+        batch.run(ReadOptions(self.options.memory, self.options.verify))
         self.batch.nbytes += batch.nbytes
         self.batch.read_nbytes += batch.read_nbytes
-
-    def new(self, spec: Any, path: str) -> ArrayTarget:
-        """Returns a new array on the device of the options."""
-        return new_array(spec, path, self.options.device, allocate=self.take)
-
-    def _on_host(self, spec: ArraySpec) -> bool:
-        device = self.options.device
-        if device == "original":
-            return spec.device is None
-        return device == "cpu" or (device is None and spec.device is None)
 
     def check(self, path: str, leaf: Leaf, wanted: ArraySpec) -> None:
         """Compares the wanted shape and dtype with the saved ones.
@@ -285,7 +287,7 @@ class Load:
             tuple(self.missing),
             tuple(self.unexpected),
             self.recorder.seconds,
-            self.view.ruled.dropped if self.view.ruled is not None else (),
+            self.view.transformed.dropped,
             tuple((before, now) for before, now in self.view.renamed if self.selected(now)),
             damaged=tuple(part for path, parts in self.damaged.items() if self.options.selects(path) for part in parts),
         )

@@ -18,17 +18,18 @@ from ..core.tree.flatten import flatten, unflatten
 from ..core.tree.keyed_table import Column
 from ..core.tree.merge import merge
 from ..core.tree.structure import index_path, paths_of
-from ..errors import CheckpointNotFound, TreeckptError
+from ..errors import CheckpointNotFound, MismatchError, TreeckptError
 from ..io.comm.comm import Comm, global_rank
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.store import Store
 from ..reports import LoadReport
 from .aliasing import tied_to
 from .join_slots import ids_beside, no_plain_rows
-from .load import load_into_from, load_into_tree, load_tree, sequences_of
+from .load import load_into_tree, load_tree, sequences_of
 from .match import Load, LoadOptions, check_same
 from .transforms import Renaming, Transforms, as_rules
 from .transforms.rules import Rule
+from .verify import survey
 
 __all__ = ["Bank", "CheckpointOverlay", "From", "as_bank", "globs_of", "members_of", "refuse_rules"]
 
@@ -68,15 +69,18 @@ class Bank:
     def __repr__(self) -> str:
         return f"Bank({list(self.sources)!r})"
 
+    def opened(self, checkpoints: Sequence[Checkpoint]) -> Bank:
+        """Returns the bank with an opened checkpoint as the path of each source."""
+        pairs = zip(self.sources, checkpoints, strict=True)
+        return Bank(msgspec.structs.replace(source, path=one) for source, one in pairs)
+
 
 def as_bank(path: Any) -> Bank | None:
     """Returns the bank for a path or a list; None for a single checkpoint."""
-    if isinstance(path, Bank):
-        return path
-    if isinstance(path, From):
-        return Bank([path])
-    several: Any = path if isinstance(path, (list, tuple)) else None
-    return None if several is None else Bank(several)
+    if isinstance(path, (From, list, tuple)):
+        several: Any = [path] if isinstance(path, From) else path
+        return Bank(several)
+    return path if isinstance(path, Bank) else None
 
 
 class _Part(msgspec.Struct):
@@ -85,8 +89,9 @@ class _Part(msgspec.Struct):
     options: LoadOptions
     job: Load
     """A load that finds leaves and reads none."""
-    wins: set[str]
-    joined: dict[str, Load]
+    wins: set[str] = set()
+    """The paths that it gives."""
+    joined: dict[str, Load] = {}
     """As `LoadOptions` has it."""
 
 
@@ -120,18 +125,11 @@ def refuse_rules(rules: Sequence[Rule]) -> None:
         )
 
 
-def _asked(like: Any, comm: Comm, options: LoadOptions) -> dict[str, Any]:
-    """Returns the leaves of like, by path as in a checkpoint."""
-    _, leaves = flatten(like, rank=comm.rank, namespace=options.namespace)
-    return {index_path(path, comm.rank): leaf for path, leaf in leaves}
+def _select_parts(bank: Bank, asked: Iterable[str], comm: Comm, options: LoadOptions) -> list[_Part]:
+    """Returns the checkpoints of a bank, and which of their leaves are taken.
 
-
-def _settled(bank: Bank, asked: Mapping[str, Any], comm: Comm, options: LoadOptions) -> list[_Part]:
-    """Decides from the indexes which checkpoint provides which leaf.
-
-    Raises:
-        CheckpointNotFound: one is missing that is not optional.
-        MismatchError: a glob matches nothing, under `strict`.
+    Args:
+        asked: the paths of like.
     """
     refuse_rules(options.rules)
 
@@ -141,9 +139,7 @@ def _settled(bank: Bank, asked: Mapping[str, Any], comm: Comm, options: LoadOpti
         own = msgspec.structs.replace(
             options, select=globs_of(source.select), exclude=globs_of(source.exclude), rules=rules
         )
-        return _Part(
-            msgspec.structs.replace(options, rules=rules, strict=False), Load(source.path, comm, own), set(), {}
-        )
+        return _Part(msgspec.structs.replace(options, rules=rules, strict=False), Load(source.path, comm, own))
 
     parts = members_of(bank, look)
 
@@ -170,17 +166,18 @@ def globs_of(select: str | Sequence[str] | None) -> tuple[str, ...] | None:
 
 def _check_asked(
     parts: Sequence[_Part],
-    like: Any,
     wanted: Mapping[str, Any],
+    given_whole: tuple[str, ...],
     comm: Comm,
     options: LoadOptions,
     *,
-    in_place: bool = False,
+    in_place: bool,
 ) -> tuple[list[str], list[str]]:
     """Returns the wanted paths that no checkpoint provides, and the provided paths that are not wanted.
 
     Args:
         wanted: the leaves of like, by path.
+        given_whole: what the paths in sequences begin with that are replaced as a whole.
         in_place: a leaf that is one array with a filled leaf is filled too.
 
     Raises:
@@ -189,11 +186,6 @@ def _check_asked(
     here = global_rank(comm)
     given = set[str]().union(*(part.wins for part in parts))
     missing: list[str] = []
-    structure, _ = flatten(like, rank=comm.rank, namespace=options.namespace)
-    taken = [
-        one for p in parts for one in sequences_of(p.job, like, structure).values() if p.wins.issuperset(one.paths)
-    ]
-    given_whole = tuple(f"{one.path}/" if one.path else "" for one in taken)
     for path, leaf in wanted.items():
         if (
             leaf is ...
@@ -222,10 +214,6 @@ def _check_asked(
     return missing, sorted(extra)
 
 
-def _options(part: _Part) -> LoadOptions:
-    return msgspec.structs.replace(part.options, only=frozenset(part.wins), joined=part.joined)
-
-
 def _join_tables(parts: Sequence[_Part], asked: Mapping[str, Any] | None) -> None:
     """Joins slots to ids that another checkpoint provides, id by id.
 
@@ -251,24 +239,50 @@ def _join_tables(parts: Sequence[_Part], asked: Mapping[str, Any] | None) -> Non
         home.joined[path] = giver.job
 
 
-def _load_bank(bank: Bank, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
-    asked = {} if like is None else _asked(like, comm, options)
-    parts = _settled(bank, asked, comm, options)
-    reports: list[LoadReport] = []
-    if like is None:
-        _join_tables(parts, None)
-        trees: list[object] = []
-        for part in parts:
-            tree, report = load_tree(part.job.checkpoint, None, comm, _options(part))
-            trees.append(tree)
-            reports.append(report)
-        return _merged(trees, comm, options), _joined(reports, [], [])
-    missing, unexpected = _check_asked(parts, like, asked, comm, options)
-    _join_tables(parts, asked)
-    for part in parts:
-        like, report = load_tree(part.job.checkpoint, like, comm, _options(part))
-        reports.append(report)
-    return like, _joined(reports, missing, unexpected)
+class _Provided(msgspec.Struct):
+    """The checkpoints of a load, each with options that select what it provides."""
+
+    sources: list[tuple[Checkpoint, LoadOptions]]
+    missing: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+
+    def report(self, reports: Sequence[LoadReport]) -> LoadReport:
+        """Returns the report of all loads together."""
+        return LoadReport(
+            path=", ".join(report.path for report in reports),
+            nbytes=sum(report.nbytes for report in reports),
+            read_nbytes=sum(report.read_nbytes for report in reports),
+            loaded=sum(report.loaded for report in reports),
+            missing=tuple(self.missing),
+            unexpected=tuple(self.unexpected),
+            seconds=sum(report.seconds for report in reports),
+            dropped=tuple(path for report in reports for path in report.dropped),
+            renamed=tuple(pair for report in reports for pair in report.renamed),
+            sources=tuple(msgspec.structs.replace(report, unexpected=()) for report in reports),
+        )
+
+
+def _provide(bank: Bank, like: object, comm: Comm, options: LoadOptions, *, in_place: bool = False) -> _Provided:
+    """Decides from the indexes what each checkpoint of a bank provides.
+
+    Raises:
+        CheckpointNotFound: one is missing that is not optional.
+        MismatchError: leaves, rules or globs that do not fit.
+    """
+    structure, leaves = flatten(like, rank=comm.rank, namespace=options.namespace) if like is not None else (None, [])
+    asked = {index_path(path, comm.rank): leaf for path, leaf in leaves}
+    parts = _select_parts(bank, asked, comm, options)
+    missing, unexpected = list[str](), list[str]()
+    if like is not None:
+        replaced = [(part, one) for part in parts for one in sequences_of(part.job, like, structure).values()]
+        whole = [f"{one.path}/" if one.path else "" for part, one in replaced if part.wins.issuperset(one.paths)]
+        missing, unexpected = _check_asked(parts, asked, tuple(whole), comm, options, in_place=in_place)
+    _join_tables(parts, asked if like is not None else None)
+    sources = [
+        (part.job.checkpoint, msgspec.structs.replace(part.options, only=frozenset(part.wins), joined=part.joined))
+        for part in parts
+    ]
+    return _Provided(sources, missing, unexpected)
 
 
 def _merged(trees: Sequence[object], comm: Comm, options: LoadOptions) -> object:
@@ -278,15 +292,6 @@ def _merged(trees: Sequence[object], comm: Comm, options: LoadOptions) -> object
     found = {index_path(path, comm.rank): leaf for _, leaves in flat for path, leaf in leaves if leaf is not ...}
     leaves = iter([found.get(path, ...) for path, _ in paths_of(structure)])
     return unflatten(structure, leaves, resolve=resolve, rank=comm.rank, namespace=options.namespace)
-
-
-def _load_bank_into(bank: Bank, tree: object, comm: Comm, options: LoadOptions) -> LoadReport:
-    asked = _asked(tree, comm, options)
-    parts = _settled(bank, asked, comm, options)
-    missing, unexpected = _check_asked(parts, tree, asked, comm, options, in_place=True)
-    _join_tables(parts, asked)
-    reports = load_into_from([(part.job.checkpoint, _options(part)) for part in parts], tree, comm)
-    return _joined(reports, missing, unexpected)
 
 
 class CheckpointOverlay(msgspec.Struct, frozen=True):
@@ -301,29 +306,46 @@ class CheckpointOverlay(msgspec.Struct, frozen=True):
             return [self.source]
         return [one.path for one in self.source.sources if isinstance(one.path, Checkpoint)]
 
+    def salvaging(self, comm: Comm, options: LoadOptions, on_corrupt: str) -> LoadOptions:
+        """Returns the options of a load, with the damaged bytes where `on_corrupt` is "skip".
+
+        A leaf is damaged as a whole, for every rank, whatever part of it a rank wants: otherwise some ranks would
+        continue with the saved half of an array and others with their own.
+
+        Raises:
+            MismatchError: another value of `on_corrupt`, or several checkpoints.
+        """
+        if on_corrupt == "error":
+            return options
+        checkpoints = self.checkpoints
+        if on_corrupt != "skip" or len(checkpoints) != 1:
+            raise MismatchError(
+                "on_corrupt",
+                expected="'error', or 'skip' for one checkpoint",
+                found=f"{on_corrupt!r:.40} for {len(checkpoints)}",
+                hint="Salvage the damaged checkpoint alone, save what came of it, and load the several then",
+            )
+        # all is compared now: not again before the first byte is written
+        verify = True if options.verify == "first" else options.verify
+        return msgspec.structs.replace(options, bad=survey(checkpoints[0], comm), verify=verify)
+
     def load(self, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
         """Loads a new tree; see `treeckpt.load`."""
-        if isinstance(self.source, Bank):
-            return _load_bank(self.source, like, comm, options)
-        return load_tree(self.source, like, comm, options)
+        if isinstance(self.source, Checkpoint):
+            return load_tree(self.source, like, comm, options)
+        provided = _provide(self.source, like, comm, options)
+        reports: list[LoadReport] = []
+        trees: list[object] = []
+        for checkpoint, own in provided.sources:
+            tree, report = load_tree(checkpoint, trees[-1] if trees and like is not None else like, comm, own)
+            trees.append(tree)
+            reports.append(report)
+        return _merged(trees, comm, options) if like is None else trees[-1], provided.report(reports)
 
     def load_into(self, tree: object, comm: Comm, options: LoadOptions) -> LoadReport:
         """Fills a tree in place; see `treeckpt.load_into`."""
-        if isinstance(self.source, Bank):
-            return _load_bank_into(self.source, tree, comm, options)
-        return load_into_tree(self.source, tree, comm, options)
-
-
-def _joined(reports: Sequence[LoadReport], missing: Sequence[str], unexpected: Sequence[str]) -> LoadReport:
-    return LoadReport(
-        path=", ".join(report.path for report in reports),
-        nbytes=sum(report.nbytes for report in reports),
-        read_nbytes=sum(report.read_nbytes for report in reports),
-        loaded=sum(report.loaded for report in reports),
-        missing=tuple(missing),
-        unexpected=tuple(unexpected),
-        seconds=sum(report.seconds for report in reports),
-        dropped=tuple(path for report in reports for path in report.dropped),
-        renamed=tuple(pair for report in reports for pair in report.renamed),
-        sources=tuple(msgspec.structs.replace(report, unexpected=()) for report in reports),
-    )
+        if isinstance(self.source, Checkpoint):
+            [report] = load_into_tree([(self.source, options)], tree, comm)
+            return report
+        provided = _provide(self.source, tree, comm, options, in_place=True)
+        return provided.report(load_into_tree(provided.sources, tree, comm))

@@ -1,28 +1,36 @@
 """Reads a part of an array by its byte ranges alone, for display.
 
-The region's chunks are planned as a load plans them (`core.planning.load_plan`). Where rounding out to blocks of
+The reads are planned as those of a load (`join_boxes`). Where rounding out to blocks of
 checksums costs at most four times what is shown, or no more than a few blocks, they are compared; only the checksums
-of those blocks are taken from the shard's header, which of a large shard is megabytes. Else the bytes are read as they
-are.
+of those blocks are taken from the shard's header. Else the bytes are read as they are.
+
+The header of a shard of 100 GB holds 4 MB of checksums. They are base64 text at an offset that the first page gives, so
+those of a few blocks are found by arithmetic. The seal is not compared, because that would take the whole header: a
+changed checksum is found all the same, because its block does not match it.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import re
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
+from ..arrays.base import HostArray, TargetPiece, raw_dtype
 from ..core.format.records import AliasRecord, File, Index, Leaf
-from ..core.format.shard_header import BLOCK, block_count, hash_block
-from ..core.planning.load_plan import BoxCopy, ReadBlock, WantedRegion, plan_load
+from ..core.format.shard_header import BLOCK, MAX_BLOCK, PAGE, VERSION, block_count, hash_block, header_nbytes
+from ..core.planning.load_plan import READ_LIMIT
 from ..core.sharding.dtypes import dtype_of
-from ..core.sharding.region import Region, c_strides
-from ..errors import CorruptError, LayoutError, MismatchError
+from ..core.sharding.region import Region, intersect
+from ..errors import CorruptError, FormatError, LayoutError, MismatchError
 from ..io.storage.store import Store
-from .header_probe import PREFIX_NBYTES, HeaderPrefix, decode_hashes, decode_prefix, hash_text_range
+from .read_request import Boxes, ReadRequest, request_for
+from .read_tasks import join_boxes
 
-__all__ = ["MAX_NBYTES", "Peek", "peek"]
+__all__ = ["MAX_NBYTES", "PREFIX_NBYTES", "Peek", "decode_hashes", "decode_prefix", "hash_text_range", "peek"]
 
 MAX_NBYTES = 64 << 20
 """Bytes that one peek may show."""
@@ -33,6 +41,13 @@ FEW = 4 * BLOCK
 GAP = 512
 """Unneeded bytes between two rows that are rather read than skipped."""
 MAX_READS = 1 << 16
+PREFIX_NBYTES = PAGE
+"""Bytes at the start of a file that `decode_prefix` needs."""
+_PREFIX = re.compile(
+    rb'\{"__metadata__":\{"seal":"[0-9a-f]{16}","format":"treeckpt","version":"([0-9]{1,9})","save_id":"([0-9a-f]{16})",'
+    rb'"rank":"([0-9]{1,9})","world":"[0-9]{1,9}","part":"([0-9]{1,9})","stream":"([0-9]{1,19})",'
+    rb'"block":"([0-9]{1,9})","hashes":"'
+)
 
 
 class Peek(msgspec.Struct, frozen=True):
@@ -65,52 +80,48 @@ def peek(store: Store, index: Index, leaf: Leaf, region: Region, *, rank: int | 
     itemsize = dtype_of(leaf.spec.dtype).itemsize
     if (nbytes := region.size * itemsize) > MAX_NBYTES:
         raise LayoutError(leaf.path, expected=f"a region of at most {MAX_NBYTES} bytes", found=f"{nbytes}")
-    chunks = index.chunks_of(leaf, region, rank=rank)
-    blocks = plan_load([WantedRegion(region, itemsize, chunks)], gap=GAP, borders=index.borders).blocks
-    if len(blocks) > MAX_READS:
-        raise LayoutError(leaf.path, expected=f"rows that lie in at most {MAX_READS} places", found=f"{len(blocks)}")
-    copied = sum(copy.box.size for block in blocks for copy in block.copies)
+    data = np.empty(region.shape, raw_dtype(itemsize))
+    piece = TargetPiece(region, HostArray(data))
+    chunks = [(chunk, intersect(chunk.region, region)) for chunk in index.chunks_of(leaf, region, rank=rank)]
+    boxes = [
+        request_for(leaf.path, chunk, piece, box, itemsize) for chunk, box in chunks if box is not None and box.size
+    ]
+    reads = list(join_boxes(index, boxes, READ_LIMIT, gap=GAP))
+    if len(reads) > MAX_READS:
+        raise LayoutError(leaf.path, expected=f"rows that lie in at most {MAX_READS} places", found=f"{len(reads)}")
+    copied = sum(request.destination.box.size for request in boxes)
     if copied != region.size:
         raise CorruptError(leaf.path, expected=f"chunks with {region.size} elements", found=f"{copied}")
-    return _read(store, index, leaf, region, blocks)
+    nbytes, verified = _read(store, index, reads, data.nbytes)
+    return Peek(region, data.reshape(-1).view(np.uint8).reshape(-1, itemsize), nbytes, verified)
 
 
-def _read(store: Store, index: Index, leaf: Leaf, region: Region, blocks: Sequence[ReadBlock]) -> Peek:
-    assert leaf.spec is not None, "checked before"
-    itemsize = dtype_of(leaf.spec.dtype).itemsize
-    data = np.empty((*region.shape, itemsize), np.uint8)
-    places = [(block, *index.locate(block.rank, block.start, block.stop, leaf.path)) for block in blocks]
+def _read(store: Store, index: Index, reads: Sequence[ReadRequest[Boxes]], shown: int) -> tuple[int, bool]:
+    """Reads boxes to where they belong; returns the bytes that were read, and whether checksums were compared."""
     sizes = store.sizes()
-    files = {file.name: file for _, file, _ in places}
-    fronts = {name: _front(store, index, file, sizes.get(name)) for name, file in files.items()}
-    rounded = [_rounded(file, at, block.stop - block.start, fronts[file.name].block) for block, file, at in places]
-    verify = sum(high - low for low, high in rounded) <= max(ROUNDING * data.nbytes, FEW)
+    fronts: dict[str, HeaderPrefix] = {}
+    places: list[tuple[File, int, int, int]] = []
+    for request in reads:
+        rank, start, nbytes = request.byte_range
+        file, at = index.locate(rank, start, start + nbytes, request.path)
+        if file.name not in fronts:
+            fronts[file.name] = _front(store, index, file, sizes.get(file.name))
+        block, first = fronts[file.name].block, at - file.header
+        high = min(-(-(first + nbytes) // block) * block, file.nbytes)
+        places.append((file, first, first // block * block, high))
+    verify = sum(high - low for _, _, low, high in places) <= max(ROUNDING * shown, FEW)
     read = PREFIX_NBYTES * len(fronts)
-    for (block, file, at), (low, high) in zip(places, rounded, strict=True):
+    for request, (file, first, low, high) in zip(reads, places, strict=True):
+        _, start, nbytes = request.byte_range
         if not verify:
-            low, high = at - file.header, at - file.header + block.stop - block.start
+            low, high = first, first + nbytes
         out = np.empty(high - low, np.uint8)
         store.read_into(file.name, file.header + low, out.data)
         read += len(out)
         if verify:
             read += _compare(store, file, fronts[file.name], low, out)
-        inside = out[at - file.header - low :]
-        for copy in block.copies:
-            _copy(inside, block, copy, region, data, itemsize)
-    return Peek(region, data.reshape(-1, itemsize), read, verify)
-
-
-def _rounded(file: File, at: int, nbytes: int, block: int) -> tuple[int, int]:
-    """Bytes of the data area, out to the borders of checksums."""
-    low = at - file.header
-    return low // block * block, min(-(-(low + nbytes) // block) * block, file.nbytes)
-
-
-def _copy(data: np.ndarray, block: ReadBlock, copy: BoxCopy, region: Region, out: np.ndarray, itemsize: int) -> None:
-    span = data[copy.start - block.start : copy.stop - block.start]
-    strides = (*c_strides(copy.chunk.shape, itemsize), 1)
-    box = np.lib.stride_tricks.as_strided(span, (*copy.box.shape, itemsize), strides)
-    out[copy.box.relative_to(region).slices()] = box
+        request.destination.write(start - (first - low), out.data)
+    return read, verify
 
 
 def _front(store: Store, index: Index, file: File, size: int | None) -> HeaderPrefix:
@@ -154,3 +165,56 @@ def _compare(store: Store, file: File, front: HeaderPrefix, low: int, data: np.n
                 hint="Restore the file from a copy",
             )
     return len(text)
+
+
+# the front of a header ----------------------------------------------------------------------------------------------
+class HeaderPrefix(msgspec.Struct, frozen=True):
+    """The identity of a shard, and where its checksums are."""
+
+    save_id: str
+    rank: int
+    part: int
+    stream: int
+    header: int
+    """Bytes before the data area."""
+    block: int
+    """Bytes under one checksum."""
+    hashes: int
+    """Offset in the file of the text of the checksums."""
+
+
+def decode_prefix(data: bytes | bytearray, name: str) -> HeaderPrefix:
+    """Decodes the first PREFIX_NBYTES bytes of the file called `name`.
+
+    Raises:
+        CorruptError, FormatError: it is no shard of treeckpt.
+    """
+    header = header_nbytes(data, name)
+    found = _PREFIX.match(data, 8)
+    if found is None or found[1] != str(VERSION).encode():
+        raise FormatError(name, expected=f"a treeckpt shard of version {VERSION}", found="another header")
+    block = int(found[6])
+    if not PAGE <= block <= MAX_BLOCK or block % PAGE:
+        raise FormatError(name, expected=f"blocks of {PAGE} to {MAX_BLOCK} bytes, in pages", found=f"{block}")
+    return HeaderPrefix(found[2].decode(), int(found[3]), int(found[4]), int(found[5]), header, block, found.end())
+
+
+def hash_text_range(first: int, count: int) -> tuple[int, int, int]:
+    """Returns (start, stop) of the characters that hold the checksums of some blocks, and the bytes to skip in them."""
+    start, stop = first * 8 // 3, -(-(first + count) * 8 // 3)
+    return start * 4, stop * 4, first * 8 - start * 3
+
+
+def decode_hashes(text: bytes | bytearray, skip: int, count: int, name: str) -> list[int]:
+    """Decodes the checksums in those characters.
+
+    Raises:
+        CorruptError: they are not base64, or too few.
+    """
+    try:
+        data = base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise CorruptError(name, expected="checksums", found=str(error)) from error
+    if len(data) < skip + 8 * count:
+        raise CorruptError(name, expected=f"{count} checksums", found=f"{len(data)} bytes")
+    return np.frombuffer(data, "<u8", count, skip).tolist()

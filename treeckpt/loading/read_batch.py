@@ -8,38 +8,40 @@ buffers and copied to its place, or straight into the target where it is contigu
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from ..arrays.base import ArrayTarget, HostArray, HostMemory, TargetPiece, raw_dtype
-from ..arrays.registry import check_library, library_of, mark_written
+from ..arrays.registry import check_library, mark_written
+from ..core.format.byte_map import extents_in_file
 from ..core.format.chunks import BoxChunks, WholeChunk
-from ..core.format.records import AliasRecord, ArrayRecord, Leaf, LeafRecord
+from ..core.format.records import AliasRecord, ArrayRecord, File, Leaf, LeafRecord
 from ..core.planning.load_plan import Chunk
 from ..core.sharding.dtypes import dtype_of
-from ..core.sharding.region import Region, any_overlap, intersect
+from ..core.sharding.region import Region, any_overlap, coalesce, intersect
 from ..core.tree.spec import ArraySpec
-from ..errors import FormatError
+from ..errors import FormatError, TreeckptError
 from ..io.storage.checkpoint import Checkpoint, ShardReader
 from ..io.storage.page_cache import available_memory
 from ..io.timing import Recorder
-from .check_sizes import Claims
-from .read_request import BoxDestination, ContiguousMemory, LeafPlaceholder, NewArray, ReadRequest, request_for
-from .read_tasks import ReadTask, join_contiguous, list_tasks, map_arrays, read_limit, run_tasks
-from .shared_read import SharedRead, SharedRequests, together
+from .read_request import ContiguousMemory, LeafPlaceholder, NewArray, ReadRequest, request_for
+from .read_tasks import ReadTask, join_contiguous, list_tasks, map_arrays, read_limit, requests_to, run_tasks
+from .shared_read import SharedRead, together
 from .transforms.assemble import only_chunk, pieces_of
-from .transforms.view import MadeLeaf
+from .transforms.view import ComposedLeaf
 
-__all__ = ["ReadBatch", "ReadOptions", "Verify", "read_region"]
+__all__ = ["ReadBatch", "ReadOptions", "Verify", "add_changed", "read_region"]
 
 Verify = bool | Literal["first", "stream"]
 SMALL = 64 << 10
 """Bytes up to which each rank reads an array itself, rather than receive it from another rank."""
-
-
+SHOWN = 5
+"""Paths that an error names."""
 REGION_MEMORY = 16 << 20
 """Bytes of buffers for one region."""
 
@@ -49,20 +51,14 @@ class ReadOptions(msgspec.Struct, frozen=True):
 
     memory: int
     """Bytes of buffers, at most."""
+    verify: Verify = True
+    """Compares checksums; "first" all of them before any target in place is written, which reads twice."""
+    in_place: bool = False
+    """Targets exist already; their version counters for autograd rise."""
     mapped: bool = False
     """Maps whole arrays instead of reading them."""
     relay: SharedRead | None = None
     """The ranks that share their reads; None if each rank reads for itself."""
-
-
-class _CastingWriter:
-    """Casts to the dtype of a target what was saved with another one."""
-
-    def __init__(self, inner: Any, spec: ArraySpec, saved: str) -> None:
-        self.inner, self.spec, self.saved = inner, spec, saved
-
-    def write(self, box: tuple[slice, ...], data: np.ndarray) -> None:
-        self.inner.write(box, library_of(self.spec).cast(data, self.saved, self.spec.dtype))
 
 
 class ReadBatch:
@@ -77,14 +73,11 @@ class ReadBatch:
         self.checkpoint, self.whole = checkpoint, whole
         self._index, self._source_rank, self._recorder = checkpoint.index, source_rank, recorder
         self.nbytes = self.read_nbytes = 0
-        self.claims = Claims(checkpoint, whole=whole)
-        self._new_arrays: list[ReadRequest[NewArray]] = []
-        self._runs: list[ReadRequest[ContiguousMemory]] = []
-        self._boxes: list[ReadRequest[BoxDestination]] = []
-        self._after: list[Callable[[], None]] = []
-        self._targets: list[object] = []
-        self.targets: list[tuple[str, Leaf]] = []
-        """The path of each target, and the saved leaf that fills it."""
+        self._requests: list[ReadRequest[Any]] = []
+        self.after: list[Callable[[], object]] = []
+        """What is called when everything has been read."""
+        self.targets: list[tuple[str, Leaf, object]] = []
+        """The path of each target, the saved leaf that fills it, and the array."""
         self.written: list[ReadTask] = []
         """Reads whose bytes have reached their targets, or may have."""
         self._work: list[tuple[Sequence[int], list[ReadTask]]] = []
@@ -95,7 +88,13 @@ class ReadBatch:
         record = leaf.record
         if not math.prod(spec.shape) or (isinstance(record, AliasRecord) and record.view is not None):
             return None
-        chunk = self._only_chunk(leaf)
+        chunk: WholeChunk | Chunk | None = None
+        if isinstance(record, ArrayRecord) and isinstance(record.chunks, WholeChunk):
+            chunk = record.chunks  # the usual case, without a list
+        elif isinstance(leaf, ComposedLeaf):
+            chunk = only_chunk(self._index, leaf, self._source_rank)
+        elif len(chunks := self._index.chunks_of(leaf, rank=self._source_rank)) == 1:
+            chunk = chunks[0]
         dtype = dtype_of(spec.dtype)
         # what was read may begin at any block, so an element's alignment follows from its place in the stream
         if chunk is None or chunk.start % (dtype.itemsize // dtype.parts):
@@ -103,19 +102,9 @@ class ReadBatch:
         check_library(spec, path)
         placeholder = LeafPlaceholder()
         nbytes = math.prod(spec.shape) * dtype.itemsize
-        self._new_arrays.append(ReadRequest(path, (chunk.rank, chunk.start, nbytes), NewArray(placeholder, spec)))
+        self._requests.append(ReadRequest(path, (chunk.rank, chunk.start, nbytes), NewArray(placeholder, spec)))
         self.nbytes += nbytes
         return placeholder
-
-    def _only_chunk(self, leaf: Leaf) -> WholeChunk | Chunk | None:
-        """The chunk that is all of an array, None if there are several."""
-        record = leaf.record
-        if isinstance(record, ArrayRecord) and isinstance(record.chunks, WholeChunk):
-            return record.chunks  # the usual case, without a list
-        if isinstance(leaf, MadeLeaf):
-            return only_chunk(self._index, leaf, self._source_rank)
-        chunks = self._index.chunks_of(leaf, rank=self._source_rank)
-        return chunks[0] if len(chunks) == 1 else None
 
     def add_target(self, path: str, leaf: Leaf, target: ArrayTarget) -> LeafPlaceholder:
         """Adds the regions of a target, into which a saved array is copied.
@@ -125,19 +114,14 @@ class ReadBatch:
         """
         spec = leaf.spec
         assert spec is not None, "values are decoded, not read"
-        self._targets.append(target.leaf)
-        self.targets.append((path, leaf))
-        if isinstance(leaf, MadeLeaf):
-            for wanted in pieces_of(leaf, target):
-                if isinstance(wanted, tuple):
-                    self._add_pieces(path, wanted[0], [wanted[1]])
-                else:
-                    self._after.append(wanted)
+        self.targets.append((path, leaf, target.leaf))
+        if isinstance(leaf, ComposedLeaf) or target.spec.dtype != spec.dtype:
+            found, fills = pieces_of(leaf, target)
+            self.after += fills
+            for source, pieces in found:
+                self._add_pieces(path, source, pieces)
         elif not self._add_whole(path, leaf.record, target, spec):
-            pieces = list(target.pieces)
-            if target.spec.dtype != spec.dtype:
-                pieces = [TargetPiece(p.region, _CastingWriter(p.data, target.spec, spec.dtype)) for p in pieces]
-            self._add_pieces(path, leaf, pieces)
+            self._add_pieces(path, leaf, target.pieces)
         return LeafPlaceholder(target.leaf)
 
     def _add_whole(self, path: str, record: LeafRecord, target: ArrayTarget, spec: ArraySpec) -> bool:
@@ -145,12 +129,12 @@ class ReadBatch:
         if not isinstance(record, ArrayRecord) or not isinstance(record.chunks, WholeChunk) or len(target.pieces) != 1:
             return False
         memory = target.pieces[0].data
-        if not isinstance(memory, HostMemory) or target.spec.dtype != spec.dtype or memory.shape != spec.shape:
+        if not isinstance(memory, HostMemory) or memory.shape != spec.shape:
             return False
         nbytes = math.prod(spec.shape) * memory.itemsize
         self.nbytes += nbytes
         chunk = record.chunks
-        self._runs.append(
+        self._requests.append(
             ReadRequest(path, (chunk.rank, chunk.start, nbytes), ContiguousMemory(memory.address, memory))
         )
         return True
@@ -182,9 +166,7 @@ class ReadBatch:
             )
         for chunk, box in zip(chunks, boxes, strict=True):
             if box is not None and box.size:
-                request = request_for(path, chunk, piece, box, itemsize)
-                kind = self._runs if type(request.destination) is ContiguousMemory else self._boxes
-                kind.append(request)
+                self._requests.append(request_for(path, chunk, piece, box, itemsize))
 
     def _add_view(self, path: str, leaf: Leaf, record: AliasRecord, pieces: Sequence[TargetPiece]) -> None:
         """Adds the whole base of a view, from which the view is copied."""
@@ -194,71 +176,85 @@ class ReadBatch:
         memory = np.empty(base.spec.shape, raw)
         self._add_piece(path, base, TargetPiece(Region.whole(base.spec.shape), HostArray(memory)), raw.itemsize)
         strides = tuple(s * raw.itemsize for s in view.strides)
+        window = np.ndarray(spec.shape, raw, memory, view.offset * raw.itemsize, strides)
+        for piece in pieces:
+            box = tuple(slice(0, n) for n in piece.region.shape)
+            part = window[(*piece.region.slices(), ...)]  # an array, not a number, also without dimensions
+            self.after.append(partial(piece.data.write, box, part))
 
-        def copy_view() -> None:
-            window = np.ndarray(spec.shape, raw, memory, view.offset * raw.itemsize, strides)
-            for piece in pieces:
-                box = tuple(slice(0, n) for n in piece.region.shape)
-                piece.data.write(box, window[piece.region.slices()])
+    def run(self, options: ReadOptions) -> None:
+        """Reads everything."""
+        self.prepare(options)
+        self.put(options)
 
-        self._after.append(copy_view)
-
-    def then(self, act: Callable[[], None]) -> None:
-        """Adds a function to call when everything has been read."""
-        self._after.append(act)
-
-    def run(self, verify: Verify, options: ReadOptions) -> None:
-        """Reads everything, where no target exists before."""
-        self.put(self.prepare(verify, options), options)
-
-    def prepare(self, verify: Verify, options: ReadOptions, *, in_place: bool = False) -> ShardReader:
+    def prepare(self, options: ReadOptions) -> None:
         """Opens the shards that are needed, and lists what is to be read. No target is written.
-
-        Args:
-            in_place: targets exist already: with `verify="first"` all checksums are compared now, which reads twice.
 
         Raises:
             CorruptError: a shard is missing, cut short, or of another save.
         """
-        reader = ShardReader(self.checkpoint, self._recorder, verify=verify is not False, whole=self.whole)
+        verify = options.verify is not False
+        self._reader = reader = ShardReader(self.checkpoint, self._recorder, verify=verify, whole=self.whole)
         if options.mapped:
-            map_arrays(reader, self._new_arrays)
-            self._new_arrays = []
+            map_arrays(reader, requests_to(NewArray, self._requests))
+            self._requests = [one for one in self._requests if type(one.destination) is not NewArray]
         relay, limit = options.relay, read_limit(options.memory)
-        requests: list[ReadRequest[Any]] = [*self._new_arrays, *self._runs, *self._boxes]
-        parts = [SharedRequests((0,), list(range(len(requests))))]
-        if (
-            relay is not None
-        ):  # large ones stay apart until it is known which ranks want the same and can share the read
-            large = [run for run in self._runs if run.byte_range[2] > SMALL]
-            small = [run for run in self._runs if run.byte_range[2] <= SMALL]
-            requests = [*self._new_arrays, *large, *join_contiguous(self._index, small, limit), *self._boxes]
-            parts = relay.agree(self._index.save_id, [_key(request) for request in requests])
+        requests = self._requests
+        parts: list[tuple[Sequence[int], list[ReadRequest[Any]]]] = [((0,), requests)]
+        if relay is not None:
+            # large ones stay apart until it is known which ranks want the same and can share the read
+            small = [one for one in requests_to(ContiguousMemory, requests) if one.byte_range[2] <= SMALL]
+            joined = set(map(id, small))
+            requests = [one for one in requests if id(one) not in joined]
+            requests += join_contiguous(self._index, small, limit)
+            parts[:] = relay.agree(self._index.save_id, requests)
         with together(relay):
-            self._work = [(p.members, list_tasks(reader, [requests[i] for i in p.requests], limit)) for p in parts]
-        if verify == "first" and in_place:
-            self._verify_first(reader, options)
-        return reader
+            self._work = [(members, list_tasks(reader, part, limit)) for members, part in parts]
+        if options.verify == "first" and options.in_place:
+            self._verify_first(options)
 
-    def put(self, reader: ShardReader, options: ReadOptions, *, in_place: bool = False) -> None:
-        """Reads what was listed and puts it in place; each block is compared with its checksum on the way.
-
-        Args:
-            in_place: targets exist already; their version counters for autograd rise.
-        """
-        if in_place:
-            mark_written(self._targets)
-        relay, memory, on_write = options.relay, options.memory, self.written.append
+    def put(self, options: ReadOptions) -> None:
+        """Reads what was listed and puts it in place; each block is compared with its checksum on the way."""
+        if options.in_place:
+            mark_written([target for _, _, target in self.targets])
+        relay = options.relay
         with together(relay):
             if relay is not None:
-                self.read_nbytes += relay.run(reader, self._work, memory=memory, on_write=on_write)
+                self.read_nbytes += relay.run(self._reader, self._work, memory=options.memory, written=self.written)
             else:
                 for _, tasks in self._work:
-                    self.read_nbytes += run_tasks(reader, tasks, memory=memory, on_write=on_write)
-            for action in self._after:
-                action()
+                    self.read_nbytes += run_tasks(self._reader, tasks, memory=options.memory, written=self.written)
+            after, self.after = self.after, []  # what they hold is freed with them
+            for act in after:
+                act()
 
-    def _verify_first(self, reader: ShardReader, options: ReadOptions) -> None:
+    def changed(self) -> list[str]:
+        """Returns the paths of targets that may hold some of what was read, after a failure.
+
+        Those may that have bytes in a range of a shard that was written to its targets.
+        """
+        written: dict[str, tuple[File, list[tuple[int, int]]]] = {}
+        for task in self.written:
+            file = task.byte_range.shard.file
+            found = written.setdefault(file.name, (file, []))[1]
+            found.append((file.header + task.byte_range.start, file.header + task.byte_range.stop))
+        met: set[int] = set()
+        for file, ranges in written.values():
+            starts, stops = np.array(sorted(ranges), np.int64).T
+            starts, stops = coalesce(starts, stops, 0)[0].T.tolist()
+            for extent in extents_in_file(self._index, file):
+                at = bisect_right(stops, extent.start)
+                if at < len(starts) and starts[at] < extent.stop:
+                    met.add(extent.leaf)
+        changed: list[str] = []
+        for path, leaf, _ in self.targets:
+            sources = leaf.sources.values() if isinstance(leaf, ComposedLeaf) else [leaf]
+            arrays = [one.record.of if isinstance(one.record, AliasRecord) else one.number for one in sources]
+            if not met.isdisjoint(arrays):
+                changed.append(path)
+        return changed
+
+    def _verify_first(self, options: ReadOptions) -> None:
         """Compares the checksums of all that is to be read; where there is room, it stays in the page cache."""
         total = sum(task.nbytes for _, tasks in self._work for task in tasks)
         stays = total < available_memory() // 2
@@ -266,8 +262,8 @@ class ReadBatch:
         with together(relay):
             for members, tasks in self._work:
                 mine = relay.owned(tasks, members) if relay is not None else tasks
-                checks = [ReadTask(task.byte_range, shared=task.shared or stays) for task in mine]
-                run_tasks(reader, checks, memory=options.memory)
+                checks = [ReadTask(task.byte_range, task.start, shared=task.shared or stays) for task in mine]
+                run_tasks(self._reader, checks, memory=options.memory, written=[])
 
 
 def read_region(checkpoint: Checkpoint, leaf: Leaf, region: Region, *, rank: int = 0) -> np.ndarray:
@@ -280,12 +276,20 @@ def read_region(checkpoint: Checkpoint, leaf: Leaf, region: Region, *, rank: int
     memory = np.empty(region.shape, raw_dtype(dtype_of(leaf.spec.dtype).itemsize))
     batch = ReadBatch(checkpoint, rank, Recorder(0))
     batch.add_target(leaf.path, leaf, ArrayTarget(leaf.spec, memory, [TargetPiece(region, HostArray(memory))]))
-    batch.run(True, ReadOptions(memory=REGION_MEMORY))
+    batch.run(ReadOptions(memory=REGION_MEMORY))
     return memory
 
 
-def _key(request: ReadRequest[Any]) -> object:
-    """Equal, as text, for requests of several ranks that are read by the same reads."""
-    copy = request.destination
-    shape = (copy.box, copy.chunk, copy.itemsize) if isinstance(copy, BoxDestination) else type(copy).__name__
-    return request.byte_range, shape
+def add_changed(error: Exception, batches: Sequence[ReadBatch]) -> None:
+    """Adds to the error of a fill which arrays of the target may have changed."""
+    total = sum(len(batch.targets) for batch in batches)
+    changed = [path for batch in batches for path in batch.changed()]
+    text = "The target was not changed"
+    if changed:
+        more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+        names = ", ".join(path or "<root>" for path in changed[:SHOWN])
+        text = f"The target is partly filled: {len(changed)} of {total} arrays may have changed: {names}{more}"
+    if isinstance(error, TreeckptError):
+        error.add_hint(text)
+    else:
+        error.add_note(text)

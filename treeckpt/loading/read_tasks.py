@@ -9,12 +9,11 @@ first (`ReadTask`) and then carried out: by this process alone (`run_tasks`), or
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
 from ..arrays.threads import WorkerThreads
 from ..core.format.records import Index
@@ -30,17 +29,18 @@ from ..core.sharding.region import byte_runs
 from ..io.storage.checkpoint import ShardReader
 from ..io.storage.memory import PAGE, aligned_buffer
 from ..io.storage.shard_reader import ByteRange, aligned_range
-from .read_request import BoxDestination, ContiguousMemory, NewArray, ReadRequest
-from .scatter import Scatter, ScatterSlice
+from .read_request import BoxDestination, Boxes, ContiguousMemory, NewArray, ReadRequest, Scatter
 
 __all__ = [
     "DEVICE_READ",
     "ReadTask",
     "buffers_for",
+    "join_boxes",
     "join_contiguous",
     "list_tasks",
     "map_arrays",
     "read_limit",
+    "requests_to",
     "run_tasks",
 ]
 
@@ -55,64 +55,16 @@ SPARSE = 0.75
 """Part of a range that this rank wants, below which other ranks of the host probably want the rest of it."""
 
 
-class Sink(Protocol):
-    """What is done with the bytes of one read."""
-
-    def parts(self) -> list[memoryview] | None:
-        """Returns the memory that the read can fill directly, in order; None where it needs a buffer."""
-        ...
-
-    def write(self, data: memoryview) -> None:
-        """Copies what was read to its destinations."""
-        ...
-
-
-class ScatterSink(msgspec.Struct, frozen=True):
-    """Bytes `start:stop` of a rank's stream, between `before` and `after` bytes that are read only to be verified."""
-
-    destination: ScatterSlice
-    start: int
-    stop: int
-    before: int
-    after: int
-
-    def parts(self) -> list[memoryview] | None:
-        inside = self.destination.scatter.parts(self.start, self.stop)
-        if inside is None:
-            return None
-        first, last = memoryview(bytearray(self.before)), memoryview(bytearray(self.after))
-        return [part for part in (first, *inside, last) if len(part)]
-
-    def write(self, data: memoryview) -> None:
-        address = np.frombuffer(data, np.uint8).ctypes.data + self.before
-        self.destination.scatter.copy(self.start, self.stop, address)
-
-
-class BoxSink(msgspec.Struct, frozen=True):
-    """Boxes in a rank's stream from byte `start` on, which follows `before` bytes that are read only to be verified."""
-
-    boxes: Sequence[ReadRequest[BoxDestination]]
-    start: int
-    before: int
-
-    def parts(self) -> list[memoryview] | None:
-        return None
-
-    def write(self, data: memoryview) -> None:
-        memory = np.frombuffer(data, np.uint8)
-        for box in self.boxes:
-            _, start, nbytes = box.byte_range
-            first = self.before + start - self.start
-            box.destination.write(memory[first : first + nbytes])
-
-
 class ReadTask(msgspec.Struct, frozen=True):
     """One read."""
 
     byte_range: ByteRange
+    """Of whole blocks with checksums, so that it may begin before and end after what is wanted."""
+    start: int
+    """Where it starts in the rank's stream."""
     out: memoryview | None = None
     """Memory where the bytes stay; None for a buffer that is used again."""
-    sink: Sink | None = None
+    destinations: Scatter | Boxes | None = None
     """None if the bytes are only verified, or stay."""
     shared: bool = False
     """Whether other ranks of the host read it too: then through the page cache, so that the device reads it once."""
@@ -120,6 +72,16 @@ class ReadTask(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         return self.byte_range.stop - self.byte_range.start
+
+    def parts(self) -> list[memoryview] | None:
+        """Returns the memory that the read can fill directly, in order; None where it needs a buffer."""
+        return self.destinations.parts(self.start, self.start + self.nbytes) if self.destinations is not None else None
+
+    def write(self, data: memoryview, written: list[ReadTask]) -> None:
+        """Copies what was read to its destinations; the task is added to `written` before the first byte is."""
+        if self.destinations is not None:
+            written.append(self)
+            self.destinations.write(self.start, data)
 
 
 def list_tasks(reader: ShardReader, requests: Sequence[ReadRequest[Any]], limit: int) -> list[ReadTask]:
@@ -132,84 +94,62 @@ def list_tasks(reader: ShardReader, requests: Sequence[ReadRequest[Any]], limit:
     Raises:
         CorruptError: a shard is missing, cut short, or of another save.
     """
-    tasks = _new_array_tasks(reader, _with(requests, NewArray))
-    tasks += _box_tasks(reader, _with(requests, BoxDestination), limit)
-    joined = join_contiguous(reader.checkpoint.index, _with(requests, ContiguousMemory), limit)
-    return tasks + [_scatter_task(reader, request) for request in [*_with(requests, ScatterSlice), *joined]]
+    index = reader.checkpoint.index
+    tasks = _new_array_tasks(reader, requests_to(NewArray, requests))
+    boxes = join_boxes(index, requests_to(BoxDestination, requests), limit)
+    for request in boxes:
+        wanted = sum(box.destination.nbytes for box in request.destination.requests)
+        shared = wanted < SPARSE * request.byte_range[2]
+        tasks.append(ReadTask(*_located(reader, request), None, request.destination, shared))
+    joined = join_contiguous(index, requests_to(ContiguousMemory, requests), limit)
+    for request in [*requests_to(Scatter, requests), *joined]:
+        tasks.append(ReadTask(*_located(reader, request), None, request.destination))
+    return tasks
 
 
-def _with(requests: Sequence[ReadRequest[Any]], kind: type[D]) -> list[ReadRequest[D]]:
+def requests_to(kind: type[D], requests: Sequence[ReadRequest[Any]]) -> list[ReadRequest[D]]:
+    """Returns the requests with a kind of destination."""
     return [request for request in requests if type(request.destination) is kind]
+
+
+def _join(
+    index: Index, requests: Sequence[ReadRequest[D]], *, limit: int | None = None, gap: int = READ_GAP
+) -> Iterator[ReadRequest[list[ReadRequest[D]]]]:
+    """Joins requests that lie close together in a file; see `plan_contiguous_reads`."""
+    ranges = [request.byte_range for request in requests]
+    for run in plan_contiguous_reads(ranges, gap=gap, borders=index.borders, limit=limit):
+        inside = [requests[member] for member in run.members]
+        yield ReadRequest(inside[0].path, (run.rank, run.start, run.stop - run.start), inside)
 
 
 def join_contiguous(
     index: Index, requests: Sequence[ReadRequest[ContiguousMemory]], limit: int
-) -> Iterator[ReadRequest[ScatterSlice]]:
+) -> Iterator[ReadRequest[Scatter]]:
     """Joins contiguous requests that lie close together, and cuts them at multiples of a size in their file.
 
     Args:
         limit: the size in bytes; at most `DEVICE_READ` is taken.
     """
-    for run in plan_contiguous_reads([request.byte_range for request in requests], borders=index.borders):
-        inside = [requests[i] for i in run.members]
-        path, piece = inside[0].path, ScatterSlice(Scatter(inside))
-        file, _ = index.locate(run.rank, run.start, run.stop, path)
-        for low, high in split_at_multiples(run.start, run.stop, file.stream, min(limit, DEVICE_READ)):
-            yield ReadRequest(path, (run.rank, low, high - low), piece)
+    for joined in _join(index, requests):
+        scatter, (rank, start, nbytes) = Scatter(joined.destination), joined.byte_range
+        file, _ = index.locate(rank, start, start + nbytes, joined.path)
+        for low, high in split_at_multiples(start, start + nbytes, file.stream, min(limit, DEVICE_READ)):
+            yield ReadRequest(joined.path, (rank, low, high - low), scatter)
 
 
-def _new_array_tasks(reader: ShardReader, requests: Sequence[ReadRequest[NewArray]]) -> list[ReadTask]:
-    """Reads of whole arrays into page-aligned memory, where they stay."""
-    tasks: list[ReadTask] = []
-    for run in plan_contiguous_reads([r.byte_range for r in requests], borders=reader.checkpoint.index.borders):
-        shard, start = reader.locate(run.rank, run.start, run.stop, requests[run.members[0]].path)
-        whole = aligned_range(shard, start, start + run.stop - run.start, verify=reader.verify)
-        memory = aligned_buffer(whole.stop - whole.start, huge=True)
-        step = max(DEVICE_READ // shard.block, 1) * shard.block
-        for low in range(whole.start, whole.stop, step):
-            part = ByteRange(shard, low, min(low + step, whole.stop))
-            tasks.append(ReadTask(part, memory[low - whole.start : part.stop - whole.start]))
-        _view_arrays(requests, run.members, memory[start - whole.start :], run.start)
-    return tasks
+def join_boxes(
+    index: Index, requests: Sequence[ReadRequest[BoxDestination]], limit: int, *, gap: int = READ_GAP
+) -> Iterator[ReadRequest[Boxes]]:
+    """Cuts boxes into tiles of at most `limit` bytes, and joins tiles that lie at most `gap` bytes apart."""
+    tiles = [tile for request in requests for tile in _tiles(request, limit, gap)]
+    for joined in _join(index, tiles, limit=limit, gap=gap):
+        yield ReadRequest(joined.path, joined.byte_range, Boxes(joined.destination))
 
 
-def map_arrays(reader: ShardReader, requests: Sequence[ReadRequest[NewArray]]) -> None:
-    """Maps arrays copy-on-write: bytes are read when they are touched, and never compared with checksums."""
-    for run in plan_contiguous_reads([r.byte_range for r in requests], borders=reader.checkpoint.index.borders):
-        shard, start = reader.locate(run.rank, run.start, run.stop, requests[run.members[0]].path)
-        whole = aligned_range(shard, start, start + run.stop - run.start, verify=False)
-        memory = reader.store.map(shard.file.name, shard.file.header + whole.start, whole.stop - whole.start)
-        _view_arrays(requests, run.members, memory[start - whole.start :], run.start)
-
-
-def _view_arrays(
-    requests: Sequence[ReadRequest[NewArray]], members: Iterable[int], memory: memoryview, start: int
-) -> None:
-    """Makes arrays of memory that holds a rank's stream from byte `start` on."""
-    for member in members:
-        request = requests[member]
-        request.destination.view(memory, request.byte_range[1] - start)
-
-
-def _box_tasks(reader: ShardReader, requests: Sequence[ReadRequest[BoxDestination]], limit: int) -> list[ReadTask]:
-    """Reads of boxes, cut into tiles of at most `limit` bytes; tiles that lie close together are read at once."""
-    boxes = [tile for request in requests for tile in _tiles(request, limit)]
-    tasks: list[ReadTask] = []
-    for run in plan_contiguous_reads(
-        [b.byte_range for b in boxes], borders=reader.checkpoint.index.borders, limit=limit
-    ):
-        inside = [boxes[member] for member in run.members]
-        shard, start = reader.locate(run.rank, run.start, run.stop, inside[0].path)
-        whole = aligned_range(shard, start, start + run.stop - run.start, verify=reader.verify)
-        shared = sum(box.destination.nbytes for box in inside) < SPARSE * (run.stop - run.start)
-        tasks.append(ReadTask(whole, None, BoxSink(inside, run.start, start - whole.start), shared))
-    return tasks
-
-
-def _tiles(request: ReadRequest[BoxDestination], limit: int) -> Iterable[ReadRequest[BoxDestination]]:
+def _tiles(request: ReadRequest[BoxDestination], limit: int, gap: int) -> Iterable[ReadRequest[BoxDestination]]:
     copy, (rank, start, _) = request.destination, request.byte_range
     first = byte_runs(copy.box, copy.chunk, copy.itemsize).first
-    for box in bounded_span_boxes(copy.box, copy.chunk, copy.itemsize, limit=limit, gap=READ_GAP):
+    for box in bounded_span_boxes(copy.box, copy.chunk, copy.itemsize, limit=limit, gap=gap):
         if box == copy.box:
             yield request
             return
@@ -218,12 +158,38 @@ def _tiles(request: ReadRequest[BoxDestination], limit: int) -> Iterable[ReadReq
         yield ReadRequest(request.path, byte_range, msgspec.structs.replace(copy, box=box))
 
 
-def _scatter_task(reader: ShardReader, request: ReadRequest[ScatterSlice]) -> ReadTask:
-    rank, low, nbytes = request.byte_range
-    shard, start = reader.locate(rank, low, low + nbytes, request.path)
-    whole = aligned_range(shard, start, start + nbytes, verify=reader.verify)
-    before, after = start - whole.start, whole.stop - start - nbytes
-    return ReadTask(whole, None, ScatterSink(request.destination, low, low + nbytes, before, after))
+def _located(reader: ShardReader, request: ReadRequest[Any], *, verify: bool | None = None) -> tuple[ByteRange, int]:
+    """Returns the whole blocks, or pages, that hold what is requested, and where they start in the rank's stream."""
+    rank, start, nbytes = request.byte_range
+    shard, first = reader.locate(rank, start, start + nbytes, request.path)
+    whole = aligned_range(shard, first, first + nbytes, verify=reader.verify if verify is None else verify)
+    return whole, start - (first - whole.start)
+
+
+def _new_array_tasks(reader: ShardReader, requests: Sequence[ReadRequest[NewArray]]) -> list[ReadTask]:
+    """Reads of whole arrays into page-aligned memory, where they stay."""
+    tasks: list[ReadTask] = []
+    for joined in _join(reader.checkpoint.index, requests):
+        whole, start = _located(reader, joined)
+        memory = aligned_buffer(whole.stop - whole.start, huge=True)
+        step = max(DEVICE_READ // whole.shard.block, 1) * whole.shard.block
+        for at in range(0, len(memory), step):
+            part = memory[at : at + step]
+            first = whole.start + at
+            tasks.append(ReadTask(ByteRange(whole.shard, first, first + len(part)), start + at, part))
+        for request in joined.destination:
+            request.destination.view(memory, request.byte_range[1] - start)
+    return tasks
+
+
+def map_arrays(reader: ShardReader, requests: Sequence[ReadRequest[NewArray]]) -> None:
+    """Maps arrays copy-on-write: bytes are read when they are touched, and never compared with checksums."""
+    for joined in _join(reader.checkpoint.index, requests):
+        whole, start = _located(reader, joined, verify=False)
+        file = whole.shard.file
+        memory = reader.store.map(file.name, file.header + whole.start, whole.stop - whole.start)
+        for request in joined.destination:
+            request.destination.view(memory, request.byte_range[1] - start)
 
 
 def read_limit(memory: int) -> int:
@@ -240,21 +206,19 @@ def buffers_for(tasks: Iterable[ReadTask], count: int) -> queue.Queue[memoryview
     return buffers
 
 
-def run_tasks(
-    reader: ShardReader, tasks: Sequence[ReadTask], *, memory: int, on_write: Callable[[ReadTask], object] | None = None
-) -> int:
+def run_tasks(reader: ShardReader, tasks: Sequence[ReadTask], *, memory: int, written: list[ReadTask]) -> int:
     """Carries out reads, a few at a time; the first error stops what has not begun, and is raised.
 
     Args:
         memory: bytes of buffers, at most, unless one read needs more.
-        on_write: is called with each task that has a sink, before its first byte is put in place.
+        written: each task with destinations is added to it before its first byte is put in place.
 
     Returns:
         Bytes read from data areas.
     """
     largest = max((task.nbytes for task in tasks if task.out is None), default=0)
     threads = max(1, min(READERS, memory // max(largest, 1)))
-    runner = _TaskRunner(reader, buffers_for(tasks, threads), on_write or (lambda _: None))
+    runner = _TaskRunner(reader, buffers_for(tasks, threads), written)
     nbytes = sum(task.nbytes for task in tasks)
     if len(tasks) <= 1 or nbytes < ALONE:
         for task in tasks:
@@ -269,40 +233,29 @@ class _TaskRunner(msgspec.Struct, frozen=True):
 
     reader: ShardReader
     buffers: queue.Queue[memoryview]
-    on_write: Callable[[ReadTask], object]
+    written: list[ReadTask]
 
     def run(self, task: ReadTask) -> None:
         """Carries out one read: into its destinations, into its own memory, from mapped memory, or through a buffer."""
-        if self._read_parts(task):
-            return
+        if (parts := task.parts()) is not None:
+            done = True
+            try:
+                done = self.reader.read_parts(task.byte_range, parts)
+            finally:
+                if done:  # or it failed midway
+                    self.written.append(task)
+            if done:
+                return
         if task.out is not None:
             self.reader.read(task.byte_range, task.out[: task.nbytes], shared=task.shared)
             return
         with self.reader.mapped(task.byte_range, fetch=task.shared) as memory:
             if memory is not None:
-                self._write(task, memory)
+                task.write(memory, self.written)
                 return
         buffer = self.buffers.get()
         try:
             self.reader.read(task.byte_range, buffer[: task.nbytes], shared=task.shared)
-            self._write(task, buffer[: task.nbytes])
+            task.write(buffer[: task.nbytes], self.written)
         finally:
             self.buffers.put(buffer)
-
-    def _read_parts(self, task: ReadTask) -> bool:
-        """Reads straight into the destinations; False, with nothing changed, where that is not possible."""
-        parts = task.sink.parts() if task.sink is not None else None
-        if parts is None:
-            return False
-        done = True
-        try:
-            done = self.reader.read_parts(task.byte_range, parts)
-        finally:
-            if done:  # or it failed midway
-                self.on_write(task)
-        return done
-
-    def _write(self, task: ReadTask, data: memoryview) -> None:
-        if task.sink is not None:
-            self.on_write(task)
-            task.sink.write(data)

@@ -1,26 +1,43 @@
 """Repairs a damaged checkpoint: rebuilds what is proven to equal what was written, and leaves the rest alone.
 
-The index is rebuilt from the headers of the shards. A shard's header is rebuilt from the index, and its own seal proves
-it; bytes after the end of a shard are cut off where all before them are intact. Timings cannot be rebuilt: they are a
+The index is rebuilt from the headers of the shards. A shard's header is rebuilt from the index, which holds all of it
+but the checksums; these are computed again from the data, or taken from the damaged header. The rebuilt header is the
+right one only if it has the seal that was written. Bytes after the end of a shard are cut off where all before them are
+intact. Timings cannot be rebuilt: they are a
 record beside the checkpoint. Each file that is replaced or removed is kept as `<name>.<id>.damaged`; the new file takes
 its name in one step (in a store without renames it is written again, from the copy that was kept).
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import contextlib
 import os
 import re
 import secrets
+from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
+from ..core.format.byte_map import extents_in_file
 from ..core.format.check_index import check_against_files
-from ..core.format.damage import BadBytes
+from ..core.format.damage import BadBytes, rank_path
 from ..core.format.file_names import damaged_name, parse_file_name
-from ..core.format.index import INDEX_NAME, MAX_INDEX, encode_index
+from ..core.format.index import INDEX_NAME, MAX_INDEX, encode_index, encode_manifest
 from ..core.format.records import File, Index
-from ..core.format.shard_header import BLOCK, hash_block
+from ..core.format.shard_header import (
+    BLOCK,
+    ShardEntry,
+    ShardHeader,
+    block_count,
+    encode_header,
+    hash_block,
+    hashes_at,
+    seal_at,
+    with_hashes,
+)
 from ..core.format.timings import timings_name
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, FormatError, StoreError, TreeckptError
 from ..io.storage.checkpoint import Checkpoint
@@ -29,9 +46,7 @@ from ..io.storage.memory import aligned_buffer
 from ..io.storage.metadata_files import read_index, read_timings, rebuild_from_shards
 from ..io.storage.store import LocalStore, Store
 from ..reports import Repair, VerifyReport
-from .damage_scan import survey_shard
-from .header_rebuild import headers_of, proven_header
-from .verify import verify_checkpoint
+from .verify import survey_shard, verify_checkpoint
 
 __all__ = ["repair_store"]
 
@@ -104,7 +119,7 @@ def _drop_timings(store: Store, save_id: str, repairs: list[Repair]) -> None:
 def _repair_shard(store: Store, index: Index, file: File, repairs: list[Repair]) -> None:
     """Rebuilds the header and the length of a shard, where the seal proves the result."""
     size, whole = store.sizes().get(file.name), file.header + file.nbytes
-    bad = survey_shard(store, index, file, size)
+    _, bad = survey_shard(store, index, file, size)
     if not bad or size is None or size < whole:
         return
     try:
@@ -127,7 +142,7 @@ def _header_again(store: Store, index: Index, file: File, bad: list[BadBytes]) -
     if bad[0].start:
         return (bytes(old), []) if bad[-1].start >= file.header + file.nbytes else (None, [])
     hashes = _hashes(store, file)
-    proven = (proven_header(header, bytes(old), hashes) for header in headers_of(index, file))
+    proven = (_proven_header(header, bytes(old), hashes) for header in _headers_of(index, file))
     made = next((header for header in proven if header is not None), None)
     return made, ["made the header again from the index, as its seal proves"]
 
@@ -141,6 +156,64 @@ def _hashes(store: Store, file: File) -> list[int]:
         store.read_into(file.name, file.header + at, part)
         found.append(hash_block(part))
     return found
+
+
+# headers --------------------------------------------------------------------------------------------------------------
+
+
+def _headers_of(index: Index, file: File) -> list[ShardHeader]:
+    """Returns the headers that a shard may have had, with zeros for checksums.
+
+    Mostly there is one; but an array without elements between two files of a rank may be in either.
+    """
+    entries: list[ShardEntry] = []
+    for extent in sorted(extents_in_file(index, file, empty=True), key=lambda one: (one.start, one.stop, one.leaf)):
+        leaf = index.entries[extent.leaf]
+        assert leaf.spec is not None, "only arrays have extents"
+        path, nbytes = rank_path(leaf.path, file.rank), extent.stop - extent.start
+        start = extent.start - file.header
+        entries.append(ShardEntry(path, leaf.spec.dtype, leaf.spec.shape, extent.region, start, nbytes))
+    found: list[tuple[ShardEntry, ...]] = []
+    for low, high in ((0, 1), (1, 1), (0, 0), (1, 0)):
+        chosen = tuple(
+            entry
+            for entry in entries
+            if entry.nbytes or ((low or entry.start > 0) and (high or entry.start < file.nbytes))
+        )
+        if chosen not in found:
+            found.append(chosen)
+    hashes = (0,) * block_count(file.nbytes)
+    manifest = encode_manifest(index) if file.rank == 0 and file.part == 0 else None
+    return [
+        ShardHeader(index.save_id, file.rank, index.world, file.part, file.stream, chosen, hashes, manifest=manifest)
+        for chosen in found
+    ]
+
+
+def _proven_header(header: ShardHeader, old: bytes, computed: Sequence[int]) -> bytes | None:
+    """Returns the bytes of the header that was written; None where nothing proves which one that is.
+
+    Args:
+        header: its content, without the checksums.
+        old: the damaged header, of full length.
+        computed: the checksums of the data as it is now.
+    """
+    bare = encode_header(header)
+    if len(bare) != len(old):
+        return None
+    seal = slice(seal_at(bare), seal_at(bare) + 16)
+    text = old[hashes_at(bare) :][: len(base64.b64encode(bytes(8 * len(computed))))]
+    choices = [computed]
+    with contextlib.suppress(binascii.Error, ValueError):
+        choices.append(np.frombuffer(base64.b64decode(text, validate=True), "<u8").tolist())
+    for hashes in choices:
+        if len(hashes) != len(header.hashes):
+            continue
+        new = with_hashes(bare, hashes)
+        rest = (new[: seal.start], new[seal.stop :])
+        if new[seal] == old[seal] or rest == (old[: seal.start], old[seal.stop :]):
+            return new
+    return None
 
 
 # files ----------------------------------------------------------------------------------------------------------------

@@ -13,11 +13,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import datetime
+import queue
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import xxhash
@@ -26,69 +27,61 @@ from ..errors import CheckpointError, CheckpointNotFound, RankError
 from ..io.comm.comm import Comm
 from ..io.comm.waiting import log_if_slow
 from ..io.storage.checkpoint import Checkpoint, Replaced, ShardReader
+from .read_request import BoxDestination, ReadRequest
 from .read_tasks import ReadTask, buffers_for, run_tasks
 
-__all__ = ["SharedRead", "SharedRequests", "open_relay", "together"]
+__all__ = ["SharedRead", "open_relay", "together"]
 
 WINDOW = 4
 """Reads that are in flight at once."""
 READERS = 2
 
 
-class SharedRequests(msgspec.Struct, frozen=True):
-    """Requests that the same ranks have in common."""
-
-    members: tuple[int, ...]
-    requests: list[int]
-    """Their numbers on this rank, in the order that all members use."""
-
-
 class SharedRead:
     """The ranks of a world that share their reads, seen from one of them."""
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
-        self._group, self._rank, self._size = group, rank, size
+        self.group, self.rank, self._size = group, rank, size
         self.checkpoints: Sequence[Checkpoint] = ()
         """The checkpoints that are being read."""
 
-    def agree(self, save_id: str, wants: Sequence[object]) -> list[SharedRequests]:
-        """Groups what this rank wants by the ranks of the host that want it too.
+    def agree(
+        self, save_id: str, requests: Sequence[ReadRequest[Any]]
+    ) -> list[tuple[tuple[int, ...], list[ReadRequest[Any]]]]:
+        """Groups the requests of this rank by the ranks of the host that have them too, in an order that all use.
 
         Args:
             save_id: of the checkpoint; ranks that have read another version of it share nothing.
-            wants: values whose text (repr) is equal on two ranks if they want the same bytes.
         """
         seen: collections.Counter[str] = collections.Counter()
-        digests: list[int] = []
-        for want in map(repr, wants):
-            digests.append(xxhash.xxh3_64_intdigest(f"{save_id} {want} {seen[want]}".encode()))
+        mine: dict[int, ReadRequest[Any]] = {}
+        for request in requests:
+            copy = request.destination
+            shape = (copy.box, copy.chunk, copy.itemsize) if isinstance(copy, BoxDestination) else type(copy).__name__
+            want = repr((request.byte_range, shape))  # equal on two ranks if the same reads serve both
+            mine[xxhash.xxh3_64_intdigest(f"{save_id} {want} {seen[want]}".encode())] = request
             seen[want] += 1
-        with log_if_slow(self._rank, "load with read='once'"):
-            told = self._exchange((_host(), digests), None)
-        here = {rank: mine for rank, (host, mine) in told.items() if host == _host()}
+        with log_if_slow(self.rank, "load with read='once'"):
+            received = self.settle(None, (_host(), list(mine)))
+        here = {rank: digests for rank, (host, digests) in sorted(received.items()) if host == _host()}
         holders: dict[int, list[int]] = {}
-        for rank in sorted(here):
-            for digest in here[rank]:
+        for rank, digests in here.items():
+            for digest in digests:
                 holders.setdefault(digest, []).append(rank)
-        parts: dict[tuple[int, ...], list[int]] = {}
-        for number, digest in enumerate(digests):
-            parts.setdefault(tuple(holders[digest]), []).append(number)
-        for members, numbers in parts.items():
-            place = {digest: i for i, digest in enumerate(here[members[0]])}
-            numbers.sort(key=lambda number: place[digests[number]])
+        parts: dict[tuple[int, ...], list[ReadRequest[Any]]] = {}
+        for digest, members in holders.items():  # in the order of the first rank that has them
+            if digest in mine:
+                parts.setdefault(tuple(members), []).append(mine[digest])
         # what is shared comes first: a rank that fails alone then leaves nobody waiting
-        return [SharedRequests(m, parts[m]) for m in sorted(parts, key=lambda m: (len(m) == 1, m))]
+        return sorted(parts.items(), key=lambda part: (len(part[0]) == 1, part[0]))
 
-    def settle(self, fault: Exception | None) -> None:
-        """Waits until all ranks have come to this point.
+    def settle(self, fault: Exception | None, message: Any = None) -> dict[int, Any]:
+        """Waits until all ranks have come to this point; returns the message of each.
 
         Raises:
             Replaced: a rank failed, and what it read was replaced meanwhile; on every rank.
             RankError: others failed. Otherwise this rank's own error.
         """
-        self._exchange(None, fault)
-
-    def _exchange(self, message: Any, fault: Exception | None) -> dict[int, Any]:
         import torch.distributed as dist
 
         replaced = False
@@ -100,7 +93,7 @@ class SharedRead:
         text = None if fault is None else f"{type(fault).__name__}: {fault}"[:2000]
         received: list[Any] = [None] * self._size
         try:
-            dist.all_gather_object(received, (message, text, replaced), group=self._group)
+            dist.all_gather_object(received, (message, text, replaced), group=self.group)
         except RuntimeError as error:
             if fault is None:
                 raise _lost(error) from error
@@ -115,9 +108,9 @@ class SharedRead:
             raise _others(faults)
         return {rank: message for rank, (message, _, _) in enumerate(received)}
 
-    def owned(self, readings: Sequence[ReadTask], members: Sequence[int]) -> list[ReadTask]:
+    def owned(self, tasks: Sequence[ReadTask], members: Sequence[int]) -> list[ReadTask]:
         """Returns the reads that this rank carries out for all members."""
-        return [r for i, r in enumerate(readings) if members[i % len(members)] == self._rank]
+        return [task for i, task in enumerate(tasks) if members[i % len(members)] == self.rank]
 
     def run(
         self,
@@ -125,7 +118,7 @@ class SharedRead:
         work: Sequence[tuple[Sequence[int], Sequence[ReadTask]]],
         *,
         memory: int,
-        on_write: Callable[[ReadTask], object],
+        written: list[ReadTask],
     ) -> int:
         """Carries out lists of reads, each together with its members, which have equal lists. Every rank has to call.
 
@@ -133,7 +126,7 @@ class SharedRead:
 
         Args:
             work: the members and the reads of each list; shared lists come first.
-            memory, on_write: as for `run_tasks`.
+            memory, written: as for `run_tasks`.
 
         Returns:
             Bytes that this rank read from data areas.
@@ -143,109 +136,100 @@ class SharedRead:
         """
         fault: Exception | None = None
         nbytes = 0
-        for members, readings in work:
+        for members, tasks in work:
             try:
                 if len(members) > 1:
-                    nbytes += self._share(reader, readings, members, fault, on_write)
+                    with ThreadPoolExecutor(READERS, "treeckpt-read") as pool:
+                        fault = _SharedTasks(self, reader, members, pool, written, fault).run(tasks)
+                    nbytes += sum(task.nbytes for task in self.owned(tasks, members))
                 elif fault is None:
-                    nbytes += run_tasks(reader, readings, memory=memory, on_write=on_write)
+                    nbytes += run_tasks(reader, tasks, memory=memory, written=written)
             except Exception as error:
                 fault = fault or error
         if fault is not None:
             raise fault
         return nbytes
 
-    def _share(
-        self,
-        reader: ShardReader,
-        readings: Sequence[ReadTask],
-        members: Sequence[int],
-        fault: Exception | None,
-        on_write: Callable[[ReadTask], object],
-    ) -> int:
-        """Carries out reads together with the other members; after a `fault` this rank only reports it to them."""
-        ring = buffers_for(readings, WINDOW)
-        with ThreadPoolExecutor(READERS, "treeckpt-read") as pool:
-            session = SharedReadSession(reader, self._group, self._rank, members, pool, fault, on_write)
-            under_way: collections.deque[tuple[_Turn, memoryview | None]] = collections.deque()
-            for number in range(len(readings) + WINDOW):
-                if number >= WINDOW and under_way:
-                    turn, buffer = under_way.popleft()
-                    session.finish(turn)
-                    if buffer is not None:
-                        ring.put(buffer)
-                if number < len(readings):
-                    reading = readings[number]
-                    buffer = ring.get() if reading.out is None else None
-                    memory = reading.out if buffer is None else buffer[: reading.nbytes]
-                    assert memory is not None, "one of the two"
-                    under_way.append((session.start(number, reading, memory), buffer))
-        if session.fault is not None:
-            raise session.fault
-        return sum(reading.nbytes for reading in self.owned(readings, members))
-
 
 class _Turn(msgspec.Struct):
     """A read in flight."""
 
-    number: int
-    reading: ReadTask
+    task: ReadTask
+    buffer: memoryview | None
+    """None where the bytes stay in the memory of the task."""
     memory: memoryview
     owner: int
-    read: Future[None] | None
+    messages: list[tuple[int, Any]]
+    """The bytes, and whether the owner has failed: tensors, each with the tag under which it is sent."""
+    read: Future[None] | None = None
     """On the owner."""
-    receipts: list[Any]
+    receipts: list[Any] = []
     """Elsewhere."""
-    status: Any
 
 
-class SharedReadSession:
+class _SharedTasks(msgspec.Struct):
     """One list of reads that several ranks carry out together."""
 
-    def __init__(
-        self,
-        reader: ShardReader,
-        group: Any,
-        rank: int,
-        members: Sequence[int],
-        pool: ThreadPoolExecutor,
-        fault: Exception | None,
-        on_write: Callable[[ReadTask], object],
-    ) -> None:
-        self.fault, self._on_write = fault, on_write
-        self._reader, self._group, self._rank, self._members, self._pool = reader, group, rank, members, pool
+    ranks: SharedRead
+    reader: ShardReader
+    members: Sequence[int]
+    pool: ThreadPoolExecutor
+    written: list[ReadTask]
+    fault: Exception | None
+    """The first failure: after it this rank only reports it to the others."""
 
-    def start(self, number: int, reading: ReadTask, memory: memoryview) -> _Turn:
+    def run(self, tasks: Sequence[ReadTask]) -> Exception | None:
+        """Carries out the reads, a few at a time; returns the first failure."""
+        buffers = buffers_for(tasks, WINDOW)
+        under_way: collections.deque[_Turn] = collections.deque()
+        for number, task in enumerate(tasks):
+            if number >= WINDOW:
+                self._finish(under_way.popleft(), buffers)
+            under_way.append(self._start(number, task, buffers.get() if task.out is None else None))
+        for turn in under_way:
+            self._finish(turn, buffers)
+        return self.fault
+
+    def _start(self, number: int, task: ReadTask, buffer: memoryview | None) -> _Turn:
         """Starts to read a range, or to receive it."""
         import torch
         import torch.distributed as dist
 
-        owner, status = self._members[number % len(self._members)], torch.zeros(1)
-        turn = _Turn(number, reading, memory, owner, None, [], status)
-        if owner == self._rank:
-            if self.fault is None:
-                turn.read = self._pool.submit(self._reader.read, reading.byte_range, memory, shared=reading.shared)
-            return turn
-        with self._reaching(owner):
-            turn.receipts = [
-                dist.irecv(data, owner, self._group, number * 2 + i) for i, data in enumerate(_messages(turn))
-            ]
+        memory = task.out if buffer is None else buffer[: task.nbytes]
+        assert memory is not None, "one of the two"
+        messages = [(number * 2, torch.frombuffer(memory, dtype=torch.uint8)), (number * 2 + 1, torch.zeros(1))]
+        turn = _Turn(task, buffer, memory, self.members[number % len(self.members)], messages)
+        if turn.owner != self.ranks.rank:
+            with self._reaching(turn.owner):
+                turn.receipts = [dist.irecv(data, turn.owner, self.ranks.group, tag) for tag, data in messages]
+        elif self.fault is None:
+            turn.read = self.pool.submit(self.reader.read, task.byte_range, memory, shared=task.shared)
         return turn
 
-    def finish(self, turn: _Turn) -> None:
+    def _finish(self, turn: _Turn, buffers: queue.Queue[memoryview]) -> None:
         """Waits for a range, sends it to the others if this rank read it, and writes it to its destinations."""
-        sent = self._send(turn) if turn.owner == self._rank else self._receive(turn)
-        if self.fault is None and turn.reading.sink is not None:
+        sent: list[tuple[int, Any]] = []
+        if turn.owner == self.ranks.rank:
+            sent = self._send(turn)
+        else:
+            with self._reaching(turn.owner):
+                for work in turn.receipts:
+                    work.wait()
+            if turn.messages[1][1].item() and self.fault is None:
+                self.fault = _others({turn.owner: "failed to read what it was to hand on; its own error says why"})
+        if self.fault is None:
             try:
-                self._on_write(turn.reading)
-                turn.reading.sink.write(turn.memory)
+                turn.task.write(turn.memory, self.written)
             except Exception as error:
                 self.fault = error
         for rank, work in sent:
             with self._reaching(rank):
                 work.wait()
+        if turn.buffer is not None:
+            buffers.put(turn.buffer)
 
     def _send(self, turn: _Turn) -> list[tuple[int, Any]]:
+        """Starts to send a range to the other members; returns what to wait for, by rank."""
         import torch.distributed as dist
 
         try:
@@ -253,22 +237,13 @@ class SharedReadSession:
                 turn.read.result()
         except Exception as error:
             self.fault = self.fault or error
-        turn.status.fill_(self.fault is not None)
+        turn.messages[1][1].fill_(self.fault is not None)
         sent: list[tuple[int, Any]] = []
-        for rank in self._members:
-            if rank != self._rank:
+        for rank in self.members:
+            if rank != self.ranks.rank:
                 with self._reaching(rank):
-                    for i, data in enumerate(_messages(turn)):
-                        sent.append((rank, dist.isend(data, rank, self._group, turn.number * 2 + i)))
+                    sent += [(rank, dist.isend(data, rank, self.ranks.group, tag)) for tag, data in turn.messages]
         return sent
-
-    def _receive(self, turn: _Turn) -> list[tuple[int, Any]]:
-        with self._reaching(turn.owner):
-            for work in turn.receipts:
-                work.wait()
-        if turn.status.item() and self.fault is None:
-            self.fault = _others({turn.owner: "failed to read what it was to hand on; its own error says why"})
-        return []
 
     @contextlib.contextmanager
     def _reaching(self, rank: int) -> Iterator[None]:
@@ -276,12 +251,6 @@ class SharedReadSession:
             yield
         except RuntimeError as error:
             self.fault = self.fault or _lost(error, rank)
-
-
-def _messages(turn: _Turn) -> tuple[Any, Any]:
-    import torch
-
-    return torch.frombuffer(turn.memory, dtype=torch.uint8), turn.status
 
 
 def _others(faults: dict[int, str]) -> RankError:
@@ -329,8 +298,10 @@ def together(relay: SharedRead | None) -> Iterator[None]:
         relay.settle(None)
 
 
-def open_relay(comm: Comm, checkpoints: Sequence[Checkpoint]) -> SharedRead | None:
-    """Returns the shared reads of a world, None if this process is alone. The first call creates a group, on all ranks.
+def open_relay(comm: Comm, checkpoints: Sequence[Checkpoint], read: Literal["each", "once"]) -> SharedRead | None:
+    """Returns the shared reads of a world, None for "each" and if this process is alone.
+
+    The first call creates a group, on all ranks.
 
     Args:
         checkpoints: those that the next load reads.
@@ -338,7 +309,7 @@ def open_relay(comm: Comm, checkpoints: Sequence[Checkpoint]) -> SharedRead | No
     Raises:
         CheckpointError: the ranks are not those of torch.distributed's default group.
     """
-    if comm.size == 1:
+    if read == "each" or comm.size == 1:
         return None
     relay = comm.state.get(SharedRead)
     if relay is None:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from ..core.analysis.diff import leaf_text
-from ..core.analysis.outline import Outline, OutlineRow, leaf_nbytes
+from ..core.analysis.outline import Outline, OutlineRow
 from ..core.analysis.timing_report import TimingReport
 from ..core.format.byte_map import chunk_count, layout_of, locate_chunks
 from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf
@@ -135,14 +135,14 @@ def _facts(index: Index) -> Html:
 
 def _sizes(outline: Outline) -> Html:
     """Draws a treemap of the largest leaves, coloured by the first key of the path, and lists the largest nodes."""
-    arrays = sorted(outline.index.entries, key=lambda leaf: -leaf_nbytes(leaf))[:CELLS]
+    arrays = sorted(outline.index.entries, key=lambda leaf: -leaf.nbytes)[:CELLS]
     first = {name: at for at, name in enumerate(dict.fromkeys(leaf.path.partition("/")[0] for leaf in arrays))}
     cells = [
         (
             leaf.path.rpartition("/")[2],
-            f"{leaf.path}: {bytes_text(leaf_nbytes(leaf))}",
+            f"{leaf.path}: {bytes_text(leaf.nbytes)}",
             first[leaf.path.partition("/")[0]],
-            leaf_nbytes(leaf),
+            leaf.nbytes,
         )
         for leaf in arrays
     ]
@@ -162,7 +162,7 @@ def _maps(index: Index) -> list[Html]:
     spread = [
         leaf for leaf in index.entries if isinstance(leaf.record, ArrayRecord) and 1 < chunk_count(leaf) <= CHUNKS
     ]
-    spread = sorted(spread, key=lambda leaf: -leaf_nbytes(leaf))[:MAPS]
+    spread = sorted(spread, key=lambda leaf: -leaf.nbytes)[:MAPS]
     pictures = [part for leaf in spread for part in _map(index, leaf)]
     return [_section("Where large arrays lie", *pictures)] if pictures else []
 

@@ -101,9 +101,8 @@ class Restorer:
             if choice.requested is not None or not (kinds & _BROKEN and kinds <= _BROKEN | {"RankError"}):
                 if tried and fills and isinstance(error, TreeckptError):
                     error.add_hint(_PARTLY_FILLED)
-                raise_faults(
-                    faults, choice.path, self._comm, cause=error, hint=_PARTLY_FILLED if fills else _NOTHING_RESTORED
-                )
+                hint = _PARTLY_FILLED if fills else _NOTHING_RESTORED
+                raise_faults(faults, choice.path, self._comm.size, cause=error, hint=hint)
             tried.add(choice.step)
             if self._comm.rank == 0:
                 self._selector.warn_once(choice.path, f"passed over, rank {faults[0].rank}: {faults[0].text}")

@@ -1,12 +1,11 @@
 """The agreement of all ranks on what is saved and who writes which part: the first half of a save.
 
-It runs in the caller's thread, in up to three exchanges. In each, every rank sends one message, rank 0 concludes, and
-every rank gets its reply, or raises its faults:
+It runs in the caller's thread, in up to three steps of one `Exchange`:
 
 1. Proposals: digests of the inventory (what the rank has to save), of the contents that replicas must share, and of
-   pieces that other ranks hold too. Equal inventories need no second exchange: every rank computes the same global
-   plan. A rank that is still saving in the background says so here, so that all ranks skip or refuse the new save, or
-   none does.
+   pieces that other ranks hold too. Equal inventories need no second step: every rank computes the same global plan. A
+   rank that is still saving in the background says so here, so that all ranks skip or refuse the new save, or none
+   does.
 2. Otherwise one rank of each kind sends its inventory, the coordinator merges them, and all get the global tree, which
    is kept for the next save.
 3. Where listed pieces hold the same elements, ranks send digests of these.
@@ -17,8 +16,10 @@ The result is `AgreedSave`: the plan, and a conversation (`Round.branch`) of thi
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -36,12 +37,12 @@ from ..arrays.describe import (
 from ..arrays.stateful import state_tree
 from ..core.format.index import INDEX_NAME
 from ..core.planning.rank_trees import GlobalTree, digest_of
-from ..core.sharding.region import Region
 from ..core.tree.structure import check_unicode
 from ..core.tree.value_codec import Value, encode_value
 from ..errors import CheckpointError, CheckpointExists
+from ..io.comm.collective import Conclusion, Exchange, decode_each
 from ..io.comm.comm import Comm, members_of
-from ..io.comm.failures import CoordinatorReply, Fault, raise_faults, silent_faults, to_fault, wrap_os_error
+from ..io.comm.failures import NOT_COMMITTED, os_errors_wrapped, wrap_os_error
 from ..io.comm.rounds import Round
 from ..io.os_errors import hint_for
 from ..io.storage.leftovers import clear_leftovers
@@ -51,8 +52,8 @@ from ..io.timing import Recorder
 from .commit import IndexContent, SaveInfo
 from .future import PreviousSave
 from .messages import (
-    AgreementReply,
     BoxDigests,
+    Boxes,
     Decision,
     MergedTree,
     RankProposal,
@@ -62,7 +63,6 @@ from .messages import (
     compare_boxes,
     compare_contents,
     conflicting_ranks,
-    decode_each,
     digest_groups,
     json_digest,
     merge_inventories,
@@ -100,9 +100,8 @@ class AgreedSave(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, info=msgspec.structs.replace(self.info, content=content))
 
 
-_Reply = TypeVar("_Reply", bound=AgreementReply)
+T = TypeVar("T")
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
-_BoxList = tuple[tuple[str, Region], ...]
 
 
 def agree(
@@ -120,154 +119,119 @@ def agree(
     Raises:
         TreeckptError: the ranks cannot agree; on every rank.
     """
-    agreement = _Agreement(store, comm, options, recorder, previous)
-    missed = agreement.round.join()
-    if missed is not None:
-        raise_faults(_decode(missed, type=CoordinatorReply).faults, store.url, comm)
-    with agreement.round.heartbeats():
-        return agreement.run(tree, metadata, lineage)
+    with Exchange(comm, f"{store.url} step {options.step}", path=store.url, hint=NOT_COMMITTED) as exchange:
+        return _Agreement(store, comm, options, recorder, previous, exchange).run(tree, metadata, lineage)
 
 
+@dataclasses.dataclass
 class _Agreement:
-    """One rank's part in an agreement. `run` is the procedure; it fills the attributes in the order of the protocol."""
+    """One rank's part in an agreement. `run` is the procedure; it sets the other fields in the order of the steps."""
 
-    def __init__(
-        self, store: Store, comm: Comm, options: SaveOptions, recorder: Recorder, previous: PreviousSave
-    ) -> None:
-        self.store, self.comm, self.options = store, comm, options
-        self.recorder, self.previous = recorder, previous
-        self.round = Round(comm, f"{store.url} step {options.step}")
-        self.error: Exception | None = None
-        """This rank's own failure."""
-        self.metadata: dict[str, Value] = {}
-        self.described: DescribedTree | None = None
-        self.contents: dict[str, bytes] = {}
-        self.pieces: list[dict[str, bytes]] = []
-        # on rank 0
-        self.proposals: dict[int, RankProposal] = {}
-        self.replaced = ""
-        """The id of the save that is overwritten."""
-        self.values: dict[str, Value] = {}
+    store: Store
+    comm: Comm
+    options: SaveOptions
+    recorder: Recorder
+    previous: PreviousSave
+    exchange: Exchange
+    described: DescribedTree = dataclasses.field(init=False)
+    metadata: dict[str, Value] = dataclasses.field(default_factory=dict[str, Value])
+    contents: dict[str, bytes] = dataclasses.field(default_factory=dict[str, bytes])
+    pieces: list[dict[str, bytes]] = dataclasses.field(default_factory=list[dict[str, bytes]])
+    decision: Decision = dataclasses.field(init=False)
+    boxes: Boxes = ()
+    # on rank 0
+    proposals: dict[int, RankProposal] = dataclasses.field(init=False)
+    replaced: str = ""
+    """The id of the save that is overwritten."""
+    values: dict[str, Value] = dataclasses.field(init=False)
 
     def run(self, tree: object, metadata: Mapping[str, object], lineage: LineageSource | None) -> AgreedSave | None:
         # 1. Describe this rank's tree
-        with self.recorder.span("flatten"):
-            fault = self._describe(tree, metadata)
+        error = self.previous.error
+        if error is None and not self.previous.running:
+            try:
+                with self.recorder.span("flatten"), os_errors_wrapped(self.store.url):
+                    self._describe(tree, metadata)
+            except Exception as failed:
+                error = failed
         with self.recorder.span("agree"):
             # 2. Propose; rank 0 decides
-            self.decision = self._exchange(_encode(self._proposal(fault)), self._decide, Decision)
+            self.decision = self.exchange.step(partial(self._proposal, error), self._decide, Decision)
             if self.decision.skipped:
                 return None
             # 3. Merge the trees of all ranks, where they differ
-            merged = MergedTree((), None, self.decision.boxes)
+            merged = MergedTree(None, self.decision.boxes)
             if self.decision.representatives:
-                merged = self._exchange(self._rank_tree(), self._merge, MergedTree)
+                merged = self.exchange.step(self._rank_tree, self._merge, MergedTree)
             # 4. Compare the contents of listed pieces that overlap
             self.boxes = merged.boxes
             if self.boxes:
-                self._exchange(_encode(self._box_digests()), self._compare_boxes, AgreementReply)
+                self.exchange.step(self._box_digests, self._compare_boxes, type(None))
         # 5. Compute the plan
         return self._agreed(merged.global_tree, lineage)
 
-    def _fault(self, error: Exception, *, common: bool = False) -> Fault:
-        """Keeps this rank's failure, an OSError as one of our errors, and returns it as a message."""
-        self.error = wrap_os_error(error, self.store.url)
-        return to_fault(self.error, self.comm.rank, common=common)
+    # step 1: proposals ------------------------------------------------------------------------------------------------
+    def _describe(self, tree: object, metadata: Mapping[str, object]) -> None:
+        for key in metadata:
+            check_unicode(key, "custom_metadata")
+        self.metadata = {key: encode_value(value, f"custom_metadata/{key}") for key, value in metadata.items()}
+        self.described = describe_tree(
+            state_tree(tree, rank=self.comm.rank, namespace=self.options.namespace),
+            rank=self.comm.rank,
+            members=members_of(self.comm),
+            allow_pickle=self.options.allow_pickle,
+            namespace=self.options.namespace,
+            tables=True,
+        )
+        self.values = self.described.values
 
-    def _exchange(
-        self, message: bytes, conclude: Callable[[dict[int, bytes]], _Reply], reply_type: type[_Reply]
-    ) -> _Reply:
-        """Sends this rank's message, and returns what rank 0 concludes from the messages of all ranks.
-
-        Raises:
-            TreeckptError: the reply holds faults; on every rank.
-        """
-        received = self.round.gather(message)
-        if received is None:
-            reply = _decode(self.round.broadcast(None), type=reply_type)
-        else:
-            reply = conclude(received)
-            failed = bool(reply.faults)
-            settle = failed or self.options.plan_only or (isinstance(reply, Decision) and reply.skipped)
-            self.round.broadcast(_encode(reply), last=failed or reply.is_last, settle=settle)
-        raise_faults(reply.faults, self.store.url, self.comm, cause=self.error)
-        return reply
-
-    # exchange 1: proposals --------------------------------------------------------------------------------------------
-    def _describe(self, tree: object, metadata: Mapping[str, object]) -> Fault | None:
-        if self.previous.error is not None:
-            return self._fault(self.previous.error)
-        if self.previous.running:
-            return None
-        try:
-            for key in metadata:
-                check_unicode(key, "custom_metadata")
-            self.metadata = {key: encode_value(value, f"custom_metadata/{key}") for key, value in metadata.items()}
-            self.described = describe_tree(
-                state_tree(tree, rank=self.comm.rank, namespace=self.options.namespace),
-                rank=self.comm.rank,
-                members=members_of(self.comm),
-                allow_pickle=self.options.allow_pickle,
-                namespace=self.options.namespace,
-                tables=True,
-            )
-            self.values = self.described.values
-        except Exception as error:
-            return self._fault(error)
-        return None
-
-    def _proposal(self, fault: Fault | None) -> RankProposal:
-        inventory = b""
-        if self.described is not None:
-            try:
-                inventory = digest_of(self.described.inventory)
-                every = self.options.verify_replicas
-                if self.comm.size > 1:
-                    self.contents = content_digests(self.described, every=every)
-                    self.pieces = piece_digests(self.described, world=self.comm.size, every=every)
-            except Exception as error:
-                fault = self._fault(error)
+    def _proposal(self, error: Exception | None) -> bytes:
+        """This rank's call of save; raises the error of the steps before."""
+        if error is not None:
+            raise error
         cached = cached_plan(self.comm)
-        return RankProposal(
-            fault,
+        proposal = RankProposal(
             self.store.url,
             self.options.common,
-            inventory,
-            json_digest(sorted(self.contents.items())),
-            cached.key if cached is not None else "",
-            self.described.own_values if self.described is not None else {},
-            self.previous.running,
-            digest_groups(self.pieces),
-            {key: json_digest(value) for key, value in self.metadata.items()},
+            cached_plan=cached.key if cached is not None else "",
+            running=self.previous.running,
+            metadata={key: json_digest(value) for key, value in self.metadata.items()},
         )
+        if not self.previous.running:
+            every = self.options.verify_replicas
+            proposal.inventory = digest_of(self.described.inventory)
+            proposal.own_values = self.described.own_values
+            if self.comm.size > 1:
+                with os_errors_wrapped(self.store.url):
+                    self.contents = content_digests(self.described, every=every)
+                    self.pieces = piece_digests(self.described, world=self.comm.size, every=every)
+            proposal.contents = json_digest(sorted(self.contents.items()))
+            proposal.pieces = digest_groups(self.pieces)
+        return _encode(proposal)
 
-    def _decide(self, received: dict[int, bytes]) -> Decision:
+    def _decide(self, received: dict[int, bytes]) -> Conclusion[Decision]:
         """Rank 0's reply to the proposals: refuses, skips, or names the ranks that send more."""
         self.proposals = proposals = decode_each(received, RankProposal)
-        faults = [proposal.fault for proposal in proposals.values() if proposal.fault is not None]
-        faults += silent_faults(self.round.lost)
-        decision = Decision((), secrets.token_hex(8), self.recorder.created_ns, plan_key(proposals))
-        if not faults:
-            try:
-                check_arguments(proposals)
-                if self.options.busy == "skip" and any(proposal.running for proposal in proposals.values()):
-                    decision.skipped = True
-                    return decision
-                check_idle(proposals)
-                decision.representatives = representatives(proposals)
-                if not decision.representatives:
-                    decision.boxes = self._boxes_to_compare(decision.key, None)
-                decision.plan_is_cached = all(each.cached_plan == decision.key for each in proposals.values())
-                decision.conflict = bool(conflicting_ranks({rank: each.pieces for rank, each in proposals.items()}))
-                self._prepare_directory()
-            except Exception as error:
-                faults.append(self._fault(error, common=not isinstance(error, OSError)))
-        decision.faults = tuple(faults)
-        return decision
+        check_arguments(proposals)
+        decision = Decision(secrets.token_hex(8), self.recorder.created_ns, plan_key(proposals))
+        if self.options.busy == "skip" and any(proposal.running for proposal in proposals.values()):
+            decision.skipped = True
+            return Conclusion(decision)
+        check_idle(proposals)
+        decision.representatives = representatives(proposals)
+        if not decision.representatives:
+            decision.boxes = self._boxes_to_compare(decision.key, None)
+        decision.plan_is_cached = all(each.cached_plan == decision.key for each in proposals.values())
+        decision.conflict = bool(conflicting_ranks({rank: each.pieces for rank, each in proposals.items()}))
+        self._prepare_directory()
+        return self._conclusion(decision, last=not decision.representatives and not decision.boxes)
 
-    def _boxes_to_compare(self, key: str, merged: GlobalTree | None) -> _BoxList:
+    def _conclusion(self, result: T, *, last: bool) -> Conclusion[T]:
+        """Rank 0's reply; more messages follow the last one in a branch, unless only the plan is wanted."""
+        return Conclusion(result, last, settle=self.options.plan_only)
+
+    def _boxes_to_compare(self, key: str, merged: GlobalTree | None) -> Boxes:
         """On rank 0: what listed pieces have in common, small boxes only unless all replicas are to be compared."""
-        assert self.described is not None, "faults were raised before"
         boxes = contested_boxes(self.comm, key, merged, self.described.inventory)
         every = self.options.verify_replicas
         return tuple((path, box) for path, box, nbytes in boxes if every or nbytes <= SMALL_LEAF_NBYTES)
@@ -299,65 +263,48 @@ class _Agreement:
                 hint=hint_for(error),
             ) from error
 
-    # exchange 2: trees ------------------------------------------------------------------------------------------------
+    # step 2: trees ----------------------------------------------------------------------------------------------------
     def _rank_tree(self) -> bytes:
         """This rank's tree, if it is a representative; else nothing."""
         if self.comm.rank not in self.decision.representatives:
             return b""
-        assert self.described is not None, "faults were raised before"
         contents = dict(self.contents)
         for group in self.pieces if self.decision.conflict else ():
             contents |= group
         inventory = None if self.decision.plan_is_cached else self.described.inventory
         return _encode(RankTree(inventory, contents, self.described.values))
 
-    def _merge(self, received: dict[int, bytes]) -> MergedTree:
+    def _merge(self, received: dict[int, bytes]) -> Conclusion[MergedTree]:
         """Rank 0's reply to the trees: merges them, and compares what replicas must share."""
-        if self.round.lost:
-            return MergedTree(tuple(silent_faults(self.round.lost)), None)
-        try:
-            trees = {rank: _decode(message, type=RankTree) for rank, message in received.items() if message}
-            self.values = {path: value for each in reversed(trees.values()) for path, value in each.values.items()}
-            merged = None
-            if not self.decision.plan_is_cached:  # shapes are compared before contents
-                digests = {rank: proposal.inventory for rank, proposal in self.proposals.items()}
-                merged = merge_inventories(digests, trees, self.comm.size)
-            compare_contents({rank: each.contents for rank, each in trees.items()})
-            return MergedTree((), merged, self._boxes_to_compare(self.decision.key, merged))
-        except Exception as error:
-            return MergedTree((self._fault(error, common=True),), None)
+        trees = {rank: _decode(message, type=RankTree) for rank, message in received.items() if message}
+        self.values = {path: value for each in reversed(trees.values()) for path, value in each.values.items()}
+        merged = None
+        if not self.decision.plan_is_cached:  # shapes are compared before contents
+            digests = {rank: proposal.inventory for rank, proposal in self.proposals.items()}
+            merged = merge_inventories(digests, trees, self.comm.size)
+        compare_contents({rank: each.contents for rank, each in trees.items()})
+        boxes = self._boxes_to_compare(self.decision.key, merged)
+        return self._conclusion(MergedTree(merged, boxes), last=not boxes)
 
-    # exchange 3: overlapping pieces -----------------------------------------------------------------------------------
-    def _box_digests(self) -> BoxDigests:
-        assert self.described is not None, "faults were raised before"
-        try:
-            return BoxDigests(None, box_digests(self.described, self.boxes))
-        except Exception as error:
-            return BoxDigests(self._fault(error), [])
+    # step 3: overlapping pieces ---------------------------------------------------------------------------------------
+    def _box_digests(self) -> bytes:
+        with os_errors_wrapped(self.store.url):
+            return _encode(box_digests(self.described, self.boxes))
 
-    def _compare_boxes(self, received: dict[int, bytes]) -> AgreementReply:
-        """Rank 0's reply to the digests of boxes."""
-        found = decode_each(received, BoxDigests)
-        faults = [each.fault for each in found.values() if each.fault is not None]
-        faults += silent_faults(self.round.lost)
-        if not faults:
-            try:
-                compare_boxes(self.boxes, found)
-            except Exception as error:
-                faults = [self._fault(error, common=True)]
-        return AgreementReply(tuple(faults))
+    def _compare_boxes(self, received: dict[int, bytes]) -> Conclusion[None]:
+        compare_boxes(self.boxes, decode_each(received, BoxDigests))
+        return self._conclusion(None, last=True)
 
     # the result -------------------------------------------------------------------------------------------------------
     def _agreed(self, merged: GlobalTree | None, lineage: LineageSource | None) -> AgreedSave:
-        assert self.described is not None, "faults were raised before"
-        rank, plan = self.comm.rank, None
+        rank, plan, error = self.comm.rank, None, None
         try:
             with self.recorder.span("plan"):
                 inventory, limit = self.described.inventory, self.options.max_shard_bytes
                 plan = get_plan(self.comm, self.decision.key, merged, inventory, limit)
                 place_table_rows(self.described, plan.global_tree, rank)
-        except Exception as error:
-            self._fault(error)
+        except Exception as failed:
+            error = wrap_os_error(failed, self.store.url)
         content = None
         if rank == 0:
             own_values = [(path, r, v) for r, each in self.proposals.items() for path, v in each.own_values.items()]
@@ -365,14 +312,6 @@ class _Agreement:
         info = SaveInfo(
             rank, self.comm.size, self.decision.save_id, self.decision.created_ns, self.options.common, content
         )
-        return AgreedSave(
-            self.store,
-            self.comm,
-            self.recorder,
-            info,
-            self.described.sources,
-            plan,
-            self.error,
-            self.round.branch(self.decision.save_id),
-            lineage if rank == 0 else None,
-        )
+        branch, lineage = self.exchange.round.branch(info.save_id), lineage if rank == 0 else None
+        sources = self.described.sources
+        return AgreedSave(self.store, self.comm, self.recorder, info, sources, plan, error, branch, lineage)

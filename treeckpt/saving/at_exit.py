@@ -1,9 +1,7 @@
 """Handlers for the end of the interpreter and for forks, of a process with background saves.
 
 A normal end waits for the saves, as long as their own time limits allow, and prints a line once that takes a second. A
-save that is lost then, or failed before without reporting it to a caller, is named on stderr, and the exit code is not
-0. A process that is killed cannot do this: an uncommitted save is then no checkpoint, and the writer process ends by
-itself.
+save that is lost then, or failed before without reporting it to a caller, is named on stderr, and the exit code is 1.
 
 Forks inherit memory but no threads: in a child no save is running, and its first save starts with empty state.
 """

@@ -1,9 +1,8 @@
 """The background save: agree and stage in the caller's thread, write and commit in another one.
 
-A background save takes a thread that mostly waits: for the writer process, and for the other ranks' reports on the
-comm. It calls no collective. What takes long and holds the interpreter's lock (headers, manifest, index) is done by the
-writer process, which imports no torch. With lazy staging the copying is the thread's first task, beside the next
-forward and backward.
+That thread calls no collective and mostly waits, for the writer process and for the other ranks' reports: what takes
+long and holds the interpreter's lock (headers, manifest, index) is done by the writer process. With lazy staging the
+copying is the thread's first task, beside the next forward and backward.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import get_args
+from collections.abc import Mapping
+from typing import Any, cast, get_args
 
 import msgspec
 
@@ -33,8 +32,7 @@ from .process_channel import WriterGone
 from .save import complete, save_report
 from .session import Session, session_of
 from .shard_writer import InlineWriter, ShardWriter, TreeShardSource
-from .staging import StagedShardSource, cuda_pinning, order_device_copies, stage
-from .staging_memory import Lease, area_offsets
+from .staging import Lease, StagedShardSource, area_offsets, cuda_pinning, order_device_copies, stage
 from .writer_process import ProcessWriter
 from .writer_server import address_of
 
@@ -45,11 +43,10 @@ class _CommWithTimeout:
     """A comm with a time limit of its own."""
 
     def __init__(self, inner: Comm, timeout: float) -> None:
-        self.rank, self.size, self.state, self.timeout = inner.rank, inner.size, inner.state, timeout
-        self.post, self.drop, self._wait = inner.post, inner.drop, inner.wait
+        self._inner, self.timeout = inner, timeout
 
-    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
-        return self._wait(keys, timeout)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 def save_async_tree(
@@ -60,16 +57,12 @@ def save_async_tree(
     metadata: Mapping[str, object],
     lineage: LineageSource | None = None,
 ) -> Pending:
-    """Starts to save a tree; see `treeckpt.save_async`.
-
-    Args:
-        lineage: gives the save of a manager its place in the run.
-    """
+    """Starts to save a tree; see `treeckpt.save_async`."""
     begin = time.perf_counter()
     _check_options(store, options)
     session = session_of(comm)
     if options.timeout is not None:
-        comm = _CommWithTimeout(comm, options.timeout)
+        comm = cast(Comm, _CommWithTimeout(comm, options.timeout))
     with gc_paused(), session.starting:
         # 1. Wait for the save before; agree with the other ranks
         previous = session.previous(options.busy, options.timeout)
@@ -106,11 +99,7 @@ def save_async_tree(
 
 
 def _check_options(store: Store, options: SaveOptions) -> None:
-    """Refuses unknown choices, and a timeout within which no rank can answer: the writer would be reported as silent.
-
-    Raises:
-        TreeckptError: naming the option.
-    """
+    """Raises TreeckptError for unknown choices, and for a timeout within which no rank can answer."""
     choices = {"busy": BusyPolicy, "staging": StagingMode, "writer": WriterKind}
     for name, literal in choices.items():
         if (value := getattr(options, name)) not in get_args(literal):
@@ -126,11 +115,7 @@ def _check_options(store: Store, options: SaveOptions) -> None:
 
 
 class _BackgroundSave:
-    """One save from the agreement to the end.
-
-    Args:
-        open_contexts: the span of the save and its heartbeats, which end with it.
-    """
+    """One save from the agreement to the end; `open_contexts`, its span and heartbeats, end with it."""
 
     def __init__(
         self,
@@ -191,10 +176,10 @@ class _BackgroundSave:
                 # 7. Write the shards; after that the staging memory is free for the next save
                 writer = self._new_writer(agreed)
                 try:
-                    result = writer.write()
+                    written = writer.write()
                     self._release()
                     # 8. Report; rank 0 commits; all ranks receive the result
-                    complete(agreed, writer, result)
+                    complete(agreed, writer, written)
                 except TreeckptError as failed:
                     if writer.trace:
                         failed.add_note(f"In the writer process:\n{writer.trace}")
@@ -210,14 +195,12 @@ class _BackgroundSave:
             self._pending.set_finished(report, error)
 
     def _new_writer(self, agreed: AgreedSave) -> ShardWriter:
-        store, info, plan, recorder = agreed.store, agreed.info, self._plan, agreed.recorder
-        if self._error is not None or self._lease is None:
-            return InlineWriter(store, info, plan, recorder, error=self._error)
-        arena, process, address = self._lease.arena, self._session.writer, self._address
-        if address is None:
-            return InlineWriter(store, info, plan, recorder, StagedShardSource(plan, arena.memory))
-        timeout = agreed.comm.timeout
-        return ProcessWriter(process, store, info, plan, recorder, arena, address, timeout=timeout)
+        plan, source = self._plan, None
+        if self._error is None and self._lease is not None:
+            if self._address is not None:
+                return ProcessWriter(self._session.writer, agreed, plan, self._lease.arena, self._address)
+            source = StagedShardSource(plan, self._lease.arena.memory)
+        return InlineWriter(agreed.store, agreed.info, plan, agreed.recorder, source, error=self._error)
 
     def give_up(self, error: BaseException) -> None:
         """Ends a save whose thread has not begun; its caller raises the error."""

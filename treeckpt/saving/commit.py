@@ -1,7 +1,7 @@
-"""What a save's files hold, and how they are published and removed: functions of plain data.
+"""What a save's files hold, and how they are published and removed.
 
-`SaveInfo` and the plan describe a save completely but for the bytes of its arrays, so a process that has no tree and no
-torch can write its shards and publish its index: header, manifest and index follow from them alone.
+`SaveInfo` and the plan describe a save completely but for the bytes of its arrays: header, manifest and index follow
+from them, so a process that has no tree and no torch can write the shards and publish the index.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from ..core.format.records import FileTable, Index, file_table
 from ..core.format.save_progress import parse_progress_name
 from ..core.format.shard_header import ShardEntry, ShardHeader, block_count, parse_shard_name, shard_name
 from ..core.format.timings import Host, Timings, encode_timings, timings_name
-from ..core.planning.save_plan import FilePlan
-from ..core.planning.stream_order import ChunkOffsets, SingleChunkOffset, assign_offsets
+from ..core.planning.save_plan import ChunkOffsets, FilePlan, SingleChunkOffset, assign_offsets
 from ..core.sharding.int_runs import encode_runs
 from ..core.tree.value_codec import Value
 from ..errors import CheckpointError, CheckpointNotFound
@@ -109,11 +108,7 @@ def shard_header(info: SaveInfo, plan: GlobalPlan, file: FilePlan, manifest: str
 
 
 def complete_index(info: SaveInfo, plan: GlobalPlan, reports: Mapping[int, WriteReport]) -> Index:
-    """Returns the index of a save that all ranks have written.
-
-    Raises:
-        AssertionError: a rank wrote more or fewer bytes than the plan says.
-    """
+    """Returns the index of a save that all ranks have written."""
     rows = [row for report in reports.values() for row in report.files]
     placed, totals = assign_offsets([leaf for _, leaf in plan.arrays], plan.shares, info.world)
     for rank, report in reports.items():
@@ -143,7 +138,7 @@ def _index(
 
 
 def check_shards_exist(store: Store, index: Index) -> None:
-    """Checks that all shards are still there before the index is published: other programs, and people, delete files.
+    """Checks that no other program has deleted shards, before the index is published.
 
     An object store is not checked: it has acknowledged each shard, and a listing is a request that costs.
 
@@ -189,10 +184,7 @@ def publish_index(store: Store, data: bytes, info: SaveInfo) -> None:
 
 
 def index_may_be_published(store: Store, save_id: str) -> bool:
-    """After publishing failed: whether the index of this save is there, or may be.
-
-    Publishing can fail after the rename, when the directory is synced.
-    """
+    """Whether the index is there, or may be, after publishing failed: it can fail after the rename, at the sync."""
     try:
         return read_index(store).save_id == save_id
     except CheckpointNotFound:

@@ -1,12 +1,8 @@
-"""The messages that ranks exchange in a save, and what the coordinator concludes from them.
-
-Everything here is pure: nothing waits or opens a file.
-"""
+"""The messages that ranks exchange in a save, and what the coordinator concludes from them; nothing here waits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
 
 import msgspec
 import xxhash
@@ -17,12 +13,12 @@ from ..core.sharding.int_runs import encode_runs
 from ..core.sharding.region import Region
 from ..core.tree.value_codec import Value
 from ..errors import CheckpointError, MismatchError
-from ..io.comm.failures import CoordinatorReply, Fault
+from ..io.comm.failures import Fault
 from .options import CommonOptions
 
 __all__ = [
-    "AgreementReply",
     "BoxDigests",
+    "Boxes",
     "CommitResult",
     "Decision",
     "FileRow",
@@ -35,7 +31,6 @@ __all__ = [
     "compare_boxes",
     "compare_contents",
     "conflicting_ranks",
-    "decode_each",
     "digest_groups",
     "json_digest",
     "merge_inventories",
@@ -43,42 +38,35 @@ __all__ = [
     "representatives",
 ]
 
-T = TypeVar("T")
 FileRow = tuple[int, int, int, int, int]
 """(rank, part, stream, nbytes, header) of a shard."""
+Boxes = tuple[tuple[str, Region], ...]
+"""(path, box) of what several listed pieces of an array hold."""
+BoxDigests = list[tuple[int, bytes]]
+"""(number of the box, digest), for each piece of a rank that holds it."""
 
 
 class RankProposal(msgspec.Struct, array_like=True):
     """A rank's call of save: its arguments, and its tree as digests."""
 
-    fault: Fault | None
     path: str
     options: CommonOptions
-    inventory: bytes
+    inventory: bytes = b""
     """Digest of the rank's inventory."""
-    contents: bytes
+    contents: bytes = b""
     """Digest of the contents that replicas must share."""
     cached_plan: str = ""
     """Key of the plan that the rank has kept from the save before."""
     own_values: dict[str, Value] = {}
     running: str = ""
-    """The path of a background save that has not ended on this rank."""
+    """The path of a background save that has not ended on this rank; then there is no tree."""
     pieces: dict[bytes, bytes] = {}
     """For groups of pieces that other ranks hold too: a digest of their keys, and one of their contents."""
     metadata: dict[str, bytes] = {}
     """Digests of the values of `custom_metadata`."""
 
 
-class AgreementReply(CoordinatorReply, array_like=True):
-    """The coordinator's reply in one exchange of the agreement."""
-
-    @property
-    def is_last(self) -> bool:
-        """Whether no other exchange of the agreement follows."""
-        return True
-
-
-class Decision(AgreementReply, array_like=True):
+class Decision(msgspec.Struct, array_like=True):
     """The coordinator's reply to the proposals."""
 
     save_id: str
@@ -93,12 +81,8 @@ class Decision(AgreementReply, array_like=True):
     """A rank is still busy with an earlier save, and the options say to do nothing then."""
     conflict: bool = False
     """Ranks that hold the same pieces have different contents in them: representatives send digests of each."""
-    boxes: tuple[tuple[str, Region], ...] = ()
+    boxes: Boxes = ()
     """Without representatives, the same as `MergedTree.boxes`."""
-
-    @property
-    def is_last(self) -> bool:
-        return not self.representatives and not self.boxes
 
 
 class RankTree(msgspec.Struct, array_like=True):
@@ -109,58 +93,34 @@ class RankTree(msgspec.Struct, array_like=True):
     values: dict[str, Value]
 
 
-class MergedTree(AgreementReply, array_like=True):
+class MergedTree(msgspec.Struct, array_like=True):
     """All inventories as one global tree; None where every rank has kept it."""
 
     global_tree: GlobalTree | None
-    boxes: tuple[tuple[str, Region], ...] = ()
-    """What several listed pieces of an array hold; ranks compare it in one more exchange."""
-
-    @property
-    def is_last(self) -> bool:
-        return not self.boxes
-
-
-class BoxDigests(msgspec.Struct, array_like=True):
-    """A rank's contents of the boxes that are compared."""
-
-    fault: Fault | None
-    digests: list[tuple[int, bytes]]
-    """(number of the box, digest), for each piece that holds it."""
+    boxes: Boxes = ()
+    """What ranks compare in one more step."""
 
 
 class WriteReport(msgspec.Struct, array_like=True):
     """The result of a rank's writing, for the coordinator."""
 
     fault: Fault | None
-    files: tuple[FileRow, ...]
-    timings: tuple[Span, ...]
+    files: tuple[FileRow, ...] = ()
+    timings: tuple[Span, ...] = ()
     host: str = ""
     """The name of the rank's machine."""
 
 
-class CommitResult(CoordinatorReply, array_like=True):
+class CommitResult(msgspec.Struct, array_like=True):
     """The result of a save, for every rank."""
 
+    faults: tuple[Fault, ...]
     in_place: bool
     """With faults: the index may have been published all the same, so the files must stay."""
 
 
-def decode_each(messages: Mapping[int, bytes], message_type: type[T]) -> dict[int, T]:
-    """Decodes messages by rank; equal ones are decoded once, into one object."""
-    decoded: dict[bytes, T] = {}
-    for message in messages.values():
-        if message not in decoded:
-            decoded[message] = msgspec.msgpack.decode(message, type=message_type)
-    return {rank: decoded[message] for rank, message in messages.items()}
-
-
 def check_arguments(proposals: Mapping[int, RankProposal]) -> None:
-    """Refuses calls of save that contradict each other.
-
-    Raises:
-        MismatchError: naming the argument and the rank.
-    """
+    """Raises MismatchError, naming the argument and the rank, for calls of save that contradict each other."""
     first = proposals[0]
     expected = {"path": first.path, **msgspec.structs.asdict(first.options)}
     for rank, proposal in proposals.items():
@@ -187,11 +147,7 @@ def check_arguments(proposals: Mapping[int, RankProposal]) -> None:
 
 
 def check_idle(proposals: Mapping[int, RankProposal]) -> None:
-    """Refuses to begin while a rank is still busy with an earlier save.
-
-    Raises:
-        CheckpointError: naming that save and the rank.
-    """
+    """Raises CheckpointError, naming the save and the rank, while a rank is still busy with an earlier save."""
     for rank, proposal in proposals.items():
         if proposal.running:
             raise CheckpointError(
@@ -227,11 +183,7 @@ def json_digest(value: object) -> bytes:
 
 
 def conflicting_ranks(pieces: Mapping[int, Mapping[bytes, bytes]]) -> set[int]:
-    """Returns ranks that hold the same pieces with different contents, one for each content.
-
-    Args:
-        pieces: `digest_groups` of every rank.
-    """
+    """Returns ranks that hold the same pieces with different contents by `digest_groups`, one for each content."""
     holders: dict[bytes, dict[bytes, int]] = {}
     for rank, groups in sorted(pieces.items()):
         for keys, contents in groups.items():
@@ -261,14 +213,10 @@ def compare_contents(contents: Mapping[int, Mapping[str, bytes]]) -> None:
 
 
 def compare_boxes(boxes: Sequence[tuple[str, Region]], found: Mapping[int, BoxDigests]) -> None:
-    """Compares what pieces have in common.
-
-    Raises:
-        MismatchError: naming the box and the ranks.
-    """
+    """Compares what pieces have in common; raises MismatchError, naming the box and the ranks, where it differs."""
     seen: dict[int, tuple[int, bytes]] = {}
     for rank, own in sorted(found.items()):
-        for number, content in own.digests:
+        for number, content in own:
             first, expected = seen.setdefault(number, (rank, content))
             if content != expected:
                 path, box = boxes[number]

@@ -53,14 +53,7 @@ class SaveOptions(CommonOptions, frozen=True, kw_only=True):
     @property
     def common(self) -> CommonOptions:
         """The options that ranks compare."""
-        return CommonOptions(
-            step=self.step,
-            overwrite=self.overwrite,
-            verify_replicas=self.verify_replicas,
-            max_shard_bytes=self.max_shard_bytes,
-            busy=self.busy,
-            plan_only=self.plan_only,
-        )
+        return msgspec.convert(self, CommonOptions, from_attributes=True)
 
 
 def shard_limit(limit: object) -> int:

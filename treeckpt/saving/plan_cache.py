@@ -77,12 +77,7 @@ def get_plan(comm: Comm, key: str, merged: GlobalTree | None, inventory: Invento
 def contested_boxes(
     comm: Comm, key: str, merged: GlobalTree | None, inventory: Inventory
 ) -> list[tuple[str, Region, int]]:
-    """Returns what several listed pieces of an array hold, as (path, box, bytes); kept as plans are.
-
-    Args:
-        merged: the global tree, if it was merged just now; None if it is kept, or all inventories are equal.
-        inventory: this rank's.
-    """
+    """Returns what several listed pieces of an array hold, as (path, box, bytes); arguments as for `get_plan`."""
     cached_boxes = comm.state.get(_ContestedBoxes)
     if cached_boxes is not None and cached_boxes.key == key:
         return cached_boxes.boxes
@@ -102,11 +97,7 @@ def _replicated_tree(comm: Comm, inventory: Inventory) -> GlobalTree:
 
 
 def compute_plan(key: str, global_tree: GlobalTree, rank: int, max_shard_bytes: int) -> GlobalPlan:
-    """Computes the plan of a global tree: the same on every rank, and in every process.
-
-    Raises:
-        LayoutError: pieces that do not make up their array.
-    """
+    """Computes the plan of a global tree, the same in every process; raises LayoutError as `get_plan`."""
     arrays = array_leaves(global_tree)
     leaves = [leaf for _, leaf in arrays]
     shares = assign_writers(leaves)

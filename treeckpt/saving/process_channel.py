@@ -41,11 +41,7 @@ class ProcessChannel:
         self._socket = connection
 
     def send(self, data: bytes, fds: Sequence[int] = (), *, timeout: float | None = None) -> None:
-        """Sends one message.
-
-        Raises:
-            WriterGone: the other end does not take it.
-        """
+        """Sends one message; raises WriterGone if the other end does not take it."""
         try:
             self._socket.settimeout(timeout)
             frame = _FRAME.pack(len(data), len(fds))
@@ -56,11 +52,7 @@ class ProcessChannel:
             raise WriterGone(f"{error or type(error).__name__}") from error
 
     def receive(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
-        """Returns the next message and its descriptors.
-
-        Raises:
-            WriterGone: there will be none, or none came in time.
-        """
+        """Returns the next message and its descriptors; raises WriterGone if none comes in time."""
         try:
             self._socket.settimeout(timeout)
             frame, fds, _, _ = socket.recv_fds(self._socket, _FRAME.size, _MAX_FDS)
@@ -90,10 +82,7 @@ class ProcessChannel:
 
 
 def start_in_child(fd: int, parent: int) -> ProcessChannel:
-    """Prepares a new writer process, and returns its channel to the parent.
-
-    The process ignores signals that are meant for the training, runs at low priority, and ends with its parent.
-    """
+    """Has this new process ignore the training's signals, run at low priority and end with its parent."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):

@@ -32,7 +32,7 @@ from .commit import PUBLISHED_HINT, remove_files, shard_names
 from .messages import CommitResult, WriteReport
 from .options import LineageSource, SaveOptions
 from .session import previous_save
-from .shard_writer import InlineWriter, ShardWriter, TreeShardSource, WriteResult
+from .shard_writer import InlineWriter, ShardWriter, TreeShardSource
 
 __all__ = ["complete", "save_report", "save_tree"]
 
@@ -45,11 +45,7 @@ def save_tree(
     metadata: Mapping[str, object],
     lineage: LineageSource | None = None,
 ) -> SaveReport:
-    """Saves a tree; see `treeckpt.save`.
-
-    Args:
-        lineage: gives the save of a manager its place in the run.
-    """
+    """Saves a tree; see `treeckpt.save`."""
     previous = previous_save(comm)
     recorder = Recorder(comm.rank)
     with gc_paused(), recorder.span("save"):
@@ -69,8 +65,8 @@ def save_tree(
     return save_report(agreed)
 
 
-def complete(agreed: AgreedSave, writer: ShardWriter, result: WriteResult) -> None:
-    """Reports what this rank has written, and completes the save on all ranks.
+def complete(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> None:
+    """Reports what this rank has written, as `ShardWriter.write` returned it, and completes the save on all ranks.
 
     Raises:
         TreeckptError: the save failed; on every rank.
@@ -78,7 +74,7 @@ def complete(agreed: AgreedSave, writer: ShardWriter, result: WriteResult) -> No
     store, comm, recorder = agreed.store, agreed.comm, agreed.recorder
     names = shard_names(agreed.info, agreed.plan)
     try:
-        report = WriteReport(result.fault, result.files, tuple(recorder.spans), socket.gethostname())
+        report = msgspec.structs.replace(report, timings=tuple(recorder.spans), host=socket.gethostname())
         try:
             with recorder.span("gather"):
                 reports = agreed.round.gather(msgspec.msgpack.encode(report))
@@ -95,7 +91,7 @@ def complete(agreed: AgreedSave, writer: ShardWriter, result: WriteResult) -> No
     finally:
         writer.end()
     hint = {"hint": PUBLISHED_HINT} if ended.in_place else {}
-    raise_faults(ended.faults, store.url, comm, cause=writer.error, **hint)
+    raise_faults(ended.faults, store.url, comm.size, cause=writer.error, **hint)
 
 
 def save_report(agreed: AgreedSave) -> SaveReport:

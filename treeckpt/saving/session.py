@@ -10,7 +10,7 @@ from ..io.comm.comm import Comm
 from . import at_exit
 from .future import Pending, PreviousSave
 from .options import BusyPolicy
-from .staging_memory import ArenaPool
+from .staging import ArenaPool
 from .writer_process import WriterProcess
 
 __all__ = ["Session", "previous_save", "session_of"]

@@ -1,9 +1,8 @@
 """Streams a rank's shards to files, with their checksums.
 
-Entries are copied one after the other into page-aligned buffers of `BUFFER` bytes; full buffers go to a few threads
-that hash and write them while the next one is filled, so a save needs no more memory than those buffers. The header is
-written last, with the checksums. An upload takes bytes in order, so there the data is read twice: once for the
-checksums, and once to send it behind the header.
+Entries are copied one after the other into page-aligned buffers; full ones are hashed and written by a few threads
+while the next one is filled. The header is written last, with the checksums. An upload takes bytes in order, so there
+the data is read twice: once for the checksums, and once to send it behind the header.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -29,7 +28,7 @@ from ..io.storage.memory import PAGE, aligned_buffer
 from ..io.storage.store import Store, Writer
 from ..io.timing import Recorder
 
-__all__ = ["BUFFER", "ByteSink", "NullWriter", "ShardFile", "ShardSource", "append_entry", "piece_of", "write_files"]
+__all__ = ["BUFFER", "ByteSink", "ShardFile", "ShardSource", "append_entry", "piece_of", "write_files"]
 
 BUFFER = 8 << 20
 """Bytes of one write. Measured: 4 to 16 MiB reach the device's rate, smaller ones do not."""
@@ -81,19 +80,26 @@ class RowGatherer(Protocol):
         ...
 
 
+class _Pipeline(msgspec.Struct, frozen=True):
+    """What all files of a save are written through."""
+
+    pool: ThreadPoolExecutor
+    free: queue.Queue[memoryview]
+    """Buffers to fill."""
+    on_written: Callable[[int], None]
+
+
 class _BufferedWriter:
     """Writes one data area through buffers: the caller fills them, threads hash and write them.
 
     Args:
+        writer: None where the data is only hashed.
         base: where the data area starts in the file.
         nbytes: of the data area.
-        free: buffers to fill.
     """
 
-    def __init__(
-        self, writer: Writer, base: int, nbytes: int, pool: ThreadPoolExecutor, free: queue.Queue[memoryview]
-    ) -> None:
-        self._writer, self._base, self._pool, self._free = writer, base, pool, free
+    def __init__(self, writer: Writer | None, base: int, nbytes: int, pipeline: _Pipeline) -> None:
+        self._writer, self._base, self._pipeline, self._free = writer, base, pipeline, pipeline.free
         self.hashes = [0] * block_count(nbytes)
         self.hash_ns = 0
         self._pending: list[Future[None]] = []
@@ -103,7 +109,6 @@ class _BufferedWriter:
         self._start = 0  # where the buffer goes in the data area
 
     def append_memory(self, memory: HostMemory, nbytes: int) -> None:
-        """Appends a small array."""
         if nbytes >= BUFFER - self._filled:
             self.append(memory.array)
             return
@@ -111,11 +116,9 @@ class _BufferedWriter:
         self._filled += nbytes
 
     def remaining(self) -> np.ndarray:
-        """Returns the free part of the buffer that is being filled."""
         return self._bytes[self._filled :]
 
     def advance(self, nbytes: int) -> None:
-        """Takes the front of `remaining` as filled."""
         self._filled += nbytes
         if self._filled == BUFFER:
             self._submit(self._buffer, BUFFER, self._free)
@@ -123,7 +126,6 @@ class _BufferedWriter:
             self._take_buffer()
 
     def append(self, data: np.ndarray) -> None:
-        """Appends the elements of an array, in C order."""
         if data.flags.c_contiguous:
             self._append_bytes(data.reshape(-1).view(np.uint8))
             return
@@ -170,7 +172,7 @@ class _BufferedWriter:
         done: Future[None] = Future()
         run = partial(self._run_once, threading.Lock(), done, block, nbytes, self._start, free)
         try:
-            self._pool.submit(run)
+            self._pipeline.pool.submit(run)
         except RuntimeError:
             # no thread can be started, as when the interpreter ends: this one does it, unless another one that runs
             # has it already, since the pool keeps what it was given
@@ -191,14 +193,13 @@ class _BufferedWriter:
         if not once.acquire(blocking=False):
             return
         try:
-            try:
-                self._hash_and_write(block, nbytes, start)
-            finally:
-                if free is not None:
-                    free.put(block)
+            self._hash_and_write(block, nbytes, start)
             done.set_result(None)
         except BaseException as error:
             done.set_exception(error)
+        finally:
+            if free is not None:
+                free.put(block)
 
     def _hash_and_write(self, block: memoryview, nbytes: int, start: int) -> None:
         begin = time.perf_counter_ns()
@@ -207,7 +208,9 @@ class _BufferedWriter:
         hash_ns = time.perf_counter_ns() - begin
         with self._lock:
             self.hash_ns += hash_ns
-        self._writer.write(self._base + start, block[:nbytes])
+        if self._writer is not None:
+            self._writer.write(self._base + start, block[:nbytes])
+            self._pipeline.on_written(nbytes)
 
     def _reap(self) -> None:
         """Forgets the blocks that are written; raises the error of one that failed."""
@@ -239,24 +242,28 @@ class ShardFile(msgspec.Struct, frozen=True):
 
 
 def write_files(
-    store: Store, files: Sequence[ShardFile], source: ShardSource, recorder: Recorder
+    store: Store,
+    files: Sequence[ShardFile],
+    source: ShardSource,
+    recorder: Recorder,
+    on_written: Callable[[int], None],
 ) -> list[tuple[int, int]]:
-    """Writes a rank's shards, durably; returns (bytes of the header, bytes of the data) of each file."""
+    """Writes a rank's shards, durably; returns (bytes of the header, bytes of the data) of each file.
+
+    Args:
+        on_written: called with the bytes of each block of data that was written.
+    """
     huge = any(file.plan.nbytes >= BUFFER for file in files)
     free: queue.Queue[memoryview] = queue.Queue()
     for _ in range(BUFFER_COUNT):
         free.put(aligned_buffer(BUFFER, huge=huge))
     with ThreadPoolExecutor(WRITE_THREADS, "treeckpt-write") as pool:
-        return [_write_file(store, file, source, recorder, pool, free) for file in files]
+        pipeline = _Pipeline(pool, free, on_written)
+        return [_write_file(store, file, source, recorder, pipeline) for file in files]
 
 
 def _write_file(
-    store: Store,
-    file: ShardFile,
-    source: ShardSource,
-    recorder: Recorder,
-    pool: ThreadPoolExecutor,
-    free: queue.Queue[memoryview],
+    store: Store, file: ShardFile, source: ShardSource, recorder: Recorder, pipeline: _Pipeline
 ) -> tuple[int, int]:
     header, nbytes = encode_header(file.header), file.plan.nbytes
     base = len(header)
@@ -264,13 +271,13 @@ def _write_file(
         writer = store.create(file.name, base + nbytes)
         try:
             ordered = getattr(writer, "ordered", False)
-            first = NullWriter() if ordered else writer
-            hashes = _write_data(_BufferedWriter(first, base, nbytes, pool, free), file.plan, source, recorder)
+            first = _BufferedWriter(None if ordered else writer, base, nbytes, pipeline)
+            hashes = _write_data(first, file.plan, source, recorder)
             head = aligned_buffer(base)
             head[:] = with_hashes(header, hashes)
             writer.write(0, head)
             if ordered:
-                second = _BufferedWriter(writer, base, nbytes, pool, free)
+                second = _BufferedWriter(writer, base, nbytes, pipeline)
                 if _write_data(second, file.plan, source, recorder) != hashes:
                     raise CheckpointError(
                         f"{store.url}/{file.name}",
@@ -284,16 +291,6 @@ def _write_file(
             writer.abort()
             raise
     return base, nbytes
-
-
-class NullWriter:
-    """Takes data that is only hashed."""
-
-    def write(self, offset: int, data: memoryview) -> None: ...
-
-    def commit(self) -> None: ...
-
-    def abort(self) -> None: ...
 
 
 def _write_data(buffered: _BufferedWriter, plan: FilePlan, source: ShardSource, recorder: Recorder) -> list[int]:

@@ -1,7 +1,4 @@
-"""`ShardWriter`, which writes one rank's shards and on rank 0 publishes the index, and its form in this process.
-
-`ProcessWriter`, in `writer_process`, is the other form: it has the writer process do the same with the same functions.
-"""
+"""`ShardWriter`, and `InlineWriter`, which writes in this process; `writer_process.ProcessWriter` is the other form."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from ..core.format.save_progress import Progress
 from ..core.format.timings import timings_name
 from ..core.planning.save_plan import FilePlan
 from ..errors import CheckpointExists
-from ..io.comm.failures import Fault, silent_faults, to_fault, wrap_os_error
+from ..io.comm.failures import silent_faults, to_fault, wrap_os_error
 from ..io.storage.leftovers import clear_leftovers
 from ..io.storage.progress_file import ProgressRecorder
 from ..io.storage.store import Store, SupportsCompareAndSwap
@@ -38,18 +35,11 @@ from .commit import (
     with_published_hint,
     write_timings,
 )
-from .messages import CommitResult, FileRow, WriteReport
+from .messages import CommitResult, WriteReport
 from .plan_cache import GlobalPlan
 from .shard_stream import ShardFile, ShardSource, write_files
 
-__all__ = ["InlineWriter", "ShardWriter", "TreeShardSource", "WriteResult"]
-
-
-class WriteResult(msgspec.Struct, frozen=True, array_like=True):
-    """The result of writing a rank's shards."""
-
-    fault: Fault | None
-    files: tuple[FileRow, ...] = ()
+__all__ = ["InlineWriter", "ShardWriter", "TreeShardSource"]
 
 
 class ShardWriter(Protocol):
@@ -60,19 +50,16 @@ class ShardWriter(Protocol):
     trace: str
     """The traceback of a failure in another process."""
 
-    def write(self) -> WriteResult:
-        """Writes this rank's shards. A failure is for a message to the others, so it is returned, not raised."""
+    def write(self) -> WriteReport:
+        """Writes this rank's shards; returns the result without timings. A failure is returned, not raised."""
         ...
 
     def commit(self, reports: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
-        """On rank 0: commits the save if all ranks have written, and removes nothing else.
+        """On rank 0: commits the save if all ranks have written; returns the encoded `CommitResult`.
 
         Args:
             reports: the encoded `WriteReport` of each rank.
             lost: ranks that fell silent, and what is known of each.
-
-        Returns:
-            The encoded `CommitResult`.
         """
         ...
 
@@ -100,8 +87,7 @@ class InlineWriter:
     """Writes in this process.
 
     Args:
-        plan: None if this rank has none; `error` says why.
-        source: the bytes of arrays; None where `error` says why there are none.
+        plan, source: None if this rank has none; `error` says why.
         on_progress: called with the bytes written so far, now and then.
     """
 
@@ -125,7 +111,7 @@ class InlineWriter:
         self._written = False
         """Whether all shards are written, which the others may know already."""
 
-    def write(self) -> WriteResult:
+    def write(self) -> WriteReport:
         info, plan, source = self._info, self._plan, self._source
         try:
             if self.error is not None:
@@ -141,17 +127,17 @@ class InlineWriter:
                 ShardFile(entries, name, shard_header(info, plan, file, manifest if file.part == 0 else None))
                 for entries, name, file in zip(source.files, shard_names(info, plan), plan.own.files, strict=True)
             ]
-            sizes = write_files(self._note.counting(), files, source, self.recorder)
+            sizes = write_files(self._store, files, source, self.recorder, self._note.add)
             self._note.commit()
             self._written = True
             rows = [
                 (info.rank, file.part, file.stream, nbytes, header)
                 for file, (header, nbytes) in zip(plan.own.files, sizes, strict=True)
             ]
-            return WriteResult(None, tuple(rows))
+            return WriteReport(None, tuple(rows))
         except Exception as error:
             self.error = wrap_os_error(error, self._store.url)
-            return WriteResult(to_fault(self.error, info.rank))
+            return WriteReport(to_fault(self.error, info.rank))
 
     def commit(self, reports: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
         decoded = {rank: msgspec.msgpack.decode(report, type=WriteReport) for rank, report in reports.items()}
@@ -201,8 +187,7 @@ class InlineWriter:
     def withdraw(self, error: BaseException) -> None:
         """Removes what was written, unless the save is committed, or others may still commit it.
 
-        Args:
-            error: why; the coordinator writes it to the timings, so the files of other ranks count as left over.
+        The coordinator writes `error` to the timings, so the files of other ranks count as left over.
         """
         info, plan = self._info, self._plan
         self.end()
@@ -211,5 +196,5 @@ class InlineWriter:
         timings = [] if info.rank else [timings_name(info.save_id)]
         remove_files(self._store, [*shard_names(info, plan), *timings])
         if info.world > 1 and not info.rank:
-            report = WriteReport(to_fault(error, info.rank), (), (), socket.gethostname())
+            report = WriteReport(to_fault(error, info.rank), host=socket.gethostname())
             self._commit({0: report}, {})

@@ -1,17 +1,30 @@
-"""Copies the bytes of a rank's shards into staging memory, as they will be in the files.
+"""Staging: copies the bytes of a rank's shards into memory that is shared with the writer process, as in the files.
 
-A plan says which regions of which leaves a rank writes, in order, so staging is writing the data areas to memory: views
-give only their bytes, tied leaves are there once, replicas only this rank's part. Small leaves are copied one after the
-other by the caller, large contiguous ones by a few threads, for one thread does not reach the memory's bandwidth. What
-lies on a device, or is lazily transformed, is copied by its own library where it can (`copy_to`).
+An arena is one anonymous file in memory, page-aligned, mapped whole and populated ahead: the writer process gets its
+descriptor once. A save leases an arena for itself. The pool leases the smallest free arena that is large enough, and
+creates a new one in the place of a free one that is too small, or was more than twice as large as needed for
+`UNDERUSED_LEASES` leases in a row.
+
+Small leaves are copied one after the other by the caller, large contiguous ones by a few threads, for one thread does
+not reach the memory's bandwidth. What lies on a device, or is lazily transformed, is copied by its own library where it
+can (`copy_to`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import itertools
+import mmap
+import os
 import sys
+import tempfile
+import threading
+import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from operator import attrgetter
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -20,19 +33,198 @@ from ..arrays.base import Box, HostArray, HostMemory, SourcePiece
 from ..arrays.threads import WorkerThreads
 from ..core.planning.save_plan import FilePlan, PlannedEntry
 from ..core.sharding.region import Region
+from ..io.storage.memory import PAGE, advise_huge_pages
 from .plan_cache import GlobalPlan
-from .shard_stream import ShardSource, append_entry, piece_of
-from .staging_memory import PinMemory, area_offsets
+from .shard_stream import MEMMOVE_LIMIT, ShardSource, append_entry, piece_of
 
-__all__ = ["StagedShardSource", "cuda_pinning", "order_device_copies", "stage"]
+__all__ = [
+    "Arena",
+    "ArenaPool",
+    "Lease",
+    "PinMemory",
+    "StagedShardSource",
+    "area_offsets",
+    "cuda_pinning",
+    "map_arena",
+    "order_device_copies",
+    "stage",
+]
 
-ADDRESS_COPY_LIMIT = 32 << 10
-"""Bytes below which arrays are copied by address: for a larger one the time that numpy takes to begin is small."""
 PARALLEL_COPY = 1 << 20
 """Bytes from which threads share the copying."""
 COPY_PART = 16 << 20
 """Bytes that a thread copies at a time."""
 COPY_THREADS = 2
+UNDERUSED_LEASES = 8
+ARENA_GRANULARITY = 2 << 20
+POPULATE_PART = 64 << 20
+"""Bytes that a thread populates at a time."""
+POPULATE_THREADS = 2
+_MADV_POPULATE_WRITE = 23
+"""Of Linux 5.14; mmap has no name for it."""
+
+PinMemory = Callable[[int, int], Callable[[], None]]
+"""Pins memory at an address, of so many bytes, for a device; returns what unpins it."""
+
+
+def area_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Returns where in an arena the data areas of files of these sizes start, each on a page; and the bytes of all."""
+    ends = list(itertools.accumulate((-(-nbytes // PAGE) * PAGE for nbytes in sizes), initial=0))
+    return ends[:-1], ends[-1]
+
+
+def map_arena(fd: int, nbytes: int) -> np.ndarray:
+    """Maps the memory of an arena by its descriptor, as uint8[nbytes]."""
+    return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+
+
+def _anonymous_file(nbytes: int) -> int:
+    """Creates a file in memory; returns its descriptor."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("treeckpt-arena", os.MFD_CLOEXEC)
+    else:
+        fd, name = tempfile.mkstemp(prefix="treeckpt-arena-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        os.unlink(name)
+    try:
+        os.ftruncate(fd, nbytes)
+        if hasattr(os, "posix_fallocate") and not hasattr(os, "memfd_create"):
+            os.posix_fallocate(fd, 0, nbytes)  # a full file system is to be an error here, not a signal later
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+class Arena:
+    """One block of shared memory, pinned for a device by `pin`."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, nbytes: int, pin: PinMemory | None = None) -> None:
+        self.number = next(Arena._numbers)
+        self.nbytes = max(-(-nbytes // ARENA_GRANULARITY) * ARENA_GRANULARITY, ARENA_GRANULARITY)
+        self.fd = _anonymous_file(self.nbytes)
+        self._map: mmap.mmap | None = mmap.mmap(self.fd, self.nbytes)
+        advise_huge_pages(self._map)
+        self.memory = np.frombuffer(self._map, np.uint8)
+        self._populated = 0
+        unpin: Callable[[], None] | None = None
+        if pin is not None:
+            with contextlib.suppress(RuntimeError):  # the driver refuses: copies are slower, no more
+                unpin = pin(self.address, self.nbytes)
+                self._populated = self.nbytes
+        # also where nobody closes it: arenas go with the comm whose saves they hold
+        self._finalizer = weakref.finalize(self, _release, self.fd, unpin, os.getpid())
+        self._finalizer.atexit = False
+        self.lease: Lease | None = None
+        self.underused = 0
+        """Leases in a row that took less than half of it."""
+
+    @property
+    def address(self) -> int:
+        return int(self.memory.__array_interface__["data"][0])
+
+    def populate(self, nbytes: int) -> None:
+        """Has the system allocate the pages of the first bytes; those that are allocated cost nothing."""
+        if nbytes <= self._populated:
+            return
+        parts = [
+            self.memory[at : min(at + POPULATE_PART, nbytes)] for at in range(self._populated, nbytes, POPULATE_PART)
+        ]
+        with ThreadPoolExecutor(POPULATE_THREADS, "treeckpt-populate") as pool:
+            list(pool.map(_populate, parts))
+        self._populated = nbytes
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        if self._map is None:
+            return
+        self._finalizer()
+        del self.memory
+        with contextlib.suppress(BufferError):  # an array still shows it: it goes with the last one
+            self._map.close()
+        self._map = None
+
+
+def _release(fd: int, unpin: Callable[[], None] | None, owner: int) -> None:
+    """Releases what an arena holds besides its mapping, which goes after that."""
+    if unpin is not None and os.getpid() == owner:  # a fork has no device
+        unpin()
+    os.close(fd)
+
+
+def _populate(part: np.ndarray) -> None:
+    if not _madvise_populate(int(part.__array_interface__["data"][0]), len(part)):
+        part[::PAGE] = 0
+
+
+def _madvise_populate(address: int, nbytes: int) -> bool:
+    """Allocates pages in one system call, through ctypes, which lets other threads run; returns whether it worked."""
+    try:
+        madvise = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return False
+    return madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE) == 0
+
+
+class Lease:
+    """An arena, for one save."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        arena.lease = self
+
+    def release(self) -> None:
+        """Gives the arena back to the pool; a second time does nothing."""
+        if self.arena.lease is self:
+            self.arena.lease = None
+
+
+class ArenaPool:
+    """The arenas of a process; `on_close` is called with the number of each arena that is closed."""
+
+    def __init__(self, *, on_close: Callable[[int], object] | None = None) -> None:
+        self._arenas: list[Arena] = []
+        self._on_close = on_close
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arenas."""
+        return sum(arena.nbytes for arena in self._arenas)
+
+    @property
+    def leased(self) -> list[bool]:
+        """For each arena, whether a save uses it."""
+        return [arena.lease is not None for arena in self._arenas]
+
+    def lease(self, nbytes: int, pin: PinMemory | None = None) -> Lease:
+        """Leases an arena of at least so many bytes that no other save uses."""
+        with self._lock:
+            free = sorted((a for a in self._arenas if a.lease is None), key=attrgetter("nbytes"))
+            arena = next((a for a in free if a.nbytes >= nbytes), None)
+            if arena is not None:
+                small = nbytes * 2 < arena.nbytes and arena.nbytes > ARENA_GRANULARITY
+                arena.underused = arena.underused + 1 if small else 0
+            if arena is None or arena.underused >= UNDERUSED_LEASES:
+                stale = arena or (free[-1] if free else None)
+                if stale is not None:
+                    self._close(stale)
+                arena = Arena(nbytes, pin)
+                self._arenas.append(arena)
+            return Lease(arena)
+
+    def _close(self, arena: Arena) -> None:
+        self._arenas.remove(arena)
+        arena.close()
+        if self._on_close is not None:
+            self._on_close(arena.number)
+
+    def close(self) -> None:
+        """Gives back the memory of all arenas that are free."""
+        with self._lock:
+            for arena in [a for a in self._arenas if a.lease is None]:
+                self._close(arena)
 
 
 def order_device_copies() -> None:
@@ -66,29 +258,21 @@ ByteCopy = tuple[np.ndarray, np.ndarray]
 
 
 class _MemorySink:
-    """Memory that is filled from the front.
-
-    Args:
-        delayed: gets the large copies, to be executed later; None where the source is gone by then.
-    """
+    """Memory that is filled from the front. `delayed` gets large copies; None where the source is soon gone."""
 
     def __init__(self, memory: np.ndarray, delayed: list[ByteCopy] | None) -> None:
         self._memory, self._delayed, self._filled = memory, delayed, 0
 
     def append_memory(self, memory: HostMemory, nbytes: int) -> None:
-        """Appends a small array."""
         self.append(memory.array)
 
     def remaining(self) -> np.ndarray:
-        """Returns all that is left."""
         return self._memory[self._filled :]
 
     def advance(self, nbytes: int) -> None:
-        """Takes the front of `remaining` as filled."""
         self._filled += nbytes
 
     def append(self, data: np.ndarray) -> None:
-        """Appends the elements of an array, in C order."""
         start, self._filled = self._filled, self._filled + data.nbytes
         target = self._memory[start : self._filled]
         if data.flags.c_contiguous:
@@ -102,11 +286,7 @@ class _MemorySink:
 
 
 def stage(source: ShardSource, memory: np.ndarray) -> None:
-    """Copies what a rank writes.
-
-    Args:
-        memory: uint8[n], as many bytes as `area_offsets` gives for the files.
-    """
+    """Copies what a rank writes to `memory`, uint8[n], as many bytes as `area_offsets` gives for the files."""
     delayed: list[ByteCopy] = []
     device_copies: list[Callable[[], None]] = []
     offsets, _ = area_offsets([file.nbytes for file in source.files])
@@ -116,7 +296,7 @@ def stage(source: ShardSource, memory: np.ndarray) -> None:
             pieces, region = source.pieces(write.leaf), write.region
             data = pieces[0].data if pieces else None
             if (
-                write.nbytes < ADDRESS_COPY_LIMIT
+                write.nbytes <= MEMMOVE_LIMIT
                 and type(data) is HostMemory
                 and len(pieces) == 1
                 and region == pieces[0].region
@@ -152,11 +332,7 @@ def _stage_entry(
 
 
 class StagedShardSource:
-    """Shards out of staging memory, where each data area is one entry.
-
-    Args:
-        memory: as `stage` has filled it.
-    """
+    """Shards out of staging memory, filled by `stage`, where each data area is one entry."""
 
     def __init__(self, plan: GlobalPlan, memory: np.ndarray) -> None:
         sizes = [file.nbytes for file in plan.own.files]
@@ -169,5 +345,4 @@ class StagedShardSource:
             self._pieces.append(SourcePiece(whole, HostArray(memory[start : start + file.nbytes])))
 
     def pieces(self, leaf: int) -> Sequence[SourcePiece]:
-        """Returns the data area of a file, by the file's number."""
         return self._pieces[leaf : leaf + 1]

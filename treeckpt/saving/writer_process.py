@@ -1,10 +1,8 @@
 """The writer process, from the side of the process that saves: it is started, gets requests, and is ended.
 
-It is spawned, never forked, and imports nothing of the user's program: not its `__main__`, not torch. Requests and
-answers cross one pair of connected sockets, which also carries the descriptors of arenas; there are no ports and no
-process groups. The process runs at low priority, ignores the signals that are meant for the training, and ends with
-the process that started it: at the end of the socket's stream, and even where a fork still holds that open, when the
-process is gone.
+It is spawned, never forked, and imports nothing of the user's program: not its `__main__`, not torch. Requests, answers
+and the descriptors of arenas cross one pair of connected sockets. The process ends with the one that started it: at the
+end of the socket's stream, or, where a fork still holds that open, when that process is gone.
 """
 
 from __future__ import annotations
@@ -24,14 +22,13 @@ import msgspec
 from ..core.format.save_progress import progress_name
 from ..errors import CheckpointError
 from ..io.comm.failures import to_fault
-from ..io.storage.store import Store
-from ..io.timing import Recorder
-from .commit import SaveInfo, index_may_be_published, remove_files, with_published_hint
+from .agree import AgreedSave
+from .commit import index_may_be_published, remove_files, with_published_hint
 from .messages import CommitResult, WriteReport
 from .plan_cache import GlobalPlan
 from .process_channel import ProcessChannel, WriterGone
-from .shard_writer import InlineWriter, WriteResult
-from .staging_memory import Arena
+from .shard_writer import InlineWriter
+from .staging import Arena
 from .writer_server import (
     ENTRY_POINT,
     Answer,
@@ -91,11 +88,7 @@ class WriterProcess:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Starts the process if none is running.
-
-        Raises:
-            OSError: it cannot be started.
-        """
+        """Starts the process if none is running; raises OSError if it cannot."""
         if self.alive:
             return
         self.end()
@@ -140,11 +133,7 @@ class WriterProcess:
                 return reply
 
     def prepare(self, plan: GlobalPlan, arena: Arena, *, timeout: float) -> None:
-        """Sends the plan and the arena, if the process does not have them.
-
-        Raises:
-            WriterGone: it has ended.
-        """
+        """Sends the plan and the arena, if the process does not have them; raises as `send`."""
         key = (plan.key, plan.max_shard_bytes)
         if key != self._plan:
             global_tree = msgspec.Raw(_encode(plan.global_tree))
@@ -162,19 +151,11 @@ class WriterProcess:
                 self.send(DetachArena(arena))
 
     def modules(self) -> list[str]:
-        """Returns the names of the modules that the process has imported; it must not be writing.
-
-        Raises:
-            WriterGone: it has ended.
-        """
+        """Returns the names of the modules that the process has imported; it must not be writing. Raises as `call`."""
         return _decode(self.call(ListModules()).data, type=list[str])
 
     def end(self, *, grace: float = 0.0) -> str:
-        """Ends the process, and returns how it ended; what it was writing stays unfinished.
-
-        Args:
-            grace: seconds in which it may end by itself.
-        """
+        """Ends the process, after `grace` seconds in which it may end by itself; returns how it ended."""
         process, channel = self._process, self._channel
         self._process = self._channel = None
         if process is None or channel is None:
@@ -193,38 +174,29 @@ class WriterProcess:
 
 
 class ProcessWriter:
-    """Writes in the writer process, out of an arena.
+    """Writes in the writer process, which must send something within the time limit of the comm.
 
     Args:
+        arena: holds what is written.
         address: of the store, from `writer_server.address_of`.
-        timeout: seconds in which the process must send something.
     """
 
     def __init__(
-        self,
-        process: WriterProcess,
-        store: Store,
-        info: SaveInfo,
-        plan: GlobalPlan,
-        recorder: Recorder,
-        arena: Arena,
-        address: bytes,
-        *,
-        timeout: float,
+        self, process: WriterProcess, agreed: AgreedSave, plan: GlobalPlan, arena: Arena, address: bytes
     ) -> None:
         self.error: Exception | None = None
         self.trace = ""
-        self._process, self._arena, self._address, self._timeout = process, arena, address, timeout
-        self._store, self._info, self._plan, self._recorder = store, info, plan, recorder
+        self._process, self._arena, self._address, self._timeout = process, arena, address, agreed.comm.timeout
+        self._store, self._info, self._plan, self._recorder = agreed.store, agreed.info, plan, agreed.recorder
         self._is_gone = False
 
-    def write(self) -> WriteResult:
+    def write(self) -> WriteReport:
         try:
             self._process.prepare(self._plan, self._arena, timeout=self._timeout)
             request = WriteShards(self._info, self._address, self._arena.number, self._recorder.snapshot)
-            return _decode(self._call(request), type=WriteResult)
+            return _decode(self._call(request), type=WriteReport)
         except WriterGone as gone:
-            return WriteResult(to_fault(self._end_process(gone), self._info.rank))
+            return WriteReport(to_fault(self._end_process(gone), self._info.rank))
 
     def commit(self, reports: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
         faults = lost or any(_decode(report, type=WriteReport).fault for report in reports.values())

@@ -1,8 +1,7 @@
 """The writer process's side: the requests that it takes, and the server that answers them.
 
-It gets the description of a save, the plan, and the number of an arena that holds the data areas of the files; it
-builds header, manifest and index itself, and answers with small messages. Plans and arenas are sent once, so that a
-warm save needs little more than its description.
+It gets the description of a save, the plan, and the number of an arena that holds the data areas of the files, and
+builds header, manifest and index itself. Plans and arenas are sent once.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from ..io.storage.object_store import ObjectStore, open_address
 from ..io.storage.store import LocalStore, Store
 from ..io.timing import Recorder, RecorderSnapshot
 from .commit import SaveInfo
+from .messages import WriteReport
 from .plan_cache import GlobalPlan, compute_plan
 from .process_channel import ProcessChannel, WriterGone
-from .shard_writer import InlineWriter, WriteResult
-from .staging import StagedShardSource
-from .staging_memory import map_arena
+from .shard_writer import InlineWriter
+from .staging import StagedShardSource, map_arena
 
 __all__ = [
     "ENTRY_POINT",
@@ -74,7 +73,7 @@ class DetachArena(msgspec.Struct, tag=True, array_like=True):
 
 
 class WriteShards(msgspec.Struct, tag=True, array_like=True):
-    """A save whose bytes are staged; the answer holds a `WriteResult`."""
+    """A save whose bytes are staged; the answer holds a `WriteReport`."""
 
     info: SaveInfo
     address: bytes
@@ -222,7 +221,7 @@ class WriterServer:
             assert plan is not None, "the plan is sent before the save"
             source, store = StagedShardSource(plan, self._arenas[request.arena]), _open_store(request.address)
         except Exception as failed:
-            return Answer(_encode(WriteResult(to_fault(failed, info.rank))), (), _trace(failed))
+            return Answer(_encode(WriteReport(to_fault(failed, info.rank))), (), _trace(failed))
         recorder = Recorder.resumed(info.rank, request.recorder)
         self._writer = InlineWriter(store, info, plan, recorder, source, on_progress=self._send_progress)
         return self._answer(self._writer, _encode(self._writer.write()), request.recorder)

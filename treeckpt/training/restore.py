@@ -134,7 +134,7 @@ class RestoreTargets(msgspec.Struct, frozen=True):
 def _restore(given: Any, *, comm: Comm, targets: RestoreTargets, options: LoadOptions) -> RestoreReport:
     """Restores one version of a source: compares everything first, then changes the targets."""
     opened = CheckpointOverlay(given).checkpoints if isinstance(given, (Checkpoint, Bank)) else []
-    with together(open_relay(comm, opened) if options.read == "once" else None):
+    with together(open_relay(comm, opened, options.read)):
         source = open_source(given, comm, options)
         job = _Restore(source, comm, targets, options)
         paths = [f"model/{key_path(entry.key)}" for entry in job.entries]

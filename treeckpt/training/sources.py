@@ -29,7 +29,7 @@ from ..io.storage.checkpoint import Checkpoint
 from ..loading.aliasing import are_equal, identity_of
 from ..loading.match import Load, LoadOptions
 from ..loading.transforms.rules import Carried, Drop, Rule
-from ..loading.transforms.view import MadeLeaf, View, plain_view, ruled_view
+from ..loading.transforms.view import ComposedLeaf, View, view_of
 from ..reports import LoadReport
 from ..trees import moving
 from ..trees.matching import match_leaves
@@ -153,8 +153,7 @@ class CheckpointSource:
         left = [name for name in self.view.by_path if name.startswith("model/") and not options.selects(name)]
         if left:
             self.add(Carried(tuple(Drop(name, optional=True) for name in left)))
-        ruled = self.view.ruled
-        self.ruled = (ruled.dropped, self.view.renamed) if ruled is not None and options.rules else ((), ())
+        self.ruled = (self.view.transformed.dropped, self.view.renamed) if options.rules else ((), ())
 
     def add(self, *rules: Rule) -> None:
         """Applies further rules."""
@@ -178,10 +177,8 @@ class CheckpointSource:
         ]
 
     def _view(self) -> View:
-        if not self.rules:
-            return plain_view(self.index)
         rank = self.comm.rank
-        return ruled_view(self.index, self.rules, source_rank=rank % self.world, rank=rank)
+        return view_of(self.index, self.rules, source_rank=rank % self.world, rank=rank)
 
     def is_left(self, path: str) -> bool:
         return self.view.is_kept(path) or not self.options.selects(path)
@@ -206,7 +203,7 @@ class CheckpointSource:
 
     def is_spread(self, path: str) -> bool:
         leaf = self.view.by_path[path][0]
-        records = [one.record for one in (leaf.sources.values() if isinstance(leaf, MadeLeaf) else [leaf])]
+        records = [one.record for one in (leaf.sources.values() if isinstance(leaf, ComposedLeaf) else [leaf])]
         arrays = [self.index.entries[r.of].record if isinstance(r, AliasRecord) else r for r in records]
         numbers = [r.layout for r in arrays if isinstance(r, ArrayRecord) and r.layout >= 0]
         return any(_is_spread(self.index.layouts[number]) for number in numbers)

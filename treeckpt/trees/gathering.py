@@ -9,6 +9,7 @@ receivers. What every receiver holds whole already is only copied.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -117,10 +118,7 @@ class _Gather:
             compare_contents({rank: tree.contents for rank, tree in by_rank.items()})
         boxes = [(path, box) for path, box, nbytes in overlapping_pieces(merged) if nbytes <= SMALL_LEAF_NBYTES]
         if boxes:
-
-            def own_boxes() -> BoxDigests:
-                return BoxDigests(None, box_digests(self.described, boxes))
-
+            own_boxes = partial(box_digests, self.described, boxes)
             found = gather_results(transport, "gather", own_boxes, BoxDigests, hint=HINT)
             compare_boxes(boxes, dict(enumerate(found)))
         return merged
@@ -185,7 +183,9 @@ class _Gather:
         )
         if self.alike:
             return replace_leaves(self.tree, leaves, namespace=self.namespace)
-        return unflatten(merged.whole, leaves, resolve=resolve, rank=self.transport.rank, namespace=self.namespace)
+        return unflatten(
+            merged.structure.whole(), leaves, resolve=resolve, rank=self.transport.rank, namespace=self.namespace
+        )
 
 
 def new_leaf(leaf: LeafSpec, values: Mapping[str, Value], targets: Mapping[str, ArrayTarget]) -> Any:

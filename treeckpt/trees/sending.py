@@ -93,7 +93,8 @@ def broadcast(tree: Any, *, transport: Transport, source: int, device: str | Non
     if transport.rank == source:
         return tree
     leaves = (new_leaf(leaf, plan.values, targets) for leaf in plan.inventory.leaves)
-    return unflatten(plan.inventory.whole, leaves, resolve=resolve, rank=transport.rank, namespace=namespace)
+    whole = plan.inventory.structure.whole()
+    return unflatten(whole, leaves, resolve=resolve, rank=transport.rank, namespace=namespace)
 
 
 # distribute -----------------------------------------------------------------------------------------------------------

@@ -19,14 +19,16 @@ from treeckpt.core.format.index import INDEX_NAME, decode_index
 from treeckpt.core.format.records import Index
 from treeckpt.core.format.shard_header import shard_name
 from treeckpt.core.format.timings import Span, timings_name
-from treeckpt.core.planning.load_plan import LoadPlan, WantedRegion, plan_load
+from treeckpt.core.planning.load_plan import ReadBlock, WantedRegion, plan_load
 from treeckpt.core.planning.rank_trees import Inventory, LeafSpec, RankClass, digest_of, merge_rank_trees
-from treeckpt.core.planning.stream_order import assign_offsets
+from treeckpt.core.planning.save_plan import assign_offsets
 from treeckpt.core.sharding.dtypes import dtype_of
 from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.core.sharding.placements import BoxLayout, Layout, MeshLayout, held_by, replica_offsets
 from treeckpt.core.sharding.region import Region, coalesce
 from treeckpt.core.tree.flatten import flatten
+from treeckpt.core.tree.nesting import split_structure
+from treeckpt.io.comm.collective import decode_each
 from treeckpt.io.comm.fanout import GROUP_SIZES, group_sizes_for
 from treeckpt.io.storage.store import MemoryStore
 from treeckpt.io.timing import Recorder
@@ -39,7 +41,6 @@ from treeckpt.saving.messages import (
     RankTree,
     WriteReport,
     check_arguments,
-    decode_each,
     merge_inventories,
     plan_key,
     representatives,
@@ -145,7 +146,7 @@ def _stages(arrays: list[Array], grid: Grid) -> list[tuple[Inventory, range]]:
         structure, leaves = flatten(_nested(mine))
         specs = {"/".join(array.path): LeafSpec("", array.spec, layouts.of(array)) for array in mine}
         ordered = tuple(msgspec.structs.replace(specs[path], path=path) for path, _ in leaves)
-        found.append((Inventory(structure, ordered), range(stage * size, (stage + 1) * size)))
+        found.append((Inventory(split_structure(structure), ordered), range(stage * size, (stage + 1) * size)))
     return found
 
 
@@ -162,7 +163,7 @@ def _flat(arrays: list[Array], world: int) -> list[tuple[Inventory, range]]:
             LeafSpec(path, by_path[path][0], BoxLayout(tuple((rank, region) for region in by_path[path][1])))
             for path, _ in leaves
         )
-        found.append((Inventory(structure, ordered), range(rank, rank + 1)))
+        found.append((Inventory(split_structure(structure), ordered), range(rank, rank + 1)))
     return found
 
 
@@ -188,7 +189,7 @@ class _World:
         options = CommonOptions(step=100)
         messages: list[bytes] = []
         for inventory, ranks in self.kinds:
-            hello = RankProposal(None, "run/step_00000100", options, digest_of(inventory), bytes(16), remembered)
+            hello = RankProposal("run/step_00000100", options, digest_of(inventory), bytes(16), remembered)
             messages += [_encode(hello)] * len(ranks)
         return messages
 
@@ -205,13 +206,13 @@ class _World:
         told = {rank: _encode(RankTree(inventory_of[rank], {}, {})) for rank in tellers}
         figures.told_nbytes = sum(map(len, told.values()))
         figures.messages = 2 * self.size + len(told)
-        terms = Decision((), save_id="0" * 16, created_ns=1 << 60, key=key, representatives=tellers)
+        terms = Decision(save_id="0" * 16, created_ns=1 << 60, key=key, representatives=tellers)
         self._share(_encode(terms), last=not told)
 
         def joined() -> bytes:
             tales = {rank: _decode(message, type=RankTree) for rank, message in told.items()}
             digests = {rank: each.inventory for rank, each in decode_each(hellos, RankProposal).items()}
-            return _encode(MergedTree((), merge_inventories(digests, tales, self.size)))
+            return _encode(MergedTree(merge_inventories(digests, tales, self.size)))
 
         joining, word = _timed(joined) if told else (0.0, b"")
         if told:
@@ -317,7 +318,7 @@ class _Loads:
         self._index, self._grid, self._arrays = index, grid, arrays_of(model, grid.pp)
         self._layouts = [Layouts(grid, stage) for stage in range(grid.pp)]
 
-    def plan(self, rank: int) -> tuple[dict[tuple[str, Region], int], LoadPlan]:
+    def plan(self, rank: int) -> tuple[dict[tuple[str, Region], int], list[ReadBlock]]:
         """The regions that a rank needs, with their bytes, and what it reads for them."""
         needs: dict[tuple[str, Region], int] = {}
         wants: list[WantedRegion] = []
@@ -342,7 +343,7 @@ class _Loads:
             took, (needed, plan) = _timed(lambda rank=rank: self.plan(rank))
             longest = max(longest, took)
             needs |= needed
-            for block in plan.blocks:
+            for block in plan:
                 spans.setdefault(block.rank, []).append((block.start, block.stop))
         return longest, sum(needs.values()), sum(_joined_length(found) for found in spans.values())
 

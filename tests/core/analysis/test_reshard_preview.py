@@ -40,7 +40,7 @@ def read_by_a_load(path, index, layout, rank, glob):
             memory = np.empty(held.region.shape, raw_dtype(dtype_of(leaf.spec.dtype).itemsize))
             spec = ArraySpec(leaf.spec.shape, leaf.spec.dtype)
             batch.add_target(leaf.path, leaf, ArrayTarget(spec, memory, [TargetPiece(held.region, HostArray(memory))]))
-    batch.run(True, ReadOptions(memory=64 << 20))
+    batch.run(ReadOptions(memory=64 << 20))
     return batch.read_nbytes
 
 

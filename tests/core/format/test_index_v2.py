@@ -22,12 +22,11 @@ from treeckpt.core.format.chunks import BoxChunks
 from treeckpt.core.format.index import decode_index, encode_index, rebuild
 from treeckpt.core.format.index_v2 import MAX_NUMBERS, pack, unpack
 from treeckpt.core.format.shard_header import sealed
-from treeckpt.core.planning.flat_ranges import flat_boxes, max_boxes
 from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.core.sharding.placements import BoxLayout, Mesh, MeshLayout, Shard
-from treeckpt.core.sharding.region import Region, flat_regions
+from treeckpt.core.sharding.region import Region, flat_boxes, flat_regions, max_boxes
 from treeckpt.core.tree.flatten import PerRank
-from treeckpt.core.tree.shared_subtrees import expand_shared_subtrees, extract_shared_subtrees, leaf_count
+from treeckpt.core.tree.nesting import expand_shared_subtrees, extract_shared_subtrees, leaf_count
 from treeckpt.core.tree.spec import ArraySpec
 from treeckpt.core.tree.structure import DictNode, ListNode
 from treeckpt.errors import FormatError

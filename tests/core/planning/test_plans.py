@@ -12,10 +12,9 @@ from tests.helpers.saves import pieces_of
 from tests.helpers.strategies import array_leaves, box_layouts, flat_layouts, layouts, regions, shapes
 from treeckpt.core.format.chunks import chunks_in, encode_chunks
 from treeckpt.core.planning.load_plan import Chunk, WantedRegion, bounded_span_boxes, plan_load
-from treeckpt.core.planning.save_plan import plan_save
-from treeckpt.core.planning.stream_order import SingleChunkOffset, assign_offsets
-from treeckpt.core.sharding.int_runs import decode_runs
-from treeckpt.core.sharding.placements import held_by
+from treeckpt.core.planning.save_plan import SingleChunkOffset, assign_offsets, plan_save
+from treeckpt.core.sharding.int_runs import decode_runs, encode_runs
+from treeckpt.core.sharding.placements import held_by, replicated_layout
 from treeckpt.core.sharding.region import Region, byte_runs
 from treeckpt.core.sharding.write_assignment import ArrayLeaf, assign_writers
 
@@ -110,9 +109,7 @@ def test_whole_pages_come_first_and_stay_on_pages():
 
 
 def layouts_of_one():
-    from treeckpt.core.sharding.placements import single_rank_layout
-
-    return single_rank_layout(0)
+    return replicated_layout(encode_runs([0]))
 
 
 # save under one layout, load under another ----------------------------------------------------------------------------
@@ -136,7 +133,7 @@ def executed(plan, streams, wants, dtypes):
     """What a load of this plan fills in."""
     outs = [np.zeros(want.region.shape, dtype) for want, dtype in zip(wants, dtypes, strict=True)]
     filled = [np.zeros(want.region.shape, int) for want in wants]
-    for block in plan.blocks:
+    for block in plan:
         data = streams[block.rank][block.start : block.stop]
         assert len(data) == block.stop - block.start > 0
         for copy in block.copies:
@@ -205,7 +202,7 @@ def test_reads_are_sorted_short_close_packed_and_within_one_file(case, limit, ga
         wants.append(WantedRegion(region, leaf.itemsize, chunks_in(chunks[number], leaf.shape, region)))
     plan = plan_load(wants, limit=limit, gap=gap, borders=borders)
     before = (-1, -1)
-    for block in plan.blocks:
+    for block in plan:
         assert (block.rank, block.start) > before
         before = (block.rank, block.start)
         assert block.copies
@@ -222,8 +219,7 @@ def test_reads_are_sorted_short_close_packed_and_within_one_file(case, limit, ga
         for used in needed.tolist():
             idle = 0 if used else idle + 1
             assert idle <= gap
-    assert plan.nbytes == sum(b.stop - b.start for b in plan.blocks)
-    assert bool(plan.blocks) == any(w.region.size for w in wants)
+    assert bool(plan) == any(w.region.size for w in wants)
 
 
 @given(st.data(), st.sampled_from([1, 4]), st.integers(1, 200), st.integers(0, 20))
@@ -252,19 +248,19 @@ def test_the_gap_between_the_last_run_of_a_plane_and_the_next_plane_counts_whole
 def test_a_column_of_a_long_matrix_is_read_in_few_large_blocks():
     chunk = Chunk(Region.whole((100_000, 100)), 0, 0)
     plan = plan_load([WantedRegion(Region((0, 50), (100_000, 1)), 4, [chunk])])
-    assert len(plan.blocks) <= 6
+    assert len(plan) <= 6
 
 
 def test_far_apart_rows_are_read_one_by_one():
     chunk = Chunk(Region.whole((10, 1 << 20)), 0, 0)
     plan = plan_load([WantedRegion(Region((0, 0), (10, 16)), 4, [chunk])])
-    assert [b.stop - b.start for b in plan.blocks] == [64] * 10
+    assert [b.stop - b.start for b in plan] == [64] * 10
 
 
 def test_wants_without_elements_read_nothing():
     chunk = Chunk(Region.whole((4, 4)), 0, 0)
-    assert plan_load([WantedRegion(Region((2, 0), (0, 4)), 4, [chunk])]).blocks == ()
-    assert plan_load([]).blocks == ()
+    assert plan_load([WantedRegion(Region((2, 0), (0, 4)), 4, [chunk])]) == []
+    assert plan_load([]) == []
 
 
 # chunks: what an index holds of a placement ---------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from treeckpt.core.planning.rank_trees import (
 from treeckpt.core.sharding.int_runs import decode_runs, encode_runs
 from treeckpt.core.sharding.placements import BoxLayout, Layout, Mesh, MeshLayout, Replicate, Shard, replicated_layout
 from treeckpt.core.sharding.region import Region
+from treeckpt.core.tree.nesting import split_structure
 from treeckpt.core.tree.spec import ArraySpec, StridedView
 from treeckpt.core.tree.structure import DictNode
 from treeckpt.errors import LayoutError, MismatchError
@@ -33,7 +34,8 @@ def joined(*classes: tuple[tuple[int, ...], dict[str, LeafSpec]], world: int = 4
     return merge_rank_trees(
         [
             RankClass(
-                encode_runs(ranks), Inventory(DictNode(tuple(leaves), (None,) * len(leaves)), tuple(leaves.values()))
+                encode_runs(ranks),
+                Inventory(split_structure(DictNode(tuple(leaves), (None,) * len(leaves))), tuple(leaves.values())),
             )
             for ranks, leaves in classes
         ],
@@ -129,7 +131,7 @@ def test_a_mesh_outside_of_the_world_is_refused() -> None:
 
 def test_digests_tell_inventories_apart_by_all_but_values() -> None:
     def digest(leaf: LeafSpec) -> bytes:
-        return digest_of(Inventory(DictNode(("w",), (None,)), (leaf,)))
+        return digest_of(Inventory(split_structure(DictNode(("w",), (None,))), (leaf,)))
 
     leaves = [
         array("w"),

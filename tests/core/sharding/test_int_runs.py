@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from treeckpt.core.sharding.int_runs import (
     MAX_LENGTH,
     check_runs,
-    constant_runs,
     decode_runs,
     encode_runs,
     length_of,
@@ -103,7 +102,7 @@ def test_a_regular_sharding_of_thousands_of_ranks_is_one_run(column):
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
 def test_constants(count):
-    assert decode_runs(constant_runs(7, count)).tolist() == [7] * count
+    assert decode_runs(encode_runs([7] * count)).tolist() == [7] * count
 
 
 @pytest.mark.parametrize(

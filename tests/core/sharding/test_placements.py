@@ -19,14 +19,13 @@ from treeckpt.core.sharding.placements import (
     StridedShard,
     cells_of,
     check_layout,
-    coordinate_of,
     held_by,
     local_shape,
     mesh_ranks,
     mesh_strides,
+    position_of,
     replica_offsets,
     replicated_layout,
-    single_rank_layout,
 )
 from treeckpt.core.sharding.region import Region
 from treeckpt.errors import LayoutError
@@ -110,21 +109,21 @@ def test_coordinates_are_positions_in_the_mesh(case):
     _, layout = case
     mesh = layout.mesh
     for position, (rank, coordinate) in enumerate(zip(mesh_ranks(mesh).tolist(), np.ndindex(mesh.shape), strict=True)):
-        assert coordinate_of(mesh, rank) == coordinate
+        assert position_of(mesh, rank) == position
         assert sum(c * s for c, s in zip(coordinate, mesh_strides(mesh), strict=True)) == position
 
 
 def test_a_rank_outside_of_the_mesh_holds_nothing():
     layout = replicated_layout(encode_runs([3, 5]))
     assert held_by(layout, (4,), 4) == ()
-    assert coordinate_of(layout.mesh, 4) is None
+    assert position_of(layout.mesh, 4) is None
     assert local_shape(layout, (4,), 4) is None
     assert [h.region for h in held_by(layout, (4,), 5)] == [Region.whole((4,))]
 
 
 def test_one_rank_holds_all_of_a_single_layout():
-    assert [h.region for h in held_by(single_rank_layout(7), (2, 3), 7)] == [Region.whole((2, 3))]
-    assert held_by(single_rank_layout(7), (2, 3), 0) == ()
+    assert [h.region for h in held_by(replicated_layout(encode_runs([7])), (2, 3), 7)] == [Region.whole((2, 3))]
+    assert held_by(replicated_layout(encode_runs([7])), (2, 3), 0) == ()
 
 
 @given(st.data(), st.integers(1, 5))

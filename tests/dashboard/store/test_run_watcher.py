@@ -6,8 +6,9 @@ import pytest
 import treeckpt as tc
 from tests.helpers.background import until
 from tests.helpers.large import write_many
+from tests.helpers.memory_run import MemoryRun
 from treeckpt.core.format.file_names import PIN_NAME
-from treeckpt.io.storage.run_store import LocalFolder, LocalRun, MemoryRun, modified_times
+from treeckpt.io.storage.run_store import LocalFolder, LocalRun, modified_times
 from treeckpt.runs import catalog
 from treeckpt_dashboard.runs.model import runs_page
 from treeckpt_dashboard.store.library import Library

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.large import large_index
 from tests.helpers.samples import gpt_state, write_checkpoint
-from treeckpt.core.analysis.node_table import node_records
-from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.analysis.outline import Outline, node_records
 from treeckpt.core.format.byte_map import extents_in_file, layout_of, locate_chunks
 from treeckpt.core.format.records import AliasRecord, ValueRecord
 from treeckpt.core.tree.flatten import PerRank

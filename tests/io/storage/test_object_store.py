@@ -21,8 +21,9 @@ from treeckpt.core.format.file_names import step_name
 from treeckpt.core.format.shard_header import parse_shard_name
 from treeckpt.io.storage import multipart, obstore
 from treeckpt.io.storage import object_store as objects_module
-from treeckpt.io.storage.bucket import ObjectInfo, ObjectListing
+from treeckpt.io.storage.bucket import ObjectListing
 from treeckpt.io.storage.memory import aligned_buffer
+from treeckpt.io.storage.run_store import DirectoryEntry
 from treeckpt.runs import catalog
 from treeckpt.runs.run import RunDirectory
 from treeckpt.saving import shard_writer
@@ -294,7 +295,7 @@ def test_keys_that_a_service_should_not_list_are_passed_over() -> None:
         "/run/h",
         "run//i",
     ]
-    listing = ObjectListing([ObjectInfo(key, 1, 0, 0) for key in keys], [])
+    listing = ObjectListing({key: DirectoryEntry(1, 0) for key in keys}, [])
     assert set(objects_module.files_below(listing, "run")) == {"a", "i"}
 
 

@@ -338,6 +338,16 @@ def test_fills_take_shape_and_dtype_of_what_is_wanted() -> None:
         tc.load(store, transforms=rules)
 
 
+def test_a_fill_of_another_shape_than_is_wanted_is_refused() -> None:
+    store = tc.MemoryStore()
+    tc.save(store, {"w": torch.ones(4)})
+    like = {"w": torch.zeros(4), "pad": {"a": torch.full((4,), 9.0)}}
+    for load in (tc.load, tc.load_into):
+        with pytest.raises(tc.MismatchError, match=r"pad/a: expected shape \(4,\), found \(2,\)"):
+            load(store, like, transforms=R.Fill("pad/*", -1.0, (2,)))
+    assert like["pad"]["a"].tolist() == [9] * 4
+
+
 def test_what_is_kept_stays_as_it_is_whatever_was_saved() -> None:
     store = tc.MemoryStore()
     tc.save(store, {"w": torch.ones(2), "head": {"w": torch.ones(3)}})

@@ -40,7 +40,7 @@ def changed(draw: DrawFn) -> tuple[ComposedArray, np.ndarray, dict[str, np.ndarr
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
     sources = {name: np.arange(np.prod(shape)).reshape(shape) + 1000 * i for i, name in enumerate("abc")}
     pool: list[Pair] = [(composed_array.saved(n, ArraySpec(shape, "int64")), array) for n, array in sources.items()]
-    pool.append((composed_array.constant(shape, "int64", 7), np.full(shape, 7)))
+    pool.append((composed_array.constant(ArraySpec(shape, "int64"), 7), np.full(shape, 7)))
     now, array = pool[0]
     for _ in range(draw(st.integers(0, 5))):
         axis = draw(st.integers(0, max(array.ndim - 1, 0)))
@@ -104,9 +104,9 @@ def test_undoing_a_change_gives_the_saved_array_itself() -> None:
     spec = ArraySpec((12, 4, 2), "float32")
     whole = composed_array.saved("w", spec)
     pieces = composed_array.uninterleave(whole, 0, [4, 1, 1], 2)
-    assert composed_array.is_saved(composed_array.interleave(pieces, 0, 2), "w", spec)
-    assert composed_array.is_saved(
-        composed_array.permute(composed_array.permute(whole, (2, 0, 1)), (1, 2, 0)), "w", spec
+    assert composed_array.interleave(pieces, 0, 2) == composed_array.saved("w", spec)
+    assert composed_array.permute(composed_array.permute(whole, (2, 0, 1)), (1, 2, 0)) == composed_array.saved(
+        "w", spec
     )
     assert len(pieces[0].parts) == 2, "the queries of each group"
 

@@ -42,7 +42,7 @@ def test_numbers_that_only_the_sources_have_are_gone_through_in_order() -> None:
     assert list(found.items) == ["l.0.w", "l.1.w"]
     made = found.items["l.0.w"].array
     assert made is not None and made.spec.shape == (2 * sum(range(3, 12)), 2)
-    assert [part.source for part in made.composed.parts][:4] == ["l.0.e.2.a", "l.0.e.2.b", "l.0.e.3.a", "l.0.e.3.b"]
+    assert [part.source for part in made.parts][:4] == ["l.0.e.2.a", "l.0.e.2.b", "l.0.e.3.a", "l.0.e.3.b"]
 
 
 def test_a_stack_of_layers_and_its_rows_are_each_others_inverse() -> None:
@@ -51,7 +51,7 @@ def test_a_stack_of_layers_and_its_rows_are_each_others_inverse() -> None:
     assert shapes(stacked) == {"w": (12, 2, 3)}
     again = run({"w": spec(12, 2, 3)}, R.Unstack("w", "h.$L.w"))
     assert shapes(again) == dict.fromkeys(leaves, (2, 3))
-    assert [part.source for part in stacked.items["w"].array.composed.parts] == list(leaves)  # type: ignore[union-attr]
+    assert [part.source for part in stacked.items["w"].array.parts] == list(leaves)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -242,11 +242,6 @@ class _DirectoryState:
         sequence, abandoned = folder.sequence, folder.abandoned
         return StepInfo(folder.step, folder.created_ns, folder.metrics, self.pinned, sequence, abandoned)
 
-    @property
-    def writers(self) -> set[str | None]:
-        """Saves that are in progress, or may be, without the committed one."""
-        return self.writing - self.deleted - {None, self.folder.save_id}
-
     def stale(self) -> list[FileInfo]:
         """Returns files that no save and no reader needs any more, without those of the committed save."""
         found: list[FileInfo] = []
@@ -324,7 +319,7 @@ class _DirectoryState:
         folder = self.folder
         if self.readers:
             return RetainedDirectory(folder.name, "no policy keeps it, but it is being read")
-        if self.writers:
+        if self.writing - self.deleted - {None, folder.save_id}:
             return RetainedDirectory(folder.name, "no policy keeps it, but another save may be writing there")
         assert folder.save_id is not None, "a complete checkpoint has an index"
         mark = deleted_name(folder.save_id)

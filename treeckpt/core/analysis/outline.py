@@ -1,29 +1,37 @@
 """A tree for browsing: the children of one node at a time, each with the leaves and bytes of its subtree.
 
-A node is named by the positions that lead to it from the root, such as `0.3.12`; the root has the empty name. Leaves
-are in the order of the structure, so that a subtree is a range of leaf numbers and its bytes are a difference of two
-cumulative sums. Only the nodes on the way to a requested one are expanded.
+A node of an `Outline` is named by the positions that lead to it from the root, such as `0.3.12`; the root has the empty
+name. Leaves are in the order of the structure, so that a subtree is a range of leaf numbers and its bytes are a
+difference of two cumulative sums. Only the nodes on the way to a requested one are expanded.
+
+`node_records` lists all nodes as one table, for readers that keep it on disk. There nodes are numbered breadth first
+from the root, 0, so that the children of a node are adjacent.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator
 from functools import cached_property
 from itertools import accumulate
 
 import msgspec
-import numpy as np
 
-from ...errors import MismatchError
-from ..format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArrays
-from ..sharding.dtypes import dtype_of
+from ...errors import FormatError, MismatchError
+from ..format.records import ArrayRecord, Index, Leaf, PerRankArrays
 from ..sharding.int_runs import length_of
 from ..sharding.placements import Layout, MeshLayout, Replicate
-from ..tree.recursion import Recursive, trampoline
-from ..tree.structure import Node, PerRankNode, Structure, key_text, keys_of
+from ..tree.structure import KeyTextCache, Node, Structure, containers_of
 
-__all__ = ["Outline", "OutlineRow", "held_nbytes", "leaf_nbytes"]
+__all__ = ["NodeRecord", "Outline", "OutlineRow", "held_nbytes", "node_records"]
+
+MAX_NBYTES = 1 << 63
+"""Bytes of all leaves of a table are below this, because they are stored as a signed integer of 64 bits."""
+
+NodeRecord = tuple[str, str, str, int, int, int, int, int]
+"""(key, kind, class, number of the first child, children, number of the first leaf, leaves, stored bytes), see
+`OutlineRow`."""
 
 
 class OutlineRow(msgspec.Struct, frozen=True):
@@ -47,18 +55,10 @@ class OutlineRow(msgspec.Struct, frozen=True):
 
 
 class _NodeChildren(msgspec.Struct, frozen=True):
-    """A node's keys, and the first leaf of each child relative to the node's own first leaf."""
+    """A node's keys as text, and the first leaf of each child relative to the node's own first leaf."""
 
-    keys: Sequence[object]
-    starts: np.ndarray
-
-
-def leaf_nbytes(leaf: Leaf) -> int:
-    """Returns the stored bytes of one leaf: 0 for values and aliases."""
-    if leaf.spec is None or isinstance(leaf.record, AliasRecord):
-        return 0
-    nbytes = math.prod(leaf.spec.shape) * dtype_of(leaf.spec.dtype).itemsize
-    return nbytes * length_of(leaf.ranks or ()) if isinstance(leaf.record, PerRankArrays) else nbytes
+    keys: list[str]
+    starts: list[int]
 
 
 def held_nbytes(index: Index) -> int:
@@ -66,7 +66,7 @@ def held_nbytes(index: Index) -> int:
 
     For explicit pieces the index does not record which other ranks held them, so they count once.
     """
-    sizes = [math.prod(spec.shape) * dtype_of(spec.dtype).itemsize for spec in index.specs]
+    sizes = [spec.nbytes for spec in index.specs]
     copies = [_copies(layout) for layout in index.layouts]
     total = 0
     for record in index.leaves:
@@ -90,22 +90,32 @@ class Outline:
 
     def __init__(self, index: Index) -> None:
         self.index = index
-        self._counts: dict[int, int] = {}
+        self._texts = KeyTextCache()
         self._opened: dict[int, _NodeChildren] = {}
 
     @cached_property
     def sizes(self) -> list[int]:
         """Stored bytes of each leaf."""
         index = self.index
-        whole = [math.prod(spec.shape) * dtype_of(spec.dtype).itemsize for spec in index.specs]
+        whole = [spec.nbytes for spec in index.specs]
         return [
-            whole[record.spec] if type(record) is ArrayRecord else leaf_nbytes(index.entries[number])
+            whole[record.spec] if type(record) is ArrayRecord else index.entries[number].nbytes
             for number, record in enumerate(index.leaves)
         ]
 
     @cached_property
-    def _sums(self) -> list[int]:
+    def sums(self) -> list[int]:
+        """Stored bytes of all leaves before each one, then of all."""
         return [0, *accumulate(self.sizes)]
+
+    @cached_property
+    def _counts(self) -> dict[int, int]:
+        """The leaves below each container, by its id."""
+        counts: dict[int, int] = {}
+        for node in reversed([node for node, *_ in containers_of(self.index.structure)]):
+            inner = [counts[id(child)] for child in node.children if child is not None]
+            counts[id(node)] = len(node.children) - len(inner) + sum(inner)
+        return counts
 
     @cached_property
     def _folded(self) -> list[str]:
@@ -113,30 +123,13 @@ class Outline:
 
     def count(self, node: Structure) -> int:
         """Counts the leaves of a node of the structure."""
-        if node is None:
-            return 1
-        if node.children.count(None) == len(
-            node.children
-        ):  # nearly all nodes hold leaves only: they take the short path
-            return len(node.children)
-        found = self._counts.get(id(node))
-        return trampoline(self._count(node)) if found is None else found
-
-    def _count(self, node: Node) -> Recursive[int]:
-        found = self._counts.get(id(node))
-        if found is None:
-            found = 0
-            for child in node.children:
-                found += 1 if child is None else (yield self._count(child))
-            self._counts[id(node)] = found
-        return found
+        return 1 if node is None else self._counts[id(node)]
 
     def _open(self, node: Node, path: str) -> _NodeChildren:
         found = self._opened.get(id(node))
         if found is None:
-            counts = np.fromiter(map(self.count, node.children), np.int64, len(node.children))
-            found = _NodeChildren(keys_of(node, path), np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]))
-            self._opened[id(node)] = found
+            starts = [0, *accumulate(map(self.count, node.children))]
+            found = self._opened[id(node)] = _NodeChildren(self._texts.of(node, path), starts)
         return found
 
     def _row(self, node: Structure, name: str, key: str, path: str, first: int) -> OutlineRow:
@@ -150,15 +143,15 @@ class Outline:
             children=0 if node is None else len(node.children),
             first=first,
             leaves=leaves,
-            nbytes=self._sums[first + leaves] - self._sums[first],
+            nbytes=self.sums[first + leaves] - self.sums[first],
         )
 
     def _child(self, node: Node, row: OutlineRow, at: int) -> tuple[Structure, OutlineRow]:
         opened = self._open(node, row.path)
-        key = "~rank*" if isinstance(node, PerRankNode) else key_text(opened.keys[at], row.path)
+        key = opened.keys[at]
         name = f"{row.node}.{at}" if row.node else str(at)
         path = f"{row.path}/{key}" if row.node else key
-        return node.children[at], self._row(node.children[at], name, key, path, row.first + int(opened.starts[at]))
+        return node.children[at], self._row(node.children[at], name, key, path, row.first + opened.starts[at])
 
     def _find(self, name: str) -> tuple[Structure, OutlineRow]:
         node, row = self.index.structure, self._row(self.index.structure, "", "", "", 0)
@@ -196,10 +189,9 @@ class Outline:
             if node is None:
                 return None
             keys = self._open(node, row.path).keys
-            texts = ["~rank*"] * len(keys) if isinstance(node, PerRankNode) else [key_text(k, row.path) for k in keys]
-            if step not in texts:
+            if step not in keys:
                 return None
-            node, row = self._child(node, row, texts.index(step))
+            node, row = self._child(node, row, keys.index(step))
         return row
 
     def search(self, text: str, *, start: int = 0, count: int = 100) -> tuple[list[Leaf], int | None]:
@@ -220,3 +212,48 @@ class Outline:
 
 def _no_node(name: str) -> MismatchError:
     return MismatchError(name[:80], expected="the positions of a node in the tree", found="no such node")
+
+
+def node_records(index: Index) -> Iterator[NodeRecord]:
+    """Yields every node in the order of its number.
+
+    Raises:
+        FormatError: the bytes of all leaves are more than fit 64 bits.
+    """
+    outline = Outline(index)
+    sizes, sums = outline.sizes, outline.sums
+    if sums[-1] >= MAX_NBYTES:
+        raise FormatError("", expected="fewer than 2**63 bytes in all", found=f"{sums[-1]}")
+    waiting: deque[tuple[Node, str, int]] = deque()
+    following = 1
+    texts, kinds = KeyTextCache(), dict[type, str]()
+
+    def row(node: Node, key: str, path: str, first: int) -> NodeRecord:
+        nonlocal following
+        child, children, leaves = following, len(node.children), outline.count(node)
+        following += children
+        waiting.append((node, path, first))
+        kind = kinds.get(type(node)) or kinds.setdefault(type(node), str(node.__struct_config__.tag))
+        cls = "" if kind == "dict" else getattr(node, "cls", "")
+        return key, kind, cls, child, children, first, leaves, sums[first + leaves] - sums[first]
+
+    if index.structure is None:
+        yield "", "leaf", "", 0, 0, 0, 1, sizes[0]
+        return
+    yield row(index.structure, "", "", 0)
+    while waiting:
+        node, path, first = waiting.popleft()
+        children = node.children
+        steps = texts.of(node, path)
+        if children.count(None) == len(children):  # nearly all nodes hold leaves only: they take the short path
+            yield from [(step, "leaf", "", 0, 0, at, 1, sizes[at]) for at, step in enumerate(steps, first)]
+            continue
+        prefix = path + "/" if path else ""
+        for text, child in zip(steps, children, strict=True):
+            if child is None:
+                yield text, "leaf", "", 0, 0, first, 1, sizes[first]
+                first += 1
+            else:
+                found = row(child, text, prefix + text, first)
+                first += found[6]
+                yield found

@@ -17,34 +17,22 @@ from ..sharding.int_runs import decode_runs
 __all__ = ["encode_trace"]
 
 
-class _TraceEvent(msgspec.Struct, omit_defaults=True):
-    ph: str
-    name: str
-    pid: int
-    tid: int | None = None
-    ts: float | None = None
-    """Microseconds since the start of the first span."""
-    dur: float | None = None
-    args: dict[str, Any] = {}
-
-
 def encode_trace(timings: Timings) -> bytes:
-    """Encodes the JSON of a trace file."""
+    """Encodes the JSON of a trace file; its times are microseconds since the start of the first span."""
     origin = min((span.start_ns for span in timings.spans), default=0)
     hosts = {rank: host.name for host in timings.hosts for rank in decode_runs(host.ranks).tolist()}
     by_rank: dict[int, list[Span]] = {}
     for span in timings.spans:
         by_rank.setdefault(span.rank, []).append(span)
-    events: list[_TraceEvent] = []
+    events: list[dict[str, Any]] = []
     for rank, spans in sorted(by_rank.items()):
         name = f"rank {rank} on {hosts[rank]}" if rank in hosts else f"rank {rank}"
-        events.append(_TraceEvent("M", "process_name", rank, args={"name": name}))
-        events.append(_TraceEvent("M", "process_sort_index", rank, args={"sort_index": rank}))
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
+        events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
         for span, track in zip(spans, _tracks(spans), strict=True):
             ts, dur = (span.start_ns - origin) / 1e3, (span.stop_ns - span.start_ns) / 1e3
-            events.append(
-                _TraceEvent("X", span.name, rank, track, ts, dur, {"nbytes": span.nbytes} if span.nbytes else {})
-            )
+            args = {"args": {"nbytes": span.nbytes}} if span.nbytes else {}
+            events.append({"ph": "X", "name": span.name, "pid": rank, "tid": track, "ts": ts, "dur": dur, **args})
     about = {"save_id": timings.save_id, "step": timings.step, "world": timings.world, "error": timings.error}
     return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
 

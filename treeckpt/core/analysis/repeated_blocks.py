@@ -7,7 +7,8 @@ their children are equal.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import groupby
 
 import msgspec
 
@@ -59,11 +60,13 @@ def find_repeated_blocks(keys: Sequence[str], kinds: Sequence[Hashable]) -> list
     """
     found: list[RepeatedBlocks] = []
     row: list[_NumberedBlock] = []
-    for block in [*_blocks(keys, kinds), None]:
+    for block in (*_blocks(keys, kinds), None):
         last = row[-1] if row else None
-        if block is not None and last is not None and _follows(last, block):
-            row.append(block)
-            continue
+        if block is not None and last is not None:
+            follows = (last.start + len(last.content), last.head, last.number + 1)
+            if follows == (block.start, block.head, block.number) and last.content == block.content:
+                row.append(block)
+                continue
         if last is not None and len(row) > 1 and len(row) * len(last.content) >= MIN_CHILDREN:
             stop = last.start + len(last.content)
             found.append(RepeatedBlocks(row[0].start, stop, len(row), row[0].head, row[0].number))
@@ -71,30 +74,13 @@ def find_repeated_blocks(keys: Sequence[str], kinds: Sequence[Hashable]) -> list
     return found
 
 
-def _follows(last: _NumberedBlock, block: _NumberedBlock) -> bool:
-    together = last.start + len(last.content) == block.start and (last.head, last.number + 1) == (
-        block.head,
-        block.number,
-    )
-    return together and last.content == block.content
-
-
-def _blocks(keys: Sequence[str], kinds: Sequence[Hashable]) -> list[_NumberedBlock]:
-    found: list[_NumberedBlock] = []
-    content: list[tuple[str, Hashable]] = []
-    start, opened = 0, None
-    for at, (key, kind) in enumerate(zip(keys, kinds, strict=True)):
-        read = _split_key(key)
-        which = read[:2] if read is not None else None
-        if which != opened:
-            if opened is not None:
-                found.append(_NumberedBlock(start, *opened, tuple(content)))
-            start, opened, content = at, which, []
-        if read is not None:
-            content.append((read[2], kind))
-    if opened is not None:
-        found.append(_NumberedBlock(start, *opened, tuple(content)))
-    return found
+def _blocks(keys: Sequence[str], kinds: Sequence[Hashable]) -> Iterator[_NumberedBlock]:
+    """Yields the neighbouring children that have one head and one number."""
+    rows = [(at, _split_key(key), kind) for at, (key, kind) in enumerate(zip(keys, kinds, strict=True))]
+    for which, group in groupby(rows, key=lambda row: row[1] and row[1][:2]):
+        if which is not None:
+            members = [(at, split[2], kind) for at, split, kind in group if split is not None]
+            yield _NumberedBlock(members[0][0], *which, tuple((tail, kind) for _, tail, kind in members))
 
 
 def _split_key(key: str) -> tuple[str, int, str] | None:

@@ -271,7 +271,7 @@ def _max_reads(wanted: Region, chunk: Region, itemsize: int) -> int:
 
 def _rank_reads(index: Index, rank: int, wants: Sequence[WantedRegion], numbers: dict[str, int]) -> RankReads:
     by_file: dict[int, int] = {}
-    blocks = plan_load(wants, borders=index.borders).blocks
+    blocks = plan_load(wants, borders=index.borders)
     for block in blocks:
         file, start = index.locate(block.rank, block.start, block.stop, f"rank {block.rank}")
         low = (start - file.header) // BLOCK * BLOCK

@@ -104,15 +104,11 @@ def group_phase_matrix(matrix: PhaseMatrix, grouping: RankGrouping) -> tuple[Pha
     of = grouping.of[matrix.ranks] if len(matrix.ranks) else np.zeros(0, np.int64)
     rows = [np.flatnonzero(of == group) for group in range(len(grouping.labels))]
     kept = [(label, row) for label, row in zip(grouping.labels, rows, strict=True) if len(row)]
-    if not kept:
-        empty = np.zeros((0, len(matrix.phases)), np.int64)
-        return PhaseMatrix(matrix.phases, np.zeros(0, np.int64), empty, empty), ()
-    tops = [row[matrix.times[row].argmax(0)] for _, row in kept] if matrix.phases else [row[:0] for _, row in kept]
     columns = np.arange(len(matrix.phases))
-    times = np.array([matrix.times[top, columns] for top in tops], np.int64).reshape(len(kept), -1)
-    slowest = np.array([matrix.ranks[top] for top in tops], np.int64).reshape(len(kept), -1)
-    ranks = np.array([matrix.ranks[row[0]] for _, row in kept], np.int64)
-    return PhaseMatrix(matrix.phases, ranks, times, slowest), tuple(label for label, _ in kept)
+    firsts = np.array([row[0] for _, row in kept], np.int64)
+    tops = np.array([row[matrix.times[row].argmax(0)] for _, row in kept], np.int64).reshape(len(kept), len(columns))
+    grouped = PhaseMatrix(matrix.phases, matrix.ranks[firsts], matrix.times[tops, columns], matrix.ranks[tops])
+    return grouped, tuple(label for label, _ in kept)
 
 
 def rank_groupings(world: int, hosts: Sequence[Host], index: Index | None) -> tuple[RankGrouping, ...]:

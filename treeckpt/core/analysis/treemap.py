@@ -7,7 +7,6 @@ are enough boxes; smaller nodes, and those beyond the limit, are merged into one
 from __future__ import annotations
 
 import heapq
-import math
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -18,7 +17,7 @@ from ..format.records import ArrayRecord, Index, Leaf, PerRankArrays
 from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import Runs, decode_runs
 from ..tree.spec import ArraySpec
-from .outline import Outline, OutlineRow, leaf_nbytes
+from .outline import Outline, OutlineRow
 
 __all__ = ["TreemapBox", "TreemapKey", "state_part", "treemap_of"]
 
@@ -59,7 +58,9 @@ def treemap_of(outline: Outline, by: TreemapKey, *, node: str = "", count: int =
     """
     if by == "tree":
         return _by_tree(outline, outline.row(node), count)
-    names, group, leaf, nbytes = _shares(outline.index, by)
+    names, group, leaf, nbytes = (
+        _by_writer(outline.index, by) if by in ("rank", "file") else _by_kind(outline.index, by)
+    )
     return _by_group(outline.index, names, group, leaf, nbytes, count)
 
 
@@ -96,16 +97,13 @@ def state_part(path: str) -> str:
     return steps[0] if len(steps) < 3 else f"{steps[0]} … {steps[-1]}"
 
 
-def _shares(index: Index, by: TreemapKey) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
+def _by_kind(index: Index, by: TreemapKey) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
     """Returns the names of groups, and for each share of a leaf in a group: number of the group, of the leaf, bytes."""
-    if by in ("rank", "file"):
-        return _by_writer(index, by)
     numbers: dict[str, int] = {}
     rows: list[tuple[int, int, int]] = []
-    whole = [math.prod(spec.shape) * dtype_of(spec.dtype).itemsize for spec in index.specs]
+    whole = [spec.nbytes for spec in index.specs]
     for leaf in index.entries:
-        record = leaf.record
-        nbytes = whole[record.spec] if type(record) is ArrayRecord else leaf_nbytes(leaf)
+        nbytes = whole[leaf.record.spec] if type(leaf.record) is ArrayRecord else leaf.nbytes
         if nbytes and leaf.spec is not None:
             name = leaf.spec.dtype if by == "dtype" else state_part(leaf.path)
             rows.append((numbers.setdefault(name, len(numbers)), leaf.number, nbytes))
@@ -114,6 +112,7 @@ def _shares(index: Index, by: TreemapKey) -> tuple[list[str], np.ndarray, np.nda
 
 
 def _by_writer(index: Index, by: TreemapKey) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the same as `_by_kind`."""
     files = index.file_list
     parts: list[_LeafChunks] = []
     known: dict[object, tuple[np.ndarray, np.ndarray]] = {}
@@ -167,8 +166,7 @@ def _leaf_chunks(leaf: Leaf, known: dict[object, tuple[np.ndarray, np.ndarray]])
     record, spec = leaf.record, leaf.spec
     if isinstance(record, PerRankArrays) and spec is not None:
         ranks = decode_runs(leaf.ranks or ())
-        nbytes = math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
-        return _LeafChunks(leaf.number, ranks, record.start, np.full(len(ranks), nbytes, np.int64))
+        return _LeafChunks(leaf.number, ranks, record.start, np.full(len(ranks), spec.nbytes, np.int64))
     if not isinstance(record, ArrayRecord) or spec is None or isinstance(record.chunks, NoChunks):
         return None
     chunks = record.chunks
@@ -184,34 +182,24 @@ def _leaf_chunks(leaf: Leaf, known: dict[object, tuple[np.ndarray, np.ndarray]])
 
 def _chunk_columns(spec: ArraySpec, chunks: WholeChunk | GridChunks | BoxChunks) -> tuple[np.ndarray, Runs, np.ndarray]:
     """Returns (rank, start, bytes) of each chunk."""
-    itemsize = dtype_of(spec.dtype).itemsize
     if isinstance(chunks, WholeChunk):
-        return np.array([chunks.rank]), ((chunks.start,),), np.array([math.prod(spec.shape) * itemsize])
-    return decode_runs(chunks.rank), chunks.start, _chunk_sizes(chunks) * itemsize
-
-
-def _chunk_sizes(chunks: GridChunks | BoxChunks) -> np.ndarray:
-    """Returns the elements of each chunk."""
+        return np.array([chunks.rank]), ((chunks.start,),), np.array([spec.nbytes])
+    sizes = np.full(1, dtype_of(spec.dtype).itemsize)
     if isinstance(chunks, BoxChunks):
-        return np.prod([decode_runs(column) for column in chunks.shape], axis=0, dtype=np.int64)
-    sizes = np.ones(1, np.int64)
-    for cut in chunks.cuts:
-        sizes = (sizes[:, None] * np.diff(decode_runs(cut))).reshape(-1)
-    return sizes
+        sizes = sizes * np.prod([decode_runs(column) for column in chunks.shape], axis=0, dtype=np.int64)
+    else:
+        for cut in chunks.cuts:
+            sizes = (sizes[:, None] * np.diff(decode_runs(cut))).reshape(-1)
+    return decode_runs(chunks.rank), chunks.start, sizes
 
 
 def _file_numbers(index: Index, rank: np.ndarray, start: np.ndarray) -> np.ndarray:
     """Returns the numbers of the files that hold the given bytes of ranks' streams."""
-    order = np.lexsort((start, rank))
-    firsts = np.array([(file.rank, file.stream) for file in index.file_list], np.int64)
-    # files and bytes are merged by rank and position: a byte is in the last file that starts before it
-    marks = np.concatenate([firsts, np.stack([rank, start], 1)[order]])
-    kind = np.concatenate([np.zeros(len(firsts), np.int64), np.ones(len(order), np.int64)])
-    merged = np.lexsort((kind, marks[:, 1], marks[:, 0]))
-    count = np.cumsum(kind[merged] == 0) - 1
-    found = np.empty(len(order), np.int64)
-    found[order[merged[kind[merged] == 1] - len(firsts)]] = count[kind[merged] == 1]
-    return found
+    ranks, streams = decode_runs(index.files.rank), decode_runs(index.files.stream)
+    # positions among all distinct starts: ranks and starts together would overflow an int64
+    distinct, place = np.unique(np.concatenate([streams, start]), return_inverse=True)
+    keys = np.concatenate([ranks, rank]) * len(distinct) + place
+    return np.searchsorted(keys[: len(ranks)], keys[len(ranks) :], side="right") - 1
 
 
 def _by_group(

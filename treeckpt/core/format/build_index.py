@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
 
 from ..planning.rank_trees import GlobalTree, LeafSpec
-from ..planning.stream_order import ChunkOffsets, SingleChunkOffset
+from ..planning.save_plan import ChunkOffsets, SingleChunkOffset
 from ..sharding.int_runs import decode_runs, encode_runs
-from ..sharding.placements import BoxLayout, Layout
+from ..sharding.placements import MeshLayout
 from ..tree.spec import ArraySpec
 from ..tree.value_codec import Value
 from .chunks import NoChunks, encode_chunks
@@ -19,21 +18,6 @@ __all__ = ["PerRankKey", "build_index"]
 
 PerRankKey = tuple[str, int]
 """(path with `~rank*`, rank)."""
-
-
-class _Numbering:
-    """Numbers distinct objects in the order in which they first occur."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[object, int] = {}
-        self._by_id: dict[int, int] = {}
-
-    def number(self, item: object) -> int:
-        # the hash of a layout covers a whole mesh: it is computed once for each object
-        number = self._by_id.get(id(item))
-        if number is None:
-            number = self._by_id[id(item)] = self.numbers.setdefault(item, len(self.numbers))
-        return number
 
 
 def build_index(
@@ -56,7 +40,8 @@ def build_index(
         values: values of the leaves that ranks share, by path.
         own_values: values of the leaves under `PerRank`, by path and rank.
     """
-    specs, layouts = _Numbering(), _Numbering()
+    specs: dict[ArraySpec, int] = {}
+    layouts: dict[MeshLayout, int] = {}
     numbers = {leaf.path: n for n, leaf in enumerate(tree.leaves) if leaf.per_rank is None}
     # most leaves share the same spec and layout objects: records are found by identity, without hashing
     blanks: dict[tuple[int, int], ArrayRecord] = {}
@@ -65,18 +50,18 @@ def build_index(
         if leaf.spec is None:
             records.append(_value_record(leaf, values, own_values))
         elif leaf.alias_of is not None:
-            records.append(AliasRecord(specs.number(leaf.spec), _alias_base(tree, numbers, n, leaf), leaf.view))
+            base = _alias_base(tree, numbers, n, leaf)
+            records.append(AliasRecord(specs.setdefault(leaf.spec, len(specs)), base, leaf.view))
         elif leaf.per_rank is not None:
             at = placed[n] if placed is not None else None
-            records.append(
-                PerRankArrays(specs.number(leaf.spec), encode_runs(at.starts) if isinstance(at, ChunkOffsets) else ())
-            )
+            starts = encode_runs(at.starts) if isinstance(at, ChunkOffsets) else ()
+            records.append(PerRankArrays(specs.setdefault(leaf.spec, len(specs)), starts))
         else:
             blank = blanks.get((id(leaf.spec), id(leaf.layout)))
             if blank is None:
-                listed = leaf.layout is None or isinstance(leaf.layout, BoxLayout)
-                layout = -1 if listed else layouts.number(leaf.layout)
-                blank = ArrayRecord(specs.number(leaf.spec), layout, NoChunks())
+                mesh = leaf.layout if isinstance(leaf.layout, MeshLayout) else None
+                layout = -1 if mesh is None else layouts.setdefault(mesh, len(layouts))
+                blank = ArrayRecord(specs.setdefault(leaf.spec, len(specs)), layout, NoChunks())
                 blanks[id(leaf.spec), id(leaf.layout)] = blank
             if placed is not None:
                 blank = ArrayRecord(blank.spec, blank.layout, encode_chunks(leaf.spec.shape, placed[n]))
@@ -86,9 +71,9 @@ def build_index(
         step=step,
         created_ns=created_ns,
         world=tree.world,
-        structure=tree.whole,
-        specs=tuple(spec for spec in specs.numbers if isinstance(spec, ArraySpec)),
-        layouts=tuple(cast(Layout, layout) for layout in layouts.numbers),
+        structure=tree.structure.whole(),
+        specs=tuple(specs),
+        layouts=tuple(layouts),
         leaves=tuple(records),
         files=files,
         metadata=dict(metadata),

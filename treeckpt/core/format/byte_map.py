@@ -1,8 +1,4 @@
-"""Maps bytes of shards to leaves and regions to ranks: the inverse of `Index.chunks_of`.
-
-Columns are compared as vectors, so that the extents of one file among thousands are found without building the chunks
-of the others.
-"""
+"""Maps bytes of shards to leaves and regions to ranks: the inverse of `Index.chunks_of`."""
 
 from __future__ import annotations
 
@@ -10,11 +6,12 @@ import msgspec
 import numpy as np
 
 from ...errors import LayoutError
+from ..planning.load_plan import Chunk
 from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import decode_runs, length_of
 from ..sharding.placements import MeshLayout, held_by, mesh_ranks
 from ..sharding.region import Region
-from .chunks import BoxChunks, GridChunks, WholeChunk, count_chunks
+from .chunks import chunks_in, count_chunks
 from .records import AliasRecord, ArrayRecord, File, Index, Leaf, PerRankArrays
 
 __all__ = ["ChunkLocation", "Extent", "chunk_count", "extents_in_file", "holders_of", "layout_of", "locate_chunks"]
@@ -81,52 +78,24 @@ def extents_in_file(index: Index, file: File, *, empty: bool = False, most: int 
         if leaf.spec is None:
             continue
         itemsize = dtype_of(leaf.spec.dtype).itemsize
-        for region, start in _chunks_of_rank(leaf, leaf.spec.shape, file.rank):
-            stop = start + region.size * itemsize
-            if low <= start and stop <= high and (empty or start < stop):
-                found.append(Extent(leaf.number, region, start + shift, stop + shift))
+        for chunk in _chunks_of_rank(leaf, leaf.spec.shape, file.rank):
+            stop = chunk.start + chunk.region.size * itemsize
+            if low <= chunk.start and stop <= high and (empty or chunk.start < stop):
+                found.append(Extent(leaf.number, chunk.region, chunk.start + shift, stop + shift))
         if most is not None and len(found) > most:
             raise LayoutError(file.name, expected=f"a shard of at most {most} chunks", found="more")
     found.sort(key=lambda extent: extent.start)
     return found
 
 
-def _chunks_of_rank(leaf: Leaf, shape: tuple[int, ...], rank: int) -> list[tuple[Region, int]]:
-    """Returns (region, start in the rank's stream) of each chunk that `rank` wrote."""
+def _chunks_of_rank(leaf: Leaf, shape: tuple[int, ...], rank: int) -> list[Chunk]:
+    """Returns the chunks of a leaf that `rank` wrote."""
     record = leaf.record
     if isinstance(record, PerRankArrays):
         position = np.flatnonzero(decode_runs(leaf.ranks or ()) == rank)
         starts = decode_runs(record.start)
-        return [(Region.whole(shape), int(starts[at])) for at in position.tolist() if at < len(starts)]
-    if not isinstance(record, ArrayRecord):
-        return []
-    chunks = record.chunks
-    if isinstance(chunks, WholeChunk):
-        return [(Region.whole(shape), chunks.start)] if chunks.rank == rank else []
-    if isinstance(chunks, GridChunks):
-        return _grid_chunks_of_rank(chunks, rank)
-    if isinstance(chunks, BoxChunks):
-        cells = np.flatnonzero(decode_runs(chunks.rank) == rank)
-        starts = decode_runs(chunks.start)[cells].tolist()
-        offsets = zip(*(decode_runs(c)[cells].tolist() for c in chunks.offset), strict=True)
-        shapes = zip(*(decode_runs(c)[cells].tolist() for c in chunks.shape), strict=True)
-        return [(Region(o, s), at) for o, s, at in zip(offsets, shapes, starts, strict=True)]
-    return []
-
-
-def _grid_chunks_of_rank(chunks: GridChunks, rank: int) -> list[tuple[Region, int]]:
-    cells = np.flatnonzero(decode_runs(chunks.rank) == rank)
-    if not len(cells):
-        return []
-    starts = decode_runs(chunks.start)[cells].tolist()
-    cuts = [decode_runs(c) for c in chunks.cuts]
-    where = np.unravel_index(cells, tuple(len(c) - 1 for c in cuts))
-    low = [c[i].tolist() for c, i in zip(cuts, where, strict=True)]
-    size = [(c[i + 1] - c[i]).tolist() for c, i in zip(cuts, where, strict=True)]
-    return [
-        (Region(offset, shape), start)
-        for offset, shape, start in zip(zip(*low, strict=True), zip(*size, strict=True), starts, strict=True)
-    ]
+        return [Chunk(Region.whole(shape), rank, int(starts[at])) for at in position.tolist() if at < len(starts)]
+    return chunks_in(record.chunks, shape, rank=rank) if isinstance(record, ArrayRecord) else []
 
 
 def chunk_count(leaf: Leaf) -> int:

@@ -66,8 +66,7 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
     # only groups of ranks under `PerRank` have paths of equal text; then the pairs of path and ranks are compared
     if len({path for path, _ in paths}) != len(paths) and len(set(paths)) != len(paths):
         raise FormatError(name, expected="a path of its own for each leaf", found="two leaves that share one")
-    groups = [ranks for _, ranks in paths]
-    ties = _AliasGroups()
+    compared = 0  # ranks of aliases
     fits: set[tuple[int, int]] = set()  # most leaves repeat a few pairs of spec and layout
     grids: dict[object, int] = {}  # and a few grids
     for (path, ranks), record in zip(paths, index.leaves, strict=True):
@@ -81,7 +80,7 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
         elif type(record) is not ValueRecord or ranks is not None:
             _check_record(index, path, ranks, record, manifest)
             if isinstance(record, AliasRecord):
-                _check_alias(index, path, groups, ranks, record, ties)
+                compared += _check_alias(index, path, ranks, record, MAX_ALIAS_RANKS - compared)
 
 
 def needs_file_sizes(index: Index, nbytes: int) -> bool:
@@ -253,14 +252,20 @@ def _check_boxes(index: Index, path: str, boxes: BoxChunks, shape: tuple[int, ..
     check_runs(boxes.start, length=rows, path=path, low=0, high=MAX_NBYTES)
 
 
-def _check_alias(
-    index: Index, path: str, groups: list[Runs | None], ranks: Runs | None, record: AliasRecord, ties: _AliasGroups
-) -> None:
+def _check_alias(index: Index, path: str, ranks: Runs | None, record: AliasRecord, limit: int) -> int:
+    """Checks an alias, and returns how many ranks, at most `limit`, were compared one by one."""
+    compared = 0
     base = index.leaves[record.of] if 0 <= record.of < len(index.leaves) else None
     if not isinstance(base, (ArrayRecord, PerRankArrays)) or not 0 <= base.spec < len(index.specs):
         raise FormatError(path, expected="an alias of an array", found=f"of leaf {record.of}")
-    if isinstance(base, PerRankArrays) and not ties.within(ranks, groups[record.of]):
-        raise FormatError(path, expected="an alias among the same ranks", found=f"of leaf {record.of}")
+    if isinstance(base, PerRankArrays):
+        group = index.paths[record.of][1]
+        within = ranks is not None and group is not None
+        if ranks is not None and group is not None and ranks != group:  # nearly always the two are equal
+            compared = length_of(ranks) + length_of(group)
+            within = compared <= limit and bool(np.isin(decode_runs(ranks), decode_runs(group)).all())
+        if not within:
+            raise FormatError(path, expected="an alias among the same ranks", found=f"of leaf {record.of}")
     spec, other = index.specs[record.spec], index.specs[base.spec]
     fits = spec.dtype == other.dtype and (spec.kind == "numpy") == (other.kind == "numpy")
     if record.view is None:
@@ -273,17 +278,4 @@ def _check_alias(
             fits = last < math.prod(other.shape)
     if not fits:
         raise FormatError(path, expected=f"a view inside shape {other.shape}", found=f"{record!r:.120}")
-
-
-class _AliasGroups:
-    """Compares the ranks of aliases with those of their arrays, up to `MAX_ALIAS_RANKS` ranks in all."""
-
-    def __init__(self) -> None:
-        self._compared = 0
-
-    def within(self, ranks: Runs | None, group: Runs | None) -> bool:
-        """Returns whether `ranks` is a subset of `group`; nearly always the two are equal."""
-        if ranks is None or group is None or ranks == group:
-            return ranks is not None and group is not None
-        self._compared += length_of(ranks) + length_of(group)
-        return self._compared <= MAX_ALIAS_RANKS and bool(np.isin(decode_runs(ranks), decode_runs(group)).all())
+    return compared

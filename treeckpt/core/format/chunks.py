@@ -1,20 +1,19 @@
 """The chunks of an array as an index stores them: one chunk, a grid of cuts, or a list of boxes.
 
 Columns of writing ranks and of starts are run-length coded. Only `encode_chunks` chooses the form, the smallest one, so
-that a plan and the headers of the shards give equal records. `chunks_in` finds the chunks of a region without expanding
-the others.
+that a plan and the headers of the shards give equal records. `chunks_in` finds the chunks of a region, or of a rank,
+without expanding the others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 
 from ..planning.load_plan import Chunk
-from ..planning.stream_order import ChunkOffsets, SingleChunkOffset
+from ..planning.save_plan import ChunkOffsets, SingleChunkOffset
 from ..sharding.int_runs import Runs, decode_runs, encode_runs, length_of, value_at
 from ..sharding.region import Region
 from ..sharding.write_assignment import BoxOwners, GridOwners, grid_of
@@ -63,15 +62,25 @@ class NoChunks(msgspec.Struct, frozen=True, tag="n", array_like=True):
 Chunks = WholeChunk | GridChunks | BoxChunks | NoChunks
 
 
-def chunks_in(chunks: Chunks, shape: tuple[int, ...], region: Region | None = None) -> list[Chunk]:
-    """Returns the chunks of an array of `shape`, or only those that share an element with `region`."""
+def chunks_in(
+    chunks: Chunks, shape: tuple[int, ...], region: Region | None = None, *, rank: int | None = None
+) -> list[Chunk]:
+    """Returns the chunks of an array of `shape`.
+
+    Args:
+        region: keeps only the chunks that share an element with it.
+        rank: keeps only the chunks that this rank wrote; used without `region`.
+    """
     if isinstance(chunks, WholeChunk):
-        return [Chunk(Region.whole(shape), chunks.rank, chunks.start)]
+        return [Chunk(Region.whole(shape), chunks.rank, chunks.start)] if rank in (None, chunks.rank) else []
+    if isinstance(chunks, NoChunks):
+        return []
+    written = None if rank is None else np.flatnonzero(decode_runs(chunks.rank) == rank)
+    if written is not None and not len(written):
+        return []
     if isinstance(chunks, GridChunks):
-        return list(_grid_chunks(chunks, region))
-    if isinstance(chunks, BoxChunks):
-        return _box_chunks(chunks, region)
-    return []
+        return _grid_chunks(chunks, region, written)
+    return _box_chunks(chunks, region, written)
 
 
 def count_chunks(chunks: Chunks) -> int:
@@ -83,23 +92,22 @@ def count_chunks(chunks: Chunks) -> int:
     return length_of(chunks.rank) if isinstance(chunks, BoxChunks) else 0
 
 
-def _grid_chunks(chunks: GridChunks, region: Region | None) -> Iterator[Chunk]:
+def _grid_chunks(chunks: GridChunks, region: Region | None, cells: np.ndarray | None) -> list[Chunk]:
+    """Returns the chunks of the given cells, or of those that share an element with `region`."""
     cuts = [decode_runs(c) for c in chunks.cuts]
     counts = [len(c) - 1 for c in cuts]
-    picked: list[range] = []
-    for d, cut in enumerate(cuts):
-        if region is None:
-            picked.append(range(counts[d]))
-            continue
-        first = int(np.searchsorted(cut, region.offset[d], side="right")) - 1
-        last = int(np.searchsorted(cut, region.offset[d] + region.shape[d], side="left"))
-        picked.append(range(max(first, 0), min(last, counts[d])))
-    cells = np.zeros(1, np.int64)
-    for d, choice in enumerate(picked):
-        cells = (cells[:, None] * counts[d] + np.arange(choice.start, choice.stop)).reshape(-1)
+    if cells is None:
+        cells = np.zeros(1, np.int64)
+        for d, cut in enumerate(cuts):
+            first, last = 0, counts[d]
+            if region is not None:
+                first = max(int(np.searchsorted(cut, region.offset[d], side="right")) - 1, 0)
+                last = min(int(np.searchsorted(cut, region.offset[d] + region.shape[d], side="left")), last)
+            cells = (cells[:, None] * counts[d] + np.arange(first, last)).reshape(-1)
     total = math.prod(counts)
     ranks, starts = _lookup(chunks.rank, cells, total), _lookup(chunks.start, cells, total)
     bounds = [c.tolist() for c in cuts]
+    found: list[Chunk] = []
     for cell, rank, start in zip(cells.tolist(), ranks, starts, strict=True):
         offset: list[int] = []
         shape: list[int] = []
@@ -107,7 +115,8 @@ def _grid_chunks(chunks: GridChunks, region: Region | None) -> Iterator[Chunk]:
             cell, i = divmod(cell, counts[d])
             offset.append(bounds[d][i])
             shape.append(bounds[d][i + 1] - bounds[d][i])
-        yield Chunk(Region(tuple(reversed(offset)), tuple(reversed(shape))), rank, start)
+        found.append(Chunk(Region(tuple(reversed(offset)), tuple(reversed(shape))), rank, start))
+    return found
 
 
 def _lookup(runs: Runs, cells: np.ndarray, total: int) -> list[int]:
@@ -117,24 +126,17 @@ def _lookup(runs: Runs, cells: np.ndarray, total: int) -> list[int]:
     return decode_runs(runs)[cells].tolist()
 
 
-def _box_chunks(chunks: BoxChunks, region: Region | None) -> list[Chunk]:
+def _box_chunks(chunks: BoxChunks, region: Region | None, rows: np.ndarray | None) -> list[Chunk]:
+    """Returns the chunks of the given rows, or of those that share an element with `region`."""
     ranks, starts = decode_runs(chunks.rank), decode_runs(chunks.start)
     offsets = np.stack([decode_runs(c) for c in chunks.offset], 1) if chunks.offset else np.empty((len(ranks), 0), int)
     shapes = np.stack([decode_runs(c) for c in chunks.shape], 1) if chunks.shape else offsets
-    keep = np.ones(len(ranks), bool)
+    keep = np.arange(len(ranks)) if rows is None else rows
     if region is not None:
         low, high = np.array(region.offset), np.array(region.stop)
-        keep = ((offsets < high) & (offsets + shapes > low)).all(1)
-    return [
-        Chunk(Region(tuple(o), tuple(s)), r, a)
-        for o, s, r, a in zip(
-            offsets[keep].tolist(),
-            shapes[keep].tolist(),
-            ranks[keep].tolist(),
-            starts[keep].tolist(),
-            strict=True,
-        )
-    ]
+        keep = np.flatnonzero(((offsets < high) & (offsets + shapes > low)).all(1))
+    columns = (column[keep].tolist() for column in (offsets, shapes, ranks, starts))
+    return [Chunk(Region(tuple(o), tuple(s)), r, a) for o, s, r, a in zip(*columns, strict=True)]
 
 
 def encode_chunks(shape: tuple[int, ...], placed: ChunkOffsets | SingleChunkOffset) -> Chunks:

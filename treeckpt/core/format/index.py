@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ...errors import CorruptError, FormatError, TreeckptError
-from ..planning.stream_order import ChunkOffsets
+from ..planning.save_plan import ChunkOffsets
 from ..sharding.int_runs import decode_runs, encode_runs
 from ..sharding.region import Region
 from ..sharding.write_assignment import BoxOwners

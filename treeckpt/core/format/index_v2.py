@@ -3,7 +3,7 @@
 Ranks that hold ranges of all arrays concatenated, as ZeRO's do, cut arrays at any element: each array has a few
 irregular chunks, and listing them takes fifty bytes for each chunk. Here all such arrays share columns of the lengths
 of their ranges and of the ranks that wrote them. Boxes follow from these, and starts from the order in which every save
-writes its entries (`core.planning.stream_order`). Equal subtrees, such as those of a model and of its moments, are
+writes its entries (`core.planning.save_plan`). Equal subtrees, such as those of a model and of its moments, are
 stored once.
 
 `pack` returns None where this cannot describe the index exactly, and `unpack` restores exactly the index that was
@@ -21,12 +21,11 @@ import msgspec
 import numpy as np
 
 from ...errors import FormatError, TreeckptError
-from ..planning.flat_ranges import flat_boxes, max_boxes, stream_offsets
-from ..planning.stream_order import order_classes
+from ..planning.save_plan import order_classes, stream_offsets
 from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import MAX_VALUE, Run, Runs, check_runs, decode_runs, encode_runs, length_of
-from ..sharding.region import MAX_NDIM, c_strides
-from ..tree.shared_subtrees import expand_shared_subtrees, extract_shared_subtrees, leaf_count
+from ..sharding.region import MAX_NDIM, c_strides, flat_boxes, max_boxes
+from ..tree.nesting import expand_shared_subtrees, extract_shared_subtrees, leaf_count
 from ..tree.spec import ArraySpec
 from ..tree.structure import Structure
 from .chunks import BoxChunks, Chunks, GridChunks, WholeChunk, encode_boxes
@@ -88,12 +87,12 @@ class _RangedArray(NamedTuple):
     ranks: np.ndarray
 
 
-class _BoxColumns(NamedTuple):
-    """The boxes of arrays as columns, by array and then in C order."""
+class _ArrayBoxes(NamedTuple):
+    """The boxes of an array in C order, as columns."""
 
-    boxes: list[tuple[np.ndarray, np.ndarray]]
-    """(offsets, shapes) of each array."""
-    ranks: list[np.ndarray]
+    offsets: np.ndarray
+    shapes: np.ndarray
+    ranks: np.ndarray
 
 
 # packing --------------------------------------------------------------------------------------------------------------
@@ -198,19 +197,23 @@ def unpack(body: bytes, name: str) -> Index:
     structure = expand_shared_subtrees(index.structure, packed.shared, name)
     numbers = _numbers(index, ranges, leaf_count(structure), name)
     cuts = _decode_ranges(index, ranges, numbers, name, most)
-    entries = _expand_boxes(cuts)
+    boxes = _expand_boxes(cuts)
     taken = set(numbers)
     rest = iter(index.leaves)
     leaves: list[Any] = [None if n in taken else next(rest) for n in range(len(taken) + len(index.leaves))]
     bare = msgspec.structs.replace(index, structure=structure, leaves=())
     if ranges.start:
-        total = sum(map(len, entries.ranks))
+        total = sum(len(box.ranks) for box in boxes)
         starts = _column(ranges.start, total, name, low=0, high=MAX_NBYTES)
     else:
-        starts = _implied_starts(bare, leaves, cuts, entries, name)
+        starts = _implied_starts(bare, leaves, cuts, boxes, name)
     at = 0
-    for cut, (offsets, shapes), ranks in zip(cuts, entries.boxes, entries.ranks, strict=True):
-        leaves[cut.number] = _record(cut, offsets, shapes, ranks, starts[at : at + len(ranks)])
+    for cut, (offsets, shapes, ranks) in zip(cuts, boxes, strict=True):
+        if len(ranks) == 1:
+            chunks: Chunks = WholeChunk(int(ranks[0]), int(starts[at]))
+        else:
+            chunks = encode_boxes(cut.spec.shape, offsets, shapes, ranks, starts[at : at + len(ranks)])
+        leaves[cut.number] = ArrayRecord(cut.record.spec, cut.record.layout, chunks)
         at += len(ranks)
     return msgspec.structs.replace(bare, leaves=tuple(leaves))
 
@@ -255,33 +258,26 @@ def _decode_ranges(index: Index, ranges: RangeColumns, numbers: list[int], name:
     for i, (number, spec, layout, shape) in enumerate(zip(numbers, specs, layouts, shapes, strict=True)):
         first, stop = int(opens[i]), int(opens[i] + counts[i])
         mine = lengths[first - i : stop - i - 1]
-        left = _last_length(shape, mine, name)
+        size = math.prod(shape) if min(shape, default=1) >= 0 else 0
+        left = size - sum(mine.tolist())  # in the last range
+        if size >= MAX_NBYTES or (len(mine) and left < 1):
+            raise FormatError(name, expected=f"ranges inside shape {shape!r:.80}", found=f"{-left} elements too many")
         record = ArrayRecord(spec, layout, WholeChunk(0, 0))
         cuts.append(_RangedArray(number, record, index.specs[spec], np.append(mine, left), ranks[first:stop]))
     return cuts
 
 
-def _last_length(shape: tuple[int, ...], lengths: np.ndarray, name: str) -> int:
-    """Computes the elements of an array's last range."""
-    size = math.prod(shape) if min(shape, default=1) >= 0 else 0
-    left = size - sum(lengths.tolist())
-    if size >= MAX_NBYTES or (len(lengths) and left < 1):
-        raise FormatError(name, expected=f"ranges inside shape {shape!r:.80}", found=f"{-left} elements too many")
-    return left
-
-
-def _expand_boxes(cuts: Sequence[_RangedArray]) -> _BoxColumns:
-    """Expands all ranges to boxes, arrays of equal shape together."""
+def _expand_boxes(cuts: Sequence[_RangedArray]) -> list[_ArrayBoxes]:
+    """Expands the ranges of each array to boxes, arrays of equal shape together."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for i, cut in enumerate(cuts):
         alike.setdefault(cut.spec.shape, []).append(i)
     boxes: list[Any] = [None] * len(cuts)
-    ranks: list[Any] = [None] * len(cuts)
     for shape, members in alike.items():
         several = [i for i in members if len(cuts[i].ranks) > 1]
         for i in members:
-            boxes[i] = np.zeros((1, len(shape)), np.int64), np.array([shape], np.int64).reshape(1, -1)
-            ranks[i] = cuts[i].ranks
+            whole = np.array([shape], np.int64).reshape(1, -1)
+            boxes[i] = _ArrayBoxes(np.zeros_like(whole), whole, cuts[i].ranks)
         if not several:
             continue
         stops = [np.cumsum(cuts[i].lengths) for i in several]
@@ -290,12 +286,12 @@ def _expand_boxes(cuts: Sequence[_RangedArray]) -> _BoxColumns:
         writers = np.concatenate([cuts[i].ranks for i in several])[which]
         borders = np.searchsorted(which, np.cumsum([len(cuts[i].ranks) for i in several])[:-1])
         for i, o, s, r in zip(several, *(np.split(c, borders) for c in (offsets, shapes, writers)), strict=True):
-            boxes[i], ranks[i] = (o, s), r
-    return _BoxColumns(boxes, ranks)
+            boxes[i] = _ArrayBoxes(o, s, r)
+    return boxes
 
 
 def _implied_starts(
-    index: Index, leaves: list[Any], cuts: Sequence[_RangedArray], entries: _BoxColumns, name: str
+    index: Index, leaves: list[Any], cuts: Sequence[_RangedArray], boxes: Sequence[_ArrayBoxes], name: str
 ) -> np.ndarray:
     """Computes the starts of the boxes of all ranges from the order in which saves write entries."""
     by_number = {cut.number: i for i, cut in enumerate(cuts)}
@@ -305,11 +301,15 @@ def _implied_starts(
     for number, (_, group) in enumerate(index.paths):
         i, record = by_number.get(number), leaves[number]
         if i is not None:
-            ranks, spec = entries.ranks[i], cuts[i].spec
-            sizes = entries.boxes[i][1].prod(1)
+            ranks, spec = boxes[i].ranks, cuts[i].spec
+            sizes = boxes[i].shapes.prod(1)
         elif isinstance(record, PerRankArrays) and group is not None and 0 <= record.spec < len(index.specs):
+            check_runs(group, path=name, low=0, high=index.world)
             own += length_of(group)
-            ranks, spec = _group(group, own, index.world, name), index.specs[record.spec]
+            if length_of(group) > MAX_NUMBERS or own > MAX_PER_RANK:
+                expected = f"leaves of at most {MAX_NUMBERS} ranks each, {MAX_PER_RANK} in all"
+                raise FormatError(name, expected=expected, found=f"{own}")
+            ranks, spec = decode_runs(group), index.specs[record.spec]
             sizes = np.full(len(ranks), math.prod(spec.shape))
         elif isinstance(record, (ArrayRecord, PerRankArrays)):
             raise FormatError(name, expected="where each range starts, beside arrays that are listed", found="nothing")
@@ -323,27 +323,3 @@ def _implied_starts(
         return np.empty(0, np.int64)
     ranks, classes, nbytes = (np.concatenate(parts) for parts in zip(*columns, strict=True))
     return stream_offsets(ranks, classes, nbytes)[np.concatenate(listed)]
-
-
-def _group(group: Runs, own: int, world: int, name: str) -> np.ndarray:
-    """Decodes the ranks of a leaf under `PerRank`.
-
-    Args:
-        own: ranks of this leaf and those before together.
-    """
-    check_runs(group, path=name, low=0, high=world)
-    if length_of(group) > MAX_NUMBERS or own > MAX_PER_RANK:
-        raise FormatError(
-            name, expected=f"leaves of at most {MAX_NUMBERS} ranks each, {MAX_PER_RANK} in all", found=f"{own}"
-        )
-    return decode_runs(group)
-
-
-def _record(
-    cut: _RangedArray, offsets: np.ndarray, shapes: np.ndarray, ranks: np.ndarray, starts: np.ndarray
-) -> ArrayRecord:
-    if len(ranks) == 1:
-        chunks: Chunks = WholeChunk(int(ranks[0]), int(starts[0]))
-    else:
-        chunks = encode_boxes(cut.spec.shape, offsets, shapes, ranks, starts)
-    return ArrayRecord(cut.record.spec, cut.record.layout, chunks)

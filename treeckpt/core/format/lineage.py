@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import msgspec
@@ -79,13 +79,10 @@ class LineageOrder:
 
     def position(self, mark: SavedCheckpoint) -> LineagePosition:
         """Returns the position of a checkpoint."""
-        if _within(mark.sequence, self._abandoned):
-            return LineagePosition(False, mark.sequence, mark.step)
-        return (
-            self.position_of_step(mark.step)
-            if mark.lineage is None
-            else LineagePosition(True, mark.sequence, mark.step)
-        )
+        present = not _within(mark.sequence, self._abandoned)
+        if present and mark.lineage is None:
+            return self.position_of_step(mark.step)
+        return LineagePosition(present, mark.sequence, mark.step)
 
     def position_of_step(self, step: int) -> LineagePosition:
         """Returns the position of a directory of which only the step is known: on the lineage, above lower steps."""
@@ -144,11 +141,9 @@ def next_lineage(marks: Collection[SavedCheckpoint], head: SavedCheckpoint | Non
     past = {mark.sequence for mark in order.ancestors(head) if mark.step < step} if head else set[int]()
     past |= {head.sequence} if head else set()
     ranges: list[tuple[int, int]] = []
-    open_ = False
-    for number in sorted({mark.sequence for mark in marks if mark.step != step}):
-        if number in past:
-            open_ = False
-        else:
-            ranges[-1:] = [(ranges[-1][0], number)] if open_ else [*ranges[-1:], (number, number)]
-            open_ = True
+    others = sorted({mark.sequence for mark in marks if mark.step != step})
+    for is_past, group in groupby(others, key=past.__contains__):
+        if not is_past:
+            numbers = list(group)
+            ranges.append((numbers[0], numbers[-1]))
     return Lineage(min(max(step, above + 1), MAX_SEQUENCE - 1), head.save_id if head else "", tuple(ranges))

@@ -7,7 +7,6 @@ holds it.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -18,7 +17,6 @@ import numpy as np
 from ...errors import FormatError, MismatchError
 from ..html import el, facts, joined, table
 from ..planning.load_plan import Chunk
-from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import Runs, decode_runs, encode_runs, length_of, value_at
 from ..sharding.placements import Layout
 from ..sharding.region import Region
@@ -121,6 +119,13 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
     ranks: Runs | None
     spec: ArraySpec | None
     """None for values."""
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes, under `PerRank` of all ranks' arrays; 0 for values and aliases."""
+        if self.spec is None or isinstance(self.record, AliasRecord):
+            return 0
+        return self.spec.nbytes * (length_of(self.ranks or ()) if isinstance(self.record, PerRankArrays) else 1)
 
 
 class IndexCounts(msgspec.Struct, frozen=True):
@@ -235,16 +240,11 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
 
     def _repr_html_(self) -> str:
         """Shows in a notebook the checkpoint's facts and its largest arrays."""
-        arrays = [
-            (math.prod(leaf.spec.shape) * dtype_of(leaf.spec.dtype).itemsize, leaf)
-            for leaf in self.entries
-            if leaf.spec is not None and not isinstance(leaf.record, AliasRecord)
-        ]
-        arrays.sort(key=lambda pair: -pair[0])
+        stored = (leaf for leaf in self.entries if not isinstance(leaf.record, AliasRecord))
+        arrays = [(leaf.path, leaf.spec) for leaf in stored if leaf.spec is not None]
+        arrays.sort(key=lambda pair: -pair[1].nbytes)
         rows = [
-            (leaf.path, leaf.spec.dtype, shape_text(leaf.spec.shape), bytes_text(nbytes))
-            for nbytes, leaf in arrays[:NOTEBOOK_ROWS]
-            if leaf.spec is not None
+            (path, spec.dtype, shape_text(spec.shape), bytes_text(spec.nbytes)) for path, spec in arrays[:NOTEBOOK_ROWS]
         ]
         about = [
             ("step", self.step),

@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from ...errors import CorruptError, FormatError, TreeckptError
-from ..sharding.dtypes import dtype_of
+from ..sharding.dtypes import DTYPES, dtype_of
 from ..sharding.region import MAX_NDIM, Region
 from .seals import check_seal, sealed
 
@@ -155,6 +155,10 @@ def hash_parts(parts: Sequence[memoryview]) -> int:
     return state.intdigest()
 
 
+_PLAIN = {dtype.tag: dtype.name for dtype in reversed(DTYPES)}
+"""The dtype that each tag means in safetensors: the first that has it; an entry of any other records its name."""
+
+
 def _entry_name(entry: ShardEntry, whole: bool) -> str:
     if not whole:
         return f"{entry.path}@{','.join(map(str, entry.region.offset))}"
@@ -199,14 +203,6 @@ def encode_header(header: ShardHeader) -> bytes:
     padded = -(-(8 + len(text)) // PAGE) * PAGE
     text = text.ljust(padded - 8)
     return sealed(len(text).to_bytes(8, "little") + text)
-
-
-_PLAIN = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32",
-    "I32": "int32", "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16",
-    "F32": "float32", "F64": "float64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-}  # fmt: skip
 
 
 def seal_at(encoded: bytes) -> int:

@@ -19,7 +19,6 @@ __all__ = [
     "BoxCopy",
     "Chunk",
     "ContiguousRead",
-    "LoadPlan",
     "ReadBlock",
     "WantedRegion",
     "bounded_span_boxes",
@@ -69,17 +68,6 @@ class ReadBlock(msgspec.Struct, frozen=True):
     start: int
     stop: int
     copies: tuple[BoxCopy, ...]
-
-
-class LoadPlan(msgspec.Struct, frozen=True):
-    """All reads of a load, by file and offset."""
-
-    blocks: tuple[ReadBlock, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the blocks span."""
-        return sum(block.stop - block.start for block in self.blocks)
 
 
 class ContiguousRead(msgspec.Struct, frozen=True):
@@ -155,8 +143,8 @@ def plan_load(
     limit: int = READ_LIMIT,
     gap: int = READ_GAP,
     borders: Mapping[int, Sequence[int]] | None = None,
-) -> LoadPlan:
-    """Plans the reads that fill every wanted region.
+) -> list[ReadBlock]:
+    """Plans the reads that fill every wanted region, by file and offset.
 
     Args:
         limit: bytes of one read, at most.
@@ -175,7 +163,7 @@ def plan_load(
                 copies.append(BoxCopy(i, box, chunk.region, chunk.start + first, chunk.start + last))
                 ranges.append((chunk.rank, chunk.start + first, last - first))
     reads = plan_contiguous_reads(ranges, gap=gap, borders=borders, limit=limit)
-    return LoadPlan(tuple(ReadBlock(r.rank, r.start, r.stop, tuple([copies[i] for i in r.members])) for r in reads))
+    return [ReadBlock(r.rank, r.start, r.stop, tuple([copies[i] for i in r.members])) for r in reads]
 
 
 def bounded_span_boxes(box: Region, outer: Region, itemsize: int, *, limit: int, gap: int) -> Iterable[Region]:

@@ -9,7 +9,6 @@ that a step counter does not change its digest; they are compared separately.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import msgspec
 import numpy as np
@@ -19,7 +18,7 @@ from ...errors import LayoutError, MismatchError, TreeError
 from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import Runs, decode_runs, encode_runs
 from ..sharding.placements import BoxLayout, Layout, Mesh, MeshLayout, Replicate, held_by, mesh_ranks, replicated_layout
-from ..sharding.region import MAX_NDIM, Region, intersect
+from ..sharding.region import MAX_NDIM, Region, earlier_overlaps
 from ..sharding.write_assignment import ArrayLeaf, overlapping_boxes
 from ..tree.keyed_table import OwnedRows, row_starts
 from ..tree.merge import merge, with_ranks
@@ -62,15 +61,8 @@ class LeafSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Inventory(msgspec.Struct, frozen=True, array_like=True):
     """One rank's tree without its data."""
 
-    structure: Structure
+    structure: SplitStructure
     leaves: tuple[LeafSpec, ...]
-    below: tuple[Structure, ...] = ()
-    """Deep parts of the structure, see `core.tree.nesting`."""
-
-    @property
-    def whole(self) -> Structure:
-        """The structure with its deep parts in their places."""
-        return SplitStructure(self.structure, self.below).whole()
 
 
 class RankClass(msgspec.Struct, frozen=True, array_like=True):
@@ -84,15 +76,8 @@ class GlobalTree(msgspec.Struct, frozen=True, array_like=True):
     """The tree of all ranks: every leaf once, in the order of the structure, each array with its layout."""
 
     world: int
-    structure: Structure
+    structure: SplitStructure
     leaves: tuple[LeafSpec, ...]
-    below: tuple[Structure, ...] = ()
-    """Deep parts of the structure, see `core.tree.nesting`."""
-
-    @property
-    def whole(self) -> Structure:
-        """The structure with its deep parts in their places."""
-        return SplitStructure(self.structure, self.below).whole()
 
 
 def digest_of(inventory: Inventory) -> bytes:
@@ -110,21 +95,26 @@ def merge_rank_trees(classes: Sequence[RankClass], world: int) -> GlobalTree:
     classes = _split_tables_by_row(classes)
     if len(classes) == 1:
         only = classes[0].inventory
-        structure = with_ranks(only.whole, classes[0].ranks)
+        structure = with_ranks(only.structure.whole(), classes[0].ranks)
         leaves = [_leaf_with_ranks(leaf, classes[0].ranks) for leaf in only.leaves]
     else:
         groups = _per_rank_groups(classes)
-        structure = with_ranks(classes[0].inventory.whole, groups[0])
+        structure = with_ranks(classes[0].inventory.structure.whole(), groups[0])
         for group, ranks in zip(classes[1:], groups[1:], strict=True):
-            structure = merge(structure, with_ranks(group.inventory.whole, ranks))
+            structure = merge(structure, with_ranks(group.inventory.structure.whole(), ranks))
         leaves = _merge_leaves(structure, classes, groups)
     checked: set[int] = set()
     for leaf in leaves:
         if id(leaf.layout) not in checked:  # most leaves share the very object
             checked.add(id(leaf.layout))
-            _check_ranks(leaf, world)
-    folded = split_structure(structure)
-    return GlobalTree(world, folded.top, tuple(leaves), folded.below)
+            if isinstance(leaf.layout, MeshLayout) and (highest := int(mesh_ranks(leaf.layout.mesh).max())) >= world:
+                raise LayoutError(
+                    leaf.path,
+                    expected=f"a mesh of the {world} ranks that save",
+                    found=f"one that holds rank {highest}",
+                    hint="Call save on every rank of the mesh, with a comm that spans them all",
+                )
+    return GlobalTree(world, split_structure(structure), tuple(leaves))
 
 
 def _split_tables_by_row(classes: Sequence[RankClass]) -> Sequence[RankClass]:
@@ -274,23 +264,6 @@ def _describe(leaf: LeafSpec) -> str:
     return f"{leaf.spec.dtype} of shape {leaf.spec.shape}{placed}"
 
 
-@lru_cache(maxsize=64)
-def _highest_rank(mesh: Mesh) -> int:
-    return int(mesh_ranks(mesh).max())
-
-
-def _check_ranks(leaf: LeafSpec, world: int) -> None:
-    if isinstance(leaf.layout, MeshLayout):
-        highest = _highest_rank(leaf.layout.mesh)
-        if highest >= world:
-            raise LayoutError(
-                leaf.path,
-                expected=f"a mesh of the {world} ranks that save",
-                found=f"one that holds rank {highest}",
-                hint="Call save on every rank of the mesh, with a comm that spans them all",
-            )
-
-
 def array_leaves(tree: GlobalTree) -> list[tuple[int, ArrayLeaf]]:
     """Returns the arrays to be written, each with its number among all leaves.
 
@@ -330,14 +303,6 @@ def piece_key(path: str, region: Region) -> str:
     return f"{path}{_SEPARATOR}{','.join(map(str, region.offset))}{_SEPARATOR}{','.join(map(str, region.shape))}"
 
 
-def _parse_piece_key(key: str) -> tuple[str, Region] | None:
-    path, *numbers = key.rsplit(_SEPARATOR, 2)
-    if len(numbers) != 2:
-        return None
-    offset, shape = (tuple(int(n) for n in text.split(",") if n) for text in numbers)
-    return path, Region(offset, shape)
-
-
 def check_disjoint(keys: Sequence[tuple[int, str]]) -> None:
     """Checks that pieces of one array are equal or disjoint: others cannot be compared as replicas.
 
@@ -349,18 +314,18 @@ def check_disjoint(keys: Sequence[tuple[int, str]]) -> None:
     """
     holders: dict[str, dict[Region, int]] = {}
     for rank, key in keys:
-        if (piece := _parse_piece_key(key)) is not None and piece[1].size:
-            holders.setdefault(piece[0], {}).setdefault(piece[1], rank)
+        path, *numbers = key.rsplit(_SEPARATOR, 2)
+        if len(numbers) == 2:
+            region = Region(*(tuple(int(n) for n in text.split(",") if n) for text in numbers))
+            if region.size:
+                holders.setdefault(path, {}).setdefault(region, rank)
     for path, pieces in holders.items():
-        active: list[Region] = []
-        for region in sorted(pieces):
-            active = [r for r in active if not r.shape or r.offset[0] + r.shape[0] > region.offset[0]]
-            if (other := next((r for r in active if intersect(r, region) is not None), None)) is not None:
+        for region, others in earlier_overlaps(sorted(pieces)):
+            if others:
                 raise LayoutError(
                     path,
                     expected="pieces that are equal or apart, so that replicas can be compared",
-                    found=f"offset {other.offset}, shape {other.shape} on rank {pieces[other]} and "
+                    found=f"offset {others[0].offset}, shape {others[0].shape} on rank {pieces[others[0]]} and "
                     f"offset {region.offset}, shape {region.shape} on rank {pieces[region]}",
                     hint="Check the offsets",
                 )
-            active.append(region)

@@ -18,6 +18,7 @@ import numpy as np
 from ...errors import FormatError, MismatchError
 
 __all__ = [
+    "DTYPES",
     "USER_DEFINED",
     "DType",
     "dtype_of",
@@ -41,39 +42,38 @@ class DType(msgspec.Struct, frozen=True):
     parts: int = 1
 
 
-_TABLE = {
-    d.name: d
-    for d in (
-        DType("bool", 1, "BOOL", "?"),
-        DType("uint8", 1, "U8", "u1"),
-        DType("int8", 1, "I8", "i1"),
-        DType("uint16", 2, "U16", "<u2"),
-        DType("int16", 2, "I16", "<i2"),
-        DType("uint32", 4, "U32", "<u4"),
-        DType("int32", 4, "I32", "<i4"),
-        DType("uint64", 8, "U64", "<u8"),
-        DType("int64", 8, "I64", "<i8"),
-        DType("float16", 2, "F16", "<f2"),
-        DType("bfloat16", 2, "BF16"),
-        DType("float32", 4, "F32", "<f4"),
-        DType("float64", 8, "F64", "<f8"),
-        DType("float8_e4m3fn", 1, "F8_E4M3"),
-        DType("float8_e5m2", 1, "F8_E5M2"),
-        DType("float8_e8m0fnu", 1, "F8_E8M0"),
-        DType("float8_e4m3fnuz", 1, "U8"),
-        DType("float8_e5m2fnuz", 1, "U8"),
-        *(DType(f"float8_{form}", 1, "U8") for form in ("e4m3", "e3m4", "e4m3b11fnuz")),
-        # narrower elements of ml_dtypes take a byte each
-        *(DType(name, 1, "U8") for name in ("float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn")),
-        # two 4-bit values a byte; torch counts the bytes as its elements
-        DType("float4_e2m1fn_x2", 1, "U8"),
-        DType("complex32", 4, "F16", parts=2),
-        DType("bcomplex32", 4, "BF16", parts=2),
-        DType("complex64", 8, "F32", "<c8", parts=2),
-        DType("complex128", 16, "F64", "<c16", parts=2),
-        *(DType(f"{sign}int{bits}", 1, "U8") for sign in ("", "u") for bits in range(1, 8)),
-    )
-}
+DTYPES = (
+    DType("bool", 1, "BOOL", "?"),
+    DType("uint8", 1, "U8", "u1"),
+    DType("int8", 1, "I8", "i1"),
+    DType("uint16", 2, "U16", "<u2"),
+    DType("int16", 2, "I16", "<i2"),
+    DType("uint32", 4, "U32", "<u4"),
+    DType("int32", 4, "I32", "<i4"),
+    DType("uint64", 8, "U64", "<u8"),
+    DType("int64", 8, "I64", "<i8"),
+    DType("float16", 2, "F16", "<f2"),
+    DType("bfloat16", 2, "BF16"),
+    DType("float32", 4, "F32", "<f4"),
+    DType("float64", 8, "F64", "<f8"),
+    DType("float8_e4m3fn", 1, "F8_E4M3"),
+    DType("float8_e5m2", 1, "F8_E5M2"),
+    DType("float8_e8m0fnu", 1, "F8_E8M0"),
+    DType("float8_e4m3fnuz", 1, "U8"),
+    DType("float8_e5m2fnuz", 1, "U8"),
+    *(DType(f"float8_{form}", 1, "U8") for form in ("e4m3", "e3m4", "e4m3b11fnuz")),
+    # narrower elements of ml_dtypes take a byte each
+    *(DType(name, 1, "U8") for name in ("float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn")),
+    # two 4-bit values a byte; torch counts the bytes as its elements
+    DType("float4_e2m1fn_x2", 1, "U8"),
+    DType("complex32", 4, "F16", parts=2),
+    DType("bcomplex32", 4, "BF16", parts=2),
+    DType("complex64", 8, "F32", "<c8", parts=2),
+    DType("complex128", 16, "F64", "<c16", parts=2),
+    *(DType(f"{sign}int{bits}", 1, "U8") for sign in ("", "u") for bits in range(1, 8)),
+)
+"""All dtypes but those of a width that the user chooses; of those with one tag, the one that it means is the first."""
+_BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 
 _TIME = re.compile(r"(datetime|timedelta)64(\[([1-9][0-9]{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
 _FIXED = re.compile(r"(bytes|str|void)([1-9][0-9]{0,8})")
@@ -89,7 +89,7 @@ def dtype_of(name: str) -> DType:
     Raises:
         FormatError: no such dtype.
     """
-    if (known := _TABLE.get(name)) is not None:
+    if (known := _BY_NAME.get(name)) is not None:
         return known
     if (time := _TIME.fullmatch(name)) is not None:
         return DType(name, 8, "I64", ("<M8" if time[1] == "datetime" else "<m8") + (time[2] or ""))

@@ -23,7 +23,6 @@ __all__ = [
     "Run",
     "Runs",
     "check_runs",
-    "constant_runs",
     "decode_runs",
     "encode_runs",
     "length_of",
@@ -42,11 +41,6 @@ _SHORT_COLUMN = 64
 """Length up to which Python integers are faster than numpy."""
 _MAX_LEVELS = MAX_LENGTH.bit_length()
 """Each level of a run at least doubles its length."""
-
-
-def constant_runs(value: int, count: int) -> Runs:
-    """Returns the column of `count` equal numbers."""
-    return encode_runs(np.full(count, value, np.int64)) if count < 2 else ((value, 0, count),)
 
 
 def encode_runs(values: Sequence[int] | np.ndarray) -> Runs:

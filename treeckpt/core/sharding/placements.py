@@ -38,15 +38,14 @@ __all__ = [
     "cells_of",
     "check_layout",
     "check_placements",
-    "coordinate_of",
     "held_by",
     "layout_of_group",
     "local_shape",
     "mesh_ranks",
     "mesh_strides",
+    "position_of",
     "replica_offsets",
     "replicated_layout",
-    "single_rank_layout",
 ]
 
 
@@ -120,12 +119,6 @@ def replicated_layout(ranks: Runs) -> MeshLayout:
     return MeshLayout(Mesh((length_of(ranks),), ranks), (Replicate(),))
 
 
-@lru_cache(maxsize=4096)
-def single_rank_layout(rank: int) -> MeshLayout:
-    """Returns the layout in which one rank holds the whole array."""
-    return replicated_layout(encode_runs([rank]))
-
-
 @lru_cache(maxsize=64)
 def mesh_ranks(mesh: Mesh) -> np.ndarray:
     """Returns the ranks of the mesh in row-major order, int64[n]. Cached: do not write to the array."""
@@ -136,12 +129,10 @@ def mesh_ranks(mesh: Mesh) -> np.ndarray:
 
 
 @lru_cache(maxsize=256)
-def coordinate_of(mesh: Mesh, rank: int) -> tuple[int, ...] | None:
-    """Returns the coordinate of `rank` in the mesh, None if it is not part of it."""
+def position_of(mesh: Mesh, rank: int) -> int | None:
+    """Returns the position of `rank` among the mesh's ranks, None if it is not part of it."""
     found = np.flatnonzero(mesh_ranks(mesh) == rank)
-    if len(found) == 0:
-        return None
-    return tuple(int(i) for i in np.unravel_index(int(found[0]), mesh.shape))
+    return int(found[0]) if len(found) else None
 
 
 def mesh_strides(mesh: Mesh) -> tuple[int, ...]:
@@ -258,23 +249,15 @@ def _mesh_fault(mesh: Mesh) -> str | None:
     return None
 
 
-def _held_intervals(layout: MeshLayout, size: int, dim: int, position: int) -> tuple[tuple[int, int], ...]:
-    """Returns the intervals (start, length) of one dimension that one mesh position holds."""
-    sharders = _sharding_dims(layout, dim)
-    return _own_intervals(size, sharders, position) if sharders else ((0, size),)
-
-
 @lru_cache(maxsize=65536)
-def _own_intervals(size: int, sharders: tuple[tuple[int, int, int], ...], position: int) -> tuple[tuple[int, int], ...]:
+def _held_intervals(
+    size: int, sharders: tuple[tuple[int, int, int], ...], position: int
+) -> tuple[tuple[int, int], ...]:
+    """Returns the intervals (start, length) of one dimension that one mesh position holds."""
+    if not sharders:
+        return ((0, size),)
     starts, lengths, _ = _intervals(size, sharders, position)
     return tuple((a, n) for a, n in zip(starts[0].tolist(), lengths[0].tolist(), strict=True) if n)
-
-
-def _position(layout: MeshLayout, rank: int) -> int | None:
-    coordinate = coordinate_of(layout.mesh, rank)
-    if coordinate is None:
-        return None
-    return sum(c * s for c, s in zip(coordinate, mesh_strides(layout.mesh), strict=True))
 
 
 @lru_cache(maxsize=65536)
@@ -285,19 +268,14 @@ def held_by(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[LocalReg
     """
     if isinstance(layout, BoxLayout):
         return tuple(LocalRegion(region, (0,) * len(shape)) for r, region in layout.pieces if r == rank)
-    position = _position(layout, rank)
+    position = position_of(layout.mesh, rank)
     if position is None:
         return ()
     dims: list[list[tuple[int, int, int]]] = []
     for dim, size in enumerate(shape):
-        at = 0
-        pieces: list[tuple[int, int, int]] = []
-        for start, length in _held_intervals(layout, size, dim, position):
-            pieces.append((start, length, at))
-            at += length
-        if not pieces and size == 0:
-            pieces.append((0, 0, 0))
-        dims.append(pieces)
+        held = _held_intervals(size, _sharding_dims(layout, dim), position) or (((0, 0),) if size == 0 else ())
+        local = itertools.accumulate((length for _, length in held), initial=0)
+        dims.append([(start, length, at) for (start, length), at in zip(held, local, strict=False)])
     return tuple(
         LocalRegion(Region(tuple(p[0] for p in box), tuple(p[1] for p in box)), tuple(p[2] for p in box))
         for box in itertools.product(*dims)
@@ -306,11 +284,12 @@ def held_by(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[LocalReg
 
 def local_shape(layout: MeshLayout, shape: Sequence[int], rank: int) -> tuple[int, ...] | None:
     """Returns the shape of the rank's local array, None if the rank is not in the mesh."""
-    position = _position(layout, rank)
+    position = position_of(layout.mesh, rank)
     if position is None:
         return None
     return tuple(
-        sum(length for _, length in _held_intervals(layout, size, dim, position)) for dim, size in enumerate(shape)
+        sum(length for _, length in _held_intervals(size, _sharding_dims(layout, dim), position))
+        for dim, size in enumerate(shape)
     )
 
 

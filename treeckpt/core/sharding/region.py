@@ -21,8 +21,11 @@ __all__ = [
     "byte_runs",
     "c_strides",
     "coalesce",
+    "earlier_overlaps",
+    "flat_boxes",
     "flat_regions",
     "intersect",
+    "max_boxes",
     "subtract",
     "tiles",
 ]
@@ -102,13 +105,21 @@ def any_overlap(regions: Sequence[Region]) -> bool:
     if len(regions) < 2 or not regions[0].shape:
         return len(regions) > 1
     dim = max(range(len(regions[0].shape)), key=lambda d: len({region.offset[d] for region in regions}))
+    ordered = sorted(regions, key=lambda region: region.offset[dim])
+    return any(others for _, others in earlier_overlaps(ordered, dim))
+
+
+def earlier_overlaps(regions: Iterable[Region], dim: int = 0) -> Iterator[tuple[Region, list[Region]]]:
+    """Yields each region with those before it that share an element with it.
+
+    Args:
+        regions: in rising order of their offsets along `dim`.
+    """
     active: list[Region] = []
-    for region in sorted(regions, key=lambda region: region.offset[dim]):
-        active = [other for other in active if other.stop[dim] > region.offset[dim]]
-        if any(intersect(region, other) is not None for other in active):
-            return True
+    for region in regions:
+        active = [other for other in active if not other.shape or other.stop[dim] > region.offset[dim]]
+        yield region, [other for other in active if intersect(region, other) is not None]
         active.append(region)
-    return False
 
 
 def subtract(a: Region, b: Region) -> tuple[Region, ...]:
@@ -157,6 +168,62 @@ def flat_regions(shape: Sequence[int], start: int, stop: int) -> tuple[Region, .
 
 def _prepend_index(index: int, inner: Iterable[Region]) -> tuple[Region, ...]:
     return tuple(Region((index, *r.offset), (1, *r.shape)) for r in inner)
+
+
+def max_boxes(shape: tuple[int, ...]) -> int:
+    """Returns the largest number of boxes of one range of an array's elements."""
+    return max(1, 2 * len(shape) - 1)
+
+
+def flat_boxes(
+    shape: tuple[int, ...], starts: np.ndarray, stops: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the boxes of many ranges `starts <= i < stops`, none empty, by range and then as in `flat_regions`.
+
+    Returns:
+        (the number of each box's range: int64[n], offsets: int64[n, ndim], shapes: int64[n, ndim]).
+    """
+    if not shape:
+        nothing = np.empty((len(starts), 0), np.int64)
+        return np.arange(len(starts)), nothing, nothing
+    row = math.prod(shape[1:])
+    first, head = np.divmod(starts, row)
+    last, tail = np.divmod(stops, row)
+    inside = first == last  # the range lies in one row
+    opens, closes = (head > 0) & ~inside, (tail > 0) & ~inside
+    full = (last - first - opens > 0) & ~inside
+    parts = [
+        _in_row(shape, first, head, np.where(inside, tail, row), inside | opens),
+        _full_rows(shape, first + opens, last, full),
+        _in_row(shape, last, np.zeros_like(tail), tail, closes),
+    ]
+    numbers, offsets, shapes = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    order = np.argsort(numbers, kind="stable")  # the three parts of one range are in order already
+    return numbers[order], offsets[order], shapes[order]
+
+
+def _in_row(
+    shape: tuple[int, ...], row: np.ndarray, low: np.ndarray, high: np.ndarray, which: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the boxes of elements `low <= i < high` of one row each, of the ranges where `which` is true."""
+    picked = np.flatnonzero(which)
+    if not len(picked):
+        empty = np.empty((0, len(shape)), np.int64)
+        return picked, empty, empty
+    numbers, offsets, shapes = flat_boxes(shape[1:], low[picked], high[picked])
+    rows = row[picked][numbers][:, None]
+    return picked[numbers], np.hstack([rows, offsets]), np.hstack([np.ones_like(rows), shapes])
+
+
+def _full_rows(
+    shape: tuple[int, ...], first: np.ndarray, last: np.ndarray, which: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns one box of the full rows `first <= row < last` for each range where `which` is true."""
+    picked = np.flatnonzero(which)
+    offsets = np.zeros((len(picked), len(shape)), np.int64)
+    shapes = np.tile(np.array(shape, np.int64), (len(picked), 1))
+    offsets[:, 0], shapes[:, 0] = first[picked], (last - first)[picked]
+    return picked, offsets, shapes
 
 
 def tiles(box: Region, limit: int) -> Iterator[Region]:

@@ -29,12 +29,13 @@ from .placements import (
     Replicate,
     cells_of,
     check_layout,
-    coordinate_of,
     held_by,
     mesh_ranks,
+    mesh_strides,
+    position_of,
     replica_offsets,
 )
-from .region import Region, intersect, subtract
+from .region import Region, earlier_overlaps, intersect, subtract
 
 __all__ = [
     "ArrayLeaf",
@@ -116,19 +117,16 @@ def assign_writers(leaves: Sequence[ArrayLeaf]) -> list[Assignment]:
     for i, leaf in enumerate(leaves):
         if isinstance(leaf.layout, BoxLayout):
             assignments[i] = _assign_boxes(leaf, leaf.layout, loads)
-        elif leaf.per_rank is None and single_holder(leaf.layout) is None:
+        elif leaf.per_rank is None and len(mesh_ranks(leaf.layout.mesh)) > 1:
             check_layout(leaf.layout, leaf.shape, leaf.path)
             if len(replica_offsets(leaf.layout)) > 1 and leaf.nbytes:
-                streams.setdefault(_stream_key(leaf.layout), []).append(i)
+                # replicas are on the same ranks where the mesh and its replicated dimensions are equal
+                replicated = tuple(isinstance(p, Replicate) for p in leaf.layout.placements)
+                key = msgspec.json.encode((leaf.layout.mesh.shape, leaf.layout.mesh.ranks, replicated))
+                streams.setdefault(key, []).append(i)
     for members in streams.values():
         _assign_stream(leaves, members, assignments)
     return assignments
-
-
-def _stream_key(layout: MeshLayout) -> bytes:
-    """Returns a key that is equal for layouts with replicas on the same ranks: equal mesh and replicated dimensions."""
-    replicated = tuple(isinstance(p, Replicate) for p in layout.placements)
-    return msgspec.json.encode((layout.mesh.shape, layout.mesh.ranks, replicated))
 
 
 def _first_holding(leaf: ArrayLeaf) -> tuple[int, tuple[int, ...]]:
@@ -196,7 +194,9 @@ def _assign_boxes(leaf: ArrayLeaf, layout: BoxLayout, loads: dict[int, int]) -> 
         return BoxOwners(((layout.pieces[0][0], whole),))
     regions = sorted(r for r in holders if r.size)
     # the usual pieces form a grid: they are disjoint and complete without comparing all pairs
-    regular = _is_grid(leaf.shape, regions)
+    offsets = np.array([region.offset for region in regions], np.int64)
+    ends = np.array([region.stop for region in regions], np.int64)
+    regular = bool(leaf.shape and regions) and grid_of(leaf.shape, offsets, ends) is not None
     owned: list[tuple[int, Region]] = []
     for region, rest in ((r, [r]) for r in regions) if regular else _disjoint(regions):
         rank = min(holders[region], key=lambda r: (loads.get(r, 0), r))
@@ -210,13 +210,10 @@ def _assign_boxes(leaf: ArrayLeaf, layout: BoxLayout, loads: dict[int, int]) -> 
 
 def _disjoint(regions: list[Region]) -> Iterator[tuple[Region, list[Region]]]:
     """Yields each region of a sorted list with the part of it that no earlier one holds."""
-    active: list[Region] = []
-    for region in regions:
-        active = [r for r in active if not r.shape or r.offset[0] + r.shape[0] > region.offset[0]]
+    for region, others in earlier_overlaps(regions):
         rest = [region]
-        for other in active:
+        for other in others:
             rest = [piece for r in rest for piece in subtract(r, other)]
-        active.append(region)
         yield region, rest
 
 
@@ -232,20 +229,11 @@ def overlapping_boxes(shape: tuple[int, ...], layout: BoxLayout) -> list[Region]
     found = {region for region, count in collections.Counter(held).items() if count > 1}
     distinct = sorted(set(held))
     if sum(region.size for region in distinct) > math.prod(shape):
-        active: list[tuple[Region, list[Region]]] = []
-        for region, rest in _disjoint(distinct):
-            active = [(r, own) for r, own in active if not r.shape or r.stop[0] > region.offset[0]]
-            shared = [intersect(region, part) for _, own in active for part in own]
+        own = dict(_disjoint(distinct))
+        for region, others in earlier_overlaps(distinct):
+            shared = [intersect(region, part) for other in others for part in own[other]]
             found.update(box for box in shared if box is not None)
-            active.append((region, rest))
     return sorted(found)
-
-
-def _is_grid(shape: tuple[int, ...], regions: Sequence[Region]) -> bool:
-    if not shape or not regions:
-        return False
-    offsets = np.array([region.offset for region in regions], np.int64)
-    return grid_of(shape, offsets, offsets + np.array([region.shape for region in regions], np.int64)) is not None
 
 
 def grid_of(
@@ -297,15 +285,15 @@ def writes_of(leaf: ArrayLeaf, assignment: Assignment, rank: int) -> list[Region
     assert isinstance(layout, MeshLayout)
     if not assignment.cuts and (writer := single_writer(layout, assignment.writers[0])) is not None:
         return [Region.whole(leaf.shape)] if rank == writer else []
-    coordinate = coordinate_of(layout.mesh, rank)
-    if coordinate is None:
+    position = position_of(layout.mesh, rank)
+    if position is None:
         return []
     if not leaf.nbytes:
-        return [Region.whole(leaf.shape)] if not any(coordinate) else []
+        return [] if position else [Region.whole(leaf.shape)]
     replica = 0
-    for c, n, placement in zip(coordinate, layout.mesh.shape, layout.placements, strict=True):
+    for n, stride, placement in zip(layout.mesh.shape, mesh_strides(layout.mesh), layout.placements, strict=True):
         if isinstance(placement, Replicate):
-            replica = replica * n + c
+            replica = replica * n + position // stride % n
     if replica not in assignment.writers:
         return []
     held = [h.region for h in held_by(layout, leaf.shape, rank)]
@@ -360,12 +348,6 @@ def single_writer(layout: Layout, replica: int) -> int | None:
     if isinstance(layout, BoxLayout) or not all(isinstance(p, Replicate) for p in layout.placements):
         return None
     return int(mesh_ranks(layout.mesh)[replica_offsets(layout)[replica]])
-
-
-@lru_cache(maxsize=4096)
-def single_holder(layout: MeshLayout) -> int | None:
-    """Returns the only rank that holds an array, None if others hold it or parts of it too."""
-    return int(mesh_ranks(layout.mesh)[0]) if len(mesh_ranks(layout.mesh)) == 1 else None
 
 
 def _cut_cells(

@@ -78,7 +78,10 @@ class _Updater:
             return old
         if isinstance(old, _MUTABLE) or _is_frozen(old) is False:
             for at in changed if not self._dry else ():
-                _set_child(old, flat.keys[at], children[at])
+                if isinstance(old, _MUTABLE):
+                    old[flat.keys[at]] = children[at]  # pyright: ignore[reportCallIssue, reportArgumentType]
+                else:
+                    setattr(old, str(flat.keys[at]), children[at])
             return old
         if self._is_replaceable(old):
             return rebuild_container(old, flat.keys, children, self._namespace)
@@ -106,10 +109,3 @@ def _is_frozen(container: Any) -> bool | None:
     """Returns whether a dataclass is frozen; None for any other container."""
     parameters: Any = getattr(type(container), "__dataclass_params__", None)
     return parameters.frozen if parameters is not None else None
-
-
-def _set_child(container: Any, key: Any, value: object) -> None:
-    if isinstance(container, _MUTABLE):
-        container[key] = value  # pyright: ignore[reportUnknownMemberType]
-    else:
-        setattr(container, key, value)

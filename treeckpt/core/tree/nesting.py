@@ -1,19 +1,33 @@
-"""Structures of any depth in documents that nest a bounded number of levels.
+"""Structures in documents: parts that are stored beside the structure. A custom node without a class marks each place.
 
-JSON and msgpack are read and written by nested calls, whose number is limited. What lies deeper than `DOCUMENT_DEPTH`
-levels is listed beside the structure, in parts that are no deeper themselves. A custom node without a class, which no
-tree has, marks the place of each.
+JSON and msgpack are read and written by nested calls, whose number is limited, so what lies deeper than
+`DOCUMENT_DEPTH` levels is stored apart, in parts that are no deeper themselves (`split_structure`). Subtrees that
+repeat, such as a model's in the moments of its optimizer, are stored once (`extract_shared_subtrees`).
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
 
 import msgspec
 
 from ...errors import FormatError, TreeError
 from .recursion import Recursive, trampoline
-from .structure import DOCUMENT_DEPTH, MAX_DEPTH, CustomNode, Structure
+from .structure import DOCUMENT_DEPTH, MAX_DEPTH, CustomNode, Node, PerRankNode, Structure
 
-__all__ = ["SplitStructure", "split_structure"]
+__all__ = [
+    "SplitStructure",
+    "expand_shared_subtrees",
+    "extract_shared_subtrees",
+    "leaf_count",
+    "split_structure",
+]
+
+MAX_SHARED = 32
+"""The number of places of shared subtrees: it limits how much larger than its file a structure can become."""
+MAX_REPEATED_CHILDREN = 3
+"""A node of so few children is written again: a mark would be no shorter."""
 
 
 class SplitStructure(msgspec.Struct, frozen=True, array_like=True):
@@ -91,3 +105,66 @@ def _cut(node: Structure, depth: int, parts: list[Structure]) -> Recursive[Struc
         return bare
     parts.append(bare)
     return CustomNode("", len(parts) - 1, (), ())
+
+
+def extract_shared_subtrees(structure: Structure) -> tuple[Structure, tuple[Structure, ...]]:
+    """Returns the structure without its largest repeated subtrees, and these. No subtree lies inside of another one."""
+    counts = Counter(map(_key, _nodes(structure)))
+    taken: dict[bytes, tuple[int, Structure]] = {}
+    places = 0
+
+    def without(node: Structure) -> Structure:  # recursive: a structure is at most DOCUMENT_DEPTH deep here
+        nonlocal places
+        if node is None or isinstance(node, PerRankNode):
+            return node
+        key = _key(node)
+        if counts[key] > 1 and len(node.children) > MAX_REPEATED_CHILDREN and places < MAX_SHARED:
+            places += 1
+            return CustomNode("", taken.setdefault(key, (len(taken), node))[0], (), ())
+        children = tuple([None if child is None else without(child) for child in node.children])
+        return node if children == node.children else msgspec.structs.replace(node, children=children)
+
+    bare = without(structure)
+    return bare, tuple(node for _, node in taken.values())
+
+
+def _key(node: Node) -> bytes:
+    return msgspec.json.encode(node)  # the keys 1 and True are equal, but not the same
+
+
+def _nodes(structure: Structure) -> Iterator[Node]:
+    if structure is not None and not isinstance(structure, PerRankNode):
+        yield structure
+        for child in structure.children:
+            yield from _nodes(child) if child is not None else ()
+
+
+def expand_shared_subtrees(structure: Structure, shared: tuple[Structure, ...], name: str) -> Structure:
+    """Returns the structure with the shared subtrees in their places.
+
+    Raises:
+        FormatError: there is no subtree of that number, or there are too many places.
+    """
+    places = 0
+
+    def full(node: Structure, depth: int) -> Structure:
+        nonlocal places
+        if node is None or depth > DOCUMENT_DEPTH:  # deeper ones are refused later
+            return node
+        if isinstance(node, CustomNode) and not node.cls:
+            places += 1
+            number = node.auxiliary
+            if type(number) is not int or not 0 <= number < len(shared) or places > MAX_SHARED:
+                raise FormatError(name, expected="one of the shared subtrees", found=f"{number!r:.80}")
+            return shared[number]
+        children = tuple([None if child is None else full(child, depth + 1) for child in node.children])
+        return node if children == node.children else msgspec.structs.replace(node, children=children)
+
+    return full(structure, 0)
+
+
+def leaf_count(structure: Structure) -> int:
+    """Returns the number of leaves of a structure."""
+    if structure is None:
+        return 1
+    return sum(1 if child is None else leaf_count(child) for child in structure.children)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from typing import SupportsIndex, cast
@@ -9,7 +10,7 @@ from typing import SupportsIndex, cast
 import msgspec
 
 from ...errors import MismatchError
-from ..sharding.dtypes import normalize_dtype
+from ..sharding.dtypes import dtype_of, normalize_dtype
 from ..sharding.region import Region
 
 __all__ = ["ArraySpec", "StridedView", "TableSpec"]
@@ -57,6 +58,11 @@ class ArraySpec(msgspec.Struct, frozen=True, omit_defaults=True):
             raise MismatchError(
                 "shape", expected="a shape: a sequence of integers", found=f"{shape!r:.60}", hint="One number n is (n,)"
             ) from error
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
 
 class TableSpec(msgspec.Struct, frozen=True, array_like=True):

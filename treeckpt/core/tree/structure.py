@@ -11,14 +11,13 @@ keys `~b1`, `~f1.5`, `~n`, `~x00ff` and `~(0~,a~)`. So two leaves of one tree ne
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 
 import msgspec
 
 from ...errors import FormatError, TreeError
 from ..sharding.int_runs import Runs, check_runs
-from .recursion import Recursive, trampoline
 from .spec import TableSpec
 from .value_codec import Typed, Value, check_hash_collisions, decode_value, type_name
 
@@ -42,6 +41,7 @@ __all__ = [
     "TableNode",
     "TupleNode",
     "check_unicode",
+    "containers_of",
     "empty_container_paths",
     "extra_path_chars",
     "index_path",
@@ -265,13 +265,14 @@ class KeyTextCache:
         self._known: dict[object, list[str]] = {}
 
     def of(self, node: Node, path: str) -> list[str]:
-        """Returns the text of each key of a node.
+        """Returns the text of each key of a node; of a `PerRankNode`, `~rank*` for each child.
 
         Raises:
             TreeError, FormatError: a key of a kind that cannot be stored.
         """
         if type(node) is not DictNode:
-            return [key_text(key, path) for key in keys_of(node, path)]
+            own = isinstance(node, PerRankNode)
+            return ["~rank*" if own else key_text(key, path) for key in keys_of(node, path)]
         # 1, 1.0 and True are one key in a dict but not one text; a str never equals a key of another type
         cached = len(node.keys) <= _MAX_CACHED_KEYS and set(map(type, node.keys)) == {str}
         found = self._known.get(node.keys) if cached else None
@@ -290,47 +291,33 @@ def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
     """
     found: list[tuple[str, Runs | None]] = []
     texts, nchars = KeyTextCache(), 0
-
-    def enter(node: Node, path: str, ranks: Runs | None, depth: int) -> Sequence[str] | None:
-        """Returns the steps to a node's children; None if they are all leaves, which it adds to `found`."""
-        nonlocal nchars
-        if depth == MAX_DEPTH:
-            raise FormatError(path[:200], expected=f"at most {MAX_DEPTH} levels", found="a deeper structure")
-        children = node.children
-        nchars += extra_path_chars(path, len(children))
-        if nchars > MAX_EXTRA_PATH_CHARS:
-            raise FormatError(path[:200], expected="names of a usual length", found=f"paths of {nchars} characters")
-        if isinstance(node, PerRankNode):
-            if len(node.ranks) != len(children):
-                raise FormatError(path, expected="ranks for each subtree", found=f"{len(node.ranks)}")
-            for group in node.ranks:
-                check_runs(group, path=path, low=0)
-            return ["~rank*"] * len(children)
-        steps = texts.of(node, path)
-        if isinstance(node, (TableNode, DequeNode)):
-            _check_node(node, path)
-        if len(steps) != len(children):
-            raise FormatError(path, expected=f"{len(steps)} children", found=f"{len(children)}")
-        if children.count(None) != len(children):
-            return steps
-        prefix = path + "/" if depth else ""
-        found.extend([(prefix + step, ranks) for step in steps])
-        return None
-
-    def walk(node: Node, steps: Sequence[str], path: str, ranks: Runs | None, depth: int) -> Recursive[None]:
-        prefix = path + "/" if depth else ""
-        groups = node.ranks if isinstance(node, PerRankNode) else repeat(ranks)
-        for step, child, group in zip(steps, node.children, groups, strict=False):
-            below = prefix + step
-            if child is None:
-                found.append((below, group))
-            elif (inner := enter(child, below, group, depth + 1)) is not None:
-                yield walk(child, inner, below, group, depth + 1)
-
-    if structure is None:
-        found.append(("", None))
-    elif (steps := enter(structure, "", None, 0)) is not None:
-        trampoline(walk(structure, steps, "", None, 0))
+    opened: list[Iterator[tuple[str, Structure, Runs | None]]] = [iter([("", structure, None)])]
+    while opened:
+        for path, node, ranks in opened[-1]:
+            if node is None:
+                found.append((path, ranks))
+                continue
+            children = node.children
+            nchars += extra_path_chars(path, len(children))
+            if len(opened) > MAX_DEPTH:
+                raise FormatError(path[:200], expected=f"at most {MAX_DEPTH} levels", found="a deeper structure")
+            if nchars > MAX_EXTRA_PATH_CHARS:
+                raise FormatError(path[:200], expected="names of a usual length", found=f"paths of {nchars} characters")
+            if type(node) is not DictNode:
+                _check_node(node, path)
+            steps = texts.of(node, path)
+            if len(steps) != len(children):
+                raise FormatError(path, expected=f"{len(steps)} children", found=f"{len(children)}")
+            below = [f"{path}/{step}" for step in steps] if path else steps
+            if isinstance(node, PerRankNode):
+                opened.append(zip(below, children, node.ranks, strict=True))
+                break
+            if children.count(None) != len(children):
+                opened.append(zip(below, children, repeat(ranks)))
+                break
+            found.extend([(leaf, ranks) for leaf in below])
+        else:
+            opened.pop()
     return found
 
 
@@ -339,55 +326,48 @@ def extra_path_chars(path: str, count: int) -> int:
     return (len(path) - USUAL_PATH_LENGTH) * count if len(path) > USUAL_PATH_LENGTH else 0
 
 
+def containers_of(structure: Structure) -> Iterator[tuple[Node, str, Runs | None]]:
+    """Yields each container of a checked structure before those in it, with its path and ranks as in `paths_of`."""
+    texts = KeyTextCache()
+    waiting: list[tuple[Structure, str, Runs | None]] = [(structure, "", None)]
+    while waiting:
+        node, path, ranks = waiting.pop()
+        if node is None:
+            continue
+        yield node, path, ranks
+        if node.children.count(None) == len(node.children):
+            continue
+        groups = node.ranks if isinstance(node, PerRankNode) else [ranks] * len(node.children)
+        prefix = path + "/" if path else ""
+        below = zip(texts.of(node, path), node.children, groups, strict=True)
+        waiting += reversed([(child, prefix + step, group) for step, child, group in below if child is not None])
+
+
 def empty_container_paths(structure: Structure) -> list[str]:
     """Returns the paths of empty containers, of a structure whose depth was checked."""
-    found: list[str] = []
-    texts = KeyTextCache()
-
-    def walk(node: Structure, path: str, prefix: str) -> Recursive[None]:
-        if node is None:
-            return
-        if not node.children:
-            found.append(path)
-        own = isinstance(node, PerRankNode)
-        steps = ["~rank*"] * len(node.children) if own else texts.of(node, path)
-        for step, child in zip(steps, node.children, strict=True):
-            if child is not None:
-                yield walk(child, prefix + step, prefix + step + "/")
-
-    trampoline(walk(structure, "", ""))
-    return found
+    return [path for node, path, _ in containers_of(structure) if not node.children]
 
 
 def tables_of(structure: Structure) -> dict[tuple[str, Runs | None], TableSpec]:
     """Returns each table, by the path of its ids and its ranks, both as `paths_of` returns them."""
-    found: dict[tuple[str, Runs | None], TableSpec] = {}
-
-    def walk(node: Node, path: str, ranks: Runs | None) -> Recursive[None]:
-        prefix = path + "/" if path else ""
-        if isinstance(node, TableNode):
-            found[prefix + TABLE_KEYS[0], ranks] = node.table
-        if isinstance(node, PerRankNode):
-            steps = [("~rank*", group) for group in node.ranks]
-        elif all(child is None for child in node.children):
-            return
-        else:
-            steps = [(key_text(key, path), ranks) for key in keys_of(node, path)]
-        for (text, group), child in zip(steps, node.children, strict=True):
-            if child is not None:
-                yield walk(child, prefix + text, group)
-
-    if structure is not None:
-        trampoline(walk(structure, "", None))
-    return found
+    return {
+        (f"{path}/{TABLE_KEYS[0]}" if path else TABLE_KEYS[0], ranks): node.table
+        for node, path, ranks in containers_of(structure)
+        if isinstance(node, TableNode)
+    }
 
 
-def _check_node(node: TableNode | DequeNode, path: str) -> None:
-    if isinstance(node, DequeNode):
+def _check_node(node: Node, path: str) -> None:
+    if isinstance(node, PerRankNode):
+        if len(node.ranks) != len(node.children):
+            raise FormatError(path, expected="ranks for each subtree", found=f"{len(node.ranks)}")
+        for group in node.ranks:
+            check_runs(group, path=path, low=0)
+    elif isinstance(node, DequeNode):
         if node.maxlen is not None and not len(node.children) <= node.maxlen < 1 << 63:
             raise FormatError(path, expected=f"a deque of {len(node.children)} or more", found=f"maxlen {node.maxlen}")
-        return
-    legal = [child if child is None else type(child) for child in node.children] == [None, None, DictNode, DictNode]
-    if not legal or not 0 < node.table.buckets < 1 << 32:
-        kinds = ", ".join("a leaf" if child is None else type(child).__name__ for child in node.children[:8])
-        raise FormatError(path, expected="a table's ids, offsets, slots and scalars", found=kinds or "nothing")
+    elif isinstance(node, TableNode):
+        kinds = [child if child is None else type(child) for child in node.children]
+        if kinds != [None, None, DictNode, DictNode] or not 0 < node.table.buckets < 1 << 32:
+            names = ", ".join("a leaf" if kind is None else kind.__name__ for kind in kinds[:8])
+            raise FormatError(path, expected="a table's ids, offsets, slots and scalars", found=names or "nothing")

@@ -1,25 +1,34 @@
 """Collective steps of all ranks: every rank reports, rank 0 concludes, and every rank gets the result or raises.
 
-`Exchange` carries out several such steps in one round; `from_rank0`, `gather_errors` and `all_gather` are calls of one
-step. Only rank 0 reads the disk in `from_rank0`, so ranks cannot disagree about what is there, even if one rank's view
-of a network file system is stale. A rank that does not call in time is named in the error that the others raise.
-`gather_results` and `from_rank` do the same through an all-gather of the caller's, as of a process group.
+`Exchange` carries out such steps in one round; `from_rank0`, `gather_errors` and `all_gather` are calls of one step. A
+rank that does not call in time is named in the error that the others raise. `gather_results` and `from_rank` do the
+same through an all-gather of the caller's, as of a process group.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from ...errors import TreeckptError
 from .comm import Comm
-from .failures import CoordinatorReply, Fault, raise_faults, silent_faults, to_fault
+from .failures import Fault, raise_faults, silent_faults, to_fault
 from .rounds import Round
 
-__all__ = ["ByteGatherer", "Exchange", "all_gather", "from_rank", "from_rank0", "gather_errors", "gather_results"]
+__all__ = [
+    "ByteGatherer",
+    "Conclusion",
+    "Exchange",
+    "all_gather",
+    "decode_each",
+    "from_rank",
+    "from_rank0",
+    "gather_errors",
+    "gather_results",
+]
 
 T = TypeVar("T")
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
@@ -33,10 +42,30 @@ class _Report(msgspec.Struct, array_like=True):
     result: bytes = b""
 
 
-class _Reply(CoordinatorReply, array_like=True):
+class _Reply(msgspec.Struct, array_like=True):
     """What rank 0 sends to all: faults, or its conclusion."""
 
+    faults: tuple[Fault, ...]
     result: bytes = b""
+
+
+class Conclusion(msgspec.Struct, Generic[T]):
+    """What rank 0 concludes in one step, for all ranks."""
+
+    result: T
+    last: bool = True
+    """Whether the exchange ends with this step."""
+    settle: bool = True
+    """At the last step, whether rank 0 waits until the others have read it; see `Round.broadcast`."""
+
+
+def decode_each(messages: Mapping[int, bytes], kind: type[T]) -> dict[int, T]:
+    """Decodes messages by rank; equal ones are decoded once, into one object."""
+    decoded: dict[bytes, T] = {}
+    for message in messages.values():
+        if message not in decoded:
+            decoded[message] = _decode(message, type=kind)
+    return {rank: decoded[message] for rank, message in messages.items()}
 
 
 class Exchange(contextlib.AbstractContextManager["Exchange"]):
@@ -50,65 +79,74 @@ class Exchange(contextlib.AbstractContextManager["Exchange"]):
     """
 
     def __init__(self, comm: Comm, topic: str, *, path: str = "", hint: str = _HINT, log_waits: bool = True) -> None:
+        self.round = Round(comm, topic, log_waits=log_waits)
         self._comm, self._path, self._hint = comm, path or topic, hint
-        self._round = Round(comm, topic, log_waits=log_waits)
         self._missed: _Reply | None = None
         """The end of the call where this rank comes too late."""
         self._error: Exception | None = None
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Exchange:
-        missed = self._round.join()
+        missed = self.round.join()
         if missed is not None:
             self._missed = _decode(missed, type=_Reply)
         else:
-            self._exit.enter_context(self._round.heartbeats())
+            self._exit.enter_context(self.round.heartbeats())
         return self
 
     def __exit__(self, *_: object) -> None:
         self._exit.close()
 
     def step(
-        self, work: Callable[[], bytes] | None, conclude: Callable[[list[bytes]], bytes], *, last: bool = True
-    ) -> bytes:
+        self,
+        work: Callable[[], bytes] | None,
+        conclude: Callable[[dict[int, bytes]], Conclusion[T]],
+        kind: type[T],
+    ) -> T:
         """Carries out one step; returns rank 0's conclusion.
 
         Args:
             work: its result is this rank's report.
             conclude: is called on rank 0 with all reports, by rank, if no rank has failed.
-            last: whether the exchange ends with this step.
+            kind: the type of the conclusion, one that msgspec can decode.
 
         Raises:
             TreeckptError: what `work` raised here, or `conclude` on rank 0.
             RankError: `work` failed on other ranks, or ranks did not answer.
         """
-        report, self._error = _report_of(work, self._comm.rank)
-        reply = self.reply_to(report, conclude, last=last)
-        raise_faults(reply.faults, self._path, self._comm, cause=self._error, hint=self._hint)
-        return reply.result
-
-    def reply_to(
-        self, report: _Report, conclude: Callable[[list[bytes]], bytes] | None = None, *, last: bool = True
-    ) -> _Reply:
-        """Carries out one step with a given report; returns rank 0's reply without raising its faults."""
         if self._missed is not None:
-            return self._missed
-        messages = self._round.gather(_encode(report))
+            reply, concluded = self._missed, None
+        else:
+            report, self._error = _report_of(work, self._comm.rank)
+            reply, concluded = self._carry_out(report, conclude)
+        raise_faults(reply.faults, self._path, self._comm.size, cause=self._error, hint=self._hint)
+        return concluded.result if concluded is not None else _decode(reply.result, type=kind)
+
+    def faults_of(self, report: _Report) -> tuple[Fault, ...]:
+        """Carries out one step with a given report; returns the faults of all ranks without raising them."""
+        return (self._missed or self._carry_out(report, lambda _: Conclusion(None))[0]).faults
+
+    def _carry_out(
+        self, report: _Report, conclude: Callable[[dict[int, bytes]], Conclusion[T]]
+    ) -> tuple[_Reply, Conclusion[T] | None]:
+        """Returns rank 0's reply, and on rank 0 itself what the reply encodes."""
+        messages = self.round.gather(_encode(report))
         if messages is None:
-            return _decode(self._round.broadcast(None), type=_Reply)
-        reports = {rank: _decode(message, type=_Report) for rank, message in messages.items()}
+            return _decode(self.round.broadcast(None), type=_Reply), None
+        reports = decode_each(messages, _Report)
         faults = [report.fault for report in reports.values() if report.fault is not None]
-        faults += silent_faults(self._round.lost)
-        result = b""
-        if not faults and conclude is not None:
+        faults += silent_faults(self.round.lost)
+        reply, concluded = _Reply(tuple(faults)), None
+        if not faults:
             try:
-                result = conclude([reports[rank].result for rank in range(self._comm.size)])
+                concluded = conclude({rank: report.result for rank, report in reports.items()})
+                reply = _Reply((), _encode(concluded.result))
             except Exception as error:
-                self._error = error
-                faults = [to_fault(error, 0, common=isinstance(error, TreeckptError))]
-        reply = _Reply(tuple(faults), result)
-        self._round.broadcast(_encode(reply), last=last or bool(faults))
-        return reply
+                self._error, concluded = error, None
+                reply = _Reply((to_fault(error, 0, common=isinstance(error, TreeckptError)),))
+        last, settle = (concluded.last, concluded.settle) if concluded is not None else (True, True)
+        self.round.broadcast(_encode(reply), last=last, settle=settle)
+        return reply, concluded
 
 
 def _report_of(work: Callable[[], bytes] | None, rank: int) -> tuple[_Report, Exception | None]:
@@ -122,9 +160,11 @@ def _report_of(work: Callable[[], bytes] | None, rank: int) -> tuple[_Report, Ex
 def from_rank0(comm: Comm, topic: str, answer: Callable[[], T], kind: type[T]) -> T:
     """Returns the result of `answer()` on rank 0, on every rank.
 
+    Only rank 0 reads the disk, so ranks cannot disagree about what is there, even if one rank's view of a network file
+    system is stale.
+
     Args:
-        topic: for errors: a path, and the name of the call.
-        kind: the type of the result, one that msgspec can decode.
+        topic, kind: as for `Exchange` and `Exchange.step`.
 
     Raises:
         TreeckptError: what `answer` raised on rank 0.
@@ -133,37 +173,25 @@ def from_rank0(comm: Comm, topic: str, answer: Callable[[], T], kind: type[T]) -
     if comm.size == 1:
         return answer()
     with Exchange(comm, topic) as exchange:
-        return _decode(exchange.step(None, lambda _: _encode(answer())), type=kind)
+        return exchange.step(None, lambda _: Conclusion(answer()), kind)
 
 
 def gather_errors(comm: Comm, topic: str, error: Exception | None) -> tuple[Fault, ...]:
-    """Returns every rank's failure, on every rank; long waits are not logged.
-
-    Args:
-        error: this rank's own.
-    """
+    """Returns every rank's failure, this rank's being `error`, on every rank; long waits are not logged."""
     fault = to_fault(error, comm.rank) if error is not None else None
     if comm.size == 1:
         return (fault,) if fault is not None else ()
     with Exchange(comm, topic, log_waits=False) as exchange:
-        return exchange.reply_to(_Report(fault)).faults
+        return exchange.faults_of(_Report(fault))
 
 
 def all_gather(comm: Comm, topic: str, work: Callable[[], T], kind: type[T]) -> list[T]:
-    """Returns the results of `work()` on all ranks, by rank, on every rank.
-
-    Args:
-        kind: the type of a result, one that msgspec can decode.
-
-    Raises:
-        TreeckptError: what `work` raised here.
-        RankError: it failed on other ranks, or ranks did not answer.
-    """
+    """Returns the results of `work()`, of type `kind`, on all ranks, by rank, on every rank. Raises as a step."""
     if comm.size == 1:
         return [work()]
     with Exchange(comm, topic) as exchange:
-        results = exchange.step(lambda: _encode(work()), _encode)
-    return [_decode(result, type=kind) for result in _decode(results, type=list[bytes])]
+        results = exchange.step(lambda: _encode(work()), Conclusion, dict[int, bytes])
+    return [_decode(results[rank], type=kind) for rank in range(comm.size)]
 
 
 class ByteGatherer(Protocol):
@@ -200,5 +228,5 @@ def _gather_reports(ranks: ByteGatherer, topic: str, work: Callable[[], bytes] |
     report, error = _report_of(work, ranks.rank)
     reports = [_decode(data, type=_Report) for data in ranks.all_gather(_encode(report))]
     faults = [other.fault for other in reports if other.fault is not None]
-    raise_faults(faults, topic, ranks, cause=error, hint=hint)
+    raise_faults(faults, topic, ranks.size, cause=error, hint=hint)
     return [other.result for other in reports]

@@ -1,8 +1,7 @@
 """Message exchange between ranks over a key-value store, without collectives of the user's process groups.
 
-A comm only posts, awaits and removes messages by key. `io.comm.rounds` defines the order of the messages and which
-save they belong to. `TorchComm` uses a clone of torch.distributed's Store (a connection of its own), so a wait never
-blocks the training's use of that Store.
+A comm posts, awaits and removes messages by key; `rounds` defines their order and the save that they belong to.
+`TorchComm` uses a clone of torch.distributed's Store, so a wait never blocks the training's use of that Store.
 """
 
 from __future__ import annotations
@@ -64,30 +63,19 @@ class MessageStore(Protocol):
 class Comm(MessageStore, Protocol):
     """One rank's access to the message store that all ranks share."""
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def timeout(self) -> float:
-        """Seconds without a message after which a rank counts as silent."""
-        ...
-
-    @property
-    def state(self) -> CommState:
-        """What this rank keeps between saves."""
-        ...
+    rank: int
+    size: int
+    timeout: float
+    """Seconds without a message after which a rank counts as silent."""
+    state: CommState
+    """What this rank keeps between saves."""
 
 
 class HierarchicalComm(Comm, Protocol):
     """A comm in which ranks may exchange messages through leaders of groups."""
 
-    @property
-    def group_sizes(self) -> tuple[int, ...]:
-        """Sizes of the nested groups (`io.comm.fanout`); empty where every rank exchanges messages with rank 0."""
-        ...
+    group_sizes: tuple[int, ...]
+    """Sizes of the nested groups (`fanout`); empty where every rank exchanges messages with rank 0."""
 
     def leader_store(self, leader: int) -> MessageStore:
         """Returns the store that a leader serves for the ranks of its group.
@@ -99,11 +87,7 @@ class HierarchicalComm(Comm, Protocol):
 
 
 class SoloComm:
-    """The comm of a single rank: it sends nothing.
-
-    Args:
-        members: the rank's number in the default process group, where there is one.
-    """
+    """The comm of a single rank: it sends nothing. `members` holds its number in the default group, if there is one."""
 
     def __init__(self, members: tuple[int] | None = None) -> None:
         self.rank, self.size, self.timeout, self.members = 0, 1, TIMEOUT, members
@@ -119,33 +103,36 @@ class SoloComm:
         pass
 
 
-class PrefixComm:
-    """A comm with a prefix before all keys, which keeps the messages of its user apart from those of others.
+class _StoreComm:
+    """A comm over a message store, with a prefix before all keys."""
 
-    So a background save and the manager can exchange messages at the same time, each in rounds of its own. Two objects
-    of one comm with the same prefix share messages and state.
+    def __init__(
+        self, store: MessageStore, rank: int, size: int, timeout: float, state: CommState, prefix: str = ""
+    ) -> None:
+        self.rank, self.size, self.timeout, self.state = rank, size, timeout, state
+        self._store, self._prefix = store, prefix
+
+    def post(self, key: str, data: bytes) -> None:
+        self._store.post(self._prefix + key, data)
+
+    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
+        return self._store.wait([self._prefix + key for key in keys], timeout)
+
+    def drop(self, keys: Sequence[str]) -> None:
+        self._store.drop([self._prefix + key for key in keys])
+
+
+class PrefixComm(_StoreComm):
+    """A comm with a prefix before all keys, so that a background save and the manager can use one comm at a time.
+
+    Two objects of one comm with the same prefix share messages and state.
     """
 
     def __init__(self, comm: Comm, prefix: str) -> None:
-        self._comm, self._prefix = comm, prefix
-        self.rank, self.size = comm.rank, comm.size
-        self.state = comm.state.of_prefix(prefix)
-
-    @property
-    def timeout(self) -> float:
-        return self._comm.timeout
-
-    def post(self, key: str, data: bytes) -> None:
-        self._comm.post(f"{self._prefix}/{key}", data)
-
-    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
-        return self._comm.wait([f"{self._prefix}/{key}" for key in keys], timeout)
-
-    def drop(self, keys: Sequence[str]) -> None:
-        self._comm.drop([f"{self._prefix}/{key}" for key in keys])
+        super().__init__(comm, comm.rank, comm.size, comm.timeout, comm.state.of_prefix(prefix), f"{prefix}/")
 
 
-class ThreadComm:
+class ThreadComm(_StoreComm):
     """The comm of a thread that acts as a rank: for tests, and for programs whose ranks are threads of one process."""
 
     def __init__(
@@ -156,29 +143,15 @@ class ThreadComm:
         timeout: float,
         group_sizes: tuple[int, ...] = (),
     ) -> None:
-        self.rank, self.size, self.timeout, self.group_sizes = rank, size, timeout, group_sizes
-        self.state = CommState()
-        self.stores = stores
-
-    def post(self, key: str, data: bytes) -> None:
-        self.stores[0].post(key, data)
-
-    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
-        return self.stores[0].wait(keys, timeout)
-
-    def drop(self, keys: Sequence[str]) -> None:
-        self.stores[0].drop(keys)
+        super().__init__(stores[0], rank, size, timeout, CommState())
+        self.stores, self.group_sizes = stores, group_sizes
 
     def leader_store(self, leader: int) -> MessageStore:
         return self.stores[leader]
 
 
 def thread_comms(size: int, *, timeout: float = TIMEOUT, group_sizes: tuple[int, ...] = ()) -> list[ThreadComm]:
-    """Returns connected comms for `size` threads, by rank.
-
-    Args:
-        group_sizes: sizes of the nested groups whose leaders pass messages on (`io.comm.fanout`).
-    """
+    """Returns connected comms for `size` threads, by rank; `group_sizes` as for `TorchComm`."""
     leaders = {0, *(rank for rank in range(size) if is_leader(rank, size, group_sizes))}
     stores = {leader: ThreadMessageStore() for leader in leaders}
     return [ThreadComm(rank, size, stores, timeout, group_sizes) for rank in range(size)]
@@ -190,10 +163,9 @@ class TorchComm:
     Args:
         store: any torch.distributed Store; `default_comm` passes a clone of the default group's.
         timeout: seconds.
-        prefix: is put before all keys, which keeps several comms on one store apart.
+        prefix: of all keys, which keeps several comms on one store apart.
         members: the global rank of each rank, where the comm has only some ranks of the default group.
-        group_sizes: sizes of the nested groups whose leaders pass messages on (`io.comm.fanout`); by default chosen
-            by the world size.
+        group_sizes: of the nested groups whose leaders pass messages on (`fanout`); by default by the world size.
     """
 
     def __init__(
@@ -249,7 +221,7 @@ class TorchComm:
 
 
 def default_comm() -> Comm:
-    """Returns the comm of this process: over torch.distributed's default group if that is initialised, else a solo one.
+    """Returns the comm of torch.distributed's default group if that is initialised, else a solo one.
 
     It is cached per Store of the default group, so that ranks count their saves alike and a new group starts anew.
     """
@@ -266,17 +238,10 @@ def _world_size() -> int:
 
 
 def comm_of(group: Any) -> Comm:
-    """Returns the comm of a process group of torch.distributed: only the ranks of that group save and load.
+    """Returns the comm of a process group of torch.distributed, or of the default group for None.
 
     It sends messages over the default group's Store under a prefix of its own. Of the group only the name and the
-    ranks are read, so no collective is issued. Rank i of the comm is rank i of the group.
-
-    Args:
-        group: as `dist.new_group` or `DeviceMesh.get_group` returns it; None is the default group.
-
-    Raises:
-        RankError: this rank is not part of the group.
-        TreeckptError: `group` is no process group.
+    ranks are read, so no collective is issued. Rank i of the comm is rank i of the group. Raises as `check_group`.
     """
     import torch.distributed as dist
 
@@ -325,8 +290,7 @@ def as_comm(comm: Any, *, sends_messages: bool = True) -> Comm:
     """Returns the comm that the `comm` argument of a public function stands for.
 
     Args:
-        comm: a comm; a process group; "alone"; or None for the default group, or this process alone where there is no
-            such group.
+        comm: a comm, a process group, "alone", or None for the default group (this process alone where there is none).
         sends_messages: whether the call exchanges messages. Most loads do not: they need only rank and world size.
 
     Raises:

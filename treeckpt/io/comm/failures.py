@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -11,9 +11,10 @@ from ... import errors
 from ...errors import CheckpointError, RankError, TreeckptError
 from ..os_errors import hint_for
 
-__all__ = ["CoordinatorReply", "Fault", "raise_faults", "silent_faults", "to_fault", "wrap_os_error"]
+__all__ = ["NOT_COMMITTED", "Fault", "os_errors_wrapped", "raise_faults", "silent_faults", "to_fault", "wrap_os_error"]
 
-
+NOT_COMMITTED = "Nothing was committed; an earlier checkpoint at this path is still valid"
+"""The hint of the error of a save that failed."""
 _KINDS: dict[str, type[TreeckptError]] = {
     kind.__name__: kind
     for kind in vars(errors).values()
@@ -37,19 +38,6 @@ class Fault(msgspec.Struct, frozen=True, array_like=True):
     """Found by the coordinator for all ranks: no single rank has failed."""
 
 
-class CoordinatorReply(msgspec.Struct, array_like=True):
-    """The beginning of every message of the coordinator: faults, if the save ends here."""
-
-    faults: tuple[Fault, ...]
-
-
-class Ranks(Protocol):
-    """What of a comm `raise_faults` needs."""
-
-    @property
-    def size(self) -> int: ...
-
-
 def to_fault(error: BaseException, rank: int, *, common: bool = False) -> Fault:
     """Returns an error as a message."""
     text = f"{type(error).__name__}: {error}"
@@ -68,6 +56,15 @@ def wrap_os_error(error: Exception, url: str) -> Exception:
     return wrapped
 
 
+@contextlib.contextmanager
+def os_errors_wrapped(url: str) -> Iterator[None]:
+    """Raises an OSError of the body, a write, as `CheckpointError`."""
+    try:
+        yield
+    except OSError as error:
+        raise wrap_os_error(error, url) from error
+
+
 def silent_faults(lost: Mapping[int, str]) -> list[Fault]:
     """Returns the faults of ranks that did not answer, with what is known of each."""
     return [Fault(rank, RankError.__name__, "", "", "", "", text) for rank, text in lost.items()]
@@ -76,10 +73,10 @@ def silent_faults(lost: Mapping[int, str]) -> list[Fault]:
 def raise_faults(
     faults: Sequence[Fault],
     path: str,
-    comm: Ranks,
+    size: int,
     *,
     cause: BaseException | None = None,
-    hint: str = "Nothing was committed; an earlier checkpoint at this path is still valid",
+    hint: str = NOT_COMMITTED,
 ) -> None:
     """Raises the error that the faults amount to; does nothing where there are none.
 
@@ -87,17 +84,18 @@ def raise_faults(
     that names each.
 
     Args:
+        size: how many ranks there are.
         cause: this rank's own error.
         hint: what state the failure leaves behind.
     """
     if not faults:
         return
-    if cause is not None and comm.size == 1:
+    if cause is not None and size == 1:
         raise cause
     first = faults[0]
     alike = all((f.kind, f.path, f.expected) == (first.kind, first.path, first.expected) for f in faults)
     kind = _KINDS.get(first.kind)
-    if kind is not None and alike and (first.common or len(faults) == comm.size):
+    if kind is not None and alike and (first.common or len(faults) == size):
         raise kind(first.path, expected=first.expected, found=first.found, hint=first.hint) from cause
     ranks = {fault.rank: fault.text for fault in faults}
-    raise RankError(path, ranks=ranks, expected=f"all {comm.size} ranks to succeed", hint=hint) from cause
+    raise RankError(path, ranks=ranks, expected=f"all {size} ranks to succeed", hint=hint) from cause

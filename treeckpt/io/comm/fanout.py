@@ -3,7 +3,6 @@
 With group sizes (8, 512) rank 8 leads ranks 8 to 15, usually the ranks of one host; rank 512 leads 513 to 519, the
 leaders 520, 528 ... 1016, and with them all ranks up to 1023; rank 0 leads its own group and the leaders of all other
 groups. Messages go up in bundles, in which equal messages are stored once, and rank 0's messages are passed down.
-`io.comm.rounds` does so, through a message store of each leader.
 """
 
 from __future__ import annotations

@@ -96,11 +96,7 @@ class UnconnectedComm:
 
 
 def unconnected_error(launched: LaunchedRank, name: str = "comm") -> RankError:
-    """Returns the error to raise where ranks would have to exchange messages.
-
-    Args:
-        name: of the argument that would say how.
-    """
+    """Returns the error where ranks would have to exchange messages; argument `name` would say how."""
     return RankError(
         name,
         ranks={launched.rank: "it cannot reach the others"},

@@ -1,9 +1,8 @@
 """Message stores: in memory, and over torch.distributed's Store: the one of all ranks, and those that leaders serve.
 
-A leader serves a TCPStore of its own for the ranks that it leads, where the common Store is a TCPStore, and posts its
-address in the common one; so in a large world no server has more than some dozens of clients that wait. A rank that
-cannot connect to its leader's store (a firewall, for instance) falls back to the common Store, which the leader also
-reads while a message is missing.
+Where the common Store is a TCPStore, a leader serves another one for the ranks that it leads, and posts its address in
+the common one; so no server has more than some dozens of clients that wait. A rank that cannot connect to its leader's
+store (a firewall, for instance) falls back to the common Store, which the leader also reads while a message is missing.
 """
 
 from __future__ import annotations
@@ -54,11 +53,7 @@ class ThreadMessageStore:
 
 
 class TorchMessageStore:
-    """Messages in a Store, under a prefix.
-
-    Args:
-        server: the rank that serves the Store, for errors.
-    """
+    """Messages in a Store that rank `server` serves, under a prefix."""
 
     def __init__(self, store: Any, prefix: str, server: int = 0) -> None:
         self.store, self.prefix, self.server = store, prefix, server
@@ -105,10 +100,9 @@ def _store_error(error: RuntimeError, server: int) -> RankError:
 
 
 class _TimeLimitedStore:
-    """A leader's Store with a time limit for every call.
+    """A leader's Store with a time limit for every call: torch's client waits for ever for a machine that vanished.
 
-    Calls of torch's own client wait for ever where the server's machine has vanished. They run in a daemon thread,
-    which does not keep the process from ending, as those of an executor would.
+    Calls run in a daemon thread, which does not keep the process from ending, as those of an executor would.
     """
 
     def __init__(self, store: Any, limit: float) -> None:
@@ -156,12 +150,7 @@ def _run_calls(calls: queue.SimpleQueue[Any]) -> None:
 
 
 class LeaderStore:
-    """The message store that this rank serves as a leader, with a fallback for ranks that cannot connect to it.
-
-    Args:
-        own: served by this rank.
-        fallback: in the common Store.
-    """
+    """The store that this rank serves as leader; ranks that cannot connect to it use `fallback`, in the common one."""
 
     def __init__(self, own: TorchMessageStore, fallback: TorchMessageStore) -> None:
         self.own, self._fallback, self._fallback_used = own, fallback, False
@@ -191,11 +180,7 @@ class LeaderStore:
 
 
 def serve_leader_store(common: TorchMessageStore, leader: int) -> LeaderStore | TorchMessageStore:
-    """Serves this rank's own store and posts its address in the common one; where it cannot, returns the fallback.
-
-    Raises:
-        RankError: the common store cannot be reached.
-    """
+    """Serves this rank's own store and posts its address in the common one; where it cannot, returns the fallback."""
     fallback = common.fallback(leader)
     try:
         server = _new_server(common.store)

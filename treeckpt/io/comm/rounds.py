@@ -12,11 +12,11 @@ ended. From this state a rank finds the round that its call belongs to, so that 
 
 In a large world (`io.comm.fanout`) not all ranks exchange messages with rank 0: a leader gathers the messages of the
 ranks below it and passes them on as one, and it passes rank 0's messages down, each through a message store of its own.
-A leader that falls silent is lost, and the ranks below it are cut off: they are not named, because nothing is known of
-them, and they read rank 0's message from rank 0's own store.
+A leader that falls silent is lost, and the ranks below it are cut off: nothing is known of them, so they are not named,
+and they read rank 0's message from rank 0's own store.
 
-`branch` starts messages under a name that only the ranks of one round know. They are apart from the numbered rounds, so
-a branch may continue in the background while later rounds are opened and closed.
+`branch` starts messages under a name that only the ranks of one round know. A branch may continue in the background
+while later numbered rounds are opened and closed.
 """
 
 from __future__ import annotations
@@ -54,10 +54,6 @@ class _ClosedRound(msgspec.Struct, array_like=True):
     message: bytes
     """Rank 0's last message."""
 
-    def is_missed(self, rank: int, topic: str) -> bool:
-        """Whether a rank was lost to this round, and calls for the same topic."""
-        return rank in self.lost and topic == self.topic
-
 
 class _RoundState(msgspec.Struct, array_like=True):
     """Rank 0's state of the rounds, as it is in the message store."""
@@ -66,10 +62,6 @@ class _RoundState(msgspec.Struct, array_like=True):
     """Of the round that was opened last."""
     topic: str = ""
     closed: _ClosedRound | None = None
-
-    @property
-    def is_open(self) -> bool:
-        return self.number > 0 and (self.closed is None or self.closed.number < self.number)
 
 
 class _Broadcast(msgspec.Struct, array_like=True):
@@ -117,11 +109,7 @@ class Round:
         """Keys in this rank's own store."""
 
     def join(self) -> bytes | None:
-        """Opens the round on rank 0; on other ranks finds it.
-
-        Returns:
-            rank 0's last message of the round, if it is over already and this rank was lost to it; else None.
-        """
+        """Opens the round on rank 0, finds it on others; returns its last message if it is over without this rank."""
         comm = self._comm
         if comm.size == 1:
             return None
@@ -132,9 +120,10 @@ class Round:
             comm.post(_STATE, msgspec.msgpack.encode(self._state))
             return None
         last, closed = comm.state.last_round, state.closed
-        joinable = state.is_open and state.number > last
+        joinable = state.number > last and (closed is None or closed.number < state.number)
         retried = joinable and state.topic == self._topic
-        if closed is not None and closed.number > last and not retried and closed.is_missed(comm.rank, self._topic):
+        known = closed is not None and closed.number > last and closed.topic == self._topic
+        if closed is not None and known and not retried and comm.rank in closed.lost:
             comm.state.last_round = closed.number
             return closed.message
         self._number = state.number if joinable else state.number + 1
@@ -255,16 +244,12 @@ class Round:
         return messages
 
     def broadcast(self, data: bytes | None, *, last: bool = False, settle: bool = True) -> bytes:
-        """Returns rank 0's message, on every rank.
+        """Returns rank 0's message, on every rank; raises RankError where rank 0 did not send in time.
 
         Args:
             data: the message, on rank 0.
             last: on rank 0, whether it closes the round.
-            settle: on rank 0, whether to wait until the others have read the last message; needless where more
-                messages follow in a branch.
-
-        Raises:
-            RankError: rank 0 did not send in time.
+            settle: on rank 0, whether to wait until others have read the last message; needless if a branch follows.
         """
         self._step += 1
         comm = self._comm
@@ -293,11 +278,7 @@ class Round:
             self._store(self._comm.rank).post(self._sent_down[-1], message)
 
     def _receive_broadcast(self) -> bytes:
-        """Waits for rank 0's message.
-
-        Raises:
-            RankError: it did not come in time.
-        """
+        """Waits for rank 0's message; raises RankError if it does not come in time."""
         comm, key = self._comm, self._key("all")
         # rank 0 may itself wait, for a whole time limit, for a silent rank, and leaders before it
         limit = comm.timeout * 2 + 1 + len(self._group_sizes) * self._leader_timeout

@@ -1,9 +1,9 @@
 """Waits for other ranks: long ones are logged, and all are cut short once a signal has told this process to end.
 
-A rank that calls alone (`if rank == 0: save(...)`) would wait for minutes without a line of log. So after `SLOW_WAIT`
-seconds the waiting rank and the missing ranks are logged. A launcher kills a process a few seconds after the signal. So
-from the signal on, a wait for a rank that sends no heartbeat for `TERMINATION.limit` seconds ends. A heartbeat is a
-counter under a key of the rank, which a thread raises during a save, as long as this process listens for signals.
+A rank that calls alone (`if rank == 0: save(...)`) would wait for minutes without a line of log, so after `SLOW_WAIT`
+seconds the missing ranks are logged. A launcher kills a process a few seconds after the signal, so from the signal on a
+wait for a rank that sends no heartbeat for `TERMINATION.limit` seconds ends. A heartbeat is a counter that a thread
+raises during a save, as long as this process listens for signals.
 """
 
 from __future__ import annotations
@@ -60,11 +60,7 @@ class Termination:
         self._listeners, self.limit = self._listeners + 1, limit
 
     def stop_listening(self, *, ended: bool) -> None:
-        """Ends listening.
-
-        Args:
-            ended: no further wait is cut short by the signal; otherwise waits stay cut short.
-        """
+        """Ends listening; after `ended` no further wait is cut short by the signal, otherwise waits stay cut short."""
         self._listeners -= 1
         if ended and not self._listeners:
             self.signalled_at = None
@@ -127,11 +123,7 @@ def _is_silent(
     start: float,
     grace: float,
 ) -> bool:
-    """Returns whether a sender has sent no heartbeat for too long.
-
-    Args:
-        seen: the last heartbeat of each sender, and when it was seen first; updated here.
-    """
+    """Returns whether a sender has been silent for too long; `seen` holds the last heartbeat of each, and its time."""
     now, begin = time.monotonic(), max(start, TERMINATION.signalled_at or 0.0)
     for key, count in zip(heartbeats, store.wait(heartbeats, 0.0), strict=True) if heartbeats else ():
         if key not in seen or seen[key][0] != count:
@@ -141,11 +133,7 @@ def _is_silent(
 
 @contextlib.contextmanager
 def send_heartbeats(stores: Callable[[], Sequence[MessageStore]], key: str) -> Iterator[None]:
-    """Sends heartbeats of this rank while the body runs, if this process listens for signals.
-
-    Args:
-        stores: connects to the stores to post to; called in the thread that sends.
-    """
+    """Sends heartbeats of this rank to `stores()` while the body runs, if this process listens for signals."""
     if not TERMINATION.listening:
         yield
         return
@@ -182,11 +170,7 @@ def log_if_slow(rank: int, topic: str) -> Iterator[None]:
 
 
 def log_waiting(rank: int, missing: Sequence[int], seconds: float, topic: str) -> None:
-    """Logs a wait for other ranks: to stderr, unless logging is configured.
-
-    Args:
-        missing: the ranks that have not called; empty where they are not known.
-    """
+    """Logs a wait for other ranks, `missing` or unknown: to stderr, unless logging is configured."""
     names = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
     _log.warning(
         "treeckpt: rank %d has waited %g s for %s to make the same call (%s). Every rank calls save, and each method "

@@ -1,9 +1,7 @@
-"""Credentials for S3 from the profiles in `~/.aws`, which obstore does not read (it reads the environment).
+"""Credentials, region and endpoint for S3 from the profiles in `~/.aws`; obstore itself reads the environment alone.
 
-The order is that of the AWS tools: options, keys or a web identity in the environment, the profile in `~/.aws`, then
-the container's and the instance's credentials. A profile with plain keys is read here, so that boto3 is not required;
-a profile that signs on, assumes a role or runs a program needs boto3. Region and endpoint are read from the profile
-too.
+The order is that of the AWS tools: options, keys or a web identity in the environment, the profile, then the
+container's and the instance's credentials. A profile that signs on, assumes a role or runs a program needs boto3.
 """
 
 from __future__ import annotations
@@ -31,10 +29,6 @@ _BY_BOTO3 = ("sso_session", "sso_start_url", "role_arn", "credential_process", "
 def s3_options(url: str, options: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
     """Returns the options together with the credentials, region and endpoint of the profile.
 
-    Args:
-        url: for messages.
-        env: the environment.
-
     Raises:
         StoreError: the profile that AWS_PROFILE names does not exist, or needs boto3.
     """
@@ -59,16 +53,7 @@ def s3_options(url: str, options: Mapping[str, Any], env: Mapping[str, str]) -> 
 
 
 def check_instance(url: str, options: Mapping[str, Any], env: Mapping[str, str]) -> None:
-    """Raises an error at once if only the instance could give credentials and there is no instance service.
-
-    obstore would retry for a minute.
-
-    Args:
-        options: the result of `s3_options`.
-
-    Raises:
-        StoreError: there are no credentials.
-    """
+    """Raises StoreError if there are no credentials; obstore would ask for those of an instance for a minute."""
     if any(name in options for name in _GIVEN) or any(name in env for name in (*_BEFORE, *_AFTER)):
         return
     place = urlsplit(options.get("metadata_endpoint") or env.get("AWS_METADATA_ENDPOINT") or "http://169.254.169.254")

@@ -1,7 +1,6 @@
-"""The protocol of object storage (objects under keys) on which stores and runs are built, and the checks of paths.
+"""`ObjectBucket`, the protocol on which stores and runs in object storage are built, and the checks of paths and URLs.
 
-`obstore` implements it for S3, Google Cloud Storage and Azure, `fsspec` for all other URLs. Neither library is imported
-before a URL needs it.
+`obstore` implements it for S3, Google Cloud Storage and Azure, `fsspec` for all other URLs.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from typing import Any, Protocol, TypeGuard
 import msgspec
 
 from ...errors import CheckpointError, StoreError
+from .run_store import DirectoryEntry
 
 __all__ = [
     "OBJECT_SCHEMES",
     "ObjectBucket",
-    "ObjectInfo",
     "ObjectListing",
     "VersionTag",
     "check_path",
@@ -36,21 +35,11 @@ VersionTag = Mapping[str, Any]
 """Identifies the version of an object that was read, for a conditional write that replaces only this version."""
 
 
-class ObjectInfo(msgspec.Struct, frozen=True):
-    """An object in a listing."""
-
-    key: str
-    nbytes: int
-    modified_ns: int
-    """Unix time by the clock of the service, 0 if not known."""
-    number: int
-    """Another number for another content, as an inode or a hash of the ETag."""
-
-
 class ObjectListing(msgspec.Struct, frozen=True):
     """The direct children of a prefix."""
 
-    files: list[ObjectInfo]
+    files: dict[str, DirectoryEntry]
+    """By key."""
     folders: list[str]
     """Keys that are prefixes of further keys."""
 
@@ -62,27 +51,19 @@ class ObjectBucket(Protocol):
     object.
     """
 
-    @property
-    def url(self) -> str:
-        """The URL of the root, without a slash at the end."""
-        ...
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """The options with which it was opened."""
-        ...
-
-    @property
-    def shared(self) -> bool:
-        """Whether another process that opens the same URL sees the same objects."""
-        ...
+    url: str
+    """Of the root, without a slash at the end."""
+    options: dict[str, Any]
+    """With which it was opened."""
+    shared: bool
+    """Whether another process that opens the same URL sees the same objects."""
 
     def list(self, prefix: str) -> ObjectListing:
         """Lists the direct children of a prefix, all pages."""
         ...
 
-    def walk(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yields every object below a prefix, page by page."""
+    def walk(self, prefix: str) -> Iterator[tuple[str, DirectoryEntry]]:
+        """Yields every object below a prefix with its key, page by page."""
         ...
 
     def size(self, key: str) -> int:
@@ -101,8 +82,7 @@ class ObjectBucket(Protocol):
         """Writes a small object in one request, atomically.
 
         Args:
-            replace: True replaces any version, False writes only a new object, a `VersionTag` replaces only that
-                version.
+            replace: True replaces any version, False writes a new object, a `VersionTag` replaces only that version.
 
         Raises:
             FileExistsError: the object exists, or has another version.

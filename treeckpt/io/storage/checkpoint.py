@@ -1,8 +1,7 @@
 """An opened checkpoint: its store, its index, and the headers of its shards, each read and decoded once per call.
 
-A save with `overwrite=True` publishes its index and then deletes the files of the previous save. A reader that has the
-previous index then finds files missing, which says nothing about either save: the new version must be read instead.
-So everything that is read through one `Checkpoint` belongs to one save, or the read fails.
+Everything that is read through one `Checkpoint` belongs to one save, or the read fails. A save with `overwrite=True`
+deletes the files of the save before: a reader of the previous index finds files missing, and must read the new version.
 """
 
 from __future__ import annotations
@@ -31,11 +30,7 @@ class Replaced(CheckpointError):
 
 
 class Checkpoint:
-    """One version of a checkpoint.
-
-    Args:
-        index: the decoded index, where the caller has it already.
-    """
+    """One version of a checkpoint; `index` is given where the caller has decoded it already."""
 
     def __init__(self, store: Store, index: Index | None = None) -> None:
         self.store, self.url = store, store.url
@@ -47,11 +42,7 @@ class Checkpoint:
 
     @cached_property
     def index(self) -> Index:
-        """The index, read when it is first needed.
-
-        Raises:
-            CheckpointNotFound, CorruptError, FormatError: as `read_index`.
-        """
+        """The index, read when it is first needed; raises as `read_index`."""
         self._index_bytes = read_index_bytes(self.store)
         return decode_and_check(self.store, self._index_bytes)
 
@@ -61,44 +52,25 @@ class Checkpoint:
         return self.store.sizes()
 
     def check_against_files(self) -> None:
-        """Refuses an index that describes far more bytes than the files can hold.
-
-        Raises:
-            CorruptError: it does.
-        """
+        """Raises CorruptError for an index that describes far more bytes than the files can hold."""
         check_against_files(self.index, self.sizes, self.url)
 
     def shard(self, file: File, *, whole: bool = True) -> OpenedShard:
-        """A shard whose header was read and checked.
-
-        Args:
-            whole: refuses a shard that is cut short, even where the wanted bytes are there.
-
-        Raises:
-            CorruptError: it is missing, or is not the file that the index describes.
-        """
+        """A shard whose header was read and checked; `whole` and errors as for `open_shard`."""
         key = (file.name, whole)
         if key not in self._shards:
             self._shards[key] = open_shard(self.store, self.index, file, self.sizes.get(file.name), whole=whole)
         return self._shards[key]
 
     def checksums(self, file: File) -> Checksums:
-        """The checksums of a shard's blocks.
-
-        Raises:
-            CorruptError: as `shard`.
-        """
+        """The checksums of a shard's blocks; raises as `shard`."""
         if file.name not in self._checksums:
             shard = self.shard(file)
             self._checksums[file.name] = Checksums(np.array(shard.hashes, np.uint64), shard.block)
         return self._checksums[file.name]
 
     def is_replaced(self) -> bool:
-        """Whether another index has been published since this one was read.
-
-        Raises:
-            CheckpointNotFound: there is no index any more.
-        """
+        """Whether another index was published since this one was read; raises CheckpointNotFound if none is left."""
         if self._index_bytes is None:
             return False
         try:

@@ -1,4 +1,4 @@
-"""A store that counts the bytes of shards that pass through it, for progress bars and progress records."""
+"""A store that counts the bytes of shards that are read through it, for progress bars."""
 
 from __future__ import annotations
 
@@ -6,22 +6,18 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from .store import Store, SupportsMappedReads, Writer
+from .store import Store, SupportsMappedReads
 
 __all__ = ["CountingStore"]
 
 
 class CountingStore:
-    """A store that reports the bytes of shards that are read and written through it.
-
-    Args:
-        count: called with the number of bytes of each read, and of each block written behind the header of a shard.
-    """
+    """A store that calls `count` with the bytes of each read of a shard."""
 
     def __init__(self, inner: Store, count: Callable[[int], None]) -> None:
         self._inner, self._count, self.url = inner, count, inner.url
         self.prepare, self.sizes, self.read, self.map = inner.prepare, inner.sizes, inner.read, inner.map
-        self.publish, self.delete, self.close = inner.publish, inner.delete, inner.close
+        self.create, self.publish, self.delete, self.close = inner.create, inner.publish, inner.delete, inner.close
         if isinstance(inner, SupportsMappedReads):
             self.mapped = partial(self._mapped, inner)
 
@@ -41,18 +37,3 @@ class CountingStore:
         done = self._inner.read_parts(name, offset, parts)
         self._count(sum(map(len, parts)) if done else 0)
         return done
-
-    def create(self, name: str, nbytes: int) -> Writer:
-        return _CountingWriter(self._inner.create(name, nbytes), self._count)
-
-
-class _CountingWriter:
-    def __init__(self, inner: Writer, count: Callable[[int], None]) -> None:
-        self._inner, self._count = inner, count
-        self.ordered = getattr(inner, "ordered", False)
-        self.commit, self.abort = inner.commit, inner.abort
-
-    def write(self, offset: int, data: memoryview) -> None:
-        self._inner.write(offset, data)
-        if offset:  # the header is not part of the planned bytes
-            self._count(len(data))

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ...errors import StoreError
-from .bucket import ObjectInfo, ObjectListing, VersionTag, missing_extra
+from .bucket import ObjectListing, VersionTag, missing_extra
+from .run_store import DirectoryEntry
 
 __all__ = ["FsspecBucket", "open_fsspec"]
 
@@ -23,11 +24,7 @@ _TIMES = ("mtime", "modified", "LastModified", "last_modified", "updated", "crea
 
 
 def open_fsspec(url: str, options: Mapping[str, Any]) -> tuple[FsspecBucket, str]:
-    """Opens the file system of a URL; returns it with the key that the URL names.
-
-    Raises:
-        StoreError: fsspec does not know the scheme, or needs a library that is not installed.
-    """
+    """Opens the file system of a URL; returns it with the key that the URL names. Raises as `open_bucket`."""
     if any(part in (".", "..") for part in url.partition("://")[2].split("/")):
         raise StoreError(url, expected="a path below the root", found="a step up")
     try:
@@ -70,24 +67,18 @@ class FsspecBucket:
         with self._wrapped_errors("list", prefix), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             self._fs.invalidate_cache()
             rows = self._fs.ls(self._path(prefix), detail=True)
-            files = [self._info(row) for row in rows if row["type"] == "file"]
+            files = {self._key(row["name"]): _entry(row) for row in rows if row["type"] == "file"}
             return ObjectListing(files, [self._key(row["name"]) for row in rows if row["type"] == "directory"])
-        return ObjectListing([], [])
+        return ObjectListing({}, [])
 
-    def walk(self, prefix: str) -> Iterator[ObjectInfo]:
+    def walk(self, prefix: str) -> Iterator[tuple[str, DirectoryEntry]]:
         with self._wrapped_errors("list", prefix), contextlib.suppress(FileNotFoundError):
             self._fs.invalidate_cache()
             rows = self._fs.find(self._path(prefix), detail=True)
-            yield from [self._info(row) for row in rows.values()]
+            yield from [(self._key(row["name"]), _entry(row)) for row in rows.values()]
 
     def _key(self, path: str) -> str:
         return path.removeprefix(self._root).strip("/")
-
-    def _info(self, row: Mapping[str, Any]) -> ObjectInfo:
-        tag = next((row[name] for name in ("ETag", "etag", "md5Hash", "ino") if row.get(name)), "")
-        moment = next((row[name] for name in _TIMES if row.get(name)), None)
-        number = int.from_bytes(hashlib.blake2s(str(tag).encode(), digest_size=7).digest()) if tag else 0
-        return ObjectInfo(self._key(row["name"]), row.get("size") or 0, _nanoseconds(moment), number)
 
     def size(self, key: str) -> int:
         with self._wrapped_errors("look at", key):
@@ -161,8 +152,12 @@ class FsspecBucket:
             ) from error
 
 
-def _nanoseconds(moment: object) -> int:
+def _entry(row: Mapping[str, Any]) -> DirectoryEntry:
+    tag = next((row[name] for name in ("ETag", "etag", "md5Hash", "ino") if row.get(name)), "")
+    number = int.from_bytes(hashlib.blake2s(str(tag).encode(), digest_size=7).digest()) if tag else 0
+    moment = next((row[name] for name in _TIMES if row.get(name)), None)
+    modified_ns = int(moment * 1e9) if isinstance(moment, (int, float)) else 0
     if isinstance(moment, datetime.datetime):
         aware = moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.UTC)
-        return int(aware.timestamp() * 1e6) * 1000
-    return int(moment * 1e9) if isinstance(moment, (int, float)) else 0
+        modified_ns = int(aware.timestamp() * 1e6) * 1000
+    return DirectoryEntry(row.get("size") or 0, modified_ns, number)

@@ -1,10 +1,9 @@
 """Finds, lists and removes the files that dead saves left in a checkpoint's directory.
 
 What may be removed is decided by `core.analysis.deletion`. A save clears its path before it writes and, where the store
-cannot refuse to replace an index that is newer than the one it knows, once more when it has ended: of two saves that
-end at the same moment the later one finds both ended, and removes what the index does not name. An index is read only
-after the progress records were read, so a save that has been committed meanwhile is never taken for one that was
-replaced.
+has no conditional write, once more when it has ended: of two saves that end at the same moment the later one finds both
+ended, and removes what the index does not name. An index is read only after the progress records were read, so a save
+that has been committed meanwhile is never taken for one that was replaced.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from ...core.analysis.deletion import (
     plan_leftovers,
 )
 from ...core.format.file_names import final_name, parse_file_name, writer_tag
-from ...core.format.save_progress import MAX_PROGRESS, Owner, decode_progress, parse_progress_name
+from ...core.format.save_progress import Owner, parse_progress_name
 from ...errors import CheckpointError, CheckpointNotFound, TreeckptError
 from ...reports import Leftover
 from .metadata_files import read_index, read_timings
 from .object_store import ObjectFolder, ObjectStore
 from .process_owner import is_running
-from .progress_file import is_alive
+from .progress_file import is_alive, read_record
 from .reader_leases import LEASE, lease_owner
 from .run_store import DirectoryEntry, Folder, LocalFolder
 from .store import LocalStore, Store
@@ -57,11 +56,7 @@ def deletion_times(now_ns: int, grace: float = GRACE) -> CleanupTimes:
 
 
 def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[FileInfo, ...]:
-    """Returns the files of a directory, each with whether the process that owns it is alive, where that is known.
-
-    Args:
-        committed: the id of the save that the index names.
-    """
+    """Returns the files of a directory, and whether their processes are alive; `committed` is the save of the index."""
     entries = {name: entry for name, entry in folder.entries().items() if entry.regular}
     alive: dict[str, bool | None] = {}
     ended: set[str] = set()
@@ -84,15 +79,13 @@ def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[F
 
 def _owner_state(store: Store, name: str, entry: DirectoryEntry, now_ns: int) -> tuple[Owner | None, bool | None]:
     """Returns the owner of a progress record or lease, and whether that process may still run; None if not known."""
-    if (parsed := parse_progress_name(final_name(name))) is None:
+    if parse_progress_name(final_name(name)) is None:
         owner = lease_owner(store, name)
         return owner, is_running(owner) if owner is not None else None
-    with contextlib.suppress(TreeckptError, OSError):
-        record = decode_progress(store.read(name, limit=MAX_PROGRESS), name)
-        if (record.rank, record.save_id) == parsed:
-            renewed = msgspec.structs.replace(record, alive_ns=max(record.alive_ns, entry.modified_ns))
-            return record.owner, is_alive(final_name(name), renewed, now_ns)
-    return None, None
+    if (record := read_record(store, name)) is None:
+        return None, None
+    renewed = msgspec.structs.replace(record, alive_ns=max(record.alive_ns, entry.modified_ns))
+    return record.owner, is_alive(final_name(name), renewed, now_ns)
 
 
 def _timings_without_record(names: Iterable[str], committed: str | None) -> list[str]:
@@ -137,11 +130,7 @@ def _has_other_saves(names: Iterable[str], known: str) -> bool:
 
 
 def list_leftovers(store: Store, names: Iterable[str], *, known: str) -> tuple[Leftover, ...]:
-    """Lists the files beside a checkpoint that belong neither to it nor to a save that is known to be alive.
-
-    Args:
-        names, known: same as for `clear_leftovers`.
-    """
+    """Lists the files beside a checkpoint of neither it nor a live save; arguments as for `clear_leftovers`."""
     if not _has_other_saves(names, known):
         return ()
     now = time.time_ns()
@@ -183,34 +172,8 @@ def clear_leftovers(store: Store, names: Iterable[str], *, known: str) -> None:
             remove_leftovers(folder, msgspec.structs.replace(found, directory=False))
 
 
-class _StoreFolder:
-    """A store of any kind as a directory. No modification times are known, so all files count as new."""
-
-    is_link = False
-
-    def __init__(self, store: Store) -> None:
-        self.store, self.url = store, store.url
-        self.name = store.url.rstrip("/").rpartition("/")[2]
-
-    def modified_ns(self) -> int | None:
-        return time.time_ns()
-
-    def entries(self) -> dict[str, DirectoryEntry]:
-        now = time.time_ns()
-        return {name: DirectoryEntry(nbytes, now) for name, nbytes in self.store.sizes().items()}
-
-    def entry(self, name: str) -> DirectoryEntry | None:
-        return self.entries().get(name)
-
-    def sync(self) -> None:
-        """Does nothing: a store has no such call. A file that is back after a power loss is a leftover again."""
-
-    def remove(self) -> bool:
-        return False
-
-
 def _folder_of(store: Store) -> Folder:
     """Returns the directory of a checkpoint's store."""
     if type(store) is LocalStore:
         return LocalFolder(store.directory)
-    return ObjectFolder(store) if type(store) is ObjectStore else _StoreFolder(store)
+    return ObjectFolder(store) if type(store) is ObjectStore else Folder(store)

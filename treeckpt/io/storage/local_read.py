@@ -23,7 +23,7 @@ from ...errors import CorruptError
 from .mapped_read import MappedReader
 from .page_cache import is_cached
 
-__all__ = ["LocalReader", "ReaderCache", "open_regular"]
+__all__ = ["LocalReader", "ReaderCache", "open_regular", "too_short"]
 
 PAGE = 4096
 VECTORS = 256
@@ -44,9 +44,7 @@ def open_regular(path: Path, flags: int = 0) -> int:
     flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = os.open(path, flags | os.O_NONBLOCK)
-    except (
-        BlockingIOError
-    ):  # another process holds a lease, e.g. a Samba server; a blocking open waits until it is released
+    except BlockingIOError:  # another process, such as a Samba server, holds a lease; a blocking open waits for it
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise
         fd = os.open(path, flags)
@@ -63,6 +61,16 @@ def open_regular(path: Path, flags: int = 0) -> int:
 def _irregular(path: Path, found: str) -> CorruptError:
     return CorruptError(
         str(path), expected="a regular file", found=found, hint="No save leaves this; put the file itself there"
+    )
+
+
+def too_short(label: str, offset: int, nbytes: int, found: int, *, what: str = "file") -> CorruptError:
+    """Returns the error for a file that ends `found` bytes after `offset`."""
+    return CorruptError(
+        label,
+        expected=f"{nbytes} bytes at {offset}",
+        found=f"{found} before the end of the {what}",
+        hint=f"The {what} was cut short; restore it from a copy",
     )
 
 
@@ -94,19 +102,16 @@ class LocalReader:
             CorruptError: the file ends before.
             OSError: it cannot be read; with its name.
         """
+        cached = shared or len(out) < DIRECT or is_cached(self._fd, offset, len(out))
         try:
-            self._fill(offset, out, shared)
+            filled = 0 if cached else self._from_device(offset, out)
+            self._copy(offset + filled, [out[filled:]], len(out) - filled)
         except OSError as error:
             error.filename = str(self._path)
             raise
 
     def read_parts(self, offset: int, parts: Sequence[memoryview]) -> bool:
-        """Fills several buffers one after the other from the page cache; returns False if not all bytes are cached.
-
-        Raises:
-            CorruptError: the file ends before.
-            OSError: it cannot be read; with its name.
-        """
+        """Fills several buffers from the page cache; returns False if not all is cached. Raises as `read_into`."""
         nbytes = sum(map(len, parts))
         if not is_cached(self._fd, offset, nbytes):
             return False
@@ -124,23 +129,13 @@ class LocalReader:
         with self._maps.mapped(offset, nbytes, fetch=fetch) as memory:  # this generator keeps the reader open meanwhile
             yield memory
 
-    def _fill(self, offset: int, out: memoryview, shared: bool) -> None:
-        cached = shared or len(out) < DIRECT or is_cached(self._fd, offset, len(out))
-        filled = 0 if cached else self._from_device(offset, out)
-        self._copy(offset + filled, [out[filled:]], len(out) - filled)
-
     def _copy(self, offset: int, parts: Sequence[memoryview], nbytes: int) -> None:
         """Reads through the page cache."""
         rest, filled = deque(parts), 0
         while filled < nbytes:
             count = os.preadv(self._fd, list(islice(rest, VECTORS)), offset + filled)
             if count == 0:
-                raise CorruptError(
-                    str(self._path),
-                    expected=f"{nbytes} bytes at {offset}",
-                    found=f"{filled} before the end of the file",
-                    hint="The file was cut short; restore it from a copy",
-                )
+                raise too_short(str(self._path), offset, nbytes, filled)
             filled += count
             while rest and count >= len(rest[0]):
                 count -= len(rest.popleft())
@@ -204,7 +199,9 @@ class ReaderCache:
         with self._lock:
             reader = self._open.pop(name, None)
             if reader is None:
-                self._close_idle(MOST - 1)
+                idle = [other for other, opened in self._open.items() if not opened.users]
+                for other in idle[: max(len(self._open) - MOST + 1, 0)]:
+                    self._open.pop(other).close()
                 reader = LocalReader(path)
             self._open[name] = reader  # the newest is the last one
             reader.users += 1
@@ -223,8 +220,3 @@ class ReaderCache:
                 if not reader.users:
                     reader.close()
             self._open.clear()
-
-    def _close_idle(self, most: int) -> None:
-        idle = [name for name, reader in self._open.items() if not reader.users]
-        for name in idle[: max(len(self._open) - most, 0)]:
-            self._open.pop(name).close()

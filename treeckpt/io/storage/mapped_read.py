@@ -1,11 +1,11 @@
 """Reads bytes of a file from a memory map of the page cache, without a copy.
 
 A process that touches a mapped file is killed by the kernel if another process has truncated the file meanwhile. So a
-map is guarded by the kernel's own lease on the file: a process that opens it to write, or truncates it, waits for the
+map is guarded by the kernel's lease on the file: a process that opens it to write, or truncates it, waits for the
 milliseconds until every map is closed (45 s at most, by default), and no new map is created meanwhile. Pages are mapped
 by a call that fails where touching them would kill the process, as on a broken disk. Where one of these is not
-available (files of other users, network and FUSE file systems, old kernels, other systems), nothing is mapped and bytes
-are read by the usual calls. The kernel signals a waiting writer by SIGURG, which is ignored by default.
+available (files of other users, network and FUSE file systems, old kernels, other systems), nothing is mapped.
+The kernel signals a waiting writer by SIGURG, which is ignored by default.
 
 Bytes that are to be fetched into the page cache are mapped in huge pages: fewer and larger requests to the device, and
 fewer page faults for later readers.
@@ -60,11 +60,7 @@ def _is_local(fd: int) -> bool:
 
 
 class MappedReader:
-    """Maps byte ranges of one open file, for several threads at once.
-
-    Args:
-        fd: a descriptor that is open for reading only; this class does not close it.
-    """
+    """Maps byte ranges of one open file, for several threads at once; `fd` is read-only, and is not closed here."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._lock = fd, threading.Lock()

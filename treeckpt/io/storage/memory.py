@@ -42,9 +42,7 @@ class SlabAllocator:
 
     Touching new memory in pages of 4 KiB costs as much as reading it from the device. Arrays of a few megabytes are too
     small for huge pages of their own, so they share slabs; a slab is freed with the last array in it. Each slab is
-    twice as large as the one before, up to `SLAB`, so a load maps little more than the arrays that it allocates: a
-    thousand loads of a small part each would map 64 GiB otherwise, more than a fork or a limit of the address space
-    may allow.
+    twice as large as the one before, up to `SLAB`: a thousand loads of a small part each would map 64 GiB otherwise.
     """
 
     def __init__(self) -> None:

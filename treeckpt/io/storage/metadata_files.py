@@ -17,21 +17,12 @@ __all__ = ["decode_and_check", "read_index", "read_index_bytes", "read_timings",
 
 
 def read_index(store: Store) -> Index:
-    """Returns the index of a checkpoint.
-
-    Raises:
-        CheckpointNotFound: there is none; says whether shards are there.
-        CorruptError, FormatError: it is not as it was written, or lists far more than the files there can hold.
-    """
+    """Returns the index of a checkpoint; raises as `read_index_bytes` and `decode_and_check`."""
     return decode_and_check(store, read_index_bytes(store))
 
 
 def decode_and_check(store: Store, data: bytes) -> Index:
-    """Decodes an index.
-
-    Raises:
-        CorruptError, FormatError: it is not as it was written, or lists far more than the files there can hold.
-    """
+    """Decodes an index; raises CorruptError or FormatError if it is damaged, or lists more than the files can hold."""
     index = decode_index(data, f"{store.url}/{INDEX_NAME}")
     if needs_file_sizes(index, len(data)):
         check_against_files(index, store.sizes(), store.url)
@@ -48,29 +39,19 @@ def read_index_bytes(store: Store) -> bytes:
     try:
         return store.read(INDEX_NAME, limit=MAX_INDEX)
     except (FileNotFoundError, NotADirectoryError) as error:
-        shards = sum(parse_shard_name(name) is not None for name in store.sizes())
-        foreign = None if shards else describe_foreign(store.url)
-        if foreign is not None:
-            expected = f"a checkpoint of treeckpt ({INDEX_NAME})"
-            raise CheckpointNotFound(store.url, expected=expected, found=foreign[0], hint=foreign[1]) from error
-        raise CheckpointNotFound(
-            store.url,
-            expected=f"a checkpoint ({INDEX_NAME})",
-            found=f"{shards} shards of a save that never finished, or lost its index" if shards else "none",
-            hint="Load another step; if the index was lost, treeckpt rebuild-index makes it again"
-            if shards
-            else "Check the path",
-        ) from error
+        expected, found, hint = f"a checkpoint ({INDEX_NAME})", "none", "Check the path"
+        if shards := sum(parse_shard_name(name) is not None for name in store.sizes()):
+            found = f"{shards} shards of a save that never finished, or lost its index"
+            hint = "Load another step; if the index was lost, treeckpt rebuild-index makes it again"
+        elif (foreign := describe_foreign(store.url)) is not None:
+            expected, (found, hint) = f"a checkpoint of treeckpt ({INDEX_NAME})", foreign
+        raise CheckpointNotFound(store.url, expected=expected, found=found, hint=hint) from error
     except OSError as error:
         raise wrap_read_error(error, f"{store.url}/{INDEX_NAME}", kind=CorruptError) from error
 
 
 def read_timings(store: Store, save_id: str) -> Timings | None:
-    """Returns the timings of a save, None where there are none.
-
-    Raises:
-        CorruptError, FormatError: they are not as they were written.
-    """
+    """Returns the timings of a save, None if there are none; raises CorruptError or FormatError if they are damaged."""
     name = timings_name(save_id)
     try:
         data = store.read(name, limit=MAX_INDEX)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 from collections.abc import Iterator
+from functools import partial
 
 from ...errors import StoreError
 from .bucket import ObjectBucket
@@ -74,11 +74,6 @@ class MultipartWriter:
             self._bucket.upload(self._key, self._nbytes, self._stream())
         except BaseException as error:
             self._error = error
-            with contextlib.suppress(
-                queue.Empty
-            ):  # a writer that waits for room in the queue goes on, and finds the error
-                while True:
-                    self._blocks.get_nowait()
         finally:
             with self._ahead:
                 self._ended = True
@@ -92,12 +87,9 @@ class MultipartWriter:
 
     def write(self, offset: int, data: memoryview) -> None:
         with self._ahead:
-            waited_since, seen = time.monotonic(), self._taken
             while self._taken != offset and not self._ended:
-                self._ahead.wait(min(1.0, PATIENCE))
-                if self._taken != seen:
-                    waited_since, seen = time.monotonic(), self._taken
-                if offset < self._taken or time.monotonic() - waited_since > PATIENCE:
+                is_late = offset < self._taken
+                if is_late or not self._ahead.wait_for(partial(self._has_gone_on, self._taken), PATIENCE):
                     raise ValueError(f"{self._key}: a block at {offset} where {self._taken} is next")
         self._check()
         if len(data):
@@ -105,6 +97,9 @@ class MultipartWriter:
         with self._ahead:
             self._taken = offset + len(data)
             self._ahead.notify_all()
+
+    def _has_gone_on(self, taken: int) -> bool:
+        return self._taken != taken or self._ended
 
     def _put(self, block: bytes | None) -> None:
         while True:

@@ -2,10 +2,8 @@
 
 A directory is a prefix: it exists as long as it has an object. Shards are uploaded in parts and become visible when
 complete; the index is published by a conditional write, so of several saves to one path exactly one is committed. A
-crash leaves no object, only parts of an upload that never ends: they cost money until the bucket's rule for incomplete
-multipart uploads removes them (obstore cannot list them).
-
-A whole run is listed by pages of its objects, not directory by directory.
+crash leaves parts of an upload that never ends: they cost money until the bucket's rule for incomplete multipart
+uploads removes them (obstore cannot list them). A run is listed by pages of its objects, not directory by directory.
 """
 
 from __future__ import annotations
@@ -16,14 +14,16 @@ import pickle
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ...errors import CheckpointExists, CorruptError, StoreError
-from .bucket import OBJECT_SCHEMES, ObjectBucket, ObjectInfo, ObjectListing, split_url
+from .bucket import OBJECT_SCHEMES, ObjectBucket, ObjectListing, check_path, split_url
 from .fsspec import open_fsspec
+from .local_read import too_short
 from .multipart import SINGLE_PUT_LIMIT, MultipartWriter, SinglePutWriter
 from .obstore import ObstoreBucket
-from .run_store import DirectoryEntry
+from .run_store import DirectoryEntry, Folder
 from .store import Writer
 
 __all__ = ["ObjectFolder", "ObjectRun", "ObjectStore", "open_address"]
@@ -39,7 +39,9 @@ def open_bucket(url: str, options: Mapping[str, Any]) -> tuple[ObjectBucket, str
 
     Raises:
         StoreError: the URL's scheme is not known, its library is not installed, or an option is wrong.
+        CheckpointError: it contains what no URL can.
     """
+    check_path(url)
     if url.partition("://")[0] in OBJECT_SCHEMES:
         root, key = split_url(url)
         return ObstoreBucket(root, options), key
@@ -59,22 +61,24 @@ class ObjectStore:
     """
 
     def __init__(self, url: str, **options: Any) -> None:
-        self._bucket, self._prefix = open_bucket(url, options)
+        self._open(*open_bucket(url, options))
+
+    def _open(self, bucket: ObjectBucket, prefix: str) -> None:
+        self._bucket, self._prefix = bucket, prefix
         self._heads: dict[str, bytes] = {}
         self._lock = threading.Lock()
-
-    _seen = ""
-    """The name of an object that was read."""
+        self._seen = ""
+        """The name of an object that was read."""
 
     @classmethod
     def _within(cls, bucket: ObjectBucket, prefix: str) -> ObjectStore:
         """Returns the store of a prefix in a bucket that is open."""
         store = cls.__new__(cls)
-        store._bucket, store._prefix, store._heads, store._lock = bucket, prefix, {}, threading.Lock()
+        store._open(bucket, prefix)
         return store
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open_store, (self.url, dict(self._bucket.options))
+        return partial(ObjectStore, self.url, **self._bucket.options), ()
 
     @property
     def url(self) -> str:
@@ -87,16 +91,12 @@ class ObjectStore:
             return None
         env = {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)}
         try:
-            return pickle.dumps((self.url, dict(self._bucket.options), env))
+            return pickle.dumps((self.url, self._bucket.options, env))
         except Exception:
             return None
 
     def _key(self, name: str) -> str:
-        """Returns the key of a file.
-
-        Raises:
-            StoreError: the name would lead out of the prefix.
-        """
+        """Returns the key of a file; raises StoreError for a name that would lead out of the prefix."""
         if not _is_plain(name):
             raise StoreError(f"{self.url}/{name!r:.80}", expected="the plain name of a file", found="something else")
         return f"{self._prefix}/{name}".lstrip("/")
@@ -107,7 +107,7 @@ class ObjectStore:
     def entries(self) -> dict[str, DirectoryEntry]:
         """Lists the direct children of the prefix, by name."""
         listing = self._bucket.list(self._prefix)
-        found = {name: _entry(info) for name, info in files_below(listing, self._prefix).items()}
+        found = files_below(listing, self._prefix)
         for key in listing.folders:
             found.setdefault(key.rpartition("/")[2], DirectoryEntry(0, 0, regular=False))
         if not found and self._seen:
@@ -145,12 +145,7 @@ class ObjectStore:
         else:
             filled = self._bucket.read_into(key, offset, out) if len(out) else 0
         if filled < len(out):
-            raise CorruptError(
-                f"{self.url}/{name}",
-                expected=f"{len(out)} bytes at {offset}",
-                found=f"{filled} before the end of the object",
-                hint="The object was cut short; restore it from a copy",
-            )
+            raise too_short(f"{self.url}/{name}", offset, len(out), filled, what="object")
 
     def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
         return False  # nothing is cached on this host
@@ -193,15 +188,7 @@ class ObjectStore:
             raise self._exists(name) from error
 
     def compare_and_swap(self, name: str, data: bytes, *, holds: Callable[[bytes], bool], limit: int) -> None:
-        """Replaces a file by a conditional write if its content is as expected; creates it if there is none.
-
-        Args:
-            holds: whether this content may be replaced.
-            limit: the size of the present content in bytes, at most.
-
-        Raises:
-            CheckpointExists: the content is another one, or was replaced meanwhile.
-        """
+        """Does it by a conditional write; see `SupportsCompareAndSwap`."""
         key = self._key(name)
         try:
             found, tag = self._bucket.read(key, limit)
@@ -229,50 +216,30 @@ class ObjectStore:
         return True
 
 
-class ObjectFolder:
-    """A prefix of a run, as a directory.
-
-    Args:
-        entries: its content from a listing of the run; None lists it on each call.
-    """
-
-    is_link = False
+class ObjectFolder(Folder):
+    """A prefix of a run, as a directory; without `entries`, from a listing of the run, it is listed on each call."""
 
     def __init__(self, store: ObjectStore, entries: dict[str, DirectoryEntry] | None = None) -> None:
-        self.store, self.url, self._entries = store, store.url, entries
-        self.name = store.url.rpartition("/")[2]
+        super().__init__(store)
+        self._objects, self._entries = store, entries
 
     def modified_ns(self) -> int | None:
         return max((entry.modified_ns for entry in self.entries().values()), default=None)
 
     def entries(self) -> dict[str, DirectoryEntry]:
-        return self.store.entries() if self._entries is None else self._entries
-
-    def entry(self, name: str) -> DirectoryEntry | None:
-        return self.entries().get(name)
-
-    def sync(self) -> None:
-        """Does nothing: deletions are durable."""
+        return self._objects.entries() if self._entries is None else self._entries
 
     def remove(self) -> bool:
         """Returns whether the prefix is empty: then there is no directory."""
-        return self.store.tidy()
+        return self._objects.tidy()
 
 
 class ObjectRun:
-    """A run of checkpoints under a prefix.
-
-    Args:
-        url: `s3://bucket/run` and the like.
-        options: same as for `ObjectStore`.
-    """
+    """A run of checkpoints under a prefix, as `s3://bucket/run`; options as for `ObjectStore`."""
 
     def __init__(self, url: str, **options: Any) -> None:
         self._bucket, self._prefix = open_bucket(url, options)
-
-    @property
-    def url(self) -> str:
-        return f"{self._bucket.url}/{self._prefix}".rstrip("/")
+        self.url = f"{self._bucket.url}/{self._prefix}".rstrip("/")
 
     def names(self) -> list[str]:
         found = self._bucket.list(self._prefix).folders
@@ -284,29 +251,28 @@ class ObjectRun:
             raise StoreError(
                 f"{self.url}/{name!r:.80}", expected="the plain name of a directory", found="something else"
             )
-        return ObjectFolder(ObjectStore._within(self._bucket, f"{self._prefix}/{name}".lstrip("/")))
+        return ObjectFolder(self._store(name))
+
+    def _store(self, name: str) -> ObjectStore:
+        return ObjectStore._within(self._bucket, f"{self._prefix}/{name}".lstrip("/"))
 
     def folders(self) -> list[ObjectFolder]:
         """Returns all directories with their content, by one listing of the whole run."""
         entries: dict[str, dict[str, DirectoryEntry]] = {}
-        for found in self._bucket.walk(self._prefix):
-            if not _is_below(found.key, self._prefix):
+        for key, entry in self._bucket.walk(self._prefix):
+            if not _is_below(key, self._prefix):
                 continue
-            name, _, rest = found.key[len(self._prefix) :].lstrip("/").partition("/")
+            name, _, rest = key[len(self._prefix) :].lstrip("/").partition("/")
             if rest and _is_plain(name) and not name.startswith("."):
                 inner, _, deeper = rest.partition("/")
-                entries.setdefault(name, {})[inner] = DirectoryEntry(0, 0, regular=False) if deeper else _entry(found)
-        return [ObjectFolder(self.folder(name).store, entries[name]) for name in sorted(entries)]
+                entries.setdefault(name, {})[inner] = DirectoryEntry(0, 0, regular=False) if deeper else entry
+        return [ObjectFolder(self._store(name), entries[name]) for name in sorted(entries)]
 
 
 def open_address(address: bytes) -> ObjectStore:
     """Opens the store of an `ObjectStore.address` in a writer process; copies the credentials into its environment."""
     url, options, env = pickle.loads(address)  # safe: it comes from the parent process over a private socket
     os.environ.update(env)
-    return ObjectStore(url, **options)
-
-
-def _open_store(url: str, options: Mapping[str, Any]) -> ObjectStore:
     return ObjectStore(url, **options)
 
 
@@ -318,11 +284,7 @@ def _is_below(key: str, prefix: str) -> bool:
     return not prefix or key.startswith(f"{prefix}/")
 
 
-def files_below(listing: ObjectListing, prefix: str) -> dict[str, ObjectInfo]:
+def files_below(listing: ObjectListing, prefix: str) -> dict[str, DirectoryEntry]:
     """Returns the objects directly below a prefix by name; other keys, which some services list too, are left out."""
-    names = {info.key[len(prefix) :].lstrip("/"): info for info in listing.files if _is_below(info.key, prefix)}
-    return {name: info for name, info in names.items() if _is_plain(name)}
-
-
-def _entry(found: ObjectInfo) -> DirectoryEntry:
-    return DirectoryEntry(found.nbytes, found.modified_ns, found.number)
+    names = {key[len(prefix) :].lstrip("/"): entry for key, entry in listing.files.items() if _is_below(key, prefix)}
+    return {name: entry for name, entry in names.items() if _is_plain(name)}

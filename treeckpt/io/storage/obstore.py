@@ -12,7 +12,6 @@ import hashlib
 import os
 import re
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,8 @@ from typing import Any, TypeVar
 
 from ...errors import StoreError
 from .aws_profiles import HOW, check_instance, s3_options
-from .bucket import ObjectInfo, ObjectListing, VersionTag, missing_extra
+from .bucket import ObjectListing, VersionTag, missing_extra
+from .run_store import DirectoryEntry
 
 __all__ = ["ObstoreBucket"]
 
@@ -96,8 +96,7 @@ class ObstoreBucket:
             self._store: Any = opened(f"{_SCHEMES.get(scheme, scheme)}://{rest}", client_options=client, **merged)
         except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
             raise StoreError(url, expected="options that obstore takes", found=_first_line(error)) from error
-        self._pool: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(READS, "treeckpt-get")  # its threads start with the first read in parts
 
     # listing -------------------------------------------------------------------------------------------------
 
@@ -105,9 +104,10 @@ class ObstoreBucket:
         found = self._retry("list", prefix, lambda: self._obstore.list_with_delimiter(self._store, prefix or None))
         if not found["objects"] and not found["common_prefixes"]:
             self._check_empty_listing(prefix)
-        return ObjectListing([_object_info(meta) for meta in found["objects"]], list(found["common_prefixes"]))
+        files = {meta["path"]: _entry(meta) for meta in found["objects"]}
+        return ObjectListing(files, list(found["common_prefixes"]))
 
-    def walk(self, prefix: str) -> Iterator[ObjectInfo]:
+    def walk(self, prefix: str) -> Iterator[tuple[str, DirectoryEntry]]:
         last: str | None = None
         pages: Any = None
 
@@ -122,7 +122,7 @@ class ObstoreBucket:
 
         while page := self._retry("list", prefix, next_page):
             last = page[-1]["path"]
-            yield from map(_object_info, page)
+            yield from ((meta["path"], _entry(meta)) for meta in page)
         if last is None:
             self._check_empty_listing(prefix)
 
@@ -146,18 +146,9 @@ class ObstoreBucket:
         return result.meta["size"]
 
     def _check_not_web_page(self, key: str, attributes: Mapping[str, str], data: bytes = b"") -> None:
-        """Checks that a response is not a web page, which proxies and login pages send with a status of success.
-
-        Raises:
-            StoreError: it is a web page.
-        """
+        """Raises StoreError for a web page, which proxies and login pages send with a status of success."""
         if attributes.get("Content-Type", "").startswith("text/html") or _HTML.match(data):
-            raise StoreError(
-                f"{self.url}/{key}",
-                expected="to read it",
-                found=_WEB_PAGE,
-                hint=_INTERMEDIARY,
-            )
+            raise StoreError(f"{self.url}/{key}", expected="to read it", found=_WEB_PAGE, hint=_INTERMEDIARY)
 
     # reading -------------------------------------------------------------------------------------------------
 
@@ -179,7 +170,7 @@ class ObstoreBucket:
         parts = range(0, len(out), step)
         if len(parts) < 2:
             return self._read_range(key, start, out)
-        jobs = [self._threads().submit(self._read_range, key, start + at, out[at : at + step]) for at in parts]
+        jobs = [self._pool.submit(self._read_range, key, start + at, out[at : at + step]) for at in parts]
         counts = [job.exception() or job.result() for job in jobs]
         filled = 0
         for count, at in zip(counts, parts, strict=True):
@@ -201,11 +192,6 @@ class ObstoreBucket:
         data = self._retry("read", key, get)
         out[: len(data)] = data
         return len(data)
-
-    def _threads(self) -> ThreadPoolExecutor:
-        with self._lock:
-            self._pool = self._pool or ThreadPoolExecutor(READS, "treeckpt-get")
-            return self._pool
 
     # writing -------------------------------------------------------------------------------------------------
 
@@ -261,11 +247,7 @@ class ObstoreBucket:
             raise self._to_store_error(what, key, error) from error
 
     def _retry(self, what: str, key: str, call: Callable[[], T], *, unless: Callable[[], bool] = lambda: False) -> T:
-        """Makes a request that changes nothing; repeats it if the body of its response breaks off.
-
-        Args:
-            unless: whether it has changed something, so that it must not be repeated.
-        """
+        """Makes a request; repeats it if the body of its response breaks off, `unless` it has changed something."""
         for tried in range(1, TRIES + 1):
             try:
                 with self._wrapped_errors(what, key):
@@ -314,7 +296,7 @@ def _first_line(error: Exception) -> str:
     return f"{head}: {', '.join(messages)}"[:600] if messages else head[:600]
 
 
-def _object_info(meta: Mapping[str, Any]) -> ObjectInfo:
+def _entry(meta: Mapping[str, Any]) -> DirectoryEntry:
     tag = f"{meta.get('e_tag')} {meta.get('version')}"
     number = int.from_bytes(hashlib.blake2s(tag.encode(), digest_size=7).digest())
-    return ObjectInfo(meta["path"], meta["size"], int(meta["last_modified"].timestamp() * 1000) * 1_000_000, number)
+    return DirectoryEntry(meta["size"], int(meta["last_modified"].timestamp() * 1000) * 1_000_000, number)

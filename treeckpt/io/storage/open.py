@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ...errors import CheckpointError
-from .bucket import check_path, is_url, local_path
+from .bucket import is_url, local_path
 from .object_store import ObjectFolder, ObjectRun, ObjectStore
 from .run_store import Folder, LocalFolder, LocalRun, RunStore
 from .store import LocalStore, Store
@@ -22,10 +22,7 @@ def open_store(path: str | os.PathLike[str] | Store) -> Store:
     """
     if isinstance(path, (str, os.PathLike)):
         text = os.fspath(path)
-        check_path(text)
-        if is_url(text):
-            return ObjectStore(text)
-        return LocalStore(local_path(text))
+        return ObjectStore(text) if is_url(text) else LocalStore(local_path(text))
     if not hasattr(path, "sizes"):
         raise CheckpointError(
             "path",
@@ -37,29 +34,14 @@ def open_store(path: str | os.PathLike[str] | Store) -> Store:
 
 
 def open_run(run: str | os.PathLike[str] | RunStore) -> RunStore:
-    """Returns the run of a path or URL; a run is returned as it is.
-
-    Raises:
-        StoreError: the URL's scheme is not known, or its library is not installed.
-        CheckpointError: the path is empty.
-    """
+    """Returns the run of a path or URL; a run is returned as it is. Raises as `open_store`."""
     if not isinstance(run, (str, os.PathLike)):
         return run
     text = os.fspath(run)
-    check_path(text)
-    if is_url(text):
-        return ObjectRun(text)
-    return LocalRun(local_path(text))
+    return ObjectRun(text) if is_url(text) else LocalRun(local_path(text))
 
 
 def open_folder(path: str | os.PathLike[str]) -> Folder:
-    """Returns the directory of a checkpoint's path or URL.
-
-    Raises:
-        StoreError, CheckpointError: same as for `open_run`.
-    """
+    """Returns the directory of a checkpoint's path or URL; raises as `open_store`."""
     text = os.fspath(path)
-    check_path(text)
-    if is_url(text):
-        return ObjectFolder(ObjectStore(text))
-    return LocalFolder(local_path(text))
+    return ObjectFolder(ObjectStore(text)) if is_url(text) else LocalFolder(local_path(text))

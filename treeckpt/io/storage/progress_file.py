@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from ...core.format.file_names import final_name
 from ...core.format.save_progress import (
     MAX_PROGRESS,
     Progress,
@@ -25,12 +26,11 @@ from ...core.format.save_progress import (
     progress_name,
 )
 from ...errors import TreeckptError
-from .counting_store import CountingStore
 from .object_store import ObjectStore
 from .process_owner import is_running, this_process
 from .store import LocalStore, MemoryStore, Store
 
-__all__ = ["LAPSE", "ProgressRecorder", "is_alive", "read_progress", "replace_file"]
+__all__ = ["LAPSE", "ProgressRecorder", "is_alive", "read_progress", "read_record", "replace_file"]
 
 PATIENCE = 0.5
 PAUSE = 0.25
@@ -62,20 +62,19 @@ def replace_file(store: Store, name: str, data: bytes) -> None:
 
 
 def read_progress(store: Store, names: Iterable[str]) -> list[Progress]:
-    """Reads the progress records among a directory's files, ordered by save and rank; unreadable ones are skipped.
+    """Reads the progress records among a directory's files, ordered by save and rank; unreadable ones are skipped."""
+    records = [read_record(store, name) for name in names if parse_progress_name(name) is not None]
+    found = [record for record in records if record is not None]
+    return sorted(found, key=lambda record: (record.started_ns, record.save_id, record.rank))
 
-    A save that was killed leaves its record: `updated_ns` says how old it is.
-    """
-    found: list[Progress] = []
-    for name in names:
-        parsed = parse_progress_name(name)
-        if parsed is None:
-            continue
-        with contextlib.suppress(TreeckptError, OSError):  # it may be gone by now
-            progress = decode_progress(store.read(name, limit=MAX_PROGRESS), name)
-            if (progress.rank, progress.save_id) == parsed:
-                found.append(progress)
-    return sorted(found, key=lambda progress: (progress.started_ns, progress.save_id, progress.rank))
+
+def read_record(store: Store, name: str) -> Progress | None:
+    """Reads one progress record, also a temporary one; None if it cannot be read, or is that of another save."""
+    with contextlib.suppress(TreeckptError, OSError):  # it may be gone by now
+        record = decode_progress(store.read(name, limit=MAX_PROGRESS), name)
+        if (record.rank, record.save_id) == parse_progress_name(final_name(name)):
+            return record
+    return None
 
 
 class ProgressRecorder:
@@ -129,10 +128,6 @@ class ProgressRecorder:
                 _own_records.add(self._name)
                 record = msgspec.structs.replace(self._record, alive_ns=time.time_ns())
                 replace_file(self._store, self._name, encode_progress(record))
-
-    def counting(self) -> Store:
-        """Returns the store with all bytes that are written to new files counted in this record."""
-        return CountingStore(self._store, self.add)
 
     def add(self, nbytes: int) -> None:
         """Adds written bytes to the record."""

@@ -34,11 +34,7 @@ MAX_LEASE = 4096
 
 @contextlib.contextmanager
 def hold_lease(folder: Folder, *, renew: float = RENEW) -> Iterator[bool]:
-    """Holds a lease while the body runs; gives False where none can be written.
-
-    Args:
-        renew: seconds between renewals.
-    """
+    """Holds a lease while the body runs, renewed every `renew` seconds; gives False where none can be written."""
     if not folder.entries():  # a lease would create the directory again
         yield False
         return

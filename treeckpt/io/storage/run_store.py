@@ -1,8 +1,8 @@
-"""The directory of a run, with a directory for each checkpoint: local or in memory (`object_store` has it for objects).
+"""The directory of a run, with a directory for each checkpoint (`object_store` has it for objects).
 
 A `Folder` is the directory of one checkpoint: it holds the store of the checkpoint's files, and adds modification times
-and entries that are not regular files. Retention and the catalog use this protocol alone. Symbolic links are recognized
-and never followed unless the caller requests it.
+and entries that are not regular files. Retention and the catalog use it alone. Symbolic links are recognized and never
+followed unless the caller requests it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -20,14 +20,13 @@ import msgspec
 
 from ..os_errors import wrap_read_error
 from .local_write import sync_directory
-from .store import LocalStore, MemoryStore, Store, Writer
+from .store import LocalStore, Store
 
 __all__ = [
     "DirectoryEntry",
     "Folder",
     "LocalFolder",
     "LocalRun",
-    "MemoryRun",
     "RunStore",
     "SupportsBulkListing",
     "all_folders",
@@ -40,49 +39,45 @@ class DirectoryEntry(msgspec.Struct, frozen=True):
 
     nbytes: int
     modified_ns: int
-    """Unix time of the last write, by the clock of the file server or service."""
+    """Unix time of the last write, by the clock of the file server or service; 0 if not known."""
     number: int = 0
-    """Another number for another file of the same name, as an inode."""
+    """Another number for another file of the same name, as an inode or a hash of the ETag."""
     regular: bool = True
     """Whether it is a regular file, not a directory, link or pipe."""
 
 
-class Folder(Protocol):
-    """One directory of a run."""
+class Folder:
+    """One directory of a run. This one knows only its store: no modification times, so all files count as new."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def url(self) -> str:
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.url = store.url
         """Its name in messages; a path if it has one."""
-        ...
+        self.name = store.url.rstrip("/").rpartition("/")[2]
 
     @property
-    def store(self) -> Store: ...
-
-    @property
-    def is_link(self) -> bool: ...
+    def is_link(self) -> bool:
+        return False
 
     def modified_ns(self) -> int | None:
         """Returns when an entry was last added or removed; None if there is no such directory."""
-        ...
+        return time.time_ns()
 
     def entries(self) -> dict[str, DirectoryEntry]:
         """Returns all entries by name; empty if there is no such directory."""
-        ...
+        now = time.time_ns()
+        return {name: DirectoryEntry(nbytes, now) for name, nbytes in self.store.sizes().items()}
 
     def entry(self, name: str) -> DirectoryEntry | None:
         """Returns one entry, None if there is none of that name."""
-        ...
+        return self.entries().get(name)
 
     def sync(self) -> None:
-        """Makes deletions durable."""
-        ...
+        """Makes deletions durable, where they are not; a file that is back after a power loss is a leftover again."""
 
     def remove(self) -> bool:
         """Removes the directory if it is empty, durably; returns whether it is gone."""
-        ...
+        return False
 
 
 class RunStore(Protocol):
@@ -125,14 +120,13 @@ def _entry(found: os.stat_result) -> DirectoryEntry:
     return DirectoryEntry(found.st_size, found.st_mtime_ns, found.st_ino, stat.S_ISREG(found.st_mode))
 
 
-class LocalFolder:
+class LocalFolder(Folder):
     """A directory of a local (or mounted) file system."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.name = self.path.name or str(self.path)
-        self.url = str(self.path)
-        self.store = LocalStore(self.path)
+        super().__init__(LocalStore(self.path))
+        self.name, self.url = self.path.name or str(self.path), str(self.path)
 
     @property
     def is_link(self) -> bool:
@@ -212,71 +206,3 @@ class LocalRun:
 
     def folder(self, name: str) -> LocalFolder:
         return LocalFolder(self.path / name)
-
-
-class _TimedStore(MemoryStore):
-    """A memory store that records when its files were written."""
-
-    def __init__(self, name: str, clock: Callable[[], int]) -> None:
-        super().__init__(name)
-        self.clock, self.times = clock, dict[str, int]()
-        self.changed_ns: int | None = None
-
-    def prepare(self) -> None:
-        self.changed_ns = self.changed_ns or self.clock()
-
-    def create(self, name: str, nbytes: int) -> Writer:
-        writer = super().create(name, nbytes)
-        self.times[name] = self.changed_ns = self.clock()
-        return writer
-
-    def publish(self, name: str, data: bytes, *, replace: bool) -> None:
-        super().publish(name, data, replace=replace)
-        self.times[name] = self.changed_ns = self.clock()
-
-    def delete(self, name: str) -> None:
-        super().delete(name)
-        self.changed_ns = self.clock()
-
-
-class _MemoryFolder:
-    """The folder of one store of a `MemoryRun`."""
-
-    is_link = False
-
-    def __init__(self, run: MemoryRun, name: str) -> None:
-        self._run, self.name, self.url = run, name, f"{run.url}/{name}"
-        self.store = run.stores.setdefault(name, _TimedStore(f"{run.url.partition('://')[2]}/{name}", run.clock))
-
-    def modified_ns(self) -> int | None:
-        return self.store.changed_ns
-
-    def entries(self) -> dict[str, DirectoryEntry]:
-        sizes, times = self.store.sizes(), self.store.times
-        return {name: DirectoryEntry(nbytes, times[name], times[name]) for name, nbytes in sizes.items()}
-
-    def entry(self, name: str) -> DirectoryEntry | None:
-        return self.entries().get(name)
-
-    def sync(self) -> None:
-        pass
-
-    def remove(self) -> bool:
-        if self.store.files:
-            return False
-        self._run.stores.pop(self.name, None)
-        return True
-
-
-class MemoryRun:
-    """A run in this process's memory, for tests and for checkpoints that need no disk."""
-
-    def __init__(self, name: str = "run", *, clock: Callable[[], int] = time.time_ns) -> None:
-        self.url, self.clock = f"memory://{name}", clock
-        self.stores: dict[str, _TimedStore] = {}
-
-    def names(self) -> list[str]:
-        return sorted(name for name, store in self.stores.items() if store.changed_ns is not None)
-
-    def folder(self, name: str) -> _MemoryFolder:
-        return _MemoryFolder(self, name)

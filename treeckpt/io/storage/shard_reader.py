@@ -60,11 +60,7 @@ def read_header(
 
 
 def _header_data(store: Store, name: str, file_size: int | None, wanted: int | None) -> bytearray:
-    """Returns the bytes of a shard's header.
-
-    Args:
-        wanted: its size by the index, in bytes; None without an index.
-    """
+    """Returns the bytes of a shard's header; `wanted` is its size by the index, in bytes, None without an index."""
     label = f"{store.url}/{name}"
     prefix = bytearray(8)
     store.read_into(name, 0, memoryview(prefix))
@@ -136,13 +132,10 @@ def open_shard(
 
 
 def check_blocks(store: Store, shard: OpenedShard, start: int, data: memoryview) -> None:
-    """Compares data with the checksums of its blocks.
+    """Compares data with the checksums of its blocks; raises CorruptError for the first that differs.
 
     Args:
         start: where the data starts in the data area, in bytes; a multiple of the block.
-
-    Raises:
-        CorruptError: a block differs.
     """
     for at in range(0, len(data), shard.block):
         block = data[at : at + shard.block]
@@ -207,11 +200,7 @@ def aligned_range(shard: OpenedShard, start: int, stop: int, *, verify: bool) ->
 
 
 def read_range(store: Store, wanted: ByteRange, out: memoryview, *, verify: bool, shared: bool = False) -> None:
-    """Fills `out` with a range.
-
-    Raises:
-        CorruptError: with `verify`, a block differs from its checksum.
-    """
+    """Fills `out` with a range; with `verify`, raises CorruptError for a block that differs from its checksum."""
     file = wanted.shard.file
     store.read_into(file.name, file.header + wanted.start, out, shared=shared)
     if verify:
@@ -219,11 +208,7 @@ def read_range(store: Store, wanted: ByteRange, out: memoryview, *, verify: bool
 
 
 def verify_shard(store: Store, shard: OpenedShard, start: int = 0, stop: int | None = None) -> int:
-    """Compares every checksum of a shard, or those of bytes `start:stop` of its data; returns the bytes that were read.
-
-    Raises:
-        CorruptError: naming the file and the bytes.
-    """
+    """Compares all checksums of a shard, or those of bytes `start:stop` of its data; returns the bytes that it read."""
     nbytes = shard.file.nbytes
     step = STEP // shard.block * shard.block or shard.block
     whole = aligned_range(shard, start, nbytes if stop is None else min(stop, nbytes), verify=True)

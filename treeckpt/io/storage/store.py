@@ -1,8 +1,7 @@
 """The store of one checkpoint: a flat directory of named files, local or in memory (`object_store` has it for objects).
 
 A store writes large files in place under names that no other save uses, and publishes small files atomically. A shard
-is durable after `Writer.commit`, a published file when `publish` returns. Local shards are written with O_DIRECT where
-the file system supports it, so that a save neither waits for nor fills the page cache.
+is durable after `Writer.commit`, a published file when `publish` returns.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ...core.format.seals import check_no_zeros
 from ...errors import CheckpointExists, CorruptError
-from .local_read import LocalReader, ReaderCache, open_regular
+from .local_read import LocalReader, ReaderCache, open_regular, too_short
 from .local_write import LocalWriter, make_directory, sync_directory
 from .process_owner import this_process
 
@@ -72,10 +71,8 @@ class Store(Protocol):
     def read(self, name: str, *, limit: int) -> bytes:
         """Reads a whole small text file.
 
-        A large file with zero bytes in it, such as a sparse file, is refused as soon as they are read.
-
         Raises:
-            CorruptError: it is longer than `limit` bytes.
+            CorruptError: it is longer than `limit` bytes, or large with zero bytes in it, such as a sparse file.
             FileNotFoundError: there is no such file.
         """
         ...
@@ -84,8 +81,7 @@ class Store(Protocol):
         """Fills `out` from the file.
 
         Args:
-            shared: keeps the bytes in the page cache, because they will be read again soon, here or by another process
-                of this host.
+            shared: keeps the bytes in the page cache, for other reads on this host soon.
 
         Raises:
             CorruptError: the file ends before.
@@ -93,14 +89,7 @@ class Store(Protocol):
         ...
 
     def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
-        """Fills several buffers, one after the other, if the bytes are cached in memory.
-
-        Returns:
-            False, with nothing read, if the bytes are not cached or if that is not known.
-
-        Raises:
-            CorruptError: the file ends before.
-        """
+        """Fills several buffers in order, as `read_into`; returns False, with nothing read, if they are not cached."""
         ...
 
     def map(self, name: str, offset: int, nbytes: int) -> memoryview:
@@ -156,8 +145,7 @@ class SupportsMappedReads(Protocol):
         """Gives bytes of a file as memory while the body runs; None if they are not cached or cannot be mapped.
 
         Args:
-            fetch: reads the bytes into the page cache, because they will be read again soon, here or by another process
-                of this host.
+            fetch: reads the bytes into the page cache, as `shared` of `Store.read_into`.
         """
         ...
 
@@ -169,26 +157,21 @@ class LocalStore:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self._directory = Path(directory).absolute()
+        self.directory = Path(directory).absolute()
         self._readers = ReaderCache()
-        # undecodable bytes of the path are escaped: messages are text
-        self._url = os.fsencode(self._directory).decode("utf-8", "backslashreplace")
 
     @property
     def url(self) -> str:
-        return self._url
-
-    @property
-    def directory(self) -> Path:
-        return self._directory
+        # undecodable bytes of the path are escaped: messages are text
+        return os.fsencode(self.directory).decode("utf-8", "backslashreplace")
 
     def prepare(self) -> None:
-        make_directory(self._directory)
+        make_directory(self.directory)
 
     def sizes(self) -> dict[str, int]:
         found: dict[str, int] = {}
         try:
-            with os.scandir(self._directory) as entries:
+            with os.scandir(self.directory) as entries:
                 for entry in entries:
                     with contextlib.suppress(FileNotFoundError):  # another process may be deleting
                         if entry.is_file(follow_symlinks=False):
@@ -198,7 +181,7 @@ class LocalStore:
         return found
 
     def read(self, name: str, *, limit: int) -> bytes:
-        with open(open_regular(self._directory / name), "rb") as file:
+        with open(open_regular(self.directory / name), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > limit:
                 raise CorruptError(f"{self.url}/{name}", expected=f"at most {limit} bytes", found=f"{size}")
@@ -224,13 +207,13 @@ class LocalStore:
             yield memory
 
     def _reader(self, name: str) -> AbstractContextManager[LocalReader]:
-        return self._readers.using(name, self._directory / name)
+        return self._readers.using(name, self.directory / name)
 
     def map(self, name: str, offset: int, nbytes: int) -> memoryview:
-        fd = open_regular(self._directory / name)
+        fd = open_regular(self.directory / name)
         try:
             if offset + nbytes > (size := os.fstat(fd).st_size):
-                raise _too_short(f"{self.url}/{name}", offset, nbytes, max(size - offset, 0))
+                raise too_short(f"{self.url}/{name}", offset, nbytes, max(size - offset, 0))
             low = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
             if not nbytes:
                 return memoryview(bytearray())
@@ -240,23 +223,22 @@ class LocalStore:
             os.close(fd)
 
     def close(self) -> None:
-        """Closes the files that reads have opened; those that are being read are closed when the read is done."""
         self._readers.close()
 
     def create(self, name: str, nbytes: int) -> Writer:
-        return LocalWriter(self._directory / name, nbytes)
+        return LocalWriter(self.directory / name, nbytes)
 
     def publish(self, name: str, data: bytes, *, replace: bool) -> None:
-        temporary = self._directory / f".{name}.{this_process().tag}{secrets.token_hex(4)}.tmp"
+        temporary = self.directory / f".{name}.{this_process().tag}{secrets.token_hex(4)}.tmp"
         try:
             with open(temporary, "xb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             if replace:
-                os.replace(temporary, self._directory / name)
+                os.replace(temporary, self.directory / name)
             else:
-                _rename_new(temporary, self._directory / name)
+                _rename_new(temporary, self.directory / name)
         except FileExistsError as error:
             raise CheckpointExists(
                 f"{self.url}/{name}", expected="no such file", found="one, written meanwhile by another save"
@@ -264,11 +246,11 @@ class LocalStore:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
-        sync_directory(self._directory)
+        sync_directory(self.directory)
 
     def delete(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._directory / name)
+            os.unlink(self.directory / name)
 
 
 def _rename_new(source: Path, target: Path) -> None:
@@ -284,41 +266,27 @@ def _rename_new(source: Path, target: Path) -> None:
         os.rename(source, target)
 
 
-def _too_short(label: str, offset: int, nbytes: int, found: int) -> CorruptError:
-    return CorruptError(
-        label,
-        expected=f"{nbytes} bytes at {offset}",
-        found=f"{found} before the end of the file",
-        hint="The file was cut short; restore it from a copy",
-    )
-
-
 class MemoryStore:
     """Files in this process's memory, for tests and for trees that need no disk."""
 
     def __init__(self, name: str = "memory") -> None:
         self._name = name
-        self._files: dict[str, bytearray] = {}
+        self.files: dict[str, bytearray] = {}
         self._lock = threading.Lock()
 
     @property
     def url(self) -> str:
         return f"memory://{self._name}"
 
-    @property
-    def files(self) -> dict[str, bytearray]:
-        """The files themselves."""
-        return self._files
-
     def prepare(self) -> None:
         pass
 
     def sizes(self) -> dict[str, int]:
-        return {name: len(data) for name, data in list(self._files.items())}
+        return {name: len(data) for name, data in list(self.files.items())}
 
     def _get(self, name: str) -> bytearray:
         try:
-            return self._files[name]
+            return self.files[name]
         except KeyError:
             raise FileNotFoundError(f"{self.url}/{name}") from None
 
@@ -331,7 +299,7 @@ class MemoryStore:
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
         data = memoryview(self._get(name))[offset : offset + len(out)]
         if len(data) < len(out):
-            raise _too_short(f"{self.url}/{name}", offset, len(out), len(data))
+            raise too_short(f"{self.url}/{name}", offset, len(out), len(data))
         out[:] = data
 
     def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
@@ -347,19 +315,19 @@ class MemoryStore:
 
     def create(self, name: str, nbytes: int) -> Writer:
         with self._lock:
-            if name in self._files:
+            if name in self.files:
                 raise FileExistsError(f"{self.url}/{name}")
-            self._files[name] = bytearray(nbytes)
+            self.files[name] = bytearray(nbytes)
         return _MemoryWriter(self, name)
 
     def publish(self, name: str, data: bytes, *, replace: bool) -> None:
         with self._lock:
-            if name in self._files and not replace:
+            if name in self.files and not replace:
                 raise CheckpointExists(f"{self.url}/{name}", expected="no such file", found="one")
-            self._files[name] = bytearray(data)
+            self.files[name] = bytearray(data)
 
     def delete(self, name: str) -> None:
-        self._files.pop(name, None)
+        self.files.pop(name, None)
 
     def close(self) -> None:
         pass

@@ -13,12 +13,12 @@ import msgspec
 
 from ...core.tree.spec import ArraySpec
 from ...errors import MismatchError, TreeckptError
-from .composed_array import SourceBox, constant, saved
+from .composed_array import ComposedArray, SourceBox, constant, saved
 from .patterns import Binding, Pattern, bound_numbers, compile_pattern, expand, numbers_in
-from .reshape_rules import NOWHERE, ArrayRule, RuleArray
+from .reshape_rules import NOWHERE, ArrayRule
 from .rules import Copy, Drop, Fill, Keep, OneRule, Rename, Renames, Rule
 
-__all__ = ["InverseRules", "LeafState", "RuleContext", "RuleStep", "leaf_states", "rule_history", "saved_sources"]
+__all__ = ["LeafState", "RuleContext", "RuleStep", "leaf_states", "rule_history", "saved_sources"]
 
 
 class RuleStep(msgspec.Struct, frozen=True, gc=False):
@@ -37,7 +37,7 @@ class LeafState(msgspec.Struct, frozen=True, gc=False):
     """Path of the saved leaf, or of the first of several; empty if nothing was saved."""
     place: tuple[int, ...]
     """Sort key: the new leaves of a rule take the place of the first leaf that it took."""
-    array: RuleArray | None = None
+    array: ComposedArray | None = None
     """None for values, and for everything else that only has a name."""
     value: object = None
     """The stored form of a value; None if it is not known."""
@@ -47,7 +47,7 @@ class LeafState(msgspec.Struct, frozen=True, gc=False):
 def leaf_states(leaves: Mapping[str, ArraySpec | None]) -> dict[str, LeafState]:
     """Returns the states of saved leaves before any rule."""
     return {
-        path: LeafState(path, (i,), None if spec is None else RuleArray(spec, saved(path, spec)))
+        path: LeafState(path, (i,), None if spec is None else saved(path, spec))
         for i, (path, spec) in enumerate(leaves.items())
     }
 
@@ -55,21 +55,6 @@ def leaf_states(leaves: Mapping[str, ArraySpec | None]) -> dict[str, LeafState]:
 def rule_history(item: LeafState, path: str) -> str:
     """Returns the rules that led to a leaf, as `model/h.0.qkv -(1: rename ...)-> model/l.0.qkv -(2: ...)-> ...`."""
     return "".join(f"{step.before} -({step.rule})-> " for step in item.trail) + path
-
-
-class InverseRules:
-    """The rules that undo one rule."""
-
-    def __init__(self) -> None:
-        self.names: list[tuple[str, str]] = []
-        self.steps: list[Rule] = []
-        self.lost: str = ""
-
-    def rules(self) -> list[Rule]:
-        """Returns the inverse rules, in the order in which the steps of the rule were applied."""
-        if self.lost:
-            raise MismatchError(self.lost, expected="rules that can be undo", found="one that loses something")
-        return [*self.steps, *([Renames(tuple(self.names))] if self.names else [])]
 
 
 class RuleContext:
@@ -93,24 +78,27 @@ class RuleContext:
         """The new names of each leaf that the last rule took, if that builds arrays."""
         self.taken: dict[str, LeafState] = {}
         """The leaves that the last rule took."""
+        self.undo: list[Rule] = []
+        """The rules that undo the steps of the last rule, in the order of these."""
+        self.lost = ""
+        """The label of the last rule, or of one that it carries, if it lost data."""
 
-    def apply(self, rule: OneRule, label: str) -> InverseRules:
-        """Applies one rule; returns the rules that undo it."""
-        self.label, self.new_names, self.taken, undo = label, {}, {}, InverseRules()
+    def apply(self, rule: OneRule, label: str) -> None:
+        """Applies one rule."""
+        self.label, self.new_names, self.taken, self.undo, self.lost = label, {}, {}, [], ""
         self.must_match = self.strict and not rule.optional
         if isinstance(rule, ArrayRule):
-            found = self._build_arrays(rule, undo)
+            found = self._build_arrays(rule)
         elif isinstance(rule, (Rename, Renames)):
-            found = self._rename(rule.pairs, undo)
+            found = self._rename(rule.pairs)
         elif isinstance(rule, Copy):
-            found = self._copy(rule, undo)
+            found = self._copy(rule)
         elif isinstance(rule, Fill):
-            found = self._fill(rule, undo)
+            found = self._fill(rule)
         else:
-            found = self._drop(rule, undo)
+            found = self._drop(rule)
         if not found and self.must_match:
             raise self.no_match("leaves that the rule is about")
-        return undo
 
     def no_match(self, expected: str) -> MismatchError:
         """Returns the error for a rule that matches nothing."""
@@ -141,45 +129,44 @@ class RuleContext:
                     found[path] = expand(target, binding)
         return found
 
-    def _rename(self, pairs: Sequence[tuple[str, str]], undo: InverseRules) -> bool:
+    def _rename(self, pairs: Sequence[tuple[str, str]]) -> bool:
         names = self._pairs(pairs)
         self.taken = {path: self.items.pop(path) for path in names}
         for path, item in self.taken.items():
             self.put(names[path], self.with_step(item, path))
-        undo.names = [(new, old) for old, new in names.items()]
+        self.undo = [Renames(tuple((new, old) for old, new in names.items()))] if names else []
         return bool(names)
 
-    def _copy(self, rule: Copy, undo: InverseRules) -> bool:
+    def _copy(self, rule: Copy) -> bool:
         names = self._pairs(rule.pairs)
         self.taken = {path: self.items[path] for path in names}
         for path, name in names.items():
             item = self.taken[path]
             self.put(name, self.with_step(msgspec.structs.replace(item, place=(*item.place, 0)), path))
-        undo.steps = [Drop(name) for name in names.values()]
+        self.undo = [Drop(name) for name in names.values()]
         return bool(names)
 
-    def _drop(self, rule: Drop | Keep, undo: InverseRules) -> bool:
+    def _drop(self, rule: Drop | Keep) -> bool:
         names = [path for _, path in self.find(compile_pattern(rule.source), below=True)]
         self.taken = {path: self.items.pop(path) for path in names}
         for item in self.taken.values():
             self.discard(item)
-        undo.lost = self.label if names else ""
+        self.lost = self.label if names else ""
         if isinstance(rule, Keep):
             self.keeps.append(rule.source)
         return bool(names) or isinstance(rule, Keep)
 
-    def _fill(self, rule: Fill, undo: InverseRules) -> bool:
+    def _fill(self, rule: Fill) -> bool:
         if rule.shape is None or "*" in rule.target or "$" in rule.target:
             self.fills.append(rule)
             return True
-        spec = ArraySpec(rule.shape, rule.dtype)
-        filled = constant(rule.shape, rule.dtype, rule.value)
-        self.put(rule.target, self.with_step(LeafState("", (1 << 61,), RuleArray(spec, filled)), "nothing"))
-        undo.steps = [Drop(rule.target)]
+        filled = constant(ArraySpec(rule.shape, rule.dtype), rule.value)
+        self.put(rule.target, self.with_step(LeafState("", (1 << 61,), filled), "nothing"))
+        self.undo = [Drop(rule.target)]
         return True
 
     # shapes ---------------------------------------------------------------------------------------------------------
-    def _build_arrays(self, rule: ArrayRule, undo: InverseRules) -> bool:
+    def _build_arrays(self, rule: ArrayRule) -> bool:
         jobs = _group_leaves(self, rule)
         given = self.taken = {path: self.items[path] for _, paths in jobs for path in paths}
         done = [(paths, *self._apply_to_group(rule, binding, paths)) for binding, paths in jobs]
@@ -198,9 +185,9 @@ class RuleContext:
             cut = len(arrays) == len(paths) and paths[0] not in self.per_parameter
             back = rule.undo(arrays, names) if cut else ()
             if back is None:
-                undo.lost = self.label
+                self.lost = self.label
             else:
-                undo.steps.extend(back)
+                self.undo += back
         return bool(jobs)
 
     def _apply_to_group(
@@ -227,11 +214,11 @@ class RuleContext:
         """Copies state of which a parameter has one to each parameter that it becomes."""
         given = [self.items[path] for path in paths]
         for path, item in zip(paths, given, strict=True):
-            if item.array is not None and item.array.spec.shape and rule.patterns != rule.targets:
+            if item.array is not None and item.array.shape and rule.patterns != rule.targets:
                 raise self.rule_error(
                     path,
                     "a moment of its parameter's shape",
-                    f"shape {item.array.spec.shape}",
+                    f"shape {item.array.shape}",
                     "Drop it: the optimizer makes it anew, or give it a rule of its own",
                 )
             if item.value != given[0].value:
@@ -281,7 +268,7 @@ class RuleContext:
 
 def saved_sources(item: LeafState) -> list[str]:
     """Returns the paths of the saved leaves that a leaf is composed of; a tie counts as itself, not as its target."""
-    parts = () if item.array is None else item.array.composed.parts
+    parts = () if item.array is None else item.array.parts
     sources = dict.fromkeys(part.source for part in parts if isinstance(part, SourceBox))
     return [item.of] if len(sources) < 2 and item.of else list(sources)
 

@@ -13,9 +13,7 @@ import msgspec
 from ...core.tree.spec import ArraySpec
 from ...core.tree.structure import key_text
 from ...errors import MismatchError
-from .apply_rule import InverseRules, LeafState, RuleContext, RuleStep, leaf_states, saved_sources
-from .composed_array import ComposedArray, constant
-from .patterns import compile_pattern
+from .apply_rule import LeafState, RuleContext, RuleStep, leaf_states, saved_sources
 from .reshape_rules import Cast
 from .rules import Carried, Fill, OneRule, Rule, label_of
 
@@ -25,25 +23,14 @@ __all__ = ["TransformedLeaves", "apply_rules", "inverse"]
 class TransformedLeaves(msgspec.Struct, frozen=True):
     """The leaves after all rules."""
 
-    items: dict[str, LeafState]
+    items: dict[str, LeafState] = {}
     """Leaves by path, in order."""
-    dropped: tuple[str, ...]
+    dropped: tuple[str, ...] = ()
     """Saved leaves that rules dropped, by their names in the checkpoint."""
-    keeps: tuple[str, ...]
+    keeps: tuple[str, ...] = ()
     """Patterns of paths where the target keeps its values."""
-    fills: tuple[Fill, ...]
+    fills: tuple[Fill, ...] = ()
     """Arrays of one value whose shape is that of the target."""
-
-    def is_kept(self, path: str) -> bool:
-        """Whether the target keeps its value at a path."""
-        return any(compile_pattern(text).match(path, below=True) is not None for text in self.keeps)
-
-    def fill_at(self, path: str, wanted: ArraySpec) -> ComposedArray | None:
-        """Returns the array that a `Fill` puts at a path, with the wanted shape and dtype; None if there is none."""
-        for fill in self.fills:
-            if compile_pattern(fill.target).match(path) is not None:
-                return constant(fill.shape or wanted.shape, wanted.dtype, fill.value)
-        return None
 
 
 def apply_rules(items: Mapping[str, LeafState], rules: Iterable[Rule], *, strict: bool = True) -> TransformedLeaves:
@@ -73,14 +60,19 @@ def inverse(rules: Iterable[Rule], leaves: Mapping[str, ArraySpec | None]) -> tu
     state = RuleContext(leaf_states(leaves), strict=False)
     back: list[Rule] = []
     for number, rule in enumerate(rules, 1):
-        undo = _apply(state, rule, number)
-        back += reversed(undo.rules())
+        _apply(state, rule, number)
+        if state.lost:
+            raise MismatchError(state.lost, expected="rules that can be undone", found="one that loses something")
+        back += reversed(state.undo)
     return tuple(reversed(back))
 
 
-def _apply(state: RuleContext, rule: Rule, number: int) -> InverseRules:
+def _apply(state: RuleContext, rule: Rule, number: int) -> None:
     label = f"{number}: {label_of(rule)}"
-    return _apply_carried(state, rule, label) if isinstance(rule, Carried) else state.apply(rule, label)
+    if isinstance(rule, Carried):
+        _apply_carried(state, rule, label)
+    else:
+        state.apply(rule, label)
 
 
 # optimizer state that follows its parameters -----------------------------------------------------------------------
@@ -138,16 +130,16 @@ def _moment(steps: list[str], parameters: Container[str]) -> tuple[StatePath, st
     return None
 
 
-def _apply_carried(state: RuleContext, carried: Carried, label: str) -> InverseRules:
+def _apply_carried(state: RuleContext, carried: Carried, label: str) -> None:
     """Applies rules to parameters only, and then to their optimizer state."""
-    undo, back = InverseRules(), list[Rule]()
+    back, lost = list[Rule](), ""
     states = _optimizer_states(state.items)
     parameters = {path: state.items.pop(path) for path in list(state.items) if path.startswith(MODEL)}
     inner = RuleContext(parameters, state.strict)
     for number, rule in enumerate(_flat(carried), 1):
-        one = inner.apply(rule, f"{label.partition(':')[0]}.{number}: {label_of(rule)}")
-        undo.lost = undo.lost or one.lost
-        back += [] if one.lost else reversed(one.rules())
+        inner.apply(rule, f"{label.partition(':')[0]}.{number}: {label_of(rule)}")
+        lost = lost or inner.lost
+        back += reversed(inner.undo)
         if isinstance(rule, (Cast, Fill)):
             continue
         moments_by_path: dict[StatePath, dict[str, str]] = {}
@@ -162,8 +154,9 @@ def _apply_carried(state: RuleContext, carried: Carried, label: str) -> InverseR
     state.keeps += inner.keeps
     state.fills += inner.fills
     state.dropped.update(inner.dropped)
-    undo.steps = [Carried(tuple(reversed(back)))] if back else []
-    return undo
+    state.undo, state.lost = [], lost
+    if back:
+        state.undo.append(Carried(tuple(reversed(back))))
 
 
 def _flat(carried: Carried) -> Iterable[OneRule]:
@@ -225,4 +218,4 @@ def _is_per_parameter(moment: LeafState, parameter: LeafState, state_path: State
     """Whether a parameter has one value of this state, and not one for each element."""
     if moment.array is None or parameter.array is None or state_path.after.removeprefix("/") in _ONCE:
         return True
-    return moment.array.spec.shape != parameter.array.spec.shape
+    return moment.array.shape != parameter.array.shape

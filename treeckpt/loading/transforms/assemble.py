@@ -7,7 +7,7 @@ place and order of its elements. The reader treats them as ordinary target piece
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,8 @@ from ...core.planning.load_plan import Chunk
 from ...core.sharding.dtypes import dtype_of
 from ...core.sharding.region import Region, byte_runs
 from ...core.tree.spec import ArraySpec
-from .composed_array import Constant, SourceBox, parts_in
-from .view import MadeLeaf
+from .composed_array import Constant, SourceBox, parts_in, saved
+from .view import ComposedLeaf
 
 __all__ = ["only_chunk", "pieces_of"]
 
@@ -56,24 +56,37 @@ def _casts(dtypes: Sequence[str], wanted: str) -> list[tuple[str, str]]:
     return [(a, b) for a, b in itertools.pairwise([*dtypes, wanted]) if a != b]
 
 
-def pieces_of(leaf: MadeLeaf, target: ArrayTarget) -> Iterator[tuple[Leaf, TargetPiece] | Callable[[], None]]:
-    """Yields (saved leaf, piece to read) for a target, and functions that fill pieces of one value.
+def pieces_of(
+    leaf: Leaf, target: ArrayTarget
+) -> tuple[list[tuple[Leaf, list[TargetPiece]]], list[Callable[[], object]]]:
+    """Returns (saved leaf, pieces to read) for a target, and functions that fill pieces of one value.
+
+    Args:
+        leaf: a composed one, or a saved one that is cast.
 
     Raises:
         MismatchError: a cast is not possible.
     """
-    for dtypes in {part.dtypes for part in leaf.made.parts}:
+    assert leaf.spec is not None, "values are decoded, not read"
+    array, sources = saved(leaf.path, leaf.spec), {leaf.path: leaf}
+    if isinstance(leaf, ComposedLeaf):
+        array, sources = leaf.array, leaf.sources
+    for dtypes in {part.dtypes for part in array.parts}:
         for before, after in _casts(dtypes, target.spec.dtype):
             check_cast(msgspec.structs.replace(target.spec, dtype=after), before, leaf.path)
+    pieces: dict[str, list[TargetPiece]] = {}
+    fills: list[Callable[[], object]] = []
     for piece in target.pieces:
-        for part in parts_in(leaf.made, piece.region):
+        for part in parts_in(array, piece.region):
             if isinstance(part, Constant):
-                yield _filler(part, piece, target.spec)
+                fills.append(_fill(part, piece, target.spec))
             elif part.region.size:
-                yield leaf.sources[part.source], TargetPiece(part.box, PermutedWriter(piece, part, target.spec))
+                writer = PermutedWriter(piece, part, target.spec)
+                pieces.setdefault(part.source, []).append(TargetPiece(part.box, writer))
+    return [(sources[source], found) for source, found in pieces.items()], fills
 
 
-def _filler(part: Constant, piece: TargetPiece, spec: ArraySpec) -> Callable[[], None]:
+def _fill(part: Constant, piece: TargetPiece, spec: ArraySpec) -> Callable[[], object]:
     """Returns a function that writes a constant into its part of a target piece."""
     kind = "float64" if isinstance(part.value, float) else "int64"
     data = np.array([part.value], kind).view(raw_dtype(8))
@@ -83,9 +96,9 @@ def _filler(part: Constant, piece: TargetPiece, spec: ArraySpec) -> Callable[[],
     return partial(piece.data.write, box, np.broadcast_to(data.reshape(-1)[0], part.region.shape))
 
 
-def only_chunk(index: Index, leaf: MadeLeaf, rank: int) -> Chunk | None:
+def only_chunk(index: Index, leaf: ComposedLeaf, rank: int) -> Chunk | None:
     """Returns the range of a chunk that is a whole composed array; None if its bytes are permuted, joined or cast."""
-    if len(leaf.made.parts) != 1 or not isinstance(part := leaf.made.parts[0], SourceBox):
+    if len(leaf.array.parts) != 1 or not isinstance(part := leaf.array.parts[0], SourceBox):
         return None
     kept = [axis for axis in part.axes if axis >= 0]
     source = leaf.sources[part.source]
@@ -95,5 +108,5 @@ def only_chunk(index: Index, leaf: MadeLeaf, rank: int) -> Chunk | None:
     if len(chunks) != 1 or not part.box.within(chunks[0].region):
         return None
     runs = byte_runs(part.box, chunks[0].region, dtype_of(source.spec.dtype).itemsize)
-    whole = Region.whole(leaf.made.shape)
+    whole = Region.whole(leaf.array.shape)
     return Chunk(whole, chunks[0].rank, chunks[0].start + runs.first) if runs.count == 1 else None

@@ -8,7 +8,7 @@ the saved arrays are cut. Adjacent parts are merged, so undoing a change gives t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -22,7 +22,6 @@ __all__ = [
     "cast",
     "constant",
     "interleave",
-    "is_saved",
     "narrow",
     "parts_in",
     "permute",
@@ -60,24 +59,27 @@ class Constant(msgspec.Struct, frozen=True, gc=False):
 class ComposedArray(msgspec.Struct, frozen=True):
     """An array given by parts that cover each of its elements once."""
 
-    shape: tuple[int, ...]
+    spec: ArraySpec
     parts: tuple[SourceBox | Constant, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape
+
+    def rebuilt(self, shape: tuple[int, ...], parts: Iterable[SourceBox | Constant]) -> ComposedArray:
+        """Returns an array of other parts and shape; all else of the spec stays."""
+        return ComposedArray(msgspec.structs.replace(self.spec, shape=shape), tuple(parts))
 
 
 def saved(path: str, spec: ArraySpec) -> ComposedArray:
     """Returns a saved array as it is."""
     whole = Region.whole(spec.shape)
-    return ComposedArray(spec.shape, (SourceBox(whole, path, whole, tuple(range(len(spec.shape))), (spec.dtype,)),))
+    return ComposedArray(spec, (SourceBox(whole, path, whole, tuple(range(len(spec.shape))), (spec.dtype,)),))
 
 
-def is_saved(array: ComposedArray, path: str, spec: ArraySpec) -> bool:
-    """Whether a composed array is an unchanged saved one."""
-    return array == saved(path, spec)
-
-
-def constant(shape: tuple[int, ...], dtype: str, value: bool | int | float) -> ComposedArray:
+def constant(spec: ArraySpec, value: bool | int | float) -> ComposedArray:
     """Returns an array filled with one value."""
-    return ComposedArray(shape, (Constant(Region.whole(shape), value, (dtype,)),))
+    return ComposedArray(spec, (Constant(Region.whole(spec.shape), value, (spec.dtype,)),))
 
 
 def parts_in(array: ComposedArray, region: Region) -> list[SourceBox | Constant]:
@@ -103,7 +105,7 @@ def _cut(part: SourceBox | Constant, to: Region) -> SourceBox | Constant:
 def narrow(array: ComposedArray, region: Region) -> ComposedArray:
     """Returns a region of the array as an array of its own."""
     back = tuple(-o for o in region.offset)
-    return ComposedArray(region.shape, tuple(_shifted(part, back) for part in parts_in(array, region)))
+    return array.rebuilt(region.shape, (_shifted(part, back) for part in parts_in(array, region)))
 
 
 def _shifted(part: SourceBox | Constant, by: tuple[int, ...]) -> SourceBox | Constant:
@@ -124,7 +126,7 @@ def permute(array: ComposedArray, axes: Sequence[int]) -> ComposedArray:
         if isinstance(part, SourceBox):
             part = msgspec.structs.replace(part, axes=tuple(part.axes[a] if a >= 0 else -1 for a in axes))
         parts.append(msgspec.structs.replace(part, region=region))
-    return ComposedArray(tuple(array.shape[a] if a >= 0 else 1 for a in axes), tuple(parts))
+    return array.rebuilt(tuple(array.shape[a] if a >= 0 else 1 for a in axes), parts)
 
 
 def cast(array: ComposedArray, dtype: str) -> ComposedArray:
@@ -133,7 +135,7 @@ def cast(array: ComposedArray, dtype: str) -> ComposedArray:
         part if part.dtypes[-1] == dtype else msgspec.structs.replace(part, dtypes=(*part.dtypes, dtype))
         for part in array.parts
     )
-    return ComposedArray(array.shape, tuple(parts))
+    return ComposedArray(msgspec.structs.replace(array.spec, dtype=dtype), tuple(parts))
 
 
 def interleave(arrays: Sequence[ComposedArray], axis: int, groups: int = 1) -> ComposedArray:
@@ -151,7 +153,7 @@ def interleave(arrays: Sequence[ComposedArray], axis: int, groups: int = 1) -> C
             parts += [_shifted(part, by) for part in piece.parts]
             at += length
     shape = arrays[0].shape
-    return ComposedArray((*shape[:axis], at, *shape[axis + 1 :]), _merged(parts))
+    return arrays[0].rebuilt((*shape[:axis], at, *shape[axis + 1 :]), _merged(parts))
 
 
 def uninterleave(array: ComposedArray, axis: int, lengths: Sequence[int], groups: int = 1) -> list[ComposedArray]:

@@ -21,6 +21,7 @@ import re
 from collections.abc import Sequence
 
 from ...errors import FormatError
+from .patterns import numbers_in
 from .reshape_rules import Cast, Concat, Permute, Split
 from .rules import Carried, Drop, Keep, Rename, Rule
 
@@ -91,12 +92,6 @@ class _Statement:
             raise self.error(f"{key}=a number", "none" if text is None else text)
         return int(text)
 
-    def order(self, text: str) -> tuple[int, ...] | None:
-        """Parses a permutation; None is the reverse order."""
-        if not re.fullmatch(r"\[[0-9, ]*\]", text):
-            raise self.error('permute="[1, 0]"', text)
-        return tuple(map(int, re.findall("[0-9]+", text))) or None
-
     def error(self, expected: str, found: str) -> FormatError:
         """Returns an error that names the statement."""
         return FormatError(self.text[:200], expected=expected, found=found[:200], hint="See treeckpt.rules.parse")
@@ -141,7 +136,11 @@ def _rules_of(statement: _Statement) -> list[Rule]:
     stars = len(statement.left) == 1 and "*" in statement.left[0] and "*" not in statement.right[0]
     left = [statement.left[0].replace("*", "$EACH")] if stars else statement.left
     before = _layout_changes(statement, left, optional)
-    many = len(left) > 1 or stars or (len(statement.right) == 1 and bool(_left_only(left[0], statement.right[0])))
+    many = (
+        len(left) > 1
+        or stars
+        or (len(statement.right) == 1 and bool(numbers_in(left[0]) - numbers_in(statement.right[0])))
+    )
     if statement.has("fused_qkv", "fused_qkv_old", "fused_ffn"):
         return [*before, _fused(statement, left, statement.right, optional)]
     if many and len(statement.right) > 1:
@@ -153,12 +152,6 @@ def _rules_of(statement: _Statement) -> list[Rule]:
     return [*before, *([Rename(left[0], statement.right[0], optional=optional)] if left != statement.right else [])]
 
 
-def _left_only(left: str, right: str) -> set[str]:
-    """Returns the names of the numbers that only the left side has."""
-    names = re.compile(r"\$\{?\s*([A-Z][A-Z0-9_]*)")
-    return set(names.findall(left)) - set(names.findall(right))
-
-
 def _layout_changes(statement: _Statement, left: Sequence[str], optional: bool) -> list[Rule]:
     """Returns the permutations and casts of the names on the left."""
     found: list[Rule] = [
@@ -166,7 +159,10 @@ def _layout_changes(statement: _Statement, left: Sequence[str], optional: bool) 
     ]
     order = statement.option("permute", "transpose")
     if order is not None:
-        found += [Permute(name, statement.order(order), optional=optional) for name in left]
+        if not re.fullmatch(r"\[[0-9, ]*\]", order):
+            raise statement.error('permute="[1, 0]"', order)
+        axes = tuple(map(int, re.findall("[0-9]+", order))) or None  # None is the reverse order
+        found += [Permute(name, axes, optional=optional) for name in left]
     dtype = statement.option("dtype", "dst_dtype")
     if dtype is not None:
         before = statement.option("src_dtype")

@@ -8,11 +8,11 @@ undo it. `loading.transforms.apply_rule` finds the leaves.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import msgspec
 
 from ...core.sharding.dtypes import dtype_of, normalize_dtype
-from ...core.tree.spec import ArraySpec
 from ...errors import MismatchError
 from . import composed_array as arrays
 from .composed_array import ComposedArray
@@ -26,7 +26,6 @@ __all__ = [
     "Concat",
     "Permute",
     "Reshape",
-    "RuleArray",
     "Slice",
     "Split",
     "Stack",
@@ -35,13 +34,6 @@ __all__ = [
 
 NOWHERE = "_"
 """The target name of an array that is dropped."""
-
-
-class RuleArray(msgspec.Struct, frozen=True):
-    """An array while rules are applied: its spec, and the saved arrays that it is composed of."""
-
-    spec: ArraySpec
-    composed: ComposedArray
 
 
 class BaseRule(
@@ -59,6 +51,9 @@ class ArrayRule(BaseRule, frozen=True):
     Leaves whose patterns bind the same values for the numbers and texts of `targets` are taken together.
     """
 
+    joins: ClassVar[bool] = False
+    """Whether the rule takes several arrays at a time."""
+
     @property
     def patterns(self) -> tuple[str, ...]:
         """Patterns of the leaves that the rule takes."""
@@ -69,12 +64,7 @@ class ArrayRule(BaseRule, frozen=True):
         """Names of the leaves that the rule adds."""
         raise NotImplementedError
 
-    @property
-    def joins(self) -> bool:
-        """Whether the rule takes several arrays at a time."""
-        return False
-
-    def make(self, given: Sequence[RuleArray]) -> list[RuleArray]:
+    def make(self, given: Sequence[ComposedArray]) -> list[ComposedArray]:
         """Returns the new arrays.
 
         Raises:
@@ -86,7 +76,7 @@ class ArrayRule(BaseRule, frozen=True):
         """Returns names for `count` new arrays."""
         return [expand(target, binding) for target in self.targets]
 
-    def undo(self, given: Sequence[tuple[str, RuleArray]], new: Sequence[str]) -> tuple[Reshape, ...] | None:
+    def undo(self, given: Sequence[tuple[str, ComposedArray]], new: Sequence[str]) -> tuple[Reshape, ...] | None:
         """Returns rules that restore the old names from the new ones; None where that is not possible."""
         return None
 
@@ -105,6 +95,48 @@ class SingleArrayRule(ArrayRule, frozen=True):
         return (self.source,)
 
 
+class SplittingRule(SingleArrayRule, frozen=True):
+    """The base of rules that build several arrays from one."""
+
+    into: str | tuple[str, ...]
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return (self.into,) if isinstance(self.into, str) else self.into
+
+    def names(self, binding: Binding, count: int) -> list[str]:
+        """Returns the new names; a number that only they have is counted from 0.
+
+        Raises:
+            MismatchError: their number differs from that of the arrays.
+        """
+        into = self.targets
+        free = numbers_in(into[0]) - numbers_in(self.source) if len(into) == 1 else set[str]()
+        names = [expand(name, binding) for name in into] if not free else []
+        if len(free) == 1:
+            [name] = free
+            names = [expand(into[0], tuple(sorted((*binding, (name, i))))) for i in range(count)]
+        if len(names) != count:
+            raise _rule_error(f"{count} new names", f"{', '.join(into)}")
+        return names
+
+
+class JoiningRule(ArrayRule, frozen=True):
+    """The base of rules that build one array from several."""
+
+    sources: str | tuple[str, ...]
+    target: str
+    joins: ClassVar[bool] = True
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return (self.sources,) if isinstance(self.sources, str) else self.sources
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return (self.target,)
+
+
 def _rule_error(expected: str, found: str, hint: str = "") -> MismatchError:
     """Returns an error without a path; the caller that applies the rule adds it."""
     return MismatchError("", expected=expected, found=found, hint=hint)
@@ -117,25 +149,20 @@ def _axis(axis: int, shape: tuple[int, ...], more: int = 0) -> int:
     return axis % ndim
 
 
-def _like(array: RuleArray, composed: ComposedArray) -> RuleArray:
-    """Returns an array with another composition and its shape; all else of the spec stays."""
-    return RuleArray(msgspec.structs.replace(array.spec, shape=composed.shape), composed)
-
-
-def _check_alike(given: Sequence[RuleArray], axis: int | None) -> None:
+def _check_alike(given: Sequence[ComposedArray], axis: int | None) -> None:
     """Raises a MismatchError for arrays that differ in dtype, or in shape other than along the axis."""
     for array in given:
         if array.spec.dtype != given[0].spec.dtype:
             raise _rule_error(f"arrays of one dtype, as {given[0].spec.dtype}", array.spec.dtype, "Cast them before")
-        a, b = list(array.spec.shape), list(given[0].spec.shape)
+        a, b = list(array.shape), list(given[0].shape)
         if axis is not None and len(a) == len(b):
             a[axis] = b[axis]
         if a != b:
             besides = "" if axis is None else f" but along axis {axis}"
-            raise _rule_error(f"arrays of one shape{besides}, as {given[0].spec.shape}", f"{array.spec.shape}")
+            raise _rule_error(f"arrays of one shape{besides}, as {given[0].shape}", f"{array.shape}")
 
 
-class Split(SingleArrayRule, frozen=True, tag="split"):
+class Split(SplittingRule, frozen=True, tag="split"):
     """Splits one array into several along an axis.
 
     Args:
@@ -154,13 +181,9 @@ class Split(SingleArrayRule, frozen=True, tag="split"):
     sizes: tuple[int, ...] | None = None
     groups: int = 1
 
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return self.into
-
-    def make(self, given: Sequence[RuleArray]) -> list[RuleArray]:
+    def make(self, given: Sequence[ComposedArray]) -> list[ComposedArray]:
         [array] = given
-        axis, shape = _axis(self.axis, array.spec.shape), array.spec.shape
+        axis, shape = _axis(self.axis, array.shape), array.shape
         sizes = self.sizes or (1,) * len(self.into)
         if min(sizes) < 0 or not sum(sizes) or self.groups < 1:
             raise _rule_error("sizes and groups of at least 1", f"{sizes}, {self.groups} groups")
@@ -170,33 +193,13 @@ class Split(SingleArrayRule, frozen=True, tag="split"):
                 f"{shape[axis]} of shape {shape}",
             )
         unit = shape[axis] // self.groups // sum(sizes)
-        pieces = arrays.uninterleave(array.composed, axis, [unit * size for size in sizes], self.groups)
-        return [_like(array, piece) for piece in pieces]
+        return arrays.uninterleave(array, axis, [unit * size for size in sizes], self.groups)
 
-    def names(self, binding: Binding, count: int) -> list[str]:
-        return _new_names(self.into, self.source, binding, count)
-
-    def undo(self, given: Sequence[tuple[str, RuleArray]], new: Sequence[str]) -> tuple[Reshape, ...] | None:
+    def undo(self, given: Sequence[tuple[str, ComposedArray]], new: Sequence[str]) -> tuple[Reshape, ...] | None:
         return None if NOWHERE in new else (Concat(tuple(new), given[0][0], self.axis, self.groups),)
 
 
-def _new_names(into: Sequence[str], source: str, binding: Binding, count: int) -> list[str]:
-    """Returns the new names; a number that only they have is counted from 0.
-
-    Raises:
-        MismatchError: their number differs from that of the arrays.
-    """
-    free = numbers_in(into[0]) - numbers_in(source) if len(into) == 1 else set[str]()
-    names = [expand(name, binding) for name in into] if not free else []
-    if len(free) == 1:
-        [name] = free
-        names = [expand(into[0], tuple(sorted((*binding, (name, i))))) for i in range(count)]
-    if len(names) != count:
-        raise _rule_error(f"{count} new names", f"{', '.join(into)}")
-    return names
-
-
-class Concat(ArrayRule, frozen=True, tag="concat"):
+class Concat(JoiningRule, frozen=True, tag="concat"):
     """Joins several arrays along an axis; with n groups, a 1/n part of each in turn, n times.
 
     A number that only the sources have, as in `Concat(("experts.$E.w",), "experts.w")`, orders them.
@@ -207,29 +210,16 @@ class Concat(ArrayRule, frozen=True, tag="concat"):
     axis: int = 0
     groups: int = 1
 
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        return self.sources
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (self.target,)
-
-    @property
-    def joins(self) -> bool:
-        return True
-
-    def make(self, given: Sequence[RuleArray]) -> list[RuleArray]:
-        axis = _axis(self.axis, given[0].spec.shape)
+    def make(self, given: Sequence[ComposedArray]) -> list[ComposedArray]:
+        axis = _axis(self.axis, given[0].shape)
         _check_alike(given, axis)
         for array in given:
-            if self.groups < 1 or array.spec.shape[axis] % self.groups:
-                raise _rule_error(f"a length along axis {axis} that {self.groups} groups divide", f"{array.spec.shape}")
-        joined = arrays.interleave([array.composed for array in given], axis, self.groups)
-        return [_like(given[0], joined)]
+            if self.groups < 1 or array.shape[axis] % self.groups:
+                raise _rule_error(f"a length along axis {axis} that {self.groups} groups divide", f"{array.shape}")
+        return [arrays.interleave(given, axis, self.groups)]
 
-    def undo(self, given: Sequence[tuple[str, RuleArray]], new: Sequence[str]) -> tuple[Reshape, ...] | None:
-        shapes = [array.spec.shape for _, array in given]
+    def undo(self, given: Sequence[tuple[str, ComposedArray]], new: Sequence[str]) -> tuple[Reshape, ...] | None:
+        shapes = [array.shape for _, array in given]
         axis = _axis(self.axis, shapes[0])
         lengths = tuple(shape[axis] // self.groups for shape in shapes)
         sizes = lengths if sum(lengths) else None
@@ -246,16 +236,15 @@ class Permute(SingleArrayRule, frozen=True, tag="permute"):
     def targets(self) -> tuple[str, ...]:
         return (self.source if self.target is None else self.target,)
 
-    def make(self, given: Sequence[RuleArray]) -> list[RuleArray]:
+    def make(self, given: Sequence[ComposedArray]) -> list[ComposedArray]:
         [array] = given
-        ndim = len(array.spec.shape)
+        ndim = len(array.shape)
         axes = tuple(reversed(range(ndim))) if self.axes is None else self.axes
         if sorted(axes) != list(range(ndim)):
-            raise _rule_error(f"an order of the {ndim} dimensions of shape {array.spec.shape}", f"{axes}")
-        permuted = arrays.permute(array.composed, axes)
-        return [_like(array, permuted)]
+            raise _rule_error(f"an order of the {ndim} dimensions of shape {array.shape}", f"{axes}")
+        return [arrays.permute(array, axes)]
 
-    def undo(self, given: Sequence[tuple[str, RuleArray]], new: Sequence[str]) -> tuple[Reshape, ...] | None:
+    def undo(self, given: Sequence[tuple[str, ComposedArray]], new: Sequence[str]) -> tuple[Reshape, ...] | None:
         axes = None if self.axes is None else tuple(self.axes.index(d) for d in range(len(self.axes)))
         return (Permute(new[0], axes, given[0][0]),)
 
@@ -284,14 +273,11 @@ class Cast(SingleArrayRule, frozen=True, tag="cast"):
         if self.of is not None:
             msgspec.structs.force_setattr(self, "of", normalize_dtype(self.of))
 
-    def make(self, given: Sequence[RuleArray]) -> list[RuleArray]:
+    def make(self, given: Sequence[ComposedArray]) -> list[ComposedArray]:
         [array] = given
-        if self.of not in (None, array.spec.dtype):
-            return [array]
-        dtype = dtype_of(self.dtype).name
-        return [RuleArray(msgspec.structs.replace(array.spec, dtype=dtype), arrays.cast(array.composed, dtype))]
+        return [array if self.of not in (None, array.spec.dtype) else arrays.cast(array, dtype_of(self.dtype).name)]
 
-    def undo(self, given: Sequence[tuple[str, RuleArray]], new: Sequence[str]) -> tuple[Reshape, ...] | None:
+    def undo(self, given: Sequence[tuple[str, ComposedArray]], new: Sequence[str]) -> tuple[Reshape, ...] | None:
         before = given[0][1].spec.dtype
         if before == self.dtype or self.of not in (None, before):
             return ()
@@ -310,65 +296,40 @@ class Slice(SingleArrayRule, frozen=True, tag="slice"):
     def targets(self) -> tuple[str, ...]:
         return (self.source if self.target is None else self.target,)
 
-    def make(self, given: Sequence[RuleArray]) -> list[RuleArray]:
+    def make(self, given: Sequence[ComposedArray]) -> list[ComposedArray]:
         [array] = given
-        axis = _axis(self.axis, array.spec.shape)
-        length = array.spec.shape[axis]
+        axis = _axis(self.axis, array.shape)
+        length = array.shape[axis]
         start, stop, _ = slice(self.start, self.stop).indices(length)
         lengths = (start, max(0, stop - start), length - max(start, stop))
-        piece = arrays.uninterleave(array.composed, axis, lengths)[1]
-        return [_like(array, piece)]
+        return [arrays.uninterleave(array, axis, lengths)[1]]
 
 
-class Stack(ArrayRule, frozen=True, tag="stack"):
+class Stack(JoiningRule, frozen=True, tag="stack"):
     """Stacks arrays along a new axis, in the order of their numbers: `Stack("layers.$L.w", "layers.w")`."""
 
-    sources: str | tuple[str, ...]
-    target: str
     axis: int = 0
 
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        return (self.sources,) if isinstance(self.sources, str) else self.sources
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (self.target,)
-
-    @property
-    def joins(self) -> bool:
-        return True
-
-    def make(self, given: Sequence[RuleArray]) -> list[RuleArray]:
+    def make(self, given: Sequence[ComposedArray]) -> list[ComposedArray]:
         _check_alike(given, None)
-        stacked = arrays.stack([array.composed for array in given], _axis(self.axis, given[0].spec.shape, 1))
-        return [_like(given[0], stacked)]
+        return [arrays.stack(given, _axis(self.axis, given[0].shape, 1))]
 
-    def undo(self, given: Sequence[tuple[str, RuleArray]], new: Sequence[str]) -> tuple[Reshape, ...] | None:
+    def undo(self, given: Sequence[tuple[str, ComposedArray]], new: Sequence[str]) -> tuple[Reshape, ...] | None:
         return (Unstack(new[0], tuple(name for name, _ in given), self.axis),)
 
 
-class Unstack(SingleArrayRule, frozen=True, tag="unstack"):
+class Unstack(SplittingRule, frozen=True, tag="unstack"):
     """Unstacks an array into one for each index along an axis: `Unstack("layers.w", "layers.$L.w")`, counted from 0."""
 
-    into: str | tuple[str, ...]
     axis: int = 0
 
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (self.into,) if isinstance(self.into, str) else self.into
-
-    def make(self, given: Sequence[RuleArray]) -> list[RuleArray]:
+    def make(self, given: Sequence[ComposedArray]) -> list[ComposedArray]:
         [array] = given
-        axis = _axis(self.axis, array.spec.shape)
-        rows = (arrays.take(array.composed, axis, i) for i in range(array.spec.shape[axis]))
-        return [_like(array, row) for row in rows]
+        axis = _axis(self.axis, array.shape)
+        return [arrays.take(array, axis, i) for i in range(array.shape[axis])]
 
-    def names(self, binding: Binding, count: int) -> list[str]:
-        return _new_names(self.targets, self.source, binding, count)
-
-    def undo(self, given: Sequence[tuple[str, RuleArray]], new: Sequence[str]) -> tuple[Reshape, ...] | None:
-        return (Stack(tuple(new), given[0][0], _axis(self.axis, given[0][1].spec.shape)),)
+    def undo(self, given: Sequence[tuple[str, ComposedArray]], new: Sequence[str]) -> tuple[Reshape, ...] | None:
+        return (Stack(tuple(new), given[0][0], _axis(self.axis, given[0][1].shape)),)
 
 
 Reshape = Split | Concat | Permute | Cast | Slice | Stack | Unstack

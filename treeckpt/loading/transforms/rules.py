@@ -22,8 +22,8 @@ __all__ = [
 ]
 
 
-class Rename(BaseRule, frozen=True, tag="rename"):
-    """Renames leaves, or everything below a node: `Rename("model/h.$L.*", "model/layers.${L + 4}.*")`."""
+class OneName(BaseRule, frozen=True):
+    """The base of rules that give one new name to what a pattern matches."""
 
     source: str
     target: str
@@ -32,6 +32,10 @@ class Rename(BaseRule, frozen=True, tag="rename"):
     def pairs(self) -> tuple[tuple[str, str], ...]:
         """(pattern, new name) pairs."""
         return ((self.source, self.target),)
+
+
+class Rename(OneName, frozen=True, tag="rename"):
+    """Renames leaves, or everything below a node: `Rename("model/h.$L.*", "model/layers.${L + 4}.*")`."""
 
 
 class Renames(BaseRule, frozen=True, tag="renames"):
@@ -45,16 +49,8 @@ class Renames(BaseRule, frozen=True, tag="renames"):
         return self.names
 
 
-class Copy(BaseRule, frozen=True, tag="copy"):
+class Copy(OneName, frozen=True, tag="copy"):
     """Adds a second name to leaves, or to everything below a node; both are one tied array while neither is changed."""
-
-    source: str
-    target: str
-
-    @property
-    def pairs(self) -> tuple[tuple[str, str], ...]:
-        """(pattern, new name) pairs."""
-        return ((self.source, self.target),)
 
 
 class Drop(BaseRule, frozen=True, tag="drop"):

@@ -1,7 +1,7 @@
 """The leaves that a load can match: those of an index, or those that rules build from them.
 
 Without rules a view is the index itself. With rules, a renamed leaf is the saved one under its new name, ties included;
-a leaf that is composed of others is a `MadeLeaf`. Under `PerRank` a view has the leaves of one rank.
+a leaf that is composed of others is a `ComposedLeaf`. Under `PerRank` it has the leaves of one rank.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ...core.tree.structure import Structure, empty_container_paths, paths_of
 from ...errors import MismatchError
 from .apply_rule import LeafState, rule_history
 from .apply_rules import TransformedLeaves, apply_rules
-from .composed_array import ComposedArray, SourceBox, is_saved, saved
-from .reshape_rules import RuleArray
+from .composed_array import ComposedArray, SourceBox, constant, saved
+from .patterns import compile_pattern
 from .restructure import empty_containers, rebuild_structure
 from .rules import Rule
 
-__all__ = ["MadeLeaf", "View", "plain_view", "ruled_view"]
+__all__ = ["ComposedLeaf", "View", "view_of"]
 
 
-class MadeLeaf(Leaf, frozen=True, gc=False):
+class ComposedLeaf(Leaf, frozen=True, gc=False):
     """An array that rules composed. Its record has no chunks: those of its sources are read."""
 
-    made: ComposedArray
+    array: ComposedArray
     sources: dict[str, Leaf]
     """The saved leaves that it is composed of, by path."""
 
@@ -40,7 +40,9 @@ class View(msgspec.Struct, frozen=True, dict=True):
 
     index: Index
     by_path: Mapping[str, tuple[Leaf, ...]]
-    ruled: TransformedLeaves | None = None
+    rules: Sequence[Rule] = ()
+    transformed: TransformedLeaves = TransformedLeaves()
+    """The leaves after the rules."""
     empty: tuple[tuple[str, str], ...] = ()
     """(new path, saved path) of empty containers."""
     source_rank: int = 0
@@ -49,10 +51,10 @@ class View(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def structure(self) -> Structure:
         """Structure of the tree; that of this rank alone where there are rules."""
-        if self.ruled is None:
+        if not self.rules:
             return self.index.structure
-        places = {path: item.place for path, item in self.ruled.items.items()}
-        names = [(path, item.of) for path, item in self.ruled.items.items() if path in self.by_path]
+        places = {path: item.place for path, item in self.transformed.items.items()}
+        names = [(path, item.of) for path, item in self.transformed.items.items() if path in self.by_path]
         names = sorted([*names, *self.empty], key=lambda pair: places[pair[0]])
         return rebuild_structure(self.index.structure, names, source_rank=self.source_rank, rank=self.rank)
 
@@ -64,7 +66,7 @@ class View(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def entries(self) -> Sequence[Leaf]:
         """Every leaf, in the order of the structure; without rules also those of other ranks."""
-        if self.ruled is None:
+        if not self.rules:
             return self.index.entries
         return [self.by_path[path][0] for path, _ in paths_of(self.structure)]
 
@@ -75,14 +77,17 @@ class View(msgspec.Struct, frozen=True, dict=True):
 
     def is_kept(self, path: str) -> bool:
         """Whether a `Keep` rule leaves the target's value at a path unchanged."""
-        return self.ruled is not None and self.ruled.is_kept(path)
+        return any(compile_pattern(text).match(path, below=True) is not None for text in self.transformed.keeps)
 
     def filled(self, path: str, wanted: ArraySpec | None) -> Leaf | None:
         """Returns the array that a `Fill` rule puts where one is wanted and none was saved; None if no rule does."""
-        if self.ruled is None or wanted is None or (array := self.ruled.fill_at(path, wanted)) is None:
-            return None
-        number = self._filled.setdefault(path, -1 - len(self._filled))
-        return _made_leaf(number, path, None, RuleArray(wanted, array), {})
+        for fill in self.transformed.fills:
+            if wanted is not None and compile_pattern(fill.target).match(path) is not None:
+                shape = wanted.shape if fill.shape is None else fill.shape
+                number = self._filled.setdefault(path, -1 - len(self._filled))
+                array = constant(msgspec.structs.replace(wanted, shape=shape), fill.value)
+                return _composed_leaf(number, path, None, array, {})
+        return None
 
     def check_fills(self) -> None:
         """Checks that no `Fill` rule takes its shape from a `like`, for a load without one.
@@ -90,7 +95,7 @@ class View(msgspec.Struct, frozen=True, dict=True):
         Raises:
             MismatchError: with the name of such a rule.
         """
-        for fill in self.ruled.fills if self.ruled is not None else ():
+        for fill in self.transformed.fills:
             raise MismatchError(
                 fill.target,
                 expected="a shape, to fill an array",
@@ -105,24 +110,19 @@ class View(msgspec.Struct, frozen=True, dict=True):
 
     def chain(self, path: str) -> str:
         """Returns the rules that led to a leaf, for errors; empty where no rule changed it."""
-        item = self.ruled.items.get(path) if self.ruled is not None else None
+        item = self.transformed.items.get(path)
         return rule_history(item, path) if item is not None and item.trail else ""
 
     @cached_property
     def renamed(self) -> tuple[tuple[str, str], ...]:
         """(saved path, new path) of leaves that only have another name."""
-        if self.ruled is None:
-            return ()
-        leaves = ((path, self.ruled.items[path].of, found[0]) for path, found in self.by_path.items())
-        return tuple((of, path) for path, of, leaf in leaves if path != of and not isinstance(leaf, MadeLeaf))
+        leaves = ((item.of, path, self.by_path.get(path)) for path, item in self.transformed.items.items())
+        return tuple(
+            (of, path) for of, path, found in leaves if path != of and found and not isinstance(found[0], ComposedLeaf)
+        )
 
 
-def plain_view(index: Index) -> View:
-    """Returns the view of an index without rules."""
-    return View(index, index.by_path)
-
-
-def ruled_view(index: Index, rules: Sequence[Rule], *, source_rank: int, rank: int, strict: bool = True) -> View:
+def view_of(index: Index, rules: Sequence[Rule], *, source_rank: int, rank: int, strict: bool = True) -> View:
     """Returns the view of an index after rules.
 
     Args:
@@ -133,19 +133,25 @@ def ruled_view(index: Index, rules: Sequence[Rule], *, source_rank: int, rank: i
     Raises:
         MismatchError: a rule that cannot be applied.
     """
+    if not rules:
+        return View(index, index.by_path)
     own = {path: _own(found, source_rank) for path, found in index.by_path.items()}
-    items = {path: _item(index, leaf) for path, leaf in own.items()}
+    items: dict[str, LeafState] = {}
+    for path, leaf in own.items():
+        value = leaf.record.value if isinstance(leaf.record, ValueRecord) else None
+        array = saved(_source(index, leaf), leaf.spec) if isinstance(leaf.spec, ArraySpec) else None
+        items[path] = LeafState(leaf.path, (leaf.number,), array, value)
     empty = empty_containers(index.structure)
     # an empty container comes after the leaf before it, and after all that rules build from that leaf
     items.update((path, LeafState(path, (before - 1, 1 << 60, i))) for i, (path, before) in enumerate(empty))
-    ruled = apply_rules(items, rules, strict=strict)
+    transformed = apply_rules(items, rules, strict=strict)
     numbers: dict[object, int] = {}
     by_path: dict[str, tuple[Leaf, ...]] = {}
-    for path, item in ruled.items.items():
+    for path, item in transformed.items.items():
         if item.of in own or item.array is not None:
             by_path[path] = (_leaf(index, own, path, item, numbers),)
-    names = tuple((path, item.of) for path, item in ruled.items.items() if path not in by_path)
-    return View(index, by_path, ruled, names, source_rank, rank)
+    names = tuple((path, item.of) for path, item in transformed.items.items() if path not in by_path)
+    return View(index, by_path, rules, transformed, names, source_rank, rank)
 
 
 def _own(found: Sequence[Leaf], rank: int) -> Leaf:
@@ -161,27 +167,19 @@ def _source(index: Index, leaf: Leaf) -> str:
     return index.entries[record.of].path if isinstance(record, AliasRecord) and record.view is None else leaf.path
 
 
-def _item(index: Index, leaf: Leaf) -> LeafState:
-    value = leaf.record.value if isinstance(leaf.record, ValueRecord) else None
-    spec = leaf.spec
-    if not isinstance(spec, ArraySpec):
-        return LeafState(leaf.path, (leaf.number,), value=value)
-    return LeafState(leaf.path, (leaf.number,), RuleArray(spec, saved(_source(index, leaf), spec)))
-
-
 def _leaf(index: Index, own: Mapping[str, Leaf], path: str, item: LeafState, numbers: dict[object, int]) -> Leaf:
     """Returns the leaf for a state; arrays composed of the same parts get one number, so they are one array."""
     leaf, array = own.get(item.of), item.array
-    if leaf is not None and (
-        array is None or (leaf.spec == array.spec and is_saved(array.composed, _source(index, leaf), array.spec))
-    ):
+    if leaf is not None and (array is None or (leaf.spec and array == saved(_source(index, leaf), leaf.spec))):
         return leaf if leaf.path == path else msgspec.structs.replace(leaf, path=path)
     assert array is not None, "only arrays are new"
-    sources = {part.source: own[part.source] for part in array.composed.parts if isinstance(part, SourceBox)}
+    sources = {part.source: own[part.source] for part in array.parts if isinstance(part, SourceBox)}
     ranks = next((source.ranks for source in sources.values() if source.ranks is not None), None)
-    number = numbers.setdefault((array.spec, array.composed) if sources else path, len(index.entries) + len(numbers))
-    return _made_leaf(number, path, ranks, array, sources)
+    number = numbers.setdefault(array if sources else path, len(index.entries) + len(numbers))
+    return _composed_leaf(number, path, ranks, array, sources)
 
 
-def _made_leaf(number: int, path: str, ranks: Runs | None, array: RuleArray, sources: dict[str, Leaf]) -> MadeLeaf:
-    return MadeLeaf(number, path, ArrayRecord(-1, -1, NoChunks()), ranks, array.spec, array.composed, sources)
+def _composed_leaf(
+    number: int, path: str, ranks: Runs | None, array: ComposedArray, sources: dict[str, Leaf]
+) -> ComposedLeaf:
+    return ComposedLeaf(number, path, ArrayRecord(-1, -1, NoChunks()), ranks, array.spec, array, sources)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treeckpt.io.storage.memory import PAGE
-from treeckpt.saving import staging_memory as arena_module
+from treeckpt.saving import staging as arena_module
 from treeckpt.saving.process_channel import ProcessChannel, WriterGone
-from treeckpt.saving.staging_memory import Arena, ArenaPool, area_offsets, map_arena
+from treeckpt.saving.staging import Arena, ArenaPool, area_offsets, map_arena
 
 
 @given(st.lists(st.integers(0, 1 << 40), max_size=20))
