@@ -5,7 +5,7 @@
     checkpoint/  pages: the tree of a checkpoint, a leaf, its values, the shards, the treemap
     timing/      pages: where the time of a save went, trends over the steps of a run
     compare/     pages: the difference of two checkpoints, the preview of a load into another mesh
-    pages/       what pages share: JSON and HTML answers, query parameters, the row of a checkpoint
+    pages/       what pages share: JSON and HTML answers, the row of a checkpoint
     store/       which runs and checkpoints exist, what they hold, and the cache of that
     templates/   one Jinja2 template a page
     static/      JavaScript modules, style sheets, and libraries of others in vendor/

@@ -56,7 +56,7 @@ def save(
 
     Args:
         path: a directory, created if needed; its name is the checkpoint's. Or a URL (`s3://bucket/run/step_00000100`,
-            `gs://`, `az://`, what fsspec knows), or a store, as everywhere.
+            `gs://`, `az://`, those of fsspec), or a store, as everywhere.
         tree: containers of any depth with arrays and Python values as leaves. Plain arrays and values on several
             ranks are replicas: written once, and compared if small. Mark what each rank has of its own with
             `PerRank`, and pieces of one array with `Sharded`; the pieces of a DTensor are known. An object with
@@ -200,7 +200,7 @@ def load(
         on_corrupt: "skip" salvages: leaves with bytes that are missing or changed come back as `...`, and are named in
             `LoadReport.damaged`. Every rank has to call: they share the comparing. Not of a `Bank`.
         per_rank: in another world size, refuse `PerRank` state, or take that of rank modulo the old world.
-        copy: gives each array memory of its own, where whole ones are views of what a stretch of a file was read into.
+        copy: gives each array memory of its own, where whole ones are views of what a range of a file was read into.
         mmap: maps whole arrays: bytes come when they are touched, without checksums, from a file that must stay.
         read: "once" has what several ranks of a host want read by one and handed on; every rank has to call.
         memory: bytes of buffers beyond what is loaded, at most; smaller ones make smaller reads (1 MiB is the least).

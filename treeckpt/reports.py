@@ -40,12 +40,11 @@ class SaveReport(msgspec.Struct, frozen=True):
         row = f"saved {self.path}  {written} in {took}"
         if self.world > 1:
             row = f"saved {self.path}  by {self.world} ranks in {took}; this rank wrote {written}"
-        rates = [rate_text(span.nbytes, span.seconds) if span.nbytes else "" for span in self.spans]
-        rows = [
-            f"  {span.name:<10} {span.seconds:9.4f} s  {rate}".rstrip()
-            for span, rate in zip(self.spans, rates, strict=True)
-        ]
-        return "\n".join([row, *rows])
+        rows = [row]
+        for span in self.spans:
+            rate = rate_text(span.nbytes, span.seconds) if span.nbytes else ""
+            rows.append(f"  {span.name:<10} {span.seconds:9.4f} s  {rate}".rstrip())
+        return "\n".join(rows)
 
     def _repr_html_(self) -> str:
         """Shows in a notebook what was written, and how long each phase of this rank took."""

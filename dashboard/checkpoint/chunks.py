@@ -12,7 +12,7 @@ from treeckpt.core.format.records import AliasRecord, Index, Leaf
 from treeckpt.core.sharding.region import Region
 from treeckpt.core.text import region_text
 
-from ..pages.checkpoints import PAGE
+from ..pages.checkpoints import PAGE, next_start
 from ..store.library import NotFound
 
 __all__ = [
@@ -142,4 +142,4 @@ def chunks_page(index: Index, leaf: Leaf, start: int, region: Region | None = No
         )
         for at in located[start : start + PAGE]
     ]
-    return ChunksPage(start, len(located), start + PAGE if start + PAGE < len(located) else None, rows)
+    return ChunksPage(start, len(located), next_start(start, len(located)), rows)

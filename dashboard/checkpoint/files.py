@@ -15,7 +15,7 @@ from treeckpt.io.storage.checkpoint import Checkpoint
 from treeckpt.io.storage.shard_reader import verify_shard
 from treeckpt.io.storage.store import Store
 
-from ..pages.checkpoints import PAGE, CheckpointRow, shorten
+from ..pages.checkpoints import PAGE, CheckpointRow, next_start, shorten
 from ..store.library import NotFound
 
 __all__ = [
@@ -146,7 +146,7 @@ def files_page(checkpoint: CheckpointRow, outline: Outline, start: int) -> Files
         checkpoint=checkpoint,
         total=len(files),
         start=start,
-        next=start + PAGE if start + PAGE < len(files) else None,
+        next=next_start(start, len(files)),
         nbytes=outline.index.nbytes,
         mean=mean,
         imbalance=by_rank[most] / mean if most is not None and mean else 1.0,
@@ -181,7 +181,7 @@ def file_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: i
         ExtentRow(e.leaf, shorten(index.entries[e.leaf].path), region_text(e.region), e.start, e.stop)
         for e in extents[start : start + PAGE]
     ]
-    following = start + PAGE if start + PAGE < len(extents) else None
+    following = next_start(start, len(extents))
     largest = max(f.nbytes for f in index.file_list)
     return FilePage(checkpoint, _file_row(number, file, largest), len(extents), start, following, rows)
 

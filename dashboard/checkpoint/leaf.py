@@ -21,6 +21,8 @@ from .tree import Fact, NodeRow, node_row
 
 __all__ = ["LeafPage", "leaf_page"]
 
+KINDS = {ValueRecord: "value", PerRankValues: "value per rank", AliasRecord: "tie", PerRankArrays: "array per rank"}
+
 
 class MeshPart(msgspec.Struct, frozen=True):
     """One dimension of a mesh and what it does to an array."""
@@ -81,7 +83,7 @@ def leaf_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: i
         leaf=number,
         path=shorten(leaf.path),
         above=_ancestors(outline, leaf.path),
-        kind=_kind(leaf),
+        kind=KINDS.get(type(leaf.record), "array"),
         dtype=leaf.spec.dtype if leaf.spec else None,
         shape=list(leaf.spec.shape) if leaf.spec else None,
         nbytes=leaf.nbytes,
@@ -106,11 +108,6 @@ def _ancestors(outline: Outline, path: str) -> list[NodeRow]:
     steps = path.split("/")
     found = [outline.node_at("/".join(steps[:n])) for n in range(1, len(steps))]
     return [node_row(outline.index, row) for row in found if row is not None]
-
-
-def _kind(leaf: Leaf) -> str:
-    kinds = {ValueRecord: "value", PerRankValues: "value per rank", AliasRecord: "tie", PerRankArrays: "array per rank"}
-    return kinds.get(type(leaf.record), "array")
 
 
 def _layout_text(base: Leaf, layout: MeshLayout | None) -> str | None:

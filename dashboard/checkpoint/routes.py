@@ -8,18 +8,15 @@ from functools import partial
 from operator import attrgetter
 from typing import Annotated, TypeVar
 
-from fastapi import APIRouter, Query, Request
-from fastapi.responses import HTMLResponse
+from fastapi import Query, Request
 
 from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.analysis.treemap import TreemapKey
 from treeckpt.errors import CheckpointError
 from treeckpt.io.storage.store import Store
 
-from ..pages.answers import JsonRouter
+from ..pages.answers import PageRouter, Start, Words, library_of
 from ..pages.checkpoints import open_checkpoint
-from ..pages.parameters import Start, Words, library_of
-from ..pages.render import render
 from ..store.library import Library
 from . import files, folds, tree
 from .chunks import ChunksPage, chunks_page, leaf_of
@@ -28,7 +25,7 @@ from .peek import PeekPage, Window, peek_page
 from .shard_map import MapPage, map_page
 from .treemap import TreemapPage, treemap_page
 
-__all__ = ["api", "pages"]
+__all__ = ["router"]
 
 T = TypeVar("T")
 TRIES = 5
@@ -45,8 +42,7 @@ Count = Annotated[int, Query(ge=10, le=100_000, description="boxes, at most")]
 Dtype = Annotated[str, Query(max_length=64)]
 Nbytes = Annotated[int, Query(ge=0, le=1 << 62, description="bytes, at least")]
 
-api = JsonRouter()
-pages = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
+router = PageRouter()
 
 
 def _outline(request: Request, checkpoint_id: str) -> Outline:
@@ -60,7 +56,7 @@ def _positions(at: str) -> list[int]:
 # the tree -------------------------------------------------------------------------------------------------------------
 
 
-@api.json("/checkpoints/{checkpoint_id}")
+@router.get("/checkpoints/{checkpoint_id}", "checkpoint.html")
 def get_checkpoint(
     request: Request, checkpoint_id: str, node: Node = "", q: Words = "", start: Start = 0
 ) -> tree.CheckpointPage:
@@ -68,26 +64,19 @@ def get_checkpoint(
     return tree.checkpoint_page(library_of(request), checkpoint_id, node, q, start)
 
 
-@pages.get("/checkpoints/{checkpoint_id}")
-def show_checkpoint(
-    request: Request, checkpoint_id: str, node: Node = "", q: Words = "", start: Start = 0
-) -> HTMLResponse:
-    return render(request, "checkpoint.html", get_checkpoint(request, checkpoint_id, node, q, start))
-
-
-@api.json("/checkpoints/{checkpoint_id}/tree")
+@router.get("/checkpoints/{checkpoint_id}/tree")
 def get_tree(request: Request, checkpoint_id: str, node: Node = "", start: Start = 0) -> tree.TreePage:
     """A page of the children of a node."""
     return tree.tree_page(_outline(request, checkpoint_id), node, start)
 
 
-@api.json("/checkpoints/{checkpoint_id}/search")
+@router.get("/checkpoints/{checkpoint_id}/search")
 def get_search(request: Request, checkpoint_id: str, q: Words, start: Start = 0) -> tree.SearchPage:
     """Leaves by the words of their path; `start` is the number of a leaf."""
     return tree.search_page(_outline(request, checkpoint_id), q, start)
 
 
-@api.json("/checkpoints/{checkpoint_id}/leaves")
+@router.get("/checkpoints/{checkpoint_id}/leaves")
 def get_leaves(
     request: Request, checkpoint_id: str, q: Words = "", dtype: Dtype = "", larger: Nbytes = 0, start: Position = 0
 ) -> tree.SearchPage:
@@ -95,13 +84,13 @@ def get_leaves(
     return tree.search_page(_outline(request, checkpoint_id), q, start, dtype, larger)
 
 
-@api.json("/checkpoints/{checkpoint_id}/folds")
+@router.get("/checkpoints/{checkpoint_id}/folds")
 def get_folds(request: Request, checkpoint_id: str, node: Node = "") -> folds.FoldsPage:
     """Repeated blocks among the children of a node, equal except for their number."""
     return folds.folds_page(_outline(request, checkpoint_id), node)
 
 
-@api.json("/checkpoints/{checkpoint_id}/treemap")
+@router.get("/checkpoints/{checkpoint_id}/treemap")
 def get_treemap(
     request: Request, checkpoint_id: str, by: TreemapKey = "tree", node: Node = "", count: Count = 20_000
 ) -> TreemapPage:
@@ -109,7 +98,7 @@ def get_treemap(
     return treemap_page(_outline(request, checkpoint_id), by, node, count)
 
 
-@api.json("/checkpoints/{checkpoint_id}/snippet")
+@router.get("/checkpoints/{checkpoint_id}/snippet")
 def get_snippet(request: Request, checkpoint_id: str, path: PathText = "") -> tree.SnippetPage:
     """The Python code that loads a leaf, or all leaves below a node."""
     _, info = library_of(request).checkpoint(checkpoint_id)
@@ -119,35 +108,28 @@ def get_snippet(request: Request, checkpoint_id: str, path: PathText = "") -> tr
 # one leaf -------------------------------------------------------------------------------------------------------------
 
 
-@api.json("/checkpoints/{checkpoint_id}/leaves/{number}")
+@router.get("/checkpoints/{checkpoint_id}/leaves/{number}", "leaf.html")
 def get_leaf(request: Request, checkpoint_id: str, number: int, start: Start = 0, region: RegionText = "") -> LeafPage:
     """One leaf, with a page of its chunks, or of those with elements of a region."""
     row, outline = open_checkpoint(library_of(request), checkpoint_id)
     return leaf_page(row, outline, number, start, region)
 
 
-@pages.get("/checkpoints/{checkpoint_id}/leaves/{number}")
-def show_leaf(
-    request: Request, checkpoint_id: str, number: int, start: Start = 0, region: RegionText = ""
-) -> HTMLResponse:
-    return render(request, "leaf.html", get_leaf(request, checkpoint_id, number, start, region))
-
-
-@api.json("/checkpoints/{checkpoint_id}/leaves/{number}/chunks")
+@router.get("/checkpoints/{checkpoint_id}/leaves/{number}/chunks")
 def get_chunks(request: Request, checkpoint_id: str, number: int, start: Start = 0) -> ChunksPage:
     """A page of the chunks of an array."""
     index = _outline(request, checkpoint_id).index
     return chunks_page(index, leaf_of(index, number), start)
 
 
-@api.json("/checkpoints/{checkpoint_id}/leaves/{number}/map")
+@router.get("/checkpoints/{checkpoint_id}/leaves/{number}/map")
 def get_map(request: Request, checkpoint_id: str, number: int, y: Dim = None, x: Dim = None, at: At = "") -> MapPage:
     """The regions of an array on the plane of two of its dimensions."""
     index = _outline(request, checkpoint_id).index
     return map_page(index, leaf_of(index, number), y, x, _positions(at))
 
 
-@api.json("/checkpoints/{checkpoint_id}/leaves/{number}/peek")
+@router.get("/checkpoints/{checkpoint_id}/leaves/{number}/peek")
 def get_peek(
     request: Request,
     checkpoint_id: str,
@@ -169,42 +151,32 @@ def get_peek(
 # shards ---------------------------------------------------------------------------------------------------------------
 
 
-@api.json("/checkpoints/{checkpoint_id}/files")
+@router.get("/checkpoints/{checkpoint_id}/files", "files.html")
 def get_files(request: Request, checkpoint_id: str, start: Start = 0) -> files.FilesPage:
     """The shards."""
     return files.files_page(*open_checkpoint(library_of(request), checkpoint_id), start)
 
 
-@pages.get("/checkpoints/{checkpoint_id}/files")
-def show_files(request: Request, checkpoint_id: str, start: Start = 0) -> HTMLResponse:
-    return render(request, "files.html", get_files(request, checkpoint_id, start))
-
-
-@api.json("/checkpoints/{checkpoint_id}/files/{number}")
+@router.get("/checkpoints/{checkpoint_id}/files/{number}", "file.html")
 def get_file(request: Request, checkpoint_id: str, number: int, start: Start = 0) -> files.FilePage:
     """One shard, with a page of its extents."""
     return files.file_page(*open_checkpoint(library_of(request), checkpoint_id), number, start)
 
 
-@pages.get("/checkpoints/{checkpoint_id}/files/{number}")
-def show_file(request: Request, checkpoint_id: str, number: int, start: Start = 0) -> HTMLResponse:
-    return render(request, "file.html", get_file(request, checkpoint_id, number, start))
-
-
-@api.json("/checkpoints/{checkpoint_id}/files/{number}/strip")
+@router.get("/checkpoints/{checkpoint_id}/files/{number}/strip")
 def get_strip(request: Request, checkpoint_id: str, number: int) -> files.StripPage:
     """The extents of a shard as few segments, to be drawn."""
     return files.strip_page(_outline(request, checkpoint_id), number)
 
 
-@api.json("/checkpoints/{checkpoint_id}/files/{number}/checksums")
+@router.get("/checkpoints/{checkpoint_id}/files/{number}/checksums")
 def get_checksums(request: Request, checkpoint_id: str, number: int, start: Position = 0) -> files.ChecksumsPage:
     """Compares a part of a shard with its checksums; `next` is the start of the next part."""
     compare = partial(files.checksums_page, number=number, start=start)
     return _read_one_version(library_of(request), checkpoint_id, compare, problem_of=attrgetter("problem"))
 
 
-@api.json("/checkpoints/{checkpoint_id}/balance")
+@router.get("/checkpoints/{checkpoint_id}/balance")
 def get_balance(request: Request, checkpoint_id: str) -> files.BalancePage:
     """The bytes that each rank wrote."""
     return files.balance_page(_outline(request, checkpoint_id))

@@ -12,7 +12,7 @@ from treeckpt.core.analysis.outline import Outline, OutlineRow
 from treeckpt.core.format.records import Index, Leaf
 from treeckpt.core.text import value_text, value_type
 
-from ..pages.checkpoints import PAGE, CheckpointRow, checkpoint_row, shorten
+from ..pages.checkpoints import PAGE, CheckpointRow, checkpoint_row, next_start, shorten
 from ..store.library import Library
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "SearchPage",
     "SnippetPage",
     "TreePage",
+    "ancestors",
     "checkpoint_page",
     "node_row",
     "search_page",
@@ -138,11 +139,10 @@ def _found_row(index: Index, leaf: Leaf) -> NodeRow:
     return NodeRow("", key, shorten(leaf.path), "leaf", "", 0, 1, nbytes, share, leaf.number, leaf_text(index, leaf))
 
 
-def _ancestors(outline: Outline, name: str) -> list[NodeRow]:
+def ancestors(outline: Outline, name: str) -> list[OutlineRow]:
     """Returns the nodes from the root to the parent of a node."""
     steps = name.split(".") if name else []
-    names = [".".join(steps[:n]) for n in range(len(steps))]
-    return [node_row(outline.index, outline.row(n)) for n in names]
+    return [outline.row(".".join(steps[:n])) for n in range(len(steps))]
 
 
 def tree_page(outline: Outline, name: str, start: int) -> TreePage:
@@ -155,11 +155,10 @@ def tree_page(outline: Outline, name: str, start: int) -> TreePage:
     rows = outline.children(name, start=start, count=PAGE)
     if node.kind == "leaf" and not name:  # the whole tree is one leaf
         rows = [node]
-    following = start + PAGE if start + PAGE < node.children else None
+    following = next_start(start, node.children)
     index = outline.index
-    return TreePage(
-        node_row(index, node), _ancestors(outline, name), start, following, [node_row(index, row) for row in rows]
-    )
+    above = [node_row(index, row) for row in ancestors(outline, name)]
+    return TreePage(node_row(index, node), above, start, following, [node_row(index, row) for row in rows])
 
 
 def search_page(outline: Outline, query: str, start: int, dtype: str = "", larger: int = 0) -> SearchPage:

@@ -7,6 +7,8 @@ import msgspec
 from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.analysis.treemap import TreemapKey, treemap_of
 
+from .tree import ancestors
+
 __all__ = ["TreemapPage", "treemap_page"]
 
 
@@ -38,14 +40,12 @@ def treemap_page(outline: Outline, by: TreemapKey, node: str, count: int) -> Tre
     """
     node = node if by == "tree" else ""
     boxes = treemap_of(outline, by, node=node, count=count)
-    steps = node.split(".") if node else []
-    rows = [outline.row(".".join(steps[:n])) for n in range(len(steps))]
     return TreemapPage(
         by=by,
         node=node,
         path=outline.row(node).path,
         total=boxes[0].nbytes,
-        above=[[row.node, row.key] for row in rows],
+        above=[[row.node, row.key] for row in ancestors(outline, node)],
         parents=[box.parent for box in boxes],
         names=[box.name for box in boxes],
         nbytes=[box.nbytes for box in boxes],

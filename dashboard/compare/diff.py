@@ -17,13 +17,13 @@ import msgspec
 
 from treeckpt.core.analysis.diff import Added, Change, Changed, Moved, Removed, comparable, diff
 from treeckpt.core.format.byte_map import chunk_count
-from treeckpt.core.format.records import Index, Leaf
+from treeckpt.core.format.records import Index
 from treeckpt.core.text import visible
 from treeckpt.errors import TreeckptError
 from treeckpt.io.storage.checkpoint import Checkpoint
 from treeckpt.io.storage.open import open_store
 from treeckpt.loading.compare import delta_of, verdict_of
-from treeckpt.runs.catalog import CheckpointInfo
+from treeckpt.runs.checkpoint_info import CheckpointInfo
 
 from ..pages.checkpoints import PAGE, CheckpointRow, checkpoint_row
 from ..store.library import Library, NotFound
@@ -117,17 +117,17 @@ class Comparison:
 
     def verdict(self, number: int) -> str:
         """Returns equal, changed, unknown or unreadable for a pair of arrays."""
-        if number not in self._verdicts:
-            self._verdicts[number] = self._compare(*self.pairs[number])
-        return self._verdicts[number]
-
-    def _compare(self, x: Leaf, y: Leaf) -> str:
-        if max(chunk_count(x), chunk_count(y)) > MAX_CHUNKS:
-            return "unknown"
-        try:
-            return verdict_of(self.a, x, self.b, y)
-        except (TreeckptError, OSError):
-            return "unreadable"
+        if number in self._verdicts:
+            return self._verdicts[number]
+        x, y = self.pairs[number]
+        verdict = "unknown"
+        if max(chunk_count(x), chunk_count(y)) <= MAX_CHUNKS:
+            try:
+                verdict = verdict_of(self.a, x, self.b, y)
+            except (TreeckptError, OSError):
+                verdict = "unreadable"
+        self._verdicts[number] = verdict
+        return verdict
 
     @property
     def known(self) -> dict[str, int]:
@@ -229,8 +229,7 @@ def diff_page(
     comparison = comparisons.compare(*infos)
     delta, problem = None, None
     with comparison.reading():
-        reader = _DeltaReader(comparison) if read else None
-        found, following = _page(comparison, show, q.casefold().split(), start, reader)
+        found, following = _page(comparison, show, q.casefold().split(), start, MAX_READ if read else 0)
         if pair is not None:
             try:
                 delta = _delta_row(comparison, pair)
@@ -254,24 +253,6 @@ def diff_page(
     )
 
 
-class _DeltaReader:
-    """Compares the elements of a page's arrays until MAX_READ bytes are read."""
-
-    def __init__(self, comparison: Comparison) -> None:
-        self._comparison, self._left = comparison, MAX_READ
-
-    def delta(self, pair: int) -> DeltaRow | None:
-        """Returns None if the arrays are too large for the bytes that are left, or cannot be read."""
-        nbytes = 2 * self._comparison.pairs[pair][0].nbytes
-        if nbytes > self._left:
-            return None
-        self._left -= nbytes
-        try:
-            return _delta_row(self._comparison, pair)
-        except (TreeckptError, OSError):
-            return None
-
-
 def _delta_row(comparison: Comparison, pair: int) -> DeltaRow:
     """Reads the arrays of a pair and compares their elements.
 
@@ -289,9 +270,13 @@ def _delta_row(comparison: Comparison, pair: int) -> DeltaRow:
 
 
 def _page(
-    comparison: Comparison, show: Show, words: list[str], start: int, reader: _DeltaReader | None
+    comparison: Comparison, show: Show, words: list[str], start: int, readable: int
 ) -> tuple[list[DiffRow], int | None]:
-    """Returns a page of rows and the next position. Changes of the indexes come first, then pairs of arrays."""
+    """Returns a page of rows and the next position. Changes of the indexes come first, then pairs of arrays.
+
+    Args:
+        readable: bytes that may be read to compare elements.
+    """
     changes, pairs = comparison.found.changes, comparison.pairs
     rows: list[DiffRow] = []
     compared = 0
@@ -308,11 +293,18 @@ def _page(
                 continue
             compared += 1
             verdict = comparison.verdict(number)
-            delta = reader.delta(number) if reader and verdict in ("changed", "unknown") else None
+            delta, nbytes = None, 2 * pairs[number][0].nbytes
+            if verdict in ("changed", "unknown") and nbytes <= readable:
+                readable -= nbytes
+                with contextlib.suppress(TreeckptError, OSError):
+                    delta = _delta_row(comparison, number)
             if delta is not None and (delta.changed or delta.compared == delta.elements):
                 verdict = "changed" if delta.changed else "equal"
             wanted = {"equal": verdict == "equal", "all": True}.get(show, verdict != "equal")
-            row = _content_row(comparison, number, verdict, delta) if wanted else None
+            row = None
+            if wanted:
+                x, y = pairs[number]
+                row = DiffRow("content", x.path, "", "", verdict, number, x.number, y.number, x.nbytes, delta)
         if row is not None and _contains(row.path, words):
             rows.append(row)
     return rows, None
@@ -342,8 +334,3 @@ def _change_row(comparison: Comparison, change: Change) -> DiffRow:
     y = None if isinstance(change, Removed) else after.get(other)
     leaf = comparison.a.index.entries[x] if x is not None else comparison.b.index.entries[y] if y is not None else None
     return DiffRow(_kind_of(change), path, *texts, "", None, x, y, leaf.nbytes if leaf is not None else 0, None)
-
-
-def _content_row(comparison: Comparison, number: int, verdict: str, delta: DeltaRow | None) -> DiffRow:
-    x, y = comparison.pairs[number]
-    return DiffRow("content", x.path, "", "", verdict, number, x.number, y.number, x.nbytes, delta)

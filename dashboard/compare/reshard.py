@@ -13,7 +13,7 @@ from treeckpt.core.format.records import Index
 from treeckpt.core.sharding.placements import Mesh, MeshLayout
 from treeckpt.errors import TreeckptError
 
-from ..pages.checkpoints import PAGE, CheckpointRow
+from ..pages.checkpoints import PAGE, CheckpointRow, next_start
 
 __all__ = ["Preset", "ReaderRow", "ReshardPage", "reshard_page"]
 
@@ -121,7 +121,7 @@ def reshard_page(
         left_out=plan.left_out,
         files=files,
         start=start,
-        next=start + PAGE if start + PAGE < len(plan.ranks) else None,
+        next=next_start(start, len(plan.ranks)),
         rows=[_row(target, rank, plan) for rank in plan.ranks[start : start + PAGE]],
         cells=cells,
         ranks=ranks,

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from fastapi.responses import HTMLResponse
 
-from ..pages.answers import JsonRouter
+from ..pages.answers import PageRouter, Start, Words, library_of
 from ..pages.checkpoints import checkpoint_row, open_checkpoint
-from ..pages.parameters import Start, Words, library_of
 from ..pages.render import render
 from ..store.library import Library, NotFound
 from .diff import DeltaRow, DiffPage, Show, diff_page, previous_of
 from .reshard import ReshardPage, reshard_page
 
-__all__ = ["api", "pages"]
+__all__ = ["router"]
 
 Id = Annotated[str, Query(max_length=100, description="id of a checkpoint")]
 Pair = Annotated[int | None, Query(ge=0, le=1 << 53, description="arrays to compare element by element")]
@@ -29,11 +28,10 @@ Place = Annotated[
 CHOICES = 200
 """Checkpoints of each run that a form offers."""
 
-api = JsonRouter()
-pages = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
+router = PageRouter()
 
 
-@api.json("/diff")
+@router.get("/diff")
 def get_diff(
     request: Request,
     a: Id,
@@ -49,7 +47,7 @@ def get_diff(
     return diff_page(library_of(request), comparisons, a, b, show=show, q=q, start=start, pair=pair, read=read)
 
 
-@api.json("/diff/values")
+@router.get("/diff/values")
 def get_delta(request: Request, a: Id, b: Id, pair: Pair = 0) -> DeltaRow:
     """How the elements of two arrays differ; reads up to 64 MiB of them."""
     page = get_diff(request, a, b, "structure", "", 1 << 53, pair)
@@ -58,7 +56,7 @@ def get_delta(request: Request, a: Id, b: Id, pair: Pair = 0) -> DeltaRow:
     return page.delta
 
 
-@pages.get("/diff")
+@router.pages.get("/diff")
 def show_diff(
     request: Request,
     a: Id = "",
@@ -88,16 +86,9 @@ def _choices(library: Library, chosen: set[str]) -> list[dict[str, Any]]:
     return runs
 
 
-@api.json("/checkpoints/{checkpoint_id}/reshard")
+@router.get("/checkpoints/{checkpoint_id}/reshard", "reshard.html")
 def get_reshard(
     request: Request, checkpoint_id: str, mesh: MeshText = "", names: Names = "", place: Place = "", start: Start = 0
 ) -> ReshardPage:
     """What each rank of another mesh would read from which file."""
     return reshard_page(*open_checkpoint(library_of(request), checkpoint_id), mesh, names, place, start)
-
-
-@pages.get("/checkpoints/{checkpoint_id}/reshard")
-def show_reshard(
-    request: Request, checkpoint_id: str, mesh: MeshText = "", names: Names = "", place: Place = "", start: Start = 0
-) -> HTMLResponse:
-    return render(request, "reshard.html", get_reshard(request, checkpoint_id, mesh, names, place, start))

@@ -1,4 +1,4 @@
-"""What the pages share: JSON answers, HTML rendering, common query parameters, and the row of one checkpoint.
+"""What the pages share: routers, HTML rendering, and the row of one checkpoint.
 
-It may import `store`. Start at `checkpoints.checkpoint_row`, which nearly every page shows, and `answers.JsonRouter`.
+It may import `store`. Start at `checkpoints.checkpoint_row`, which nearly every page shows, and `answers.PageRouter`.
 """

@@ -1,4 +1,4 @@
-"""JSON answers: FastAPI validates the parameters, msgspec encodes the result.
+"""Routers of the rooms: FastAPI validates the parameters, msgspec encodes the result as JSON, a template as HTML.
 
 A result may hold a million numbers or thousands of rows. The dashboard builds it itself, so FastAPI does not validate
 it again; its type is in the OpenAPI schema all the same.
@@ -9,17 +9,35 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from fastapi import APIRouter, FastAPI
-from fastapi.responses import Response
+from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi.responses import HTMLResponse, Response
 
-from .checkpoints import ReadingRow
+from ..store.index_reader import ReadProgress
+from ..store.library import Library
+from .render import render
 
-__all__ = ["ErrorResponse", "JsonRouter", "Loading", "describe_responses", "json_response"]
+__all__ = [
+    "ErrorResponse",
+    "Loading",
+    "PageRouter",
+    "Start",
+    "Words",
+    "describe_responses",
+    "json_response",
+    "library_of",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
+Start = Annotated[int, Query(ge=0, le=1 << 53, description="number of the first row")]
+Words = Annotated[str, Query(max_length=500, description="words that a path must contain")]
+
+
+def library_of(request: Request) -> Library:
+    """Returns the runs of the application that serves a request."""
+    return request.app.state.library
 
 
 class ErrorResponse(msgspec.Struct, frozen=True):
@@ -31,7 +49,7 @@ class ErrorResponse(msgspec.Struct, frozen=True):
 class Loading(msgspec.Struct, frozen=True):
     """A large index is still being read; the client requests again later."""
 
-    loading: ReadingRow
+    loading: ReadProgress
 
 
 _OTHER_RESPONSES: dict[str, tuple[type, str]] = {
@@ -46,38 +64,53 @@ def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | Non
     return Response(msgspec.json.encode(data), status, headers, "application/json")
 
 
-class JsonRouter(APIRouter):
-    """A router of addresses under /api/v1 that answer with JSON."""
+class PageRouter:
+    """The addresses of a room: what a function returns is JSON under /api/v1, and a page if it has a template.
+
+    A function may set `request.state.etag`, the ETag of its answer.
+    """
 
     def __init__(self) -> None:
-        super().__init__(prefix="/api/v1")
+        self.api = APIRouter(prefix="/api/v1")
+        self.pages = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
         self.result_types: dict[str, Any] = {}
-        """The type of each address's result, by path."""
+        """The type of the result of each address of the API."""
 
-    def json(self, path: str, result_type: Any = None) -> Callable[[F], F]:
-        """Registers the decorated function for a path; what it returns is encoded, unless it is a response already.
+    def get(self, path: str, template: str = "", *, page: str = "", result_type: Any = None) -> Callable[[F], F]:
+        """Registers the decorated function for a path; its argument `request` is required.
 
         Args:
+            template: of the page; without one there is only JSON.
+            page: the path of the page, if it is another one.
             result_type: None takes the function's return annotation.
         """
 
         def register(function: F) -> F:
             signature = inspect.signature(function, eval_str=True)
+            self.result_types[self.api.prefix + path] = result_type or signature.return_annotation
+            signature = signature.replace(return_annotation=Response)
 
-            @functools.wraps(function)
-            def respond(*args: Any, **kwargs: Any) -> Response:
-                result = function(*args, **kwargs)
-                return result if isinstance(result, Response) else json_response(result)
+            def add(router: APIRouter, path: str, answer: Callable[[Request, Any], Response]) -> None:
+                @functools.wraps(function)
+                def respond(request: Request, **parameters: Any) -> Response:
+                    result = function(request=request, **parameters)
+                    response = result if isinstance(result, Response) else answer(request, result)
+                    if etag := getattr(request.state, "etag", None):
+                        response.headers["ETag"] = etag
+                    return response
 
-            respond.__signature__ = signature.replace(return_annotation=Response)  # pyright: ignore[reportAttributeAccessIssue]
-            self.add_api_route(path, respond, methods=["GET"], response_model=None, response_class=Response)
-            self.result_types[self.prefix + path] = result_type or signature.return_annotation
+                respond.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
+                router.add_api_route(path, respond, methods=["GET"], response_model=None, response_class=Response)
+
+            add(self.api, path, lambda _, result: json_response(result))
+            if template:
+                add(self.pages, page or path, lambda request, result: render(request, template, result))
             return function
 
         return register
 
 
-def describe_responses(app: FastAPI, routers: Sequence[JsonRouter]) -> None:
+def describe_responses(app: FastAPI, routers: Sequence[PageRouter]) -> None:
     """Adds the types of all results to the application's OpenAPI schema, which is built on the first request for it."""
     build = app.openapi
 

@@ -13,7 +13,7 @@ import msgspec
 
 from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.text import visible
-from treeckpt.runs.catalog import CheckpointInfo
+from treeckpt.runs.checkpoint_info import CheckpointInfo
 
 from ..store.index_reader import ReadProgress
 from ..store.library import Library, NotFound, Run, UnreadInfo
@@ -22,9 +22,9 @@ __all__ = [
     "PAGE",
     "CheckpointRow",
     "LoadingPage",
-    "ReadingRow",
     "checkpoint_row",
     "loading_page",
+    "next_start",
     "open_checkpoint",
     "shorten",
     "status_of",
@@ -75,22 +75,16 @@ class CheckpointRow(msgspec.Struct, frozen=True):
     """Whether a branch begins here: another checkpoint was saved between that one and this one."""
 
 
-class ReadingRow(msgspec.Struct, frozen=True):
-    """Progress of the first read of a large index."""
-
-    phase: str
-    done: int
-    total: int
-    share: float | None
-    """From 0 to 1; None if it is not known."""
-    seconds: float
-
-
 class LoadingPage(msgspec.Struct, frozen=True):
     """A checkpoint whose index is still being read."""
 
     checkpoint: CheckpointRow
-    progress: ReadingRow
+    progress: ReadProgress
+
+
+def next_start(start: int, total: int, count: int = PAGE) -> int | None:
+    """Returns the first row of the page after the one from `start` on; None if that is the last."""
+    return start + count if start + count < total else None
 
 
 def shorten(text: str) -> str:
@@ -160,6 +154,4 @@ def open_checkpoint(library: Library, checkpoint_id: str) -> tuple[CheckpointRow
 def loading_page(library: Library, url: str, progress: ReadProgress) -> LoadingPage:
     """Returns the page of the checkpoint in the folder `url`, whose index is still being read."""
     checkpoint_id, run, info = library.unread(url)
-    row = checkpoint_row(checkpoint_id, run, info)
-    share = progress.done / progress.total if progress.phase == "write" and progress.total else None
-    return LoadingPage(row, ReadingRow(progress.phase, progress.done, progress.total, share, progress.seconds))
+    return LoadingPage(checkpoint_row(checkpoint_id, run, info), progress)

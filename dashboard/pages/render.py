@@ -15,7 +15,7 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from treeckpt.core.text import bytes_text, seconds_text, shape_text, visible
+from treeckpt.core.text import bytes_text, rate_text, seconds_text, shape_text, visible
 
 __all__ = ["render", "templates"]
 
@@ -23,10 +23,6 @@ __all__ = ["render", "templates"]
 def _local_time(time: str) -> str:
     """Formats an ISO 8601 time in this machine's time zone, in seconds."""
     return datetime.fromisoformat(time).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _rate_text(rate: float) -> str:
-    return f"{bytes_text(rate)}/s"
 
 
 def _visible_text(value: object) -> object:
@@ -52,7 +48,7 @@ def templates() -> Environment:
         "clock": partial(_or_dash, _local_time),
         "json": json.dumps,  # ASCII only, and autoescaped as any text: safe in an attribute, unlike `tojson`
         "number": partial(_or_dash, "{:,}".format),
-        "rate": partial(_or_dash, _rate_text),
+        "rate": partial(_or_dash, rate_text),
         "seconds": partial(_or_dash, seconds_text),
         "shape": shape_text,
         "visible": visible,

@@ -13,9 +13,9 @@ from treeckpt.core.text import visible
 from treeckpt.errors import TreeckptError
 from treeckpt.io.storage.progress_file import read_progress
 from treeckpt.runs.active_saves import STALLED, SaveUnderWay
-from treeckpt.runs.catalog import CheckpointInfo
+from treeckpt.runs.checkpoint_info import CheckpointInfo
 
-from ..pages.checkpoints import PAGE
+from ..pages.checkpoints import PAGE, next_start
 from ..store.library import Library, Run
 
 __all__ = ["LivePage", "SaveRates", "live_page"]
@@ -110,13 +110,13 @@ def live_page(library: Library, rates: SaveRates, start: int, *, now_ns: int) ->
     ]
     found.sort(key=lambda one: -one[3].started_ns)
     rows = [_save_row(*one, rates, now_ns) for one in found[start : start + PAGE]]
-    return LivePage(rows, start, start + PAGE if start + PAGE < len(found) else None)
+    return LivePage(rows, start, next_start(start, len(found)))
 
 
 def _save_row(
     run: Run, checkpoint_id: str, info: CheckpointInfo, save: SaveUnderWay, rates: SaveRates, now_ns: int
 ) -> SaveRow:
-    quiet = max(0.0, (now_ns - save.updated_ns) / 1e9)
+    quiet = _seconds_since(save.updated_ns, now_ns)
     rate = rates.rate(save)
     left = max(0, save.planned - save.written)
     ranks = _ranks(run, info, save)
@@ -137,11 +137,16 @@ def _save_row(
         written=save.written,
         planned=save.planned,
         share=save.fraction,
-        seconds=max(0.0, (now_ns - save.started_ns) / 1e9),
+        seconds=_seconds_since(save.started_ns, now_ns),
         quiet=quiet,
         rate=rate,
         eta=left / rate if rate and save.phase == "write" and quiet <= STALLED and save.alive is not False else None,
-        slowest=[_saving_rank(one, now_ns) for one in behind[:SHOWN_RANKS]],
+        slowest=[
+            SavingRank(
+                one.rank, one.phase, one.written, one.planned, one.fraction, _seconds_since(one.updated_ns, now_ns)
+            )
+            for one in behind[:SHOWN_RANKS]
+        ],
     )
 
 
@@ -152,9 +157,8 @@ def _ranks(run: Run, info: CheckpointInfo, save: SaveUnderWay) -> list[Progress]
     return []
 
 
-def _saving_rank(one: Progress, now_ns: int) -> SavingRank:
-    quiet = max(0.0, (now_ns - one.updated_ns) / 1e9)
-    return SavingRank(one.rank, one.phase, one.written, one.planned, one.fraction, quiet)
+def _seconds_since(ns: int, now_ns: int) -> float:
+    return max(0.0, (now_ns - ns) / 1e9)
 
 
 def _stuck(save: SaveUnderWay, behind: Sequence[Progress], quiet: float) -> str:

@@ -13,6 +13,8 @@ from .usage import disk_of, sum_nbytes
 __all__ = ["metrics_text"]
 
 _STATUSES = get_args(Status)[1:]
+_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+"""Of labels."""
 _HELP = {
     "runs": "Runs that the dashboard was given.",
     "checkpoints": "Directories of a run by what they are.",
@@ -34,7 +36,9 @@ def metrics_text(library: Library) -> str:
     rows: dict[str, list[str]] = {}
     for run in library.runs:
         for name, labels, value in _run_metrics(library, run):
-            rows.setdefault(name, []).append(f"treeckpt_{name}{{{_labels({'run': run.name, **labels})}}} {value}")
+            escaped = {k: v.translate(_ESCAPES) for k, v in {"run": run.name, **labels}.items()}
+            text = ",".join(f'{label}="{of}"' for label, of in escaped.items())
+            rows.setdefault(name, []).append(f"treeckpt_{name}{{{text}}} {value}")
     rows["runs"] = [f"treeckpt_runs {len(library.runs)}"]
     lines: list[str] = []
     for name, text in _HELP.items():
@@ -64,8 +68,3 @@ def _run_metrics(library: Library, run: Run) -> Iterator[tuple[str, dict[str, st
     yield "save_written_bytes", {}, sum(save.written for save in saves)
     yield "save_planned_bytes", {}, sum(save.planned for save in saves)
     yield "scan_complete", {}, int(library.watches[run.id].progress.complete)
-
-
-def _labels(labels: dict[str, str]) -> str:
-    escaped = {k: v.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") for k, v in labels.items()}
-    return ",".join(f'{name}="{value}"' for name, value in escaped.items())

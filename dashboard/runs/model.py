@@ -14,12 +14,13 @@ import msgspec
 from treeckpt.core.analysis.retention_policy import Policy, kept
 from treeckpt.core.format.file_names import step_name, step_of
 from treeckpt.core.text import visible
-from treeckpt.runs.catalog import CheckpointInfo
+from treeckpt.runs.checkpoint_info import CheckpointInfo
+from treeckpt.runs.policy_text import keep_text, parse_keep
 from treeckpt.runs.run import step_info
 
-from ..pages.checkpoints import PAGE, CheckpointRow, checkpoint_row, status_of
+from ..pages.checkpoints import PAGE, CheckpointRow, checkpoint_row, next_start, status_of
 from ..store.library import Library, Run
-from .policy_text import keep_text, parse_keep
+from ..store.watch import ScanProgress
 
 __all__ = [
     "CursorError",
@@ -45,14 +46,6 @@ Listed = Sequence[tuple[str, CheckpointInfo]]
 """Checkpoints with their ids."""
 
 
-class ScanRow(msgspec.Struct, frozen=True):
-    """Progress of the first scan of a run, in directories."""
-
-    seen: int
-    total: int
-    complete: bool
-
-
 class RunPart(msgspec.Struct, frozen=True):
     """One run and a page of its checkpoints, by default newest first."""
 
@@ -67,7 +60,7 @@ class RunPart(msgspec.Struct, frozen=True):
     """Saves in progress."""
     statuses: dict[str, int]
     """Directories by status."""
-    scan: ScanRow
+    scan: ScanProgress
     keep: str
     """The policies from which `kept` and `goes` are computed; empty if none are known."""
     goes: int
@@ -173,8 +166,8 @@ class _ByIdentity(Generic[T]):
 
 
 @lru_cache(64)
-def _summarize(held: _ByIdentity[CheckpointInfo], policies: tuple[Policy, ...]) -> _RunSummary:
-    infos = held.rows
+def _summarize(items: _ByIdentity[CheckpointInfo], policies: tuple[Policy, ...]) -> _RunSummary:
+    infos = items.rows
     statuses = Counter(map(status_of, infos))
     reasons = reasons_of(infos, policies)
     decided = (info for info in infos if policies and _retention_step(info) is not None)
@@ -238,7 +231,7 @@ def _run_part(library: Library, run: Run, query: ListQuery, count: int) -> RunPa
     matching = _select(_ByIdentity(found), query.status, query.q, query.sort)
     start = _position_after(matching, query) if query.cursor else query.start
     shown = matching[start : start + count]
-    more = start + count < len(matching)
+    following = next_start(start, len(matching), count)
     return RunPart(
         id=run.id,
         name=run.name,
@@ -249,7 +242,7 @@ def _run_part(library: Library, run: Run, query: ListQuery, count: int) -> RunPa
         newest_step=summary.newest,
         saving=summary.saving,
         statuses=summary.statuses,
-        scan=ScanRow(watch.progress.seen, watch.progress.total, watch.progress.complete),
+        scan=watch.progress,
         keep=keep_text(policies),
         goes=len(summary.gone),
         goes_nbytes=sum(summary.gone.values()),
@@ -258,8 +251,8 @@ def _run_part(library: Library, run: Run, query: ListQuery, count: int) -> RunPa
         q=query.q,
         matching=len(matching),
         start=start,
-        next=start + count if more else None,
-        cursor=_cursor(shown[-1][1]) if more else None,
+        next=following,
+        cursor=_cursor(shown[-1][1]) if following is not None else None,
         checkpoints=[_row(i, run, info, summary) for i, info in shown],
     )
 
@@ -277,14 +270,14 @@ def _row(checkpoint_id: str, run: Run, info: CheckpointInfo, summary: _RunSummar
 
 
 @lru_cache(64)
-def _select(held: _ByIdentity[tuple[str, CheckpointInfo]], status: Status, q: str, sort: Sort) -> Listed:
+def _select(items: _ByIdentity[tuple[str, CheckpointInfo]], status: Status, q: str, sort: Sort) -> Listed:
     """Returns the checkpoints that pass a filter, sorted. The cache serves the next pages of the same query."""
     words = q.casefold().split()
     if not words and not status:
-        return _sorted(held.rows, sort)
+        return _sorted(items.rows, sort)
     found = [
         (checkpoint_id, info)
-        for checkpoint_id, info in held.rows
+        for checkpoint_id, info in items.rows
         if status in ("", status_of(info)) and (not words or all(word in _searched_text(info) for word in words))
     ]
     return _sorted(found, sort)

@@ -11,18 +11,16 @@ import time
 from collections.abc import Sequence
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query, Request, Response
-from fastapi.responses import HTMLResponse, PlainTextResponse
+from fastapi import Depends, Query, Request
+from fastapi.responses import PlainTextResponse
 
-from ..pages.answers import JsonRouter, json_response
-from ..pages.parameters import Start, library_of
-from ..pages.render import render
+from ..pages.answers import PageRouter, Start, library_of
 from ..store.library import Run
 from . import live, model, usage
 from .metrics import metrics_text
 from .model import ListQuery, RunPage, RunsPage, Sort, Status
 
-__all__ = ["NotModified", "api", "pages"]
+__all__ = ["NotModified", "router"]
 
 Cursor = Annotated[str, Query(max_length=2000, description="`cursor` of the previous page; it overrides `start`")]
 RunWords = Annotated[str, Query(max_length=500, description="words that the name, the step or the error must contain")]
@@ -42,8 +40,7 @@ def _list_query(
 
 RunQuery = Annotated[ListQuery, Depends(_list_query)]
 
-api = JsonRouter()
-pages = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
+router = PageRouter()
 
 
 class NotModified(Exception):
@@ -53,8 +50,8 @@ class NotModified(Exception):
         self.tag = tag
 
 
-def _check_tag(request: Request, runs: Sequence[Run]) -> str:
-    """Returns the ETag of an answer about these runs.
+def _check_tag(request: Request, runs: Sequence[Run]) -> None:
+    """Sets the ETag of an answer about these runs.
 
     Raises:
         NotModified: the client has it.
@@ -66,62 +63,35 @@ def _check_tag(request: Request, runs: Sequence[Run]) -> str:
     tag = f'W/"{hashlib.blake2s(text.encode(), digest_size=8).hexdigest()}"'
     if tag in given:
         raise NotModified(tag)
-    return tag
+    request.state.etag = tag
 
 
-@api.json("/runs", RunsPage)
-def get_runs(request: Request) -> Response:
+@router.get("/runs", "runs.html", page="/")
+def get_runs(request: Request) -> RunsPage:
     """Every run with its newest checkpoints."""
-    tag = _check_tag(request, library_of(request).runs)
-    return _tagged(json_response(model.runs_page(library_of(request))), tag)
+    _check_tag(request, library_of(request).runs)
+    return model.runs_page(library_of(request))
 
 
-@api.json("/runs/{run_id}", RunPage)
-def get_run(request: Request, run_id: str, query: RunQuery) -> Response:
+@router.get("/runs/{run_id}", "run.html")
+def get_run(request: Request, run_id: str, query: RunQuery) -> RunPage:
     """The checkpoints of one run, by default newest first."""
-    tag = _check_tag(request, [library_of(request).run(run_id)])
-    return _tagged(json_response(model.run_page(library_of(request), run_id, query)), tag)
+    _check_tag(request, [library_of(request).run(run_id)])
+    return model.run_page(library_of(request), run_id, query)
 
 
-@api.json("/live")
+@router.get("/live", "live.html")
 def get_live(request: Request, start: Start = 0) -> live.LivePage:
     """Saves in progress of every run."""
     return live.live_page(library_of(request), request.app.state.save_rates, start, now_ns=time.time_ns())
 
 
-@api.json("/usage")
+@router.get("/usage", "usage.html")
 def get_usage(request: Request, keep: Keep = None, start: Start = 0) -> usage.UsagePage:
     """Bytes by run and by policy, and what a clean-up would free. Nothing is deleted."""
     return usage.usage_page(library_of(request), keep, start)
 
 
-@pages.get("/")
-def show_runs(request: Request) -> Response:
-    tag = _check_tag(request, library_of(request).runs)
-    return _tagged(render(request, "runs.html", model.runs_page(library_of(request))), tag)
-
-
-@pages.get("/runs/{run_id}")
-def show_run(request: Request, run_id: str, query: RunQuery) -> Response:
-    tag = _check_tag(request, [library_of(request).run(run_id)])
-    return _tagged(render(request, "run.html", model.run_page(library_of(request), run_id, query)), tag)
-
-
-@pages.get("/live")
-def show_live(request: Request, start: Start = 0) -> HTMLResponse:
-    return render(request, "live.html", get_live(request, start))
-
-
-@pages.get("/usage")
-def show_usage(request: Request, keep: Keep = None, start: Start = 0) -> HTMLResponse:
-    return render(request, "usage.html", get_usage(request, keep, start))
-
-
-@pages.get("/metrics")
+@router.pages.get("/metrics")
 def show_metrics(request: Request) -> PlainTextResponse:
     return PlainTextResponse(metrics_text(library_of(request)), media_type="text/plain; version=0.0.4")
-
-
-def _tagged(response: Response, tag: str) -> Response:
-    response.headers["ETag"] = tag
-    return response

@@ -11,16 +11,17 @@ from treeckpt.core.analysis.deletion import Removal, RetainedDirectory
 from treeckpt.core.analysis.retention_policy import All, Policy
 from treeckpt.core.text import visible
 from treeckpt.errors import TreeckptError
-from treeckpt.runs.catalog import CheckpointInfo
-from treeckpt.runs.disk_growth import days_until, growth_of
+from treeckpt.runs.checkpoint_info import CheckpointInfo
+from treeckpt.runs.policy_text import keep_text
 from treeckpt.runs.run import CleanReport, RunDirectory
 
-from ..pages.checkpoints import PAGE, status_of
+from ..pages.checkpoints import PAGE, next_start, status_of
 from ..store.library import Library, Run
 from .model import policies_of, reasons_of
-from .policy_text import keep_text
 
-__all__ = ["UsagePage", "disk_of", "sum_nbytes", "usage_page"]
+__all__ = ["Growth", "UsagePage", "days_until", "disk_of", "growth_of", "sum_nbytes", "usage_page"]
+
+DAY_NS = 86_400 * 10**9
 
 
 class ReasonRow(msgspec.Struct, frozen=True):
@@ -129,7 +130,7 @@ def _usage_row(
         freed=freed,
         removals=len(removed),
         rows=[_removal_row(one) for one in removed[start : start + PAGE]],
-        next=start + PAGE if start + PAGE < len(removed) else None,
+        next=next_start(start, len(removed)),
         left=[_removal_row(one) for one in (report.left if report else ())[:PAGE]],
         disk_free=free,
         disk_total=disk,
@@ -176,3 +177,32 @@ def disk_of(run: Run) -> tuple[int | None, int | None]:
     except OSError:
         return None, None
     return usage.free, usage.total
+
+
+class Growth(msgspec.Struct, frozen=True):
+    """The growth rate of a run by its newest saves, if nothing is deleted."""
+
+    saves: int
+    """How many saves the estimate is based on."""
+    nbytes_per_day: float
+    seconds_between: float
+
+
+def growth_of(saves: Sequence[tuple[int, int]], *, count: int = 50) -> Growth | None:
+    """Estimates the growth from the newest saves; None if there are fewer than two, or all have the same time.
+
+    Args:
+        saves: (Unix nanoseconds, bytes) of each checkpoint, in any order.
+        count: how many of the newest to use.
+    """
+    newest = sorted(saves)[-count:]
+    if len(newest) < 2 or newest[-1][0] <= newest[0][0]:
+        return None
+    span = newest[-1][0] - newest[0][0]
+    written = sum(nbytes for _, nbytes in newest[1:])
+    return Growth(len(newest), written * DAY_NS / span, span / 1e9 / (len(newest) - 1))
+
+
+def days_until(free: int, growth: Growth | None) -> float | None:
+    """Returns the days until the free bytes are used up; None if the run does not grow."""
+    return free / growth.nbytes_per_day if growth is not None and growth.nbytes_per_day > 0 else None

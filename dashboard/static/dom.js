@@ -109,6 +109,25 @@ export function remember(state) {
   history.replaceState(history.state, "", address);
 }
 
+/**
+ * A group of buttons of which one is pressed. Returns the function that presses the button of a value.
+ * @param {string} attribute holds the value of a button @param {(value: string) => void} choose is called on a click
+ */
+export function buttonGroup(attribute, choose) {
+  const buttons = [...document.querySelectorAll(`button[${attribute}]`)];
+  const press = (/** @type {string} */ value) => {
+    for (const button of buttons)
+      button.setAttribute("aria-pressed", String(button.getAttribute(attribute) === value));
+  };
+  for (const button of buttons)
+    button.addEventListener("click", () => {
+      const value = button.getAttribute(attribute) ?? "";
+      press(value);
+      choose(value);
+    });
+  return press;
+}
+
 /** What went wrong, as a person reads it. @param {unknown} error */
 export const reason = (error) => (error instanceof Error ? error.message : String(error));
 

@@ -1,6 +1,6 @@
 // @ts-check
 /** The heat map of a save: the time of each rank, or group of ranks, in each phase. */
-import { api, find, secondsText } from "./dom.js";
+import { api, buttonGroup, find, reason, recalled, remember, secondsText } from "./dom.js";
 import { colour, follow } from "./canvas.js";
 import { imageOf, pooled, ramp } from "./heat.js";
 import { noter } from "./tip.js";
@@ -25,7 +25,7 @@ export async function heatMap(at) {
   try {
     data = await api(`${at}/heat`, { by: holder.dataset.by });
   } catch (error) {
-    note(`The heat map cannot be drawn: ${error instanceof Error ? error.message : error}`);
+    note(`The heat map cannot be drawn: ${reason(error)}`);
     return;
   }
   const rows = data.labels.length;
@@ -41,7 +41,7 @@ export async function heatMap(at) {
   // within a phase, colours go from the median rank's time to three times that
   const share = (/** @type {number} */ n, /** @type {number} */ c) =>
     of === "save" ? n / top : (n / Math.max(1, data.medians[c]) - 1) / 2;
-  let of = new URL(location.href).searchParams.get("scale") === "save" ? "save" : "phase";
+  let of = recalled("scale") === "save" ? "save" : "phase";
   let [row, column] = [-1, -1];
   /** Of each column, as many numbers as there are lines. @type {Float64Array[]} */
   let few = [];
@@ -155,21 +155,12 @@ export async function heatMap(at) {
     const within = (/** @type {number} */ n, /** @type {number} */ size) => Math.max(0, Math.min(size - 1, n));
     choose(row < 0 ? 0 : within(row + step[0], rows), column < 0 ? 0 : within(column + step[1], columns));
   });
-  for (const button of document.querySelectorAll("[data-scale]")) {
-    const named = /** @type {HTMLElement} */ (button).dataset.scale ?? "phase";
-    button.setAttribute("aria-pressed", String(named === of));
-    button.addEventListener("click", () => {
-      of = named;
-      for (const other of document.querySelectorAll("[data-scale]"))
-        other.setAttribute("aria-pressed", String(other === button));
-      const url = new URL(location.href);
-      if (of === "save") url.searchParams.set("scale", of);
-      else url.searchParams.delete("scale");
-      history.replaceState(null, "", url);
-      ends();
-      redraw();
-    });
-  }
+  buttonGroup("data-scale", (value) => {
+    of = value;
+    remember({ scale: of === "save" ? of : null });
+    ends();
+    redraw();
+  })(of);
   const ends = () => {
     find("#heat-low").textContent = of === "save" ? "0" : "the median rank";
     find("#heat-high").textContent = of === "save" ? secondsText(top * data.unit) : "3× and more";

@@ -1,6 +1,6 @@
 // @ts-check
 /** The shard map: a plane of an array's index space, its regions coloured by the rank or the file that holds them. */
-import { api, bytesText, find, numberText, reason, recalled, remember } from "./dom.js";
+import { api, buttonGroup, bytesText, find, numberText, reason, recalled, remember } from "./dom.js";
 import { colour, fillBox, fillOf, follow, hatch, ink, label, legend, selectable } from "./canvas.js";
 
 const holder = find("#map");
@@ -280,17 +280,12 @@ function restore() {
   });
 }
 
-for (const button of document.querySelectorAll("button[data-colour]")) {
-  button.setAttribute("aria-pressed", String(button.getAttribute("data-colour") === by));
-  button.addEventListener("click", () => {
-    by = button.getAttribute("data-colour") ?? "rank";
-    remember({ by: by === "rank" ? null : by });
-    for (const other of document.querySelectorAll("button[data-colour]"))
-      other.setAttribute("aria-pressed", String(other === button));
-    describe();
-    redraw();
-  });
-}
+buttonGroup("data-colour", (value) => {
+  by = value;
+  remember({ by: by === "rank" ? null : by });
+  describe();
+  redraw();
+})(by);
 form.addEventListener("input", async () => {
   await load();
   if (map) remember({ y: map.y, x: map.x, at: map.at.some(Boolean) ? map.at.join(",") : null });

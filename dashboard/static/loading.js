@@ -3,7 +3,7 @@
  * The page of a large index that is read for the first time: shows the progress, and opens the page at the end.
  */
 
-import { base, find, numberText, secondsText } from "./dom.js";
+import { base, find, numberText, reason, secondsText } from "./dom.js";
 
 const checkpoint = find("#loading").dataset.checkpoint;
 const text = find("#loading-text");
@@ -34,5 +34,5 @@ async function watch() {
 }
 
 watch().catch((error) => {
-  text.textContent = `This did not work: ${error instanceof Error ? error.message : error}`;
+  text.textContent = `This did not work: ${reason(error)}`;
 });

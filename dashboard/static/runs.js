@@ -5,7 +5,7 @@
  * come from the server's page, parsed as a document: no text becomes HTML here.
  */
 
-import { find } from "./dom.js";
+import { find, reason } from "./dom.js";
 
 const PAUSE = 2000;
 const button = /** @type {HTMLButtonElement} */ (find("#follow"));
@@ -91,7 +91,7 @@ function plan(pause = PAUSE) {
       ask()
         .catch((error) => {
           failed = true;
-          news.textContent = `No news: ${error instanceof Error ? error.message : error}`;
+          news.textContent = `No news: ${reason(error)}`;
         })
         .finally(() => plan()),
     pause,

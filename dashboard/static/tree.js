@@ -66,15 +66,20 @@ function draw(item, number) {
   return line;
 }
 
-function render() {
-  if (!root) return;
+/** Heights of a row, of the scrolled element and of the view; pixels per pixel of scroll; and the top in view. */
+function viewport() {
   const height = rowHeight();
   const all = root.total * height;
   const tall = Math.min(all, TALLEST);
-  sizer.style.height = `${tall}px`;
   const view = holder.clientHeight;
   const scale = all > tall ? (all - view) / (tall - view) : 1;
-  const from = holder.scrollTop * scale;
+  return { height, tall, view, scale, from: holder.scrollTop * scale };
+}
+
+function render() {
+  if (!root) return;
+  const { height, tall, view, from } = viewport();
+  sizer.style.height = `${tall}px`;
   const first = Math.max(0, Math.floor(from / height) - 4);
   const last = Math.min(root.total, Math.ceil((from + view) / height) + 4);
   // rows that do not change stay in place: a row that is replaced under the pointer would lose its click
@@ -105,12 +110,7 @@ function render() {
 function pick(item, scroll = true) {
   current = item;
   if (scroll) {
-    const height = rowHeight();
-    const all = root.total * height;
-    const tall = Math.min(all, TALLEST);
-    const view = holder.clientHeight;
-    const scale = all > tall ? (all - view) / (tall - view) : 1;
-    const from = holder.scrollTop * scale;
+    const { height, view, scale, from } = viewport();
     const place = numberOf(item) * height;
     if (place < from) holder.scrollTop = place / scale;
     else if (place + height > from + view) holder.scrollTop = (place + height - view) / scale;

@@ -1,6 +1,7 @@
 // @ts-check
 /** The treemap: one area per leaf, in proportion to its bytes, inside its part of the tree, rank, file or dtype. */
-import { api, base, bytesText, find, make, numberText, reason, recalled, remember, tableOf, visible } from "./dom.js";
+import { api, base, buttonGroup, bytesText, find, make, numberText } from "./dom.js";
+import { reason, recalled, remember, tableOf, visible } from "./dom.js";
 import { colour, fillOf, follow, ink, selectable } from "./canvas.js";
 import { hierarchy, treemap } from "./vendor/d3-hierarchy-3.1.3.min.js";
 
@@ -258,8 +259,7 @@ function showTable(page) {
 
 /** @param {string} by @param {string} node */
 async function show(by, node) {
-  for (const button of document.querySelectorAll("button[data-by]"))
-    button.setAttribute("aria-pressed", String(button.getAttribute("data-by") === by));
+  press(by);
   try {
     page = /** @type {Page} */ (await api(`checkpoints/${checkpoint}/treemap`, { by, node }));
   } catch (error) {
@@ -275,8 +275,7 @@ async function show(by, node) {
   readout.textContent = summary();
 }
 
-for (const button of document.querySelectorAll("button[data-by]"))
-  button.addEventListener("click", () => show(button.getAttribute("data-by") ?? "tree", ""));
+const press = buttonGroup("data-by", (by) => show(by, ""));
 const wanted = recalled("map");
 const known = [...document.querySelectorAll("button[data-by]")].map((button) => button.getAttribute("data-by"));
 show(

@@ -1,6 +1,6 @@
 // @ts-check
 /** Lines over the steps of a run: time, rate, bytes. A step leads to the timing of its save. */
-import { api, base, bytesText, find, numberText, secondsText } from "./dom.js";
+import { api, base, bytesText, find, numberText, reason, secondsText } from "./dom.js";
 import { colour, legend } from "./canvas.js";
 import { axisStyle, keepFitted } from "./plots.js";
 
@@ -148,5 +148,5 @@ async function start() {
 }
 
 start().catch((error) => {
-  readout.textContent = `The lines cannot be drawn: ${error instanceof Error ? error.message : error}`;
+  readout.textContent = `The lines cannot be drawn: ${reason(error)}`;
 });

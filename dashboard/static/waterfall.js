@@ -1,6 +1,6 @@
 // @ts-check
 /** The waterfall of a save: zoomed by dragging and by keys, and walked through with the arrow keys. */
-import { find, numberText } from "./dom.js";
+import { buttonGroup, find, numberText, recalled } from "./dom.js";
 import { follow } from "./canvas.js";
 import { FRAME, LEFT, WAITS, drawWaterfall, pixelsPerUnit } from "./waterfall_draw.js";
 import { LANE, bandsOf, edgesOf, orderOf, spanAt } from "./waterfall_layout.js";
@@ -36,7 +36,7 @@ function sceneOf(data, slowest, order) {
  * @returns {number[]} the colour number of each phase
  */
 export function showWaterfall(canvas, data, slowest, note) {
-  const order = new URL(location.href).searchParams.get("order") === "slow" ? "slow" : "rank";
+  const order = recalled("order") === "slow" ? "slow" : "rank";
   const scene = sceneOf(data, slowest, order);
   const redraw = follow(canvas, {
     height: () => scene.layout.height,
@@ -51,8 +51,7 @@ export function showWaterfall(canvas, data, slowest, note) {
     const whole = view.t0 === 0 && view.t1 === data.total && view.r0 === 0 && view.r1 === rows.length;
     /** @type {HTMLButtonElement} */ (find("#zoom-reset")).disabled = whole;
     find("#waterfall-about").textContent = layout.detail ? "" : aboutOverview();
-    for (const button of orderButtons)
-      button.setAttribute("aria-pressed", String(button.dataset.order === scene.order));
+    pressOrder(scene.order);
     redraw();
     rememberView(scene);
   }
@@ -191,14 +190,11 @@ export function showWaterfall(canvas, data, slowest, note) {
   find("#zoom-in").addEventListener("click", zoomIn);
   find("#zoom-out").addEventListener("click", zoomOut);
   find("#zoom-reset").addEventListener("click", reset);
-  const orderButtons = /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll("[data-order]"));
-  for (const button of orderButtons) {
-    button.addEventListener("click", () => {
-      scene.order = button.dataset.order ?? "rank";
-      scene.rows = orderOf(data, scene.order);
-      zoom(scene.view);
-    });
-  }
+  const pressOrder = buttonGroup("data-order", (order) => {
+    scene.order = order;
+    scene.rows = orderOf(data, order);
+    zoom(scene.view);
+  });
   zoom(recallView(scene));
   return scene.paints;
 }

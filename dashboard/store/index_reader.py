@@ -46,11 +46,13 @@ MAX_OPEN = 8
 
 
 class ReadProgress(msgspec.Struct, frozen=True):
-    """Progress of the read of an index."""
+    """Progress of the first read of a large index."""
 
     phase: str
     done: int
     total: int
+    share: float | None
+    """From 0 to 1; None if it is not known."""
     seconds: float
 
 
@@ -85,8 +87,8 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-class _Job:
-    """One process that reads one index."""
+class _ReadProcess:
+    """A process that reads one index."""
 
     def __init__(self, run: str, name: str, key: str, target: Path) -> None:
         self.key, self.error, self.done = key, None, threading.Event()
@@ -116,7 +118,10 @@ class _Job:
                     with contextlib.suppress(msgspec.MsgspecError):
                         message = _MESSAGE.decode(line)
                         if isinstance(message, _Failure):
-                            failure = _error_of(message)
+                            kind = getattr(errors, message.kind, CorruptError)
+                            failure = kind(
+                                message.path, expected=message.expected, found=message.found, hint=message.hint
+                            )
                         else:
                             self._progress = message
                 code = process.wait()
@@ -128,23 +133,18 @@ class _Job:
         return _unreadable(self._arguments[1], killed if code in (-9, 137) else f"the reader ended with {code}")
 
     def kill(self) -> None:
-        """Kills the process."""
         if self._process is not None:
             self._process.kill()
 
     @property
     def progress(self) -> ReadProgress:
         at = self._progress
-        return ReadProgress(at.phase, at.done, at.total, time.monotonic() - self._started)
+        share = at.done / at.total if at.phase == "write" and at.total else None
+        return ReadProgress(at.phase, at.done, at.total, share, time.monotonic() - self._started)
 
 
 def _unreadable(name: str, found: str) -> TreeckptError:
     return CorruptError(name, expected="an index that can be read here", found=found)
-
-
-def _error_of(failure: _Failure) -> TreeckptError:
-    kind = getattr(errors, failure.kind, CorruptError)
-    return kind(failure.path, expected=failure.expected, found=failure.found, hint=failure.hint)
 
 
 class IndexReader:
@@ -157,7 +157,7 @@ class IndexReader:
         """Held while a small index is read here, or a large one by a process: small ones do not wait for large ones."""
         self._open: OrderedDict[str, StoredOutline] = OrderedDict()
         self._failed: OrderedDict[str, TreeckptError] = OrderedDict()
-        self._jobs: dict[str, _Job] = {}
+        self._processes: dict[str, _ReadProcess] = {}
 
     def outline(self, run: str, folder: Folder, entry: DirectoryEntry) -> StoredOutline:
         """Returns the tree of the index in a folder.
@@ -184,7 +184,7 @@ class IndexReader:
             return found
         reachable = isinstance(folder, LocalFolder) or ("://" in run and not run.startswith("memory://"))
         if is_large(entry) and reachable:  # another process can open the folder
-            raise StillReading(folder.url, self._job(key, run, folder).progress)
+            raise StillReading(folder.url, self._process(key, run, folder).progress)
         return self._build(key, folder)
 
     def _open_table(self, key: str) -> StoredOutline | None:
@@ -221,29 +221,29 @@ class IndexReader:
             while len(self._failed) > 1000:
                 self._failed.popitem(last=False)
 
-    def _job(self, key: str, run: str, folder: Folder) -> _Job:
+    def _process(self, key: str, run: str, folder: Folder) -> _ReadProcess:
         with self._lock:
-            job = self._jobs.get(key)
-            if job is None:
+            process = self._processes.get(key)
+            if process is None:
                 name = folder.name if run else folder.url
-                job = self._jobs[key] = _Job(run, name, key, self._cache.table(key))
-                threading.Thread(target=self._run, args=(job,), daemon=True).start()
-            return job
+                process = self._processes[key] = _ReadProcess(run, name, key, self._cache.table(key))
+                threading.Thread(target=self._run, args=(process,), daemon=True).start()
+            return process
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, process: _ReadProcess) -> None:
         with self._reading:
-            job.run()
-        if job.error is not None:
-            self._fail(job.key, job.error)
+            process.run()
+        if process.error is not None:
+            self._fail(process.key, process.error)
         self._cache.tidy()
         with self._lock:
-            self._jobs.pop(job.key, None)
+            self._processes.pop(process.key, None)
 
     def close(self) -> None:
         """Kills the processes that read indexes."""
         with self._lock:
-            for job in self._jobs.values():
-                job.kill()
+            for process in self._processes.values():
+                process.kill()
 
 
 def is_large(entry: DirectoryEntry) -> bool:

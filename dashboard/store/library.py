@@ -27,7 +27,8 @@ from treeckpt.errors import CheckpointNotFound
 from treeckpt.io.storage.open import open_run
 from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder, RunStore
 from treeckpt.runs import catalog
-from treeckpt.runs.catalog import CheckpointInfo, LruStatCache
+from treeckpt.runs.checkpoint_info import CheckpointInfo
+from treeckpt.runs.stat_cache import LruStatCache, StatCache
 
 from .cache import Cache
 from .index_reader import IndexReader, StillReading, is_large
@@ -165,8 +166,9 @@ class Library:
             NotFound: there is none.
             StillReading: its index is being read for the first time.
         """
-        if checkpoint_id not in self._directories:
-            self._find_directory(checkpoint_id)
+        if checkpoint_id not in self._directories:  # a link may be older than this server
+            names = ((run, name) for run in self.runs for name in run.store.names())
+            self._directories.update({_id(str(run.path), name): (run, name) for run, name in names})
         if checkpoint_id not in self._directories:
             raise NotFound("There is no such checkpoint here; it may have been removed.")
         run, name = self._directories[checkpoint_id]
@@ -178,14 +180,6 @@ class Library:
         if listed.save_id == info.save_id:  # its place among the others is known from the list only
             info = msgspec.structs.replace(info, sequence=listed.sequence, abandoned=listed.abandoned)
         return run, info
-
-    def _find_directory(self, checkpoint_id: str) -> None:
-        """Searches an id among directories that were not inspected yet: a link may be older than this server."""
-        for run in self.runs:
-            for name in run.store.names():
-                found = _id(str(run.path), name)
-                if found == checkpoint_id:
-                    self._directories[found] = (run, name)
 
     def unread(self, url: str) -> tuple[str, Run, CheckpointInfo]:
         """Returns the checkpoint in a folder whose index is still being read, with what is known without the index.
@@ -238,7 +232,7 @@ class Library:
         """Whether it is a run, and not a checkpoint that was given by itself."""
         return not isinstance(run.store, _SingleCheckpoint)
 
-    def summary_cache(self, run: Run) -> catalog.StatCache:
+    def summary_cache(self, run: Run) -> StatCache:
         """Returns the cache with which `catalog` inspects directories of a run."""
         return _SummaryCache(self.cache, self._reader, run)
 

@@ -184,7 +184,7 @@ class StoredOutline:
         for step in name.split(".") if name else ():
             _, _, _, child, children, *_ = node
             if not (step.isascii() and step.isdigit() and len(step) < 10) or int(step) >= children:
-                raise _no_node(name)
+                raise MismatchError(name[:80], expected="the positions of a node in the tree", found="no such node")
             [node] = self._nodes(child + int(step), child + int(step) + 1)
             at, path = _joined(at, step, "."), _joined(path, node[0], "/")
         return _row(node, at, path), node[3]
@@ -268,7 +268,3 @@ def _joined(path: str, key: str, separator: str) -> str:
 def _row(found: NodeRecord, node: str, path: str) -> OutlineRow:
     key, kind, cls, _, children, first, leaves, nbytes = found
     return OutlineRow(node, key, path, kind, cls, children, first, leaves, nbytes)
-
-
-def _no_node(name: str) -> MismatchError:
-    return MismatchError(name[:80], expected="the positions of a node in the tree", found="no such node")

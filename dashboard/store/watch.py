@@ -17,7 +17,7 @@ import msgspec
 from treeckpt.core.format.file_names import step_of
 from treeckpt.errors import TreeckptError
 from treeckpt.io.storage.run_store import RunStore, modified_times
-from treeckpt.runs.catalog import CheckpointInfo, in_listing_order
+from treeckpt.runs.checkpoint_info import CheckpointInfo, in_listing_order
 
 __all__ = ["FRESH", "DirectoryState", "RunWatcher", "ScanProgress"]
 

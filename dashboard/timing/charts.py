@@ -1,19 +1,19 @@
-"""The data of the charts of one save, in columns: the waterfall, the heat map, and the trace for Perfetto."""
+"""The data of the charts of one save, in columns: the waterfall and the heat map."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
-from treeckpt.core.analysis.perfetto import encode_trace
 from treeckpt.core.analysis.profile import WAITING_PHASES
+from treeckpt.core.analysis.stragglers import RankGrouping
 from treeckpt.core.analysis.timing_report import TimingReport
-from treeckpt.runs.catalog import CheckpointInfo
 
-from ..store.library import Library, NotFound
-from .model import group_rows, groupings
+from .model import group_rows
 
-__all__ = ["HeatData", "WaterfallData", "heat_data", "trace_of", "waterfall_data"]
+__all__ = ["HeatData", "WaterfallData", "heat_data", "waterfall_data"]
 
 TICKS = 4_000_000
 """Units into which the time of a save is divided, so that columns are short integers."""
@@ -39,7 +39,7 @@ class WaterfallData(msgspec.Struct, frozen=True):
     lane: list[int]
     nbytes: list[int]
     critical: list[list[int]]
-    """[position of the rank, start, length] of each stretch."""
+    """[position of the rank, start, length] of each segment."""
     stragglers: list[int]
 
 
@@ -59,14 +59,8 @@ class HeatData(msgspec.Struct, frozen=True):
     """The rank that took the time, by phase and row; empty if the rows are ranks."""
 
 
-def waterfall_data(library: Library, checkpoint_id: str) -> WaterfallData:
-    """Returns every span of a save.
-
-    Raises:
-        NotFound: there is no such checkpoint.
-        CheckpointError: it has no timings.
-    """
-    _, study = _studied(library, checkpoint_id)
+def waterfall_data(study: TimingReport) -> WaterfallData:
+    """Returns every span of a save."""
     profile, spans, origin = study.profile, study.spans, study.profile.start_ns
     unit = max(1, (profile.stop_ns - origin) // TICKS)
     ranks = [rank.rank for rank in profile.ranks]
@@ -92,15 +86,9 @@ def waterfall_data(library: Library, checkpoint_id: str) -> WaterfallData:
     )
 
 
-def heat_data(library: Library, checkpoint_id: str, by: str) -> HeatData:
-    """Returns the time of every rank, or group of ranks, in every phase.
-
-    Raises:
-        NotFound: there is no such checkpoint.
-        CheckpointError: it has no timings.
-    """
-    info, study = _studied(library, checkpoint_id)
-    by, matrix, labels = group_rows(study, groupings(library, info, study), by)
+def heat_data(study: TimingReport, groups: Sequence[RankGrouping], by: str) -> HeatData:
+    """Returns the time of every rank, or group of ranks, in every phase."""
+    by, matrix, labels = group_rows(study, groups, by)
     unit = max(1, (study.profile.stop_ns - study.profile.start_ns) // TICKS)
     medians = {phase.name: phase.median_ns for phase in study.profile.phases}
     return HeatData(
@@ -113,27 +101,3 @@ def heat_data(library: Library, checkpoint_id: str, by: str) -> HeatData:
         times=np.where(matrix.times < 0, -1, matrix.times // unit).T.tolist(),
         slowest=[] if by == "rank" else matrix.slowest.T.tolist(),
     )
-
-
-def trace_of(library: Library, checkpoint_id: str) -> tuple[str, bytes]:
-    """Returns a file name and the save as a trace for Perfetto.
-
-    Raises:
-        NotFound: there is no such checkpoint.
-        CheckpointError: it has no timings.
-    """
-    _, study = _studied(library, checkpoint_id)
-    return f"trace.{study.timings.save_id}.json", encode_trace(study.timings)
-
-
-def _studied(library: Library, checkpoint_id: str) -> tuple[CheckpointInfo, TimingReport]:
-    """Returns a checkpoint and its timings.
-
-    Raises:
-        NotFound: there is no such checkpoint.
-        CheckpointError: it has no timings.
-    """
-    _, info = library.checkpoint(checkpoint_id)
-    if info.status == "foreign":
-        raise NotFound("This is no checkpoint.")
-    return info, library.study(info)

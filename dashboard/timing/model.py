@@ -18,9 +18,9 @@ from treeckpt.core.analysis.timing_report import TimingReport
 from treeckpt.core.format.records import Index
 from treeckpt.core.text import visible
 from treeckpt.errors import TreeckptError
-from treeckpt.runs.catalog import CheckpointInfo
+from treeckpt.runs.checkpoint_info import CheckpointInfo
 
-from ..pages.checkpoints import CheckpointRow, checkpoint_row
+from ..pages.checkpoints import CheckpointRow, checkpoint_row, next_start
 from ..store.library import Library
 
 __all__ = ["TimingPage", "group_rows", "groupings", "timing_page"]
@@ -89,7 +89,7 @@ class StragglerRow(msgspec.Struct, frozen=True):
 
 
 class CriticalRow(msgspec.Struct, frozen=True):
-    """A stretch of the critical path."""
+    """A segment of the critical path."""
 
     rank: int
     phase: str
@@ -194,13 +194,13 @@ def _timing_page(
         slowdown=profile.slowdown,
         world=len(profile.ranks),
         start=start,
-        next=start + RANKS if start + RANKS < len(profile.ranks) else None,
+        next=next_start(start, len(profile.ranks), RANKS),
         phases=[_phase_row(phase) for phase in profile.phases],
         ranks=[_rank_row(rank, profile.median_ns, origin) for rank in picked],
         spans=_span_rows(study, start, start + len(picked)),
         stragglers=[_straggler_row(straggler, profile) for straggler in study.stragglers[:STRAGGLERS]],
         straggling=len(study.stragglers),
-        critical=[_critical_row(stretch, origin, profile.seconds) for stretch in study.critical],
+        critical=[_critical_row(segment, origin, profile.seconds) for segment in study.critical],
         groups=[group.name for group in groups],
         by=by,
         columns=list(matrix.phases),
@@ -235,10 +235,10 @@ def _straggler_row(straggler: Straggler, profile: SaveProfile) -> StragglerRow:
     )
 
 
-def _critical_row(stretch: CriticalSegment, origin: int, total: float) -> CriticalRow:
-    seconds = (stretch.stop_ns - stretch.start_ns) / 1e9
-    start = (stretch.start_ns - origin) / 1e9
-    return CriticalRow(stretch.rank, stretch.phase, start, seconds, seconds / total if total else 0.0)
+def _critical_row(segment: CriticalSegment, origin: int, total: float) -> CriticalRow:
+    seconds = (segment.stop_ns - segment.start_ns) / 1e9
+    start = (segment.start_ns - origin) / 1e9
+    return CriticalRow(segment.rank, segment.phase, start, seconds, seconds / total if total else 0.0)
 
 
 def _heat_rows(matrix: PhaseMatrix, labels: Sequence[str], shown: slice) -> list[HeatRow]:

@@ -4,61 +4,67 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
-from fastapi.responses import HTMLResponse, Response
+from fastapi import Query, Request
+from fastapi.responses import Response
 
-from ..pages.answers import JsonRouter
-from ..pages.parameters import Start, library_of
-from ..pages.render import render
-from .charts import HeatData, WaterfallData, heat_data, trace_of, waterfall_data
-from .model import TimingPage, timing_page
+from treeckpt.core.analysis.perfetto import encode_trace
+from treeckpt.core.analysis.timing_report import TimingReport
+from treeckpt.runs.checkpoint_info import CheckpointInfo
+
+from ..pages.answers import PageRouter, Start, library_of
+from ..store.library import NotFound
+from .charts import HeatData, WaterfallData, heat_data, waterfall_data
+from .model import TimingPage, groupings, timing_page
 from .trends import TrendsPage, trends_page
 
-__all__ = ["api", "pages"]
+__all__ = ["router"]
 
 By = Annotated[str, Query(max_length=200, description="rows of the heat map: rank, host, or a mesh dimension's name")]
 
-api = JsonRouter()
-pages = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
+router = PageRouter()
 
 
-@api.json("/checkpoints/{checkpoint_id}/timing")
+def _timings_of(request: Request, checkpoint_id: str) -> tuple[CheckpointInfo, TimingReport]:
+    """Returns a checkpoint and its timings.
+
+    Raises:
+        NotFound: there is no such checkpoint.
+        CheckpointError: it has no timings.
+    """
+    _, info = library_of(request).checkpoint(checkpoint_id)
+    if info.status == "foreign":
+        raise NotFound("This is no checkpoint.")
+    return info, library_of(request).study(info)
+
+
+@router.get("/checkpoints/{checkpoint_id}/timing", "timing.html")
 def get_timing(request: Request, checkpoint_id: str, start: Start = 0, by: By = "rank") -> TimingPage:
     """The spans of a save and their summary."""
     return timing_page(library_of(request), checkpoint_id, start, by)
 
 
-@api.json("/checkpoints/{checkpoint_id}/timing/waterfall")
+@router.get("/checkpoints/{checkpoint_id}/timing/waterfall")
 def get_waterfall(request: Request, checkpoint_id: str) -> WaterfallData:
     """Every span of a save, in columns."""
-    return waterfall_data(library_of(request), checkpoint_id)
+    return waterfall_data(_timings_of(request, checkpoint_id)[1])
 
 
-@api.json("/checkpoints/{checkpoint_id}/timing/heat")
+@router.get("/checkpoints/{checkpoint_id}/timing/heat")
 def get_heat(request: Request, checkpoint_id: str, by: By = "rank") -> HeatData:
     """The time of every rank, or group of ranks, in every phase, in columns."""
-    return heat_data(library_of(request), checkpoint_id, by)
+    info, study = _timings_of(request, checkpoint_id)
+    return heat_data(study, groupings(library_of(request), info, study), by)
 
 
-@api.json("/checkpoints/{checkpoint_id}/trace.json", dict[str, Any])
+@router.get("/checkpoints/{checkpoint_id}/trace.json", result_type=dict[str, Any])
 def get_trace(request: Request, checkpoint_id: str) -> Response:
     """The save in the Trace Event Format, for Perfetto."""
-    name, data = trace_of(library_of(request), checkpoint_id)
-    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
-    return Response(data, media_type="application/json", headers=headers)
+    timings = _timings_of(request, checkpoint_id)[1].timings
+    headers = {"Content-Disposition": f'attachment; filename="trace.{timings.save_id}.json"'}
+    return Response(encode_trace(timings), media_type="application/json", headers=headers)
 
 
-@api.json("/runs/{run_id}/trends")
+@router.get("/runs/{run_id}/trends", "trends.html")
 def get_trends(request: Request, run_id: str, start: Start = 0) -> TrendsPage:
     """The saves of a run by step, in columns."""
     return trends_page(library_of(request), run_id, start)
-
-
-@pages.get("/checkpoints/{checkpoint_id}/timing")
-def show_timing(request: Request, checkpoint_id: str, start: Start = 0, by: By = "rank") -> HTMLResponse:
-    return render(request, "timing.html", get_timing(request, checkpoint_id, start, by))
-
-
-@pages.get("/runs/{run_id}/trends")
-def show_trends(request: Request, run_id: str, start: Start = 0) -> HTMLResponse:
-    return render(request, "trends.html", get_trends(request, run_id, start))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..pages.checkpoints import PAGE
+from ..pages.checkpoints import next_start
 from ..store.library import Library
 
 __all__ = ["TrendsPage", "trends_page"]
@@ -53,5 +53,5 @@ def trends_page(library: Library, run_id: str, start: int) -> TrendsPage:
         dedupe=[info.nbytes / info.held_nbytes if info.nbytes and info.held_nbytes else None for info in infos],
         world=[info.world or 0 for info in infos],
         start=start,
-        next=start + PAGE if start + PAGE < len(found) else None,
+        next=next_start(start, len(found)),
     )

@@ -6,6 +6,7 @@ import contextlib
 import secrets
 import sqlite3
 from collections.abc import AsyncIterator, Collection, Sequence
+from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI, Request
@@ -17,18 +18,17 @@ from starlette.exceptions import HTTPException
 from treeckpt.core.analysis.retention_policy import Policy
 from treeckpt.errors import TreeckptError
 from treeckpt.io.storage.bucket import check_path
+from treeckpt.runs.policy_text import KeepError
 
 from ..checkpoint import routes as checkpoint_routes
 from ..compare import routes as compare_routes
 from ..compare.diff import Comparisons
-from ..pages.answers import describe_responses, json_response
+from ..pages.answers import describe_responses, json_response, library_of
 from ..pages.checkpoints import loading_page
-from ..pages.parameters import library_of
 from ..pages.render import render, templates
 from ..runs import routes as runs_routes
 from ..runs.live import SaveRates
 from ..runs.model import CursorError
-from ..runs.policy_text import KeepError
 from ..runs.routes import NotModified
 from ..store.cache import Cache, default_directory
 from ..store.index_reader import StillReading
@@ -73,20 +73,20 @@ def create_app(
     app.state.templates = templates()
     rooms = (runs_routes, checkpoint_routes, compare_routes, timing_routes)
     for room in rooms:
-        app.include_router(room.api)
-        app.include_router(room.pages)
-    describe_responses(app, [room.api for room in rooms])
+        app.include_router(room.router.api)
+        app.include_router(room.router.pages)
+    describe_responses(app, [room.router for room in rooms])
     app.mount("/static", StaticFiles(packages=[("treeckpt_dashboard", "static")]), name="static")
-    app.add_exception_handler(NotFound, _on_not_found)
     app.add_exception_handler(StillReading, _on_still_reading)
     app.add_exception_handler(NotModified, _on_not_modified)
-    app.add_exception_handler(KeepError, _on_invalid_text)
-    app.add_exception_handler(CursorError, _on_invalid_text)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_parameters)
-    # hostile numbers raise ArithmeticError, hostile depth RecursionError, a full disk OSError or sqlite3.Error
+    for kind, status in ((NotFound, 404), (KeepError, 422), (CursorError, 422)):
+        app.add_exception_handler(kind, partial(_on_error, status=status))
+    # a checkpoint was replaced, or found to be damaged, after it was listed; hostile numbers raise ArithmeticError,
+    # hostile depth RecursionError, a full disk OSError or sqlite3.Error
     for kind in (TreeckptError, OSError, ArithmeticError, RecursionError, sqlite3.Error):
-        app.add_exception_handler(kind, _on_unreadable)
+        app.add_exception_handler(kind, partial(_on_error, status=404, prefix="This cannot be read: "))
     app.add_middleware(RequestGuard, hosts=allowed_hosts, token=token, root_path=root)
     return app
 
@@ -128,17 +128,13 @@ def _on_still_reading(request: Request, error: Exception) -> Response:
     return render(request, "loading.html", page)
 
 
-def _on_not_found(request: Request, error: Exception) -> Response:
-    return _error_answer(request, 404, str(error))
+def _on_error(request: Request, error: Exception, *, status: int, prefix: str = "") -> Response:
+    return _error_answer(request, status, f"{prefix}{error}")
 
 
 def _on_not_modified(request: Request, error: Exception) -> Response:
     assert isinstance(error, NotModified), "the handler is registered for this class"
     return Response(status_code=304, headers={"ETag": error.tag})
-
-
-def _on_invalid_text(request: Request, error: Exception) -> Response:
-    return _error_answer(request, 422, str(error))
 
 
 def _on_http_error(request: Request, error: Exception) -> Response:
@@ -149,8 +145,3 @@ def _on_http_error(request: Request, error: Exception) -> Response:
 def _on_invalid_parameters(request: Request, error: Exception) -> Response:
     problems = error.errors() if isinstance(error, RequestValidationError) else []
     return _error_answer(request, 422, "; ".join(f"{p['loc'][-1]}: {p['msg']}" for p in problems))
-
-
-def _on_unreadable(request: Request, error: Exception) -> Response:
-    """Answers for a checkpoint that was replaced, or found to be damaged, after it was listed."""
-    return _error_answer(request, 404, f"This cannot be read: {error}")

@@ -40,8 +40,7 @@ class _TimedConnection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.waiting.pop(self, None)
-        self._cancel_head_timer()
-        self._cancel_read_timer()
+        self._cancel(self._head_timer, self._read_timer)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -53,7 +52,8 @@ class _TimedConnection(H11Protocol):
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
             self.waiting.pop(self, None)
-            self._cancel_head_timer()
+            self._cancel(self._head_timer)
+            self._head_timer = None
 
     def on_response_complete(self) -> None:
         self._start_waiting()
@@ -61,11 +61,11 @@ class _TimedConnection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._cancel_read_timer()
+        self._cancel(self._read_timer)
         self._read_timer = self.loop.call_later(READ_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        self._cancel_read_timer()
+        self._cancel(self._read_timer)
         super().resume_writing()
 
     def close_idle(self) -> None:
@@ -81,15 +81,11 @@ class _TimedConnection(H11Protocol):
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(self.head_seconds, self.close_idle)
 
-    def _cancel_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _cancel_read_timer(self) -> None:
-        if self._read_timer is not None:
-            self._read_timer.cancel()
-            self._read_timer = None
+    @staticmethod
+    def _cancel(*timers: asyncio.TimerHandle | None) -> None:
+        for timer in timers:
+            if timer is not None:
+                timer.cancel()
 
 
 def protocol_of(head_seconds: float) -> type[asyncio.Protocol]:

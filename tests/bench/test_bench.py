@@ -3,7 +3,7 @@
 import itertools
 import json
 import mmap
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ import torch
 from tests.helpers.background import until
 from treeckpt import bench
 from treeckpt.bench import measure, raw_limits
-from treeckpt.bench.measure import alternate
+from treeckpt.bench.checkpointers import SyncCheckpointer
 from treeckpt.bench.meter import Meter, cached_fraction, drop_cache, fill_cache, sync_files
 from treeckpt.bench.plot import draw
-from treeckpt.bench.results import LIMITS, PHASES, AsyncTrial, Trial, summarize, summarize_async
-from treeckpt.bench.states import SCENARIOS, bytes_equal, make_state, shapes_bytes, sum_bytes, touch
+from treeckpt.bench.results import LIMITS, PHASES, AsyncTrial, Limit, Trial, summarize, summarize_async
+from treeckpt.bench.states import SCENARIOS, BenchTask, different_leaf, make_state, shapes_bytes, sum_bytes, touch
 from treeckpt.bench.targets import compare_async_with_targets, compare_with_targets
 from treeckpt.cli.main import main as command_line
 
@@ -183,21 +183,21 @@ def test_a_bar_that_is_missed_is_short():
 def test_strict_fails_where_a_bar_is_missed(tmp_path, monkeypatch):
     for limit, code in ((1.0, 0), (1e9, 1)):
         trials = [trial(limits={"W": limit})]
-        monkeypatch.setattr(bench, "_run_scenarios", lambda *_, trials=trials: (trials, [], False))
+        monkeypatch.setattr(bench, "_run_tasks", lambda *_, trials=trials: (trials, [], False))
         assert bench.main(["--strict", "--scale", "0.01", "--only", "gpt2", "--dir", str(tmp_path)]) == code
 
 
 def test_a_scenario_that_fails_does_not_lose_the_others(tmp_path, monkeypatch, capsys):
     from treeckpt.bench.measure import BenchError
 
-    run = bench._run_scenario
+    run = bench._run_task
 
-    def fail_one(scenario, *rest):
-        if scenario.name == "slice":
+    def fail_one(task):
+        if task.name == "slice":
             raise BenchError("a contender gave up")
-        run(scenario, *rest)
+        return run(task)
 
-    monkeypatch.setattr(bench, "_run_scenario", fail_one)
+    monkeypatch.setattr(bench, "_run_task", fail_one)
     only = [word for name in ("slice", "tiny") for word in ("--only", name)]
     options = ["--scale", "0.001", "--repetitions", "1", "--contender", "treeckpt", "--dir", str(tmp_path)]
     assert bench.main([*options, *only, "--json", str(tmp_path / "out.json")]) == 1
@@ -214,7 +214,7 @@ def test_no_room_is_said_before_anything_is_written(tmp_path, monkeypatch, capsy
 
 
 def test_a_contender_that_gives_back_something_else_is_caught(tmp_path):
-    class Wrong:
+    class Wrong(SyncCheckpointer):
         name, kinds = "wrong", ("save", "load")
 
         def prepare(self, state):
@@ -229,13 +229,13 @@ def test_a_contender_that_gives_back_something_else_is_caught(tmp_path):
         def load_into(self, directory, state):
             raise AssertionError("not asked for")
 
-    [scenario] = [s for s in SCENARIOS if s.name == "tiny"]
+    task = BenchTask("tiny", str(tmp_path), scale=0.001, repetitions=1)
     with pytest.raises(measure.BenchError, match=r"wrong: tiny: leaf\.00000 came back changed"):
-        measure.run_alone(scenario, tmp_path, [Wrong()], scale=0.001, repetitions=1, on_trials=lambda _: None)
+        list(measure.run_alone(task, [Wrong()]))
 
 
 def test_turns_go_forwards_and_backwards():
-    assert "".join(f"{r}{c}" for r, c in alternate("abc", 3)) == "0a0b0c1c1b1a2a2b2c"
+    assert "".join(f"{r}{c}" for r, c in BenchTask("tiny", "", 1, 3).turns("abc")) == "0a0b0c1c1b1a2a2b2c"
 
 
 def test_full_sizes_are_those_that_are_told():
@@ -248,12 +248,12 @@ def test_full_sizes_are_those_that_are_told():
 
 def test_states_come_out_the_same_and_differences_are_seen():
     shapes = {"a": (3, 5), "b": (), "c": (20_001,)}
-    state, again = (make_state(shapes, lambda full: full) for _ in range(2))
-    assert bytes_equal(state, again) is None
+    state, again = (make_state(shapes) for _ in range(2))
+    assert different_leaf(state, again) is None
     assert sum_bytes(state) == sum_bytes(again) != 0 and touch(state) == touch(again)
     again["c"][-1] += 1
-    assert bytes_equal(state, again) == "c"
-    assert bytes_equal(state, {"a": state["a"]}) in ("b", "c")
+    assert different_leaf(state, again) == "c"
+    assert different_leaf(state, {"a": state["a"]}) in ("b", "c")
 
 
 def test_the_meter_sees_memory_that_came_and_went():
@@ -280,9 +280,7 @@ def test_the_page_cache_can_be_filled_and_dropped(tmp_path):
 
 def test_raw_limits_are_measured_and_leave_no_file(tmp_path):
     limits = raw_limits.RawLimits(tmp_path / "raw.bin", 0)
-    rates = [limits.write(), limits.read(), limits.read_fresh(), limits.copy(), limits.plain(), limits.plain_fresh()]
-    rates += [limits.write_huge(), limits.read_huge()]
-    assert all(rate > 0 for rate in rates)
+    assert all(limits.measure(name) > 0 for name in get_args(Limit))
     assert (tmp_path / "raw.bin").read_bytes()[:8] == bytes(8)
     limits.remove()
     assert list(tmp_path.iterdir()) == []

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 import treeckpt as tc
 
@@ -138,6 +139,14 @@ def test_metadata_that_lies_is_refused(tmp_path: Path, change: Any, message: str
     with pytest.raises(tc.CheckpointError, match=message):
         convert(path, tmp_path / "one")
     assert not list(tmp_path.glob("one/index.json"))
+
+
+def test_too_few_properties_of_a_tensor_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = _saved(tmp_path)
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (torch.float32,))
+    _change(path, lambda metadata: None)
+    with pytest.raises(tc.FormatError, match="expected a tensor's properties"):
+        convert(path, tmp_path / "one")
 
 
 def test_a_missing_or_short_file_is_named(tmp_path: Path) -> None:

@@ -125,6 +125,14 @@ def test_what_it_cannot_hold_is_said_before_anything_is_written(tmp_path: Path) 
     assert torch.equal(found["view"], tree["view"]) and "complex" not in found
 
 
+def test_a_tied_tensor_of_a_dtype_that_safetensors_lacks_is_lost_under_each_name(tmp_path: Path) -> None:
+    lost = torch.ones(3, dtype=torch.complex128)
+    torch.save({"a": lost, "b": lost, "w": torch.ones(2)}, tmp_path / "in.pt")
+    report = to_safetensors(tmp_path / "in.pt", tmp_path / "out.safetensors", lossy=True)
+    assert [finding.path for finding in report.losses] == ["a", "b"] and report.leaves == 1
+    assert list(load_file(tmp_path / "out.safetensors")) == ["w"]
+
+
 def test_names_that_would_be_one_are_refused(tmp_path: Path) -> None:
     tc.save(tmp_path / "one", {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}})
     with pytest.raises(tc.TreeError, match=r"a/b.*which is that of a\.b too"):

@@ -5,8 +5,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.helpers.samples import BFloat16, mesh_layout, write_checkpoint, write_mixed_run
+from treeckpt.api import inspect as read_index
 from treeckpt.core.tree.flatten import PerRank
-from treeckpt.runs.catalog import read_index
 from treeckpt_dashboard.web.app import create_app
 
 

@@ -16,7 +16,8 @@ import pytest
 
 import treeckpt as tc
 from treeckpt.core.format.file_names import parse_file_name, step_name
-from treeckpt.runs.catalog import CheckpointInfo, scan
+from treeckpt.runs.catalog import scan
+from treeckpt.runs.checkpoint_info import CheckpointInfo
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2

@@ -17,7 +17,9 @@ from treeckpt.core.sharding.int_runs import decode_runs
 from treeckpt.core.sharding.placements import MeshLayout, Replicate, Shard
 from treeckpt.core.tree.flatten import PerRank
 from treeckpt.errors import CheckpointNotFound, CorruptError, TreeckptError
+from treeckpt.io.storage.run_store import DirectoryEntry
 from treeckpt.runs import catalog
+from treeckpt.runs.stat_cache import LruStatCache
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +140,12 @@ def test_timings_that_are_not_there_or_changed_are_errors_of_ours(tmp_path):
         catalog.read_timings(tmp_path / "a")
 
 
+def cached(cache, path, read):
+    found = path.stat()
+    entry = DirectoryEntry(found.st_size, found.st_mtime_ns, found.st_ino)
+    return cache.get_or_read((str(path), "text"), entry, lambda: read(path))
+
+
 def test_the_cache_reads_again_only_what_changed(tmp_path):
     file = tmp_path / "file"
     file.write_text("one")
@@ -147,10 +155,10 @@ def test_the_cache_reads_again_only_what_changed(tmp_path):
         reads.append(path.read_text())
         return reads[-1]
 
-    cache = catalog.LruStatCache()
-    assert [cache.get(file, read), cache.get(file, read)] == ["one", "one"]
+    cache = LruStatCache()
+    assert [cached(cache, file, read), cached(cache, file, read)] == ["one", "one"]
     file.write_text("two!")
-    assert cache.get(file, read) == "two!"
+    assert cached(cache, file, read) == "two!"
     assert reads == ["one", "two!"]
 
 
@@ -163,15 +171,15 @@ def test_the_cache_keeps_errors_and_forgets_the_oldest(tmp_path):
 
     for name in "ab":
         (tmp_path / name).touch()
-    cache = catalog.LruStatCache(1)
+    cache = LruStatCache(1)
     for name in ("a", "a", "b", "a"):
         with pytest.raises(TreeckptError):
-            cache.get(tmp_path / name, read)
+            cached(cache, tmp_path / name, read)
     assert calls == ["a", "b", "a"]
 
 
 def test_scans_agree_from_many_threads(run):
-    cache, found = catalog.LruStatCache(), []
+    cache, found = LruStatCache(), []
     threads = [threading.Thread(target=lambda: found.append(catalog.scan(run, cache=cache))) for _ in range(4)]
     for thread in threads:
         thread.start()

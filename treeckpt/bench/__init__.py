@@ -1,7 +1,7 @@
 """`treeckpt bench`: measures saves and loads beside the limits of the disk and beside other libraries, in one run.
 
 Raw limits are measured right before every trial, contenders alternate (A B C, C B A, ...), and medians and ranges are
-reported. This module reads the options and runs the scenarios; torch is imported once they are understood.
+reported. This module reads the options and runs the scenarios; torch is imported once they are parsed.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import importlib.util
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,7 +24,7 @@ from .show import async_line, print_async, print_rows, print_targets, trials_lin
 from .targets import BenchTarget, compare_async_with_targets, compare_with_targets
 
 if TYPE_CHECKING:
-    from .states import Scenario
+    from .states import BenchTask
 
 __all__ = ["Report", "main"]
 
@@ -43,9 +43,9 @@ class Report(msgspec.Struct, frozen=True):
     machine: Machine
     trials: list[Trial]
     rows: list[TrialSummary]
-    stays: list[AsyncTrial]
-    stay_rows: list[AsyncSummary]
-    bars: list[dict[str, str | float | None]]
+    async_trials: list[AsyncTrial] = msgspec.field(name="stays")
+    async_rows: list[AsyncSummary] = msgspec.field(name="stay_rows")
+    targets: list[BenchTarget] = msgspec.field(name="bars")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,34 +102,45 @@ def _count(text: str) -> int:
 
 def _run(options: argparse.Namespace, scale: float, repetitions: int) -> int:
     from .measure import BenchError
-    from .states import SCENARIOS
+    from .states import SCENARIOS, BenchTask
 
-    scenarios = [s for s in SCENARIOS if not options.only or s.name in options.only]
     try:
         if options.dir is not None:
             options.dir.mkdir(parents=True, exist_ok=True)
-        directory = Path(tempfile.mkdtemp(prefix="treeckpt-bench-", dir=options.dir or Path.cwd()))
+        directory = Path(tempfile.mkdtemp(prefix="treeckpt-bench-", dir=options.dir or Path.cwd())).absolute()
     except OSError as error:
         fail(f"treeckpt bench: {error}")
         return 2
+    tasks = [
+        BenchTask(scenario.name, str(directory), scale, repetitions, tuple(options.contender or ()))
+        for scenario in SCENARIOS
+        if not options.only or scenario.name in options.only
+    ]
     try:
-        _check_space(directory, scenarios, scale)
-        trials, stays, failed = _run_scenarios(scenarios, directory, scale, repetitions, options.contender or ())
+        _check_space(tasks)
+        trials, async_trials, failed = _run_tasks(tasks)
     except (BenchError, OSError) as error:
         fail(f"treeckpt bench: {error}")
         return 1
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    rows, stay_rows = summarize(trials), summarize_async(stays)
-    bars = [*compare_with_targets(rows), *compare_async_with_targets(stay_rows)]
-    print_targets(bars, scale)
+    rows, async_rows = summarize(trials), summarize_async(async_trials)
+    targets = [*compare_with_targets(rows), *compare_async_with_targets(async_rows)]
+    print_targets(targets, scale)
     machine = describe_machine()
-    report = Report("treeckpt.bench/3", scale, repetitions, machine, trials, rows, stays, stay_rows, _plain(bars))
-    _write(options, report)
-    return 1 if failed or (options.strict and any(bar.state == "short" for bar in bars)) else 0
+    report = Report("treeckpt.bench/3", scale, repetitions, machine, trials, rows, async_trials, async_rows, targets)
+    if options.json:
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+        print_line(f"wrote {options.json}")
+    if options.plot:
+        from .plot import draw
+
+        draw(rows, options.plot)
+        print_line(f"wrote {options.plot}")
+    return 1 if failed or (options.strict and any(target.state == "short" for target in targets)) else 0
 
 
-def _check_space(directory: Path, scenarios: Sequence[Scenario], scale: float) -> None:
+def _check_space(tasks: Sequence[BenchTask]) -> None:
     """Checks that there is room for a checkpoint and the file for raw limits at one time.
 
     Raises:
@@ -138,7 +149,8 @@ def _check_space(directory: Path, scenarios: Sequence[Scenario], scale: float) -
     from .raw_limits import MOST
     from .states import shapes_bytes
 
-    needed = 2 * max(shapes_bytes(s.shapes(scale)) for s in scenarios) + MOST + MARGIN
+    needed = 2 * max(shapes_bytes(task.shapes) for task in tasks) + MOST + MARGIN
+    directory = tasks[0].path
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise OSError(
@@ -146,76 +158,48 @@ def _check_space(directory: Path, scenarios: Sequence[Scenario], scale: float) -
         )
 
 
-def _run_scenarios(
-    scenarios: Sequence[Scenario], directory: Path, scale: float, repetitions: int, names: Sequence[str]
-) -> tuple[list[Trial], list[AsyncTrial], bool]:
+def _run_tasks(tasks: Sequence[BenchTask]) -> tuple[list[Trial], list[AsyncTrial], bool]:
     """Runs all scenarios, also after one has failed; returns what was measured and whether one failed."""
     from .measure import BenchError
 
     trials: list[Trial] = []
-    stays: list[AsyncTrial] = []
+    async_trials: list[AsyncTrial] = []
     failed = False
-
-    def on_trials(new: Sequence[Trial]) -> None:
-        trials.extend(new)
-        print(trials_line(new, repetitions), file=sys.stderr, flush=True)
-
-    def on_trial(stay: AsyncTrial) -> None:
-        stays.append(stay)
-        print(async_line(stay, repetitions), file=sys.stderr, flush=True)
-
-    for scenario in scenarios:
+    for task in tasks:
         try:
-            _run_scenario(scenario, directory, scale, repetitions, names, on_trials, on_trial)
+            for found in _run_task(task):
+                if isinstance(found, AsyncTrial):
+                    async_trials.append(found)
+                    line = async_line(found, task.repetitions)
+                else:
+                    trials += found
+                    line = trials_line(found, task.repetitions)
+                print(line, file=sys.stderr, flush=True)
         except BenchError as error:
-            fail(f"treeckpt bench: {scenario.name}: {error}")
+            fail(f"treeckpt bench: {task.name}: {error}")
             failed = True
-        if rows := [row for row in summarize(trials) if row.scenario == scenario.name]:
-            print_rows(scenario.text, rows)
-        if stay_rows := [row for row in summarize_async(stays) if row.scenario == scenario.name]:
-            print_async(scenario.text, stay_rows)
-    return trials, stays, failed
+        text = task.scenario.text
+        if rows := [row for row in summarize(trials) if row.scenario == task.name]:
+            print_rows(text, rows)
+        if async_rows := [row for row in summarize_async(async_trials) if row.scenario == task.name]:
+            print_async(text, async_rows)
+    return trials, async_trials, failed
 
 
-def _run_scenario(
-    scenario: Scenario,
-    directory: Path,
-    scale: float,
-    repetitions: int,
-    names: Sequence[str],
-    on_trials: Callable[[Sequence[Trial]], None],
-    on_trial: Callable[[AsyncTrial], None],
-) -> None:
-    from .checkpointers import select_by_name, sync_checkpointers
+def _run_task(task: BenchTask) -> Iterator[list[Trial] | AsyncTrial]:
+    """Yields the trials of each turn of a scenario."""
+    from .checkpointers import sync_checkpointers
     from .measure import run_alone, run_slice
-    from .measure_async import run_async
-    from .ranks import run_ranks
+    from .ranks import run_job
     from .tables import run_table
 
-    how: dict[str, Any] = {"scale": scale, "repetitions": repetitions}
+    scenario = task.scenario
     if scenario.beside:
-        run_async(scenario, directory, on_trial=on_trial, names=names, **how)
-    elif scenario.keyed:
-        run_table(scenario, directory, on_trials=on_trials, names=names, **how)
-    elif scenario.ranks > 1:
-        run_ranks(scenario, directory, on_trials=on_trials, names=names, **how)
-    elif scenario.part > 1:
-        run_slice(scenario, directory, on_trials=on_trials, names=names, **how)
-    else:
-        run_alone(scenario, directory, select_by_name(sync_checkpointers(1), names), on_trials=on_trials, **how)
-
-
-def _plain(bars: Sequence[BenchTarget]) -> list[dict[str, str | float | None]]:
-    """Returns targets as dicts, with their state, which is a property."""
-    return [{**msgspec.structs.asdict(bar), "state": bar.state} for bar in bars]
-
-
-def _write(options: argparse.Namespace, report: Report) -> None:
-    if options.json:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-        print_line(f"wrote {options.json}")
-    if options.plot:
-        from .plot import draw
-
-        draw(report.rows, options.plot)
-        print_line(f"wrote {options.plot}")
+        return run_job("treeckpt.bench.measure_async", task, ranks=1, result=AsyncTrial)
+    if scenario.ranks > 1:
+        return run_job("treeckpt.bench.ranks", task, ranks=scenario.ranks, result=list[Trial])
+    if scenario.keyed:
+        return run_table(task)
+    if scenario.part > 1:
+        return run_slice(task)
+    return run_alone(task, [c for c in sync_checkpointers() if task.selects(c.name)])

@@ -1,4 +1,4 @@
-"""Who is compared in saving beside training: each stages a state, lets go, and writes it in the background.
+"""The checkpointers that save beside training: each stages a state, returns, and writes it in the background.
 
 `start` is the part that blocks: when it returns, the state may be changed. Each is called as its own documentation
 shows; what a library does not sync itself is synced for it once it says that it is done.
@@ -6,109 +6,86 @@ shows; what a library does not sync itself is synced for it once it says that it
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 
 import treeckpt
 
-from .checkpointers import is_installed
+from .checkpointers import is_installed, torch_checkpointing_manager
 from .meter import sync_files
 from .states import State
 
 __all__ = ["AsyncCheckpointer", "async_checkpointers"]
 
-Wait = Callable[[], object]
 
-
-class AsyncCheckpointer(Protocol):
+class AsyncCheckpointer:
     """A library, or a way to use one."""
 
     name: str
 
     def prewarm(self, state: State) -> None:
-        """What can be prepared before the first save."""
-        ...
+        """Prepares what can be prepared before the first save; by default nothing."""
 
-    def start(self, directory: Path, state: State) -> Wait:
-        """The blocking part of a save into an empty directory; gives what waits until it is durable."""
-        ...
+    def start(self, directory: Path, state: State) -> Callable[[], object]:
+        """Carries out the blocking part of a save into an empty directory; returns what waits until it is durable."""
+        raise NotImplementedError
 
     def close(self) -> None:
-        """Ends what runs in the background."""
-        ...
+        """Ends what runs in the background; by default nothing."""
 
 
-class AsyncTreeckpt:
-    """treeckpt.save_async."""
+class AsyncTreeckpt(AsyncCheckpointer):
+    """treeckpt.save_async; lazily staged, the state must not change before `guard` lets the optimizer step."""
 
     def __init__(self, *, lazy: bool = False) -> None:
         self.name = "treeckpt lazy" if lazy else "treeckpt"
         self._lazy = lazy
 
     def prewarm(self, state: State) -> None:
-        """Its own function for that."""
         treeckpt.prewarm(state)
 
-    def start(self, directory: Path, state: State) -> Wait:
-        """One call; lazily staged, the state must not change before `guard` lets the optimizer step."""
+    def start(self, directory: Path, state: State) -> Callable[[], object]:
         if self._lazy:
             return treeckpt.save_async(directory / "step", state, staging="lazy").result
         pending = treeckpt.save_async(directory / "step", state)
         pending.wait_staged()
         return pending.result
 
-    def close(self) -> None:
-        """Nothing to do."""
 
-
-class AsyncDcp:
-    """torch.distributed.checkpoint.async_save, which syncs its files."""
+class AsyncDcp(AsyncCheckpointer):
+    """torch.distributed.checkpoint.async_save with its default stager; it syncs its files."""
 
     def __init__(self, kind: AsyncCheckpointerType) -> None:
         self.name = f"dcp {kind.value}"
         self._kind = kind
 
-    def prewarm(self, state: State) -> None:
-        """It has nothing of the kind."""
-
-    def start(self, directory: Path, state: State) -> Wait:
-        """With its default stager."""
+    def start(self, directory: Path, state: State) -> Callable[[], object]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found: Any = dcp_async_save(state, checkpoint_id=directory, async_checkpointer_type=self._kind)
         return getattr(found, "upload_completion", found).result
 
-    def close(self) -> None:
-        """Its threads and processes are daemons."""
 
-
-class AsyncTorchCheckpointing:
-    """torch_checkpointing with its pool prepared; direct I/O is off, as it fails on ext4, and it syncs nothing."""
+class AsyncTorchCheckpointing(AsyncCheckpointer):
+    """torch_checkpointing with its pool prepared."""
 
     name = "torch_checkpointing"
 
     def __init__(self) -> None:
-        package: Any = importlib.import_module("torch_checkpointing")
-        storage: Any = importlib.import_module("torch_checkpointing.storage.filesystem")
-        config = package.CheckpointManager.Config()
-        config.storage_config = storage.LocalFileSystemStorageConfig(use_direct_io=False)
-        self._manager: Any = config.build()
+        self._manager = torch_checkpointing_manager()
 
     def prewarm(self, state: State) -> None:
-        """Its own function for that."""
         self._manager.prewarm_staging({"state": state})
         self._manager._prewarm_staging_future.result()  # its first save would wait for it
 
-    def start(self, directory: Path, state: State) -> Wait:
-        """One item; its lock is held while it still copies."""
+    def start(self, directory: Path, state: State) -> Callable[[], object]:
         found: Any = self._manager.save(str(directory / "step"), {"state": state})
-        with self._manager.lock():
+        with self._manager.lock():  # it is held while it still copies
             pass
 
         def wait() -> None:
@@ -118,18 +95,13 @@ class AsyncTorchCheckpointing:
         return wait
 
     def close(self) -> None:
-        """Ends its writer."""
         self._manager.close()
 
 
 def async_checkpointers() -> list[AsyncCheckpointer]:
-    """Those of the installed that save in the background."""
-    found: list[AsyncCheckpointer] = [
-        AsyncTreeckpt(),
-        AsyncTreeckpt(lazy=True),
-        AsyncDcp(AsyncCheckpointerType.THREAD),
-        AsyncDcp(AsyncCheckpointerType.PROCESS),
-    ]
+    """Returns those of the installed that save in the background."""
+    kinds = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
+    found: list[AsyncCheckpointer] = [AsyncTreeckpt(), AsyncTreeckpt(lazy=True), *map(AsyncDcp, kinds)]
     if is_installed("torch_checkpointing"):
         found.append(AsyncTorchCheckpointing())
     return found

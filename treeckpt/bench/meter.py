@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 import numpy as np
@@ -29,6 +28,7 @@ __all__ = [
     "drop_cache",
     "files_of",
     "fill_cache",
+    "opened",
     "pretouch_memory",
     "release_memory",
     "sync_files",
@@ -49,27 +49,23 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Meter:
-    """Measures from `with` until `lap`, which may be called once."""
-
-    usage: Usage
+    """Measures from `with` until `lap`."""
 
     def __enter__(self) -> Meter:
-        self._peak: _Peak = _KernelPeak() if _KernelPeak.works() else _SampledPeak()
+        self._peak = _KernelPeak() if _KernelPeak.works() else _SampledPeak()
         self._io = _io_bytes()
         self._start = time.perf_counter()
         return self
 
     def lap(self) -> Usage:
-        """Stops, and returns what was measured."""
+        """Returns what was measured since the start."""
         seconds = time.perf_counter() - self._start
         extra = self._peak.stop()
         (r0, w0), (r1, w1) = self._io, _io_bytes()
-        self.usage = Usage(seconds, extra, r1 - r0, w1 - w0)
-        return self.usage
+        return Usage(seconds, extra, r1 - r0, w1 - w0)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if error is not None:
-            self._peak.stop()
+    def __exit__(self, *raised: object) -> None:
+        self._peak.stop()
 
 
 class _KernelPeak:
@@ -108,9 +104,6 @@ class _SampledPeak:
         self._done.set()
         self._thread.join()
         return max(self._peak, _resident()) - self._before
-
-
-_Peak = _KernelPeak | _SampledPeak
 
 
 def _status(name: str) -> int:
@@ -165,8 +158,9 @@ def files_of(directory: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    fd = os.open(path, os.O_RDONLY)
+def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Opens a file, or a directory, and closes it at the end."""
+    fd = os.open(path, flags, 0o644)
     try:
         yield fd
     finally:
@@ -176,7 +170,7 @@ def _opened(path: Path) -> Iterator[int]:
 def drop_cache(directory: Path) -> None:
     """Drops the files' pages from the page cache; pages that are not on the device yet stay."""
     for path in files_of(directory):
-        with _opened(path) as fd:
+        with opened(path) as fd:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -184,7 +178,7 @@ def fill_cache(directory: Path) -> None:
     """Reads the files into the page cache."""
     buffer = memoryview(bytearray(8 << 20))
     for path in files_of(directory):
-        with _opened(path) as fd:
+        with opened(path) as fd:
             offset = 0
             while count := os.preadv(fd, [buffer], offset):
                 offset += count
@@ -199,7 +193,7 @@ def cached_fraction(directory: Path) -> float:
         size = path.stat().st_size
         if not size:
             continue
-        with _opened(path) as fd, mmap.mmap(fd, size, prot=mmap.PROT_READ) as mapped:
+        with opened(path) as fd, mmap.mmap(fd, size, prot=mmap.PROT_READ) as mapped:
             view = np.frombuffer(mapped, np.uint8)
             marks = np.zeros(-(-size // PAGE), np.uint8)
             if libc.mincore(view.ctypes.data, size, marks.ctypes.data) != 0:
@@ -212,8 +206,5 @@ def cached_fraction(directory: Path) -> float:
 def sync_files(directory: Path) -> None:
     """Makes files durable, and the names of files."""
     for path in [*files_of(directory), *(p for p in directory.rglob("*") if p.is_dir()), directory]:
-        fd = os.open(path, os.O_RDONLY)
-        try:
+        with opened(path) as fd:
             os.fsync(fd)
-        finally:
-            os.close(fd)

@@ -1,4 +1,4 @@
-"""The medians as a picture: a panel for each question, a bar for each contender, a line where the disk ends."""
+"""Draws the medians: a panel for a phase of a scenario, a bar for each contender, and a line at the raw limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLUMNS = 3
 
 
 class Panel(msgspec.Struct, frozen=True):
-    """One question: a phase of a scenario."""
+    """A phase of a scenario."""
 
     scenario: str
     phase: Phase
@@ -83,11 +83,11 @@ def _figure(found: Sequence[tuple[Panel, list[TrialSummary]]]) -> Any:
     engine = ConstrainedLayoutEngine(hspace=0.06, wspace=0.06)
     figure = Figure(figsize=(4.0 * columns, 0.27 * sum(heights)), layout=engine)
     axes = figure.subplots(len(lines), columns, squeeze=False, height_ratios=heights)
-    for line, spare in zip(axes, [*lines], strict=True):
-        for ax in line[len(spare) :]:
+    for row, line in zip(axes, lines, strict=True):
+        for ax in row[len(line) :]:
             ax.set_axis_off()
-        for ax, (panel, chosen) in zip(line, spare, strict=False):
-            _draw_panel(ax, panel, chosen, places=max(len(rows) for _, rows in spare))
+        for ax, (panel, chosen) in zip(row, line, strict=False):
+            _draw_panel(ax, panel, chosen, places=max(len(rows) for _, rows in line))
     return figure
 
 
@@ -124,7 +124,7 @@ def _range(panel: Panel, row: TrialSummary) -> tuple[float, float]:
 
 
 def _strip(ax: Any, panel: Panel) -> None:
-    """Leaves what is needed to read the panel."""
+    """Sets the title and the axes, without frames and ticks that are not needed to read the panel."""
     unit = "s, less is better" if panel.seconds else "GB/s"
     ax.set_title(panel.title, loc="left", fontsize=9.5, color=INK, fontweight="bold", pad=14)
     ax.set_xlabel(unit, color=FAINT, fontsize=8, loc="left")

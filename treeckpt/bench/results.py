@@ -1,4 +1,4 @@
-"""What the benchmark notes of every trial, and how trials become medians and ranges. Pure: no clock, no disk, no torch.
+"""Trials of the benchmark, and their medians and ranges. Pure: no clock, no disk, no torch.
 
 A trial is one operation (a phase) of one contender in one repetition, with the raw limits that were measured right
 before it. Its rate is compared with those limits only, never with those of another moment.
@@ -6,8 +6,8 @@ before it. Its rate is compared with those limits only, never with those of anot
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from statistics import median
 from typing import Literal, get_args
 
 import msgspec
@@ -22,7 +22,6 @@ __all__ = [
     "Phase",
     "Trial",
     "TrialSummary",
-    "medians",
     "summarize",
     "summarize_async",
 ]
@@ -43,9 +42,9 @@ LIMITS: dict[Phase, Limit] = {
     "first cold": "R",
     "first warm": "plain",
 }
-"""What each phase is measured against."""
+"""The limit that each phase is compared with."""
 HUGE: dict[Limit, Limit] = {"W": "W_huge", "R": "R_huge"}
-"""What the device takes or gives where huge pages are used; told beside a limit."""
+"""What the device takes or gives where huge pages are used; reported beside a limit."""
 
 
 class Trial(msgspec.Struct, frozen=True):
@@ -61,7 +60,7 @@ class Trial(msgspec.Struct, frozen=True):
     summed: float
     """Of a load: until the processor has also added up every byte. Of a save: the same as `seconds`."""
     nbytes: int
-    """Unique bytes of what was saved, or asked for by all ranks together."""
+    """Unique bytes of what was saved, or requested by all ranks together."""
     limits: dict[Limit, float]
     """Raw rates in bytes a second, measured right before."""
     extra_rss: int
@@ -131,35 +130,36 @@ class AsyncSummary(msgspec.Struct, frozen=True):
     idle_gap: float | None
 
 
-def summarize_async(stays: Sequence[AsyncTrial]) -> list[AsyncSummary]:
+def summarize_async(trials: Sequence[AsyncTrial]) -> list[AsyncSummary]:
     """A row for each scenario and contender, as they first occur."""
     groups: dict[tuple[str, str], list[AsyncTrial]] = {}
-    for stay in sorted(stays, key=lambda stay: stay.repetition):
-        groups.setdefault((stay.scenario, stay.contender), []).append(stay)
-    return [_stay_row(group[0], group[1:] or group) for group in groups.values()]
+    for trial in sorted(trials, key=lambda trial: trial.repetition):
+        groups.setdefault((trial.scenario, trial.contender), []).append(trial)
+    return [_async_row(group[0], group[1:] or group) for group in groups.values()]
 
 
-def _stay_row(first: AsyncTrial, warm: Sequence[AsyncTrial]) -> AsyncSummary:
-    def median(value: Callable[[AsyncTrial], float | None]) -> float | None:
-        found = [number for stay in warm if (number := value(stay)) is not None]
-        return statistics.median(found) if found else None
-
-    blocked = [stay.blocked for stay in warm]
+def _async_row(first: AsyncTrial, warm: Sequence[AsyncTrial]) -> AsyncSummary:
+    blocked = [trial.blocked for trial in warm]
     return AsyncSummary(
         scenario=first.scenario,
         contender=first.contender,
         repetitions=len(warm),
         nbytes=first.nbytes,
         first=first.blocked,
-        blocked=statistics.median(blocked),
+        blocked=median(blocked),
         blocked_low=min(blocked),
         blocked_high=max(blocked),
-        durable=statistics.median(stay.durable for stay in warm),
-        stall=median(lambda stay: stay.stall),
-        interference=median(lambda stay: stay.interference),
-        gap=median(lambda stay: stay.gap),
-        idle_gap=median(lambda stay: stay.idle_gap),
+        durable=median(trial.durable for trial in warm),
+        stall=_median_of_known(trial.stall for trial in warm),
+        interference=_median_of_known(trial.interference for trial in warm),
+        gap=_median_of_known(trial.gap for trial in warm),
+        idle_gap=_median_of_known(trial.idle_gap for trial in warm),
     )
+
+
+def _median_of_known(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
 class TrialSummary(msgspec.Struct, frozen=True):
@@ -201,12 +201,6 @@ def summarize(trials: Sequence[Trial]) -> list[TrialSummary]:
     return [_row(groups[key]) for key in order]
 
 
-def _middle(trials: Sequence[Trial], limit: Limit) -> float | None:
-    """The median of a raw rate."""
-    rates = [trial.limits[limit] for trial in trials if limit in trial.limits]
-    return statistics.median(rates) if rates else None
-
-
 def _row(trials: Sequence[Trial]) -> TrialSummary:
     first = trials[0]
     seconds = [trial.seconds for trial in trials]
@@ -218,25 +212,20 @@ def _row(trials: Sequence[Trial]) -> TrialSummary:
         phase=first.phase,
         repetitions=len(trials),
         nbytes=first.nbytes,
-        seconds=statistics.median(seconds),
+        seconds=median(seconds),
         fastest=min(seconds),
         slowest=max(seconds),
-        summed=medians(trials, lambda t: t.summed),
-        rate=medians(trials, lambda t: t.rate),
+        summed=median(trial.summed for trial in trials),
+        rate=median(trial.rate for trial in trials),
         limit=limit,
-        limit_rate=_middle(trials, limit),
-        huge_rate=_middle(trials, HUGE[limit]) if limit in HUGE else None,
-        ratio=statistics.median(ratios) if ratios else None,
+        limit_rate=_median_of_known(trial.limits.get(limit) for trial in trials),
+        huge_rate=_median_of_known(trial.limits.get(HUGE[limit]) for trial in trials) if limit in HUGE else None,
+        ratio=_median_of_known(ratios),
         ratio_low=min(ratios, default=None),
         ratio_high=max(ratios, default=None),
         extra_rss=max(trial.extra_rss for trial in trials),
-        read_bytes=round(medians(trials, lambda t: t.read_bytes)),
-        write_bytes=round(medians(trials, lambda t: t.write_bytes)),
-        files_bytes=round(medians(trials, lambda t: t.files_bytes)),
-        cached=medians(trials, lambda t: t.cached),
+        read_bytes=round(median(trial.read_bytes for trial in trials)),
+        write_bytes=round(median(trial.write_bytes for trial in trials)),
+        files_bytes=round(median(trial.files_bytes for trial in trials)),
+        cached=median(trial.cached for trial in trials),
     )
-
-
-def medians(trials: Iterable[Trial], value: Callable[[Trial], float]) -> float:
-    """The median of something over trials."""
-    return statistics.median([value(trial) for trial in trials])

@@ -1,10 +1,9 @@
-"""How the benchmark prints: a table for each scenario, and the bars at the end."""
+"""Prints the results of the benchmark: a table for each scenario, and the targets at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..core.text import visible
 from ..report.terminal import print_line, print_table
 from .results import AsyncSummary, AsyncTrial, Trial, TrialSummary
 from .targets import BenchTarget
@@ -15,9 +14,9 @@ MIB = 1 << 20
 
 
 def print_rows(text: str, rows: Sequence[TrialSummary]) -> None:
-    """The rows of one scenario, a group for each phase."""
+    """Prints the rows of one scenario, a group for each phase."""
     print_line("")
-    print_line(visible(text), "bold")
+    print_line(text, "bold")
     columns = ("phase", "contender", "s", "range", "GB/s", "of limit", "range ", "limit", "memory", "read", "written")
     cells: list[tuple[str, ...]] = []
     previous = ""
@@ -50,9 +49,9 @@ def _limit(row: TrialSummary) -> str:
 
 
 def print_async(text: str, rows: Sequence[AsyncSummary]) -> None:
-    """The rows of a scenario of saves in the background."""
+    """Prints the rows of a scenario of background saves."""
     print_line("")
-    print_line(visible(text), "bold")
+    print_line(text, "bold")
     columns = ("contender", "blocked", "range", "first", "of a copy", "durable", "steps slower", "longest gap")
     cells = [
         (
@@ -70,38 +69,34 @@ def print_async(text: str, rows: Sequence[AsyncSummary]) -> None:
     print_table(columns, cells, right=columns[1:])
 
 
-def async_line(stay: AsyncTrial, repetitions: int) -> str:
-    """What a save in the background took, as it comes."""
-    which = "first" if stay.repetition == 0 else f"{stay.repetition}/{repetitions}"
-    return f"{stay.scenario} {which} {stay.contender}: blocked {stay.blocked:.3f} s, durable {stay.durable:.3f} s"
+def async_line(trial: AsyncTrial, repetitions: int) -> str:
+    """Returns what a background save took, as one line of progress."""
+    which = "first" if trial.repetition == 0 else f"{trial.repetition}/{repetitions}"
+    return f"{trial.scenario} {which} {trial.contender}: blocked {trial.blocked:.3f} s, durable {trial.durable:.3f} s"
 
 
-def print_targets(bars: Sequence[BenchTarget], scale: float) -> None:
-    """Each bar that was measured, with its figure."""
-    measured = [bar for bar in bars if bar.figure is not None]
+def print_targets(targets: Sequence[BenchTarget], scale: float) -> None:
+    """Prints each target that was measured, with its figure."""
+    measured = [(target, target.figure) for target in targets if target.figure is not None]
     print_line("")
     print_line("bars", "bold")
     columns = ("scenario", "of treeckpt", "figure", "target", "state")
-    cells = [(b.scenario, b.text, _figure(b), f"{b.sense} {_amount(b, b.target)}", b.state) for b in measured]
+    cells = [
+        (t.scenario, t.text, _amount(t, figure), f"{t.sense} {_amount(t, t.target)}", t.state) for t, figure in measured
+    ]
     print_table(columns, cells, right=("figure", "target"))
-    if len(measured) < len(bars):
-        print_line(f"{len(bars) - len(measured)} more were not measured", "dim")
+    if len(measured) < len(targets):
+        print_line(f"{len(targets) - len(measured)} more were not measured", "dim")
     if scale != 1:
         print_line(f"the targets are meant for full sizes; this run has {scale:g} of them", "dim")
 
 
-def _figure(bar: BenchTarget) -> str:
-    return "-" if bar.figure is None else _amount(bar, bar.figure)
-
-
-def _amount(bar: BenchTarget, figure: float) -> str:
-    return f"{figure:.2f}" if bar.unit == "x" else f"{figure:.0f} {bar.unit}"
+def _amount(target: BenchTarget, figure: float) -> str:
+    return f"{figure:.2f}" if target.unit == "x" else f"{figure:.0f} {target.unit}"
 
 
 def trials_line(trials: Sequence[Trial], repetitions: int) -> str:
-    """What a turn took, as it comes."""
-    if not trials:
-        return ""
+    """Returns what a turn took, as one line of progress."""
     first = trials[0]
     parts = ", ".join(f"{trial.phase} {trial.seconds:.3f} s" for trial in trials)
     return f"{first.scenario} {first.repetition + 1}/{repetitions} {first.contender}: {parts}"

@@ -1,4 +1,4 @@
-"""The states that are saved: names and shapes, and leaves of random numbers that any rank can make again.
+"""The states that are saved: names and shapes, and leaves of random numbers that are the same on every rank.
 
 A state is a flat dict of tensors, which every contender takes as it is. `scale` shortens the first dimension of every
 leaf (or the number of leaves, where each has one element), so that a small run has the same make-up.
@@ -7,19 +7,22 @@ leaf (or the number of leaves, where each has one element), so that a small run 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
     "SCENARIOS",
+    "BenchTask",
     "Scenario",
     "State",
-    "bytes_equal",
-    "local_of",
+    "different_leaf",
     "make_leaf",
     "make_state",
     "shapes_bytes",
@@ -27,6 +30,7 @@ __all__ = [
     "touch",
 ]
 
+T = TypeVar("T")
 State = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
 
@@ -88,7 +92,7 @@ def table(scale: float) -> Shapes:
 
 
 class Scenario(msgspec.Struct, frozen=True):
-    """What is measured under one name."""
+    """A state, and how it is saved and loaded."""
 
     name: str
     text: str
@@ -121,18 +125,56 @@ SCENARIOS: tuple[Scenario, ...] = (
 )
 
 
+class BenchTask(msgspec.Struct, frozen=True):
+    """The measurement of one scenario, as it is sent to the processes that carry it out."""
+
+    name: str
+    """Of the scenario."""
+    directory: str
+    scale: float
+    repetitions: int
+    contenders: tuple[str, ...] = ()
+    """Names, or their first words; all if there are none."""
+
+    @property
+    def scenario(self) -> Scenario:
+        """The scenario of this name."""
+        return next(scenario for scenario in SCENARIOS if scenario.name == self.name)
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes of the leaves in this scale."""
+        return self.scenario.shapes(self.scale)
+
+    @property
+    def path(self) -> Path:
+        """The directory to write in."""
+        return Path(self.directory)
+
+    def selects(self, contender: str) -> bool:
+        """Whether the contender of a name is measured."""
+        return not self.contenders or bool({contender, contender.partition(" ")[0]} & set(self.contenders))
+
+    def turns(self, contenders: Sequence[T]) -> Iterator[tuple[int, T]]:
+        """Yields (repetition, contender), forwards and backwards by turns: drifts of the machine affect all alike."""
+        for repetition in range(self.repetitions):
+            for contender in contenders if repetition % 2 == 0 else reversed(contenders):
+                yield repetition, contender
+
+
 def make_leaf(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Random numbers between 0 and 1, the same for the same seed."""
+    """Returns random numbers between 0 and 1, the same for the same seed."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def make_state(shapes: Shapes, place: Callable[[torch.Tensor], torch.Tensor]) -> State:
-    """The leaves, each as `place` puts it."""
-    return {name: place(make_leaf(shape, seed)) for seed, (name, shape) in enumerate(shapes.items())}
+def make_state(shapes: Shapes, mesh: DeviceMesh | None = None, dim: int = 0) -> State:
+    """Returns leaves of random numbers; on a mesh, DTensors of the same numbers that are cut along `dim`."""
+    leaves = ((name, make_leaf(shape, seed)) for seed, (name, shape) in enumerate(shapes.items()))
+    return {name: leaf if mesh is None else _cut(leaf, mesh, dim) for name, leaf in leaves}
 
 
-def local_of(full: torch.Tensor, mesh: torch.distributed.device_mesh.DeviceMesh, dim: int) -> torch.Tensor:
-    """A DTensor cut along `dim`, or along its last dimension, with the piece of this rank; a scalar is on all ranks."""
+def _cut(full: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
+    """Returns a DTensor cut along `dim`, or its last dimension, with the piece of this rank; a scalar is replicated."""
     if not full.ndim:
         return DTensor.from_local(full, mesh, [Replicate()], run_check=False)
     dim = min(dim, full.ndim - 1)
@@ -162,7 +204,7 @@ def _words(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def touch(state: State) -> int:
-    """Looks at a byte of every page, so that nothing is left to be read later; gives their sum."""
+    """Reads a byte of every page, so that nothing is left to be read later; returns their sum."""
     return sum(int(data.numpy()[::PAGE].sum()) for data in _words(_locals(state)))
 
 
@@ -178,10 +220,10 @@ def sum_bytes(state: State) -> int:
     return total
 
 
-def bytes_equal(a: State, b: State) -> str | None:
-    """The name of a leaf that is not the same in both, byte for byte."""
-    if a.keys() != b.keys():
-        return next(iter(a.keys() ^ b.keys()))
+def different_leaf(a: State, b: State) -> str | None:
+    """Returns the name of a leaf that is not the same in both, byte for byte; None if there is none."""
+    for name in a.keys() ^ b.keys():
+        return name
     for name, x, y in zip(a, _locals(a), _locals({name: b[name] for name in a}), strict=True):
         if x.shape != y.shape or x.dtype != y.dtype or not torch.equal(_bits(x), _bits(y)):
             return name
@@ -193,5 +235,5 @@ def _bits(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def shapes_bytes(shapes: Shapes) -> int:
-    """Of whole leaves."""
+    """Returns the bytes of whole leaves."""
     return sum(4 * math.prod(shape) for shape in shapes.values())

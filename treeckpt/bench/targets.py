@@ -6,7 +6,7 @@ times, until every byte was added up; of memory the largest figure counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -21,6 +21,8 @@ GROUP = 2 << 20
 """Bytes that may be read beyond what is needed, for each rank and file."""
 
 State = Literal["ok", "short", "not measured"]
+Rows = Mapping[tuple[str, str, Phase], TrialSummary]
+"""By scenario, contender and phase."""
 
 
 class BenchTarget(msgspec.Struct, frozen=True):
@@ -32,119 +34,101 @@ class BenchTarget(msgspec.Struct, frozen=True):
     target: float
     sense: Literal[">=", "<="]
     unit: Literal["x", "MiB", "ms"]
-
-    @property
-    def state(self) -> State:
-        """Whether the target is reached."""
-        if self.figure is None:
-            return "not measured"
-        reached = self.figure >= self.target if self.sense == ">=" else self.figure <= self.target
-        return "ok" if reached else "short"
+    state: State
+    """Whether the target is reached."""
 
 
-_FILLS: dict[Phase, Phase] = {"first cold": "fill cold", "first warm": "fill warm"}
-Find = Callable[[str, str, Phase], TrialSummary | None]
+def _at_least(scenario: str, text: str, figure: float | None, target: float) -> BenchTarget:
+    state = "not measured" if figure is None else "ok" if figure >= target else "short"
+    return BenchTarget(scenario, text, figure, target, ">=", "x", state)
+
+
+def _at_most(
+    scenario: str, text: str, figure: float | None, target: float, unit: Literal["x", "MiB", "ms"] = "x"
+) -> BenchTarget:
+    state = "not measured" if figure is None else "ok" if figure <= target else "short"
+    return BenchTarget(scenario, text, figure, target, "<=", unit, state)
+
+
+_COLD: tuple[Phase, ...] = ("fill cold", "first cold", "load cold")
+_WARM: tuple[Phase, ...] = ("fill warm", "first warm", "load warm")
+_LIMITS: tuple[tuple[Phase, str, float], ...] = (
+    ("save", "W", 0.90),
+    ("fill cold", "R", 0.90),
+    ("load cold", "R_fresh", 0.95),
+    ("fill warm", "a plain buffered read", 1.0),
+    ("load warm", "a plain buffered read into new memory", 1.0),
+)
+"""Of gpt2: phase, limit, and the least ratio of both rates."""
+_PEERS: tuple[tuple[str, tuple[Phase, ...], str, float], ...] = (
+    ("gpt2", ("save",), "dcp", 3.0),
+    ("gpt2", ("save",), "dcp-4", 2.0),
+    ("gpt2", ("save",), "safetensors", 1.2),
+    ("gpt2", _COLD, "dcp", 2.5),
+    ("gpt2", _COLD, "safetensors", 1.5),
+    ("gpt2", _WARM, "dcp", 2.5),
+    ("replicated", ("save",), "dcp", 4.0),
+    ("reshard", ("fill cold", "load cold", "fill warm", "load warm"), "dcp", 2.5),
+    ("tiny", ("save", "load cold", "load warm", "fill cold", "fill warm"), "dcp", 10.0),
+)
+"""Scenario, phases, another library, and how many times faster than that treeckpt has to be."""
 
 
 def compare_with_targets(rows: Sequence[TrialSummary]) -> list[BenchTarget]:
     """Returns every target; targets of scenarios that were not run have no figure."""
-    table = {(row.scenario, row.contender, row.phase): row for row in rows}
-
-    def find(scenario: str, contender: str, phase: Phase) -> TrialSummary | None:
-        return table.get((scenario, contender, phase))
-
-    return [*_saves(find), *_loads(find), *_on_ranks(find), *_tiny(find), *_tables(find), *_memory(find)]
-
-
-def _against(find: Find, scenario: str, phase: Phase, peer: str, target: float) -> BenchTarget:
-    """Target for how many times faster than another library; the latter has only one way to fill."""
-    theirs: Phase = _FILLS.get(phase, phase)
-    own, other = find(scenario, "treeckpt", phase), find(scenario, peer, theirs)
-    figure = other.summed / own.summed if own and other else None
-    return BenchTarget(scenario, f"{phase}, times faster than {peer}", figure, target, ">=", "x")
+    table: Rows = {(row.scenario, row.contender, row.phase): row for row in rows}
+    targets: list[BenchTarget] = []
+    for phase, limit, least in _LIMITS:
+        row = table.get(("gpt2", "treeckpt", phase))
+        targets.append(_at_least("gpt2", f"{phase}, rate / {limit}", row.ratio if row else None, least))
+    for scenario, phases, peer, times in _PEERS:
+        for phase in phases:
+            figure = _times_faster(table, scenario, phase, peer)
+            targets.append(_at_least(scenario, f"{phase}, times faster than {peer}", figure, times))
+    return [*targets, *_bytes_read(table), *_tables(table), *_memory(table)]
 
 
-def _of_limit(find: Find, phase: Phase, limit: str, target: float) -> BenchTarget:
-    row = find("gpt2", "treeckpt", phase)
-    return BenchTarget("gpt2", f"{phase}, rate / {limit}", row.ratio if row else None, target, ">=", "x")
+def _times_faster(rows: Rows, scenario: str, phase: Phase, peer: str) -> float | None:
+    own = rows.get((scenario, "treeckpt", phase))
+    same: dict[Phase, Phase] = {"first cold": "fill cold", "first warm": "fill warm"}  # others fill in one way only
+    other = rows.get((scenario, peer, same.get(phase, phase)))
+    return other.summed / own.summed if own and other else None
 
 
-def _saves(find: Find) -> list[BenchTarget]:
-    return [
-        _of_limit(find, "save", "W", 0.90),
-        _against(find, "gpt2", "save", "dcp", 3.0),
-        _against(find, "gpt2", "save", "dcp-4", 2.0),
-        _against(find, "gpt2", "save", "safetensors", 1.2),
-    ]
-
-
-def _loads(find: Find) -> list[BenchTarget]:
-    cold: tuple[Phase, ...] = ("fill cold", "first cold", "load cold")
-    warm: tuple[Phase, ...] = ("fill warm", "first warm", "load warm")
-    return [
-        _of_limit(find, "fill cold", "R", 0.90),
-        _of_limit(find, "load cold", "R_fresh", 0.95),
-        *(_against(find, "gpt2", phase, "dcp", 2.5) for phase in cold),
-        *(_against(find, "gpt2", phase, "safetensors", 1.5) for phase in cold),
-        *(_against(find, "gpt2", phase, "dcp", 2.5) for phase in warm),
-        _of_limit(find, "fill warm", "a plain buffered read", 1.0),
-        _of_limit(find, "load warm", "a plain buffered read into new memory", 1.0),
-    ]
-
-
-def _on_ranks(find: Find) -> list[BenchTarget]:
-    return [
-        _against(find, "replicated", "save", "dcp", 4.0),
-        *(
-            _against(find, "reshard", phase, "dcp", 2.5)
-            for phase in ("fill cold", "load cold", "fill warm", "load warm")
-        ),
-        _reshard_bytes(find),
-        _slice_bytes(find),
-    ]
-
-
-def _reshard_bytes(find: Find) -> BenchTarget:
-    """Two ranks, each with a part of both files: four groups of runs, however many runs are in one."""
-    row = find("reshard", "treeckpt", "load cold")
-    figure = max(0, row.read_bytes - 4 * GROUP) / row.nbytes if row else None
+def _bytes_read(rows: Rows) -> list[BenchTarget]:
+    reshard, part = (rows.get((scenario, "treeckpt", "load cold")) for scenario in ("reshard", "slice"))
+    # two ranks, each with a part of both files: four groups of runs, however many runs are in one
+    resharded = max(0, reshard.read_bytes - 4 * GROUP) / reshard.nbytes if reshard else None
     text = "load cold, bytes read (less 2 MiB for each rank and file) / needed"
-    return BenchTarget("reshard", text, figure, 1.05, "<=", "x")
+    return [
+        _at_most("reshard", text, resharded, 1.05),
+        _at_most(
+            "slice", "bytes read / needed, for 1/8 of the rows", part.read_bytes / part.nbytes if part else None, 1.05
+        ),
+    ]
 
 
-def _slice_bytes(find: Find) -> BenchTarget:
-    row = find("slice", "treeckpt", "load cold")
-    figure = row.read_bytes / row.nbytes if row else None
-    return BenchTarget("slice", "bytes read / needed, for 1/8 of the rows", figure, 1.05, "<=", "x")
-
-
-def _tiny(find: Find) -> list[BenchTarget]:
-    phases: tuple[Phase, ...] = ("save", "load cold", "load warm", "fill cold", "fill warm")
-    return [_against(find, "tiny", phase, "dcp", 10.0) for phase in phases]
-
-
-def _tables(find: Find) -> list[BenchTarget]:
-    bars: list[BenchTarget] = []
+def _tables(rows: Rows) -> list[BenchTarget]:
+    targets: list[BenchTarget] = []
     phases: tuple[Phase, ...] = ("save", "load cold", "load warm")
     for phase in phases:
-        table, dense = find("table", "treeckpt", phase), find("table", "treeckpt dense", phase)
+        table, dense = (rows.get(("table", contender, phase)) for contender in ("treeckpt", "treeckpt dense"))
         figure = table.summed / dense.summed if table and dense else None
-        bars.append(
-            BenchTarget("table", f"{phase}, times as long as dense tensors of the same bytes", figure, 1.3, "<=", "x")
-        )
-    return bars
+        targets.append(_at_most("table", f"{phase}, times as long as dense tensors of the same bytes", figure, 1.3))
+    return targets
 
 
-def _memory(find: Find) -> list[BenchTarget]:
-    bars: list[BenchTarget] = []
+def _memory(rows: Rows) -> list[BenchTarget]:
+    targets: list[BenchTarget] = []
+    phases: tuple[Phase, ...] = ("save", "load cold", "fill cold")
     for scenario in ("gpt2", "one"):
-        for phase in ("save", "load cold", "fill cold"):
-            row = find(scenario, "treeckpt", phase)
-            beyond = row.nbytes if row and phase == "load cold" else 0
-            figure = (row.extra_rss - beyond) / 2**20 if row else None
-            text = "memory at the peak" + (", beyond what is loaded" if phase == "load cold" else "")
-            bars.append(BenchTarget(scenario, f"{phase}, {text}", figure, MEMORY / 2**20, "<=", "MiB"))
-    return bars
+        for phase in phases:
+            row = rows.get((scenario, "treeckpt", phase))
+            loaded = row.nbytes if row and phase == "load cold" else 0
+            figure = (row.extra_rss - loaded) / 2**20 if row else None
+            text = f"{phase}, memory at the peak" + (", beyond what is loaded" if phase == "load cold" else "")
+            targets.append(_at_most(scenario, text, figure, MEMORY / 2**20, "MiB"))
+    return targets
 
 
 def compare_async_with_targets(rows: Sequence[AsyncSummary]) -> list[BenchTarget]:
@@ -153,35 +137,30 @@ def compare_async_with_targets(rows: Sequence[AsyncSummary]) -> list[BenchTarget
     own, lazy = table.get(("async", "treeckpt")), table.get(("async", "treeckpt lazy"))
     dcp, rival = table.get(("async", "dcp thread")), table.get(("async", "torch_checkpointing"))
     tiny = table.get(("async-tiny", "treeckpt"))
-    calm = dcp.interference if dcp and dcp.interference is not None else None
+    slower, dcp_slower = own.interference if own else None, dcp.interference if dcp else None
     return [
-        _stay("blocked, times shorter than dcp's", dcp.blocked / own.blocked if own and dcp else None, 2.0, ">="),
-        _stay(
+        _at_least("async", "blocked, times shorter than dcp's", dcp.blocked / own.blocked if own and dcp else None, 2),
+        _at_least(
+            "async",
             "blocked, times shorter than torch_checkpointing's",
             rival.blocked / own.blocked if own and rival else None,
-            1.0,
-            ">=",
+            1,
         ),
-        _stay("first save, times longer than a warm one", own.first / own.blocked if own else None, 2.5, "<="),
-        _stay("blocked, times as long as a copy", own.stall if own else None, 1.25, "<="),
-        _stay("lazy, blocked, times as long as a copy", lazy.stall if lazy else None, 0.10, "<="),
-        _stay("time lost by training steps / time until durable", own.interference if own else None, 0.10, "<="),
-        _stay(
+        _at_most("async", "first save, times longer than a warm one", own.first / own.blocked if own else None, 2.5),
+        _at_most("async", "blocked, times as long as a copy", own.stall if own else None, 1.25),
+        _at_most("async", "lazy, blocked, times as long as a copy", lazy.stall if lazy else None, 0.10),
+        _at_most("async", "time lost by training steps / time until durable", slower, 0.10),
+        _at_least(
+            "async",
             "time lost by training steps, times less than with dcp's thread",
-            calm / max(own.interference, 1e-3) if own and own.interference is not None and calm is not None else None,
-            2.0,
-            ">=",
+            dcp_slower / max(slower, 1e-3) if slower is not None and dcp_slower is not None else None,
+            2,
         ),
-        BenchTarget(
+        _at_most(
             "async-tiny",
             "longest wait for the interpreter",
             max(0.0, tiny.gap) * 1e3 if tiny and tiny.gap is not None else None,
-            20.0,
-            "<=",
+            20,
             "ms",
         ),
     ]
-
-
-def _stay(text: str, figure: float | None, target: float, sense: Literal[">=", "<="]) -> BenchTarget:
-    return BenchTarget("async", text, figure, target, sense, "x")

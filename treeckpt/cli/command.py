@@ -1,22 +1,33 @@
-"""Adds commands to the parser of the command line."""
+"""The parser of the command line, to which each module adds its commands."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from ..report.terminal import fail
 
-__all__ = ["AddCommand", "usage_error"]
+__all__ = ["Commands", "usage_error"]
 
 
-class AddCommand(Protocol):
-    """Adds a command to the parser, with the option `--json` unless `json` is False; returns its own parser."""
+class Commands:
+    """The commands of a parser."""
 
-    def __call__(
-        self, name: str, run: Callable[[Any], int], text: str, /, *, json: bool = True
-    ) -> argparse.ArgumentParser: ...
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self._parsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def add(self, name: str, run: Callable[[Any], int], text: str, *, json: bool = True) -> argparse.ArgumentParser:
+        """Adds a command, with the option `--json` unless `json` is False; returns its own parser.
+
+        Args:
+            run: carries the command out; returns its exit code.
+        """
+        added = self._parsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        added.set_defaults(run=run)
+        if json:
+            added.add_argument("--json", action="store_true", help="print JSON")
+        return added
 
 
 def usage_error(text: str) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from ..core.text import bytes_text, seconds_text
 from ..io.comm.waiting import log_if_slow
 from ..report.terminal import print_json, print_line
-from .command import AddCommand
+from .command import Commands
 
 __all__ = ["add_convert"]
 
@@ -20,9 +20,11 @@ SHOWN = 12
 """How many findings of each kind are printed, at most."""
 
 
-def add_convert(command: AddCommand) -> None:
+def add_convert(commands: Commands) -> None:
     """Adds `convert`."""
-    parser = command("convert", _convert, "write a checkpoint in another format: torch.save, DCP, safetensors, or ours")
+    parser = commands.add(
+        "convert", _convert, "write a checkpoint in another format: torch.save, DCP, safetensors, or ours"
+    )
     parser.add_argument("source", metavar="SRC", help="also of hfai or Paddle; its format is found by looking")
     parser.add_argument("destination", metavar="DST", help="appears when it is whole")
     parser.add_argument("--to", choices=FORMATS, help="default: what DST's suffix says, and treeckpt without one")

@@ -7,14 +7,14 @@ import gc
 import os
 
 from ..runs import catalog
-from .command import AddCommand, usage_error
+from .command import Commands, usage_error
 
 __all__ = ["add_dashboard"]
 
 
-def add_dashboard(command: AddCommand) -> None:
+def add_dashboard(commands: Commands) -> None:
     """Adds `dashboard`."""
-    parser = command("dashboard", _dashboard, "browse runs in a web browser", json=False)
+    parser = commands.add("dashboard", _dashboard, "browse runs in a web browser", json=False)
     parser.add_argument("runs", metavar="RUN", nargs="+")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8265, help="0 takes a free one (default: 8265)")

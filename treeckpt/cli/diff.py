@@ -9,7 +9,7 @@ from ..api import opened
 from ..core.analysis.diff import Added, Diff, Moved, Removed, diff
 from ..loading.compare import ValueChange, value_changes
 from ..report.terminal import print_json, print_line, print_table
-from .command import AddCommand
+from .command import Commands
 
 __all__ = ["add_diff"]
 
@@ -21,9 +21,9 @@ _NOT_COMPARED = "the contents of arrays are not compared without --values"
 _BY_CHECKSUMS = "contents too, by their recorded checksums; treeckpt verify compares these with the bytes"
 
 
-def add_diff(command: AddCommand) -> None:
+def add_diff(commands: Commands) -> None:
     """Adds `diff`."""
-    parser = command("diff", _diff, "say in what two checkpoints differ, by their indexes or by every number")
+    parser = commands.add("diff", _diff, "say in what two checkpoints differ, by their indexes or by every number")
     parser.add_argument("--values", action="store_true", help=_VALUES)
     parser.add_argument("first", metavar="A")
     parser.add_argument("second", metavar="B")

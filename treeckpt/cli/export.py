@@ -9,17 +9,17 @@ from ..core.analysis.perfetto import encode_trace
 from ..core.text import bytes_text
 from ..report.terminal import print_line
 from ..runs import catalog
-from .command import AddCommand
+from .command import Commands
 
 __all__ = ["add_commands"]
 
 
-def add_commands(command: AddCommand) -> None:
+def add_commands(commands: Commands) -> None:
     """Adds `report` and `trace`."""
-    report = command("report", _report, "write one HTML page of a checkpoint or a run", json=False)
+    report = commands.add("report", _report, "write one HTML page of a checkpoint or a run", json=False)
     report.add_argument("path", metavar="CKPT_OR_RUN")
     report.add_argument("--html", required=True, metavar="FILE", help="where to; an existing file is replaced")
-    trace = command("trace", _trace, "write the time of a save as a trace for Perfetto", json=False)
+    trace = commands.add("trace", _trace, "write the time of a save as a trace for Perfetto", json=False)
     trace.add_argument("checkpoint", metavar="CKPT")
     trace.add_argument("--out", required=True, metavar="FILE", help="where to; an existing file is replaced")
 

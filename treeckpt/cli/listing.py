@@ -9,14 +9,15 @@ from ..core.text import bytes_text, seconds_text, time_text
 from ..report.terminal import print_json, print_line, print_table
 from ..runs import catalog
 from ..runs.active_saves import under_way_text
-from .command import AddCommand, usage_error
+from ..runs.checkpoint_info import CheckpointInfo
+from .command import Commands, usage_error
 
 __all__ = ["add_ls", "print_saves_under_way"]
 
 
-def add_ls(command: AddCommand) -> None:
+def add_ls(commands: Commands) -> None:
     """Adds `ls`."""
-    command("ls", _ls, "list the checkpoints of a run").add_argument("runs", metavar="RUN", nargs="+")
+    commands.add("ls", _ls, "list the checkpoints of a run").add_argument("runs", metavar="RUN", nargs="+")
 
 
 def _ls(options: argparse.Namespace) -> int:
@@ -55,7 +56,7 @@ def _or_dash(number: int | None) -> str:
     return "-" if number is None else f"{number}"
 
 
-def print_saves_under_way(info: catalog.CheckpointInfo) -> None:
+def print_saves_under_way(info: CheckpointInfo) -> None:
     """Prints a line for each save into a checkpoint's directory that has not ended."""
     for save in info.saving:
         print_line(f"{info.name}: {under_way_text(save, time.time_ns())}", "yellow")

@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from ..errors import CheckpointNotFound, TreeckptError
 from ..report.terminal import fail
 from . import convert, dashboard, diff, export, listing, runs, show, verify
-from .command import usage_error
+from .command import Commands, usage_error
 
 __all__ = ["main"]
 
@@ -56,26 +55,19 @@ def _parser() -> argparse.ArgumentParser:
         installed = "(not installed)"
     parser = argparse.ArgumentParser("treeckpt", description="Checkpoints of any tree, from any layout into any other.")
     parser.add_argument("--version", action="version", version=f"treeckpt {installed}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-
-    def command(name: str, run: Callable[[Any], int], text: str, /, *, json: bool = True) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        added.set_defaults(run=run)
-        if json:
-            added.add_argument("--json", action="store_true", help="print JSON")
-        return added
-
-    listing.add_ls(command)
-    show.add_show(command)
-    verify.add_verify(command)
-    diff.add_diff(command)
-    verify.add_rebuild_index(command)
-    runs.add_commands(command)
-    convert.add_convert(command)
-    export.add_commands(command)
-    dashboard.add_dashboard(command)
-    command("demo", _unreachable, "train on 4 ranks, save, load on 2 and on 1, and browse the run", json=False)
-    command("bench", _unreachable, "measure saves and loads beside the disk's limits and other libraries", json=False)
+    commands = Commands(parser)
+    listing.add_ls(commands)
+    show.add_show(commands)
+    verify.add_verify(commands)
+    diff.add_diff(commands)
+    verify.add_rebuild_index(commands)
+    runs.add_commands(commands)
+    convert.add_convert(commands)
+    export.add_commands(commands)
+    dashboard.add_dashboard(commands)
+    commands.add("demo", _unreachable, "train on 4 ranks, save, load on 2 and on 1, and browse the run", json=False)
+    text = "measure saves and loads beside the disk's limits and other libraries"
+    commands.add("bench", _unreachable, text, json=False)
     return parser
 
 

@@ -17,15 +17,16 @@ from ..core.format.file_names import MAX_STEP, is_step_name, step_name
 from ..core.text import bytes_text
 from ..report.terminal import print_json, print_line, print_table
 from ..runs.catalog import is_checkpoint, run_exists, scan
+from ..runs.policy_text import parse_best
 from ..runs.run import GRACE, CleanReport, RunDirectory, clean_checkpoint
-from .command import AddCommand, usage_error
+from .command import Commands, usage_error
 
 __all__ = ["add_commands", "no_checkpoint"]
 
 
-def add_commands(command: AddCommand) -> None:
+def add_commands(commands: Commands) -> None:
     """Adds `gc`, `pin` and `unpin`."""
-    gc = command("gc", _gc, "delete what no policy keeps, and what crashed saves left behind")
+    gc = commands.add("gc", _gc, "delete what no policy keeps, and what crashed saves left behind")
     gc.add_argument("run_path", metavar="RUN", help="or a single checkpoint, beside which only leftovers go")
     gc.add_argument("--keep-last", type=_count, metavar="N", help="keep the newest N checkpoints")
     gc.add_argument("--every", type=_count, metavar="K", help="keep each step that is a multiple of K")
@@ -51,7 +52,7 @@ def add_commands(command: AddCommand) -> None:
         ("pin", partial(_pin, pinned=True), "keep a step, whatever the policies say"),
         ("unpin", partial(_pin, pinned=False), "let the policies decide about a step again"),
     ):
-        pin = command(name, act, text)
+        pin = commands.add(name, act, text)
         pin.add_argument("run_path", metavar="RUN")
         pin.add_argument("step", metavar="STEP", type=_step)
 
@@ -86,20 +87,10 @@ def _steps(text: str) -> tuple[int, ...]:
 
 
 def _best(text: str) -> Best:
-    """Parses a metric, then in any order `min` or `max` and a count; the name itself may contain colons."""
-    metric, mode, count = text, None, None
-    while ":" in metric:
-        rest, _, last = metric.rpartition(":")
-        if last in ("min", "max") and mode is None:
-            mode = last
-        elif last.isdecimal() and count is None:
-            count = _count(last)
-        else:
-            break
-        metric = rest
-    if not metric:
-        raise argparse.ArgumentTypeError(f"{text!r} names no metric")
-    return Best(metric, count or 1, mode or "min")  # pyright: ignore[reportArgumentType]
+    try:
+        return parse_best(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _policies(options: argparse.Namespace) -> list[Policy]:

@@ -1,8 +1,9 @@
-"""The command `show`: prints what a checkpoint holds, or one part of it."""
+"""The command `show`: prints what a checkpoint holds, one part of it, or what load rules produce from it."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from .. import api
@@ -12,20 +13,24 @@ from ..core.format.byte_map import layout_of, locate_chunks
 from ..core.format.records import AliasRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
 from ..core.sharding.int_runs import length_of
 from ..core.text import bytes_text, layout_text, region_text, shape_text, time_text, value_text, value_type
+from ..core.tree.spec import ArraySpec
+from ..errors import FormatError
+from ..loading.transforms import decode, parse
+from ..loading.transforms.rules import Rule
+from ..loading.transforms.view import View, view_of
 from ..report.terminal import fail, print_facts, print_json, print_line, print_table
 from ..runs import catalog
-from .command import AddCommand
+from .command import Commands
 from .listing import print_saves_under_way
-from .rules import show_rules
 
 __all__ = ["add_show", "index_summary"]
 
 MAX_ROWS = 1000
 
 
-def add_show(command: AddCommand) -> None:
+def add_show(commands: Commands) -> None:
     """Adds `show`."""
-    show = command("show", _show, "show what a checkpoint holds, or one part of it")
+    show = commands.add("show", _show, "show what a checkpoint holds, or one part of it")
     show.add_argument("checkpoint", metavar="CKPT")
     show.add_argument("leaf", metavar="PATH", nargs="?", default="", help="of a leaf or of a node of the tree")
     show.add_argument("--rules", metavar="FILE", help="show what load rules (JSON, or statements) make of it")
@@ -38,7 +43,7 @@ def _show(options: argparse.Namespace) -> int:
         print_saves_under_way(info)
     index = api.inspect(options.checkpoint)
     if options.rules:
-        return show_rules(index, options)
+        return _show_rules(index, options)
     outline = Outline(index)
     row = outline.node_at(options.leaf)
     if row is None:
@@ -137,3 +142,42 @@ def _leaf_facts(index: Index, leaf: Leaf) -> list[tuple[str, str]]:
     if isinstance(record, PerRankArrays):
         return [*facts, ("layout", f"one for each of {length_of(leaf.ranks or ())} ranks")]
     return [*facts, ("layout", layout_text(layout_of(index, leaf)))]
+
+
+def _read_rules(path: str) -> tuple[Rule, ...]:
+    """Reads the rules of a file: JSON, or statements.
+
+    Raises:
+        FormatError: it cannot be read, or contains neither.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FormatError(path, expected="a file of rules", found=f"{error}"[:200]) from error
+    return decode(text) if text.lstrip().startswith("[") else parse(text)
+
+
+def _show_rules(index: Index, options: argparse.Namespace) -> int:
+    """Prints the leaves that rules produce from an index on rank 0, at and below a path."""
+    view = view_of(index, _read_rules(options.rules), source_rank=0, rank=0)
+    below = options.leaf.rstrip("/")
+    rows = [
+        _rule_row(view, path) for path in view.by_path if not below or path == below or path.startswith(below + "/")
+    ]
+    dropped = list(view.transformed.dropped)
+    if options.json:
+        print_json({"leaves": rows, "dropped": dropped})
+        return 0
+    specs = [f"{row['dtype']} {shape_text(row['shape'])}" if row["dtype"] else "value" for row in rows]
+    print_table(("path", "is", "how"), [(row["path"], spec, row["how"]) for row, spec in zip(rows, specs, strict=True)])
+    for path in dropped:
+        print_line(f"dropped  {path}", "dim")
+    return 0
+
+
+def _rule_row(view: View, path: str) -> dict[str, Any]:
+    spec = view.by_path[path][0].spec
+    array = spec if isinstance(spec, ArraySpec) else None
+    # the chain ends in the path itself, which is printed beside it
+    how = view.chain(path).removesuffix(path).rstrip()
+    return {"path": path, "dtype": array and array.dtype, "shape": array and array.shape, "how": how}

@@ -10,7 +10,7 @@ from ..io.storage.open import open_store
 from ..report.terminal import print_json, print_line
 from ..runs import catalog
 from ..runs.progress_bar import reading_bar
-from .command import AddCommand
+from .command import Commands
 from .show import index_summary
 
 __all__ = ["add_rebuild_index", "add_verify"]
@@ -18,9 +18,9 @@ __all__ = ["add_rebuild_index", "add_verify"]
 SHOWN = 20
 
 
-def add_verify(command: AddCommand) -> None:
+def add_verify(commands: Commands) -> None:
     """Adds `verify`."""
-    verify = command("verify", _verify, "read everything and compare it with its checksums")
+    verify = commands.add("verify", _verify, "read everything and compare it with its checksums")
     verify.add_argument("checkpoint", metavar="CKPT")
     verify.add_argument("--repair", action="store_true", help="make again what can be, and say what is lost")
 
@@ -54,9 +54,9 @@ def _verify(options: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def add_rebuild_index(command: AddCommand) -> None:
+def add_rebuild_index(commands: Commands) -> None:
     """Adds `rebuild-index`."""
-    rebuild = command("rebuild-index", _rebuild_index, "make a lost index.json again from the shards")
+    rebuild = commands.add("rebuild-index", _rebuild_index, "make a lost index.json again from the shards")
     rebuild.add_argument("checkpoint", metavar="CKPT")
     rebuild.add_argument("--replace", action="store_true", help="even where there is an index")
 

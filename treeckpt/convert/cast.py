@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -13,8 +14,8 @@ from ..arrays.registry import library_of
 from ..core.sharding.dtypes import dtype_of, normalize_dtype
 from ..core.sharding.region import Region
 from ..errors import MismatchError
+from .checksums import ArchiveStorages
 from .contents import Contents, map_leaves
-from .files import AddressSpace
 
 __all__ = ["FLOATS", "cast_floats"]
 
@@ -26,8 +27,8 @@ _LARGEST = {"float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 """Of dtypes that hold fewer magnitudes than float32."""
 
 
-def cast_floats(contents: Contents, dtype: Any, addresses: AddressSpace) -> Contents:
-    """The contents with all arrays of floating point in one dtype. Ties stay, views become arrays of their own.
+def cast_floats(contents: Contents, dtype: Any, storages: ArchiveStorages) -> Contents:
+    """Casts all arrays of floating point to one dtype. Ties stay, views become arrays of their own.
 
     Raises:
         MismatchError: no such dtype to cast to.
@@ -35,7 +36,7 @@ def cast_floats(contents: Contents, dtype: Any, addresses: AddressSpace) -> Cont
     name = normalize_dtype(dtype)
     if name not in FLOATS:
         raise MismatchError("dtype", expected=f"one of {', '.join(FLOATS)}", found=f"{dtype!s:.60}")
-    moved: dict[Any, int] = {}
+    moved: dict[Any, Storage] = {}
 
     def change(path: str, leaf: Any) -> Any:
         if not isinstance(leaf, LazyArray) or leaf.spec.dtype not in _FLOATING or leaf.spec.dtype == name:
@@ -43,9 +44,10 @@ def cast_floats(contents: Contents, dtype: Any, addresses: AddressSpace) -> Cont
         storage = leaf.storage
         if storage is not None:
             key = (storage.address, storage.strides, leaf.spec.shape, leaf.spec.dtype)
-            nbytes = Region.whole(leaf.spec.shape).size * dtype_of(name).itemsize
-            storage = Storage(moved.setdefault(key, 0) or addresses.take(nbytes), nbytes, None)
-            moved[key] = storage.address
+            if key not in moved:
+                nbytes = math.prod(leaf.spec.shape) * dtype_of(name).itemsize
+                moved[key] = Storage(storages.take(nbytes), nbytes, None)
+            storage = moved[key]
         return _cast(leaf, name, path, storage)
 
     return map_leaves(contents, change)

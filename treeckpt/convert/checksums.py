@@ -1,6 +1,6 @@
 """Verification of the CRC-32 of archive entries, once for each entry.
 
-The CRC of an entry that is read as a whole (`expect_whole`) is computed while it is read: each range has its own CRC,
+The CRC of an entry that is read as a whole (`read_whole`) is computed while it is read: each range has its own CRC,
 in any order and from any thread; when no range is left they are combined by arithmetic over GF(2), as zlib's
 crc32_combine does. Any other entry is read completely once before its first bytes are returned. A CRC of zero is not
 compared: torch writes it when checksums are disabled (`set_crc32_options`).
@@ -21,10 +21,12 @@ from ..arrays.lazy import LazyArray
 from ..errors import CorruptError
 from ..io.comm.collective import all_gather
 from ..io.comm.comm import Comm
-from .files import AddressSpace, FileRange
+from .files import FileRange
 
 __all__ = ["ArchiveStorages", "EntryChecksum", "combine_crcs"]
 
+ADDRESSES = 1 << 60
+"""The first address of bytes in files; no memory has such addresses."""
 BLOCK = 1 << 20
 """Bytes that are read at a time where an entry is read through."""
 _ONE, _POLYNOMIAL = 1 << 31, 0xEDB88320
@@ -32,7 +34,7 @@ _ONE, _POLYNOMIAL = 1 << 31, 0xEDB88320
 
 
 def _times(a: int, b: int) -> int:
-    """The product of two polynomials, modulo that of CRC-32."""
+    """Returns the product of two polynomials, modulo that of CRC-32."""
     product, mask = 0, _ONE
     while mask:
         if a & mask:
@@ -44,7 +46,7 @@ def _times(a: int, b: int) -> int:
 
 @lru_cache(maxsize=256)
 def _shift(nbytes: int) -> int:
-    """What a CRC is multiplied with when so many bytes follow: x to the power of their bits."""
+    """Returns the factor of a CRC that so many bytes follow: x to the power of their bits."""
     found, power, bits = _ONE, _ONE >> 1, 8 * nbytes
     while bits:
         if bits & 1:
@@ -55,7 +57,7 @@ def _shift(nbytes: int) -> int:
 
 
 def combine_crcs(parts: Iterable[tuple[int, int]]) -> int:
-    """The CRC-32 of stretches that follow each other, of (bytes, CRC-32) of each."""
+    """Returns the CRC-32 of consecutive ranges, given (bytes, CRC-32) of each."""
     crc = 0
     for nbytes, own in parts:
         crc = _times(_shift(nbytes), crc) ^ own
@@ -66,26 +68,23 @@ class EntryChecksum:
     """An entry of an archive, whose bytes are compared with its CRC-32 when they are read.
 
     Args:
-        crc: as it stands in the archive; 0 for none.
-        name: of the entry.
+        crc: as the archive has it; 0 for none.
     """
 
     def __init__(self, window: FileRange, crc: int, name: str) -> None:
         self.window, self.crc, self.name = window, crc, name
         self.leaf = ""
-        """The path of a leaf that it holds, for errors."""
-        self._sound = not crc or not window.size
-        self._whole = False
+        """The path of a leaf in it, for errors."""
+        self.sound = not crc or not window.size
+        """Whether its bytes need not be compared any more."""
+        self.read_whole = False
+        """Whether this process reads each of its bytes, so that they are compared meanwhile."""
         self._lock = threading.Lock()
         self._taken: list[tuple[int, int]] = []
-        """Stretches that were or are being summed up, in order, apart from each other."""
+        """Disjoint ranges, in order, whose CRCs were or are being computed."""
         self._left = window.size
         self._crcs: dict[int, tuple[int, int]] = {}
-        """By where a stretch starts, its bytes and CRC."""
-
-    def expect_whole(self) -> None:
-        """Promises that each of its bytes will be read by this process."""
-        self._whole = True
+        """By the start of a range, its bytes and CRC."""
 
     def read(self, start: int, size: int) -> np.ndarray:
         """Bytes of it, as uint8[size].
@@ -93,21 +92,21 @@ class EntryChecksum:
         Raises:
             CorruptError: bytes of it have changed.
         """
-        if not self._sound and not self._whole:
+        if not self.sound and not self.read_whole:
             self.check()
         data = self.window.read(start, size)
-        if not self._sound:
+        if not self.sound:
             self._take(start, data)
         return data
 
     def check(self) -> None:
-        """Reads it through, unless it is known to be sound.
+        """Reads and compares all of it, unless it is known to be sound.
 
         Raises:
             CorruptError: bytes of it have changed.
         """
         with self._lock:
-            if self._sound:
+            if self.sound:
                 return
             crc = 0
             block = np.empty(min(BLOCK, self.window.size), np.uint8)
@@ -117,45 +116,25 @@ class EntryChecksum:
                 crc = zlib.crc32(part.data, crc)
             self._compare(crc)
 
-    @property
-    def is_owing(self) -> bool:
-        """Whether it was to be read as a whole, and was not yet."""
-        return self._whole and not self._sound
-
-    def pass_over(self) -> None:
-        """It was found to be sound elsewhere."""
-        self._sound = True
-
     def _take(self, start: int, data: np.ndarray) -> None:
-        """Sums up what of this stretch was not yet."""
+        """Computes the CRCs of the parts of a range that were not claimed before."""
         with self._lock:
             gaps = self._claim(start, start + len(data))
         made = {low: (high - low, zlib.crc32(data[low - start : high - start].data)) for low, high in gaps}
         with self._lock:
             self._crcs |= made
             self._left -= sum(nbytes for nbytes, _ in made.values())
-            if not self._left and not self._sound:
+            if not self._left and not self.sound:
                 self._compare(combine_crcs(part for _, part in sorted(self._crcs.items())))
                 self._crcs.clear()
 
     def _claim(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The parts of a stretch that nobody has taken, now taken."""
-        gaps: list[tuple[int, int]] = []
-        low = start
-        for first, last in self._taken:
-            if low < first and low < stop:
-                gaps.append((low, min(first, stop)))
-            low = max(low, last)
-        if low < stop:
-            gaps.append((low, stop))
-        merged: list[tuple[int, int]] = []
-        for first, last in sorted([*self._taken, *gaps]):
-            if merged and merged[-1][1] == first:
-                merged[-1] = merged[-1][0], last
-            else:
-                merged.append((first, last))
-        self._taken = merged
-        return gaps
+        """Claims the parts of a range that are not claimed yet, and returns them."""
+        touching = [taken for taken in self._taken if taken[0] <= stop and taken[1] >= start]
+        edges = [start, *(edge for taken in touching for edge in taken), stop]
+        apart = [taken for taken in self._taken if taken not in touching]
+        self._taken = sorted([*apart, (min(edges), max(edges))])
+        return [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if low < high]
 
     def _compare(self, crc: int) -> None:
         if crc != self.crc:
@@ -168,72 +147,74 @@ class EntryChecksum:
                 hint=f"The file was damaged after it was written: get it anew from where it came from{without}. "
                 "torch.load compares no checksums, and would give the changed bytes",
             )
-        self._sound = True
+        self.sound = True
 
 
-class ArchiveStorages(AddressSpace):
-    """The storages that one conversion meets: their addresses, and the sums of those that are entries of archives.
+class ArchiveStorages:
+    """The storages of one conversion: their addresses, and the checksums of those that are entries of archives.
+
+    Addresses make ties and views of one storage recognizable.
 
     Args:
         alone: whether this process reads all that is converted.
     """
 
     def __init__(self, *, alone: bool = True) -> None:
-        super().__init__()
         self.alone = alone
+        self._next = ADDRESSES
         self._sums: dict[tuple[str, int], EntryChecksum] = {}
         self._lock = threading.Lock()
-        self._starts: list[int] = []
-        """Addresses of entries, which grow."""
-        self._entries: list[EntryChecksum] = []
+        self._entries: list[tuple[int, EntryChecksum]] = []
+        """With their addresses, which grow."""
+
+    def take(self, nbytes: int) -> int:
+        """Returns the first address of a new range."""
+        start = self._next
+        self._next += max(nbytes, 1) + 4096
+        return start
 
     def sum_of(self, window: FileRange, crc: int, name: str) -> EntryChecksum:
-        """The sum of an entry: the same, however often its archive is opened."""
+        """Returns the checksum of an entry: the same, however often its archive is opened."""
         return self._sums.setdefault((window.label, window.start), EntryChecksum(window, crc, name))
 
     def take_entry(self, entry: EntryChecksum) -> int:
-        """The first address of a stretch for all of an entry."""
+        """Returns the first address of a new range for an entry."""
         with self._lock:  # archives may be opened while others are read
             address = self.take(entry.window.size)
-            self._starts.append(address)
-            self._entries.append(entry)
+            self._entries.append((address, entry))
             return address
 
     def note(self, path: str, leaf: Any) -> EntryChecksum | None:
-        """Learns that a leaf will be read; the entry that it shows, if it shows one."""
+        """Registers a leaf that will be read; returns the entry that it is in, if any."""
         storage = leaf.storage if isinstance(leaf, LazyArray) else None
-        entry = self._at(storage.address) if storage is not None else None
-        if storage is None or entry is None:
+        if storage is None:
+            return None
+        with self._lock:
+            at = bisect.bisect_right(self._entries, storage.address, key=lambda pair: pair[0]) - 1
+        start, entry = self._entries[at] if at >= 0 else (0, None)
+        if entry is None or storage.address - start >= entry.window.size:
             return None
         entry.leaf = entry.leaf or path
-        whole = storage.strides is None and storage.nbytes == entry.window.size
-        if self.alone and whole:
-            entry.expect_whole()
+        if self.alone and storage.strides is None and storage.nbytes == entry.window.size:
+            entry.read_whole = True
         return entry
 
-    def owing(self) -> list[str]:
-        """The leaves of entries that were to be read as a whole, and were not."""
-        return [entry.leaf for entry in self._entries if entry.is_owing]
-
-    def _at(self, address: int) -> EntryChecksum | None:
-        """Whose stretch an address lies in."""
-        with self._lock:
-            at = bisect.bisect_right(self._starts, address) - 1
-            found = at >= 0 and address - self._starts[at] < self._entries[at].window.size
-            return self._entries[at] if found else None
+    def all_read(self) -> bool:
+        """Returns whether all entries that this process was to read as a whole are read and compared."""
+        return all(entry.sound for _, entry in self._entries if entry.read_whole)
 
     def check(self, leaves: Sequence[tuple[str, Any]], comm: Comm, topic: str) -> None:
-        """Sees to it that what is about to be read of some leaves, by all ranks together, will be compared.
+        """Ensures that the bytes of leaves that all ranks together are about to read are compared.
 
-        What this process reads as a whole is compared meanwhile. Several ranks, of which each will read a part, share
-        the entries out and read them through.
+        What one process reads as a whole is compared meanwhile. Several ranks, of which each reads a part of them,
+        divide the entries among themselves and read them in advance.
 
         Raises:
             RankError: bytes have changed; on every rank.
         """
-        met = {id(entry): entry for path, leaf in leaves if (entry := self.note(path, leaf)) is not None}
+        found = {id(entry): entry for path, leaf in leaves if (entry := self.note(path, leaf)) is not None}
         if not self.alone:
-            shared = list(met.values())[comm.rank :: comm.size]
-            all_gather(comm, f"checksums of {topic}", lambda: sum(entry.check() or 1 for entry in shared), int)
-            for entry in met.values():
-                entry.pass_over()
+            mine = list(found.values())[comm.rank :: comm.size]
+            all_gather(comm, f"checksums of {topic}", lambda: sum(entry.check() or 1 for entry in mine), int)
+            for entry in found.values():
+                entry.sound = True

@@ -1,11 +1,12 @@
 """The tree of a conversion, as structure and leaves, with arrays that are still in their files.
 
-Pure operations on it: taking a subtree, leaving parts out, casting, and putting plain containers in the place of those
-that a format lacks. Each says what it changes (`Finding`), so that all of it can be told before anything is written.
+Pure operations on it: selection, and plain containers in the place of those that a format lacks. Each lists its
+changes (`Finding`), so that they can be reported before anything is written.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import msgspec
 from ..arrays.registry import resolve
 from ..core.sharding.int_runs import decode_runs
 from ..core.tree.flatten import flatten, unflatten
-from ..core.tree.globs import compile_globs
+from ..core.tree.globs import Globs
 from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.structure import (
     TABLE_KEYS,
@@ -42,11 +43,11 @@ __all__ = [
     "Contents",
     "ContentsLeaf",
     "Finding",
+    "below",
     "contents_of",
     "exclude",
     "lower_containers",
     "map_leaves",
-    "matches_globs",
     "select",
     "spread_ranks",
     "subtree",
@@ -78,35 +79,31 @@ class Contents(msgspec.Struct, frozen=True):
     leaves: tuple[ContentsLeaf, ...]
     """In the structure's order, with their paths."""
     label: str
-    """Where they come from, for errors."""
+    """Of the source, for errors."""
     step: int | None = None
     metadata: dict[str, Any] = {}
     findings: tuple[Finding, ...] = ()
 
 
 def contents_of(tree: Any, label: str, **more: Any) -> Contents:
-    """The contents that are a tree."""
+    """Returns the contents of a tree."""
     structure, leaves = flatten(tree)
     return Contents(structure, tuple(leaves), label, **more)
 
 
 def tree_of(contents: Contents) -> Any:
-    """The tree itself."""
+    """Returns the tree of some contents."""
     return unflatten(contents.structure, iter([leaf for _, leaf in contents.leaves]), resolve=resolve)
 
 
-def _below(path: str, key: object) -> str:
+def below(path: str, key: object) -> str:
+    """Returns the path of a child."""
     text = key_text(key, path)
     return f"{path}/{text}" if path else text
 
 
-def matches_globs(path: str, globs: Sequence[str]) -> bool:
-    """Whether a glob names a path or something above it."""
-    return compile_globs(tuple(globs)).match(path)
-
-
 def subtree(contents: Contents, at: str) -> Contents:
-    """What is below a path, as a tree of its own.
+    """Returns the subtree at a path, with paths from there.
 
     Raises:
         MismatchError: there is no such path.
@@ -116,49 +113,46 @@ def subtree(contents: Contents, at: str) -> Contents:
     node, path = contents.structure, ""
     while path != at:
         keys = keys_of(node, path) if node is not None else ()
-        below = [(_below(path, key), i) for i, key in enumerate(keys)]
-        step = next(((text, i) for text, i in below if at == text or at.startswith(text + "/")), None)
+        paths = [below(path, key) for key in keys]
+        step = next((i for i, text in enumerate(paths) if f"{at}/".startswith(text + "/")), None)
         if step is None or node is None:
             raise MismatchError(
                 f"{at}: {contents.label}",
                 expected="a path of the tree",
-                found=f"only {', '.join(text for text, _ in below[:8]) or 'a leaf'}{' ...' if len(below) > 8 else ''}",
+                found=f"only {', '.join(paths[:8]) or 'a leaf'}{' ...' if len(paths) > 8 else ''}",
                 hint="treeckpt show lists the paths of a checkpoint",
             )
-        path, node = step[0], node.children[step[1]]
-    cut = len(at) + 1
-    leaves = tuple((path[cut:], leaf) for path, leaf in contents.leaves if path == at or path.startswith(at + "/"))
-    findings = tuple(
-        msgspec.structs.replace(f, path=f.path[cut:])
-        for f in contents.findings
-        if f.path == at or f.path.startswith(at + "/")
-    )
+        path, node = paths[step], node.children[step]
+    cut, above = len(at) + 1, at + "/"
+    leaves = tuple((path[cut:], leaf) for path, leaf in contents.leaves if f"{path}/".startswith(above))
+    inside = [finding for finding in contents.findings if f"{finding.path}/".startswith(above)]
+    findings = tuple(msgspec.structs.replace(finding, path=finding.path[cut:]) for finding in inside)
     return msgspec.structs.replace(contents, structure=node, leaves=leaves, findings=findings)
 
 
 def select(contents: Contents, globs: Sequence[str]) -> Contents:
-    """Only what globs over paths name; a path under a named one counts.
+    """Keeps only the leaves that globs match, and those below paths that they name; all without globs.
 
     Raises:
         MismatchError: a glob names nothing.
     """
-    for glob in globs:
-        if not any(matches_globs(path, (glob,)) for path, _ in contents.leaves):
-            raise MismatchError(
-                f"{glob}: {contents.label}", expected="a glob that names some leaf", found="none of that name"
-            )
-    return _kept(contents, lambda path: matches_globs(path, globs))
+    if not globs:
+        return contents
+    chosen = Globs(globs)
+    for glob in chosen.unused([path for path, _ in contents.leaves]):
+        raise MismatchError(
+            f"{glob}: {contents.label}", expected="a glob that names some leaf", found="none of that name"
+        )
+    return _kept(contents, chosen.match)
 
 
 def exclude(contents: Contents, globs: Sequence[str]) -> Contents:
-    """All but what globs over paths name; None where that is an element of a sequence and cannot be read."""
-    kept = _kept(contents, lambda path: not matches_globs(path, globs))
-    gone = [
-        Finding(path, "sequences without gaps", "what cannot be read", "None")
-        for path, leaf in kept.leaves
-        if leaf is ...
-    ]
-    kept = map_leaves(kept, lambda _, leaf: None if leaf is ... else leaf) if gone else kept
+    """Removes the leaves that globs match; an element of a sequence that cannot be read becomes None."""
+    left_out = Globs(globs)
+    kept = _kept(contents, lambda path: not left_out.match(path))
+    unread = [path for path, leaf in kept.leaves if leaf is ...]
+    gone = [Finding(path, "sequences without gaps", "what cannot be read", "None") for path in unread]
+    kept = map_leaves(kept, lambda _, leaf: None if leaf is ... else leaf)
     return msgspec.structs.replace(kept, findings=(*kept.findings, *gone))
 
 
@@ -178,7 +172,7 @@ _MAPPINGS = (DictNode, OrderedDictNode, DefaultDictNode)
 
 
 def _pruned(node: Structure, marks: Iterator[bool]) -> Recursive[tuple[Structure, list[bool]]]:
-    """A structure without the leaves that are not marked, and which are kept after all.
+    """Returns a structure without unmarked leaves, and for each leaf whether it is kept.
 
     Entries of mappings go; other containers keep all their elements or go as a whole.
     """
@@ -204,7 +198,7 @@ def _pruned(node: Structure, marks: Iterator[bool]) -> Recursive[tuple[Structure
 
 
 def map_leaves(contents: Contents, change: Callable[[str, Any], Any]) -> Contents:
-    """The same contents with other leaves."""
+    """Replaces each leaf."""
     return msgspec.structs.replace(contents, leaves=tuple((path, change(path, leaf)) for path, leaf in contents.leaves))
 
 
@@ -226,11 +220,12 @@ _PLAIN: dict[type, str] = {
 
 NODES = frozenset(_PLAIN) - {PerRankNode}
 """The kinds of containers that hold lazy leaves."""
+_WITH_CLASSES = (NamedTupleNode, StructSequenceNode, DataclassNode, CustomNode)
 
 
 def _is_known(node: Node) -> bool:
-    """Whether the class that a node names is in this program."""
-    if not isinstance(node, (NamedTupleNode, StructSequenceNode, DataclassNode, CustomNode)):
+    """Returns whether the class that a node names is in this program."""
+    if not isinstance(node, _WITH_CLASSES):
         return True
     try:
         resolve(node.cls)
@@ -240,22 +235,22 @@ def _is_known(node: Node) -> bool:
 
 
 def lower_containers(contents: Contents, holds: frozenset[type]) -> Contents:
-    """The contents with plain containers in the place of those that a format does not hold."""
+    """Replaces containers that a format does not hold by plain ones."""
     findings: list[Finding] = []
     plain = ", ".join(name for kind, name in _PLAIN.items() if kind in holds)
 
     def walk(node: Structure, path: str) -> Recursive[Structure]:
         if node is None:
             return None
-        below: list[Structure] = []
+        found: list[Structure] = []
         for key, child in zip(keys_of(node, path), node.children, strict=True):
-            below.append(None if child is None else (yield walk(child, _below(path, key))))
-        children = tuple(below)
+            found.append(None if child is None else (yield walk(child, below(path, key))))
+        children = tuple(found)
         if type(node) in holds and _is_known(node):
             return msgspec.structs.replace(node, children=children)
         made = _lowered(node, children)
-        found = f"a {_PLAIN[type(node)]}" + (f" {node.cls}" if hasattr(node, "cls") else "")  # pyright: ignore[reportAttributeAccessIssue]
-        findings.append(Finding(path, plain, found, f"a {_PLAIN[type(made)]}"))
+        name = f"a {_PLAIN[type(node)]}" + (f" {node.cls}" if isinstance(node, _WITH_CLASSES) else "")
+        findings.append(Finding(path, plain, name, f"a {_PLAIN[type(made)]}"))
         return made
 
     structure = trampoline(walk(contents.structure, ""))
@@ -271,45 +266,42 @@ def _lowered(node: Node, children: tuple[Structure, ...]) -> Node:
 
 
 def spread_ranks(
-    structure: Structure, leaf: Callable[[int, int | None], ContentsLeaf]
-) -> tuple[Structure, list[ContentsLeaf], list[Finding]]:
-    """A structure with a dict by rank in the place of each `PerRank`, and its leaves.
+    structure: Structure, leaf: Callable[[int, int | None], Any]
+) -> tuple[Structure, tuple[ContentsLeaf, ...], tuple[Finding, ...]]:
+    """Replaces each `PerRank` by a dict by rank; returns the structure, its leaves, and the changes.
 
     Args:
-        leaf: gives leaf number i, as of a rank where it is under a `PerRank`; its path may name the rank as `~rank*`.
+        leaf: returns leaf number i, as of a rank where it is under a `PerRank`.
     """
-    leaves: list[ContentsLeaf] = []
+    numbers = itertools.count()
+    rows: list[tuple[str, int, int | None]] = []
     findings: list[Finding] = []
-    counter = iter(range(1 << 62))
 
-    def walk(node: Structure, path: str, number: Callable[[], int], rank: int | None) -> Recursive[Structure]:
+    def walk(node: Structure, path: str) -> Recursive[Structure]:
         if node is None:
-            leaves.append((path, leaf(number(), rank)[1]))
+            rows.append((path, next(numbers), None))
             return None
-        if isinstance(node, PerRankNode):
-            return (yield by_rank(node, path, number))
-        children: list[Structure] = []
-        for key, child in zip(keys_of(node, path), node.children, strict=True):
-            children.append((yield walk(child, _below(path, key), number, rank)))
-        return msgspec.structs.replace(node, children=tuple(children))
-
-    def by_rank(node: PerRankNode, path: str, number: Callable[[], int]) -> Recursive[Structure]:
-        found: list[tuple[int, Structure]] = []
+        if not isinstance(node, PerRankNode):
+            children: list[Structure] = []
+            for key, child in zip(keys_of(node, path), node.children, strict=True):
+                children.append((yield walk(child, below(path, key))))
+            return msgspec.structs.replace(node, children=tuple(children))
+        by_rank: list[tuple[int, Structure]] = []
         for group, child in zip(node.ranks, node.children, strict=True):
-            numbers = [number() for _ in range(_count(child))]
+            first = len(rows)
+            made = yield walk(child, path)
+            shared, rows[first:] = rows[first:], []
             for rank in decode_runs(group).tolist():
-                again = iter(numbers)
-                found.append((rank, (yield walk(child, _below(path, rank), again.__next__, rank))))
-        findings.append(Finding(path, "one tree", f"state of each of {len(found)} ranks' own", "a dict by rank"))
-        return DictNode(tuple(rank for rank, _ in found), tuple(child for _, child in found))
+                by_rank.append((rank, made))
+                rows.extend((_with_rank(at, path, rank), number, rank) for at, number, _ in shared)
+        findings.append(Finding(path, "one tree", f"state of each of {len(by_rank)} ranks' own", "a dict by rank"))
+        return DictNode(tuple(rank for rank, _ in by_rank), tuple(child for _, child in by_rank))
 
-    return trampoline(walk(structure, "", counter.__next__, None)), leaves, findings
+    spread = trampoline(walk(structure, ""))
+    return spread, tuple((path, leaf(number, rank)) for path, number, rank in rows), tuple(findings)
 
 
-def _count(structure: Structure) -> int:
-    waiting, found = [structure], 0
-    while waiting:
-        node = waiting.pop()
-        found += node is None
-        waiting += node.children if node is not None else ()
-    return found
+def _with_rank(path: str, above: str, rank: int) -> str:
+    """Inserts a rank into a path, below `above`."""
+    rest = path[len(above) :].removeprefix("/")
+    return "/".join(part for part in (above, str(rank), rest) if part)

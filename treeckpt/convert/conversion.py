@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import msgspec
 
@@ -21,11 +21,20 @@ from ..io.storage.store import Store
 from . import contents as choosing
 from .cast import cast_floats
 from .checksums import ArchiveStorages
-from .contents import NODES, Contents, Finding, lower_containers, matches_globs, tree_of
-from .format_fit import NOTHING, FittedContents, fit_dcp, fit_safetensors, fit_torch, refuse_losses
-from .layout import lay_out_safetensors, lay_out_torch
+from .contents import Contents, Finding, tree_of
+from .format_fit import (
+    NOTHING,
+    FittedContents,
+    check_growth,
+    fit_dcp,
+    fit_safetensors,
+    fit_torch,
+    fit_treeckpt,
+    own_nbytes,
+    refuse_losses,
+)
 from .output import Output, check_free, run_output
-from .size_limit import check_growth, own_nbytes
+from .safetensors_write import lay_out_safetensors
 from .sources import SOURCES, detect, open_source
 
 __all__ = [
@@ -86,9 +95,29 @@ class ConvertReport(msgspec.Struct, frozen=True):
         return "\n".join(rows + [f"  note  {finding}" for finding in self.notes])
 
 
+class ConvertOptions(TypedDict, total=False):
+    """The options of `convert`, except for the format to write."""
+
+    dtype: Any
+    max_shard_size: int | str | None
+    memory: int | str
+    select: str | Sequence[str] | None
+    exclude: str | Sequence[str] | None
+    subtree: str
+    lossy: bool
+    dry_run: bool
+    overwrite: bool
+    step: int | None
+    comm: Any
+
+
 class _Options(msgspec.Struct, frozen=True):
+    """The options of `convert`, checked."""
+
+    destination: str
     to: str
     directory: bool
+    """Whether the format writes a directory to the destination."""
     dtype: Any
     max_shard_size: int | None
     memory: int
@@ -96,6 +125,9 @@ class _Options(msgspec.Struct, frozen=True):
     exclude: tuple[str, ...]
     subtree: str
     lossy: bool
+    dry_run: bool
+    overwrite: bool
+    step: int | None
 
 
 def convert(
@@ -147,91 +179,104 @@ def convert(
         MismatchError: arguments that do not fit the source, or values that a cast would turn into infinity.
         CheckpointExists: there is something at the destination.
     """
-    options = _options(destination, to, dtype, max_shard_size, memory, select, exclude, subtree, lossy)
-    return _convert(source, destination, options, dry_run, overwrite, step, as_comm(comm))
+    text = os.fspath(destination)
+    to, directory = _format(text, to)
+    budget, limit = _sizes(to, directory, memory, max_shard_size)
+    globs = _globs(select), _globs(exclude)
+    options = _Options(text, to, directory, dtype, limit, budget, *globs, subtree, lossy, dry_run, overwrite, step)
+    return _convert(source, options, as_comm(comm))
 
 
-def _convert(
-    source: AnyPath | Store,
-    destination: AnyPath,
-    options: _Options,
-    dry_run: bool,
-    overwrite: bool,
-    step: int | None,
-    comm: Comm,
-) -> ConvertReport:
+def _convert(source: AnyPath | Store, options: _Options, comm: Comm) -> ConvertReport:
     """Opens the source, selects and casts its leaves, checks what the format can hold, and writes."""
     begin = time.perf_counter()
-    kind, storages = detect(source), ArchiveStorages(alone=comm.size == 1)
-    with open_source(source, kind, storages, lambda at: matches_globs(at, options.exclude)) as found:
-        chosen = _chosen(found, options)
+    kind, storages, dry_run = detect(source), ArchiveStorages(alone=comm.size == 1), options.dry_run
+    with open_source(source, kind, storages, options.exclude) as found:
+        kept = choosing.exclude(found, options.exclude)
+        chosen = choosing.subtree(choosing.select(kept, options.select), options.subtree)
         cast = cast_floats(chosen, options.dtype, storages) if options.dtype is not None else chosen
-        held, plan = _PLANS[options.to](cast, options)
+        held = _FITS[options.to](cast)
+        contents = held.contents
         if not (dry_run or options.lossy):
-            refuse_losses(held.contents, options.to)
-        output = plan() if options.to != "treeckpt" else None
-        check_growth(chosen, own_nbytes(held.contents) if output is None else output.nbytes)
+            refuse_losses(contents, options.to)
+        output = _lay_out(held, options)
+        check_growth(chosen, own_nbytes(contents) if output is None else output.nbytes)
         if not dry_run:
-            storages.check(_read_of(chosen, held, options), comm, os.fspath(destination))
-        if output is None:
-            names, written = ((), 0) if dry_run else _save(held, destination, options, overwrite, step, comm)
+            storages.check(_read_of(chosen, contents, options), comm, options.destination)
+        if output is not None:
+            names, written = _write(output, options, comm)
         else:
-            names, written = _write(output, destination, options, overwrite, comm, dry_run=dry_run)
-        assert dry_run or not storages.owing(), "all bytes of a source are read"
-    ways = chosen.label, os.fspath(destination), kind, options.to
-    return _report(ways, held.contents, names, written, dry_run, time.perf_counter() - begin)
-
-
-def _write(
-    output: Output, destination: AnyPath, options: _Options, overwrite: bool, comm: Comm, *, dry_run: bool
-) -> tuple[tuple[str, ...], int]:
-    """The names of the files of a format that is not ours, and the bytes that this rank wrote."""
-    place, written = _local(destination), 0
-    if dry_run:
-        check_free(place, output, overwrite=overwrite)
-    else:
-        written = run_output(output, place, comm, memory=options.memory, overwrite=overwrite)
-    return tuple(file.name or Path(destination).name for file in output.files), written
-
-
-def _report(
-    ways: tuple[str, str, str, str],
-    contents: Contents,
-    names: tuple[str, ...],
-    written: int,
-    dry_run: bool,
-    seconds: float,
-) -> ConvertReport:
+            names, written = ((), 0) if dry_run else _save(contents, options, comm)
+        assert dry_run or storages.all_read(), "all bytes of a source are read"
     arrays = [leaf for _, leaf in contents.leaves if isinstance(leaf, LazyArray)]
-    nbytes = sum(leaf.nbytes for leaf in arrays)
-    notes, losses = (tuple(f for f in contents.findings if f.lost == lost) for lost in (False, True))
-    gone = sum(finding.becomes == NOTHING for finding in losses)
-    counts = len(contents.leaves) - gone, len(arrays), nbytes
-    return ConvertReport(*ways, *counts, names, written, notes, losses, dry_run, seconds)
+    losses = tuple(finding for finding in contents.findings if finding.lost)
+    return ConvertReport(
+        source=chosen.label,
+        destination=options.destination,
+        source_format=kind,
+        format=options.to,
+        leaves=len(contents.leaves) - sum(finding.becomes == NOTHING for finding in losses),
+        arrays=len(arrays),
+        nbytes=sum(leaf.nbytes for leaf in arrays),
+        files=names,
+        written_nbytes=written,
+        notes=tuple(finding for finding in contents.findings if not finding.lost),
+        losses=losses,
+        dry_run=dry_run,
+        seconds=time.perf_counter() - begin,
+    )
 
 
-def _options(
-    destination: AnyPath, to: str | None, dtype: Any, max_shard_size: Any, memory: Any, selected: Any,
-    excluded: Any, below: str, lossy: bool,
-) -> _Options:  # fmt: skip
-    suffix = Path(os.fspath(destination)).suffix
+def _write(output: Output, options: _Options, comm: Comm) -> tuple[tuple[str, ...], int]:
+    """Writes another format; returns the names of the files, and the bytes that this rank wrote."""
+    place, written = _local(options.destination), 0
+    if options.dry_run:
+        check_free(place, output, overwrite=options.overwrite)
+    else:
+        written = run_output(output, place, comm, memory=options.memory, overwrite=options.overwrite)
+    return tuple(file.name or Path(options.destination).name for file in output.files), written
+
+
+def _save(contents: Contents, options: _Options, comm: Comm) -> tuple[tuple[str, ...], int]:
+    """Saves a checkpoint of ours; returns the names of its files, and the bytes that this rank wrote."""
+    step = step_of(options.destination.rstrip("/").rpartition("/")[2]) if options.step is None else options.step
+    report = api.save(
+        options.destination,
+        tree_of(contents),
+        step=contents.step if step is None else step,
+        comm=comm,
+        custom_metadata=contents.metadata,
+        overwrite=options.overwrite,
+        max_shard_bytes=options.max_shard_size,
+    )
+    return report.files, report.nbytes
+
+
+def _format(destination: str, to: str | None) -> tuple[str, bool]:
+    """Returns the format to write, and whether it is a directory."""
+    suffix = Path(destination).suffix
     kind = to or _SUFFIXES.get(suffix, "treeckpt")
     if kind not in FORMATS:
         raise MismatchError("to", expected=f"one of {', '.join(FORMATS)}", found=f"{kind}")
+    return kind, kind == "dcp" or (kind == "safetensors" and suffix != ".safetensors")
+
+
+def _sizes(to: str, directory: bool, memory: int | str, max_shard_size: int | str | None) -> tuple[int, int | None]:
+    """Returns the bytes of buffers, and of a file."""
     budget = _bytes(memory, "memory")
-    least = SAVING if kind == "treeckpt" else LEAST
+    least = SAVING if to == "treeckpt" else LEAST
     if budget < least:
-        raise MismatchError("memory", expected=f"at least {least} bytes, for {kind}", found=f"{budget}")
-    directory = kind == "dcp" or (kind == "safetensors" and suffix != ".safetensors")
-    if max_shard_size is not None and not directory and kind != "treeckpt":
+        raise MismatchError("memory", expected=f"at least {least} bytes, for {to}", found=f"{budget}")
+    if max_shard_size is None:
+        return budget, None
+    if not directory and to != "treeckpt":
         raise MismatchError(
             "max_shard_size",
             expected="a destination that can have several files",
-            found=f"one {kind} file",
-            hint="Leave the suffix away to get a directory" if kind == "safetensors" else "Leave it out",
+            found=f"one {to} file",
+            hint="Leave the suffix away to get a directory" if to == "safetensors" else "Leave it out",
         )
-    size = _bytes(max_shard_size, "max_shard_size") if max_shard_size is not None else None
-    return _Options(kind, directory, dtype, size, budget, _globs(selected), _globs(excluded), below, lossy)
+    return budget, _bytes(max_shard_size, "max_shard_size")
 
 
 def _globs(given: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -239,7 +284,7 @@ def _globs(given: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _bytes(size: int | str, name: str) -> int:
-    """A number of bytes, which may be given with a unit: "5GB", "64MiB"."""
+    """Parses a number of bytes, with or without a unit: "5GB", "64MiB"."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(size))
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or not (number := int(float(match[1]) * unit)):
@@ -247,94 +292,50 @@ def _bytes(size: int | str, name: str) -> int:
     return number
 
 
-def _local(destination: AnyPath) -> Path:
-    text = os.fspath(destination)
-    check_path(text)
-    scheme, separator, rest = text.partition("://")
+def _local(destination: str) -> Path:
+    check_path(destination)
+    scheme, separator, rest = destination.partition("://")
     if separator and scheme != "file":
         raise CheckpointError(
-            text, expected="a local path", found=f"{scheme}://", hint="Convert to a local path, and copy it there"
+            destination,
+            expected="a local path",
+            found=f"{scheme}://",
+            hint="Convert to a local path, and copy it there",
         )
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise CheckpointError("destination", expected="a path that is text", found=f"{text!r:.200}", hint="Rename it")
-    return Path(rest if separator else text).absolute()
+    if any("\ud800" <= character <= "\udfff" for character in destination):
+        raise CheckpointError(
+            "destination", expected="a path that is text", found=f"{destination!r:.200}", hint="Rename it"
+        )
+    return Path(rest if separator else destination).absolute()
 
 
-def _chosen(contents: Contents, options: _Options) -> Contents:
-    if options.exclude:
-        contents = choosing.exclude(contents, options.exclude)
-    if options.select:
-        contents = choosing.select(contents, options.select)
-    return choosing.subtree(contents, options.subtree)
-
-
-def _read_of(chosen: Contents, held: FittedContents, options: _Options) -> list[choosing.ContentsLeaf]:
-    """What will be read: the leaves that are not lost, by their paths in the source."""
-    lost = {finding.path for finding in held.contents.findings if finding.lost}
+def _read_of(chosen: Contents, held: Contents, options: _Options) -> list[choosing.ContentsLeaf]:
+    """Returns the leaves that are not lost, with their paths in the source."""
+    lost = {finding.path for finding in held.findings if finding.lost}
     above = f"{options.subtree}/" if options.subtree else ""
     return [(above + path, leaf) for path, leaf in chosen.leaves if path not in lost]
 
 
-_Plan = tuple[FittedContents, Callable[[], Output]]
+_FITS = {"torch": fit_torch, "dcp": fit_dcp, "safetensors": fit_safetensors, "treeckpt": fit_treeckpt}
 
 
-def _plan_torch(contents: Contents, options: _Options) -> _Plan:
-    held = fit_torch(contents)
-    return held, lambda: lay_out_torch(held)
+def _lay_out(held: FittedContents, options: _Options) -> Output | None:
+    """Returns the files to write; None for a checkpoint of ours, which a save writes."""
+    limit = options.max_shard_size or SHARD
+    if options.to == "torch":
+        from .torch_write import lay_out_torch
 
-
-def _plan_dcp(contents: Contents, options: _Options) -> _Plan:
-    held = fit_dcp(contents)
-
-    def plan() -> Output:
+        return lay_out_torch(held)
+    if options.to == "dcp":
         from .dcp_write import lay_out_dcp
 
-        return lay_out_dcp(held, max_shard_size=options.max_shard_size or SHARD)
-
-    return held, plan
-
-
-def _plan_safetensors(contents: Contents, options: _Options) -> _Plan:
-    held = fit_safetensors(contents)
-    limit = options.max_shard_size or SHARD
-    return held, lambda: lay_out_safetensors(held, directory=options.directory, max_shard_size=limit)
+        return lay_out_dcp(held, max_shard_size=limit)
+    if options.to == "safetensors":
+        return lay_out_safetensors(held, directory=options.directory, max_shard_size=limit)
+    return None
 
 
-def _plan_native(contents: Contents, options: _Options) -> _Plan:
-    return FittedContents(lower_containers(contents, NODES), {}), _no_output
-
-
-def _no_output() -> Output:
-    raise AssertionError("a save of ours has a protocol of its own")
-
-
-_PLANS: dict[str, Callable[[Contents, _Options], _Plan]] = {
-    "torch": _plan_torch,
-    "dcp": _plan_dcp,
-    "safetensors": _plan_safetensors,
-    "treeckpt": _plan_native,
-}
-
-
-def _save(
-    held: FittedContents, destination: AnyPath, options: _Options, overwrite: bool, step: int | None, comm: Comm
-) -> tuple[tuple[str, ...], int]:
-    """The names of the files of a checkpoint of ours, and the bytes that this rank wrote."""
-    contents = held.contents
-    said = step_of(os.fspath(destination).rstrip("/").rpartition("/")[2])
-    report = api.save(
-        destination,
-        tree_of(contents),
-        step=step if step is not None else contents.step if said is None else said,
-        comm=comm,
-        custom_metadata=contents.metadata,
-        overwrite=overwrite,
-        max_shard_bytes=options.max_shard_size,
-    )
-    return report.files, report.nbytes
-
-
-def to_safetensors(source: AnyPath | Store, destination: AnyPath, **options: Any) -> ConvertReport:
+def to_safetensors(source: AnyPath | Store, destination: AnyPath, **options: Unpack[ConvertOptions]) -> ConvertReport:
     """Writes safetensors: one file where the destination ends so, else a directory as Hugging Face has it.
 
     See `convert` for the options and errors.
@@ -342,16 +343,16 @@ def to_safetensors(source: AnyPath | Store, destination: AnyPath, **options: Any
     return convert(source, destination, to="safetensors", **options)
 
 
-def to_torch_file(source: AnyPath | Store, destination: AnyPath, **options: Any) -> ConvertReport:
+def to_torch_file(source: AnyPath | Store, destination: AnyPath, **options: Unpack[ConvertOptions]) -> ConvertReport:
     """Writes a file that `torch.load` takes with `weights_only=True`. See `convert` for the options and errors."""
     return convert(source, destination, to="torch", **options)
 
 
-def to_dcp(source: AnyPath | Store, destination: AnyPath, **options: Any) -> ConvertReport:
+def to_dcp(source: AnyPath | Store, destination: AnyPath, **options: Unpack[ConvertOptions]) -> ConvertReport:
     """Writes a directory that torch.distributed.checkpoint loads. See `convert` for the options and errors."""
     return convert(source, destination, to="dcp", **options)
 
 
-def to_treeckpt(source: AnyPath | Store, destination: AnyPath, **options: Any) -> ConvertReport:
+def to_treeckpt(source: AnyPath | Store, destination: AnyPath, **options: Unpack[ConvertOptions]) -> ConvertReport:
     """Writes a checkpoint of ours. See `convert` for the options and errors."""
     return convert(source, destination, to="treeckpt", **options)

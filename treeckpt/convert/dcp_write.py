@@ -21,9 +21,8 @@ from ..errors import TreeError
 from .contents import tree_of
 from .dcp_read import METADATA
 from .format_fit import FittedContents
-from .layout import slice_of
 from .output import Output, OutputFile, OutputPart
-from .torch_write import TorchArchiveLayout, build_archive
+from .torch_write import TorchArchive, build_archive
 
 __all__ = ["lay_out_dcp"]
 
@@ -31,18 +30,12 @@ CHUNK = 256 << 20
 """Bytes of a chunk, at most: what a reader, or a rank that writes, has to take at once."""
 
 
-class _DcpItem(msgspec.Struct, frozen=True):
-    """An entry of a file: a chunk of a tensor, or another value."""
-
-    name: str
-    archive: TorchArchiveLayout
-    offset: tuple[int, ...] | None
-    """Of a chunk."""
-    number: int = 0
+Item = tuple[dcp.MetadataIndex, TorchArchive]
+"""An entry of a file: a chunk of a tensor, or another value."""
 
 
 def lay_out_dcp(held: FittedContents, *, max_shard_size: int) -> Output:
-    """The files of a DCP directory.
+    """Returns the files of a DCP directory.
 
     Raises:
         TreeError: DCP would give two leaves one name.
@@ -62,56 +55,59 @@ def lay_out_dcp(held: FittedContents, *, max_shard_size: int) -> Output:
     except ValueError as error:
         raise TreeError(held.contents.label, expected="a name of its own for each leaf", found=f"{error}") from error
     entries: dict[str, Any] = {}
-    items: list[_DcpItem] = []
+    items: list[Item] = []
     for name, value in flat.items():
         if isinstance(value, torch.Tensor):
             entries[name], chunks = _tensor(name, *arrays[id(value)])
             items += chunks
         else:
             entries[name] = dcp.BytesStorageMetadata()
-            items.append(_DcpItem(name, _value(name, value, arrays), None))
+            items.append((dcp.MetadataIndex(name), _value(name, value, arrays)))
     return _packed(entries, paths, items, max_shard_size)
 
 
-def _tensor(name: str, path: str, lazy: LazyArray) -> tuple[Any, list[_DcpItem]]:
+def _tensor(name: str, path: str, lazy: LazyArray) -> tuple[Any, list[Item]]:
     dtype = torch_dtype(lazy.spec.dtype, path)
     chunks: list[Any] = []
-    items: list[_DcpItem] = []
+    items: list[Item] = []
     itemsize = dtype_of(lazy.spec.dtype).itemsize
     for number, box in enumerate(tiles(Region.whole(lazy.spec.shape), CHUNK // itemsize)):
         chunks.append(dcp.ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)))
-        piece = slice_of(lazy, box)
-        items.append(_DcpItem(name, build_archive(piece, [(path, piece)], {}, "archive"), box.offset, number))
+        piece = _slice_of(lazy, box)
+        index = dcp.MetadataIndex(name, box.offset, number)
+        items.append((index, build_archive(piece, [(path, piece)], {})))
     properties = dcp.TensorProperties(dtype=dtype)
     return dcp.TensorStorageMetadata(properties, torch.Size(lazy.spec.shape), chunks), items
 
 
-def _value(name: str, value: Any, arrays: dict[int, tuple[str, LazyArray]]) -> TorchArchiveLayout:
-    """A value, and what tensors it holds: a tuple is one entry."""
-    leaves: list[tuple[str, Any]] = []
-    for below, leaf in flatten(value)[1]:
-        path, lazy = arrays.get(id(leaf), (f"{name}/{below}", leaf))
-        leaves.append((path, lazy))
-    return build_archive(value, leaves, {}, "archive")
+def _slice_of(lazy: LazyArray, box: Region) -> LazyArray:
+    """Returns a box of an array as an array."""
+    spec = msgspec.structs.replace(lazy.spec, shape=box.shape)
+    return LazyArray(spec, lambda region: lazy.read(region.shifted(box.offset)))
 
 
-def _packed(entries: dict[str, Any], paths: Any, items: Sequence[_DcpItem], limit: int) -> Output:
+def _value(name: str, value: Any, arrays: dict[int, tuple[str, LazyArray]]) -> TorchArchive:
+    """Returns the archive of a value, which may hold tensors: a tuple is one entry."""
+    leaves = [arrays.get(id(leaf), (f"{name}/{below}", leaf)) for below, leaf in flatten(value)[1]]
+    return build_archive(value, leaves, {})
+
+
+def _packed(entries: dict[str, Any], paths: Any, items: Sequence[Item], limit: int) -> Output:
     """Items one after the other, in files of at most `limit` bytes; a larger item alone."""
     files: list[OutputFile] = []
     parts: list[OutputPart] = []
     places: dict[Any, Any] = {}
     literals: list[tuple[int, bytes]] = []
     at = 0
-    for item in items:
-        size = item.archive.layout.nbytes
-        if at and at + size > limit:
+    for index, archive in items:
+        if at and at + archive.nbytes > limit:
             files.append(OutputFile(_file_name(len(files)), at, tuple(literals)))
             literals, at = [], 0
-        literals += item.archive.literals(at)
-        parts += item.archive.parts(len(files), at)
-        index = dcp.MetadataIndex(item.name, item.offset, None if item.offset is None else item.number)
-        places[index] = filesystem._StorageInfo(_file_name(len(files)), at, size)
-        at += size
+        placed = archive.moved(len(files), at)
+        literals += placed.literals
+        parts += placed.parts
+        places[index] = filesystem._StorageInfo(_file_name(len(files)), at, archive.nbytes)
+        at += archive.nbytes
     files.append(OutputFile(_file_name(len(files)), at, tuple(literals)))
     metadata = dcp.Metadata(entries, paths, places, dcp.StorageMeta())
     metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)

@@ -1,31 +1,51 @@
-"""The containers, values, dtypes and ties that each format holds, and the changes to all else, found before writing."""
+"""The containers, values, dtypes and ties that each format holds, and the changes to all else, found before writing.
+
+Also the limit of what is written: views can repeat the same bytes.
+"""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from ..arrays.describe import describe_tree
 from ..arrays.lazy import LazyArray
 from ..arrays.registry import encodable
+from ..core.planning.rank_trees import LeafSpec
 from ..core.tree.recursion import Recursive, trampoline
-from ..core.tree.structure import DictNode, ListNode, OrderedDictNode, Structure, TupleNode, key_text, keys_of
-from ..errors import TreeError
+from ..core.tree.spec import StridedView
+from ..core.tree.structure import DictNode, ListNode, OrderedDictNode, Structure, TupleNode, keys_of
+from ..errors import FormatError, TreeError
 from ..trees.names import flatten_names
-from .contents import Contents, Finding, lower_containers, map_leaves, tree_of
+from .contents import NODES, Contents, Finding, below, lower_containers, map_leaves, tree_of
 from .pickle_reader import brief
-from .safetensors_files import TAGS
-from .ties import Tie, ties_of
+from .safetensors_read import TAGS
 
-__all__ = ["NOTHING", "FittedContents", "fit_dcp", "fit_safetensors", "fit_torch", "refuse_losses"]
+__all__ = [
+    "NOTHING",
+    "FittedContents",
+    "Tie",
+    "check_growth",
+    "fit_dcp",
+    "fit_safetensors",
+    "fit_torch",
+    "fit_treeckpt",
+    "own_nbytes",
+    "refuse_losses",
+]
 
 NOTHING = "nothing"
 """What a leaf becomes that is not written."""
+FREE = 64 << 20
+"""Bytes that may be written whatever the source is."""
+TIMES = 16
+"""Times the bytes of the source's arrays that may be written beyond those."""
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _WRITTEN = "tensors of torch's dtypes"
+_CONTAINERS = frozenset((DictNode, ListNode, TupleNode))
 _TREE = "None, numbers, text, bytes, sets of these, and torch's dtypes, sizes and devices"
 
 
@@ -38,57 +58,71 @@ class FittedContents(msgspec.Struct, frozen=True):
     """By path, the name in a format with flat names."""
 
 
-class _FormatCheck:
-    """Leaves of one format, one by one; what it meets it notes."""
+class _LeafFit:
+    """Fits leaves to one format, and collects what it changes.
 
-    def __init__(self, holds: str) -> None:
-        self.holds = holds
-        self.findings: list[Finding] = []
-        self.forms: dict[tuple[str, str], list[str]] = {}
-        """Changes of form that concern many leaves alike: said once."""
+    Args:
+        holds: the leaves that the format holds.
+        kinds: whether it holds parameters as such.
+    """
+
+    def __init__(self, holds: str, *, kinds: bool = False) -> None:
+        self.holds, self.kinds = holds, kinds
+        self.lost: list[Finding] = []
+        self.changed: dict[tuple[str, str], list[str]] = {}
+        """Paths of leaves by the change of their form: reported together."""
+        self._tensors: dict[int, LazyArray] = {}
 
     def lose(self, path: str, found: str, becomes: str) -> None:
-        self.findings.append(Finding(path, self.holds, found, becomes, True))
+        self.lost.append(Finding(path, self.holds, found, becomes, True))
 
     def note(self, path: str, found: str, becomes: str) -> None:
-        self.forms.setdefault((found, becomes), []).append(path)
+        self.changed.setdefault((found, becomes), []).append(path)
 
-    def all(self) -> tuple[Finding, ...]:
-        notes = [
-            Finding(
-                paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more", self.holds, found, becomes
-            )
-            for (found, becomes), paths in self.forms.items()
-        ]
-        return (*self.findings, *notes)
+    def with_findings(self, contents: Contents, *more: Finding) -> Contents:
+        """Returns the contents with the findings."""
+        notes: list[Finding] = []
+        for (found, becomes), paths in self.changed.items():
+            others = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+            notes.append(Finding(paths[0] + others, self.holds, found, becomes))
+        findings = (*contents.findings, *self.lost, *notes, *more)
+        return msgspec.structs.replace(contents, findings=findings)
 
-
-def _torch_has(dtype: str) -> bool:
-    import torch
-
-    return isinstance(vars(torch).get(dtype), torch.dtype)
-
-
-def _array(check: _FormatCheck, path: str, lazy: LazyArray, *, kinds: bool) -> LazyArray | None:
-    """An array as a tensor; None if it cannot be one."""
-    spec = lazy.spec
-    if spec.kind == "numpy":
-        if not _torch_has(spec.dtype):
-            check.lose(path, f"an array of {spec.dtype}", "None")
+    def leaf(self, path: str, leaf: Any) -> Any:
+        """Returns a leaf as torch holds it; None if it cannot."""
+        if isinstance(leaf, LazyArray):
+            return self.array(path, leaf)
+        numpy_scalar = isinstance(leaf, (np.bool_, np.integer, np.floating, np.complexfloating))
+        if numpy_scalar and type(leaf.item()) in _SCALARS:
+            self.note(path, f"a {type(leaf).__name__} of numpy", f"a Python {type(leaf.item()).__name__}")
+            return leaf.item()
+        if not _is_plain(leaf):
+            self.lose(path, f"{type(leaf).__module__}.{type(leaf).__qualname__} {brief(leaf)}", "None")
             return None
-        check.note(path, "an array of numpy", "a tensor")
-    elif spec.kind == "buffer" or (not kinds and (spec.kind != "tensor" or spec.requires_grad)):
-        check.note(path, f"a {spec.kind}" + ", requires_grad" * spec.requires_grad, "a plain tensor")
-        return LazyArray(msgspec.structs.replace(spec, kind="tensor", requires_grad=False), lazy.read, lazy.storage)
-    return (
-        LazyArray(msgspec.structs.replace(spec, kind="tensor"), lazy.read, lazy.storage)
-        if spec.kind == "numpy"
-        else lazy
-    )
+        return leaf
+
+    def array(self, path: str, lazy: LazyArray) -> LazyArray | None:
+        """Returns an array as a tensor, the same for the same array; None if it cannot be one."""
+        spec = lazy.spec
+        if spec.kind == "numpy":
+            import torch
+
+            if not isinstance(vars(torch).get(spec.dtype), torch.dtype):
+                self.lose(path, f"an array of {spec.dtype}", "None")
+                return None
+            self.note(path, "an array of numpy", "a tensor")
+        elif spec.kind == "buffer" or (not self.kinds and (spec.kind != "tensor" or spec.requires_grad)):
+            self.note(path, f"a {spec.kind}" + ", requires_grad" * spec.requires_grad, "a plain tensor")
+        else:
+            return lazy
+        if id(lazy) not in self._tensors:
+            plain = msgspec.structs.replace(spec, kind="tensor", requires_grad=False)
+            self._tensors[id(lazy)] = LazyArray(plain, lazy.read, lazy.storage)
+        return self._tensors[id(lazy)]
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether torch.load takes a value with weights_only=True."""
+    """Returns whether torch.load takes a value with weights_only=True."""
     if type(value) in (set, bytearray):
         return type(value) is bytearray or all(type(item) in _SCALARS for item in value)
     if type(value) is collections.Counter:
@@ -98,39 +132,37 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _SCALARS
 
 
-def _value(check: _FormatCheck, path: str, value: Any) -> Any:
-    if isinstance(value, (np.bool_, np.integer, np.floating, np.complexfloating)) and type(value.item()) in _SCALARS:
-        check.note(path, f"a {type(value).__name__} of numpy", f"a Python {type(value.item()).__name__}")
-        return value.item()
-    if _is_plain(value):
-        return value
-    check.lose(path, f"{type(value).__module__}.{type(value).__qualname__} {brief(value)}", "None")
-    return None
+class Tie(msgspec.Struct, frozen=True):
+    """A leaf that shows the array of another one, or a part of it."""
+
+    of: str
+    view: StridedView | None
+    """None for the whole array in its own shape."""
 
 
-def _leaves(contents: Contents, check: _FormatCheck, *, kinds: bool) -> Contents:
-    made: dict[int, LazyArray | None] = {}  # the same array is met again where it is tied
+def _ties_of(contents: Contents) -> dict[str, Tie]:
+    """Returns by path the leaves that share an array with another leaf, as a save finds them."""
+    arrays = map_leaves(contents, lambda _, leaf: leaf if isinstance(leaf, LazyArray) else None)
+    described: Any = describe_tree(tree_of(arrays), rank=0)
+    specs: list[LeafSpec] = [spec for spec in described.inventory.leaves if isinstance(spec, LeafSpec)]
+    return {spec.path: Tie(spec.alias_of, spec.view) for spec in specs if spec.alias_of is not None}
 
-    def change(path: str, leaf: Any) -> Any:
-        if not isinstance(leaf, LazyArray):
-            return _value(check, path, leaf)
-        if id(leaf) not in made:
-            made[id(leaf)] = _array(check, path, leaf, kinds=kinds)
-        return made[id(leaf)]
 
-    changed = map_leaves(contents, change)
-    return msgspec.structs.replace(changed, findings=(*changed.findings, *check.all()))
+def fit_treeckpt(contents: Contents) -> FittedContents:
+    """Fits contents to a checkpoint of ours."""
+    return FittedContents(lower_containers(contents, NODES), {})
 
 
 def fit_torch(contents: Contents) -> FittedContents:
-    """For a file of torch.save that opens with weights_only=True."""
+    """Fits contents to a file of torch.save that opens with weights_only=True."""
     contents = lower_containers(contents, frozenset((DictNode, OrderedDictNode, ListNode, TupleNode)))
-    contents = _leaves(contents, _FormatCheck(f"{_WRITTEN}, {_TREE}"), kinds=True)
-    return FittedContents(contents, ties_of(contents))
+    fit = _LeafFit(f"{_WRITTEN}, {_TREE}", kinds=True)
+    contents = fit.with_findings(map_leaves(contents, fit.leaf))
+    return FittedContents(contents, _ties_of(contents))
 
 
 def fit_dcp(contents: Contents) -> FittedContents:
-    """For a DCP directory: a dict at the root, keys as text, each tensor by itself.
+    """Fits contents to a DCP directory: a dict at the root, keys as text, each tensor by itself.
 
     Raises:
         TreeError: the root is no dict, or two leaves would have one name.
@@ -140,30 +172,32 @@ def fit_dcp(contents: Contents) -> FittedContents:
             contents.label, expected="a dict at the root of a DCP checkpoint", found="another tree",
             hint="Take a part that is a dict (subtree=...)",
         )  # fmt: skip
-    contents = lower_containers(contents, frozenset((DictNode, ListNode, TupleNode)))
-    check = _FormatCheck(f"{_WRITTEN}, {_TREE}, in dicts with text as keys")
-    trampoline(_check_keys(contents.structure, "", check))
-    contents = _leaves(contents, check, kinds=False)
-    ties = ties_of(contents)
-    told = [Finding(path, "each array by itself", f"a tie of {tie.of}", "a copy") for path, tie in ties.items()]
+    contents = lower_containers(contents, _CONTAINERS)
+    fit = _LeafFit(f"{_WRITTEN}, {_TREE}, in dicts with text as keys")
+    trampoline(_check_keys(contents.structure, "", fit))
+    contents = map_leaves(contents, fit.leaf)
+    ties = [
+        Finding(path, "each array by itself", f"a tie of {tie.of}", "a copy")
+        for path, tie in _ties_of(contents).items()
+    ]
     _names(contents)
-    return FittedContents(msgspec.structs.replace(contents, findings=(*contents.findings, *told)), {})
+    return FittedContents(fit.with_findings(contents, *ties), {})
 
 
-def _check_keys(node: Structure, path: str, check: _FormatCheck) -> Recursive[None]:
+def _check_keys(node: Structure, path: str, fit: _LeafFit) -> Recursive[None]:
     if node is None:
         return
     for key, child in zip(keys_of(node, path), node.children, strict=True):
-        below = f"{path}/{key_text(key, path)}" if path else key_text(key, path)
+        at = below(path, key)
         if isinstance(node, DictNode) and type(key) is not str:
-            check.note(below, f"a key of type {type(key).__name__}", "text")
+            fit.note(at, f"a key of type {type(key).__name__}", "text")
         if isinstance(child, DictNode) and not child.children:
-            check.note(below, "an empty dict", "nothing")
-        yield _check_keys(child, below, check)
+            fit.note(at, "an empty dict", "nothing")
+        yield _check_keys(child, at, fit)
 
 
 def _names(contents: Contents) -> dict[str, str]:
-    """By path, dotted names.
+    """Returns the dotted names of leaves by path.
 
     Raises:
         TreeError: two leaves have the same.
@@ -173,47 +207,32 @@ def _names(contents: Contents) -> dict[str, str]:
 
 
 def fit_safetensors(contents: Contents) -> FittedContents:
-    """For safetensors: arrays by name.
+    """Fits contents to safetensors: arrays by name.
 
     Raises:
         TreeError: two leaves would have one name, or there are no arrays.
     """
-    contents = lower_containers(contents, frozenset((DictNode, ListNode, TupleNode)))
-    check = _FormatCheck(f"tensors of {', '.join(TAGS.values())}")
-    left: set[str] = set()
+    contents = lower_containers(contents, _CONTAINERS)
+    fit = _LeafFit(f"tensors of {', '.join(TAGS.values())}")
 
     def change(path: str, leaf: Any) -> Any:
         if not isinstance(leaf, LazyArray):
-            check.lose(path, f"a value, {brief(leaf)}", NOTHING)
-        elif leaf.spec.dtype not in TAGS.values():
-            check.lose(path, f"an array of {leaf.spec.dtype}", NOTHING)
-        else:
-            return _array(check, path, leaf, kinds=False)
-        left.add(path)
-        return None
+            return fit.lose(path, f"a value, {brief(leaf)}", NOTHING)
+        if leaf.spec.dtype not in TAGS.values():
+            return fit.lose(path, f"an array of {leaf.spec.dtype}", NOTHING)
+        return fit.array(path, leaf)
 
-    made: dict[int, Any] = {}
-    contents = map_leaves(contents, lambda path, leaf: _once(made, leaf, lambda: change(path, leaf)))
+    contents = map_leaves(contents, change)
     names = _names(contents)
-    if any(isinstance(child, DictNode | ListNode | TupleNode) for child in getattr(contents.structure, "children", ())):
-        check.note("", "nested containers", "names with dots")
-    kept = {path: name for path, name in names.items() if path not in left}
-    ties = ties_of(contents)
+    if any(type(child) in _CONTAINERS for child in getattr(contents.structure, "children", ())):
+        fit.note("", "nested containers", "names with dots")
+    ties = _ties_of(contents)
     for path, tie in ties.items():
         if tie.view is not None:
-            check.note(path, f"a view of {tie.of}", "a copy")
+            fit.note(path, f"a view of {tie.of}", "a copy")
     whole = {path: tie for path, tie in ties.items() if tie.view is None}
-    contents = msgspec.structs.replace(contents, findings=(*contents.findings, *check.all()))
-    return FittedContents(contents, whole, kept)
-
-
-def _once(made: dict[int, Any], leaf: Any, make: Callable[[], Any]) -> Any:
-    """The same for an array that is met again."""
-    if not isinstance(leaf, LazyArray):
-        return make()
-    if id(leaf) not in made:
-        made[id(leaf)] = make()
-    return made[id(leaf)]
+    kept = {path: names[path] for path, leaf in contents.leaves if leaf is not None}
+    return FittedContents(fit.with_findings(contents), whole, kept)
 
 
 def refuse_losses(contents: Contents, name: str) -> None:
@@ -233,3 +252,37 @@ def refuse_losses(contents: Contents, name: str) -> None:
         hint="Select what is wanted (select=, exclude=, subtree=), or pass lossy=True (--lossy) to go without; "
         "dry_run=True (--dry-run) lists all",
     )
+
+
+def check_growth(source: Contents, nbytes: int) -> None:
+    """Refuses to write far more bytes than the arrays of a source have.
+
+    Args:
+        nbytes: to be written.
+
+    Raises:
+        FormatError: naming the leaf with the most bytes.
+    """
+    if nbytes <= FREE:
+        return
+    arrays = [(path, leaf) for path, leaf in source.leaves if isinstance(leaf, LazyArray)]
+    held = sum(leaf.nbytes for _, leaf in arrays if leaf.storage is None)
+    reach = 0
+    for start, size in sorted((a.storage.address, a.storage.nbytes) for _, a in arrays if a.storage is not None):
+        held += max(0, start + size - max(start, reach))
+        reach = max(reach, start + size)
+    if nbytes > FREE + TIMES * held:
+        path, largest = max(arrays, key=lambda pair: pair[1].nbytes)
+        raise FormatError(
+            f"{path}: {source.label}",
+            expected=f"at most {FREE + TIMES * held} bytes to write of arrays that take {held}",
+            found=f"{nbytes} bytes, of which {largest.nbytes} are a view that shows the same bytes over and over",
+            hint=f"Leave it out (exclude={path!r}, --exclude {path!r}), or save a copy of it in the place of the view",
+        )
+
+
+def own_nbytes(contents: Contents) -> int:
+    """Returns the bytes of the arrays, without ties and views of others."""
+    sizes = {path: leaf.nbytes for path, leaf in contents.leaves if isinstance(leaf, LazyArray)}
+    total = sum(sizes.values())
+    return total - sum(sizes[path] for path in _ties_of(contents)) if total > FREE else total

@@ -6,35 +6,32 @@ beside it. What comes out is what hfai.checkpoint.load gives, but for `__version
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from ..arrays.lazy import LazyArray
 from ..core.sharding.dtypes import dtype_of
-from ..core.sharding.region import Region
 from ..core.tree.spec import ArraySpec
 from ..errors import CheckpointNotFound, CorruptError, FormatError
 from ..io.storage.foreign_formats import HFAI_PART
 from ..io.storage.store import Store
 from .checksums import ArchiveStorages
-from .files import FlatReader, store_window
+from .files import from_ranges, store_window
 from .pickle_reader import brief
 from .pickle_values import RefusedLeaf
-from .piecewise import from_ranges
 from .torch_read import read_torch
 
 __all__ = ["PART", "read_hfai"]
 
 PART = HFAI_PART
 VERSION = "2.0.0"
+_OWN_KEYS = ("model", "optimizer", "__version__", "__nshards__")
 
 
 class HfaiParts:
     """The parts of one checkpoint, in order."""
 
-    def __init__(self, store: Store, storages: ArchiveStorages, refused: list[RefusedLeaf] | None) -> None:
+    def __init__(self, store: Store, storages: ArchiveStorages, refused: list[RefusedLeaf]) -> None:
         self.store = store
         files = store.sizes()
         names = sorted((int(match[1]), name) for name in files if (match := PART.fullmatch(name)))
@@ -44,10 +41,7 @@ class HfaiParts:
             raise self._wrong(f"PART_000.pt to PART_{len(names) - 1:03d}.pt", f"{[name for _, name in names][:8]}")
         self.states: list[Any] = []
         for _, name in names:
-            refusals: list[RefusedLeaf] | None = None if refused is None else []
-            self.states.append(read_torch(store_window(store, name, files), storages, refusals))
-            if refused is not None and refusals:
-                refused += [one for one in refusals if one not in refused]
+            self.states.append(read_torch(store_window(store, name, files), storages, refused))
         self._check()
 
     def _wrong(self, expected: str, found: str) -> CorruptError:
@@ -73,12 +67,8 @@ class HfaiParts:
                 if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in state[key]):
                     raise FormatError(label, expected="pairs of whole and large tensors", found=f"{key}")
 
-    def pairs(self, key: str, number: int) -> list[tuple[Any, Any]]:
-        """By part, the whole and the large tensors of model or optimizer number `number`."""
-        return [state[key][number] for state in self.states]
-
-    def large(self, pairs: Sequence[tuple[Any, Any]]) -> dict[Any, LazyArray]:
-        """The tensors that are split over all parts, put together."""
+    def _large(self, pairs: Sequence[tuple[Any, Any]]) -> dict[Any, LazyArray]:
+        """Assembles the tensors that are split over all parts."""
         found: dict[Any, list[tuple[Any, Any]]] = {}
         for _, large in pairs:
             if not isinstance(large, dict) or any(not isinstance(v, tuple) or len(v) != 2 for v in large.values()):
@@ -95,54 +85,43 @@ class HfaiParts:
             raise self._wrong(f"shares of one shape and dtype of {brief(name)}", f"{brief(sorted(shapes))}, {kinds}")
         spec = ArraySpec(shapes.pop(), kinds.pop())
         dtype_of(spec.dtype)
-        return from_ranges(spec, [(a.spec.shape[0], _flat(a)) for a in arrays], f"{brief(name)}: {self.store.url}")
+        return from_ranges(spec, arrays, f"{brief(name)}: {self.store.url}")
 
+    def _united(self, whole: dict[Any, Any], large: dict[Any, Any]) -> dict[Any, Any]:
+        if twice := sorted(map(str, whole.keys() & large.keys())):
+            raise CorruptError(self.store.url, expected="each tensor once", found=f"{twice[:3]} twice")
+        return whole | large
 
-def _flat(array: LazyArray) -> FlatReader:
-    def read(start: int, count: int) -> np.ndarray:
-        return array.read(Region((start,), (count,)))
+    def model(self, number: int) -> dict[Any, Any]:
+        """Returns the state dict of model number `number`."""
+        pairs = [state["model"][number] for state in self.states]
+        found: dict[Any, Any] = {}
+        for params, _ in pairs:
+            found |= params
+        return self._united(found, self._large(pairs))
 
-    return read
-
-
-def _model(parts: HfaiParts, number: int) -> dict[Any, Any]:
-    pairs = parts.pairs("model", number)
-    found: dict[Any, Any] = {}
-    for params, _ in pairs:
-        found |= params
-    return _together(found, parts.large(pairs), parts)
-
-
-def _together(whole: dict[Any, Any], large: dict[Any, Any], parts: HfaiParts) -> dict[Any, Any]:
-    if twice := whole.keys() & large.keys():
-        raise CorruptError(parts.store.url, expected="each tensor once", found=f"{sorted(map(str, twice))[:3]} twice")
-    return whole | large
-
-
-def _optimizer(parts: HfaiParts, number: int) -> dict[Any, Any]:
-    """As torch's own state dict; param groups stand in every part."""
-    pairs = parts.pairs("optimizer", number)
-    first = pairs[0][0]
-    if not isinstance(first, dict) or any(
-        not isinstance(o, dict) or not isinstance(o.get("state"), dict) for o, _ in pairs
-    ):
-        raise FormatError(parts.store.url, expected="state dicts of optimizers", found=f"{type(first).__name__}")
-    state: dict[Any, Any] = {}
-    for opt, _ in pairs:
-        state |= opt["state"]
-    for key, tensor in parts.large(pairs).items():
-        if not isinstance(key, tuple) or len(key) != 2 or not isinstance(state.get(key[0]), dict):
-            raise FormatError(parts.store.url, expected="the parameter and name of a moment", found=brief(key))
-        state[key[0]] = _together(state[key[0]], {key[1]: tensor}, parts)
-    return first | {"state": {key: state[key] for key in sorted(state, key=_order)}}
+    def optimizer(self, number: int) -> dict[Any, Any]:
+        """Returns the state dict of optimizer number `number` as torch has it; param groups are in every part."""
+        pairs = [state["optimizer"][number] for state in self.states]
+        first = pairs[0][0]
+        state: dict[Any, Any] = {}
+        for opt, _ in pairs:
+            if not isinstance(opt, dict) or not isinstance(opt.get("state"), dict):
+                raise FormatError(self.store.url, expected="state dicts of optimizers", found=f"{type(first).__name__}")
+            state |= opt["state"]
+        for key, tensor in self._large(pairs).items():
+            if not isinstance(key, tuple) or len(key) != 2 or not isinstance(state.get(key[0]), dict):
+                raise FormatError(self.store.url, expected="the parameter and name of a moment", found=brief(key))
+            state[key[0]] = self._united(state[key[0]], {key[1]: tensor})
+        return first | {"state": {key: state[key] for key in sorted(state, key=_order)}}
 
 
 def _order(key: Any) -> tuple[bool, Any]:
     return (False, key) if type(key) is int else (True, str(key))
 
 
-def read_hfai(store: Store, storages: ArchiveStorages, refused: list[RefusedLeaf] | None = None) -> dict[str, Any]:
-    """The state in a directory of hfai.checkpoint.save, with its tensors left in the files.
+def read_hfai(store: Store, storages: ArchiveStorages, refused: list[RefusedLeaf]) -> dict[str, Any]:
+    """Returns the state in a directory of hfai.checkpoint.save, with its tensors left in the files.
 
     Raises:
         CheckpointNotFound, FormatError, CorruptError: there is none, or its parts do not fit together.
@@ -150,12 +129,8 @@ def read_hfai(store: Store, storages: ArchiveStorages, refused: list[RefusedLeaf
     parts = HfaiParts(store, storages, refused)
     first = parts.states[0]
     found: dict[str, Any] = {}
-    makers: dict[str, Callable[[HfaiParts, int], Any]] = {"model": _model, "optimizer": _optimizer}
-    for key, make in makers.items():
-        made = [make(parts, number) for number in range(len(first[key]))]
+    for key, make in (("model", parts.model), ("optimizer", parts.optimizer)):
+        made = [make(number) for number in range(len(first[key]))]
         if made or key == "model":
             found[key] = made[0] if len(made) == 1 else made
-    rest = {
-        key: value for key, value in first.items() if key not in ("model", "optimizer", "__version__", "__nshards__")
-    }
-    return found | rest
+    return found | {key: value for key, value in first.items() if key not in _OWN_KEYS}

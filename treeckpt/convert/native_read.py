@@ -2,114 +2,96 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from ..arrays.base import Storage, raw_dtype
+from ..arrays.base import Storage
 from ..arrays.lazy import LazyArray
 from ..arrays.registry import decode
 from ..core.format.records import AliasRecord, Leaf, PerRankValues, ValueRecord
+from ..core.format.shard_header import BLOCK
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.int_runs import decode_runs
-from ..core.sharding.region import Region, flat_regions
+from ..core.tree.spec import ArraySpec
 from ..errors import TreeckptError
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.store import Store
 from ..loading.read_batch import read_region
+from .checksums import ArchiveStorages
 from .contents import Contents, spread_ranks
-from .files import AddressSpace, FlatReader, strided_array
+from .files import elements_of, strided_array
 from .pickle_values import RefusedLeaf
 
 __all__ = ["read_native"]
 
 
 class _NativeReader:
-    def __init__(self, checkpoint: Checkpoint, addresses: AddressSpace, refused: list[RefusedLeaf] | None) -> None:
-        self._checkpoint, self.index, self.addresses, self.refused = checkpoint, checkpoint.index, addresses, refused
-        self._bases: dict[tuple[int, int | None], int] = {}
+    def __init__(self, checkpoint: Checkpoint, storages: ArchiveStorages, refused: list[RefusedLeaf]) -> None:
+        self.checkpoint, self.storages, self.refused = checkpoint, storages, refused
+        self._bases: dict[tuple[int, int | None], LazyArray] = {}
 
-    def leaf(self, number: int, rank: int | None) -> tuple[str, Any]:
-        """A leaf, as of a rank where each has its own."""
-        leaf = self.index.entries[number]
+    def leaf(self, number: int, rank: int | None) -> Any:
+        """Returns a leaf, that of a rank under `PerRank`; `...` for a value that cannot be decoded."""
+        leaf = self.checkpoint.index.entries[number]
         record = leaf.record
         if isinstance(record, AliasRecord):
-            return leaf.path, self._alias(leaf, record, rank)
+            return self._alias(leaf, record, rank)
         if leaf.spec is not None:
-            return leaf.path, self._whole(leaf, rank)
+            return self._whole(leaf, rank)
         assert isinstance(record, (ValueRecord, PerRankValues)), "all other leaves have specs"
         if isinstance(record, PerRankValues):
             value = record.values[int(np.flatnonzero(decode_runs(leaf.ranks or ()) == rank)[0])]
         else:
             value = record.value
         try:
-            return leaf.path, decode(value, leaf.path, allow_pickle=False)
+            return decode(value, leaf.path, allow_pickle=False)
         except TreeckptError as error:
-            if self.refused is None:
-                raise
             self.refused.append(RefusedLeaf(leaf.path, error.found))
-            return leaf.path, ...
-
-    def _address(self, leaf: Leaf, rank: int | None) -> int:
-        key = (leaf.number, rank if leaf.ranks is not None else None)
-        if key not in self._bases:
-            assert leaf.spec is not None, "only arrays have addresses"
-            self._bases[key] = self.addresses.take(
-                Region.whole(leaf.spec.shape).size * dtype_of(leaf.spec.dtype).itemsize
-            )
-        return self._bases[key]
+            return ...
 
     def _whole(self, leaf: Leaf, rank: int | None) -> LazyArray:
-        assert leaf.spec is not None, "an array has a spec"
-        spec = msgspec.structs.replace(leaf.spec, regions=None, device=None)
-        nbytes = Region.whole(spec.shape).size * dtype_of(spec.dtype).itemsize
-        storage = Storage(self._address(leaf, rank), nbytes, None) if nbytes else None
-        return LazyArray(spec, lambda region: self.read(leaf, region, rank), storage)
+        key = (leaf.number, rank if leaf.ranks is not None else None)
+        if key not in self._bases:
+            spec = _plain_spec(leaf)
+            nbytes = math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
+            storage = Storage(self.storages.take(nbytes), nbytes, None) if nbytes else None
+            read = partial(read_region, self.checkpoint, leaf, rank=rank or 0)
+            self._bases[key] = LazyArray(spec, read, storage)
+        return self._bases[key]
 
     def _alias(self, leaf: Leaf, record: AliasRecord, rank: int | None) -> LazyArray:
-        base = self.index.entries[record.of]
-        assert leaf.spec is not None and base.spec is not None, "an array has a spec"
-        spec = msgspec.structs.replace(leaf.spec, regions=None, device=None)
-        view = record.view
-        address = self._address(base, rank)
+        base, spec, view = self._whole(self.checkpoint.index.entries[record.of], rank), _plain_spec(leaf), record.view
         if view is None:
-            whole = self._whole(base, rank)
-            return LazyArray(spec, whole.read, whole.storage)
-        return strided_array(spec, self._flat(base, rank), view.offset, view.strides, address)
-
-    def _flat(self, leaf: Leaf, rank: int | None) -> FlatReader:
-        assert leaf.spec is not None, "an array has a spec"
-        shape, raw = leaf.spec.shape, raw_dtype(dtype_of(leaf.spec.dtype).itemsize)
-
-        def flat(start: int, count: int) -> np.ndarray:
-            out = np.empty(count, raw)
-            at = 0
-            for part in flat_regions(shape, start, start + count):
-                out[at : at + part.size] = self.read(leaf, part, rank).reshape(-1)
-                at += part.size
-            return out
-
-        return flat
-
-    def read(self, leaf: Leaf, region: Region, rank: int | None) -> np.ndarray:
-        """A region of an array, its checksums compared."""
-        return read_region(self._checkpoint, leaf, region, rank=rank or 0)
+            return LazyArray(spec, base.read, base.storage)
+        address = base.storage.address if base.storage is not None else None
+        # a part of a block costs all of it, to compare its checksum
+        return strided_array(spec, elements_of(base), view.offset, view.strides, address, narrow=BLOCK)
 
 
-def read_native(store: Store, addresses: AddressSpace, refused: list[RefusedLeaf] | None = None) -> Contents:
-    """A checkpoint of ours; state that each rank has of its own comes as a dict by rank.
+def _plain_spec(leaf: Leaf) -> ArraySpec:
+    """Returns the spec of an array without its regions and device."""
+    assert leaf.spec is not None, "an array has a spec"
+    return msgspec.structs.replace(leaf.spec, regions=None, device=None)
+
+
+def read_native(store: Store, storages: ArchiveStorages, refused: list[RefusedLeaf]) -> Contents:
+    """Returns the contents of a checkpoint of ours, with a dict by rank for state that each rank has of its own.
+
+    Args:
+        refused: receives values that are pickled, or whose classes are not in this program.
 
     Raises:
         CheckpointNotFound, CorruptError, FormatError: the state of the files.
-        MismatchError: a value whose class is not in this program, or which is pickled; noted in `refused` if given.
     """
     checkpoint = Checkpoint(store)
     checkpoint.check_against_files()
     index = checkpoint.index
-    saved = _NativeReader(checkpoint, addresses, refused)
-    structure, leaves, findings = spread_ranks(index.structure, saved.leaf)
+    structure, leaves, findings = spread_ranks(index.structure, _NativeReader(checkpoint, storages, refused).leaf)
     metadata = {
         key: decode(value, f"custom_metadata/{key}", allow_pickle=False) for key, value in index.metadata.items()
     }
-    return Contents(structure, tuple(leaves), store.url, index.step, metadata, tuple(findings))
+    return Contents(structure, leaves, store.url, index.step, metadata, findings)

@@ -1,19 +1,20 @@
-"""Writing files of a known layout: by one process or by several that share the bytes, under a temporary name.
+"""Writes files of a known layout, by one process or by several that share the bytes, under a temporary name.
 
-The layout says where every byte goes: literal bytes (headers, directories), and parts, each an array or a stretch of
-one that is read box by box and written where it belongs. All ranks plan the same, which is compared; each writes its
-share of the parts; rank 0 writes the rest, and gives the files their names when everything is durable.
+The layout has the place of every byte: literal bytes (headers, directories), and parts, each a region of an array that
+is read box by box. All ranks have the same layout, which is compared; each writes its share of the parts; rank 0
+writes the literals, and renames the files when everything is durable.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -34,23 +35,23 @@ from ..io.storage.local_write import sync_directory
 __all__ = ["Output", "OutputFile", "OutputPart", "check_free", "run_output"]
 
 WORKERS = 2
-"""Threads that read and write; each holds a tile, and what casting makes of it."""
+"""Threads that read and write; each has the memory of a tile before and after a cast."""
 TILE = 8 << 20
 WIDEST = 8
 """Bytes that an element may have had before it was cast."""
 
 
 class OutputFile(msgspec.Struct, frozen=True):
-    """A file to be written, but for its parts."""
+    """A file to be written, without its parts."""
 
     name: str
     nbytes: int
     literals: tuple[tuple[int, bytes], ...]
-    """Bytes that are known, and where they go."""
+    """Offsets and known bytes."""
 
 
 class OutputPart(msgspec.Struct, frozen=True):
-    """A region of an array, and where in which file it goes, in C order."""
+    """A region of an array in C order, and its place: the number of a file and an offset."""
 
     file: int
     start: int
@@ -59,7 +60,7 @@ class OutputPart(msgspec.Struct, frozen=True):
     lazy: LazyArray
     region: Region
     crcs: tuple[int, ...] = ()
-    """Where its CRC-32 goes."""
+    """Offsets in the file at which its CRC-32 is written."""
 
     @property
     def itemsize(self) -> int:
@@ -109,38 +110,46 @@ def run_output(output: Output, destination: Path, comm: Comm, *, memory: int, ov
     Raises:
         TreeckptError: it failed; on every rank.
     """
+    mine = _shares(output.parts, comm.size)[comm.rank]
     hint = "Nothing was written; look at the cause"
-    with Exchange(comm, f"convert {destination}", path=str(destination), hint=hint) as exchange:
-        run = _OutputRun(output, destination, comm, exchange, memory, overwrite)
-        with run.prepared() as place:
-            return run.write(place)
+    with (
+        Exchange(comm, f"convert {destination}", path=str(destination), hint=hint) as exchange,
+        contextlib.ExitStack() as cleanup,
+    ):
+        files = _NewFiles(output, destination, overwrite, cleanup)
+        files.place = destination.parent / exchange.step(partial(_digest, output), files.create, str)
+        tile = max(4096, min(TILE, memory // (6 * WORKERS)))
+        exchange.step(partial(files.write, mine, tile, every_file=not comm.rank), files.publish, type(None))
+    return sum(part.nbytes for part in mine)
 
 
-class _OutputRun:
-    """One rank's part of the writing."""
+def _digest(output: Output) -> bytes:
+    state = xxhash.xxh3_128()
+    for file in output.files:
+        state.update(f"{file.name} {file.nbytes} {len(file.literals)}".encode())
+        for start, data in file.literals:
+            state.update(start.to_bytes(8, "little") + data)
+    for part in output.parts:
+        state.update(f"{part.file} {part.start} {part.path} {part.region}".encode())
+    return state.digest()
 
-    def __init__(
-        self, output: Output, destination: Path, comm: Comm, exchange: Exchange, memory: int, overwrite: bool
-    ) -> None:
-        self.output, self.destination, self.comm, self.exchange = output, destination, comm, exchange
-        self.memory, self.overwrite = memory, overwrite
-        self.temporary: tuple[Path, int] | None = None
-        """On rank 0: the temporary place, and a descriptor that locks it."""
 
-    @contextlib.contextmanager
-    def prepared(self) -> Iterator[Path]:
-        """Yields a temporary place, the same on all ranks; rank 0 removes it whatever happens."""
-        try:
-            name = self.exchange.step(self._digest, self._start, str)
-            yield self.destination.parent / name
-        finally:
-            if self.temporary is not None:
-                place, fd = self.temporary
-                _remove(place)
-                os.close(fd)
+class _NewFiles:
+    """The files of an output at a temporary place, the same on all ranks, until they are published.
 
-    def _start(self, digests: dict[int, bytes]) -> Conclusion[str]:
-        """On rank 0: compares the ranks' plans and creates the temporary place; returns its name."""
+    Args:
+        cleanup: on rank 0, removes the temporary place at the end.
+    """
+
+    def __init__(self, output: Output, destination: Path, overwrite: bool, cleanup: contextlib.ExitStack) -> None:
+        self.output, self.destination, self.overwrite, self.cleanup = output, destination, overwrite, cleanup
+        self.place = destination
+
+    def _path(self, file: OutputFile) -> Path:
+        return self.place / file.name if self.output.directory else self.place
+
+    def create(self, digests: dict[int, bytes]) -> Conclusion[str]:
+        """On rank 0: compares the ranks' plans and creates all files in their size; returns the temporary name."""
         if other := [rank for rank, digest in digests.items() if digest != digests[0]]:
             raise MismatchError(
                 str(self.destination),
@@ -149,93 +158,62 @@ class _OutputRun:
                 hint="Call it with the same arguments, on the same files",
             )
         with os_errors_wrapped(str(self.destination)):
-            self.temporary = self._make()
-        return Conclusion(self.temporary[0].name, last=False)
-
-    def _digest(self) -> bytes:
-        state = xxhash.xxh3_128()
-        for file in self.output.files:
-            state.update(f"{file.name} {file.nbytes} {len(file.literals)}".encode())
-            for start, data in file.literals:
-                state.update(start.to_bytes(8, "little") + data)
-        for part in self.output.parts:
-            state.update(f"{part.file} {part.start} {part.path} {part.region}".encode())
-        return state.digest()
-
-    def _make(self) -> tuple[Path, int]:
-        """A new temporary place, with all files in their size; held by a lock, so that it is not taken for litter."""
-        check_free(self.destination, self.output, overwrite=self.overwrite)
-        parent = self.destination.parent
-        parent.mkdir(parents=True, exist_ok=True)
-        _clear_litter(parent, self.destination.name)
-        place = parent / f".{self.destination.name}.{secrets.token_hex(8)}.tmp"
-        if self.output.directory:
-            place.mkdir()
-        else:
-            place.touch(exist_ok=False)
-        fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            check_free(self.destination, self.output, overwrite=self.overwrite)
+            parent = self.destination.parent
+            parent.mkdir(parents=True, exist_ok=True)
+            _clear_litter(parent, self.destination.name)
+            self.place = parent / f".{self.destination.name}.{secrets.token_hex(8)}.tmp"
+            if self.output.directory:
+                self.place.mkdir()
+            else:
+                self.place.touch(exist_ok=False)
+            self.cleanup.callback(_remove, self.place)
+            fd = os.open(self.place, os.O_RDONLY | os.O_CLOEXEC)
+            self.cleanup.callback(os.close, fd)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # so that it is not taken for litter
             for file in self.output.files:
                 # before any rank begins: a part's checksum goes into the middle of what is literal
-                with self._path(place, file).open("wb") as made:
+                with self._path(file).open("wb") as made:
                     made.truncate(file.nbytes)
                     for start, data in file.literals:
                         made.seek(start)
                         made.write(data)
-        except BaseException:
-            _remove(place)
-            os.close(fd)
-            raise
-        return place, fd
+        return Conclusion(self.place.name, last=False)
 
-    def _path(self, place: Path, file: OutputFile) -> Path:
-        return place / file.name if self.output.directory else place
-
-    def write(self, place: Path) -> int:
-        """Writes this rank's share; rank 0 publishes the files once all ranks have written theirs."""
-        mine = _shares(self.output.parts, self.comm.size)[self.comm.rank]
-        self.exchange.step(partial(self._write_share, place, mine), partial(self._publish, place), type(None))
-        return sum(part.nbytes for part in mine)
-
-    def _write_share(self, place: Path, parts: Sequence[OutputPart]) -> bytes:
-        """Writes this rank's parts; rank 0 opens, and so makes durable, files without parts too."""
-        tile = max(4096, min(TILE, self.memory // (6 * WORKERS)))
+    def write(self, parts: Sequence[OutputPart], tile: int, *, every_file: bool) -> bytes:
+        """Writes this rank's parts and makes them durable; with `every_file`, files without any too."""
+        numbers = range(len(self.output.files)) if every_file else sorted({part.file for part in parts})
         with (
             os_errors_wrapped(str(self.destination)),
             contextlib.ExitStack() as stack,
             ThreadPoolExecutor(WORKERS, "treeckpt-convert") as pool,
         ):
             fds: dict[int, int] = {}
-            wanted = {part.file for part in parts} | (
-                set(range(len(self.output.files))) if not self.comm.rank else set()
-            )
-            for number in sorted(wanted):
-                fds[number] = os.open(self._path(place, self.output.files[number]), os.O_WRONLY | os.O_CLOEXEC)
+            for number in numbers:
+                fds[number] = os.open(self._path(self.output.files[number]), os.O_WRONLY | os.O_CLOEXEC)
                 stack.callback(os.close, fds[number])
             jobs = [pool.submit(_write_part, fds[part.file], part, tile) for part in parts]
             try:
                 for job in jobs:
                     job.result()
             except BaseException:
-                for job in jobs:
-                    job.cancel()
+                pool.shutdown(wait=False, cancel_futures=True)
                 raise
             for fd in fds.values():
                 os.fsync(fd)
         return b""
 
-    def _publish(self, place: Path, _: dict[int, bytes]) -> Conclusion[None]:
-        """On rank 0: gives the files their names, now that every rank has written its share."""
+    def publish(self, _: dict[int, bytes]) -> Conclusion[None]:
+        """On rank 0: renames the files, after every rank has written its share."""
         with os_errors_wrapped(str(self.destination)):
             if self.output.directory:
-                sync_directory(place)
+                sync_directory(self.place)
                 with contextlib.suppress(FileNotFoundError):
                     self.destination.rmdir()  # an empty one only: check_free allowed it
-                place.rename(self.destination)
+                self.place.rename(self.destination)
             else:
                 check_free(self.destination, self.output, overwrite=self.overwrite)
-                place.replace(self.destination)
+                self.place.replace(self.destination)
             sync_directory(self.destination.parent)
         return Conclusion(None)
 
@@ -259,7 +237,7 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> None:
 
 
 def _shares(parts: Sequence[OutputPart], world: int) -> list[list[OutputPart]]:
-    """The parts of each rank: the largest first, each to whom has the fewest bytes."""
+    """Returns the parts of each rank: the largest first, each to the rank with the fewest bytes."""
     found: list[list[OutputPart]] = [[] for _ in range(world)]
     loads = [0] * world
     for part in sorted(parts, key=lambda part: -part.nbytes) if world > 1 else parts:
@@ -279,15 +257,9 @@ def _remove(place: Path) -> None:
 
 def _clear_litter(parent: Path, name: str) -> None:
     """Removes what a conversion to the same destination left that was killed: nobody holds its lock any more."""
-    for place in parent.glob(f".{_escaped(name)}.????????????????.tmp"):
-        with contextlib.suppress(OSError):
+    for place in parent.glob(f".{glob.escape(name)}.????????????????.tmp"):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(place)
-            finally:
-                os.close(fd)
-
-
-def _escaped(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+            stack.callback(os.close, fd)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(place)

@@ -8,25 +8,25 @@ metadata says.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from ..arrays.base import raw_dtype
 from ..arrays.lazy import LazyArray
 from ..core.sharding.dtypes import dtype_of
-from ..core.sharding.region import Region, byte_runs, flat_regions
+from ..core.sharding.region import Region, flat_regions
 from ..core.tree.spec import ArraySpec
-from ..core.tree.structure import MAX_DEPTH
 from ..errors import CheckpointNotFound, CorruptError, FormatError
 from ..io.storage.foreign_formats import PADDLE_METADATA
 from ..io.storage.store import Store
-from .files import AddressSpace, memory_array, store_window
+from .checksums import ArchiveStorages
+from .dcp_read import nest, sizes_of
+from .files import Open, elements_of, from_boxes, memory_array, store_window, strided_array
 from .pickle_reader import UnbuiltObject, brief, read_pickle
 from .pickle_values import PLAIN, build_tree
-from .piecewise import from_boxes
-from .safetensors_files import read_safetensors
+from .safetensors_read import read_safetensors
 
 __all__ = ["METADATA", "read_paddle"]
 
@@ -35,7 +35,7 @@ _MODULES = ("paddle.distributed.flex_checkpoint.dcp.metadata", "paddle.distribut
 
 
 def _fields(node: Any, name: str, label: str) -> dict[str, Any]:
-    """The fields of an object of one class of the metadata.
+    """Returns the fields of an object of one class of the metadata.
 
     Raises:
         FormatError: it is of another one.
@@ -48,9 +48,7 @@ def _fields(node: Any, name: str, label: str) -> dict[str, Any]:
 
 
 def _sizes(node: Any, label: str) -> tuple[int, ...]:
-    if not isinstance(node, (tuple, list)) or any(type(n) is not int or not 0 <= n < 1 << 62 for n in node):
-        raise FormatError(label, expected="a shape or an offset", found=brief(node))
-    return tuple(node)
+    return sizes_of(node, label, "a shape or an offset")
 
 
 class PaddlePiece(msgspec.Struct, frozen=True):
@@ -79,8 +77,8 @@ def _flat(fields: dict[str, Any], label: str) -> tuple[int, int] | None:
 
 
 class PaddleDirectory:
-    def __init__(self, store: Store, name: str, addresses: AddressSpace) -> None:
-        self.store, self.addresses, self.label = store, addresses, f"{store.url}/{name}"
+    def __init__(self, store: Store, name: str, storages: ArchiveStorages) -> None:
+        self.store, self.storages, self.label = store, storages, f"{store.url}/{name}"
         self.files = store.sizes()
         fields = _fields(read_pickle(store_window(store, name, self.files), PLAIN).value, "Metadata", self.label)
         tensors, places = fields.get("state_dict_metadata"), fields.get("storage_metadata")
@@ -98,7 +96,7 @@ class PaddleDirectory:
         if file not in self._opened:
             window = store_window(self.store, file, self.files)
             if file.endswith(".safetensors"):
-                found: Any = read_safetensors(window, self.addresses)[0]
+                found: Any = read_safetensors(window, self.storages)[0]
             else:
                 found = build_tree(read_pickle(window, PLAIN), window.label)
             if not isinstance(found, dict):
@@ -119,7 +117,7 @@ class PaddleDirectory:
         )
 
     def _data(self, name: str, piece: PaddlePiece) -> LazyArray:
-        """The bytes of a piece, as one flat array."""
+        """Returns the array of a piece as its file has it."""
         file = self.places.get((name, *piece.key))
         if not isinstance(file, str) or file not in self.files:
             raise CorruptError(self.label, expected=f"the file of {name[:80]} at {piece.box.offset}", found=f"{file}")
@@ -136,61 +134,36 @@ class PaddleDirectory:
         return found
 
     def tensor(self, name: str, nodes: Any) -> LazyArray:
-        """A tensor, put together from its pieces."""
+        """Assembles a tensor from its pieces."""
         if not isinstance(nodes, list) or not nodes:
             raise FormatError(self.label, expected=f"the pieces of {name[:80]}", found=brief(nodes))
         pieces = list({piece.key: piece for piece in map(self._piece, nodes)}.values())
         shape = pieces[0].shape or tuple(max(stops) for stops in zip(*(p.box.stop for p in pieces), strict=True))
         spec = ArraySpec(shape, pieces[0].dtype)
-        boxes = [(box, opened) for piece in pieces for box, opened in self._boxes(name, spec, piece)]
+        boxes = [box for piece in pieces for box in self._boxes(name, spec.dtype, piece)]
         return from_boxes(spec, boxes, f"{name[:80]}: {self.label}")
 
-    def _boxes(self, name: str, spec: ArraySpec, piece: PaddlePiece) -> list[tuple[Region, Any]]:
-        """A piece as boxes of the tensor: a flat range is cut into several."""
+    def _boxes(self, name: str, dtype: str, piece: PaddlePiece) -> list[tuple[Region, Open]]:
+        """Returns a piece as boxes of the tensor: a flat range becomes several."""
         size = piece.box.size
         low, high = piece.flat or (0, size)
         if not 0 <= low <= high <= size:
             raise FormatError(self.label, expected=f"a range within {size} elements", found=f"{piece.flat}")
-        found: list[tuple[Region, Any]] = []
+        found: list[tuple[Region, Open]] = []
         start = 0
         for region in flat_regions(piece.box.shape, low, high):
-            box = region.shifted(piece.box.offset)
-            found.append((box, self._opener(name, spec, piece, box.shape, start)))
+            opened = partial(self._box, name, piece, ArraySpec(region.shape, dtype), start)
+            found.append((region.shifted(piece.box.offset), opened))
             start += region.size
         return found
 
-    def _opener(self, name: str, spec: ArraySpec, piece: PaddlePiece, shape: tuple[int, ...], start: int) -> Any:
-        def opened() -> LazyArray:
-            data = self._data(name, piece)
-            return _reshaped(data, ArraySpec(shape, spec.dtype), start)
-
-        return opened
+    def _box(self, name: str, piece: PaddlePiece, spec: ArraySpec, start: int) -> LazyArray:
+        """Returns elements of a piece, from number `start` on, as an array."""
+        return strided_array(spec, elements_of(self._data(name, piece)), start, None, None)
 
 
-def _reshaped(data: LazyArray, spec: ArraySpec, start: int) -> LazyArray:
-    """An array of the elements of another one, in C order, from number `start` on."""
-    raw = raw_dtype(dtype_of(spec.dtype).itemsize)
-
-    def read(region: Region) -> np.ndarray:
-        out = np.empty(region.size, raw)
-        at = 0
-        for run in _runs(region, spec.shape):
-            for part in flat_regions(data.spec.shape, start + run[0], start + run[1]):
-                out[at : at + part.size] = data.read(part).reshape(-1)
-                at += part.size
-        return out.reshape(region.shape)
-
-    return LazyArray(spec, read)
-
-
-def _runs(region: Region, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The flat ranges that a box is, in C order."""
-    runs = byte_runs(region, Region.whole(shape), 1)
-    return [(first, first + runs.length) for first in runs.starts().tolist()] if region.size else []
-
-
-def read_paddle(store: Store, addresses: AddressSpace, *, name: str | None = None) -> dict[str, Any]:
-    """The state dict in a Paddle directory, nested as it was, with its tensors left in the files.
+def read_paddle(store: Store, storages: ArchiveStorages, name: str | None = None) -> dict[Any, Any]:
+    """Returns the state dict in a Paddle directory, nested as it was, with its tensors left in the files.
 
     Args:
         name: of the metadata file, where there are several.
@@ -207,20 +180,6 @@ def read_paddle(store: Store, addresses: AddressSpace, *, name: str | None = Non
             found=", ".join(names[:4]) or "none",
             hint="Name the metadata file itself" if names else "The save never finished",
         )
-    directory = PaddleDirectory(store, name or names[0], addresses)
-    root: dict[str, Any] = {}
-    for key, nodes in directory.tensors.items():
-        path = directory.paths.get(key) if isinstance(directory.paths, dict) and directory.paths else (key,)
-        if (
-            not isinstance(path, (tuple, list))
-            or not 0 < len(path) <= MAX_DEPTH
-            or any(type(k) is not str for k in path)
-        ):
-            raise FormatError(directory.label, expected=f"the path of {brief(key)}", found=brief(path))
-        node = root
-        for step in path[:-1]:
-            node = node.setdefault(step, {})
-            if not isinstance(node, dict):
-                raise FormatError(directory.label, expected="a dict", found=f"a tensor, above {brief(path)}")
-        node[path[-1]] = directory.tensor(str(key), nodes)
-    return root
+    directory = PaddleDirectory(store, name or names[0], storages)
+    tensors = {key: directory.tensor(str(key), nodes) for key, nodes in directory.tensors.items()}
+    return nest(tensors, directory.paths, directory.label)

@@ -32,13 +32,13 @@ __all__ = [
 ]
 
 MAX_PICKLE = 1 << 30
-"""Bytes of a pickle, blobs not counted: beyond that it is no description of a checkpoint."""
+"""The largest pickle of a checkpoint in bytes, without the byte strings that stay in the file."""
 LONG = 4 << 10
 """Bytes from which a byte string stays in the file."""
 BUFFER = 1 << 20
 
 Constructors = Mapping[str, Callable[..., Any]]
-"""By `module name`, what makes a value of the arguments that a pickle gives."""
+"""By `module name`, the function that builds a value from the arguments in a pickle."""
 
 
 class Symbol(msgspec.Struct, frozen=True):
@@ -49,15 +49,15 @@ class Symbol(msgspec.Struct, frozen=True):
 
 
 class UnbuiltObject(msgspec.Struct, eq=False):
-    """An object that the pickle builds by a call: the call, and the state and items set afterwards."""
+    """A call in a pickle that was not made: its arguments, and the state and items set on its result."""
 
     symbol: str
     args: tuple[Any, ...]
     state: Any = None
     items: list[Any] = []
-    """What is appended or set on it."""
+    """Elements or (key, value) pairs."""
     why: str = ""
-    """Why the constructor of that name refused; empty where there is none."""
+    """The error of the constructor of that name; empty if there is none."""
 
     def __repr__(self) -> str:
         return f"<{self.symbol.replace(' ', '.')[:200]}>"
@@ -69,12 +69,12 @@ class DeferredValue(msgspec.Struct, eq=False):
     state: Any = None
 
     def make(self) -> Any:
-        """The value."""
+        """Builds the value."""
         raise NotImplementedError
 
 
 class FileBytes(msgspec.Struct, frozen=True, eq=False):
-    """A long byte string that is still in the file."""
+    """A long byte string that stays in the file."""
 
     window: FileRange
 
@@ -87,7 +87,7 @@ class FileBytes(msgspec.Struct, frozen=True, eq=False):
 
 
 def brief(value: Any) -> str:
-    """A value from a file in few characters, however large it is: containers may hold each other over and over."""
+    """Formats a value from a file in at most 80 characters, even if containers contain each other repeatedly."""
     try:
         return reprlib.repr(value)[:80]
     except (ValueError, RecursionError) as error:
@@ -95,17 +95,15 @@ def brief(value: Any) -> str:
 
 
 class Unpickled(msgspec.Struct, frozen=True):
-    """What came of a pickle."""
+    """The result of reading a pickle."""
 
     value: Any
-    stop: int
-    """Bytes of the stream that it took."""
     steps: int
-    """How many instructions it had: no honest tree has many more nodes."""
+    """Number of its instructions: no valid tree has many more nodes."""
 
 
 class _PickleStream:
-    """A window as pickletools reads it; it is told of long byte strings without their bytes."""
+    """A file for pickletools; `read` returns `FileBytes` for long byte strings."""
 
     def __init__(self, window: FileRange) -> None:
         self._window, self._at, self._read = window, 0, 0
@@ -124,7 +122,10 @@ class _PickleStream:
         if self._read > MAX_PICKLE:
             raise ValueError(f"a pickle of more than {MAX_PICKLE} bytes")
         if not self._first <= self._at <= self._at + count <= self._first + len(self._buffer):
-            self._fill(count)
+            size = min(max(count, BUFFER), self._window.size - self._at)
+            if count > size:  # before memory is allocated for what is not there
+                raise ValueError(f"{count} bytes are announced, {size} are left")
+            self._buffer, self._first = self._window.read(self._at, size).tobytes(), self._at
         start = self._at - self._first
         data = self._buffer[start : start + count]
         self._at += len(data)
@@ -132,51 +133,37 @@ class _PickleStream:
             self._opcode = data
         return data
 
-    def _fill(self, count: int) -> None:
-        size = min(max(count, BUFFER), self._window.size - self._at)
-        if count > size:  # before room is made for what is not there
-            raise ValueError(f"{count} bytes are announced, {size} are left")
-        self._buffer, self._first = self._window.read(self._at, size).tobytes(), self._at
-
     def readline(self) -> bytes:
-        parts: list[bytes] = []
-        while not parts or parts[-1] not in (b"\n", b""):
-            if len(parts) > LONG:
+        line = bytearray()
+        while not line.endswith(b"\n") and self._at < self._window.size:
+            if len(line) > LONG:
                 raise ValueError(f"a line of more than {LONG} bytes")
-            parts.append(self._line_byte())
-        return b"".join(parts)
-
-    def _line_byte(self) -> bytes:
-        if self._at >= self._window.size:
-            return b""
-        kept = self._opcode
-        data = self.read(1)
-        self._opcode = kept
-        return data
+            line += self.read(1)
+        return bytes(line)
 
 
 def read_pickle(
     window: FileRange, constructors: Constructors, *, persistent: Callable[[Any], Any] | None = None
 ) -> Unpickled:
-    """The value of the pickle at the beginning of a stretch of a file.
+    """Reads the pickle at the beginning of a byte range.
 
     Args:
-        constructors: what may be made; any other call becomes an `UnbuiltObject`.
+        constructors: all other calls become `UnbuiltObject`s.
         persistent: resolves a persistent id.
 
     Raises:
-        FormatError: no pickle, or one that asks for what no checkpoint needs.
-        CorruptError: it is cut short.
+        FormatError: not a pickle, or one with instructions that no checkpoint needs.
+        CorruptError: it is truncated.
     """
     machine = _PickleMachine(constructors, persistent)
-    stream = _PickleStream(window)
+    stream: Any = _PickleStream(window)
     steps = 0
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of odd escapes in the texts of the oldest protocol
-            for opcode, argument, _ in pickletools.genops(stream):  # pyright: ignore[reportArgumentType] (it only reads)
+            for opcode, argument, _ in pickletools.genops(stream):
                 steps += 1
-                _STEPS[opcode.name](machine, argument)
+                machine.step(opcode.name, argument)
         [value] = machine.stack
     except TreeckptError:
         raise
@@ -189,45 +176,82 @@ def read_pickle(
             found=f"{type(error).__name__}: {error}"[:200],
             hint="The file is damaged, or not what its name says",
         ) from error
-    return Unpickled(value, stream.tell(), steps)
+    return Unpickled(value, steps)
 
 
 _REFUSALS = (ValueError, TypeError, AttributeError, LookupError, OverflowError, RuntimeError)
-"""What constructors raise of arguments that they do not take: of one value that is odd, not of a damaged file."""
+"""Errors of constructors for arguments that they do not accept: they concern one value, not the whole file."""
 
 
 class _PickleMachine:
+    """A stack, as pickles are written for; each instruction is one `step`."""
+
     def __init__(self, constructors: Constructors, persistent: Callable[[Any], Any] | None) -> None:
         self.constructors, self.persistent = constructors, persistent
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
 
-    def push(self, value: Any) -> None:
-        self.stack.append(value)
+    def step(self, name: str, argument: Any) -> None:
+        """Executes one instruction.
 
-    def mark(self) -> None:
-        self.marks.append(self.stack)
-        self.stack = []
+        Raises:
+            KeyError: checkpoints do not need it.
+        """
+        if name in _PUSHED:
+            self.stack.append(argument)
+        elif name in _BUILT:
+            count, build = _BUILT[name]
+            value = build(self.take(count))  # replaces the stack if it is marked
+            self.stack.append(value)
+        elif name in _APPLIED:
+            count, apply = _APPLIED[name]
+            apply(self, self.take(count))
+        else:
+            self._move(name, argument)
 
-    def to_mark(self) -> list[Any]:
-        items, self.stack = self.stack, self.marks.pop()
-        return items
-
-    def take(self, count: int) -> list[Any]:
+    def take(self, count: int | None) -> list[Any]:
+        """Pops objects from the stack; `None` pops those since the last mark."""
+        if count is None:
+            items, self.stack = self.stack, self.marks.pop()
+            return items
         items = [self.stack.pop() for _ in range(count)]
         return items[::-1]
 
-    def put(self, number: int | None = None) -> None:
-        self.memo[len(self.memo) if number is None else int(number)] = self.stack[-1]
+    def _move(self, name: str, argument: Any) -> None:
+        """Executes an instruction of the stack, the marks or the memo."""
+        match name:
+            case "MEMOIZE":
+                self.memo[len(self.memo)] = self.stack[-1]
+            case "PUT" | "BINPUT" | "LONG_BINPUT":
+                self.memo[int(argument)] = self.stack[-1]
+            case "GET" | "BINGET" | "LONG_BINGET":
+                self.stack.append(self.memo[int(argument)])
+            case "MARK":
+                self.marks.append(self.stack)
+                self.stack = []
+            case "POP":  # pops a mark if nothing is above it
+                self.take(1 if self.stack else None)
+            case "DUP":
+                self.stack.append(self.stack[-1])
+            case "GLOBAL":
+                self.name(argument.split(" ", 1))
+            case "PROTO" | "FRAME" | "STOP":
+                pass
+            case _:
+                raise KeyError(name)
 
-    def call(self, function: Any, args: Any) -> None:
-        if not isinstance(function, (Symbol, UnbuiltObject)) or not isinstance(args, tuple):
+    def call(self, operands: list[Any]) -> None:
+        function, args, *named = operands
+        if not isinstance(function, (Symbol, UnbuiltObject)) or not (named or isinstance(args, tuple)):
             raise ValueError(f"a call of {type(function).__name__}")
-        if isinstance(function, UnbuiltObject):  # as of a nested class, which older protocols look up by getattr
-            self.push(UnbuiltObject(function.symbol, (function, *args), items=[]))
+        name = function.text if isinstance(function, Symbol) else function.symbol
+        if named:  # arguments by name, which no constructor of ours takes
+            self.stack.append(UnbuiltObject(name, (args, *named), items=[]))
+        elif isinstance(function, UnbuiltObject):  # as of a nested class, which older protocols look up by getattr
+            self.stack.append(UnbuiltObject(name, (function, *args), items=[]))
         else:
-            self.push(self._made(function.text, args))
+            self.stack.append(self._made(name, args))
 
     def _made(self, name: str, args: tuple[Any, ...]) -> Any:
         make, why = self.constructors.get(name), ""
@@ -242,19 +266,10 @@ class _PickleMachine:
             why = f"{error}"
         return UnbuiltObject(name, args, items=[], why=why[:200])
 
-    def call_named(self, function: Any, args: Any, named: Any) -> None:
-        """A call with arguments by name, which no constructor of ours takes."""
-        if not isinstance(function, (Symbol, UnbuiltObject)):
-            raise ValueError(f"a call of {type(function).__name__}")
-        self.push(
-            UnbuiltObject(function.text if isinstance(function, Symbol) else function.symbol, (args, named), items=[])
-        )
-
-    def build(self) -> None:
-        state = self.stack.pop()
+    def build(self, operands: list[Any]) -> None:
         made = self.stack[-1]
         if isinstance(made, (UnbuiltObject, DeferredValue)):
-            made.state = state
+            [made.state] = operands
         elif not isinstance(made, dict):  # attributes of an OrderedDict, as state dicts have, are not part of the tree
             raise ValueError(f"a state for a {type(made).__name__}")
 
@@ -270,8 +285,7 @@ class _PickleMachine:
             raise ValueError(f"items for a {type(target).__name__}")
 
     def set_items(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        pairs = list(zip(items[::2], items[1::2], strict=True))
+        target, pairs = self.stack[-1], zip(items[::2], items[1::2], strict=True)
         if isinstance(target, UnbuiltObject):
             target.items += pairs
         elif isinstance(target, dict):
@@ -279,77 +293,60 @@ class _PickleMachine:
         else:
             raise ValueError(f"keys for a {type(target).__name__}")
 
-    def persist(self, identity: Any) -> None:
+    def persist(self, operands: list[Any]) -> None:
         if self.persistent is None:
             raise ValueError("a persistent id")
-        self.push(self.persistent(identity))
+        self.stack.append(self.persistent(*operands))
 
-    def symbol(self, module: Any, name: Any) -> None:
+    def name(self, operands: list[Any]) -> None:
+        module, name = operands
         if not isinstance(module, str) or not isinstance(name, str):
             raise ValueError("a name that is no text")
-        self.push(Symbol(f"{module} {name}"))
+        self.stack.append(Symbol(f"{module} {name}"))
+
+    def drop(self, operands: list[Any]) -> None:
+        pass
 
 
 def _dict(items: list[Any]) -> dict[Hashable, Any]:
     return dict(zip(items[::2], items[1::2], strict=True))
 
 
-def _ignore(machine: _PickleMachine, argument: Any) -> None:
-    pass
-
-
-def _drop(items: list[Any]) -> None:
-    pass
-
-
-def _pop(machine: _PickleMachine, argument: Any) -> None:
-    if machine.stack:
-        machine.stack.pop()
-    else:  # pickle pops a mark so
-        machine.to_mark()
-
-
-_PUSHED = (
+_PUSHED = frozenset((
     "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "STRING", "BINSTRING",
     "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES",
     "BINBYTES8", "BYTEARRAY8",
-)  # fmt: skip
+))  # fmt: skip
 """Instructions whose argument is the value. Out-of-band buffers and the registry of extensions are not among ours."""
-
-_STEPS: dict[str, Callable[[_PickleMachine, Any], None]] = {
-    **dict.fromkeys(_PUSHED, _PickleMachine.push),
-    **dict.fromkeys(("PROTO", "FRAME", "STOP"), _ignore),
-    "NONE": lambda m, _: m.push(None),
-    "NEWTRUE": lambda m, _: m.push(True),
-    "NEWFALSE": lambda m, _: m.push(False),
-    "EMPTY_DICT": lambda m, _: m.push({}),
-    "EMPTY_LIST": lambda m, _: m.push([]),
-    "EMPTY_TUPLE": lambda m, _: m.push(()),
-    "EMPTY_SET": lambda m, _: m.push(set()),
-    "TUPLE1": lambda m, _: m.push(tuple(m.take(1))),
-    "TUPLE2": lambda m, _: m.push(tuple(m.take(2))),
-    "TUPLE3": lambda m, _: m.push(tuple(m.take(3))),
-    "MARK": lambda m, _: m.mark(),
-    "POP": _pop,
-    "POP_MARK": lambda m, _: _drop(m.to_mark()),
-    "DUP": lambda m, _: m.push(m.stack[-1]),
-    "TUPLE": lambda m, _: m.push(tuple(m.to_mark())),
-    "LIST": lambda m, _: m.push(m.to_mark()),
-    "DICT": lambda m, _: m.push(_dict(m.to_mark())),
-    "FROZENSET": lambda m, _: m.push(frozenset(m.to_mark())),
-    "APPEND": lambda m, _: m.append(m.take(1)),
-    "APPENDS": lambda m, _: m.append(m.to_mark()),
-    "ADDITEMS": lambda m, _: m.append(m.to_mark()),
-    "SETITEM": lambda m, _: m.set_items(m.take(2)),
-    "SETITEMS": lambda m, _: m.set_items(m.to_mark()),
-    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), _PickleMachine.put),
-    "MEMOIZE": lambda m, _: m.put(),
-    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda m, n: m.push(m.memo[int(n)])),
-    "GLOBAL": lambda m, name: m.symbol(*name.split(" ", 1)),
-    "STACK_GLOBAL": lambda m, _: m.symbol(*m.take(2)),
-    "REDUCE": lambda m, _: m.call(*m.take(2)),
-    "NEWOBJ": lambda m, _: m.call(*m.take(2)),
-    "NEWOBJ_EX": lambda m, _: m.call_named(*m.take(3)),
-    "BUILD": lambda m, _: m.build(),
-    "BINPERSID": lambda m, _: m.persist(m.stack.pop()),
+_BUILT: dict[str, tuple[int | None, Callable[[list[Any]], Any]]] = {
+    "NONE": (0, lambda _: None),
+    "NEWTRUE": (0, lambda _: True),
+    "NEWFALSE": (0, bool),
+    "EMPTY_DICT": (0, _dict),
+    "EMPTY_LIST": (0, list),
+    "EMPTY_TUPLE": (0, tuple),
+    "EMPTY_SET": (0, set),
+    "TUPLE1": (1, tuple),
+    "TUPLE2": (2, tuple),
+    "TUPLE3": (3, tuple),
+    "TUPLE": (None, tuple),
+    "LIST": (None, list),
+    "DICT": (None, _dict),
+    "FROZENSET": (None, frozenset),
 }
+"""Instructions that build a value from operands, with their number; None for all since the last mark."""
+_APPLIED: dict[str, tuple[int | None, Callable[[_PickleMachine, list[Any]], None]]] = {
+    "APPEND": (1, _PickleMachine.append),
+    "APPENDS": (None, _PickleMachine.append),
+    "ADDITEMS": (None, _PickleMachine.append),
+    "SETITEM": (2, _PickleMachine.set_items),
+    "SETITEMS": (None, _PickleMachine.set_items),
+    "STACK_GLOBAL": (2, _PickleMachine.name),
+    "REDUCE": (2, _PickleMachine.call),
+    "NEWOBJ": (2, _PickleMachine.call),
+    "NEWOBJ_EX": (3, _PickleMachine.call),
+    "BUILD": (1, _PickleMachine.build),
+    "BINPERSID": (1, _PickleMachine.persist),
+    "POP_MARK": (None, _PickleMachine.drop),
+}
+"""Other instructions with operands."""

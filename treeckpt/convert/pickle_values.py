@@ -22,8 +22,9 @@ from ..core.sharding.dtypes import dtype_of, numpy_dtype
 from ..core.tree.containers import DEFAULT_FACTORIES
 from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.spec import ArraySpec
-from ..core.tree.structure import MAX_DEPTH, key_text
+from ..core.tree.structure import MAX_DEPTH
 from ..errors import CorruptError, FormatError, TreeckptError, TreeError
+from .contents import below
 from .files import flat_array
 from .pickle_reader import Constructors, DeferredValue, FileBytes, Symbol, UnbuiltObject, Unpickled, brief
 
@@ -32,7 +33,7 @@ __all__ = ["PLAIN", "RefusedLeaf", "build_tree", "dtype_named"]
 _CODE, _HELD = "Making it would run its code", "It is none of what checkpoints hold"
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
 NODES = 100_000
-"""Nodes that a tree may have in any case; more only where the pickle is as long."""
+"""The largest number of nodes of a tree from a pickle with few instructions."""
 
 
 class _NumpyDtype(DeferredValue, eq=False):
@@ -53,7 +54,7 @@ class _NumpyDtype(DeferredValue, eq=False):
         return dtype if order == "|" else dtype.newbyteorder(order)
 
     def _unit(self, rest: Sequence[Any]) -> str:
-        """Of a time, `[25us]` say: the last part of the state has it, as (name, how many, ...)."""
+        """Returns the unit of a time, such as `[25us]`; the last part of the state is (name, count, ...)."""
         if self.code[:1] not in ("M", "m") or len(rest) < 5:
             return ""
         name, count, *_ = rest[4][1]
@@ -62,36 +63,27 @@ class _NumpyDtype(DeferredValue, eq=False):
 
 
 class _NumpyArray(DeferredValue, eq=False):
-    """numpy's array as it is pickled: empty, then a state with all there is."""
-
-    def make(self) -> np.ndarray | LazyArray:
-        _, shape, dtype, fortran, data = self.state
-        return _array(data, dtype, shape, "F" if fortran else "C")
-
-
-def _array(data: Any, dtype: Any, shape: Any, order: str = "C") -> np.ndarray | LazyArray:
-    element = dtype.make()
-    if not isinstance(shape, tuple) or any(type(n) is not int or n < 0 for n in shape) or order not in "CF":
-        raise ValueError(f"an array of shape {brief(shape)}")
-    if isinstance(data, FileBytes):
-        plain = element.newbyteorder("<") == element or element.itemsize == 1
-        if not plain or (order == "F" and sum(n != 1 for n in shape) > 1):
-            data = data.bytes()
-        else:
-            return flat_array(ArraySpec(shape, dtype_name(element, ""), kind="numpy"), data.window)
-    if not isinstance(data, (bytes, bytearray)) or len(data) != math.prod(shape) * element.itemsize:
-        raise ValueError("an array whose bytes do not make up its shape")
-    return np.frombuffer(bytearray(data), element).reshape(shape, order=order)  # pyright: ignore[reportCallIssue, reportArgumentType]
-
-
-class _NumpyBuffer(DeferredValue, eq=False):
-    """numpy's array as protocol 5 has it."""
+    """numpy's array as it is pickled: by protocol 5 with all there is, by others empty, then a state with it."""
 
     args: tuple[Any, ...] = ()
 
     def make(self) -> np.ndarray | LazyArray:
-        data, dtype, shape, order = self.args
-        return _array(data, dtype, shape, order)
+        if self.args:
+            data, dtype, shape, order = self.args
+        else:
+            _, shape, dtype, fortran, data = self.state
+            order = "F" if fortran else "C"
+        element = dtype.make()
+        if not isinstance(shape, tuple) or any(type(n) is not int or n < 0 for n in shape) or order not in "CF":
+            raise ValueError(f"an array of shape {brief(shape)}")
+        if isinstance(data, FileBytes):
+            plain = element.newbyteorder("<") == element or element.itemsize == 1
+            if plain and (order == "C" or sum(n != 1 for n in shape) <= 1):
+                return flat_array(ArraySpec(shape, dtype_name(element, ""), kind="numpy"), data.window)
+            data = data.bytes()
+        if not isinstance(data, (bytes, bytearray)) or len(data) != math.prod(shape) * element.itemsize:
+            raise ValueError("an array whose bytes do not make up its shape")
+        return np.frombuffer(bytearray(data), element).reshape(shape, order=order)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 class _NumpyScalar(DeferredValue, eq=False):
@@ -106,7 +98,7 @@ class _NumpyScalar(DeferredValue, eq=False):
 
 
 def _encode(text: Any, codec: Any) -> bytes:
-    """How protocol 2 writes bytes."""
+    """Decodes bytes as protocol 2 writes them."""
     if not isinstance(text, str) or codec not in ("latin1", "latin-1"):
         raise ValueError(f"text in {brief(codec)}")
     return text.encode("latin-1")
@@ -129,7 +121,7 @@ def _layout(name: Any) -> Symbol:
 
 
 _PYTHON_2 = {"long": "int", "unicode": "str"}
-"""What Python 2, whose names protocol 2 has, called builtins."""
+"""Names of builtins in Python 2, which protocol 2 uses."""
 
 
 def _default(*args: Any) -> Any:
@@ -145,12 +137,12 @@ def _default(*args: Any) -> Any:
 
 
 def _both(name: str, make: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """A builtin, as Python 2 and 3 call its module."""
+    """Returns a builtin under the names of its module in Python 2 and 3."""
     return {f"__builtin__ {name}": make, f"builtins {name}": make}
 
 
 def _numpy(name: str, make: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """A function of numpy's, as its versions call its module."""
+    """Returns a function of numpy under the names of its module in numpy 1 and 2."""
     module, name = name.split(" ")
     return {f"numpy.{core}.{module} {name}": make for core in ("core", "_core")}
 
@@ -175,23 +167,23 @@ PLAIN: Constructors = {
     "numpy dtype": lambda code, *_: _NumpyDtype(code=code),
     **_numpy("multiarray _reconstruct", lambda *_: _NumpyArray()),
     **_numpy("multiarray scalar", lambda dtype, data: _NumpyScalar(dtype=dtype, data=data)),
-    **_numpy("numeric _frombuffer", lambda *args: _NumpyBuffer(args=args)),
+    **_numpy("numeric _frombuffer", lambda *args: _NumpyArray(args=args)),
 }
-"""Constructors by name. None of them runs what it is given, and none makes more than the pickle holds."""
+"""Constructors by name. None of them calls an argument, and none builds more than the pickle holds."""
 
 
 def _held(items: Any) -> Any:
-    """What a container is to be made of, if the pickle holds it: of a number or a range, much would be made."""
+    """Returns the elements of a new container if they are in the pickle; a number or a range could be huge."""
     if not isinstance(items, (list, tuple, dict, set, frozenset, bytes, bytearray)):
         raise ValueError(f"a container of a {type(items).__name__}")
     return items
 
 
 def dtype_named(symbol: Any) -> str:
-    """Our name of the torch dtype that a symbol names.
+    """Returns the name of the torch dtype that a symbol is.
 
     Raises:
-        FormatError: it names none.
+        FormatError: it is none.
     """
     module, _, name = symbol.text.partition(" ") if isinstance(symbol, Symbol) else ("", "", "")
     if module != "torch":
@@ -200,7 +192,7 @@ def dtype_named(symbol: Any) -> str:
 
 
 class RefusedLeaf(msgspec.Struct, frozen=True):
-    """What could not be made."""
+    """A leaf that could not be built."""
 
     path: str
     what: str
@@ -208,14 +200,14 @@ class RefusedLeaf(msgspec.Struct, frozen=True):
 
 
 def build_tree(read: Unpickled, label: str, refused: list[RefusedLeaf] | None = None) -> Any:
-    """The tree that a pickle describes.
+    """Builds the tree that a pickle describes.
 
     Args:
-        refused: takes note of what cannot be made, which `...` stands for; without it, it is an error.
+        refused: receives leaves that cannot be built, which become `...`; without it they are errors.
 
     Raises:
-        TreeError: naming the path of what cannot be made.
-        FormatError: more nodes than the pickle has parts: containers that hold one another over and over.
+        TreeError: a leaf cannot be built.
+        FormatError: more nodes than instructions: containers contain one another repeatedly.
     """
     return trampoline(_TreeBuilder(label, max(NODES, 2 * read.steps), refused).build(read.value, "", 0))
 
@@ -239,43 +231,38 @@ class _TreeBuilder:
             return (yield self._mapping(node, path, depth))
         if kind in (list, collections.deque):
             for i, child in enumerate(node):
-                node[i] = yield self.build(child, self._below(path, i), depth + 1)
+                node[i] = yield self.build(child, below(path, i), depth + 1)
             return node
         if kind in (tuple, set, frozenset):
             items: list[Any] = []
             for i, child in enumerate(node):
-                items.append((yield self.build(child, self._below(path, i) if kind is tuple else path, depth + 1)))
+                items.append((yield self.build(child, below(path, i) if kind is tuple else path, depth + 1)))
             return kind(items)
         if isinstance(node, (Symbol, UnbuiltObject, FileBytes, DeferredValue)):
-            return self._once(node, path)
-        return node if kind in _PLAIN or isinstance(node, (LazyArray, np.ndarray)) else self._value_of_type(node, path)
+            if id(node) not in self.made:  # built once, so that ties stay
+                self.made[id(node)] = node, self._value(node, path)
+            return self.made[id(node)][1]
+        if kind in _PLAIN or isinstance(node, (LazyArray, np.ndarray)) or encodable(node):
+            return node
+        return self._refuse(path, brief(node), _HELD)
 
     def _mapping(self, node: Any, path: str, depth: int) -> Recursive[Any]:
         try:
-            steps = [(key, self._below(path, key)) for key in node]
+            paths = [below(path, key) for key in node]
         except TreeError as error:
             return self._refuse(path, f"a {type(node).__name__} with {error.found}", _HELD)
-        for key, below in steps:
-            node[key] = yield self.build(node[key], below, depth + 1)
+        for key, child_path in zip(list(node), paths, strict=True):
+            node[key] = yield self.build(node[key], child_path, depth + 1)
         return node
-
-    def _below(self, path: str, key: object) -> str:
-        return f"{path}/{key_text(key, path)}" if path else key_text(key, path)
-
-    def _value_of_type(self, node: Any, path: str) -> Any:
-        return node if encodable(node) else self._refuse(path, brief(node), _HELD)
-
-    def _once(self, node: Any, path: str) -> Any:
-        """The value of what stands for one; the same where it is met again, so that ties stay."""
-        if id(node) not in self.made:
-            self.made[id(node)] = node, self._value(node, path)
-        return self.made[id(node)][1]
 
     def _value(self, node: Any, path: str) -> Any:
         if isinstance(node, FileBytes):
             return node.bytes()
         if isinstance(node, Symbol):
-            return self._named(node, path)
+            module, _, name = node.text.partition(" ")
+            found = _torch_constant(name) if module == "torch" else None
+            named = node.text.replace(" ", ".")
+            return self._refuse(path, f"the class or function {named}") if found is None else found
         if isinstance(node, UnbuiltObject):
             what = f"an object made by {node.symbol.replace(' ', '.')}"
             return self._refuse(path, f"{what} ({node.why})", _HELD) if node.why else self._refuse(path, what)
@@ -291,16 +278,6 @@ class _TreeBuilder:
         except (ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
             return self._refuse(path, f"{error}"[:200], _HELD)
 
-    def _named(self, node: Symbol, path: str) -> Any:
-        module, _, name = node.text.partition(" ")
-        if module == "torch":
-            import torch
-
-            found = vars(torch).get(name)
-            if isinstance(found, (torch.dtype, torch.layout)):
-                return found
-        return self._refuse(path, f"the class or function {node.text.replace(' ', '.')}")
-
     def _refuse(self, path: str, what: str, why: str = _CODE) -> Any:
         if self.refused is None:
             raise refusal(RefusedLeaf(path, what, why), self.label)
@@ -308,8 +285,16 @@ class _TreeBuilder:
         return ...
 
 
+def _torch_constant(name: str) -> Any:
+    """Returns the dtype or layout of torch of that name."""
+    import torch
+
+    found = vars(torch).get(name)
+    return found if isinstance(found, (torch.dtype, torch.layout)) else None
+
+
 def refusal(found: RefusedLeaf, label: str) -> TreeError:
-    """The error for what cannot be made."""
+    """Returns the error for a leaf that cannot be built."""
     leave = f"Leave it out (exclude={found.path!r}, --exclude {found.path!r}), or have" if found.path else "Have"
     return TreeError(
         f"{found.path}: {label}",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,20 @@ from ..core.format.index import INDEX_NAME
 from ..core.format.shard_header import MAX_NBYTES, padded_nbytes, parse_shard_name
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import MAX_NDIM
+from ..core.tree.globs import Globs
 from ..errors import CheckpointNotFound, FormatError
 from ..io.storage.foreign_formats import HEAD, format_of_head, format_of_names
 from ..io.storage.open import open_store
 from ..io.storage.store import Store
-from . import dcp_read, hfai_read, paddle_read, safetensors_files
 from .checksums import ArchiveStorages
 from .contents import Contents, contents_of, map_leaves
+from .dcp_read import read_dcp
 from .files import FileRange, file_window, memory_array, open_foreign
+from .hfai_read import read_hfai
 from .native_read import read_native
+from .paddle_read import read_paddle
 from .pickle_values import RefusedLeaf, refusal
+from .safetensors_read import read_safetensors, read_sharded
 from .torch_read import read_torch
 
 __all__ = ["SOURCES", "detect", "open_source"]
@@ -36,7 +39,7 @@ _HINT = f"Known formats are {', '.join(SOURCES)}"
 
 
 def detect(path: str | os.PathLike[str] | Store) -> str:
-    """The format of the checkpoint at a path, by its files' names and first bytes: one of `SOURCES`.
+    """Returns the format of the checkpoint at a path, by its files' names and first bytes: one of `SOURCES`.
 
     Raises:
         CheckpointNotFound: there is nothing.
@@ -75,12 +78,12 @@ def _of_file(path: Path) -> str:
 
 @contextlib.contextmanager
 def open_source(
-    path: str | os.PathLike[str] | Store, kind: str, storages: ArchiveStorages, exclude: Any
+    path: str | os.PathLike[str] | Store, kind: str, storages: ArchiveStorages, exclude: Sequence[str]
 ) -> Iterator[Contents]:
-    """The contents of a checkpoint, with its arrays left in the files, which are closed at the end.
+    """Yields the contents of a checkpoint, with its arrays left in the files, which are closed at the end.
 
     Args:
-        exclude: whether a path is to be left out anyhow: objects there that cannot be read are no error.
+        exclude: globs over paths that will be left out: objects there that cannot be read are no error.
 
     Raises:
         CheckpointError: the state of the files.
@@ -90,16 +93,38 @@ def open_source(
     window = file_window(path) if isinstance(path, (str, os.PathLike)) and Path(path).is_file() else None
     store = window.store if window else open_store(path) if kind == "treeckpt" else open_foreign(path)
     with contextlib.closing(store):
-        read = partial(_of_window, window) if window else partial(_of_directory, store)
-        contents = read(kind, f"{path}", storages, refused)
+        contents = _read(kind, window or store, f"{path}", storages, refused)
+        left_out = Globs(exclude)
         for one in refused:
-            if not exclude(one.path):
+            if not left_out.match(one.path):
                 raise refusal(one, contents.label)
-        yield _all_lazy(contents)
+        yield _with_lazy_arrays(contents)
 
 
-def _all_lazy(contents: Contents) -> Contents:
-    """The same with arrays that are in memory as those are that are not.
+def _read(
+    kind: str, source: FileRange | Store, label: str, storages: ArchiveStorages, refused: list[RefusedLeaf]
+) -> Contents:
+    if isinstance(source, FileRange):
+        if kind == "torch":
+            return contents_of(read_torch(source, storages, refused), source.label)
+        if kind == "paddle":
+            return contents_of(read_paddle(source.store, storages, source.name), source.label)
+        arrays, metadata = read_safetensors(source, storages)
+    elif kind == "treeckpt":
+        return read_native(source, storages, refused)
+    elif kind == "dcp":
+        return contents_of(read_dcp(source, storages, refused), source.url)
+    elif kind == "hfai":
+        return contents_of(read_hfai(source, storages, refused), source.url)
+    elif kind == "paddle":
+        return contents_of(read_paddle(source, storages), source.url)
+    else:
+        arrays, metadata = read_sharded(source, storages)
+    return contents_of(dict(arrays), label, metadata={key: metadata[key] for key in metadata if key != "format"})
+
+
+def _with_lazy_arrays(contents: Contents) -> Contents:
+    """Replaces arrays in memory by lazy arrays.
 
     Raises:
         FormatError: an array has more dimensions, or bytes, than any library takes.
@@ -115,37 +140,6 @@ def _all_lazy(contents: Contents) -> Contents:
                     expected=f"an array of at most {MAX_NDIM} dimensions and {MAX_NBYTES - 1} bytes",
                     found=f"{len(shape)} dimensions, {shape!r:.80}",
                 )
-        if not isinstance(leaf, np.ndarray):
-            return leaf
-        return made.setdefault(id(leaf), memory_array(leaf))
+        return made.setdefault(id(leaf), memory_array(leaf)) if isinstance(leaf, np.ndarray) else leaf
 
     return map_leaves(contents, lazy)
-
-
-def _of_window(
-    window: FileRange, kind: str, label: str, storages: ArchiveStorages, refused: list[RefusedLeaf]
-) -> Contents:
-    if kind == "torch":
-        return contents_of(read_torch(window, storages, refused), window.label)
-    if kind == "paddle":
-        return contents_of(paddle_read.read_paddle(window.store, storages, name=window.name), window.label)
-    return _named(*safetensors_files.read_safetensors(window, storages), label)
-
-
-def _of_directory(
-    store: Store, kind: str, label: str, storages: ArchiveStorages, refused: list[RefusedLeaf]
-) -> Contents:
-    if kind == "treeckpt":
-        return read_native(store, storages, refused)
-    if kind == "dcp":
-        return contents_of(dcp_read.read_dcp(store, storages, refused), store.url)
-    if kind == "hfai":
-        return contents_of(hfai_read.read_hfai(store, storages, refused), store.url)
-    if kind == "paddle":
-        return contents_of(paddle_read.read_paddle(store, storages), store.url)
-    return _named(*safetensors_files.read_sharded(store, storages), label)
-
-
-def _named(arrays: dict[str, LazyArray], metadata: dict[str, str], label: str) -> Contents:
-    known = {key: value for key, value in metadata.items() if key != "format"}
-    return contents_of(dict(arrays), label, metadata=known)

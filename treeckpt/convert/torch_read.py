@@ -18,11 +18,11 @@ from ..core.tree.spec import ArraySpec
 from ..errors import CorruptError, FormatError
 from .checksums import ArchiveStorages, EntryChecksum
 from .files import FileRange, flat_of, strided_array
-from .pickle_reader import Constructors, Symbol, UnbuiltObject, Unpickled, brief, read_pickle
+from .pickle_reader import Constructors, Symbol, UnbuiltObject, brief, read_pickle
 from .pickle_values import PLAIN, RefusedLeaf, build_tree, dtype_named
 from .zip_archive import find_entries
 
-__all__ = ["STORAGES", "read_archive", "read_torch"]
+__all__ = ["STORAGES", "read_torch"]
 
 STORAGES = {
     "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
@@ -34,7 +34,7 @@ STORAGES = {
 
 
 class TorchFileStorage(msgspec.Struct, frozen=True):
-    """An entry of the archive with a storage's bytes. `dtype` is empty where the tensor tells it."""
+    """An entry of the archive with a storage's bytes. `dtype` is empty where the tensor has it."""
 
     entry: EntryChecksum
     dtype: str
@@ -47,10 +47,10 @@ class TorchFileStorage(msgspec.Struct, frozen=True):
 
 
 class _TorchArchive:
-    """What the pickle of one file refers to."""
+    """The entries and storages of one file."""
 
     def __init__(self, window: FileRange, storages: ArchiveStorages) -> None:
-        self.window, self.storages = window, storages
+        self.storages = storages
         self.entries = {
             name: storages.sum_of(found.window, found.crc, name) for name, found in find_entries(window).items()
         }
@@ -64,21 +64,18 @@ class _TorchArchive:
             )
         self.prefix = names[0].removesuffix("data.pkl")
         self._storages: dict[str, TorchFileStorage] = {}
-        self._check_order()
-
-    def _check_order(self) -> None:
         order = self.entries.get(f"{self.prefix}byteorder")
         text = order.read(0, min(order.window.size, 16)).tobytes() if order is not None else b"little"
         if text != b"little":
             raise FormatError(
-                self.window.label,
+                window.label,
                 expected="little-endian data",
                 found=f"{text!r}",
                 hint="Load it with torch and save it anew on a little-endian machine",
             )
 
     def storage(self, identity: Any) -> TorchFileStorage | UnbuiltObject:
-        """What a persistent id stands for; a record of its class where that is none of dense arrays."""
+        """Resolves a persistent id; a storage of a class without a dense dtype is an `UnbuiltObject`."""
         if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
             raise ValueError(f"a persistent id {brief(identity)}")
         _, kind, key, _, size = identity
@@ -101,70 +98,35 @@ class _TorchArchive:
             raise ValueError(f"storage {key:.40} with two sizes or dtypes")
         return found
 
-    def constructors(self) -> Constructors:
-        """What torch's own functions make of a storage."""
-        return {
-            **PLAIN,
-            "torch._utils _rebuild_tensor": self.tensor,
-            "torch._utils _rebuild_tensor_v2": self.tensor,
-            "torch._utils _rebuild_tensor_v3": self.tensor_v3,
-            "torch._utils _rebuild_parameter": _parameter,
-            "torch._utils _rebuild_parameter_with_state": _parameter,
-            "torch._tensor _rebuild_from_type_v2": self.of_type,
-            "torch._utils _rebuild_device_tensor_from_cpu_tensor": lambda data, *_: data,
-        }
-
-    def tensor(
-        self, storage: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any = False, hooks: Any = None,
-        metadata: Any = None,
-    ) -> LazyArray:  # fmt: skip
-        """A tensor over a storage with a dtype."""
-        if not isinstance(storage, TorchFileStorage) or not storage.dtype:
-            raise ValueError(f"a tensor over {storage!r:.80}")
-        return _tensor(storage, storage.dtype, (offset, shape, strides), requires_grad, metadata)
-
-    def tensor_v3(
-        self, storage: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any, hooks: Any, dtype: Any,
-        metadata: Any = None,
-    ) -> LazyArray:  # fmt: skip
-        """A tensor over a storage of bytes."""
-        if not isinstance(storage, TorchFileStorage):
-            raise ValueError(f"a tensor over {storage!r:.80}")
-        return _tensor(storage, dtype_named(dtype), (offset, shape, strides), requires_grad, metadata)
-
-    def of_type(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
-        """A tensor with attributes, as buffers are; only those that a tree has are kept."""
-        makers = {name: make for name, make in self.constructors().items() if name.startswith("torch._utils")}
-        make = makers.get(function.text) if isinstance(function, Symbol) else None
-        named = kind.text if isinstance(kind, Symbol) else ""
-        if make is None or named not in ("torch Tensor", "torch.nn.parameter Parameter", "torch.nn.parameter Buffer"):
-            raise FormatError(
-                self.window.label,
-                expected="plain tensors",
-                found=f"a tensor of the class {brief(named.replace(' ', '.') or kind)}",
-                hint="Save its parts as plain tensors with the program that wrote it",
-            )
-        made = make(*args)
-        buffer = isinstance(state, dict) and state.get("_is_buffer") is True
-        return _with(made, kind="buffer") if buffer and isinstance(made, LazyArray) else made
-
 
 def _tensor(
-    storage: TorchFileStorage, dtype: str, place: tuple[Any, Any, Any], requires_grad: Any, metadata: Any
-) -> LazyArray:
-    offset, shape, strides = place
+    storage: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any = False, hooks: Any = None,
+    metadata: Any = None, *, dtype: str = "",
+) -> LazyArray:  # fmt: skip
+    """Returns a tensor over a storage; `dtype` for one of bytes."""
+    if not isinstance(storage, TorchFileStorage) or not (dtype or storage.dtype):
+        raise ValueError(f"a tensor over {storage!r:.80}")
     numbers = (offset, *shape, *strides)
     if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers) or len(shape) != len(strides):
         raise _misplaced(storage, f"a tensor of shape {brief(shape)}, strides {brief(strides)} at {brief(offset)}")
-    itemsize = dtype_of(dtype).itemsize
+    spec = ArraySpec(tuple(shape), dtype or storage.dtype, requires_grad=requires_grad is True)
+    itemsize = dtype_of(spec.dtype).itemsize
     size = storage.entry.window.size // itemsize
     reach = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     if 0 not in shape and offset + reach > size:
         raise _misplaced(storage, f"a tensor of {reach} elements from {offset} on in a storage of {size}")
-    spec = ArraySpec(tuple(shape), dtype, requires_grad=requires_grad is True)
-    _check_spread(spec, reach, storage)
+    # an expanded tensor is written out in full: more than a row expanded to a batch is refused
+    if float(np.prod([float(n) for n in shape])) > 1024 * max(reach, 1 << 20):
+        raise _misplaced(storage, f"a tensor of shape {spec.shape} over {reach} elements")
     made = strided_array(spec, flat_of(storage.entry, itemsize), offset, tuple(strides), storage.address)
     return _resolved(made, metadata) if metadata else made
+
+
+def _tensor_v3(
+    storage: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any, hooks: Any, dtype: Any,
+    metadata: Any = None,
+) -> LazyArray:  # fmt: skip
+    return _tensor(storage, offset, shape, strides, requires_grad, hooks, metadata, dtype=dtype_named(dtype))
 
 
 def _misplaced(storage: TorchFileStorage, found: str) -> CorruptError:
@@ -176,18 +138,8 @@ def _misplaced(storage: TorchFileStorage, found: str) -> CorruptError:
     )
 
 
-def _check_spread(spec: ArraySpec, reach: int, storage: TorchFileStorage) -> None:
-    """Refuses an array that shows few bytes over and over: it would be written out in full.
-
-    An honest one is `expand`ed, from a row to a batch say.
-    """
-    size = int(np.prod([float(n) for n in spec.shape]))
-    if size > 1024 * max(reach, 1 << 20):
-        raise _misplaced(storage, f"a tensor of shape {spec.shape} over {reach} elements")
-
-
 def _resolved(made: LazyArray, metadata: Any) -> LazyArray:
-    """A conjugate or negative view: its bytes say something else than its elements."""
+    """Returns a conjugate or negative view with its elements computed."""
     if not isinstance(metadata, dict) or set(metadata) - {"conj", "neg"}:
         raise ValueError(f"a tensor with {brief(metadata)}")
     element = numpy_dtype(made.spec.dtype)
@@ -211,23 +163,40 @@ def _with(lazy: LazyArray, **changes: Any) -> LazyArray:
     return LazyArray(msgspec.structs.replace(lazy.spec, **changes), lazy.read, lazy.storage)
 
 
-def read_archive(window: FileRange, storages: ArchiveStorages) -> Unpickled:
-    """What the pickle of a file of torch.save describes, not settled yet.
+_REBUILD: Constructors = {
+    "torch._utils _rebuild_tensor": _tensor,
+    "torch._utils _rebuild_tensor_v2": _tensor,
+    "torch._utils _rebuild_tensor_v3": _tensor_v3,
+    "torch._utils _rebuild_parameter": _parameter,
+    "torch._utils _rebuild_parameter_with_state": _parameter,
+    "torch._utils _rebuild_device_tensor_from_cpu_tensor": lambda data, *_: data,
+}
+_CLASSES = ("torch Tensor", "torch.nn.parameter Parameter", "torch.nn.parameter Buffer")
 
-    Raises:
-        FormatError, CorruptError: it is no such file, or damaged.
-    """
-    archive = _TorchArchive(window, storages)
-    pickled = archive.entries[f"{archive.prefix}data.pkl"]
-    pickled.check()
-    return read_pickle(pickled.window, archive.constructors(), persistent=archive.storage)
+
+def _of_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    """Returns a tensor with attributes, such as a buffer; all but the kind are dropped."""
+    make = _REBUILD.get(function.text) if isinstance(function, Symbol) else None
+    named = kind.text if isinstance(kind, Symbol) else ""
+    if make is None or named not in _CLASSES:
+        raise ValueError(f"a tensor of the class {brief(named.replace(' ', '.') or kind)}")
+    made = make(*args)
+    buffer = isinstance(state, dict) and state.get("_is_buffer") is True
+    return _with(made, kind="buffer") if buffer and isinstance(made, LazyArray) else made
+
+
+_CONSTRUCTORS: Constructors = {**PLAIN, **_REBUILD, "torch._tensor _rebuild_from_type_v2": _of_type}
 
 
 def read_torch(window: FileRange, storages: ArchiveStorages, refused: list[RefusedLeaf] | None = None) -> Any:
-    """The tree in a file of torch.save, with its tensors left in the file.
+    """Returns the tree in a file of torch.save, with its tensors left in the file.
 
     Raises:
         FormatError, CorruptError: it is no such file, or damaged.
         TreeError: it holds an object that only its own code could make; noted in `refused` if that is given.
     """
-    return build_tree(read_archive(window, storages), window.label, refused)
+    archive = _TorchArchive(window, storages)
+    pickled = archive.entries[f"{archive.prefix}data.pkl"]
+    pickled.check()
+    read = read_pickle(pickled.window, _CONSTRUCTORS, persistent=archive.storage)
+    return build_tree(read, window.label, refused)

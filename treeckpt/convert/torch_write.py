@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import importlib
 import io
+import math
 import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,16 +20,16 @@ import torch
 from ..arrays.lazy import LazyArray
 from ..arrays.torch import torch_dtype
 from ..core.sharding.dtypes import dtype_of
-from ..core.sharding.region import Region
+from ..core.sharding.region import Region, c_strides
 from ..core.tree.flatten import replace_leaves
 from ..core.tree.spec import ArraySpec
-from .files import c_strides
-from .output import OutputPart
-from .ties import Tie
+from .contents import tree_of
+from .format_fit import FittedContents, Tie
+from .output import Output, OutputFile, OutputPart
 from .torch_read import STORAGES
-from .zip_archive import NewZipEntry, ZipLayout, lay_out
+from .zip_archive import lay_out
 
-__all__ = ["TorchArchiveLayout", "build_archive"]
+__all__ = ["TorchArchive", "build_archive", "lay_out_torch"]
 
 _KINDS = {dtype: getattr(torch, name) for name, dtype in STORAGES.items()}
 
@@ -50,27 +51,21 @@ class PickledTensor(msgspec.Struct, eq=False):
     strides: tuple[int, ...]
 
 
-class TorchArchiveLayout(msgspec.Struct, frozen=True):
-    """One archive: its layout, and the arrays that its storages are."""
+class TorchArchive(msgspec.Struct, frozen=True):
+    """The layout of an archive: its known bytes with their places, and the arrays that its storages are."""
 
-    layout: ZipLayout
-    arrays: tuple[tuple[str, LazyArray], ...]
-    """Path and array of each storage."""
-    entries: tuple[int, ...]
-    """The number of each storage's entry."""
+    nbytes: int
+    literals: tuple[tuple[int, bytes], ...]
+    parts: tuple[OutputPart, ...]
 
-    def literals(self, at: int = 0) -> tuple[tuple[int, bytes], ...]:
-        """Its known bytes, for an archive that starts at byte `at` of its file."""
-        return tuple((at + start, data) for start, data in self.layout.literals)
-
-    def parts(self, file: int, at: int = 0) -> list[OutputPart]:
-        """Its storages, for an archive that starts at byte `at` of file number `file`."""
-        found: list[OutputPart] = []
-        for (path, lazy), number in zip(self.arrays, self.entries, strict=True):
-            crcs = tuple(at + place for place in self.layout.crcs[number])
-            whole = Region.whole(lazy.spec.shape)
-            found.append(OutputPart(file, at + self.layout.starts[number], path, lazy, whole, crcs))
-        return found
+    def moved(self, file: int, at: int) -> TorchArchive:
+        """Returns the same archive at byte `at` of file number `file`."""
+        literals = tuple((at + start, data) for start, data in self.literals)
+        parts: list[OutputPart] = []
+        for part in self.parts:
+            crcs = tuple(at + place for place in part.crcs)
+            parts.append(msgspec.structs.replace(part, file=file, start=at + part.start, crcs=crcs))
+        return TorchArchive(self.nbytes, literals, tuple(parts))
 
 
 class _Pickler(pickle.Pickler):
@@ -88,13 +83,12 @@ class _Pickler(pickle.Pickler):
         requires_grad = obj.spec.requires_grad and obj.spec.kind != "parameter"
         args = (obj.storage, obj.offset, obj.spec.shape, obj.strides, requires_grad, collections.OrderedDict())
         utilities: Any = importlib.import_module("torch._utils")
-        if obj.storage.dtype in _KINDS:
-            made = (utilities._rebuild_tensor_v2, args)
-        else:
-            made = (utilities._rebuild_tensor_v3, (*args, torch_dtype(obj.storage.dtype)))
+        function = utilities._rebuild_tensor_v2
+        if obj.storage.dtype not in _KINDS:
+            function, args = utilities._rebuild_tensor_v3, (*args, torch_dtype(obj.storage.dtype))
         if obj.spec.kind != "parameter":
-            return made
-        inner = _PickledCall(*made)
+            return function, args
+        inner = _PickledCall(function, args)
         return utilities._rebuild_parameter, (inner, obj.spec.requires_grad, collections.OrderedDict())
 
 
@@ -108,46 +102,53 @@ class _PickledCall:
         return self.function, self.args
 
 
-def build_archive(
-    tree: Any, leaves: Sequence[tuple[str, Any]], ties: Mapping[str, Tie], name: str
-) -> TorchArchiveLayout:
-    """The archive of a tree.
+def lay_out_torch(held: FittedContents) -> Output:
+    """Lays out one file of torch.save."""
+    archive = build_archive(tree_of(held.contents), held.contents.leaves, held.ties)
+    return Output((OutputFile("", archive.nbytes, archive.literals),), archive.parts, False)
+
+
+def build_archive(tree: Any, leaves: Sequence[tuple[str, Any]], ties: Mapping[str, Tie]) -> TorchArchive:
+    """Returns the archive of a tree, at the beginning of the first file.
 
     Args:
         leaves: of the tree, with their paths; the tree holds the lazy arrays among them by identity.
         ties: by path, leaves that show the array of another one.
-        name: of the folder in the archive.
     """
     bases: dict[str, PickledStorage] = {}
     arrays: list[tuple[str, LazyArray]] = []
     for path, leaf in leaves:
         if isinstance(leaf, LazyArray) and path not in ties:
-            bases[path] = PickledStorage(str(len(arrays)), leaf.spec.dtype, Region.whole(leaf.spec.shape).size)
+            bases[path] = PickledStorage(str(len(arrays)), leaf.spec.dtype, math.prod(leaf.spec.shape))
             arrays.append((path, leaf))
     tensors = [
         _tensor(path, leaf, bases, ties) if isinstance(leaf, LazyArray) else _ordered(leaf) for path, leaf in leaves
     ]
     stream = io.BytesIO()
     _Pickler(stream, protocol=2).dump(replace_leaves(tree, iter(tensors)))
-    entries = [NewZipEntry(f"{name}/data.pkl", len(stream.getvalue()), stream.getvalue())]
-    entries += [NewZipEntry(f"{name}/.format_version", 1, b"1"), NewZipEntry(f"{name}/.storage_alignment", 2, b"64")]
-    entries.append(NewZipEntry(f"{name}/byteorder", 6, b"little"))
-    first = len(entries)
-    entries += [
-        NewZipEntry(f"{name}/data/{i}", Region.whole(lazy.spec.shape).size * dtype_of(lazy.spec.dtype).itemsize)
-        for i, (_, lazy) in enumerate(arrays)
-    ]
-    entries.append(NewZipEntry(f"{name}/version", 2, b"3\n"))
-    return TorchArchiveLayout(lay_out(entries), tuple(arrays), tuple(range(first, first + len(arrays))))
+    entries: dict[str, bytes | int] = {
+        "archive/data.pkl": stream.getvalue(),
+        "archive/.format_version": b"1",
+        "archive/.storage_alignment": b"64",
+        "archive/byteorder": b"little",
+        **{f"archive/data/{i}": lazy.nbytes for i, (_, lazy) in enumerate(arrays)},
+        "archive/version": b"3\n",
+    }
+    layout = lay_out(entries)
+    parts: list[OutputPart] = []
+    for i, (path, lazy) in enumerate(arrays):
+        start, crcs = layout.starts[f"archive/data/{i}"], layout.crcs[f"archive/data/{i}"]
+        parts.append(OutputPart(0, start, path, lazy, Region.whole(lazy.spec.shape), crcs))
+    return TorchArchive(layout.nbytes, layout.literals, tuple(parts))
 
 
 def _ordered(leaf: Any) -> Any:
-    """A value whose pickle is the same in every process: the order of a set is not."""
+    """Returns a value with the same pickle in every process: the order of a set differs."""
     return _PickledCall(set, (sorted(leaf, key=repr),)) if type(leaf) is set else leaf
 
 
 def _tensor(path: str, leaf: LazyArray, bases: Mapping[str, PickledStorage], ties: Mapping[str, Tie]) -> PickledTensor:
     tie = ties.get(path)
     if tie is None or tie.view is None:
-        return PickledTensor(leaf.spec, bases[path if tie is None else tie.of], 0, c_strides(leaf.spec.shape))
+        return PickledTensor(leaf.spec, bases[path if tie is None else tie.of], 0, c_strides(leaf.spec.shape, 1))
     return PickledTensor(leaf.spec, bases[tie.of], tie.view.offset, tie.view.strides)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ import msgspec
 from ..errors import CorruptError, FormatError
 from .files import FileRange
 
-__all__ = ["NewZipEntry", "ZipEntry", "ZipLayout", "find_entries", "lay_out"]
+__all__ = ["ZipEntry", "ZipLayout", "find_entries", "lay_out"]
 
 MAX_ENTRIES = 1 << 22
 ALIGN = 64
@@ -59,7 +59,7 @@ class ZipEntry(msgspec.Struct, frozen=True):
 
 
 def find_entries(window: FileRange) -> dict[str, ZipEntry]:
-    """Where the contents of a zip archive's entries lie, by name.
+    """Finds the contents of a zip archive's entries, by name.
 
     Raises:
         FormatError: no zip archive, or one with compressed or encrypted entries.
@@ -93,63 +93,56 @@ def _contents(window: FileRange, info: zipfile.ZipInfo) -> FileRange:
     return window.within(info.header_offset + 30 + name + extra, info.file_size)
 
 
-class NewZipEntry(msgspec.Struct, frozen=True):
-    """An entry of a new archive."""
-
-    name: str
-    nbytes: int
-    data: bytes | None = None
-    """What is in it; None for what is written later."""
-
-
 class ZipLayout(msgspec.Struct, frozen=True):
     """A new archive: bytes that are known, by their place, and the places of what is not."""
 
     nbytes: int
     literals: tuple[tuple[int, bytes], ...]
-    starts: tuple[int, ...]
+    starts: dict[str, int]
     """Of each entry's contents."""
-    crcs: tuple[tuple[int, int], ...]
+    crcs: dict[str, tuple[int, int]]
     """Where each entry's checksum goes, twice."""
 
 
-def lay_out(entries: Sequence[NewZipEntry]) -> ZipLayout:
-    """The archive of some entries, in their order."""
+def lay_out(entries: Mapping[str, bytes | int]) -> ZipLayout:
+    """Lays out the archive of some entries, in their order.
+
+    Args:
+        entries: by name the contents, or the number of bytes that are written later.
+    """
     literals: list[tuple[int, bytes]] = []
-    starts: list[int] = []
-    heads: list[int] = []
+    starts: dict[str, int] = {}
+    heads: list[tuple[str, int, int, int]] = []
     at = 0
-    for entry in entries:
-        name = entry.name.encode()
+    for text, data in entries.items():
+        name = text.encode()
+        nbytes, crc = (data, 0) if isinstance(data, int) else (len(data), zlib.crc32(data))
         gap = -(at + 30 + len(name) + 20 + 4) % ALIGN
-        extra = struct.pack("<HHQQ", 1, 16, entry.nbytes, entry.nbytes) + struct.pack("<HH", 0x4246, gap) + b"Z" * gap
-        head = b"PK\3\4" + _common(entry, extra)[2:] + name + extra
+        extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes) + struct.pack("<HH", 0x4246, gap) + b"Z" * gap
+        head = b"PK\3\4" + _common(name, crc, extra)[2:] + name + extra
         literals.append((at, head))
-        heads.append(at)
+        heads.append((text, at, nbytes, crc))
         at += len(head)
-        starts.append(at)
-        if entry.data is not None:
-            literals.append((at, entry.data))
-        at += entry.nbytes
+        starts[text] = at
+        if not isinstance(data, int):
+            literals.append((at, data))
+        at += nbytes
     directory = at
-    crcs: list[tuple[int, int]] = []
-    for entry, head in zip(entries, heads, strict=True):
-        extra = struct.pack("<HHQQQ", 1, 24, entry.nbytes, entry.nbytes, head)
-        record = b"PK\1\2" + _common(entry, extra) + struct.pack("<HHHII", 0, 0, 0, 0, 0xFFFFFFFF)
-        crcs.append((head + 14, at + 16))
-        record += entry.name.encode() + extra
+    crcs: dict[str, tuple[int, int]] = {}
+    for text, head, nbytes, crc in heads:
+        name, extra = text.encode(), struct.pack("<HHQQQ", 1, 24, nbytes, nbytes, head)
+        record = b"PK\1\2" + _common(name, crc, extra) + struct.pack("<HHHII", 0, 0, 0, 0, 0xFFFFFFFF) + name + extra
+        crcs[text] = head + 14, at + 16
         literals.append((at, record))
         at += len(record)
     literals.append((at, _end(len(entries), directory, at)))
-    return ZipLayout(at + len(literals[-1][1]), tuple(literals), tuple(starts), tuple(crcs))
+    return ZipLayout(at + len(literals[-1][1]), tuple(literals), starts, crcs)
 
 
-def _common(entry: NewZipEntry, extra: bytes) -> bytes:
-    """What an entry's head and its record in the directory share; sizes stand in the extra field, with 64 bits."""
-    crc = zlib.crc32(entry.data) if entry.data is not None else 0
+def _common(name: bytes, crc: int, extra: bytes) -> bytes:
+    """Returns the common fields of an entry's header and its directory record; sizes are in the extra field."""
     sizes = struct.pack("<III", crc, 0xFFFFFFFF, 0xFFFFFFFF)
-    name = len(entry.name.encode())
-    return struct.pack("<HHHHHH", 45, 45, 0, 0, *_DATE) + sizes + struct.pack("<HH", name, len(extra))
+    return struct.pack("<HHHHHH", 45, 45, 0, 0, *_DATE) + sizes + struct.pack("<HH", len(name), len(extra))
 
 
 def _end(count: int, start: int, stop: int) -> bytes:

@@ -11,8 +11,7 @@ import importlib.util
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -27,8 +26,6 @@ __all__ = ["main"]
 MIN_STEPS = 4  # three checkpoints, and a step after the last
 STEPS = 40
 
-RunTask = Callable[[Task, str], Outcome]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demo.
@@ -37,7 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 if every leaf came back bit for bit and the losses agree, 1 if not or if a job failed, 2 if it
         could not start.
     """
-    options = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        "treeckpt demo", description="Train on 4 ranks, save, load on 2 and on 1, compare everything, browse the run."
+    )
+    parser.add_argument("--run", type=Path, help="a new or empty directory (default: a new one in ./demo-runs)")
+    parser.add_argument("--steps", type=_steps, default=STEPS, help=f"of training, {MIN_STEPS} or more ({STEPS})")
+    parser.add_argument("--no-serve", action="store_true", help="end instead of serving the dashboard")
+    options = parser.parse_args(argv)
     console, errors = Console(), Console(stderr=True, soft_wrap=True, highlight=False)
     if importlib.util.find_spec("torch") is None:
         errors.print("treeckpt demo trains with torch, which is not installed: pip install 'treeckpt\\[torch]'")
@@ -63,16 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if options.no_serve else serve(run, errors)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "treeckpt demo", description="Train on 4 ranks, save, load on 2 and on 1, compare everything, browse the run."
-    )
-    parser.add_argument("--run", type=Path, help="a new or empty directory (default: a new one in ./demo-runs)")
-    parser.add_argument("--steps", type=_steps, default=STEPS, help=f"of training, {MIN_STEPS} or more ({STEPS})")
-    parser.add_argument("--no-serve", action="store_true", help="end instead of serving the dashboard")
-    return parser
-
-
 def _steps(text: str) -> int:
     steps = int(text)
     if steps < MIN_STEPS:
@@ -81,7 +74,7 @@ def _steps(text: str) -> int:
 
 
 def prepare_run(asked: Path | None) -> Path:
-    """The directory to work in, made if need be.
+    """Returns the directory to work in, and creates it where it is missing.
 
     Raises:
         OSError: it cannot be made, or it holds something.
@@ -103,12 +96,13 @@ def run_jobs(console: Console, run: Path, steps: int) -> list[DemoComparison]:
     saves = tuple(steps * quarter // 4 for quarter in (1, 2, 3))
     train = Train(str(run), "hsdp", saves, steps)
     resumes = (Resume(str(run), "tp", saves[-1], steps), Resume(str(run), "plain", saves[-1], steps, saves[:-1]))
-    with progress_bars(console) as run_task:
-        trained = run_task(train, f"train on {_ranks(train)} and save")
+    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        trained = _run_task(train, "train on {} and save", progress)
         assert isinstance(trained, Trained), "the outcome of Train"
         verdicts: list[DemoComparison] = []
         for task in resumes:
-            resumed = run_task(task, f"load on {_ranks(task)} and go on")
+            resumed = _run_task(task, "load on {} and go on", progress)
             assert isinstance(resumed, Resumed), "the outcome of Resume"
             verdicts.append(compare_runs(trained, resumed, task))
     console.print(build_table(trained.saves, train.layout, verdicts))
@@ -116,27 +110,16 @@ def run_jobs(console: Console, run: Path, steps: int) -> list[DemoComparison]:
     return verdicts
 
 
-def _ranks(task: Task) -> str:
-    ranks = RANKS[task.layout]
-    return f"{ranks} ranks" if ranks > 1 else "1 process"
-
-
-@contextmanager
-def progress_bars(console: Console) -> Iterator[RunTask]:
-    """Gives a function that runs a task: under a bar on a terminal, with a line at its end elsewhere."""
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-
-        def run_task(task: Task, text: str) -> Outcome:
-            bar = progress.add_task(text, total=None)  # it pulses until the processes are up
-            began = time.monotonic()
-            outcome = run_job(task, lambda _: progress.update(bar, total=task.steps, advance=1), environment=os.environ)
-            if not console.is_terminal:
-                took = time.monotonic() - began
-                console.print(f"{text}: {LAYOUTS[task.layout]}, {task.steps} steps, {took:.1f} s", highlight=False)
-            return outcome
-
-        yield run_task
+def _run_task(task: Task, text: str, progress: Progress) -> Outcome:
+    """Runs a task, under a bar on a terminal, with a line at its end elsewhere."""
+    text = text.format(f"{RANKS[task.layout]} ranks" if RANKS[task.layout] > 1 else "1 process")
+    bar = progress.add_task(text, total=None)  # it pulses until the processes are up
+    began = time.monotonic()
+    outcome = run_job(task, lambda _: progress.update(bar, total=task.steps, advance=1), environment=os.environ)
+    if not progress.console.is_terminal:
+        took = time.monotonic() - began
+        progress.console.print(f"{text}: {LAYOUTS[task.layout]}, {task.steps} steps, {took:.1f} s", highlight=False)
+    return outcome
 
 
 def serve(run: Path, errors: Console) -> int:

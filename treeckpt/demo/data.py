@@ -20,7 +20,7 @@ TEXT_BYTES = 1 << 20
 
 
 def read_text(folder: Path | None = None, *, nbytes: int = TEXT_BYTES) -> NDArray[np.uint8]:
-    """The first bytes of a folder's top-level Python files, joined in the order of their names.
+    """Returns the first bytes of a folder's top-level Python files, joined in the order of their names.
 
     Returns:
         1-D, at most `nbytes` long.
@@ -40,13 +40,13 @@ def read_text(folder: Path | None = None, *, nbytes: int = TEXT_BYTES) -> NDArra
 
 
 def row_start(seed: int, step: int, row: int, *, stop: int) -> int:
-    """Where a row of a step's batch starts in the text: a number in [0, stop)."""
+    """Returns the start of a row of a step's batch in the text: a number in [0, stop)."""
     digest = hashlib.blake2b(f"{seed}/{step}/{row}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % stop
 
 
 def batch(text: NDArray[np.uint8], step: int, *, seed: int, rows: range, length: int) -> NDArray[np.int64]:
-    """Some rows of a step's global batch: inputs are `[:, :-1]`, targets `[:, 1:]`.
+    """Returns rows of a step's global batch: inputs are `[:, :-1]`, targets `[:, 1:]`.
 
     Returns:
         (len(rows), length + 1), each row a stretch of the text.

@@ -61,7 +61,7 @@ def run_job(task: Task, on_step: OnStep, *, environment: Mapping[str, str], pati
 
 
 def command_of(task: Task) -> list[str]:
-    """The command line of a task."""
+    """Returns the command line of a task."""
     worker = ["-m", "treeckpt.demo.train", msgspec.json.encode(task).decode()]
     ranks = RANKS[task.layout]
     if ranks == 1:
@@ -71,7 +71,7 @@ def command_of(task: Task) -> list[str]:
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The workers' environment: one thread each, the loopback interface, and no trace of a torchrun above us."""
+    """Returns the workers' environment: one thread, the loopback interface, no variables of an outer torchrun."""
     ours = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
     clean = {k: v for k, v in environment.items() if k not in ours and not k.startswith("TORCHELASTIC_")}
     clean |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -106,10 +106,14 @@ def follow(lines: Iterable[str], on_step: OnStep) -> str:
 
 @contextlib.contextmanager
 def started(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """A process in a session of its own, so that Ctrl-C reaches it only through us; ended at the end."""
-    with (
-        ending_by_exception(),
-        subprocess.Popen(
+    """Runs a process in a session of its own, so that Ctrl-C does not reach it; ends it at the end.
+
+    Meanwhile SIGTERM raises SystemExit here, so that every `finally` runs.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()  # only there signals can be handled
+    before = signal.signal(signal.SIGTERM, _exit) if in_main_thread else None
+    try:
+        with subprocess.Popen(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -118,12 +122,18 @@ def started(command: list[str], environment: dict[str, str]) -> Iterator[subproc
             text=True,
             errors="replace",
             start_new_session=True,
-        ) as process,
-    ):
-        try:
-            yield process
-        finally:
-            end(process)
+        ) as process:
+            try:
+                yield process
+            finally:
+                end(process)
+    finally:
+        if in_main_thread:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def end(process: subprocess.Popen[str]) -> None:
@@ -137,20 +147,3 @@ def end(process: subprocess.Popen[str]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-@contextlib.contextmanager
-def ending_by_exception() -> Iterator[None]:
-    """SIGTERM raises SystemExit, so that a `finally` can clean up. Only the main thread may set that."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

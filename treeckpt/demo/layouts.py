@@ -7,8 +7,6 @@ at all), and one plain process. The checkpoint code is the same for all three an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,42 +23,32 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from .model import GPT
 from .tasks import RANKS, Layout
 
-__all__ = ["PlacedModel", "place"]
+__all__ = ["place"]
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedModel:
-    """A model on its ranks, and which part of a global batch this rank reads."""
+def place(model: GPT, layout: Layout, rows: int) -> range:
+    """Lays the model out in place; a layout of several ranks needs the process group.
 
-    model: GPT
-    part: int
-    parts: int
-
-    def rows(self, total: int) -> range:
-        """This rank's rows of a global batch of `total`."""
-        share = total // self.parts
-        return range(self.part * share, (self.part + 1) * share)
-
-
-def place(model: GPT, layout: Layout) -> PlacedModel:
-    """Lay the model out in place; a layout of several ranks needs the process group."""
+    Returns:
+        This rank's rows of a global batch of `rows`.
+    """
     match layout:
         case "plain":
-            return PlacedModel(model, part=0, parts=1)
+            return range(rows)
         case "tp":
-            mesh = init_device_mesh("cpu", (RANKS[layout],), mesh_dim_names=("tp",))
-            split_tensors(model, mesh)
-            return PlacedModel(model, part=0, parts=1)
+            split_tensors(model, init_device_mesh("cpu", (RANKS[layout],), mesh_dim_names=("tp",)))
+            return range(rows)
         case "hsdp":
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
             for layer in model.layers:
                 fully_shard(layer, mesh=mesh, reshard_after_forward=False)  # small: keep for the backward pass
             fully_shard(model, mesh=mesh)
-            return PlacedModel(model, part=mesh.get_rank(), parts=mesh.size())
+            share = rows // mesh.size()
+            return range(mesh.get_rank() * share, (mesh.get_rank() + 1) * share)
 
 
 def split_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Tensor and sequence parallelism over a mesh of one dimension."""
+    """Applies tensor and sequence parallelism over a mesh of one dimension."""
     rows, whole = Shard(1), Replicate()  # activations are (batch, time, width): between layers, time is split
     ends: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=whole, output_layouts=rows),

@@ -104,7 +104,7 @@ class GPT(nn.Module):
 
 
 def build_model(config: ModelConfig, seed: int) -> GPT:
-    """The same weights for the same seed, on every rank."""
+    """Builds the same weights for the same seed, on every rank."""
     torch.manual_seed(seed)
     model = GPT(config)
     nn.init.normal_(model.embedding.weight, std=0.02)

@@ -38,11 +38,11 @@ class DemoComparison:
 
     @property
     def ok(self) -> bool:
-        """Whether this is as it should be."""
+        """Whether all leaves are equal, and the losses within the tolerance."""
         return not self.different and self.gap <= LOSS_TOLERANCE and self.leaves > 0
 
     def complaints(self) -> list[str]:
-        """What is not, in words."""
+        """Describes what differs."""
         layout = LAYOUTS[self.task.layout]
         found: list[str] = []
         if self.different:
@@ -70,12 +70,12 @@ def compare_runs(trained: Trained, resumed: Resumed, task: Resume) -> DemoCompar
 
 
 def differing(expected: Digests, found: Digests) -> list[str]:
-    """The paths whose digests differ, or that only one side has."""
+    """Returns the paths whose digests differ, or that only one side has."""
     return sorted(path for path in expected.keys() | found.keys() if expected.get(path) != found.get(path))
 
 
 def largest_gap(expected: Sequence[float], found: Sequence[float]) -> float:
-    """The largest relative difference of two series; infinite if they cannot be compared."""
+    """Returns the largest relative difference of two series; infinite if they cannot be compared."""
     if not expected or len(expected) != len(found):
         return math.inf
     gaps = [abs(a - b) / abs(a) if a else math.inf for a, b in zip(expected, found, strict=True)]
@@ -83,7 +83,7 @@ def largest_gap(expected: Sequence[float], found: Sequence[float]) -> float:
 
 
 def build_table(saves: Sequence[Saved], source: Layout, verdicts: Sequence[DemoComparison]) -> Table:
-    """The table that the demo ends with; it fits into 80 columns."""
+    """Builds the table that the demo prints last; it fits into 80 columns."""
     table = Table(box=SIMPLE_HEAD, collapse_padding=True)
     table.add_column("what", no_wrap=True)
     table.add_column("ranks", justify="right", no_wrap=True)

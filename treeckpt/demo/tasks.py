@@ -18,7 +18,7 @@ Layout = Literal["hsdp", "tp", "plain"]
 RANKS: dict[Layout, int] = {"hsdp": 4, "tp": 2, "plain": 1}
 
 LAYOUTS: dict[Layout, str] = {"hsdp": "FSDP2, 2x2 mesh", "tp": "tensor parallel", "plain": "plain"}
-"""What a reader is told about each."""
+"""Descriptions, for the table."""
 
 
 class Train(msgspec.Struct, frozen=True, tag="train"):
@@ -34,12 +34,12 @@ class Train(msgspec.Struct, frozen=True, tag="train"):
 
     @property
     def name(self) -> str:
-        """What the outcome's file is called."""
+        """The name of the outcome's file."""
         return "train"
 
     @property
     def steps(self) -> int:
-        """How many steps this takes."""
+        """Number of steps of training."""
         return self.stop
 
 
@@ -57,12 +57,12 @@ class Resume(msgspec.Struct, frozen=True, tag="resume"):
 
     @property
     def name(self) -> str:
-        """What the outcome's file is called."""
+        """The name of the outcome's file."""
         return f"resume-{self.layout}"
 
     @property
     def steps(self) -> int:
-        """How many steps this takes."""
+        """Number of steps of training."""
         return self.stop - self.step
 
 
@@ -107,10 +107,10 @@ Outcome = Trained | Resumed
 
 
 def checkpoint_path(run: str | Path, step: int) -> Path:
-    """Where a step's checkpoint lies."""
+    """Returns the path of a step's checkpoint."""
     return Path(run) / f"step_{step:08d}"
 
 
 def outcome_path(task: Task) -> Path:
-    """Where rank 0 leaves a task's outcome; the name starts with a dot, so that nobody takes it for a checkpoint."""
+    """Returns the path of a task's outcome; its folder starts with a dot, so that it is not taken for a checkpoint."""
     return Path(task.run) / ".demo" / f"{task.name}.json"

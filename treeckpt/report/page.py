@@ -6,18 +6,19 @@ import math
 import os
 from pathlib import Path
 
+from .. import api
 from ..core.analysis.diff import leaf_text
 from ..core.analysis.outline import Outline, OutlineRow
 from ..core.analysis.timing_report import TimingReport
 from ..core.format.byte_map import chunk_count, layout_of, locate_chunks
 from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf
-from ..core.html import Child, Html, el, facts, joined, table
+from ..core.html import Child, Html, el, facts, table
 from ..core.sharding.region import Region
 from ..core.text import bytes_text, layout_text, rate_text, region_text, seconds_text, shape_text, time_text, value_text
 from ..core.tree.recursion import Recursive, trampoline
 from ..errors import CheckpointNotFound, TreeckptError
 from ..runs import catalog
-from ..runs.catalog import CheckpointInfo
+from ..runs.checkpoint_info import CheckpointInfo
 from ..runs.notebook import COLUMNS, checkpoint_rows
 from .page_assets import POLICY, SCRIPT, STYLE
 from .pictures import RegionBox, line_chart, shard_map, treemap, waterfall
@@ -60,10 +61,18 @@ def run_page(path: str | os.PathLike[str]) -> str:
     name = Path(path).absolute().name
     rows = table(COLUMNS, checkpoint_rows(found[:CHECKPOINTS]), right=COLUMNS[2:6] + COLUMNS[7:])
     more = el("p", f"and {len(found) - CHECKPOINTS} older", class_="dim") if len(found) > CHECKPOINTS else None
-    parts = [el("h1", name), _run_facts(found), _section("Checkpoints", rows, more), *_trends(found)]
-    newest = next((info for info in found if info.status == "complete"), None)
-    if newest is not None:
-        parts += [el("h1", newest.name), *_checkpoint(newest.path, newest)]
+    complete = [info for info in found if info.status == "complete"]
+    about = facts(
+        [
+            ("complete checkpoints", len(complete)),
+            ("others", len(found) - len(complete)),
+            ("on disk", bytes_text(sum(info.nbytes or 0 for info in found))),
+            ("newest step", complete[0].step if complete else None),
+        ]
+    )
+    parts = [el("h1", name), about, _section("Checkpoints", rows, more), *_trends(complete)]
+    if complete:
+        parts += [el("h1", complete[0].name), *_checkpoint(complete[0].path, complete[0])]
     return _document(name, parts)
 
 
@@ -84,41 +93,28 @@ def _section(title: str, *children: Child) -> Html:
     return el("section", el("h2", title), *children)
 
 
-def _run_facts(found: list[CheckpointInfo]) -> Html:
-    complete = [info for info in found if info.status == "complete"]
-    return facts(
-        [
-            ("complete checkpoints", len(complete)),
-            ("others", len(found) - len(complete)),
-            ("on disk", bytes_text(sum(info.nbytes or 0 for info in found))),
-            ("newest step", complete[0].step if complete else None),
-        ]
-    )
-
-
-def _trends(found: list[CheckpointInfo]) -> list[Html]:
-    saves = [i for i in reversed(found) if i.status == "complete" and i.step is not None and i.seconds is not None]
-    saves = saves[-CHECKPOINTS:]
+def _trends(complete: list[CheckpointInfo]) -> list[Html]:
+    saves = [i for i in reversed(complete) if i.step is not None and i.seconds is not None][-CHECKPOINTS:]
     if len(saves) < 2:
         return []
     steps = [i.step or 0 for i in saves]
     rates = [i.nbytes / i.seconds if i.nbytes and i.seconds else None for i in saves]
     times = [("took", [i.seconds for i in saves]), ("blocked", [i.blocked_seconds for i in saves])]
     return [
-        _section("Time of saves", line_chart(steps, times, text="seconds")),
-        _section("Rate", line_chart(steps, [("rate", rates)], text="rate")),
+        _section("Time of saves", line_chart(steps, times, seconds_text)),
+        _section("Rate", line_chart(steps, [("rate", rates)], rate_text)),
     ]
 
 
 def _checkpoint(path: str | os.PathLike[str], info: CheckpointInfo) -> list[Html]:
     state = el("p", info.status if not info.error else f"{info.status}: {info.error}", class_="dim")
-    parts = [state, *_timing(path)]
+    timing = _timing(path)
     try:
-        index = catalog.read_index(path)
+        index = api.inspect(path)
     except TreeckptError as error:
-        return [state, el("p", f"{error}", class_="bad"), *parts[1:]]
+        return [state, el("p", f"{error}", class_="bad"), *timing]
     outline = Outline(index)
-    return [state, _facts(index), _sizes(outline), *parts[1:], *_maps(index), _tree(outline), _files(index)]
+    return [state, _facts(index), _sizes(outline), *timing, *_maps(index), _tree(outline), _files(index)]
 
 
 def _facts(index: Index) -> Html:
@@ -137,33 +133,27 @@ def _sizes(outline: Outline) -> Html:
     """Draws a treemap of the largest leaves, coloured by the first key of the path, and lists the largest nodes."""
     arrays = sorted(outline.index.entries, key=lambda leaf: -leaf.nbytes)[:CELLS]
     first = {name: at for at, name in enumerate(dict.fromkeys(leaf.path.partition("/")[0] for leaf in arrays))}
-    cells = [
-        (
-            leaf.path.rpartition("/")[2],
-            f"{leaf.path}: {bytes_text(leaf.nbytes)}",
-            first[leaf.path.partition("/")[0]],
-            leaf.nbytes,
-        )
-        for leaf in arrays
-    ]
+    cells: list[tuple[str, str, int, int]] = []
+    for leaf in arrays:
+        title = f"{leaf.path}: {bytes_text(leaf.nbytes)}"
+        colour = first[leaf.path.partition("/")[0]]
+        cells.append((leaf.path.rpartition("/")[2], title, colour, leaf.nbytes))
     rest = outline.index.nbytes - sum(cell[3] for cell in cells)
     if rest > 0:
         cells.append(("the rest", f"{len(outline.index.entries) - len(arrays):,} smaller leaves", 7, rest))
     total = outline.index.nbytes or 1
     nodes = sorted(outline.children(count=10_000), key=lambda row: -row.nbytes)[:10]
+    columns = ("part", "leaves", "size", "share")
     rows = [(row.path, f"{row.leaves:,}", bytes_text(row.nbytes), f"{row.nbytes / total:.1%}") for row in nodes]
-    return _section(
-        "Sizes", treemap(cells), table(("part", "leaves", "size", "share"), rows, right=("leaves", "size", "share"))
-    )
+    return _section("Sizes", treemap(cells), table(columns, rows, right=columns[1:]))
 
 
 def _maps(index: Index) -> list[Html]:
     """Draws the largest arrays of several chunks."""
-    spread = [
-        leaf for leaf in index.entries if isinstance(leaf.record, ArrayRecord) and 1 < chunk_count(leaf) <= CHUNKS
-    ]
-    spread = sorted(spread, key=lambda leaf: -leaf.nbytes)[:MAPS]
-    pictures = [part for leaf in spread for part in _map(index, leaf)]
+    arrays = [leaf for leaf in index.entries if isinstance(leaf.record, ArrayRecord)]
+    spread = [leaf for leaf in arrays if 1 < chunk_count(leaf) <= CHUNKS]
+    largest = sorted(spread, key=lambda leaf: -leaf.nbytes)[:MAPS]
+    pictures = [part for leaf in largest for part in _map(index, leaf)]
     return [_section("Where large arrays lie", *pictures)] if pictures else []
 
 
@@ -208,14 +198,8 @@ def _nodes(outline: Outline, parent: OutlineRow, left: list[int], depth: int) ->
             continue
         size = el("span", f"{row.leaves:,} leaves, {bytes_text(row.nbytes)}", class_="size")
         inner = yield _nodes(outline, row, left, depth + 1)
-        found.append(
-            el(
-                "details",
-                el("summary", el("span", row.key, class_="mono"), size),
-                *inner,
-                open="" if not depth else None,
-            )
-        )
+        summary = el("summary", el("span", row.key, class_="mono"), size)
+        found.append(el("details", summary, *inner, open="" if not depth else None))
     if parent.children > CHILDREN:
         found.append(el("p", f"and {parent.children - CHILDREN:,} more", class_="leaf dim", data_path=""))
     return found
@@ -234,11 +218,10 @@ def _leaf(index: Index, row: OutlineRow) -> Html:
 def _files(index: Index) -> Html:
     files = index.file_list
     mean = sum(f.nbytes for f in files) / len(files) if files else 0
+    columns = ("file", "rank", "size", "to the mean")
     rows = [(f.name, f.rank, bytes_text(f.nbytes), f"{f.nbytes / mean:.2f}×" if mean else "") for f in files[:FILES]]
     more = el("p", f"and {len(files) - FILES:,} more", class_="dim") if len(files) > FILES else None
-    return _section(
-        "Shards", table(("file", "rank", "size", "to the mean"), rows, right=("rank", "size", "to the mean")), more
-    )
+    return _section("Shards", table(columns, rows, right=columns[1:]), more)
 
 
 def _timing(path: str | os.PathLike[str]) -> list[Html]:
@@ -257,44 +240,33 @@ def _timing(path: str | os.PathLike[str]) -> list[Html]:
             ("slowest", f"rank {profile.slowest}, {profile.slowdown:.1f}× the median's work"),
         ]
     )
+    columns = ("phase", "median", "longest", "slowest", "bytes")
     phases = [
         (
             p.name,
-            seconds_text(p.median_ns / 1e9),
-            seconds_text(p.longest_ns / 1e9),
+            _ns_text(p.median_ns),
+            _ns_text(p.longest_ns),
             f"rank {p.slowest}",
             bytes_text(p.nbytes) if p.nbytes else None,
         )
         for p in profile.phases
     ]
-    odd = [
-        (
-            f"rank {s.rank}",
-            s.phase or "all its work",
-            seconds_text(s.ns / 1e9),
-            seconds_text(s.median_ns / 1e9),
-            f"{s.times:.1f}×" if math.isfinite(s.times) else None,
-        )
-        for s in study.stragglers[:20]
-    ]
-    error = el("p", study.timings.error, class_="bad") if study.timings.error else None
-    listed = joined(
-        [
-            el("h3", "Stragglers"),
-            table(("rank", "in", "took", "median", "times"), odd, right=("took", "median", "times")),
+    parts = [about, waterfall(study), table(columns, phases, right=columns[1:])]
+    if study.timings.error:
+        parts.insert(0, el("p", study.timings.error, class_="bad"))
+    if study.stragglers:
+        columns = ("rank", "in", "took", "median", "times")
+        rows = [
+            (f"rank {s.rank}", s.phase or "all its work", _ns_text(s.ns), _ns_text(s.median_ns), _times_text(s.times))
+            for s in study.stragglers[:20]
         ]
-    )
-    return [
-        _section(
-            "Time of the save",
-            error,
-            about,
-            waterfall(study),
-            table(
-                ("phase", "median", "longest", "slowest", "bytes"),
-                phases,
-                right=("median", "longest", "slowest", "bytes"),
-            ),
-            listed if odd else None,
-        )
-    ]
+        parts += [el("h3", "Stragglers"), table(columns, rows, right=columns[2:])]
+    return [_section("Time of the save", *parts)]
+
+
+def _ns_text(ns: float) -> str:
+    return seconds_text(ns / 1e9)
+
+
+def _times_text(times: float) -> str | None:
+    return f"{times:.1f}×" if math.isfinite(times) else None

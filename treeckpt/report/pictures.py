@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ..core.analysis.profile import ROOT_SPAN, WAITING_PHASES
 from ..core.analysis.timing_report import TimingReport
-from ..core.html import Html, el, joined
-from ..core.text import bytes_text, rate_text, seconds_text
+from ..core.html import Html, el
+from ..core.text import seconds_text
 
 __all__ = ["RegionBox", "line_chart", "shard_map", "treemap", "waterfall"]
 
@@ -130,34 +130,28 @@ def waterfall(study: TimingReport) -> Html:
     return _svg(top + 4, *shapes, label="Phases of the save over time; the table below holds the same")
 
 
-def line_chart(steps: Sequence[int], series: Sequence[tuple[str, Sequence[float | None]]], *, text: str) -> Html:
+def line_chart(
+    steps: Sequence[int], series: Sequence[tuple[str, Sequence[float | None]]], text: Callable[[float], str]
+) -> Html:
     """Draws values over steps; the vertical axis begins at zero.
 
     Args:
-        text: the format of the values: "bytes", "seconds" or "rate" (bytes per second).
+        text: formats a value.
     """
     height, left, bottom = 170, 80, 22
     most = max((v for _, values in series for v in values if v is not None), default=0) or 1
-    span = max(steps[-1] - steps[0], 1) if steps else 1
-    written = {"bytes": bytes_text, "seconds": seconds_text, "rate": rate_text}[text]
-
-    def place(step: int, value: float) -> tuple[float, float]:
-        return left + (step - steps[0]) / span * (WIDTH - left - 20), (height - bottom) - value / most * (height - 40)
-
-    shapes: list[Html] = [
-        _text(left - 8, 20, written(most), anchor="end"),
-        _text(left - 8, height - bottom, "0", anchor="end"),
-    ]
+    span = max(steps[-1] - steps[0], 1)
+    shapes = [_text(left - 8, 20, text(most), anchor="end"), _text(left - 8, height - bottom, "0", anchor="end")]
     for colour, (name, values) in enumerate(series):
-        points = [(s, *place(s, v), v) for s, v in zip(steps, values, strict=True) if v is not None]
-        path = "".join(f"{'L' if n else 'M'}{x:.1f} {y:.1f}" for n, (_, x, y, _) in enumerate(points))
-        shapes.append(el("path", d=path, class_=f"line l{colour}"))
-        for step, x, y, v in points:
-            title = el("title", f"step {step}: {name} {written(v)}")
-            shapes.append(el("circle", title, cx=f"{x:.1f}", cy=f"{y:.1f}", r="3.5", class_=f"f{colour}"))
-    if steps:
-        shapes += [
-            _text(left, height - 4, f"step {steps[0]}"),
-            _text(WIDTH - 20, height - 4, f"{steps[-1]}", anchor="end"),
-        ]
-    return joined([_svg(height, *shapes, label=", ".join(name for name, _ in series) + " over steps")])
+        path: list[str] = []
+        dots: list[Html] = []
+        for step, value in zip(steps, values, strict=True):
+            if value is not None:
+                x = f"{left + (step - steps[0]) / span * (WIDTH - left - 20):.1f}"
+                y = f"{(height - bottom) - value / most * (height - 40):.1f}"
+                path.append(f"{x} {y}")
+                title = el("title", f"step {step}: {name} {text(value)}")
+                dots.append(el("circle", title, cx=x, cy=y, r="3.5", class_=f"f{colour}"))
+        shapes += [el("path", d="M" + "L".join(path) if path else "", class_=f"line l{colour}"), *dots]
+    shapes += [_text(left, height - 4, f"step {steps[0]}"), _text(WIDTH - 20, height - 4, f"{steps[-1]}", anchor="end")]
+    return _svg(height, *shapes, label=", ".join(name for name, _ in series) + " over steps")

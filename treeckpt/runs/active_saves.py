@@ -40,7 +40,7 @@ class SaveUnderWay(msgspec.Struct, frozen=True):
     updated_ns: int
     """Unix time of the newest record."""
     done: int = 0
-    """How many of these ranks have made all their bytes durable."""
+    """How many of these ranks' bytes are all durable."""
     alive: bool | None = None
     """Whether it may still be committed: False once its coordinator's process has ended, None if not known."""
 

@@ -33,22 +33,16 @@ from ..core.tree.value_codec import Value, decode_value
 from ..errors import CheckpointNotFound, CorruptError, StoreError, TreeckptError
 from ..io.storage import metadata_files
 from ..io.storage.bucket import is_url, local_path
-from ..io.storage.open import open_folder, open_run, open_store
+from ..io.storage.open import open_folder, open_run
 from ..io.storage.run_store import DirectoryEntry, Folder, LocalFolder, RunStore, SupportsBulkListing, all_folders
 from .active_saves import saves_under_way
-from .checkpoint_info import CheckpointInfo, Status, in_listing_order
+from .checkpoint_info import CheckpointInfo, in_listing_order
 from .stat_cache import LruStatCache, StatCache
 
 __all__ = [
-    "CheckpointInfo",
-    "LruStatCache",
     "SaveDuration",
-    "StatCache",
-    "Status",
     "Summary",
-    "in_listing_order",
     "is_checkpoint",
-    "read_index",
     "read_info",
     "read_info_or_corrupt",
     "read_infos",
@@ -56,7 +50,6 @@ __all__ = [
     "read_timings",
     "run_exists",
     "scan",
-    "step_of",
     "summarize_index",
 ]
 
@@ -84,16 +77,6 @@ class Summary(msgspec.Struct, frozen=True):
     metrics: dict[str, float]
     held_nbytes: int
     lineage: Lineage | None = None
-
-
-def read_index(path: str | os.PathLike[str]) -> Index:
-    """Reads the index of a checkpoint's directory.
-
-    Raises:
-        CheckpointNotFound: there is none.
-        CheckpointError: it cannot be read, or does not decode.
-    """
-    return metadata_files.read_index(open_store(path))
 
 
 def read_timings(path: str | os.PathLike[str] | Folder, *, save_id: str | None = None) -> Timings:

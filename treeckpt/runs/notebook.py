@@ -8,7 +8,8 @@ from ..core.html import Child, Html, el, facts, joined, table
 from ..core.text import bytes_text, seconds_text, time_text
 from ..io.storage.run_store import RunStore
 from .active_saves import under_way_text
-from .catalog import CheckpointInfo, scan
+from .catalog import scan
+from .checkpoint_info import CheckpointInfo
 
 __all__ = ["checkpoint_rows", "run_html"]
 

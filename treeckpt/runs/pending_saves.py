@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 from ..core.analysis.retention_policy import Policy
 from ..core.format.file_names import step_name
@@ -26,6 +27,12 @@ __all__ = ["PendingSaves", "RetentionRunner"]
 _log = logging.getLogger("treeckpt")
 
 
+class _PendingSave(NamedTuple):
+    step: int
+    pending: Pending
+    undo: Callable[[], None]
+
+
 class PendingSaves:
     """The background saves that have not ended yet, or whose failure was not raised yet.
 
@@ -35,8 +42,7 @@ class PendingSaves:
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         self._on_end = on_end
-        self._pending: list[tuple[int, Pending]] = []
-        self._undo: dict[Pending, Callable[[], None]] = {}
+        self._pending: list[_PendingSave] = []
         self._failed: list[Exception] = []
         self._starting: set[str] = set()
         self._claimed = ""
@@ -45,7 +51,7 @@ class PendingSaves:
 
     def after_fork(self) -> None:
         """Drops all saves in a forked child: they belong to the parent."""
-        self._pending, self._undo, self._failed = [], {}, []
+        self._pending, self._failed = [], []
         self._starting, self._claimed, self._lock = set(), "", threading.Condition()
 
     def add(self, step: int, pending: Pending, undo: Callable[[], None]) -> None:
@@ -55,13 +61,12 @@ class PendingSaves:
             undo: called if the save fails.
         """
         with self._lock:
-            self._pending.append((step, pending))
-            self._undo[pending] = undo
+            self._pending.append(_PendingSave(step, pending, undo))
 
     def busy(self) -> Set[str]:
         """Returns the names of the directories that are being saved."""
         with self._lock:
-            return self._starting.union(step_name(step) for step, _ in self._pending)
+            return self._starting.union(step_name(save.step) for save in self._pending)
 
     @contextlib.contextmanager
     def starting(self, step: int) -> Iterator[None]:
@@ -108,12 +113,11 @@ class PendingSaves:
 
     def _abandon(self, timeout: float) -> None:
         """Drops the saves that have not ended: nothing waits for them any more, not even the end of the interpreter."""
-        lost = {step: pending for step, pending in self._pending if not pending.done()}
+        lost = {save.step: save.pending for save in self._pending if not save.pending.done()}
         for pending in lost.values():
             forget_at_exit(pending)
         with self._lock:
             self._pending.clear()
-            self._undo.clear()
         raise CheckpointError(
             ", ".join(pending.path for pending in lost.values()),
             expected=f"the saves in flight to end within {timeout:g} s",
@@ -127,10 +131,11 @@ class PendingSaves:
         deadline = time.monotonic() + timeout if timeout is not None else None
         while self._pending:
             limit = max(0.0, deadline - time.monotonic()) if deadline is not None else None
-            if not self._pending[0][1].wait(limit):
-                _log.error("saving step %d has not ended yet", self._pending[0][0])
+            save = self._pending[0]
+            if not save.pending.wait(limit):
+                _log.error("saving step %d has not ended yet", save.step)
                 return False
-            self._finish(0)
+            self._finish(save)
         return True
 
     def collect(self) -> None:
@@ -138,23 +143,21 @@ class PendingSaves:
 
         Failures stay until `settle` or the next save, which raise them on all ranks at the same call.
         """
-        for position, (_, pending) in reversed(list(enumerate(self._pending))):
-            if pending.done() and pending.unreported_error is None:
-                self._finish(position)
+        for save in reversed(list(self._pending)):
+            if save.pending.done() and save.pending.unreported_error is None:
+                self._finish(save)
 
-    def _finish(self, position: int) -> None:
-        step, pending = self._pending[position]
-        raised = pending.done() and pending.unreported_error is None
+    def _finish(self, save: _PendingSave) -> None:
+        raised = save.pending.done() and save.pending.unreported_error is None
         try:
-            pending.result()
+            save.pending.result()
         except Exception as error:
             if not raised:
-                _log.error("saving step %d failed: %s", step, error)
+                _log.error("saving step %d failed: %s", save.step, error)
                 self._failed.append(error)
-            self._undo[pending]()
+            save.undo()
         with self._lock:
-            self._pending.pop(position)
-            self._undo.pop(pending)
+            self._pending.remove(save)
         self._on_end()
 
 

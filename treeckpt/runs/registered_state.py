@@ -66,58 +66,12 @@ class RegisteredState:
     """The objects registered with one manager, on one rank."""
 
     def __init__(self) -> None:
-        self._objects: dict[str, Any] = {}
-        self._readers: dict[str, _InputReader] = {}
+        self.objects: dict[str, Any] = {}
+        """What all ranks share."""
+        self.readers: dict[str, _InputReader] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._objects or self._readers)
-
-    def add(self, name: str, thing: Any, namespace: str = "") -> None:
-        """Registers an object that all ranks share.
-
-        Args:
-            namespace: the namespace of optree's registry.
-
-        Raises:
-            ValueError: the name is taken.
-            TreeError: it holds a value that cannot be restored in place.
-        """
-        _check_name(name, self._objects, "registered")
-        check_can_restore(f"{OBJECTS}/{key_text(name)}", name, thing, namespace)
-        self._objects[name] = thing
-
-    def add_value(self, name: str, get: Callable[[], Any], set: Callable[[Any], Any]) -> None:
-        """Registers a value by the functions that read and set it.
-
-        Raises:
-            ValueError: the name is taken.
-            TypeError: `get` or `set` is not callable.
-        """
-        _check_name(name, self._objects, "registered")
-        for what, function in (("get", get), ("set", set)):
-            if not callable(function):
-                raise TypeError(f"expected {what} to be a function, found {function!r:.60}")
-        self._objects[name] = _FunctionValue(get, set)
-
-    def add_reader(self, name: str, reader: Any, changed: Policy) -> None:
-        """Registers a reader of input, of which each rank has its own.
-
-        Raises:
-            ValueError: the name is taken.
-            TreeError: the reader has no methods that return and take its state.
-        """
-        _check_name(name, self._readers, "registered as io state")
-        for dump, load in (("state_dict", "load_state_dict"), ("dump_io_state", "load_io_state")):
-            methods: tuple[Any, Any] = getattr(reader, dump, None), getattr(reader, load, None)
-            if all(map(callable, methods)):
-                self._readers[name] = _InputReader(*methods, policy_of(changed, name))
-                return
-        raise TreeError(
-            f"{READERS}/{name}",
-            expected="an object with state_dict and load_state_dict, or dump_io_state and load_io_state",
-            found=f"a {type(reader).__qualname__}",
-            hint="Wrap it in one that has both",
-        )
+        return bool(self.objects or self.readers)
 
     # saving ------------------------------------------------------------------------------------------------------
 
@@ -132,10 +86,10 @@ class RegisteredState:
                 raise TreeError("", expected="a tree", found="none, and nothing registered")
             return tree
         parts: dict[str, Any] = {}
-        if self._objects:
-            parts[OBJECTS] = self._objects
-        if self._readers:
-            parts[READERS] = {name: PerRank(one.dump()) for name, one in self._readers.items()}
+        if self.objects:
+            parts[OBJECTS] = self.objects
+        if self.readers:
+            parts[READERS] = {name: PerRank(one.dump()) for name, one in self.readers.items()}
         return {**_as_dict(tree), **parts}
 
     # restoring ---------------------------------------------------------------------------------------------------
@@ -152,13 +106,11 @@ class RegisteredState:
             return api.load(checkpoint, like, comm=comm, **options)
         index = checkpoint.index
         selection = _RegisteredSelection(index, options)
-        options = selection.tree_options({OBJECTS: self._objects, READERS: self._readers})
+        options = selection.tree_options({OBJECTS: self.objects, READERS: self.readers})
         states = self._states(checkpoint, selection, comm, options)
-        things = {name: self._objects[name] for name in selection.wanted(OBJECTS, self._objects)}
+        things = {name: self.objects[name] for name in selection.wanted(OBJECTS, self.objects)}
         resumed = _wrap_optimizers(things, checkpoint, selection, comm, options)
-        target = (
-            {OBJECTS: resumed, READERS: ...} if things or selection.has_unregistered(OBJECTS, self._objects) else {}
-        )
+        target = {OBJECTS: resumed, READERS: ...} if things or selection.has_unregistered(OBJECTS, self.objects) else {}
         if into is not None:
             result: Any = _fill(
                 checkpoint, _as_dict(into), {**dict.fromkeys((OBJECTS, READERS), ...), **target}, comm, options
@@ -171,20 +123,22 @@ class RegisteredState:
                 _fill(checkpoint, {}, {**rest, **target}, comm, filling)
         for name, thing in resumed.items():
             if thing is not things[name]:
-                _copy_back(things[name], thing)
+                from ..training.resume import without_resumed_optimizers
+
+                update_in_place(things[name], without_resumed_optimizers(thing), is_value=is_value)
         for name, state in states.items():
-            self._readers[name].load(state)
+            self.readers[name].load(state)
         return result
 
     def _states(
         self, checkpoint: Checkpoint, selection: _RegisteredSelection, comm: Comm, options: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Returns this rank's state of each reader."""
-        wanted = selection.wanted(READERS, self._readers)
+        wanted = selection.wanted(READERS, self.readers)
         if not wanted:
             return {}
         world = selection.index.world
-        changed = {name: self._readers[name].changed for name in wanted} if comm.size != world else {}
+        changed = {name: self.readers[name].changed for name in wanted} if comm.size != world else {}
         for name in (name for name, policy in changed.items() if policy == "error"):
             raise MismatchError(
                 f"{READERS}/{name}",
@@ -285,13 +239,6 @@ def _wrap_optimizers(
     return {**things, **found}
 
 
-def _copy_back(thing: Any, filled: Any) -> None:
-    """Copies the values of a tree with wrapped optimizers back into the registered tree."""
-    from ..training.resume import without_resumed_optimizers
-
-    update_in_place(thing, without_resumed_optimizers(filled), is_value=is_value)
-
-
 def _fill(
     checkpoint: Checkpoint, into: dict[str, Any], parts: dict[str, Any], comm: Comm, options: Mapping[str, Any]
 ) -> Any:
@@ -354,7 +301,10 @@ class RegistrationMixin:
             ValueError: the name is taken.
             TreeError: it is or holds a value that cannot be changed in place; use `register_value` for those.
         """
-        self._registered.add(name, thing, self._options.namespace)
+        objects = self._registered.objects
+        _check_name(name, objects, "registered")
+        check_can_restore(f"{OBJECTS}/{key_text(name)}", name, thing, self._options.namespace)
+        objects[name] = thing
 
     def register_value(self, name: str, get: Callable[[], Any], set: Callable[[Any], Any]) -> None:
         """Registers a value: saved with every step under `registered/<name>`, set by every `restore`.
@@ -365,8 +315,14 @@ class RegistrationMixin:
 
         Raises:
             ValueError: the name is taken.
+            TypeError: `get` or `set` is not callable.
         """
-        self._registered.add_value(name, get, set)
+        objects = self._registered.objects
+        _check_name(name, objects, "registered")
+        for what, function in (("get", get), ("set", set)):
+            if not callable(function):
+                raise TypeError(f"expected {what} to be a function, found {function!r:.60}")
+        objects[name] = _FunctionValue(get, set)
 
     def register_io_state(self, name: str, reader: Any, *, changed: Policy = "error") -> None:
         """Registers this rank's reader of input: its state is saved under `io/<name>` with every step, and restored.
@@ -379,5 +335,18 @@ class RegistrationMixin:
 
         Raises:
             ValueError: the name is taken.
+            TreeError: the reader has no methods that return and take its state.
         """
-        self._registered.add_reader(name, reader, changed)
+        readers = self._registered.readers
+        _check_name(name, readers, "registered as io state")
+        for dump, load in (("state_dict", "load_state_dict"), ("dump_io_state", "load_io_state")):
+            methods: tuple[Any, Any] = getattr(reader, dump, None), getattr(reader, load, None)
+            if all(map(callable, methods)):
+                readers[name] = _InputReader(*methods, policy_of(changed, name))
+                return
+        raise TreeError(
+            f"{READERS}/{name}",
+            expected="an object with state_dict and load_state_dict, or dump_io_state and load_io_state",
+            found=f"a {type(reader).__qualname__}",
+            hint="Wrap it in one that has both",
+        )

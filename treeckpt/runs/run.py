@@ -17,11 +17,10 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
-from typing import Any
 
 import msgspec
 
-from ..core.analysis.deletion import CleanupPlan, Removal, RetainedDirectory, StepDirectory, plan_cleanup
+from ..core.analysis.deletion import Removal, RetainedDirectory, StepDirectory, plan_cleanup
 from ..core.analysis.retention_policy import Policy, StepInfo
 from ..core.format.file_names import PIN_NAME, check_step, deleted_name, is_step_name, step_name, step_of
 from ..core.format.index import INDEX_NAME
@@ -32,7 +31,9 @@ from ..io.storage.leftovers import GRACE, committed_save_id, deletion_times, fil
 from ..io.storage.open import open_folder, open_run
 from ..io.storage.reader_leases import has_readers
 from ..io.storage.run_store import Folder, RunStore
-from .catalog import CheckpointInfo, LruStatCache, StatCache, in_listing_order, read_info, read_infos, read_marks
+from .catalog import read_info, read_infos, read_marks
+from .checkpoint_info import CheckpointInfo, in_listing_order
+from .stat_cache import LruStatCache, StatCache
 
 __all__ = ["GRACE", "CleanReport", "RunDirectory", "clean_checkpoint", "steady_clock", "step_info"]
 
@@ -211,12 +212,15 @@ class RunDirectory:
             dry_run: only reports what would be done.
         """
         facts = [self._fact(info, folder) for folder, info in self._read_infos()]
-        cleaning = plan_cleanup(facts, policies, deletion_times(self._clock(), grace), busy=frozenset(busy))
+        plan = plan_cleanup(facts, policies, deletion_times(self._clock(), grace), busy=frozenset(busy))
+        planned = CleanReport(
+            self.url, plan.kept, plan.removals, plan.left, warnings=plan.warnings, abandoned=plan.abandoned
+        )
         if dry_run:
-            return _report(self.url, cleaning, cleaning.removals, cleaning.left, dry_run=True)
+            return msgspec.structs.replace(planned, dry_run=True)
         removed: list[Removal] = []
-        left, failed = list(cleaning.left), list[RetainedDirectory]()
-        for removal in cleaning.removals:
+        left, failed = list(plan.left), list[RetainedDirectory]()
+        for removal in plan.removals:
             try:
                 with claim(removal.name) if claim is not None else contextlib.nullcontext(True) as free:
                     why = self._remove(removal, grace) if free else "it is being saved"
@@ -229,7 +233,7 @@ class RunDirectory:
                 left.append(RetainedDirectory(removal.name, why))
             else:
                 removed.append(removal)
-        return _report(self.url, cleaning, tuple(removed), tuple(left), failed=tuple(failed))
+        return msgspec.structs.replace(planned, removed=tuple(removed), left=tuple(left), failed=tuple(failed))
 
     def _fact(self, info: CheckpointInfo, folder: Folder) -> StepDirectory:
         step = step_of(info.name)
@@ -295,13 +299,6 @@ class RunDirectory:
         return next(iter(cleaning.left), None)
 
 
-def _report(
-    url: str, cleaning: CleanupPlan, removed: tuple[Removal, ...], left: tuple[RetainedDirectory, ...], **more: Any
-) -> CleanReport:
-    warnings, abandoned = cleaning.warnings, cleaning.abandoned
-    return CleanReport(url, cleaning.kept, removed, left, warnings=warnings, abandoned=abandoned, **more)
-
-
 def clean_checkpoint(path: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool = False) -> CleanReport:
     """Removes what dead saves left in a checkpoint's directory; the checkpoint itself is kept.
 
@@ -309,16 +306,21 @@ def clean_checkpoint(path: str | os.PathLike[str], *, grace: float = GRACE, dry_
         grace, dry_run: same as for `RunDirectory.clean`.
     """
     folder = open_folder(path)
+    report = CleanReport(folder.url, {}, (), (), dry_run=dry_run)
     found = plan_removal(folder, time.time_ns(), grace)
-    if found is None or isinstance(found, RetainedDirectory):
-        return CleanReport(folder.url, {}, (), (found,) if found is not None else (), dry_run=dry_run)
-    if dry_run:
-        return CleanReport(folder.url, {}, (found,), (), dry_run=True)
-    try:
-        why = remove_leftovers(folder, found)
-    except (OSError, TreeckptError) as error:
-        return CleanReport(folder.url, {}, (), (), (RetainedDirectory(found.name, f"{type(error).__name__}: {error}"),))
-    return CleanReport(folder.url, {}, () if why else (found,), (RetainedDirectory(found.name, why),) if why else ())
+    if found is None:
+        return report
+    if isinstance(found, RetainedDirectory):
+        return msgspec.structs.replace(report, left=(found,))
+    if not dry_run:
+        try:
+            why = remove_leftovers(folder, found)
+        except (OSError, TreeckptError) as error:
+            failed = RetainedDirectory(found.name, f"{type(error).__name__}: {error}")
+            return msgspec.structs.replace(report, failed=(failed,))
+        if why:
+            return msgspec.structs.replace(report, left=(RetainedDirectory(found.name, why),))
+    return msgspec.structs.replace(report, removed=(found,))
 
 
 def _checked(info: CheckpointInfo) -> CheckpointInfo:

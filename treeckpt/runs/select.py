@@ -13,7 +13,7 @@ from .. import api
 from ..core.analysis.retention_policy import Best, best_of
 from ..errors import CheckpointNotFound, TreeckptError
 from ..io.storage.foreign_formats import describe_foreign
-from .catalog import CheckpointInfo
+from .checkpoint_info import CheckpointInfo
 from .run import RunDirectory, step_info
 
 __all__ = ["CheckpointSelector"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ..errors import StoreError, TreeckptError
@@ -39,15 +38,6 @@ class LruStatCache:
         self._entries = entries
         self._found: OrderedDict[tuple[str, str], tuple[tuple[int, ...], Any]] = OrderedDict()
         self._lock = threading.Lock()
-
-    def get(self, path: Path, read: Callable[[Path], T]) -> T:
-        """Returns the cached result of `read(path)` for a local file; see `StatCache.get_or_read`."""
-        try:
-            found = path.stat(follow_symlinks=False)
-        except OSError:
-            return read(path)
-        entry = DirectoryEntry(found.st_size, found.st_mtime_ns, found.st_ino)
-        return self.get_or_read((str(path), read.__qualname__), entry, lambda: read(path))
 
     def get_or_read(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
         """Returns the cached result or error, or calls `read`; a `StoreError` is raised and not cached."""

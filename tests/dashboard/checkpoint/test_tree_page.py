@@ -7,7 +7,7 @@ import math
 import pytest
 
 from tests.helpers.samples import write_checkpoint, write_run
-from treeckpt.runs.catalog import read_index
+from treeckpt.api import inspect as read_index
 
 
 def test_a_checkpoint_says_what_it_holds(client, newest, index):

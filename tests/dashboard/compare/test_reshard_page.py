@@ -2,8 +2,8 @@
 
 import pytest
 
+from treeckpt.api import inspect as read_index
 from treeckpt.core.analysis.reshard_preview import parse_mesh, parse_rules, plan_reshard
-from treeckpt.runs.catalog import read_index
 
 
 def test_a_reshard_is_the_plan_of_the_core(asked, path):

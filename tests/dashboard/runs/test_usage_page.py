@@ -7,7 +7,7 @@ import pytest
 from tests.dashboard.helpers import page, under_way
 from tests.helpers.large import write_many
 from tests.helpers.samples import START_NS, write_mixed_run
-from treeckpt.runs.disk_growth import Growth, days_until, growth_of
+from treeckpt_dashboard.runs.usage import Growth, days_until, growth_of
 
 
 def test_usage_adds_up_and_says_what_would_go(serve, tmp_path):

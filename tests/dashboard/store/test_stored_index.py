@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from tests.helpers.large import large_index
 from tests.helpers.samples import gpt_state, write_checkpoint
+from treeckpt.api import inspect as read_index
 from treeckpt.core.analysis.outline import Outline, node_records
 from treeckpt.core.format.byte_map import extents_in_file, layout_of, locate_chunks
 from treeckpt.core.format.records import AliasRecord, ValueRecord
 from treeckpt.core.tree.flatten import PerRank
 from treeckpt.core.tree.structure import DictNode, ListNode
 from treeckpt.errors import FormatError, MismatchError
-from treeckpt.runs.catalog import read_index, summarize_index
+from treeckpt.runs.catalog import summarize_index
 from treeckpt_dashboard.store.index_table import build_table
 from treeckpt_dashboard.store.stored_index import StoredOutline
 

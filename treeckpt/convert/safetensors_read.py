@@ -6,9 +6,7 @@ Names are flat. A name that `__metadata__` gives for another one is a tie, as
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -19,11 +17,11 @@ from ..core.tree.spec import ArraySpec
 from ..errors import CorruptError, FormatError, TreeckptError
 from ..io.storage.foreign_formats import SAFETENSORS_INDEX
 from ..io.storage.store import Store
-from .files import AddressSpace, FileRange, flat_array, store_window
+from .checksums import ArchiveStorages
+from .files import FileRange, flat_array, store_window
 
-__all__ = ["INDEX", "TAGS", "encode_header", "read_safetensors", "read_sharded"]
+__all__ = ["TAGS", "read_safetensors", "read_sharded"]
 
-INDEX = SAFETENSORS_INDEX
 MAX_HEADER = 100 << 20
 """Bytes; safetensors' own limit."""
 TAGS = {
@@ -41,7 +39,7 @@ class _SafetensorsEntry(msgspec.Struct, gc=False):
 
 
 def _header(window: FileRange) -> tuple[dict[str, msgspec.Raw], FileRange]:
-    """The entries of a file, and its data area."""
+    """Returns the entries of a file, and its data area."""
     length = int.from_bytes(window.read(0, 8).tobytes(), "little")
     if length > MAX_HEADER:
         raise CorruptError(
@@ -50,13 +48,12 @@ def _header(window: FileRange) -> tuple[dict[str, msgspec.Raw], FileRange]:
             found=f"{length}",
             hint="It is no safetensors file, or damaged",
         )
-    return msgspec.json.decode(window.read(8, length).tobytes(), type=dict[str, msgspec.Raw]), window.within(
-        8 + length, window.size - 8 - length
-    )
+    entries = msgspec.json.decode(window.read(8, length).tobytes(), type=dict[str, msgspec.Raw])
+    return entries, window.within(8 + length, window.size - 8 - length)
 
 
-def read_safetensors(window: FileRange, addresses: AddressSpace) -> tuple[dict[str, LazyArray], dict[str, str]]:
-    """The tensors of one file, by name, and its metadata.
+def read_safetensors(window: FileRange, storages: ArchiveStorages) -> tuple[dict[str, LazyArray], dict[str, str]]:
+    """Returns the tensors of one file by name, and its metadata.
 
     Raises:
         FormatError, CorruptError: it is no such file, or damaged.
@@ -65,7 +62,7 @@ def read_safetensors(window: FileRange, addresses: AddressSpace) -> tuple[dict[s
         entries, data = _header(window)
         raw = entries.pop("__metadata__", None)
         metadata = msgspec.json.decode(raw, type=dict[str, str]) if raw is not None else {}
-        found = {name: _entry(name, entry, data, addresses) for name, entry in entries.items()}
+        found = {name: _entry(name, entry, data, storages) for name, entry in entries.items()}
     except TreeckptError:
         raise
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -77,7 +74,7 @@ def read_safetensors(window: FileRange, addresses: AddressSpace) -> tuple[dict[s
     return found, metadata
 
 
-def _entry(name: str, raw: msgspec.Raw, data: FileRange, addresses: AddressSpace) -> LazyArray:
+def _entry(name: str, raw: msgspec.Raw, data: FileRange, storages: ArchiveStorages) -> LazyArray:
     entry = msgspec.json.decode(raw, type=_SafetensorsEntry)
     dtype = TAGS.get(entry.dtype)
     if dtype is None:
@@ -85,7 +82,7 @@ def _entry(name: str, raw: msgspec.Raw, data: FileRange, addresses: AddressSpace
     start, stop = entry.data_offsets
     if any(n < 0 for n in entry.shape) or math.prod(entry.shape) * dtype_of(dtype).itemsize != stop - start:
         raise ValueError(f"{name[:80]!r} has {stop - start} bytes for shape {entry.shape} of {dtype}")
-    return flat_array(ArraySpec(entry.shape, dtype), data.within(start, stop - start), addresses.take(stop - start))
+    return flat_array(ArraySpec(entry.shape, dtype), data.within(start, stop - start), storages.take(stop - start))
 
 
 class _SafetensorsIndex(msgspec.Struct):
@@ -93,33 +90,29 @@ class _SafetensorsIndex(msgspec.Struct):
     metadata: dict[str, Any] = {}
 
 
-def read_sharded(store: Store, addresses: AddressSpace) -> tuple[dict[str, LazyArray], dict[str, str]]:
-    """The tensors of a directory: those that its index names, or of all its files.
+def read_sharded(store: Store, storages: ArchiveStorages) -> tuple[dict[str, LazyArray], dict[str, str]]:
+    """Returns the tensors and the metadata of a directory, of the files in its index or of all.
 
     Raises:
         FormatError, CorruptError: files or tensors are missing, or named twice.
     """
     sizes = store.sizes()
-    indexes = [name for name in sizes if name.endswith(INDEX)]
-    wanted: dict[str, str] | None = None
-    if indexes:
-        wanted = _read_index(store, indexes)
-        names: Sequence[str] = sorted(set(wanted.values()))
-    else:
-        names = sorted(name for name in sizes if name.endswith(".safetensors"))
+    indexes = [name for name in sizes if name.endswith(SAFETENSORS_INDEX)]
+    wanted = _read_index(store, indexes) if indexes else {}
+    names = set(wanted.values()) if indexes else {name for name in sizes if name.endswith(".safetensors")}
     found: dict[str, LazyArray] = {}
     metadata: dict[str, str] = {}
-    for name in names:
+    for name in sorted(names):
         if name not in sizes:
             raise CorruptError(f"{store.url}/{name}", expected="a shard that the index names", found="no such file")
-        tensors, more = read_safetensors(store_window(store, name, sizes), addresses)
+        tensors, more = read_safetensors(store_window(store, name, sizes), storages)
         if twice := found.keys() & tensors.keys():
             raise FormatError(f"{store.url}/{name}", expected="each tensor once", found=f"{min(twice)[:80]!r} again")
         found |= tensors
         metadata |= more
-    if wanted is not None and (missing := wanted.keys() - found.keys()):
+    if missing := wanted.keys() - found.keys():
         raise CorruptError(store.url, expected=f"the tensor {min(missing)[:80]!r}", found="none in its file")
-    stored = {name: found.pop(name) for name in wanted or ()}
+    stored = {name: found.pop(name) for name in wanted}
     return stored | found, metadata
 
 
@@ -136,19 +129,3 @@ def _read_index(store: Store, names: list[str]) -> dict[str, str]:
     if bad := next((file for file in files.values() if "/" in file or file.startswith(".")), None):
         raise FormatError(f"{store.url}/{names[0]}", expected="files beside the index", found=f"{bad[:80]!r}")
     return files
-
-
-def encode_header(specs: Sequence[tuple[str, ArraySpec]], metadata: dict[str, str]) -> tuple[bytes, list[int]]:
-    """The bytes before the data of a new file, and where each tensor starts in the file."""
-    tags = {dtype: tag for tag, dtype in TAGS.items()}
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    starts: list[int] = []
-    at = 0
-    for name, spec in specs:
-        nbytes = math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
-        header[name] = {"dtype": tags[spec.dtype], "shape": list(spec.shape), "data_offsets": [at, at + nbytes]}
-        starts.append(at)
-        at += nbytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)
-    return len(text).to_bytes(8, "little") + text, [8 + len(text) + start for start in starts]

@@ -1,8 +1,9 @@
-"""File layouts of contents that fit a format. Pure, except that torch helps with pickles."""
+"""The layout of safetensors files: one, or several with an index, as Hugging Face has them."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,13 +12,13 @@ import msgspec
 from ..arrays.lazy import LazyArray
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, tiles
+from ..core.tree.spec import ArraySpec
 from ..errors import TreeError
-from .contents import tree_of
 from .format_fit import FittedContents
 from .output import Output, OutputFile, OutputPart
-from .safetensors_files import encode_header
+from .safetensors_read import TAGS
 
-__all__ = ["lay_out_safetensors", "lay_out_torch", "slice_of"]
+__all__ = ["lay_out_safetensors"]
 
 SHARE = 64 << 20
 """Bytes of a part, at most, where parts can be cut: so that ranks have alike to do."""
@@ -25,18 +26,8 @@ Named = tuple[str, str, LazyArray]
 """Name, path, array."""
 
 
-def lay_out_torch(held: FittedContents) -> Output:
-    """One file of torch.save."""
-    from .torch_write import build_archive
-
-    contents = held.contents
-    archive = build_archive(tree_of(contents), contents.leaves, held.ties, "archive")
-    file = OutputFile("", archive.layout.nbytes, archive.literals())
-    return Output((file,), tuple(archive.parts(0)), False)
-
-
 def lay_out_safetensors(held: FittedContents, *, directory: bool, max_shard_size: int) -> Output:
-    """One safetensors file, or a directory as Hugging Face has it.
+    """Lays out one safetensors file, or a directory as Hugging Face has it.
 
     Raises:
         TreeError: there is no array.
@@ -53,13 +44,17 @@ def lay_out_safetensors(held: FittedContents, *, directory: bool, max_shard_size
     for number, shard in enumerate(shards):
         tied = {held.names[p]: held.names[tie.of] for p, tie in held.ties.items() if homes[tie.of] == number}
         shard = sorted(shard, key=lambda named: -dtype_of(named[2].spec.dtype).itemsize)  # so that none is misaligned
-        header, starts = encode_header([(name, lazy.spec) for name, _, lazy in shard], base | tied)
+        header, starts = _encode_header([(name, lazy.spec) for name, _, lazy in shard], base | tied)
         size = len(header) + sum(lazy.nbytes for _, _, lazy in shard)
         files.append(OutputFile(_shard_name(number, len(shards)) if directory else "", size, ((0, header),)))
         for (_, path, lazy), start in zip(shard, starts, strict=True):
             parts += _cut(OutputPart(number, start, path, lazy, Region.whole(lazy.spec.shape)))
     if len(shards) > 1:
-        files.append(_index(shards))
+        places = {name: _shard_name(i, len(shards)) for i, shard in enumerate(shards) for name, _, _ in shard}
+        total = sum(lazy.nbytes for _, _, lazy in arrays)
+        document = {"metadata": {"total_size": total}, "weight_map": places}
+        data = (json.dumps(document, indent=2) + "\n").encode()
+        files.append(OutputFile("model.safetensors.index.json", len(data), ((0, data),)))
     return Output(tuple(files), tuple(parts), directory)
 
 
@@ -80,23 +75,25 @@ def _shard_name(number: int, count: int) -> str:
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
 
 
-def _index(shards: Sequence[Sequence[Named]]) -> OutputFile:
-    total = sum(lazy.nbytes for shard in shards for _, _, lazy in shard)
-    places = {name: _shard_name(i, len(shards)) for i, shard in enumerate(shards) for name, _, _ in shard}
-    document: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": places}
-    data = (json.dumps(document, indent=2) + "\n").encode()
-    return OutputFile("model.safetensors.index.json", len(data), ((0, data),))
-
-
 def _cut(part: OutputPart) -> Iterable[OutputPart]:
-    """A part in pieces that ranks can share."""
+    """Cuts a part into pieces that ranks can share."""
     at = part.start
     for region in tiles(part.region, max(1, SHARE // part.itemsize)):
         yield msgspec.structs.replace(part, start=at, region=region)
         at += region.size * part.itemsize
 
 
-def slice_of(lazy: LazyArray, box: Region) -> LazyArray:
-    """A box of an array, as an array."""
-    spec = msgspec.structs.replace(lazy.spec, shape=box.shape)
-    return LazyArray(spec, lambda region: lazy.read(region.shifted(box.offset)))
+def _encode_header(specs: Sequence[tuple[str, ArraySpec]], metadata: dict[str, str]) -> tuple[bytes, list[int]]:
+    """Returns the bytes before the data of a new file, and the offset of each tensor in the file."""
+    tags = {dtype: tag for tag, dtype in TAGS.items()}
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    starts: list[int] = []
+    at = 0
+    for name, spec in specs:
+        nbytes = math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
+        header[name] = {"dtype": tags[spec.dtype], "shape": list(spec.shape), "data_offsets": [at, at + nbytes]}
+        starts.append(at)
+        at += nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return len(text).to_bytes(8, "little") + text, [8 + len(text) + start for start in starts]

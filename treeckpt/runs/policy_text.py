@@ -10,9 +10,9 @@ import math
 import re
 from collections.abc import Sequence
 
-from treeckpt.core.analysis.retention_policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps
+from ..core.analysis.retention_policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps
 
-__all__ = ["KeepError", "keep_text", "parse_keep"]
+__all__ = ["KeepError", "keep_text", "parse_best", "parse_keep"]
 
 MAX_POLICIES = 16
 _EXAMPLE = "e.g. last:3 every:1000 period:3600 best:loss:min:2 steps:100;200 all"
@@ -50,7 +50,7 @@ def _policy(word: str) -> Policy:
         if kind == "steps":
             return Steps(tuple(_count(part, least=0) for part in rest.split(";")[:1000]))
         if kind == "best" and rest:
-            return _best(rest)
+            return parse_best(rest)
     except ValueError as error:
         raise KeepError(f"{word[:60]!r} is no policy: {_EXAMPLE}") from error
     raise KeepError(f"{word[:60]!r} is no policy: {_EXAMPLE}")
@@ -58,19 +58,29 @@ def _policy(word: str) -> Policy:
 
 def _count(text: str, *, least: int = 1) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 19 and int(text) >= least):
-        raise ValueError(text)
+        raise ValueError(f"{text!r} is not a number from {least} on")
     return int(text)
 
 
-def _best(text: str) -> Best:
-    metric, _, rest = text.partition(":")
-    mode, count = "min", 1
-    for part in filter(None, rest.split(":")):
-        if part in ("min", "max"):
-            mode = part
+def parse_best(text: str) -> Best:
+    """Parses a metric, then in any order `min` or `max` and a count; the name of the metric may contain colons.
+
+    Raises:
+        ValueError: there is no metric, or the count is 0.
+    """
+    metric, mode, count = text, None, None
+    while ":" in metric:
+        rest, _, last = metric.rpartition(":")
+        if last in ("min", "max") and mode is None:
+            mode = last
+        elif last.isdecimal() and count is None:
+            count = _count(last)
         else:
-            count = _count(part)
-    return Best(metric, count, "max" if mode == "max" else "min")
+            break
+        metric = rest
+    if not metric:
+        raise ValueError(f"{text!r} names no metric")
+    return Best(metric, count or 1, "max" if mode == "max" else "min")
 
 
 def keep_text(policies: Sequence[Policy]) -> str:
