@@ -80,8 +80,10 @@ def adapter(monkeypatch):
     module = ModuleType("treeckpt.arrays.plain")
     vars(module).update({function.__name__: function for function in own}, **shared)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(registry._ADAPTERS, __name__.partition(".")[0], "plain")
-    caches = (registry._adapter, registry._load, registry._cast_error)
+    array = f"{__name__}.PlainArray"
+    monkeypatch.setitem(registry._LIBRARIES, "plain", array)
+    monkeypatch.setitem(registry._ADAPTERS, array, "plain")
+    caches = (registry.adapter_of, registry._libraries, registry._module, registry._cast_error)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -122,6 +124,6 @@ def test_arrays_are_cast_and_sliced(tmp_path, array):
 def test_a_library_that_is_not_there_is_named(tmp_path, array, monkeypatch):
     tc.save(tmp_path / "c", {"a": array, "unit": Unit()})
     monkeypatch.delitem(sys.modules, "treeckpt.arrays.plain")
-    registry._load.cache_clear()
+    registry._module.cache_clear()
     with pytest.raises(tc.MismatchError, match=r"a: expected plain, to load a plain, found no plain in this"):
         tc.load(tmp_path / "c", {"a": ArraySpec((3, 4), "float32", kind="plain"), "unit": ...})

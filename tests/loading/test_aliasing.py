@@ -96,7 +96,6 @@ def test_what_the_index_knows_to_be_one_array_is_not_read_to_compare_it(monkeypa
 
 def test_many_leaves_of_one_buffer_that_lie_apart_are_no_ties(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlaps, "overlaps_of", lambda *_: pytest.fail("some were taken to meet"))
-    monkeypatch.setattr(aliasing, "overlaps_of", lambda *_: pytest.fail("some were taken to meet"))
     flat = torch.zeros(6000)
     store = saved({f"{n}": torch.full((3,), float(n)) for n in range(2000)})
     tc.load_into(store, {f"{n}": flat[3 * n : 3 * n + 3] for n in range(2000)})

@@ -39,7 +39,7 @@ def _values_of(groups: list[ParamGroup]) -> dict[str, Any]:
 
 def _taken(live: list[ParamGroup], tree: dict[str, Any]) -> list[dict[str, Any]]:
     of = labels_by_member(tree["members"])
-    return match_groups(live, of, tree["values"], path="param_groups", same=is_same)
+    return match_groups(live, of, tree["values"], path="param_groups")
 
 
 @given(saved=splits(), data=st.data())
@@ -106,7 +106,7 @@ def test_a_parameter_of_several_ranks_may_stand_in_a_group_of_each() -> None:
     of = labels_by_member(tree["members"])
     state = {"base_lrs": {"by_group": rates}}
     live = [ParamGroup((("shared",),), {}), ParamGroup((("b",),), {})]
-    assert from_groups(state, live, of, path="scheduler", same=is_same) == {"base_lrs": [0.5, 0.5]}
+    assert from_groups(state, live, of, path="scheduler") == {"base_lrs": [0.5, 0.5]}
 
 
 @given(saved=splits(), data=st.data())
@@ -114,9 +114,7 @@ def test_schedules_follow_the_groups(saved: list[ParamGroup], data: st.DataObjec
     state = {"last_epoch": 3, "_schedulers": [{"base_lrs": [group.values["lr"] for group in saved]}], "gamma": [1]}
     live = data.draw(splits(of=_values_of(saved)))
     tree = tree_of_groups(saved)
-    found = from_groups(
-        to_groups(state, labels_of(saved)), live, labels_by_member(tree["members"]), path="scheduler", same=is_same
-    )
+    found = from_groups(to_groups(state, labels_of(saved)), live, labels_by_member(tree["members"]), path="scheduler")
     expected = [{"base_lrs": [group.values["lr"] for group in live]}]
     assert found == {"last_epoch": 3, "_schedulers": expected, "gamma": [1]}
 
@@ -126,4 +124,4 @@ def test_a_schedule_for_joined_groups_is_refused_where_they_differed() -> None:
     state = to_groups({"base_lrs": [0.1, 0.2]}, labels_of(groups))
     of = labels_by_member(tree_of_groups(groups)["members"])
     with pytest.raises(tc.MismatchError, match=r"scheduler/base_lrs: .*0.1 for a, found 0.2 for b"):
-        from_groups(state, [ParamGroup((("a",), ("b",)), {})], of, path="scheduler", same=is_same)
+        from_groups(state, [ParamGroup((("a",), ("b",)), {})], of, path="scheduler")

@@ -654,3 +654,36 @@ def test_a_pattern_that_stands_for_two_arrays_does_not_hide_that_one_is_missing(
             tc.load(tmp_path / "c", {"a": pattern, "b": pattern})
         found = tc.load(tmp_path / "c", {"a": pattern, "b": pattern}, strict=False)
         assert found["b"] is pattern
+
+
+def test_the_work_grows_with_the_number_of_parameters_and_not_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The saved structure is walked once, and alike parameters of a fresh optimizer take one step for all."""
+    from treeckpt.training import optimizer_plan, sources
+
+    count = 300
+    model = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(count)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(2)
+    optimizer.step()
+    tc.save(tmp_path / "c", training.state(model, optimizer))
+    keys_of, walked = sources.keys_of, 0
+
+    def counted(node: Any, path: str) -> Any:
+        nonlocal walked
+        found = keys_of(node, path)
+        walked += len(found)
+        return found
+
+    monkeypatch.setattr(sources, "keys_of", counted)
+    expected_moments, steps = optimizer_plan.expected_moments, []
+
+    def stepped_once(*given: Any) -> Any:
+        steps.append(given)
+        return expected_moments(*given)
+
+    monkeypatch.setattr(optimizer_plan, "expected_moments", stepped_once)
+    training.restore(tmp_path / "c", model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    assert 0 < walked < 10 * count and len(steps) == 1

@@ -13,8 +13,8 @@ import treeckpt as tc
 from tests.helpers.world import errors_of, on_ranks
 from treeckpt import rules as R
 from treeckpt.loading.consistent_reads import on_versions
+from treeckpt.loading.match import LoadOptions
 from treeckpt.training.open_source import open_source
-from treeckpt.training.sources import SourceOptions
 
 
 class Net(nn.Module):
@@ -122,7 +122,7 @@ def test_generators_are_those_of_the_last_that_has_them_rank_by_rank(tmp_path: P
     def own(comm: Any) -> Any:
         return on_versions(
             [tmp_path / "base", tmp_path / "last"],
-            lambda opened: open_source(opened, comm, SourceOptions()).own("rng", "error"),
+            lambda opened: open_source(opened, comm, LoadOptions()).own("rng", "error"),
         )
 
     assert errors_of(on_ranks(2, save)) == [None, None]

@@ -555,3 +555,12 @@ def test_a_table_is_offloaded_with_its_arrays(kind: str, memory: Any) -> None:
     back = tc.load(store)["emb"]
     order = np.argsort(np.asarray(back.ids)).tolist()
     assert np.asarray(back.slots["w"])[order].tolist() == (rows + 1)[[1, 0, 2]].tolist()
+
+
+def test_a_view_before_its_array_is_gathered_as_a_view() -> None:
+    whole = torch.arange(6.0).reshape(2, 3)
+    for tree in ({"row": whole[0], "all": whole}, {"all": whole, "row": whole[0]}):
+        found = tc.trees.gather(tree)
+        assert torch.equal(found["all"], whole) and torch.equal(found["row"], whole[0])
+        found["row"].zero_()
+        assert torch.equal(found["all"][0], torch.zeros(3))

@@ -113,7 +113,9 @@ def test_replicas_are_not_sent_again_and_each_element_is_sent_once() -> None:
 def test_buckets_hold_every_entry_once_in_order_aligned_and_within_their_limit(
     sizes: list[tuple[int, int]], limit: int
 ) -> None:
-    entries = [packing.PackedRegion(n, Region((0,), (size,)), itemsize) for n, (size, itemsize) in enumerate(sizes)]
+    entries = [
+        packing.PackedRegion(f"{n}", Region((0,), (size,)), itemsize) for n, (size, itemsize) in enumerate(sizes)
+    ]
     buckets = list(packing.pack_regions(entries, limit))
     packed = [entry for bucket in buckets for entry, _ in bucket.entries]
     assert packed == [entry for entry in entries if entry.nbytes]

@@ -12,7 +12,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -20,7 +20,6 @@ import numpy as np
 from ..core.sharding.placements import Layout
 from ..core.sharding.region import Region, c_strides
 from ..core.tree.spec import ArraySpec
-from ..core.tree.value_codec import Typed
 
 __all__ = [
     "Adapter",
@@ -33,7 +32,6 @@ __all__ = [
     "FlatRangeArray",
     "HostArray",
     "HostMemory",
-    "ScatteredBytes",
     "SourcePiece",
     "Storage",
     "StridedMemory",
@@ -64,17 +62,6 @@ class ArrayWriter(Protocol):
     """Writes a host array of raw dtype to a box; the caller may reuse the array's memory when `write` returns."""
 
     def write(self, box: Box, data: np.ndarray) -> None: ...
-
-
-@runtime_checkable
-class ScatteredBytes(Protocol):
-    """A range of bytes that is written to several places in memory."""
-
-    def write(self, box: Box, data: np.ndarray) -> None: ...
-
-    def parts(self, low: int, high: int) -> list[memoryview] | None:
-        """Returns the memory of bytes `low:high`, in order; None where that is not known."""
-        ...
 
 
 class StridedMemory(msgspec.Struct, frozen=True, gc=False):
@@ -216,9 +203,8 @@ class FlatRangeArray:
         if isinstance(self.data, (HostArray, HostMemory)):
             self._inside(self.data.read(where), box)[...] = data
             return
-        with (
-            self._lock
-        ):  # elements between those of the box are written back unchanged, and another thread may write them
+        # elements between those of the box are written back unchanged, and another thread may write them
+        with self._lock:
             if high - low == data.size:
                 self.data.write(where, data.reshape(-1))
                 return
@@ -254,6 +240,11 @@ class Storage(msgspec.Struct, frozen=True, gc=False):
     """From there to the end of the last element, in bytes."""
     strides: tuple[int, ...] | None
     """In elements; None for C order."""
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """Addresses of the first byte, and of the byte after the last."""
+        return self.address, self.address + self.nbytes
 
 
 class ArraySource(msgspec.Struct, frozen=True, gc=False):
@@ -332,23 +323,23 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 class Adapter(Protocol):
-    """The functions of a library's module; each returns None for a leaf of another library."""
+    """The functions of a library's module, for the arrays of this library."""
 
-    def source(self, leaf: Any, path: str, rank: int) -> ArraySource | None:
+    def source(self, leaf: Any, path: str, rank: int) -> ArraySource:
         """Describes an array to save."""
         ...
 
-    def abstract(self, leaf: Any, path: str, rank: int) -> ArraySpec | None:
+    def abstract(self, leaf: Any, path: str, rank: int) -> ArraySpec:
         """Returns the spec of an array."""
         ...
 
-    def target(self, leaf: Any, path: str, rank: int) -> ArrayTarget | None:
+    def target(self, leaf: Any, path: str, rank: int) -> ArrayTarget:
         """Describes an array to fill in place."""
         ...
 
     def like(
         self, leaf: Any, path: str, rank: int, device: str | None, *, allocate: Allocate | None = None
-    ) -> ArrayTarget | None:
+    ) -> ArrayTarget:
         """Creates an array of the leaf's shape, dtype, device and layout; on the host in memory from `allocate`."""
         ...
 
@@ -378,16 +369,4 @@ class Adapter(Protocol):
 
     def cast(self, data: np.ndarray, saved: str, wanted: str) -> np.ndarray:
         """Converts elements of raw dtype from one dtype to another."""
-        ...
-
-    def encode(self, value: Any) -> Typed | None:
-        """Returns the stored form of a value of the library (a dtype, a device ...)."""
-        ...
-
-    def decode(self, value: Typed) -> Any:
-        """Returns the value of a stored form.
-
-        Raises:
-            LookupError: the kind is not of this library.
-        """
         ...

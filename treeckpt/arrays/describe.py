@@ -17,14 +17,14 @@ from ..core.sharding.region import Region, c_strides
 from ..core.tree.flatten import flatten
 from ..core.tree.keyed_table import Column
 from ..core.tree.nesting import split_structure
-from ..core.tree.spec import StridedView
+from ..core.tree.spec import ArraySpec, StridedView
 from ..core.tree.structure import TABLE_KEYS, index_path, rank_key
 from ..core.tree.value_codec import Value
-from .base import ArrayReader, ArraySource, HostMemory, SourcePiece
+from .base import ArrayReader, ArraySource, HostMemory, SourcePiece, Storage
 from .overlaps import overlapping_groups
 from .registry import encode, source_of
 from .sharded import Sharded
-from .table_columns import column_source, shift_rows
+from .table_columns import column_source, shift_offsets, shift_rows
 
 __all__ = [
     "SMALL_LEAF_NBYTES",
@@ -108,103 +108,75 @@ def describe_tree(
 def place_table_rows(described: DescribedTree, merged: GlobalTree, rank: int) -> None:
     """Sets the offsets of table rows among those of all ranks, in place, once the global tree is known."""
     tables = {spec.path for spec in described.inventory.leaves if spec.rows is not None}
-    starts: dict[str, tuple[int, str]] = {}
     for leaf in merged.leaves if tables else ():
         if leaf.path in tables and isinstance(leaf.layout, BoxLayout):
             start = next(region.offset[0] for holder, region in leaf.layout.pieces if holder == rank)
-            at = leaf.path.rpartition("/")
-            offsets = f"{at[0]}{at[1]}{TABLE_KEYS[1]}"
-            is_ids = at[2] == TABLE_KEYS[0] and offsets in described.sources and offsets not in tables
-            starts[leaf.path] = start, offsets if is_ids else ""
-    shift_rows(described.sources, starts)
+            described.sources[leaf.path] = shift_rows(described.sources[leaf.path], start)
+            above, slash, key = leaf.path.rpartition("/")
+            offsets = f"{above}{slash}{TABLE_KEYS[1]}"
+            if key == TABLE_KEYS[0] and offsets in described.sources and offsets not in tables:
+                shift_offsets(described.sources[offsets], start)
+
+
+_Stored = tuple[LeafSpec, ArraySpec, Storage]
+"""A leaf whose memory is known."""
 
 
 def _with_aliases(specs: list[LeafSpec], sources: dict[str, ArraySource]) -> Iterable[LeafSpec]:
     """Returns the specs, with those marked as aliases whose memory another leaf has already."""
+    arrays = zip([spec for spec in specs if spec.spec is not None], sources.values(), strict=True)
+    stored = [(spec, source.spec, source.storage) for spec, source in arrays if source.storage is not None]
+    starts = [storage.address for _, _, storage in stored]
+    stops = [storage.address + storage.nbytes for _, _, storage in stored]
     aliases: dict[str, LeafSpec] = {}
-    for group in _overlapping(specs, sources):
-        kinds: dict[tuple[str, bool, bool], list[LeafSpec]] = {}
-        for spec in group:
-            assert spec.spec is not None, "only arrays have memory"
-            key = (spec.spec.dtype, spec.spec.kind == "numpy", spec.per_rank is not None)
-            kinds.setdefault(key, []).append(spec)
+    for group in overlapping_groups(starts, stops):
+        kinds: dict[tuple[str, bool, bool], list[_Stored]] = {}
+        for leaf, array, storage in (stored[number] for number in sorted(group)):
+            key = (array.dtype, array.kind == "numpy", leaf.per_rank is not None)
+            kinds.setdefault(key, []).append((leaf, array, storage))
         for alike in kinds.values():
             if len(alike) > 1:
-                aliases.update(_aliases(alike, sources))
+                aliases.update(_aliases(alike))
     return (aliases.get(spec.path, spec) for spec in specs) if aliases else specs
 
 
-def _overlapping(specs: list[LeafSpec], sources: dict[str, ArraySource]) -> list[list[LeafSpec]]:
-    """Returns groups of leaves whose memory overlaps, found by sorting addresses."""
-    arrays = zip([spec for spec in specs if spec.spec is not None], sources.values(), strict=True)
-    found = [(spec, source.storage) for spec, source in arrays if source.storage is not None]
-    stored = [spec for spec, _ in found]
-    starts = [storage.address for _, storage in found]
-    stops = [storage.address + storage.nbytes for _, storage in found]
-    return [[stored[number] for number in sorted(group)] for group in overlapping_groups(starts, stops)]
-
-
-def _extent(spec: LeafSpec, sources: dict[str, ArraySource]) -> tuple[int, int]:
-    storage = sources[spec.path].storage
-    assert storage is not None, "only leaves with storage are compared"
-    return storage.address, storage.address + storage.nbytes
-
-
-def _aliases(group: list[LeafSpec], sources: dict[str, ArraySource]) -> dict[str, LeafSpec]:
+def _aliases(group: list[_Stored]) -> dict[str, LeafSpec]:
+    """Returns the aliases among leaves of one dtype whose memory overlaps."""
     found: dict[str, LeafSpec] = {}
-    distinct: dict[Any, LeafSpec] = {}
-    for spec in group:
-        source = sources[spec.path]
-        assert source.storage is not None, "the group consists of leaves with storage"
-        key = (source.storage.address, source.storage.strides, source.spec.shape, spec.layout)
-        first = distinct.setdefault(key, spec)
-        if first is not spec:
-            found[spec.path] = msgspec.structs.replace(spec, alias_of=first.path, layout=None)
-    plain = [spec for spec in distinct.values() if spec.layout is None]
-    if len(plain) > 1:
-        found.update(_views(plain, sources))
-    return _rebased(found)
+    distinct: dict[object, _Stored] = {}
+    for leaf, array, storage in group:
+        key = (storage.address, storage.strides, array.shape, leaf.layout)
+        first, _, _ = distinct.setdefault(key, (leaf, array, storage))
+        if first is not leaf:
+            found[leaf.path] = msgspec.structs.replace(leaf, alias_of=first.path, layout=None)
+    found.update(_views([one for one in distinct.values() if one[0].layout is None]))
+    for path, leaf in found.items():
+        base = found.get(leaf.alias_of or "")
+        if base is not None:  # the alias of a view is a view of the same array
+            found[path] = msgspec.structs.replace(leaf, alias_of=base.alias_of, view=base.view)
+    return found
 
 
-def _rebased(found: dict[str, LeafSpec]) -> dict[str, LeafSpec]:
-    """Returns the aliases with an alias of a view turned into a view of the same base."""
-    result: dict[str, LeafSpec] = {}
-    for path, spec in found.items():
-        base = found.get(spec.alias_of or "")
-        if base is not None:
-            spec = msgspec.structs.replace(spec, alias_of=base.alias_of, view=base.view)
-        result[path] = spec
-    return result
-
-
-def _views(plain: list[LeafSpec], sources: dict[str, ArraySource]) -> dict[str, LeafSpec]:
+def _views(plain: list[_Stored]) -> dict[str, LeafSpec]:
     """Returns, of arrays with overlapping memory, those inside a contiguous one as views of it."""
-    itemsize = dtype_of(sources[plain[0].path].spec.dtype).itemsize
     found: dict[str, LeafSpec] = {}
     base: LeafSpec | None = None
     start = stop = 0
 
-    def order(spec: LeafSpec) -> tuple[int, int, bool]:
-        low, high = _extent(spec, sources)
-        return low, -high, not _contiguous(sources[spec.path])
+    def order(one: _Stored) -> tuple[int, int, bool]:
+        low, high = one[2].range
+        return low, -high, one[2].strides is not None
 
     # by start, the longest first, so that only the array with the highest end so far has to be compared
-    for spec in sorted(plain, key=order):
-        low, high = _extent(spec, sources)
-        inside = base is not None and start <= low and high <= stop and (low - start) % itemsize == 0
-        if base is not None and inside:
-            shape = sources[spec.path].spec.shape
-            storage = sources[spec.path].storage
-            strides = storage.strides if storage is not None else None
-            view = StridedView((low - start) // itemsize, c_strides(shape, 1) if strides is None else strides)
-            found[spec.path] = msgspec.structs.replace(spec, alias_of=base.path, view=view)
-        elif high > stop and _contiguous(sources[spec.path]):
-            base, start, stop = spec, low, high
+    for leaf, array, storage in sorted(plain, key=order):
+        (low, high), itemsize = storage.range, dtype_of(array.dtype).itemsize
+        if base is not None and start <= low and high <= stop and (low - start) % itemsize == 0:
+            strides = c_strides(array.shape, 1) if storage.strides is None else storage.strides
+            view = StridedView((low - start) // itemsize, strides)
+            found[leaf.path] = msgspec.structs.replace(leaf, alias_of=base.path, view=view)
+        elif high > stop and storage.strides is None:
+            base, start, stop = leaf, low, high
     return found
-
-
-def _contiguous(source: ArraySource) -> bool:
-    return source.storage is not None and source.storage.strides is None
 
 
 def content_digests(described: DescribedTree, *, every: bool) -> dict[str, bytes]:

@@ -12,12 +12,17 @@ from ..core.sharding.int_runs import encode_runs
 from ..core.sharding.placements import Mesh, MeshLayout, Placement, Replicate, Shard, StridedShard, local_shape
 from ..errors import LayoutError
 
-__all__ = ["is_dtensor", "layout_of", "local_of"]
+__all__ = ["is_dtensor", "is_sharded_tensor", "layout_of", "local_of"]
 
 
 def is_dtensor(leaf: object) -> bool:
     """Returns whether a tensor is a DTensor; does not import torch.distributed."""
     return type(leaf).__name__ == "DTensor" and type(leaf).__module__.startswith("torch.distributed")
+
+
+def is_sharded_tensor(leaf: object) -> bool:
+    """Returns whether a tensor is torch.distributed's ShardedTensor, which supports hardly any operator."""
+    return type(leaf).__name__ == "ShardedTensor"
 
 
 def local_of(leaf: Any, path: str, rank: int) -> tuple[MeshLayout, torch.Tensor]:

@@ -11,7 +11,6 @@ import numpy as np
 from ..core.sharding.dtypes import USER_DEFINED, numpy_dtype, numpy_name
 from ..core.sharding.region import Region
 from ..core.tree.spec import ArraySpec
-from ..core.tree.value_codec import Typed
 from ..errors import FormatError, MismatchError, TreeError
 from .base import (
     Allocate,
@@ -32,10 +31,8 @@ from .base import (
 __all__ = [
     "abstract",
     "cast",
-    "decode",
     "dtype_name",
     "empty",
-    "encode",
     "known_dtype",
     "like",
     "mark_written",
@@ -93,10 +90,8 @@ def _memory(array: np.ndarray) -> HostMemory:
     return HostMemory(array.__array_interface__["data"][0], array.shape, array.itemsize, array)
 
 
-def source(leaf: Any, path: str, rank: int) -> ArraySource | None:
+def source(leaf: np.ndarray, path: str, rank: int) -> ArraySource:
     """Describes an array to save."""
-    if not isinstance(leaf, np.ndarray):
-        return None
     spec = _spec(leaf, path)
     whole = Region.whole(leaf.shape)
     if leaf.dtype.byteorder == ">":
@@ -113,15 +108,13 @@ def source(leaf: Any, path: str, rank: int) -> ArraySource | None:
     return ArraySource(spec, None, (SourcePiece(whole, HostArray(raw)),), storage)
 
 
-def abstract(leaf: Any, path: str, rank: int) -> ArraySpec | None:
+def abstract(leaf: np.ndarray, path: str, rank: int) -> ArraySpec:
     """Returns the spec of an array."""
-    return _spec(leaf, path) if isinstance(leaf, np.ndarray) else None
+    return _spec(leaf, path)
 
 
-def target(leaf: Any, path: str, rank: int) -> ArrayTarget | None:
+def target(leaf: np.ndarray, path: str, rank: int) -> ArrayTarget:
     """Describes an array to fill in place."""
-    if not isinstance(leaf, np.ndarray):
-        return None
     spec = _spec(leaf, path)
     if not leaf.flags.writeable or leaf.dtype.byteorder == ">" or overlaps_itself(leaf.shape, leaf.strides):
         read_only = "" if leaf.flags.writeable else ", read-only"
@@ -139,11 +132,9 @@ def target(leaf: Any, path: str, rank: int) -> ArrayTarget | None:
 
 
 def like(
-    leaf: Any, path: str, rank: int, device: str | None, *, allocate: Allocate | None = None
-) -> ArrayTarget | None:
+    leaf: np.ndarray, path: str, rank: int, device: str | None, *, allocate: Allocate | None = None
+) -> ArrayTarget:
     """Creates an array of the leaf's shape and dtype."""
-    if not isinstance(leaf, np.ndarray):
-        return None
     return empty(_spec(leaf, path), path, None, allocate=allocate)
 
 
@@ -161,16 +152,6 @@ def empty(spec: ArraySpec, path: str, device: str | None, *, allocate: Allocate 
         return ArrayTarget(spec, array, (TargetPiece(Region.whole(spec.shape), _memory(array)),))
     raw = array.view(raw_dtype(dtype.itemsize))
     return ArrayTarget(spec, array, local_pieces(spec, lambda box: HostArray(raw[(*box, ...)])))
-
-
-def encode(value: Any) -> Typed | None:
-    """Returns None: `core` encodes numpy's values."""
-    return None
-
-
-def decode(value: Typed) -> Any:
-    """Raises LookupError: `core` decodes numpy's values."""
-    raise LookupError(value.kind)
 
 
 def wrap(spec: ArraySpec, memory: memoryview, offset: int) -> np.ndarray:

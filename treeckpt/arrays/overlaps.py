@@ -20,7 +20,7 @@ from .base import ArrayTarget, HostArray, HostMemory, StridedMemory, TargetPiece
 __all__ = [
     "FillTargets",
     "Overlap",
-    "first_difference",
+    "conflicting_pair",
     "in_same_memory",
     "is_equal",
     "memory_key",
@@ -164,23 +164,32 @@ def _cover(region: Region, itemsize: int, low: int, high: int) -> tuple[tuple[Re
     return tuple(box.shifted(region.offset) for box in boxes), low - first * itemsize
 
 
-def first_difference(overlaps: Iterable[Overlap], fill: FillTargets, limit: int) -> tuple[int, int] | None:
-    """Returns the first pair of targets with different bytes for one address; None if there is none.
+def conflicting_pair(
+    targets: Sequence[ArrayTarget], is_one: Callable[[int, int], bool], fill: FillTargets, limit: int
+) -> tuple[int, int] | None:
+    """Returns two targets, by number, that would write different bytes to one address; None if there are none.
 
     Args:
+        is_one: whether two targets take the same bytes, which need not be compared then.
         fill: reads the new content of targets.
         limit: bytes to read at a time; a longer part is read alone.
     """
+    pairs = (pair for pair in overlapping_pairs(targets) if not is_one(*pair))
+    return _first_difference((part for pair in pairs for part in overlaps_of(targets, pair, limit // 2)), fill, limit)
+
+
+def _first_difference(overlaps: Iterable[Overlap], fill: FillTargets, limit: int) -> tuple[int, int] | None:
+    """Returns the first pair of targets with different bytes in an overlap, of which `limit` bytes are read at once."""
     batch: list[Overlap] = []
     size = 0
     for overlap in overlaps:
         batch.append(overlap)
         size += sum(r.size * n for part, n in zip(overlap.regions, overlap.itemsizes, strict=True) for r in part)
         if size >= limit:
-            if (found := _first_difference(batch, fill)) is not None:
+            if (found := _difference_in(batch, fill)) is not None:
                 return found
             batch, size = [], 0
-    return _first_difference(batch, fill)
+    return _difference_in(batch, fill)
 
 
 def is_equal(spec: ArraySpec, fill: FillTargets, limit: int) -> bool:
@@ -190,10 +199,10 @@ def is_equal(spec: ArraySpec, fill: FillTargets, limit: int) -> bool:
     most = max(1, limit // 2 // itemsize)
     parts = (tile for region in regions if region.size for tile in tiles(region, most))
     overlaps = (Overlap((0, 1), ((part,), (part,)), (itemsize, itemsize)) for part in parts)
-    return first_difference(overlaps, fill, limit) is None
+    return _first_difference(overlaps, fill, limit) is None
 
 
-def _first_difference(batch: Sequence[Overlap], fill: FillTargets) -> tuple[int, int] | None:
+def _difference_in(batch: Sequence[Overlap], fill: FillTargets) -> tuple[int, int] | None:
     wanted: list[tuple[int, list[TargetPiece]]] = []
     sides: list[list[np.ndarray]] = []
     for overlap in batch:

@@ -22,10 +22,10 @@ from ..core.tree.value_codec import Typed, Value, decode_value, encode_value
 from ..errors import FormatError, MismatchError, TreeError
 from .base import Adapter, Allocate, ArraySource, ArrayTarget, raw_dtype
 from .lazy import LazyArray, lazy_source
-from .sharded import Sharded, sharded_abstract, sharded_like, sharded_source, sharded_target
 
 __all__ = [
     "abstract_of",
+    "adapter_of",
     "check_cast",
     "check_library",
     "decode",
@@ -41,29 +41,37 @@ __all__ = [
     "target_of",
 ]
 
-_ADAPTERS = {"torch": "torch", "numpy": "numpy"}
-"""The adapter's module in this package, by the top-level module of a library's classes.
+_LIBRARIES = {"torch": "torch.Tensor", "numpy": "numpy.ndarray"}
+"""Adapters of libraries, and the class of their arrays.
 
-The name of the adapter is also `ArraySpec.kind` of its arrays, and what the kinds of its stored values begin with; the
-kinds of arrays without an adapter of their name are torch's.
+The name of an adapter is that of its module in this package, the `ArraySpec.kind` of its arrays, and what the kinds of
+its stored values begin with. The kinds of arrays without an adapter of their name are torch's.
 """
-_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor"
+_ADAPTERS = {array: name for name, array in _LIBRARIES.items()} | {
+    "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "sharded_tensor",
+    f"{__package__}.sharded.Sharded": "sharded",
+}
+"""Classes of arrays, and the module that is their adapter."""
 
 
 @lru_cache(maxsize=8)
-def _load(name: str) -> Adapter:
-    return cast(Adapter, importlib.import_module(f"{__package__}.{name}"))
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{__package__}.{name}")
 
 
 @lru_cache(maxsize=1024)
-def _adapter(kind: type) -> Adapter | None:
-    for base in kind.__mro__:
-        name = base.__module__.partition(".")[0]
-        if base.__module__.startswith(_SHARDED_TENSOR):
-            return _load("sharded_tensor")
-        if name in _ADAPTERS:
-            return _load(_ADAPTERS[name])
-    return None
+def adapter_of(kind: type) -> Adapter | None:
+    """Returns the adapter of a class of arrays; None for other classes."""
+    names = (_ADAPTERS.get(f"{base.__module__}.{base.__qualname__}") for base in kind.__mro__)
+    name = next(filter(None, names), None)
+    return None if name is None else cast(Adapter, _module(name))
+
+
+@lru_cache(maxsize=1024)
+def _libraries(kind: type) -> frozenset[str]:
+    """Returns the libraries that define a class or its base classes."""
+    packages = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    return frozenset(name for name, array in _LIBRARIES.items() if array.partition(".")[0] in packages)
 
 
 _PLAIN_VALUES = frozenset((int, float, bool, str, type(None), bytes, complex))
@@ -78,10 +86,8 @@ def source_of(leaf: object, path: str, rank: int) -> ArraySource | None:
     kind = type(leaf)
     if kind in _PLAIN_VALUES:
         return None
-    if (adapter := _adapter(kind)) is not None:
+    if (adapter := adapter_of(kind)) is not None:
         return adapter.source(leaf, path, rank)
-    if isinstance(leaf, Sharded):
-        return sharded_source(leaf, path, rank, _inner(leaf, path))
     if isinstance(leaf, Column):
         raise TreeError(
             path,
@@ -98,27 +104,12 @@ def source_of(leaf: object, path: str, rank: int) -> ArraySource | None:
     return None
 
 
-def _inner(leaf: Sharded, path: str) -> Adapter:
-    adapters = [_adapter(type(local)) for local in leaf.locals] or [_load("numpy")]
-    adapter = adapters[0]
-    if adapter is None or any(other is not adapter for other in adapters):
-        raise TreeError(
-            path,
-            expected="an array in Sharded, or several of one library",
-            found=", ".join(type(local).__name__ for local in leaf.locals),
-            hint="Values are no pieces; wrap what each rank has of its own in tc.PerRank",
-        )
-    return adapter
-
-
 def abstract_of(leaf: object, path: str, rank: int) -> ArraySpec | None:
     """Returns the spec of an array; None for a value."""
-    if (adapter := _adapter(type(leaf))) is not None:
+    if (adapter := adapter_of(type(leaf))) is not None:
         return adapter.abstract(leaf, path, rank)
     if isinstance(leaf, ArraySpec):
         return leaf
-    if isinstance(leaf, Sharded):
-        return sharded_abstract(leaf, path, rank, _inner(leaf, path))
     if isinstance(leaf, Column) and leaf.kind != "offsets":
         return abstract_of(leaf.array, path, rank)
     return None
@@ -126,29 +117,25 @@ def abstract_of(leaf: object, path: str, rank: int) -> ArraySpec | None:
 
 def library_of(spec: ArraySpec) -> Adapter:
     """Returns the adapter that creates arrays of the spec's kind."""
-    return _load(_name_of(spec))
+    return cast(Adapter, _module(_name_of(spec)))
 
 
 def _name_of(spec: ArraySpec) -> str:
-    return spec.kind if spec.kind in _ADAPTERS.values() else "torch"
+    return spec.kind if spec.kind in _LIBRARIES else "torch"
 
 
 def target_of(leaf: object, path: str, rank: int) -> ArrayTarget | None:
     """Describes an array to fill in place; returns None for a value."""
-    if (adapter := _adapter(type(leaf))) is not None:
-        return adapter.target(leaf, path, rank)
-    if isinstance(leaf, Sharded):
-        return sharded_target(leaf, path, rank, _inner(leaf, path))
-    return None
+    adapter = adapter_of(type(leaf))
+    return None if adapter is None else adapter.target(leaf, path, rank)
 
 
 def mark_written(leaves: Iterable[object]) -> None:
     """Tells the libraries of arrays that these were written to without their functions."""
     found: dict[Adapter, list[object]] = {}
     for leaf in leaves:
-        for array in leaf.locals if isinstance(leaf, Sharded) else (leaf,):
-            if (adapter := _adapter(type(array))) is not None:
-                found.setdefault(adapter, []).append(array)
+        if (adapter := adapter_of(type(leaf))) is not None:
+            found.setdefault(adapter, []).append(leaf)
     for adapter, arrays in found.items():
         adapter.mark_written(arrays)
 
@@ -162,11 +149,8 @@ def like_of(
     """
     if isinstance(leaf, ArraySpec):
         return new_array(leaf, path, device or leaf.device, allocate=allocate)
-    if isinstance(leaf, Sharded):
-        return sharded_like(leaf, path, rank, device, _inner(leaf, path), allocate=allocate)
-    adapter = _adapter(type(leaf))
-    if adapter is not None and (target := adapter.like(leaf, path, rank, device, allocate=allocate)) is not None:
-        return target
+    if (adapter := adapter_of(type(leaf))) is not None:
+        return adapter.like(leaf, path, rank, device, allocate=allocate)
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if shape is None or dtype is None or encodable(leaf):
         return None
@@ -231,6 +215,7 @@ def check_library(spec: ArraySpec, path: str) -> Adapter:
     """
     try:
         adapter = library_of(spec)
+        adapter.known_dtype(spec.dtype)
     except ImportError as error:
         name = _name_of(spec)
         raise MismatchError(
@@ -239,8 +224,6 @@ def check_library(spec: ArraySpec, path: str) -> Adapter:
             found=f"no {name} in this environment",
             hint=f"Install treeckpt[{name}], or pass like= with numpy arrays",
         ) from error
-    try:
-        adapter.known_dtype(spec.dtype)
     except MismatchError as error:
         raise MismatchError(path, expected=error.expected, found=error.found, hint=error.hint) from error
     return adapter
@@ -261,11 +244,10 @@ def encode(value: object, path: str, *, allow_pickle: bool) -> Value:
     Raises:
         TreeError: a value of an unknown kind; with `allow_pickle` only if it cannot be pickled.
     """
-    adapter = _adapter(type(value))
     try:
-        return encode_value(value, path, _extra)
+        return encode_value(value, path, _encode_of_library)
     except TreeError:
-        if not allow_pickle or adapter is not None:
+        if not allow_pickle or _libraries(type(value)):
             raise
     import base64
     import pickle
@@ -276,9 +258,10 @@ def encode(value: object, path: str, *, allow_pickle: bool) -> Value:
         raise TreeError(path, expected="a value that pickle takes", found=f"{value!r:.60} ({error})") from error
 
 
-def _extra(value: object) -> Typed | None:
-    adapter = _adapter(type(value))
-    return adapter.encode(value) if adapter is not None else None
+def _encode_of_library(value: object) -> Typed | None:
+    """Stores a value of a library whose adapter has `encode` and `decode`."""
+    found = (getattr(_module(name), "encode", None) for name in _libraries(type(value)))
+    return next((stored for encode in found if encode and (stored := encode(value)) is not None), None)
 
 
 def decode(value: Value, path: str, *, allow_pickle: bool) -> object:
@@ -294,9 +277,10 @@ def decode(value: Value, path: str, *, allow_pickle: bool) -> object:
         if typed.kind == "pickle":
             return _unpickle(typed, path, allow_pickle)
         name = typed.kind.partition(".")[0]
-        if name not in _ADAPTERS.values():
+        restore = getattr(_module(name), "decode", None) if name in _LIBRARIES else None
+        if restore is None:
             raise LookupError(typed.kind)
-        return _load(name).decode(typed)
+        return restore(typed)
 
     return decode_value(value, path, resolve=resolve, extra=extra)
 

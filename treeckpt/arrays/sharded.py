@@ -1,4 +1,4 @@
-"""`Sharded`: local arrays with their offsets in a global array, for any way of sharding.
+"""`Sharded`: local arrays with their offsets in a global array, for any way of sharding; and its adapter.
 
 It corresponds to Paddle's local shape and global offset; with an integer offset to a ZeRO-style flat range of the
 global array's elements in C order. A rank may hold one piece or several.
@@ -9,21 +9,22 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import msgspec
 
 from ..core.sharding.placements import BoxLayout
 from ..core.sharding.region import Region, flat_regions
 from ..core.tree.spec import ArraySpec
-from ..errors import LayoutError
+from ..errors import LayoutError, TreeError
 from .base import Adapter, Allocate, ArraySource, ArrayTarget, FlatRangeArray, SourcePiece, TargetPiece
+from .registry import adapter_of
+from .registry import mark_written as mark_all_written
 
-__all__ = ["Sharded", "sharded_abstract", "sharded_like", "sharded_source", "sharded_target", "with_locals"]
+__all__ = ["Sharded", "abstract", "like", "mark_written", "source", "target", "with_locals"]
 
 Offset = int | tuple[int, ...]
-_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -125,8 +126,13 @@ def _regions(leaf: Sharded, offset: Offset, local: Sequence[int], path: str) -> 
     )
 
 
-def _each(leaf: Sharded, path: str, describe: Callable[[Any], _T | None]) -> list[_T] | None:
-    """Returns the result of `describe` for each piece; None if one of them is not of the adapter's library."""
+def _inner(leaf: Sharded, path: str) -> Adapter:
+    """Returns the adapter of the pieces.
+
+    Raises:
+        LayoutError: not each piece has an offset.
+        TreeError: pieces of several libraries, or values.
+    """
     if not leaf.locals or len(leaf.locals) != len(leaf.offsets):
         raise LayoutError(
             path,
@@ -134,46 +140,49 @@ def _each(leaf: Sharded, path: str, describe: Callable[[Any], _T | None]) -> lis
             found=f"{len(leaf.locals)} pieces, {len(leaf.offsets)} offsets",
             hint="Pass tc.Sharded lists of equal length, or one array and one offset",
         )
-    found = [describe(local) for local in leaf.locals]
-    described = [one for one in found if one is not None]
-    return described if len(described) == len(found) else None
+    adapter, *others = (None if isinstance(local, Sharded) else adapter_of(type(local)) for local in leaf.locals)
+    if adapter is None or any(other is not adapter for other in others):
+        raise TreeError(
+            path,
+            expected="an array in Sharded, or several of one library",
+            found=", ".join(type(local).__name__ for local in leaf.locals),
+            hint="Values are no pieces; wrap what each rank has of its own in tc.PerRank",
+        )
+    return adapter
 
 
-def _spec(leaf: Sharded, specs: Sequence[ArraySpec], path: str) -> ArraySpec:
-    """Returns the spec of the whole array, from those of the pieces."""
-    for spec in specs:
-        if spec.dtype != specs[0].dtype:
-            raise LayoutError(path, expected=f"pieces of one dtype, as {specs[0].dtype}", found=f"{spec.dtype}")
-    return msgspec.structs.replace(specs[0], shape=leaf.global_shape)
+def _described(leaf: Sharded, parts: Sequence[tuple[ArraySpec, Any]], path: str) -> tuple[ArraySpec, list[Any]]:
+    """Returns the spec of the whole array, and its regions here with the memory of each.
 
-
-def _regions_of_pieces(
-    leaf: Sharded, parts: Sequence[tuple[Any, ArraySpec]], path: str
-) -> Iterator[tuple[Region, Any]]:
-    """Yields the regions of the whole array, and the memory of each."""
-    for offset, (data, spec) in zip(leaf.offsets, parts, strict=True):
-        regions = _regions(leaf, offset, spec.shape, path)
+    Args:
+        parts: the spec and the memory of each piece.
+    """
+    first, _ = parts[0]
+    found: list[tuple[Region, Any]] = []
+    for offset, (spec, data) in zip(leaf.offsets, parts, strict=True):
+        if spec.dtype != first.dtype:
+            raise LayoutError(path, expected=f"pieces of one dtype, as {first.dtype}", found=f"{spec.dtype}")
         at = 0
-        for region in regions:
-            yield region, FlatRangeArray(data, at, region.shape) if isinstance(offset, int) else data
+        for region in _regions(leaf, offset, spec.shape, path):
+            found.append((region, FlatRangeArray(data, at, region.shape) if isinstance(offset, int) else data))
             at += region.size
+    return msgspec.structs.replace(first, shape=leaf.global_shape), found
 
 
-def sharded_source(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> ArraySource:
+def source(leaf: Sharded, path: str, rank: int) -> ArraySource:
     """Describes pieces to save.
 
     Raises:
         LayoutError: a piece does not lie inside the global shape, or is distributed itself.
     """
-    inner = _each(leaf, path, lambda local: adapter.source(local, path, rank))
-    if inner is None or any(source.layout is not None for source in inner):
+    adapter = _inner(leaf, path)
+    inner = [adapter.source(local, path, rank) for local in leaf.locals]
+    if any(source.layout is not None for source in inner):
         raise _no_array(leaf, path)
-    spec = _spec(leaf, [source.spec for source in inner], path)
-    pieces = [
-        SourcePiece(*part) for part in _regions_of_pieces(leaf, [(s.pieces[0].data, s.spec) for s in inner], path)
-    ]
-    layout = BoxLayout(tuple((rank, piece.region) for piece in pieces))
-    return ArraySource(spec, layout, pieces, inner[0].storage if len(inner) == 1 else None)
+    spec, parts = _described(leaf, [(source.spec, source.pieces[0].data) for source in inner], path)
+    layout = BoxLayout(tuple((rank, region) for region, _ in parts))
+    storage = inner[0].storage if len(inner) == 1 else None
+    return ArraySource(spec, layout, [SourcePiece(*part) for part in parts], storage)
 
 
 def _no_array(leaf: Sharded, path: str) -> LayoutError:
@@ -181,34 +190,34 @@ def _no_array(leaf: Sharded, path: str) -> LayoutError:
     return LayoutError(path, expected="a plain array in Sharded", found=kinds)
 
 
-def sharded_abstract(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> ArraySpec | None:
+def abstract(leaf: Sharded, path: str, rank: int) -> ArraySpec:
     """Returns the spec of the whole array, with the regions of the pieces."""
-    inner = _each(leaf, path, lambda local: adapter.abstract(local, path, rank))
-    if inner is None:
-        return None
-    regions = [_regions(leaf, offset, spec.shape, path) for offset, spec in zip(leaf.offsets, inner, strict=True)]
-    return msgspec.structs.replace(_spec(leaf, inner, path), regions=tuple(r for part in regions for r in part))
+    adapter = _inner(leaf, path)
+    spec, parts = _described(leaf, [(adapter.abstract(local, path, rank), None) for local in leaf.locals], path)
+    return msgspec.structs.replace(spec, regions=tuple(region for region, _ in parts))
 
 
-def _as_target(leaf: Sharded, inner: list[ArrayTarget] | None, path: str) -> ArrayTarget | None:
-    if inner is None:
-        return None
+def target(leaf: Sharded, path: str, rank: int) -> ArrayTarget:
+    """Describes pieces to fill in place."""
+    adapter = _inner(leaf, path)
+    return _as_target(leaf, [adapter.target(local, path, rank) for local in leaf.locals], path)
+
+
+def like(leaf: Sharded, path: str, rank: int, device: str | None, *, allocate: Allocate | None = None) -> ArrayTarget:
+    """Creates pieces of the same shapes and offsets."""
+    adapter = _inner(leaf, path)
+    new = [adapter.like(local, path, rank, device, allocate=allocate) for local in leaf.locals]
+    return _as_target(leaf, new, path)
+
+
+def _as_target(leaf: Sharded, inner: list[ArrayTarget], path: str) -> ArrayTarget:
     if any(len(target.pieces) != 1 or target.pieces[0].region.shape != target.spec.shape for target in inner):
         raise _no_array(leaf, path)
-    spec = _spec(leaf, [target.spec for target in inner], path)
-    made = with_locals(leaf, [target.leaf for target in inner])
-    parts = [(target.pieces[0].data, target.spec) for target in inner]
-    return ArrayTarget(spec, made, [TargetPiece(*part) for part in _regions_of_pieces(leaf, parts, path)])
+    spec, parts = _described(leaf, [(target.spec, target.pieces[0].data) for target in inner], path)
+    whole = with_locals(leaf, [target.leaf for target in inner])
+    return ArrayTarget(spec, whole, [TargetPiece(*part) for part in parts])
 
 
-def sharded_target(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> ArrayTarget | None:
-    """Describes pieces to fill in place."""
-    return _as_target(leaf, _each(leaf, path, lambda local: adapter.target(local, path, rank)), path)
-
-
-def sharded_like(
-    leaf: Sharded, path: str, rank: int, device: str | None, adapter: Adapter, *, allocate: Allocate | None = None
-) -> ArrayTarget | None:
-    """Creates pieces of the same shapes and offsets."""
-    made = _each(leaf, path, lambda local: adapter.like(local, path, rank, device, allocate=allocate))
-    return _as_target(leaf, made, path)
+def mark_written(leaves: Sequence[Sharded]) -> None:
+    """Tells the libraries of the pieces that these were written to."""
+    mark_all_written(local for leaf in leaves for local in leaf.locals)

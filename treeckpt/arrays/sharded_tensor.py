@@ -8,10 +8,11 @@ comes back as a plain tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
+import torch
 
 from ..core.sharding.placements import BoxLayout
 from ..core.sharding.region import Region
@@ -20,7 +21,7 @@ from ..errors import LayoutError
 from . import torch as plain
 from .base import Allocate, ArraySource, ArrayTarget, SourcePiece, TargetPiece
 
-__all__ = ["abstract", "encode", "like", "mark_written", "source", "target", "with_shards"]
+__all__ = ["abstract", "like", "mark_written", "source", "target", "with_shards"]
 
 
 def _region(shard: Any) -> Region:
@@ -49,19 +50,13 @@ def _spec(leaf: Any) -> ArraySpec:
     return ArraySpec(tuple(map(int, metadata.size)), dtype, requires_grad=properties.requires_grad)
 
 
-def _regions(leaf: Any, path: str) -> list[Region]:
-    """Returns the regions of this rank's shards."""
-    regions: list[Region] = []
+def _shards(leaf: Any, path: str) -> Iterator[tuple[Region, torch.Tensor]]:
+    """Yields the region and the tensor of each of this rank's shards."""
     for shard in leaf.local_shards():
         region, found = _region(shard.metadata), tuple(shard.tensor.shape)
         if found != region.shape:
             raise LayoutError(path, expected=f"a shard of shape {region.shape}", found=f"a tensor of shape {found}")
-        regions.append(region)
-    return regions
-
-
-def _tensors(leaf: Any) -> list[Any]:
-    return [shard.tensor for shard in leaf.local_shards()]
+        yield region, shard.tensor
 
 
 def with_shards(leaf: Any, tensors: Sequence[Any]) -> Any:
@@ -74,42 +69,33 @@ def with_shards(leaf: Any, tensors: Sequence[Any]) -> Any:
     )
 
 
-def source(leaf: Any, path: str, rank: int) -> ArraySource | None:
+def source(leaf: Any, path: str, rank: int) -> ArraySource:
     """Describes a ShardedTensor to save."""
-    found = [plain.source(tensor, path, rank) for tensor in _tensors(leaf)]
-    data = [one.pieces[0].data for one in found if one is not None]
-    pieces = [SourcePiece(*part) for part in zip(_regions(leaf, path), data, strict=True)]
+    pieces = [
+        SourcePiece(region, plain.source(tensor, path, rank).pieces[0].data) for region, tensor in _shards(leaf, path)
+    ]
     return ArraySource(_spec(leaf), _layout(leaf, path), pieces)
 
 
-def abstract(leaf: Any, path: str, rank: int) -> ArraySpec | None:
+def abstract(leaf: Any, path: str, rank: int) -> ArraySpec:
     """Returns the spec of the whole array, with the regions that this rank holds."""
-    return msgspec.structs.replace(_spec(leaf), regions=tuple(_regions(leaf, path)))
+    return msgspec.structs.replace(_spec(leaf), regions=tuple(region for region, _ in _shards(leaf, path)))
 
 
-def _as_target(leaf: Any, made: Any, found: list[ArrayTarget | None], path: str) -> ArrayTarget:
-    data = [one.pieces[0].data for one in found if one is not None]
-    pieces = [TargetPiece(*part) for part in zip(_regions(leaf, path), data, strict=True)]
-    return ArrayTarget(_spec(leaf), made, pieces)
-
-
-def target(leaf: Any, path: str, rank: int) -> ArrayTarget | None:
+def target(leaf: Any, path: str, rank: int) -> ArrayTarget:
     """Describes a ShardedTensor to fill in place."""
-    return _as_target(leaf, leaf, [plain.target(tensor, path, rank) for tensor in _tensors(leaf)], path)
+    pieces = [
+        TargetPiece(region, plain.target(tensor, path, rank).pieces[0].data) for region, tensor in _shards(leaf, path)
+    ]
+    return ArrayTarget(_spec(leaf), leaf, pieces)
 
 
-def like(
-    leaf: Any, path: str, rank: int, device: str | None, *, allocate: Allocate | None = None
-) -> ArrayTarget | None:
+def like(leaf: Any, path: str, rank: int, device: str | None, *, allocate: Allocate | None = None) -> ArrayTarget:
     """Creates a ShardedTensor of the same layout; its shards are on `device`, by default on that of the leaf's."""
-    found = [plain.like(tensor, path, rank, device, allocate=allocate) for tensor in _tensors(leaf)]
-    return _as_target(leaf, with_shards(leaf, [one.leaf for one in found if one is not None]), found, path)
+    new = [plain.like(tensor, path, rank, device, allocate=allocate).leaf for _, tensor in _shards(leaf, path)]
+    return target(with_shards(leaf, new), path, rank)
 
 
 def mark_written(leaves: Sequence[Any]) -> None:
     """Tells torch that this rank's shards were written to."""
-    plain.mark_written([tensor for leaf in leaves for tensor in _tensors(leaf)])
-
-
-def encode(value: Any) -> None:
-    """Returns None: there are no values of this adapter."""
+    plain.mark_written([shard.tensor for leaf in leaves for shard in leaf.local_shards()])

@@ -163,7 +163,7 @@ class ExpandedTree:
     """
 
     def __init__(self, tree: object, rank: int, namespace: str, *, mappings: bool = False, above: str = "") -> None:
-        self.original, self.rank, self.namespace, self._above = tree, rank, namespace, above
+        self.original, self.rank, self.namespace = tree, rank, namespace
         _, self.leaves = flatten(tree, rank=rank, namespace=namespace)
         self.found: dict[int, _StatefulLeaf] = {}
         for position, (below, leaf) in enumerate(self.leaves):
@@ -232,15 +232,12 @@ class ExpandedTree:
                 found.owner.update((key, value) for key, value in content.items() if found.owner[key] is not value)
             elif found.has_arrays:
                 load_exact_state(found.owner, found.state)
-            elif (size := self._size(found.state)) is not None:
-                load_exact_state(found.owner, found.state)
-                loaded += size
+            else:
+                _, leaves = flatten(found.state, rank=self.rank, namespace=self.namespace)
+                if all(leaf is not ... for _, leaf in leaves):  # else a part of it could not be loaded
+                    load_exact_state(found.owner, found.state)
+                    loaded += len(leaves)
         return loaded
-
-    def _size(self, state: Any) -> int | None:
-        """Returns the number of leaves of a state; None where a part of it could not be loaded."""
-        _, leaves = flatten(state, rank=self.rank, namespace=self.namespace)
-        return None if any(leaf is ... for _, leaf in leaves) else len(leaves)
 
 
 def expand_states(tree: object, *, rank: int = 0, namespace: str = "", mappings: bool = False) -> ExpandedTree | None:

@@ -24,7 +24,7 @@ from ..errors import TreeError
 from .base import ArrayReader, ArraySource, ArrayWriter, Box, HostArray, HostMemory, SourcePiece, raw_dtype
 from .threads import WorkerThreads
 
-__all__ = ["SelectedRowsWriter", "check_order", "column_source", "read_ids", "shift_rows"]
+__all__ = ["SelectedRowsWriter", "check_order", "column_source", "read_ids", "shift_offsets", "shift_rows"]
 
 INT64 = "int64"
 CHECKED_ROWS = 1 << 20
@@ -174,21 +174,18 @@ def _held(column: Column, path: str, source: ArraySource) -> TableRows:
     return held
 
 
-def shift_rows(sources: dict[str, ArraySource], starts: dict[str, tuple[int, str]]) -> None:
-    """Sets the offsets of table rows among those of all ranks, in place.
+def shift_rows(source: ArraySource, start: int) -> ArraySource:
+    """Returns the source of a column whose first row here is `start` among those of all ranks."""
+    piece = source.pieces[0]
+    region = Region((start, *piece.region.offset[1:]), piece.region.shape)
+    return msgspec.structs.replace(source, pieces=(SourcePiece(region, piece.data),))
 
-    Args:
-        starts: by path the first row of this rank; for ids also the path of the bucket offsets, else "".
-    """
-    for path, (start, offsets) in starts.items():
-        source = sources[path]
-        piece = source.pieces[0]
-        region = Region((start, *piece.region.offset[1:]), piece.region.shape)
-        sources[path] = msgspec.structs.replace(source, pieces=(SourcePiece(region, piece.data),))
-        if offsets:
-            memory = sources[offsets].pieces[0].data
-            assert isinstance(memory, HostArray), "as column_source created it"
-            memory.array[...] += start - (memory.array[0] if memory.array.size else 0)
+
+def shift_offsets(source: ArraySource, start: int) -> None:
+    """Sets the bucket offsets of a table whose first row here is `start`, in place."""
+    memory = source.pieces[0].data
+    assert isinstance(memory, HostArray), "as column_source created it"
+    memory.array[...] += start - (memory.array[0] if memory.array.size else 0)
 
 
 class SelectedRowsWriter:
@@ -211,15 +208,12 @@ class SelectedRowsWriter:
             self._inner.write((slice(low, high), *box[1:]), data)
         elif isinstance(self._inner, (HostArray, HostMemory)):
             self._inner.array[(self._places[low:high], *box[1:])] = data
-        else:
-            self._write_runs(self._places[low:high], box, data)
-
-    def _write_runs(self, places: np.ndarray, box: Box, data: np.ndarray) -> None:
-        """Writes rows with consecutive places together."""
-        starts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
-        for start, stop in itertools.pairwise(starts):
-            first = int(places[start])
-            self._inner.write((slice(first, first + stop - start), *box[1:]), data[start:stop])
+        else:  # rows with consecutive places together
+            places = self._places[low:high]
+            starts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
+            for start, stop in itertools.pairwise(starts):
+                first = int(places[start])
+                self._inner.write((slice(first, first + stop - start), *box[1:]), data[start:stop])
 
 
 def check_order(ids: np.ndarray, spec: TableSpec, owned: tuple[int, int]) -> str:

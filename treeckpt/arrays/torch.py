@@ -25,7 +25,6 @@ from .base import (
     Allocate,
     ArraySource,
     ArrayTarget,
-    Box,
     SourcePiece,
     Storage,
     TargetPiece,
@@ -36,7 +35,7 @@ from .base import (
 from .dtensor import is_dtensor, layout_of, local_of
 from .numpy import cast as cast_as_numpy
 from .plain_tensor import PLAIN_CLASSES, PLAIN_DTYPES, dtype_name, is_plain, kind_of, plain_info, plain_memory
-from .torch_memory import raw_array, signed_dtype, tensor_data
+from .torch_memory import TensorData, raw_array, signed_dtype, tensor_data
 
 __all__ = [
     "abstract",
@@ -111,10 +110,8 @@ def _spec(leaf: torch.Tensor) -> ArraySpec:
     return ArraySpec(tuple(leaf.shape), dtype_name(leaf.dtype), None, device, leaf.requires_grad, kind_of(leaf))
 
 
-def source(leaf: Any, path: str, rank: int) -> ArraySource | None:
+def source(leaf: torch.Tensor, path: str, rank: int) -> ArraySource:
     """Describes a tensor to save."""
-    if not isinstance(leaf, torch.Tensor):
-        return None
     if is_plain(leaf):
         common = plain_info(leaf)
         if (memory := plain_memory(leaf, common)) is not None:
@@ -132,11 +129,9 @@ def source(leaf: Any, path: str, rank: int) -> ArraySource | None:
     spec = _spec(leaf)
     if type(leaf) not in PLAIN_CLASSES and is_dtensor(leaf):
         layout, local = local_of(leaf, path, rank)
-        held = held_by(layout, spec.shape, rank)
         storage = _storage(local, path)
-        return ArraySource(
-            spec, layout, [SourcePiece(h.region, tensor_data(local[_box(h.local, h.region)])) for h in held], storage
-        )
+        pieces = [SourcePiece(*piece) for piece in _pieces(layout, local, spec.shape, rank)]
+        return ArraySource(spec, layout, pieces, storage)
     tensor = leaf.detach() if spec.requires_grad else leaf
     storage = _storage(tensor, path)
     return ArraySource(spec, None, (SourcePiece(Region.whole(spec.shape), tensor_data(tensor)),), storage)
@@ -146,8 +141,14 @@ _NUMPY = {name: np.dtype(name) for name in ("float32", "float64", "float16", "in
 """The plain dtypes that numpy has too."""
 
 
-def _box(start: tuple[int, ...], region: Region) -> Box:
-    return tuple(slice(a, a + n) for a, n in zip(start, region.shape, strict=True))
+def _pieces(
+    layout: MeshLayout, local: torch.Tensor, shape: tuple[int, ...], rank: int
+) -> list[tuple[Region, TensorData]]:
+    """Returns the regions of a DTensor that a rank holds, with the memory of each in its local tensor."""
+    return [
+        (held.region, tensor_data(local[Region(held.local, held.region.shape).slices()]))
+        for held in held_by(layout, shape, rank)
+    ]
 
 
 def _storage(tensor: torch.Tensor, path: str) -> Storage | None:
@@ -175,10 +176,8 @@ def _storage(tensor: torch.Tensor, path: str) -> Storage | None:
     return None if not address or tensor.is_conj() or tensor.is_neg() else Storage(address, nbytes, strides)
 
 
-def abstract(leaf: Any, path: str, rank: int) -> ArraySpec | None:
+def abstract(leaf: torch.Tensor, path: str, rank: int) -> ArraySpec:
     """Returns the spec of a tensor; for a DTensor with the regions that this rank holds."""
-    if not isinstance(leaf, torch.Tensor):
-        return None
     if is_plain(leaf):
         return plain_info(leaf).spec
     _check(leaf, path)
@@ -192,10 +191,8 @@ def abstract(leaf: Any, path: str, rank: int) -> ArraySpec | None:
     return msgspec.structs.replace(spec, regions=regions)
 
 
-def target(leaf: Any, path: str, rank: int) -> ArrayTarget | None:
+def target(leaf: torch.Tensor, path: str, rank: int) -> ArrayTarget:
     """Describes a tensor to fill in place."""
-    if not isinstance(leaf, torch.Tensor):
-        return None
     if is_plain(leaf):
         common = plain_info(leaf)
         if (memory := plain_memory(leaf, common)) is not None:
@@ -207,7 +204,8 @@ def target(leaf: Any, path: str, rank: int) -> ArrayTarget | None:
         )
     if is_dtensor(leaf):
         layout, local = local_of(leaf, path, rank)
-        return ArrayTarget(_spec(leaf), leaf, _pieces(layout, local, tuple(leaf.shape), rank))
+        pieces = [TargetPiece(*piece) for piece in _pieces(layout, local, tuple(leaf.shape), rank)]
+        return ArrayTarget(_spec(leaf), leaf, pieces)
     tensor = leaf.detach()
     try:
         _storage(tensor, path)
@@ -223,16 +221,10 @@ def target(leaf: Any, path: str, rank: int) -> ArrayTarget | None:
     return ArrayTarget(_spec(leaf), leaf, (TargetPiece(Region.whole(tuple(leaf.shape)), tensor_data(tensor)),))
 
 
-def _pieces(layout: MeshLayout, local: torch.Tensor, shape: tuple[int, ...], rank: int) -> list[TargetPiece]:
-    return [TargetPiece(h.region, tensor_data(local[_box(h.local, h.region)])) for h in held_by(layout, shape, rank)]
-
-
 def like(
-    leaf: Any, path: str, rank: int, device: str | None, *, allocate: Allocate | None = None
-) -> ArrayTarget | None:
+    leaf: torch.Tensor, path: str, rank: int, device: str | None, *, allocate: Allocate | None = None
+) -> ArrayTarget:
     """Creates a tensor of the leaf's shape, dtype, device and layout; on the host where the leaf is on meta."""
-    if not isinstance(leaf, torch.Tensor):
-        return None
     _check(leaf, path)
     where = _device(device, path) or leaf.device
     spec = _spec(leaf)
@@ -258,7 +250,7 @@ def _like_dtensor(
     shape = local_shape(layout, spec.shape, rank)
     device = torch.device(leaf.device_mesh.device_type) if where.type == "meta" else where
     local = _new(shape if shape is not None else (0,), leaf.dtype, device, allocate)
-    pieces = _pieces(layout, local, spec.shape, rank) if shape is not None else ()
+    pieces = [TargetPiece(*p) for p in _pieces(layout, local, spec.shape, rank)] if shape is not None else ()
     made = DTensor(local, leaf._spec, requires_grad=False)  # from_local loses the shape of a scalar outside of the mesh
     return ArrayTarget(spec, as_kind(made, spec), pieces)
 

@@ -12,7 +12,7 @@ from .base import Box, HostArray, HostMemory, StridedMemory, raw_dtype
 from .cuda import start_copy_to_host
 from .plain_tensor import is_plain, plain_info, plain_memory
 
-__all__ = ["DeviceArray", "raw_array", "signed_dtype", "tensor_data"]
+__all__ = ["DeviceArray", "TensorData", "raw_array", "signed_dtype", "tensor_data"]
 
 _RAW = {size: raw_dtype(size).str for size in (1, 2, 4, 8, 16)}
 
@@ -81,7 +81,10 @@ def signed_dtype(size: int) -> np.dtype[Any]:
     return np.dtype("<c16") if size == 16 else np.dtype(f"<i{size}") if size > 1 else np.dtype("u1")
 
 
-def tensor_data(tensor: torch.Tensor) -> HostMemory | HostArray | DeviceArray:
+TensorData = HostMemory | HostArray | DeviceArray
+
+
+def tensor_data(tensor: torch.Tensor) -> TensorData:
     """Returns the reader and writer of a tensor's elements."""
     if is_plain(tensor) and (memory := plain_memory(tensor, plain_info(tensor))) is not None:
         return memory

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..arrays.base import ArrayTarget, StridedMemory, TargetPiece
-from ..arrays.overlaps import first_difference, in_same_memory, is_equal, memory_key, overlapping_pairs, overlaps_of
+from ..arrays.overlaps import conflicting_pair, in_same_memory, is_equal, memory_key
 from ..arrays.registry import target_of
 from ..core.format.records import AliasRecord, Leaf
 from ..core.sharding.region import c_strides
@@ -43,13 +43,14 @@ def check_ties(wanted: Sequence[Wanted]) -> None:
         MismatchError: naming two of them.
         CorruptError: what had to be read to compare them is damaged.
     """
-    targets = [one.target for one in wanted]
-    pairs = [pair for pair in overlapping_pairs(targets) if not _is_one(wanted[pair[0]], wanted[pair[1]])]
-    if not pairs:
+    if not wanted:
         return
-    limit = wanted[0].job.options.memory
-    stretches = (stretch for pair in pairs for stretch in overlaps_of(targets, pair, limit // 2))
-    found = first_difference(stretches, lambda pieces: _fill(wanted, pieces), limit)
+    found = conflicting_pair(
+        [one.target for one in wanted],
+        lambda first, second: _is_one(wanted[first], wanted[second]),
+        lambda pieces: _fill(wanted, pieces),
+        wanted[0].job.options.memory,
+    )
     if found is not None:
         first, second = (wanted[number].path for number in found)
         raise MismatchError(

@@ -227,11 +227,11 @@ def _wrap_optimizers(
     if not optimizers or options.get("on_corrupt") == "skip":
         return things
     from ..training.resume import with_resumed_optimizers
-    from ..training.sources import CheckpointSource, SourceOptions
+    from ..training.sources import CheckpointSource
 
     rules = as_rules(options.get("rename"), options.get("transforms"))
     source = CheckpointSource(
-        checkpoint, comm, SourceOptions(allow_pickle=options.get("allow_pickle", False), rules=rules)
+        checkpoint, comm, LoadOptions(allow_pickle=options.get("allow_pickle", False), rules=rules)
     )
     found = {
         name: with_resumed_optimizers(things[name], (OBJECTS, name), source, selection.selects) for name in optimizers

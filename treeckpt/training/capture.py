@@ -10,20 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from torch import nn
-
 from ..arrays.dtensor import is_dtensor
 from ..arrays.stateful import is_stateful
 from ..core.tree.flatten import PerRank
 from ..errors import TreeError
 from .groups import labels_of
-from .modules import Modules, StateDictEntry, collect_entries, hidden_parameters, shards_of
-from .names import nested, tie_names
+from .modules import Modules, collect_entries
+from .names import nested
 from .optimizers import NamedOptimizer, Optimizers, groups_of, name_optimizers, optimizer_chain, trees_of
 from .rng import capture_rng
 from .schedules import to_groups
 
-__all__ = ["optimizer_of", "state", "ties_of"]
+__all__ = ["optimizer_of", "state"]
 
 
 def state(
@@ -54,12 +52,16 @@ def state(
     Raises:
         TreeError: an optimizer has parameters that are not the model's, or two objects have one name.
     """
-    entries = collect_entries(model)
-    optimizers = name_optimizers(
-        optimizer, ties_of(entries, model), shards_of(entries, hidden_parameters(model, entries))
-    )
-    kept = [entry for entry in entries if entry.owned or buffers == "per_rank"]
-    tree: dict[str, Any] = {"model": nested((entry.key, _content(entry, buffers)) for entry in kept)}
+    found = collect_entries(model)
+    optimizers = name_optimizers(optimizer, found)
+    kept = [entry for entry in found.entries if entry.owned or buffers == "per_rank"]
+    own = buffers == "per_rank"
+    tree: dict[str, Any] = {
+        "model": nested(
+            (one.key, PerRank(one.value) if own and one.kind == "buffer" and not is_dtensor(one.value) else one.value)
+            for one in kept
+        )
+    }
     if optimizers:
         tree["optimizer"], tree["param_groups"] = trees_of(optimizers)
     if scheduler is not None:
@@ -71,17 +73,6 @@ def state(
     if extra is not None:
         tree["extra"] = extra
     return tree
-
-
-def _content(entry: StateDictEntry, buffers: str) -> Any:
-    own = buffers == "per_rank" and entry.kind == "buffer" and not is_dtensor(entry.value)
-    return PerRank(entry.value) if own else entry.value
-
-
-def ties_of(entries: Sequence[StateDictEntry], model: Modules) -> dict[int, Any]:
-    """Returns the names of each parameter, by identity."""
-    every = (*entries, *hidden_parameters(model, entries))
-    return tie_names((entry.key, id(entry.value)) for entry in every if isinstance(entry.value, nn.Parameter))
 
 
 def _scheduler_states(given: Any, optimizers: Sequence[NamedOptimizer]) -> Any:

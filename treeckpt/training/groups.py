@@ -6,17 +6,18 @@ same from step to step, and ranks with different parameters save theirs side by 
 (beside experts, for example) may then have several labels. A live group takes each hyper-parameter on which all its
 parameters agree: their order is free, and a group may be split, or joined where the values are equal. A group without
 parameters takes those of the saved empty group with its name; unnamed ones are matched in order if there are as many as
-were saved, otherwise by position. This module does not use torch.
+were saved, otherwise by position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from ..errors import MismatchError, TreeError
+from .hyperparameters import is_same
 from .names import Key, key_path
 
 __all__ = [
@@ -41,7 +42,6 @@ class ParamGroup(msgspec.Struct, frozen=True):
     values: dict[str, Any]
 
 
-Same = Callable[[Any, Any], bool]
 Labels = Mapping[str, Sequence[str]]
 """Parameter -> the labels of its saved groups: one, or more where ranks with different parameters share it.
 `empty 1` stands for the parameters of the empty group at that position."""
@@ -120,21 +120,22 @@ def labels_by_member(members: Mapping[str, Mapping[str, None]]) -> dict[str, lis
     return found
 
 
-def common_value(members: Sequence[Key], found: Sequence[Any], path: str, same: Same) -> Any:
-    """Returns the one value that was saved for the parameters of a live group.
+def common_value(saved: Sequence[tuple[Key, Any]], path: str) -> Any:
+    """Returns the one value that was saved, by parameter, for those of a live group.
 
     Raises:
         MismatchError: they were saved with different values.
     """
-    for member, value in zip(members, found, strict=True):
-        if not same(found[0], value):
+    first, expected = saved[0]
+    for member, value in saved:
+        if not is_same(expected, value):
             raise MismatchError(
-                f"{path}",
-                expected=f"one value for the parameters of a group, as {found[0]!r:.60} for {key_path(members[0])}",
+                path,
+                expected=f"one value for the parameters of a group, as {expected!r:.60} for {key_path(first)}",
                 found=f"{value!r:.60} for {key_path(member)}",
                 hint="Split the optimizer's parameters into groups as they were when this was saved",
             )
-    return found[0]
+    return expected
 
 
 def match_groups(
@@ -143,13 +144,11 @@ def match_groups(
     values: Mapping[str, Mapping[str, Any]],
     *,
     path: str,
-    same: Same,
     keep: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Returns the values that each live group takes from the saved ones; parameters without a saved group are ignored.
 
     Args:
-        same: whether two values are equal, type included.
         keep: hyper-parameters that no group takes.
 
     Raises:
@@ -158,14 +157,14 @@ def match_groups(
     taken: list[dict[str, Any]] = []
     for position, group in enumerate(groups):
         places = saved_labels(group, position, of)
-        members, labels = [member for member, _ in places], [label for _, label in places]
-        found: dict[str, Any] = {}
-        names = dict.fromkeys(name for label in dict.fromkeys(labels) for name in values[label])
-        for name in names:
-            if name != "name" and name not in keep:
-                entries = [values[label].get(name, _ABSENT) for label in labels]
-                found[name] = common_value(members, entries, f"{path}/{name}", same)
-        taken.append(found)
+        names = dict.fromkeys(name for label in dict.fromkeys(label for _, label in places) for name in values[label])
+        taken.append(
+            {
+                name: common_value([(m, values[label].get(name, _ABSENT)) for m, label in places], f"{path}/{name}")
+                for name in names
+                if name != "name" and name not in keep
+            }
+        )
     return taken
 
 

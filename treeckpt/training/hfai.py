@@ -23,7 +23,7 @@ from ..core.tree.flatten import PerRank
 from ..errors import MismatchError, TreeError
 from ..io.comm.comm import Comm, as_comm
 from ..reports import SaveReport
-from .capture import state, ties_of
+from .capture import state
 from .groups import labels_by_member
 from .modules import collect_entries
 from .names import get_in, key_path, parse_key
@@ -71,7 +71,9 @@ def save(
         )
     models, optimizers = _by_position(model), _by_position(optimizer)
     tree = state(models, optimizers, rng=False, extra=dict(others or {}))
-    tree["order"] = _order(models, optimizers)
+    named = name_optimizers(optimizers, collect_entries(models))
+    # by optimizer, the parameter names of each group in order
+    tree["order"] = {one.prefix[0]: [[key_path(key) for key in group.members] for group in one.groups] for one in named}
     return api.save(path, tree, step=step, overwrite=overwrite, comm=as_comm(group), allow_pickle=allow_pickle)
 
 
@@ -134,12 +136,6 @@ def _unwrapped(several: list[Any]) -> Any:
     return several[0] if len(several) == 1 else several
 
 
-def _order(models: Any, optimizers: Any) -> dict[str, list[list[str]]]:
-    """Returns, by optimizer, the parameter names of each group in order."""
-    named = name_optimizers(optimizers, ties_of(collect_entries(models), models), {})
-    return {one.prefix[0]: [[key_path(key) for key in group.members] for group in one.groups] for one in named}
-
-
 # as state dicts -------------------------------------------------------------------------------------------------------
 
 
@@ -155,7 +151,8 @@ def _as_state_dicts(path: Any, comm: Comm, map_location: Any, *, allow_pickle: b
             found="another tree",
             hint="Use treeckpt.training.restore, or treeckpt.load",
         )
-    found: dict[str, Any] = {"model": _unwrapped(_in_order(tree["model"]))}
+    models = tree["model"]
+    found: dict[str, Any] = {"model": _unwrapped([_plain(models[name]) for name in sorted(models, key=int)])}
     if "optimizer" in tree:
         names = sorted(tree["order"], key=int)
         several = [
@@ -163,10 +160,6 @@ def _as_state_dicts(path: Any, comm: Comm, map_location: Any, *, allow_pickle: b
         ]
         found["optimizer"] = _unwrapped(several)
     return {**found, **_plain(tree.get("extra", {}))}
-
-
-def _in_order(models: dict[str, Any]) -> list[Any]:
-    return [_plain(models[name]) for name in sorted(models, key=int)]
 
 
 def _plain(tree: dict[str, Any]) -> dict[str, Any]:
@@ -177,24 +170,19 @@ def _plain(tree: dict[str, Any]) -> dict[str, Any]:
 def _numbered(moments: dict[str, Any], groups: dict[str, Any], order: list[list[str]]) -> dict[str, Any]:
     """Returns an optimizer's state dict in its saved form, with torch's numbers for parameters."""
     members = [[parse_key(name) for name in group] for group in order]
-    labels = _labels(groups["members"], order)
+    of = labels_by_member(groups["members"])
+    without = (label for label, names in groups["members"].items() if not names)
+    labels = [of[group[0]][0] if group else next(without, "") for group in order]
     numbering = ParameterNumbering(members, labels, {key: key[-1] for group in members for key in group})
     forms = groups.get(STATE_DICT_KEY, {})
     form = next(iter(forms.values())) if forms else standard_form(groups.get("shared"))
-    own = {key: {k: _detached(v) for k, v in get_in(moments, key, {}).items()} for key in numbering.keys}
+    own = {
+        key: {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in get_in(moments, key, {}).items()}
+        for key in numbering.keys
+    }
 
     def grouped(values: Mapping[str, Any] | None) -> list[Any]:
         found = groups["values"] if values is None else values
         return [found.get(label, {}) for label in labels]
 
     return join(form, numbering, own, grouped, None)
-
-
-def _labels(members: Mapping[str, Mapping[str, None]], order: list[list[str]]) -> list[str]:
-    """Returns the label of each group."""
-    of, without = labels_by_member(members), iter([label for label, names in members.items() if not names])
-    return [of[group[0]][0] if group else next(without, "") for group in order]
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value

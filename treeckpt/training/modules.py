@@ -7,6 +7,7 @@ statistics do): the first rank that holds the module saves it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -17,12 +18,13 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.parameter import is_lazy
 
-from ..arrays.dtensor import is_dtensor
+from ..arrays.dtensor import is_dtensor, is_sharded_tensor
 from ..arrays.stateful import is_optimizer
 from ..errors import MismatchError, TreeError
-from .names import Key, key_path, nested, strip_wrappers
+from .names import Key, key_path, nested, strip_wrappers, tie_names
 
 __all__ = [
+    "ModelEntries",
     "Modules",
     "StateDictEntry",
     "allocate_meta_tensors",
@@ -31,7 +33,6 @@ __all__ = [
     "named_objects",
     "on_meta",
     "reset_fsdp_shards",
-    "shards_of",
 ]
 
 Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -111,38 +112,58 @@ def _state_dict_error(path: str, noun: str) -> TreeError:
     )
 
 
-def collect_entries(model: Modules) -> list[StateDictEntry]:
-    """Returns the entries of a model's state dict; parameters and buffers are the live objects.
+class ModelEntries(msgspec.Struct, frozen=True):
+    """What a model has to save and to fill; parameters and buffers are the live objects."""
+
+    entries: list[StateDictEntry]
+    """Of its state dict."""
+    hidden: list[StateDictEntry]
+    """The parameters that a hook of `state_dict` left out, under their own names."""
+    ties: dict[int, tuple[Key, ...]]
+    """The names of each parameter, by identity."""
+    shards: dict[int, tuple[Any, Any]]
+    """(global shape, offset) of parameters that are shards of a ShardedTensor, by identity."""
+
+
+def collect_entries(model: Modules) -> ModelEntries:
+    """Returns the entries of a model.
 
     Raises:
         TreeError: flat parameters, whose names are lost; two parts with one name.
     """
-    entries: list[StateDictEntry] = []
-    for prefix, module in named_objects(model, nn.Module, "model"):
-        entries += _collect_one(module, prefix)
+    roots = named_objects(model, nn.Module, "model")
+    entries = [entry for prefix, root in roots for entry in _collect_one(root, prefix)]
     nested((entry.key, None) for entry in entries)  # raises for two entries with one name
-    return entries
+    there, hidden = {id(entry.value) for entry in entries}, list[StateDictEntry]()
+    for prefix, root in roots:
+        names, parameters = _CleanNames(root, prefix), root.named_parameters(remove_duplicate=False)
+        hidden += [names.entry(raw, parameter) for raw, parameter in parameters if id(parameter) not in there]
+    every = (*entries, *hidden)
+    ties = tie_names((entry.key, id(entry.value)) for entry in every if isinstance(entry.value, nn.Parameter))
+    shards: dict[int, tuple[Any, Any]] = {}
+    for whole in (entry.value for entry in entries if is_sharded_tensor(entry.value)):
+        for shard, tensor in itertools.product(whole.local_shards(), (entry.value for entry in hidden)):
+            if tensor.shape == shard.tensor.shape and _addresses(tensor) == _addresses(shard.tensor):
+                shards[id(tensor)] = tuple(whole.metadata().size), tuple(shard.metadata.shard_offsets)
+    return ModelEntries(entries, hidden, ties, shards)
 
 
 def _collect_one(root: nn.Module, prefix: Key) -> Iterator[StateDictEntry]:
     found = root.state_dict(keep_vars=True)  # first: it makes FSDP2 reshard parameters that a forward left unsharded
-    wrapper_steps, modules = _scan(root)
+    names = _CleanNames(root, prefix)
     saves_buffer, identities = buffer_owners(root), set(map(id, (*root.parameters(), *root.buffers())))
     memory = _ModuleMemory(root)
     for raw, value in found.items():
-        name = strip_wrappers(raw, wrapper_steps)
-        parent, _, last = name.rpartition(".")
-        module = modules.get(parent, root)
-        if last == _EXTRA_STATE_KEY_SUFFIX or not isinstance(value, Tensor):
-            yield StateDictEntry((*prefix, name), "extra", value, module, last, root=root, raw=raw)
+        entry = names.entry(raw, value)
+        if entry.name == _EXTRA_STATE_KEY_SUFFIX or not isinstance(value, Tensor):
+            entry.kind = "extra"
         elif id(value) in identities:
-            kind = "parameter" if isinstance(value, nn.Parameter) else "buffer"
-            owned = kind != "buffer" or is_dtensor(value) or saves_buffer.get(id(value), True)
-            yield StateDictEntry((*prefix, name), kind, value, module, last, owned, root=root, raw=raw)
+            entry.kind = "parameter" if isinstance(value, nn.Parameter) else "buffer"
+            entry.owned = entry.kind != "buffer" or is_dtensor(value) or saves_buffer.get(id(value), True)
         else:
-            kind, live = memory.kind_of(value)
-            shown = value if is_sharded_tensor(value) else value.detach()
-            yield StateDictEntry((*prefix, name), kind, shown, module, last, True, live, root, raw)
+            entry.kind, entry.live = memory.kind_of(value)
+            entry.value = value if is_sharded_tensor(value) else value.detach()
+        yield entry
 
 
 class _ModuleMemory:
@@ -174,42 +195,9 @@ def _addresses(tensor: Any) -> list[int]:
     return [] if local.is_meta or not (address := local.untyped_storage().data_ptr()) else [address]
 
 
-def is_sharded_tensor(value: object) -> bool:
-    """Whether a tensor is torch.distributed's ShardedTensor, which supports hardly any operator."""
-    return type(value).__name__ == "ShardedTensor"
-
-
 def is_meta(value: Any) -> bool:
     """Whether a tensor has no memory."""
     return not is_sharded_tensor(value) and value.is_meta
-
-
-def hidden_parameters(model: Modules, entries: Sequence[StateDictEntry]) -> list[StateDictEntry]:
-    """Returns the parameters that a hook of `state_dict` left out, under their own names."""
-    there = {id(entry.value) for entry in entries}
-    found: list[StateDictEntry] = []
-    for prefix, root in named_objects(model, nn.Module, "model"):
-        wrapper_steps, modules = _scan(root)
-        for raw, parameter in root.named_parameters(remove_duplicate=False):
-            if id(parameter) not in there:
-                name = strip_wrappers(raw, wrapper_steps)
-                parent, _, last = name.rpartition(".")
-                module: Any = modules.get(parent, root)
-                found.append(StateDictEntry((*prefix, name), "parameter", parameter, module, last, root=root, raw=raw))
-    return found
-
-
-def shards_of(entries: Sequence[StateDictEntry], left_out: Sequence[StateDictEntry]) -> dict[int, tuple[Any, Any]]:
-    """Returns (global shape, offset) of parameters that are shards of a ShardedTensor, by identity."""
-    shards = [shard for entry in entries if is_sharded_tensor(entry.value) for shard in entry.value.local_shards()]
-    wholes = [entry.value for entry in entries if is_sharded_tensor(entry.value) for _ in entry.value.local_shards()]
-    found: dict[int, tuple[Any, Any]] = {}
-    for whole, shard in zip(wholes, shards, strict=True):
-        for entry in left_out:
-            tensor = entry.value
-            if tensor.shape == shard.tensor.shape and _addresses(tensor) == _addresses(shard.tensor):
-                found[id(tensor)] = tuple(whole.metadata().size), tuple(shard.metadata.shard_offsets)
-    return found
 
 
 def load_hook_tensors(entries: Sequence[StateDictEntry], filled: Sequence[StateDictEntry]) -> None:
@@ -242,24 +230,36 @@ def has_load_hook(entry: StateDictEntry) -> bool:
     )
 
 
-def _scan(root: nn.Module) -> tuple[dict[str, list[str]], dict[str, nn.Module]]:
-    """Returns the steps that wrappers add, and the modules below them, by clean name."""
-    wrapper_steps: dict[str, list[str]] = {}
-    modules: dict[str, nn.Module] = {}
+class _CleanNames:
+    """The names in a module without the steps that wrappers add."""
 
-    def walk(module: nn.Module, name: str) -> None:
+    def __init__(self, root: nn.Module, prefix: Key) -> None:
+        self._root, self._prefix = root, prefix
+        self._wrapper_steps: dict[str, list[str]] = {}
+        self._modules: dict[str, nn.Module] = {}
+        self._walk(root, "")
+
+    def _walk(self, module: nn.Module, name: str) -> None:
         step_name = _wrapper_step_of(module, name)
         if step_name is not None:
-            wrapper_steps.setdefault(name, []).append(step_name)
-            walk(getattr(module, step_name), name)
+            self._wrapper_steps.setdefault(name, []).append(step_name)
+            self._walk(getattr(module, step_name), name)
             return
-        modules[name] = module
+        self._modules[name] = module
         for step, child in module._modules.items():
             if child is not None:
-                walk(child, f"{name}.{step}" if name else step)
+                self._walk(child, f"{name}.{step}" if name else step)
 
-    walk(root, "")
-    return wrapper_steps, modules
+    def key(self, raw: str) -> Key:
+        """Returns the key of an entry of the root's state dict."""
+        return (*self._prefix, strip_wrappers(raw, self._wrapper_steps))
+
+    def entry(self, raw: str, value: Any) -> StateDictEntry:
+        """Returns an entry of the root's state dict, as that of a parameter."""
+        key = self.key(raw)
+        parent, _, name = key[-1].rpartition(".")
+        module = self._modules.get(parent, self._root)
+        return StateDictEntry(key, "parameter", value, module, name, root=self._root, raw=raw)
 
 
 def _wrapper_step_of(module: nn.Module, name: str) -> str | None:
@@ -332,8 +332,10 @@ def allocate_meta_tensors(entries: Sequence[StateDictEntry], device: str | torch
         old = entry.value
         if id(old) not in new_tensors:
             where = old.device_mesh.device_type if is_dtensor(old) else device or torch.get_default_device()
-            new = torch.empty_like(old, device=where)
-            new_tensors[id(old)] = _swapped(old, new)
+            new_tensors[id(old)] = new = torch.empty_like(old, device=where)
+            if isinstance(old, nn.Parameter):
+                torch.utils.swap_tensors(old, nn.Parameter(new, requires_grad=old.requires_grad))
+                new_tensors[id(old)] = old
         if entry.kind == "buffer" and entry.name in entry.module._buffers:
             entry.module._buffers[entry.name] = new_tensors[id(old)]
         entry.value = new_tensors[id(old)]
@@ -341,21 +343,12 @@ def allocate_meta_tensors(entries: Sequence[StateDictEntry], device: str | torch
     return paths
 
 
-def _swapped(old: Tensor, new: Tensor) -> Tensor:
-    if not isinstance(old, nn.Parameter):
-        return new
-    torch.utils.swap_tensors(old, nn.Parameter(new, requires_grad=old.requires_grad))
-    return old
-
-
 def on_meta(model: Modules) -> list[str]:
     """Returns the paths of parameters and buffers, persistent or not, on the meta device."""
     found: list[str] = []
     for prefix, root in named_objects(model, nn.Module, "model"):
-        wrapper_steps, _ = _scan(root)
-        tensors = [*root.named_parameters(), *root.named_buffers()]
-        names = [strip_wrappers(name, wrapper_steps) for name, tensor in tensors if tensor.is_meta]
-        found += [f"model/{key_path((*prefix, name))}" for name in names]
+        names, tensors = _CleanNames(root, prefix), [*root.named_parameters(), *root.named_buffers()]
+        found += [f"model/{key_path(names.key(raw))}" for raw, tensor in tensors if tensor.is_meta]
     return found
 
 

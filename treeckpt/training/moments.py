@@ -20,8 +20,8 @@ from ..arrays.registry import resolve
 from ..arrays.torch import torch_dtype
 from ..core.tree.flatten import unflatten
 from ..core.tree.spec import ArraySpec
-from ..core.tree.structure import Structure, key_text, paths_of
-from .sources import RestoreSource, children_of
+from ..core.tree.structure import Structure, key_text
+from .sources import RestoreSource, children_of, leaves_below
 
 __all__ = ["MomentPlacement", "build_state", "expected_moments"]
 
@@ -69,22 +69,18 @@ def build_state(
     """
     found: dict[Any, Any] = {}
     for key, child in children_of(saved).items():
-        paths = [_join(f"{path}/{key_text(key)}", below) for below, _ in paths_of(child)]
+        paths = leaves_below(f"{path}/{key_text(key)}", child)
         if child is None and isinstance(here.get(key), Tensor) and source.leaves[paths[0]] is not None:
             found[key] = here[key]
-        else:
-            new_leaves = (
-                _leaf(parameter, str(key), spec, place, whole=place.was_spread and not source.is_spread(p))
-                if (spec := source.leaves[p])
-                else source.value(p)
-                for p in paths
-            )
-            found[key] = unflatten(child, new_leaves, resolve=resolve)
+            continue
+        new_leaves = (
+            _leaf(parameter, str(key), spec, place, whole=place.was_spread and not source.is_spread(p))
+            if (spec := source.leaves[p])
+            else source.value(p)
+            for p in paths
+        )
+        found[key] = unflatten(child, new_leaves, resolve=resolve)
     return found
-
-
-def _join(path: str, below: str) -> str:
-    return f"{path}/{below}" if below else path
 
 
 def _leaf(parameter: Tensor, name: str, spec: ArraySpec, place: MomentPlacement, *, whole: bool) -> Any:
@@ -114,11 +110,8 @@ def expected_moments(optimizer: Any, group: Mapping[str, Any], parameter: Tensor
     A copy of the optimizer takes the step, with one single-element parameter of as many dimensions.
     """
     kind = type(optimizer)
-    if (
-        not f"{kind.__module__}.".startswith("torch.optim.")
-        or kind is torch.optim.LBFGS
-        or kind is torch.optim.SparseAdam
-    ):
+    known = f"{kind.__module__}.".startswith("torch.optim.")
+    if not known or kind in (torch.optim.LBFGS, torch.optim.SparseAdam):
         return frozenset()
     tiny = torch.nn.Parameter(torch.zeros((1,) * parameter.ndim, dtype=parameter.dtype))
     tiny.grad = torch.zeros_like(tiny)
@@ -129,10 +122,7 @@ def expected_moments(optimizer: Any, group: Mapping[str, Any], parameter: Tensor
     values = {key: plain.get(key, value) for key, value in group.items() if key != "params"}
     values = {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in values.items()}
     probe.param_groups = [{**values, "params": [tiny]}]
-    probe._optimizer_step_pre_hooks, probe._optimizer_step_post_hooks = (
-        collections.OrderedDict(),
-        collections.OrderedDict(),
-    )
+    probe._optimizer_step_pre_hooks = probe._optimizer_step_post_hooks = {}
     step: Any = kind.step
     try:
         (step.__wrapped__ if getattr(step, "hooked", False) else step)(probe)  # without the hooks of all optimizers

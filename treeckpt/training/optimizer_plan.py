@@ -15,8 +15,7 @@ from torch import Tensor
 from ..arrays.plain_tensor import dtype_name
 from ..arrays.stateful import load_exact_state
 from ..core.tree.flatten import flatten
-from ..core.tree.recursion import Recursive, trampoline
-from ..core.tree.structure import DictNode, Structure, key_text, paths_of
+from ..core.tree.structure import DictNode, Structure, key_text
 from ..errors import MismatchError
 from .groups import (
     Labels,
@@ -32,18 +31,26 @@ from .hyperparameters import assign_value, is_same
 from .moments import MomentPlacement, build_state, expected_moments
 from .names import Key, get_in, key_path, parse_key
 from .optimizers import NamedOptimizer, groups_of, is_lbfgs, optimizer_names
-from .sources import RestoreSource, children_of, descend
+from .sources import RestoreSource, children_of, descend, leaves_below, nodes_by_name
 from .state_dicts import BY_GROUP, STATE_DICT_KEY, join, shared_of, split, standard_form
 
 __all__ = ["Differences", "OptimizerPlan", "apply_optimizers", "plan_optimizers"]
 
 
 class Differences(msgspec.Struct):
-    """Paths that only the optimizers have, that only the checkpoint has, and of state without use here."""
+    """Paths that only the live objects have, that only the checkpoint has, and of state without use here."""
 
     missing: list[str] = []
     unexpected: list[str] = []
     ignored: list[str] = []
+
+
+class _SavedState(msgspec.Struct, frozen=True):
+    """The saved state of one parameter."""
+
+    path: str
+    structure: Structure
+    place: MomentPlacement
 
 
 class OptimizerPlan(msgspec.Struct):
@@ -52,40 +59,26 @@ class OptimizerPlan(msgspec.Struct):
     prefix: Key
     live: NamedOptimizer
     of: Labels
-    """As saved, under the names that the parameters have here."""
+    """The saved labels, under the names that the parameters have here."""
     values: list[dict[str, Any]]
     """The values that each live group takes."""
-    saved: dict[Key, tuple[str, Structure]]
-    """By live parameter: the path and the structure of its saved state."""
-    places: dict[Key, MomentPlacement]
-    """By live parameter: how it was saved."""
     form: Any
-    """As saved: what `state_dict` is to have beside the state of parameters."""
+    """The saved form of the state dict: its entries beside the state of parameters."""
     keep: tuple[str, ...]
     """Hyper-parameters that stay as they are."""
+    saved: dict[Key, _SavedState] = {}
+    """By live parameter."""
     moments: dict[Key, dict[Any, Any]] = {}
     """Once built: the state of each live parameter, to be filled."""
 
     def build_moments(self, source: RestoreSource) -> dict[Key, dict[Any, Any]]:
-        """By saved key, the tensors to be filled; those that a fresh optimizer lacks are made."""
+        """Returns the tensors to be filled, by saved key; creates those that a fresh optimizer lacks."""
         found: dict[Key, dict[Any, Any]] = {}
-        flags = {m: v for g, v in zip(self.live.groups, self.values, strict=True) for m in g.members}
-        for key, (path, structure) in self.saved.items():
-            parameter = self.live.parameters[key]
-            group = flags.get(key, {})
-            counts = bool(group.get("capturable") or group.get("fused"))
-            whole, _ = self.live.shards.get(id(parameter), ((), ()))
-            place = msgspec.structs.replace(self.places[key], counts_on_device=counts, whole_shape=whole)
-            built = build_state(
-                parameter,
-                structure,
-                self.live.own[key],
-                source,
-                path=path,
-                place=place,
-            )
+        for key, saved in self.saved.items():
+            parameter, own = self.live.parameters[key], self.live.own[key]
+            built = build_state(parameter, saved.structure, own, source, path=saved.path, place=saved.place)
             self.moments[key] = built
-            found[parse_key(path)[1:]] = self.live.spread(key, built)
+            found[parse_key(saved.path)[1:]] = self.live.spread(key, built)
         return found
 
 
@@ -107,7 +100,7 @@ def plan_optimizers(
         MismatchError: parameters that share a group here and had different hyper-parameters, or a state that depends
             on the order of parameters when that changed.
     """
-    groups_tree, differences = source.part("param_groups"), Differences([], [], [])
+    groups_tree, differences = source.part("param_groups"), Differences()
     plans: list[OptimizerPlan] = []
     used: set[str] = set()
     for prefix in optimizer_names(lives):
@@ -120,9 +113,10 @@ def plan_optimizers(
                 hint="Give as many optimizers, under the same names, as when this was saved; or, for what "
                 "training.save has written, use training.load",
             )
-        matcher = _Matcher(source, prefix, ties, saved_groups, differences, groups_of(lives, prefix))
+        groups = groups_of(lives, prefix)
+        matcher = _Matcher(source, prefix, ties, saved_groups, differences, groups)
         plans += [matcher.plan(live, keep) for live in lives if live.prefix == prefix]
-        matcher.compare(groups_of(lives, prefix), frozen)
+        matcher.compare(groups, frozen)
         used |= matcher.used
     saved = (path for path in source.leaves if path.startswith("optimizer/"))
     differences.unexpected += [path for path in saved if path not in used]
@@ -151,9 +145,12 @@ class _Matcher:
         self.position = 0
         """Of the next live group among those of all parts."""
         self.path = key_path(("param_groups", *prefix))
-        self.saved_keys = _keys_in(descend(source.structure, ("optimizer", *prefix)), self.saved_of)
+        found = nodes_by_name(descend(source.structure, ("optimizer", *prefix)), self.saved_of)
+        self.saved_keys = {name: node for name, node in found.items() if node is not None}
         self.used: set[str] = set()
         """Saved leaves that are wanted, or known to be of no use."""
+        self.expected: dict[object, frozenset[Any]] = {}
+        """For the present optimizer: the moments of parameters of one group, number of dimensions and dtype."""
 
     def plan(self, live: NamedOptimizer, keep: tuple[str, ...]) -> OptimizerPlan:
         """Returns the plan of one optimizer."""
@@ -165,27 +162,33 @@ class _Matcher:
             if (label := self.empty.get(self.position + here)) is not None:
                 of[empty_label(here)] = [label]
         self.position += len(live.groups)
-        values = match_groups(live.groups, of, self.values, path=self.path, same=is_same, keep=keep)
+        values = match_groups(live.groups, of, self.values, path=self.path, keep=keep)
+        settings: dict[Key, dict[str, Any]] = {}
         for position, (group, found) in enumerate(zip(live.groups, values, strict=True)):
             if saved_labels(group, position, of):
-                self._compare_values(group, found, keep)
-        plan = OptimizerPlan(self.prefix, live, of, values, {}, {}, self._form_of(live, of), keep)
-        for key, parameter in live.parameters.items():
-            self._plan_parameter(plan, key, parameter)
+                lacking = [name for name in group.values if name not in found and name not in (*keep, "name")]
+                self.differences.missing += [f"{self.path}/values/{name}" for name in lacking]
+            merged = {**group.values, **found}
+            settings.update((member, merged) for member in group.members)
+        plan = OptimizerPlan(self.prefix, live, of, values, self._form_of(live, of), keep)
+        innermost = live.innermost
+        self.expected.clear()
+        for key in live.parameters:
+            self._plan_parameter(plan, key, settings.get(key), innermost)
         self._check_order(live)
         return plan
 
     def _form_of(self, live: NamedOptimizer, of: Labels) -> Any:
-        """What the live optimizer's state dict is to have beside the state of parameters.
+        """Returns the form that the live optimizer's state dict is to have.
 
         Raises:
-            MismatchError: its parameters were trained by several optimizers, of which it differed.
+            MismatchError: its parameters were trained by several optimizers, whose forms differed.
         """
         named = dict.fromkeys(label for labels in of.values() for label in labels if label in self.forms)
         labels = list(named or self.forms)
         path = f"{self.path}/{STATE_DICT_KEY}"
-        found = [self.forms[label] for label in labels] or [standard_form(self.shared)]
-        form = common_value([(label,) for label in labels] or [("",)], found, path, is_same)
+        found = [((label,), self.forms[label]) for label in labels] or [(("",), standard_form(self.shared))]
+        form = common_value(found, path)
         if not isinstance(form, dict) or not isinstance(live.form, dict | None):
             return form
         if live.form is None:
@@ -197,7 +200,7 @@ class _Matcher:
         return {**{key: live.form[key] for key in lacking}, **form}
 
     def _saved_name(self, key: Key) -> str | None:
-        """The name, of all that a parameter has here, under which the checkpoint's optimizer knew it."""
+        """Returns the one of a parameter's names under which the checkpoint has it; None if it has none of them."""
         known = [name for name in self.tied[key] if name in self.saved_of]
         if len(known) > 1:
             raise MismatchError(
@@ -211,47 +214,51 @@ class _Matcher:
     def _state_path(self, name: str) -> str:
         return f"{key_path(('optimizer', *self.prefix))}/{name}"
 
-    def _compare_values(self, group: ParamGroup, found: Mapping[str, Any], keep: tuple[str, ...]) -> None:
-        """Notes hyper-parameters that the checkpoint lacks."""
-        lacking = [name for name in group.values if name not in found and name not in (*keep, "name")]
-        self.differences.missing += [f"{self.path}/values/{name}" for name in lacking]
+    def _plan_parameter(self, plan: OptimizerPlan, key: Key, settings: dict[str, Any] | None, innermost: Any) -> None:
+        """Plans the state of one parameter.
 
-    def _plan_parameter(self, plan: OptimizerPlan, key: Key, parameter: Tensor) -> None:
-        here = plan.live.own[key]
-        name = self._saved_name(key)
+        Args:
+            settings: the values that its group will have; None for a parameter of no group.
+            innermost: the optimizer that creates its state, if that is known.
+        """
+        live, parameter = plan.live, plan.live.parameters[key]
+        here, name = live.own[key], self._saved_name(key)
         path = self._state_path(name or key_path(key))
         if name is None or name not in self.saved_keys:
             if parameter.requires_grad or here:
                 self.differences.missing.append(path)
             return
         structure = self.saved_keys[name]
-        if plan.live.form is None:  # what another kind of optimizer kept has no place here
+        if live.form is None:  # what another kind of optimizer kept has no place here
             structure = _without(structure, STATE_DICT_KEY)
-        self.used.update(_leaves_below(path, structure))
-        plan.saved[key] = (path, structure)
-        plan.places[key] = self._place_of(f"model/{name}", parameter)
-        saved = set(children_of(structure))
-        wanted = here if here or not saved else self._expected(plan, key, parameter)
+        self.used.update(leaves_below(path, structure))
+        counts = settings is not None and bool(settings.get("capturable") or settings.get("fused"))
+        place = MomentPlacement(counts_on_device=counts, whole_shape=live.shards.get(id(parameter), ((), ()))[0])
+        if (spec := self.source.leaves.get(f"model/{name}")) is not None:
+            place = msgspec.structs.replace(
+                place,
+                was_on_device=spec.device is not None,
+                was_spread=self.source.is_spread(f"model/{name}"),
+                dtypes=(spec.dtype, dtype_name(parameter.dtype)),
+            )
+        plan.saved[key] = _SavedState(path, structure, place)
+        saved, wanted = set(children_of(structure)), here
+        if saved and not here:
+            wanted = self._expected(innermost, settings, parameter) if innermost is not None and settings else ()
         lacking = sorted((moment for moment in wanted if moment not in saved), key=str)
         self.differences.missing += [f"{path}/{key_text(moment)}" for moment in lacking]
 
-    def _place_of(self, path: str, parameter: Tensor) -> MomentPlacement:
-        spec = self.source.leaves.get(path)
-        if spec is None:
-            return MomentPlacement()
-        dtypes = spec.dtype, dtype_name(parameter.dtype)
-        return MomentPlacement(spec.device is not None, was_spread=self.source.is_spread(path), dtypes=dtypes)
-
-    def _expected(self, plan: OptimizerPlan, key: Key, parameter: Tensor) -> frozenset[Any]:
-        optimizer = plan.live.innermost
-        for group, found in zip(plan.live.groups, plan.values, strict=True):
-            if optimizer is not None and key in group.members:
-                return expected_moments(optimizer, {**group.values, **found}, parameter)
-        return frozenset()
+    def _expected(self, optimizer: Any, settings: dict[str, Any], parameter: Tensor) -> frozenset[Any]:
+        kind = id(settings), parameter.ndim, parameter.dtype
+        if kind not in self.expected:
+            self.expected[kind] = expected_moments(optimizer, settings, parameter)
+        return self.expected[kind]
 
     def _check_order(self, live: NamedOptimizer) -> None:
+        if self.order is None or not is_lbfgs(live.stateful):
+            return
         order = [self._saved_name(key) for key in live.parameters]
-        if is_lbfgs(live.stateful) and self.order is not None and order != list(self.order):
+        if order != list(self.order):
             raise MismatchError(
                 f"{self.path}/order",
                 expected="the parameters in the order in which they were saved, which is part of what LBFGS keeps",
@@ -265,8 +272,8 @@ class _Matcher:
         self.differences.ignored += [f"{self.path}/values/{key_text(label)}" for label in left]
         known = {name for group in groups for member in group.members for name in self.tied[member]}
         for name in sorted(self.saved_of):
-            path, structure = self._state_path(name), self.saved_keys.get(name)
-            below = set(_leaves_below(path, structure))
+            path = self._state_path(name)
+            below = set(leaves_below(path, self.saved_keys[name]) if name in self.saved_keys else ())
             if name in known:  # its state may be another rank's
                 self.used |= below
             elif name in frozen:
@@ -277,47 +284,27 @@ class _Matcher:
 
 
 def _without(node: Structure, key: str) -> Structure:
-    """A structure without one of its children."""
+    """Returns a structure without one of its children."""
     if not isinstance(node, DictNode):
         return node
     kept = [number for number, name in enumerate(children_of(node)) if name != key]
     return DictNode(tuple(node.keys[n] for n in kept), tuple(node.children[n] for n in kept))
 
 
-def _leaves_below(path: str, structure: Structure) -> list[str]:
-    return [f"{path}/{below}" if below else path for below, _ in paths_of(structure)] if structure is not None else []
-
-
-def _keys_in(node: Structure, names: Labels) -> dict[str, Structure]:
-    """The saved state of each parameter, by the path of its name."""
-    found: dict[str, Structure] = {}
-
-    def walk(node: Structure, prefix: Key) -> Recursive[None]:
-        for key, child in children_of(node).items():
-            here = (*prefix, str(key))
-            if key_path(here) in names:
-                found[key_path(here)] = child
-            else:
-                yield walk(child, here)
-
-    trampoline(walk(node, ()))
-    return found
-
-
 def apply_optimizers(plans: Sequence[OptimizerPlan]) -> list[str]:
-    """Gives the optimizers their state and their groups the saved hyper-parameters; returns what they did not take."""
+    """Loads state and hyper-parameters into the optimizers; returns the paths that they did not take."""
     left: list[str] = []
     for plan in plans:
         if plan.live.form is None:
             _apply_plain(plan)
         else:
-            _hand_over(plan)
+            _load_state_dict(plan)
             left += [key_path(("param_groups", *plan.prefix, STATE_DICT_KEY)) + f"/{path}" for path in _not_taken(plan)]
     return left
 
 
 def _not_taken(plan: OptimizerPlan) -> list[str]:
-    """What the state dict of an optimizer does not have as it was given."""
+    """Returns the paths of the form that the optimizer's state dict lacks, or has with another value."""
     live = plan.live
     here = dict(flatten(split(live.stateful.state_dict(), live.numbering).form)[1])
     given = [(path, leaf) for path, leaf in flatten(plan.form)[1] if f"/{BY_GROUP}/" not in path]
@@ -338,7 +325,7 @@ def _apply_plain(plan: OptimizerPlan) -> None:
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
-def _hand_over(plan: OptimizerPlan) -> None:
+def _load_state_dict(plan: OptimizerPlan) -> None:
     """Loads an optimizer's state by its own `load_state_dict`."""
     live = plan.live
     own = {key: {**here, **plan.moments.get(key, {})} for key, here in live.own.items()}
@@ -348,17 +335,12 @@ def _hand_over(plan: OptimizerPlan) -> None:
         if values is None:
             return ours
         path = key_path(("param_groups", *plan.prefix))
-        found = match_groups(live.groups, plan.of, values, path=path, same=is_same, keep=plan.keep)
+        found = match_groups(live.groups, plan.of, values, path=path, keep=plan.keep)
         return [{**group.values, **mine} for group, mine in zip(live.groups, found, strict=True)]
 
     before = [dict(group) for group in live.stateful.param_groups]
     load_exact_state(live.stateful, join(plan.form, live.numbering, own, grouped, live.form))
     for group, held in zip(live.stateful.param_groups, before, strict=True):
-        group.update(
-            {name: assign_value(value, group[name]) for name, value in held.items() if _is_held(name, value, group)}
-        )
-
-
-def _is_held(name: str, value: object, group: Mapping[str, Any]) -> bool:
-    """Whether compiled code may hold a tensor of a group, which is to stay the object that it is."""
-    return isinstance(value, Tensor) and name in group
+        for name, value in held.items():
+            if isinstance(value, Tensor) and name in group:  # compiled code may hold it: it stays the same object
+                group[name] = assign_value(value, group[name])

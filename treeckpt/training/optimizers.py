@@ -23,7 +23,7 @@ from ..arrays.stateful import is_optimizer
 from ..errors import TreeError
 from .groups import ParamGroup, label_of, tree_of_groups
 from .hyperparameters import is_same
-from .modules import named_objects
+from .modules import ModelEntries, named_objects
 from .names import Key, key_path, put_in
 from .state_dicts import STATE_DICT_KEY, ParameterNumbering, has_own_forms, split, standard_form
 
@@ -86,18 +86,12 @@ class NamedOptimizer(msgspec.Struct):
 
     @property
     def label(self) -> str:
-        """Tells an optimizer from others of the same prefix, which have other parameters."""
+        """A name that other optimizers of the same prefix, with other parameters, do not have."""
         return self.numbering.labels[0] if self.numbering.labels else ""
 
 
-def name_optimizers(
-    optimizer: Optimizers | None, ties: Mapping[int, tuple[Key, ...]], shards: Mapping[int, tuple[Any, Any]]
-) -> list[NamedOptimizer]:
+def name_optimizers(optimizer: Optimizers | None, model: ModelEntries) -> list[NamedOptimizer]:
     """Returns the optimizers with names for their parameters.
-
-    Args:
-        ties: the names of each parameter of the model, by identity.
-        shards: of parameters that are parts of arrays.
 
     Raises:
         TreeError: a parameter that is not the model's.
@@ -106,14 +100,14 @@ def name_optimizers(
         return []
     lives: list[NamedOptimizer] = []
     for prefix, one in named_objects(optimizer, torch.optim.Optimizer, "optimizer"):
-        lives.append(_survey_one(prefix, one, ties, shards, len(groups_of(lives, prefix))))
+        lives.append(_name_one(prefix, one, model, len(groups_of(lives, prefix))))
     return lives
 
 
-def _survey_one(
-    prefix: Key, optimizer: Any, ties: Mapping[int, tuple[Key, ...]], shards: Any, before: int
-) -> NamedOptimizer:
-    stateful = next((one.optim for one in optimizer_chain(optimizer) if is_zero_optimizer(one)), optimizer)
+def _name_one(prefix: Key, optimizer: Any, model: ModelEntries, before: int) -> NamedOptimizer:
+    ties = model.ties
+    zero = (one for one in optimizer_chain(optimizer) if type(one).__name__ == "ZeroRedundancyOptimizer")
+    stateful = next((one.optim for one in zero), optimizer)  # which has the parameters of this rank alone
     members = [
         tuple(_name_of(p, ties, f"param_groups/{position}") for p in group["params"])
         for position, group in enumerate(optimizer.param_groups)
@@ -121,7 +115,10 @@ def _survey_one(
     names = [tuple(_name_of(p, ties, "param_groups") for p in group["params"]) for group in stateful.param_groups]
     mine = [p for group in stateful.param_groups for p in group["params"]]
     parameters = dict(zip((key for group in names for key in group), mine, strict=True))
-    groups = [ParamGroup(keys, _values(group)) for keys, group in zip(members, optimizer.param_groups, strict=True)]
+    groups = [
+        ParamGroup(keys, {k: v for k, v in group.items() if k not in ("params", "param_names")})
+        for keys, group in zip(members, optimizer.param_groups, strict=True)
+    ]
     labels = [label_of(group, position) for position, group in enumerate(groups, before)]
     numbering = ParameterNumbering(names, labels, parameters)
     form, shared = None, {}
@@ -133,17 +130,13 @@ def _survey_one(
         form, own, shared = found.form, found.own, found.shared or {}
         if found.values is not None and stateful is optimizer:
             groups = [ParamGroup(keys, values) for keys, values in zip(members, found.values, strict=True)]
-    live = NamedOptimizer(prefix, optimizer, stateful, tuple(groups), numbering, dict(own), shared, shards, form)
+    live = NamedOptimizer(prefix, optimizer, stateful, tuple(groups), numbering, dict(own), shared, model.shards, form)
     _check(live)
     return live
 
 
-def _values(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
 def is_plain(optimizer: Any) -> bool:
-    """Whether all that an optimizer keeps stands in `.state` and `.param_groups`, as torch's own methods say."""
+    """Whether `.state` and `.param_groups` are all of an optimizer's state: it does not change torch's own methods."""
     if not isinstance(optimizer, torch.optim.Optimizer) or _METHODS & vars(optimizer).keys():
         return False
     kind, base = type(optimizer), torch.optim.Optimizer
@@ -157,7 +150,7 @@ _HOOKS = tuple(f"_optimizer_{method}_{when}_hooks" for method in sorted(_METHODS
 
 
 def optimizer_chain(optimizer: Any) -> list[Any]:
-    """An optimizer, that which it wraps, and so on to the innermost."""
+    """Returns an optimizer and those that it wraps, from the outside in."""
     found = [optimizer]
     while not is_plain(found[-1]):
         attributes = getattr(found[-1], "__dict__", {}).values()
@@ -166,11 +159,6 @@ def optimizer_chain(optimizer: Any) -> list[Any]:
             break
         found.append(inner)
     return found
-
-
-def is_zero_optimizer(optimizer: object) -> bool:
-    """Whether an optimizer leaves the parameters of each rank to another one."""
-    return type(optimizer).__name__ == "ZeroRedundancyOptimizer"
 
 
 def _name_of(parameter: Tensor, ties: Mapping[int, tuple[Key, ...]], where: str) -> Key:
@@ -216,7 +204,7 @@ def _check(live: NamedOptimizer) -> None:
 
 
 def _is_local_part(moment: object, parameter: Any) -> bool:
-    """Whether a plain tensor stands beside the local part of a parameter, not beside all of it."""
+    """Whether a plain tensor belongs to the local part of a distributed parameter, not to all of it."""
     if not is_dtensor(parameter) or not isinstance(moment, Tensor) or is_dtensor(moment) or moment.numel() < 2:
         return False
     return moment.shape == parameter._local_tensor.shape != parameter.shape
@@ -228,17 +216,17 @@ def is_lbfgs(optimizer: object) -> bool:
 
 
 def optimizer_names(lives: Sequence[NamedOptimizer]) -> list[Key]:
-    """The names of the optimizers, each once; `()` for a single one."""
+    """Returns the names of the optimizers, each once; `()` for a single one."""
     return list(dict.fromkeys(live.prefix for live in lives))
 
 
 def groups_of(lives: Sequence[NamedOptimizer], prefix: Key) -> list[ParamGroup]:
-    """The groups of an optimizer, of all its parts."""
+    """Returns the groups of an optimizer, of all its parts."""
     return [group for live in lives if live.prefix == prefix for group in live.groups]
 
 
 def trees_of(lives: Sequence[NamedOptimizer]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(state, groups) of all optimizers."""
+    """Returns (state, groups) of all optimizers."""
     state: dict[str, Any] = {}
     groups: dict[str, Any] = {}
     for live in lives:
@@ -258,12 +246,10 @@ def trees_of(lives: Sequence[NamedOptimizer]) -> tuple[dict[str, Any], dict[str,
 
 
 def _beside(parts: Sequence[NamedOptimizer]) -> dict[str, Any]:
-    """What the parts of an optimizer keep that belongs to no parameter: `shared` where all agree, else by part."""
-    forms = {live.label: live.form for live in parts if live.form is not None and not _is_standard(live)}
+    """Returns the state that belongs to no parameter: `shared` where all parts agree, else by part."""
+    forms = {
+        live.label: live.form for live in parts if live.form is not None and live.form != standard_form(live.shared)
+    }
     if not forms and all(is_same(parts[0].shared, live.shared) for live in parts):
         return {"shared": parts[0].shared} if parts[0].shared else {}
     return {STATE_DICT_KEY: {live.label: forms.get(live.label, standard_form(live.shared)) for live in parts}}
-
-
-def _is_standard(live: NamedOptimizer) -> bool:
-    return live.form == standard_form(live.shared)

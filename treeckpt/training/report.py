@@ -49,9 +49,6 @@ class RestoreReport(msgspec.Struct, frozen=True):
         rows = [
             f"restored {self.path}  {self.loaded} leaves, {bytes_text(self.nbytes)} in {seconds_text(self.seconds)}"
         ]
-        rows += [f"  missing     {path}" for path in self.missing]
-        rows += [f"  on meta     {path}" for path in self.on_meta]
-        rows += [f"  ignored     {path}" for path in self.ignored]
-        rows += [f"  unexpected  {path}" for path in self.unexpected]
-        rows += [f"  dropped     {path}" for path in self.dropped]
+        for name in ("missing", "on_meta", "ignored", "unexpected", "dropped"):
+            rows += [f"  {name.replace('_', ' '):<10}  {path}" for path in getattr(self, name)]
         return "\n".join(rows + [f"  renamed     {before} -> {now}" for before, now in self.renamed])

@@ -24,33 +24,31 @@ from ..errors import MismatchError
 from ..io.comm.comm import Comm, as_comm
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.consistent_reads import on_versions
+from ..loading.match import LoadOptions
 from ..loading.overlay import Bank, CheckpointOverlay, globs_of
 from ..loading.read_batch import Verify
 from ..loading.shared_read import open_relay, together
 from ..loading.transforms import Renaming, Transforms, as_rules, carried
 from ..trees.per_rank_state import Policy, policy_of
-from .capture import optimizer_of, ties_of
+from .capture import optimizer_of
 from .check_model import check_entry, resolve_ties, without_ties
-from .hyperparameters import is_same
 from .modules import (
     Modules,
     StateDictEntry,
     allocate_meta_tensors,
     collect_entries,
-    hidden_parameters,
     load_hook_tensors,
     on_meta,
     reset_fsdp_shards,
-    shards_of,
 )
-from .names import Key, key_path, put_in
+from .names import key_path, put_in
 from .open_source import is_stored, open_source
 from .optimizer_plan import OptimizerPlan, apply_optimizers, plan_optimizers
 from .optimizers import NamedOptimizer, Optimizers, name_optimizers
 from .report import RestoreReport
 from .rng import check_rng, set_rng
 from .schedules import from_groups
-from .sources import RestoreSource, SourceOptions, children_of, descend
+from .sources import RestoreSource, children_of, descend, leaves_below, nodes_by_name
 from .user_state import compare_extra, loader_actions
 
 __all__ = ["restore"]
@@ -107,7 +105,10 @@ def restore(
     """
     comm, rules = as_comm(comm, sends_messages=False), as_rules(rename, transforms)
     rules = (carried(*rules),) if rules else ()
-    options = SourceOptions(cast, verify, allow_pickle, read, rules, globs_of(select), globs_of(exclude), strict)
+    select, exclude = globs_of(select), globs_of(exclude)
+    options = LoadOptions(
+        select, strict, cast, exclude=exclude, verify=verify, allow_pickle=allow_pickle, read=read, rules=rules
+    )
     targets = RestoreTargets(
         model, optimizer, scheduler, loader, rng, extra, partial, tuple(keep), world_changed, device
     )
@@ -130,14 +131,14 @@ class RestoreTargets(msgspec.Struct, frozen=True):
     device: str | torch.device | None
 
 
-def _restore(given: Any, *, comm: Comm, targets: RestoreTargets, options: SourceOptions) -> RestoreReport:
+def _restore(given: Any, *, comm: Comm, targets: RestoreTargets, options: LoadOptions) -> RestoreReport:
     """Restores one version of a source: compares everything first, then changes the targets."""
     opened = CheckpointOverlay(given).checkpoints if isinstance(given, (Checkpoint, Bank)) else []
     with together(open_relay(comm, opened, options.read)):
         source = open_source(given, comm, options)
         job = _Restore(source, comm, targets, options)
         paths = [f"model/{key_path(entry.key)}" for entry in job.entries]
-        options.chosen.check_used(lambda: [*source.names, *paths])
+        options.check_used(lambda: [*source.names, *paths])
         job.plan_model()
         job.plan_optimizer()
         job.plan_schedulers()
@@ -149,14 +150,12 @@ def _restore(given: Any, *, comm: Comm, targets: RestoreTargets, options: Source
 class _Restore:
     """One restore on one rank."""
 
-    def __init__(self, source: RestoreSource, comm: Comm, targets: RestoreTargets, options: SourceOptions) -> None:
+    def __init__(self, source: RestoreSource, comm: Comm, targets: RestoreTargets, options: LoadOptions) -> None:
         self.began = time.perf_counter()
         self.source, self.comm, self.targets, self.options = source, comm, targets, options
-        self.entries: list[StateDictEntry] = collect_entries(targets.model)
-        self.hidden: list[StateDictEntry] = hidden_parameters(targets.model, self.entries)
-        self.ties: dict[int, tuple[Key, ...]] = ties_of(self.entries, targets.model)
-        shards = shards_of(self.entries, self.hidden)
-        self.optimizers: list[NamedOptimizer] = name_optimizers(targets.optimizer, self.ties, shards)
+        self.model = collect_entries(targets.model)
+        self.entries = self.model.entries
+        self.optimizers: list[NamedOptimizer] = name_optimizers(targets.optimizer, self.model)
         self.plans: list[OptimizerPlan] = []
         self.parts = children_of(source.structure)
         self.missing: list[str] = []
@@ -164,6 +163,8 @@ class _Restore:
         self.ignored: list[str] = []
         self.left: set[str] = set()
         """Names of parameters and buffers that stay as they are, by `select`, `exclude` or a rule."""
+        self.own_buffers: set[str] = set()
+        """Names of buffers of which every rank has saved its own."""
         self.wanted: list[StateDictEntry] = []
         """Entries of the model that are filled in place."""
         self.last: list[Callable[[], None]] = []
@@ -177,24 +178,27 @@ class _Restore:
     def plan_model(self) -> None:
         """Compares the model with the source, and chooses the entries to fill."""
         leaves, asked = self.source.leaves, set[str]()
+        names = {key_path(entry.key) for entry in self.entries}
+        saved = nodes_by_name(descend(self.source.structure, ("model",)), names)
         saved_extra: Any = None
         paths: dict[int, str] = {}
         for entry in self.entries:
-            path = f"model/{key_path(entry.key)}"
-            node = descend(self.source.structure, ("model", *entry.key))
+            name = key_path(entry.key)
+            path = f"model/{name}"
             if self.source.is_left(path):
-                self.left.add(key_path(entry.key))
+                self.left.add(name)
                 continue
             if entry.kind == "extra":
-                if entry.key[-1] not in children_of(descend(self.source.structure, ("model", *entry.key[:-1]))):
+                if name not in saved:
                     self.missing.append(path)
                     continue
                 saved_extra = self.source.part("model") if saved_extra is None else saved_extra
-                asked.update(p for p in leaves if p == path or p.startswith(path + "/"))
+                asked.update(leaves_below(path, saved[name]))
                 state = functools.reduce(operator.getitem, entry.key, saved_extra)
                 self.last.append(functools.partial(entry.module.set_extra_state, state))
                 continue
-            if isinstance(node, PerRankNode):
+            if isinstance(saved.get(name), PerRankNode):
+                self.own_buffers.add(name)
                 self._refuse_changed_world("buffers", path)
                 path += "/~rank*"
             asked.add(path)
@@ -230,10 +234,12 @@ class _Restore:
         known = sorted({name for live in self.optimizers for group in live.groups for name in group.values})
         if unknown := [name for name in keep if name not in known]:
             raise MismatchError("keep", expected=f"some of {', '.join(known)}", found=unknown[0])
-        parameters = (entry for entry in (*self.entries, *self.hidden) if entry.kind == "parameter")
+        parameters = (entry for entry in (*self.entries, *self.model.hidden) if entry.kind == "parameter")
         frozen = (entry for entry in parameters if not entry.value.requires_grad)
         names = frozenset(key_path(entry.key) for entry in frozen)
-        self.plans, differences = plan_optimizers(self.optimizers, self.ties, self.source, keep=keep, frozen=names)
+        self.plans, differences = plan_optimizers(
+            self.optimizers, self.model.ties, self.source, keep=keep, frozen=names
+        )
         left = tuple(
             f"{key_path(('optimizer', *live.prefix))}/{name}/" for live in self.optimizers for name in self.left
         )
@@ -300,7 +306,7 @@ class _Restore:
         optimizer = optimizer_of(scheduler, self.optimizers)
         if optimizer is not None:
             of = next((plan.of for plan in reversed(self.plans) if plan.prefix == optimizer.prefix), {})
-            state = from_groups(state, optimizer.groups, of, path=path, same=is_same)
+            state = from_groups(state, optimizer.groups, of, path=path)
         self.last.append(functools.partial(scheduler.load_state_dict, state))
 
     def check_keys(self) -> None:
@@ -330,7 +336,7 @@ class _Restore:
         """Fills the targets."""
         roots = {id(entry.root) for entry in self.wanted if not entry.live}
         made = allocate_meta_tensors(
-            [*self.wanted, *(one for one in self.hidden if id(one.root) in roots)], self.targets.device
+            [*self.wanted, *(one for one in self.model.hidden if id(one.root) in roots)], self.targets.device
         )
         if made:
             reset_fsdp_shards(self.targets.model)
@@ -368,8 +374,8 @@ class _Restore:
         target: dict[str, Any] = dict.fromkeys(self.parts, ...)
         tensors: dict[str, Any] = {}
         for entry in self.wanted:
-            node = descend(self.source.structure, ("model", *entry.key))
-            put_in(tensors, entry.key, PerRank(entry.value) if isinstance(node, PerRankNode) else entry.value)
+            own = key_path(entry.key) in self.own_buffers
+            put_in(tensors, entry.key, PerRank(entry.value) if own else entry.value)
         target["model"] = tensors
         if self.plans:
             target["optimizer"] = {}

@@ -18,7 +18,7 @@ from ..core.tree.flatten import flatten, replace_leaves, unflatten
 from ..core.tree.structure import DictNode, Structure, key_text, paths_of
 from ..errors import MismatchError
 from .moments import MomentPlacement, build_state
-from .sources import RestoreSource, children_of, descend
+from .sources import RestoreSource, children_of, descend, leaves_below
 
 __all__ = ["ResumedOptimizer", "with_resumed_optimizers", "without_resumed_optimizers"]
 
@@ -41,7 +41,7 @@ class ResumedOptimizer:
 def with_resumed_optimizers(
     thing: Any, keys: tuple[Any, ...], source: RestoreSource, selects: Callable[[str], bool]
 ) -> Any:
-    """A registered thing; its optimizers that do not have the same arrays as the saved ones are `ResumedOptimizer`s.
+    """Returns a registered tree with a `ResumedOptimizer` for each optimizer that lacks some of the saved arrays.
 
     Args:
         keys: the keys that lead to where it was saved.
@@ -54,25 +54,20 @@ def with_resumed_optimizers(
     found: list[Any] = []
     for below, leaf in flatten(thing)[1]:
         at = f"{path}/{below}" if below else path
-        node = _node_at(source.structure, at)
-        found.append(_resumed(leaf, at, node, source, selects) if is_optimizer(leaf) else leaf)
+        found.append(_resumed(leaf, at, source, selects) if is_optimizer(leaf) else leaf)
     return replace_leaves(thing, iter(found)) if any(isinstance(leaf, ResumedOptimizer) for leaf in found) else thing
 
 
 def without_resumed_optimizers(filled: Any) -> Any:
-    """A tree with the optimizers themselves in the places of those that are `ResumedOptimizer`."""
+    """Returns a tree with the optimizers themselves in place of each `ResumedOptimizer`."""
     leaves = (leaf.optimizer if isinstance(leaf, ResumedOptimizer) else leaf for _, leaf in flatten(filled)[1])
     return replace_leaves(filled, leaves)
 
 
-def _node_at(node: Structure, path: str) -> Structure:
+def _resumed(optimizer: Any, path: str, source: RestoreSource, selects: Callable[[str], bool]) -> Any:
+    saved, live = source.structure, optimizer.state_dict()
     for step in path.split("/"):
-        node = next((child for key, child in children_of(node).items() if key_text(key) == step), None)
-    return node
-
-
-def _resumed(optimizer: Any, path: str, saved: Structure, source: RestoreSource, selects: Callable[[str], bool]) -> Any:
-    live = optimizer.state_dict()
+        saved = next((child for key, child in children_of(saved).items() if key_text(key) == step), None)
     below = {p: f"{path}/{p}" for p, _ in paths_of(saved)} if saved is not None else {}
     arrays = {p for p, at in below.items() if source.leaves.get(at) is not None}
     here = {p for p, leaf in flatten(live)[1] if isinstance(leaf, Tensor)}
@@ -100,7 +95,7 @@ class _StateDictBuilder:
         self._place = MomentPlacement(counts_on_device=counts)
 
     def state(self, node: Structure, live: Any, at: str) -> Any:
-        """What `state_dict` gives, or a part of it: that of an optimizer that is wrapped may stand inside another.
+        """Returns the state dict, or a part of it: a wrapper's contains that of its optimizer.
 
         Raises:
             MismatchError: it is of other groups.
@@ -108,18 +103,18 @@ class _StateDictBuilder:
         children = children_of(node)
         if not isinstance(node, DictNode):
             return self._as_saved(node, at)
-        if {"state", "param_groups"} <= children.keys() and _is_of_optimizer(live):
+        if not isinstance(live, Mapping):
+            live = {}
+        if {"state", "param_groups"} <= children.keys() & live.keys() and isinstance(live["state"], Mapping):
             _check_groups(live, at, node)
             own = self._moments(children["state"], live["state"], f"{at}/state", self._numbered)
             return {
-                key: own if key == "state" else self._below(key, child, live, at) for key, child in children.items()
+                key: own if key == "state" else self.state(child, live.get(key), f"{at}/{key_text(key)}")
+                for key, child in children.items()
             }
         if children and all(type(key) is tuple and key in self._placed for key in children):
             return self._moments(node, live, at, self._placed)
-        return {key: self._below(key, child, live, at) for key, child in children.items()}
-
-    def _below(self, key: Any, node: Structure, live: Any, at: str) -> Any:
-        return self.state(node, live.get(key) if isinstance(live, Mapping) else None, f"{at}/{key_text(key)}")
+        return {key: self.state(child, live.get(key), f"{at}/{key_text(key)}") for key, child in children.items()}
 
     def _moments(self, node: Structure, live: Any, at: str, parameters: Mapping[Any, Tensor]) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
@@ -127,25 +122,17 @@ class _StateDictBuilder:
             path = f"{at}/{key_text(key)}"
             if key in parameters and isinstance(child, DictNode):
                 mine = live.get(key) if isinstance(live, Mapping) else None
-                arrays = (p for below, _ in paths_of(child) if self._source.leaves[p := f"{path}/{below}"] is not None)
+                arrays = (p for p in leaves_below(path, child) if self._source.leaves[p] is not None)
                 place = msgspec.structs.replace(self._place, was_spread=any(map(self._source.is_spread, arrays)))
-                found[key] = build_state(
-                    parameters[key], child, mine or {}, self._source, path=path, place=place
-                )  # fmt: skip
+                found[key] = build_state(parameters[key], child, mine or {}, self._source, path=path, place=place)
             else:
                 found[key] = self._as_saved(child, path)
         return found
 
     def _as_saved(self, node: Structure, at: str) -> Any:
-        paths = [f"{at}/{p}" if p else at for p, _ in paths_of(node)]
-        specs = ((p, self._source.leaves[p]) for p in paths)
+        specs = ((p, self._source.leaves[p]) for p in leaves_below(at, node))
         leaves = (self._source.value(p) if spec is None else new_array(spec, p, None).leaf for p, spec in specs)
         return unflatten(node, leaves, resolve=resolve)
-
-
-def _is_of_optimizer(live: Any) -> bool:
-    """Whether something is a state dict as torch's optimizers give it."""
-    return isinstance(live, Mapping) and isinstance(live.get("state"), Mapping) and "param_groups" in live
 
 
 def _check_groups(live: Any, path: str, saved: Structure) -> None:

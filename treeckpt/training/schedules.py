@@ -2,7 +2,7 @@
 
 torch's schedulers keep lists with one entry per group of their optimizer. Such a list becomes
 `{"by_group": {label: entry}}` with the labels of `training.groups`, and is loaded as a list in the order of the live
-groups. The rest of the state is unchanged. This module does not use torch.
+groups. The rest of the state is unchanged.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import MismatchError
-from .groups import Labels, ParamGroup, Same, common_value, saved_labels
+from .groups import Labels, ParamGroup, common_value, saved_labels
 
 __all__ = ["PER_GROUP", "from_groups", "to_groups"]
 
@@ -48,7 +48,7 @@ def to_groups(state: Any, labels: Sequence[str]) -> Any:
     return found
 
 
-def from_groups(state: Any, groups: Sequence[ParamGroup], of: Labels, *, path: str, same: Same) -> Any:
+def from_groups(state: Any, groups: Sequence[ParamGroup], of: Labels, *, path: str) -> Any:
     """Returns the state for a scheduler of an optimizer with these groups; the inverse of `to_groups`.
 
     Args:
@@ -58,15 +58,15 @@ def from_groups(state: Any, groups: Sequence[ParamGroup], of: Labels, *, path: s
         MismatchError: the parameters of one live group were saved with different entries.
     """
     if isinstance(state, list):
-        return [from_groups(item, groups, of, path=f"{path}/{i}", same=same) for i, item in enumerate(state)]
+        return [from_groups(item, groups, of, path=f"{path}/{i}") for i, item in enumerate(state)]
     if type(state) is not dict:
         return state
     if set(state) == {_MARK}:
-        return [_entry(group, position, state[_MARK], of, path, same) for position, group in enumerate(groups)]
-    return {k: from_groups(value, groups, of, path=f"{path}/{k}", same=same) for k, value in state.items()}
+        return [_entry(group, position, state[_MARK], of, path) for position, group in enumerate(groups)]
+    return {k: from_groups(value, groups, of, path=f"{path}/{k}") for k, value in state.items()}
 
 
-def _entry(group: ParamGroup, position: int, entries: Mapping[str, Any], of: Labels, path: str, same: Same) -> Any:
+def _entry(group: ParamGroup, position: int, entries: Mapping[str, Any], of: Labels, path: str) -> Any:
     places = [(member, label) for member, label in saved_labels(group, position, of) if label in entries]
     if not places:
         raise MismatchError(
@@ -75,4 +75,4 @@ def _entry(group: ParamGroup, position: int, entries: Mapping[str, Any], of: Lab
             found=f"entries of the groups {', '.join(map(repr, entries))} only",
             hint="Give the optimizer parameters that were trained when this was saved, or leave the scheduler out",
         )
-    return common_value([member for member, _ in places], [entries[label] for _, label in places], path, same)
+    return common_value([(member, entries[label]) for member, label in places], path)

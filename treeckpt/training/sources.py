@@ -1,15 +1,15 @@
 """The sources of a restore, behind one protocol: a checkpoint in a store, or a tree in memory.
 
-`open_source` chooses the class; `overlay_source` combines several checkpoints. Paths, shapes and dtypes are compared
-first; values and small parts are loaded as they were saved; arrays are filled in place at the end. A tree in memory
-provides only the part of this rank.
+`open_source` chooses the class, and combines several checkpoints. Paths, shapes and dtypes are compared first; values
+and small parts are loaded as they were saved; arrays are filled in place at the end. A tree in memory provides only the
+part of this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -20,71 +20,35 @@ from ..arrays.stateful import expand_states, state_tree
 from ..core.format.records import AliasRecord, ArrayRecord, ValueRecord
 from ..core.sharding.placements import Layout, MeshLayout, Replicate
 from ..core.tree.flatten import PerRank, flatten
+from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.spec import ArraySpec
-from ..core.tree.structure import TABLE_KEYS, PerRankNode, Structure, index_path, keys_of
+from ..core.tree.structure import TABLE_KEYS, PerRankNode, Structure, index_path, keys_of, paths_of
 from ..errors import MismatchError
 from ..io.comm.comm import Comm, global_rank
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.aliasing import are_equal, identity_of
 from ..loading.match import Load, LoadOptions
-from ..loading.read_batch import Verify
 from ..loading.transforms.rules import Carried, Drop, Rule
 from ..loading.transforms.view import ComposedLeaf, View, view_of
+from ..reports import LoadReport
 from ..trees import moving
 from ..trees.matching import match_leaves
 from ..trees.per_rank_state import Policy, load_own
 from .hyperparameters import is_same
+from .names import Key, key_path
 
 __all__ = [
     "CheckpointSource",
-    "FillResult",
     "RestoreSource",
-    "SourceOptions",
     "TreeSource",
     "children_of",
     "descend",
     "fill_from",
+    "leaves_below",
+    "load_part",
+    "nodes_by_name",
     "wanted_of",
 ]
-
-
-class SourceOptions(msgspec.Struct, frozen=True, dict=True):
-    """The options for reading a source."""
-
-    cast: bool = False
-    verify: Verify = True
-    allow_pickle: bool = False
-    read: Literal["each", "once"] = "each"
-    rules: tuple[Rule, ...] = ()
-    select: tuple[str, ...] | None = None
-    exclude: tuple[str, ...] | None = None
-    strict: bool = True
-
-    @property
-    def reading(self) -> dict[str, Any]:
-        """For loads of what is small."""
-        return {"verify": self.verify is not False, "allow_pickle": self.allow_pickle}
-
-    @cached_property
-    def chosen(self) -> LoadOptions:
-        """The selection of paths of the model.
-
-        Raises:
-            MismatchError: an option has an unknown value.
-        """
-        return LoadOptions(self.select, self.strict, verify=self.verify, read=self.read, exclude=self.exclude)
-
-    def selects(self, path: str) -> bool:
-        """Whether a path of the model is selected."""
-        return self.chosen.selects(path)
-
-
-class FillResult(msgspec.Struct, frozen=True):
-    """Number of filled leaves, and the bytes that this rank read."""
-
-    loaded: int
-    nbytes: int
-    read_nbytes: int
 
 
 class RestoreSource(Protocol):
@@ -136,7 +100,7 @@ class RestoreSource(Protocol):
         """Returns this rank's state of a per-rank part."""
         ...
 
-    def fill(self, target: dict[str, Any], *, take: bool) -> FillResult:
+    def fill(self, target: dict[str, Any], *, take: bool) -> LoadReport:
         """Fills what `target` has, in place; `take`: per-rank leaves of another world are taken modulo."""
         ...
 
@@ -155,10 +119,31 @@ def descend(node: Structure, keys: Sequence[Any]) -> Structure:
     return node
 
 
+def nodes_by_name(node: Structure, names: Container[str]) -> dict[str, Structure]:
+    """The structures below a node whose path is one of the names, in one walk."""
+    found: dict[str, Structure] = {}
+
+    def walk(node: Structure, prefix: Key) -> Recursive[None]:
+        for key, child in children_of(node).items():
+            here = (*prefix, str(key))
+            if key_path(here) in names:
+                found[key_path(here)] = child
+            else:
+                yield walk(child, here)
+
+    trampoline(walk(node, ()))
+    return found
+
+
+def leaves_below(path: str, structure: Structure) -> list[str]:
+    """The paths of the leaves of a structure that is at a path."""
+    return [f"{path}/{below}" if below else path for below, _ in paths_of(structure)]
+
+
 class CheckpointSource:
     """A checkpoint on a store."""
 
-    def __init__(self, checkpoint: Checkpoint, comm: Comm, options: SourceOptions) -> None:
+    def __init__(self, checkpoint: Checkpoint, comm: Comm, options: LoadOptions) -> None:
         self.checkpoint, self.comm, self.options = checkpoint, comm, options
         self.index, self.url = checkpoint.index, checkpoint.url
         self.world, self.step = self.index.world, self.index.step
@@ -171,7 +156,7 @@ class CheckpointSource:
         self.ruled = (self.view.transformed.dropped, self.view.renamed) if options.rules else ((), ())
 
     def add(self, *rules: Rule) -> None:
-        """Sees the checkpoint through further rules."""
+        """Applies further rules."""
         self.rules = (*self.rules, *rules)
         self.view = self._view()
 
@@ -185,7 +170,7 @@ class CheckpointSource:
 
     @property
     def tables(self) -> list[str]:
-        """What the paths of each keyed table's leaves begin with."""
+        """The prefix of the paths of each keyed table's leaves."""
         tables = self.index.tables
         return [
             path.removesuffix(TABLE_KEYS[0]) for path, found in self.view.by_path.items() if found[0].number in tables
@@ -210,7 +195,7 @@ class CheckpointSource:
         return are_equal((job, paths[0]), (job, paths[1]), spec)
 
     def reading_job(self) -> Load:
-        """A load that reads some arrays of the checkpoint, to compare them."""
+        """Returns a load that reads some arrays of the checkpoint, to compare them."""
         options = LoadOptions(
             cast=self.options.cast, verify=self.options.verify, per_rank="take", rules=self.rules, strict=False
         )
@@ -220,8 +205,8 @@ class CheckpointSource:
         leaf = self.view.by_path[path][0]
         records = [one.record for one in (leaf.sources.values() if isinstance(leaf, ComposedLeaf) else [leaf])]
         arrays = [self.index.entries[r.of].record if isinstance(r, AliasRecord) else r for r in records]
-        found = [r.layout for r in arrays if isinstance(r, ArrayRecord) and r.layout >= 0]
-        return any(_is_spread(self.index.layouts[number]) for number in found)
+        numbers = [r.layout for r in arrays if isinstance(r, ArrayRecord) and r.layout >= 0]
+        return any(_is_spread(self.index.layouts[number]) for number in numbers)
 
     def value(self, path: str) -> Any:
         record = self.view.by_path[path][0].record
@@ -229,25 +214,38 @@ class CheckpointSource:
         return decode(record.value, path, allow_pickle=self.options.allow_pickle)
 
     def part(self, name: str) -> Any:
-        tree = api.load(self.checkpoint, select=name, comm=self.comm, per_rank="take", **self._reading)
-        return tree[name]
+        return load_part(self.checkpoint, name, self.comm, self.options, self.rules)
 
     def own(self, name: str, policy: Policy) -> Any:
-        return load_own(self.checkpoint, name, policy, self.comm, saved_world=self.world, **self._reading)
+        return load_own(
+            self.checkpoint,
+            name,
+            policy,
+            self.comm,
+            saved_world=self.world,
+            verify=self.options.verify is not False,
+            allow_pickle=self.options.allow_pickle,
+            transforms=self.rules,
+        )
 
-    @property
-    def _reading(self) -> dict[str, Any]:
-        return {**self.options.reading, "transforms": self.rules}
-
-    def fill(self, target: dict[str, Any], *, take: bool) -> FillResult:
+    def fill(self, target: dict[str, Any], *, take: bool) -> LoadReport:
         return fill_from(self.checkpoint, target, self.comm, self.options, take=take, rules=self.rules)
 
 
+def load_part(source: Any, name: str, comm: Comm, options: LoadOptions, rules: Sequence[Rule] = ()) -> Any:
+    """Loads a part at the root of a checkpoint, or of a bank of several, as it was saved."""
+    verify, allow_pickle = options.verify is not False, options.allow_pickle
+    tree = api.load(
+        source, select=name, comm=comm, per_rank="take", verify=verify, allow_pickle=allow_pickle, transforms=rules
+    )
+    return tree[name]
+
+
 def fill_from(
-    path: Any, target: dict[str, Any], comm: Comm, options: SourceOptions, *, take: bool, rules: Sequence[Rule] = ()
-) -> FillResult:
+    path: Any, target: dict[str, Any], comm: Comm, options: LoadOptions, *, take: bool, rules: Sequence[Rule] = ()
+) -> LoadReport:
     """Fills what `target` has from a checkpoint, or a bank of several."""
-    report = api.load_into(
+    return api.load_into(
         path,
         target,
         transforms=rules,
@@ -259,18 +257,17 @@ def fill_from(
         read=options.read,
         comm=comm,
     )
-    return FillResult(report.loaded, report.nbytes, report.read_nbytes)
 
 
 def wanted_of(tensor: Any, path: str, comm: Comm) -> ArraySpec:
-    """What a rank wants of a tensor."""
+    """Returns the spec of a tensor, with the regions that this rank holds."""
     spec = abstract_of(tensor, path, global_rank(comm))
     assert spec is not None, "only tensors are compared"
     return spec
 
 
 def _is_spread(layout: Layout) -> bool:
-    """Whether a layout can be told from that of plain tensors, of which several ranks have replicas."""
+    """Whether a layout differs from that of plain tensors, of which several ranks have replicas."""
     if not isinstance(layout, MeshLayout):
         return True
     return len(layout.mesh.shape) > 1 or bool(layout.mesh.names) or layout.placements != (Replicate(),)
@@ -279,7 +276,7 @@ def _is_spread(layout: Layout) -> bool:
 class TreeSource:
     """A tree in memory, as `state` or `treeckpt.load` gives one."""
 
-    def __init__(self, tree: Any, comm: Comm, options: SourceOptions) -> None:
+    def __init__(self, tree: Any, comm: Comm, options: LoadOptions) -> None:
         self.tree = state_tree(tree, rank=comm.rank)
         self.comm, self.options = comm, options
         self.url, self.world, self.step, self.ruled = "tree", comm.size, None, ((), ())
@@ -321,7 +318,7 @@ class TreeSource:
     def value(self, path: str) -> Any:
         return self._leaves[path]
 
-    def fill(self, target: dict[str, Any], *, take: bool) -> FillResult:
+    def fill(self, target: dict[str, Any], *, take: bool) -> LoadReport:
         """Copies array by array; every check comes before the first."""
         found = expand_states(target, rank=self.comm.rank, mappings=True)
         if found is None:
@@ -329,10 +326,10 @@ class TreeSource:
         filled, more = found.restore(lambda path: self.tree, self._fill)
         return msgspec.structs.replace(filled, loaded=filled.loaded + more)
 
-    def _fill(self, target: Any) -> FillResult:
+    def _fill(self, target: Any) -> LoadReport:
         rank = self.comm.rank
         found = match_leaves(target, self.structure, self._leaves, lambda leaf, _: leaf, rank=rank)
         nbytes = moving.put_leaves(
             target, found, lambda old, new, _: old if is_same(old, new) else new, rank=rank, cast=self.options.cast
         )
-        return FillResult(len(found.given), nbytes, 0)
+        return LoadReport(self.url, nbytes, 0, len(found.given), (), (), 0.0)

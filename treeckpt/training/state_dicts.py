@@ -37,7 +37,7 @@ _STATE = "state"
 _GROUPS = "param_groups"
 BY_GROUP = "by_group"
 _BY_PARAMETER = "by_parameter"
-_NOT__STATE = ("params", "param_names")
+_NOT_VALUES = ("params", "param_names")
 
 
 class ParameterNumbering(msgspec.Struct):
@@ -53,7 +53,7 @@ class ParameterNumbering(msgspec.Struct):
         return list(dict.fromkeys(key for group in self.members for key in group))
 
     def names_of(self, style: str) -> dict[Any, Key]:
-        """The parameters by what a state dict calls them."""
+        """Returns the parameters by their names in a state dict of a style."""
         if style == "place":
             return {(i, j): key for i, group in enumerate(self.members) for j, key in enumerate(group)}
         if style == "name":
@@ -74,18 +74,18 @@ class SplitState(msgspec.Struct):
 
     @property
     def shared(self) -> dict[Any, Any] | None:
-        """What belongs to no parameter, of a form that any optimizer of torch has; None for other forms."""
+        """The state that belongs to no parameter, for the form of torch's own optimizers; None for other forms."""
         rest = _rest_of(self.form)
         return rest if self.form == standard_form(rest) and not _has_marks(rest) else None
 
 
 def standard_form(shared: Any = None) -> dict[str, Any]:
-    """The form of the state dicts of torch's own optimizers."""
+    """Returns the form of the state dicts of torch's own optimizers."""
     return {_STATE: _mark("number", "", shared or {}), _GROUPS: {BY_GROUP: None, "params": "number"}}
 
 
 def _rest_of(form: Any) -> dict[Any, Any] | None:
-    """What a state dict's `state` has beside that of parameters."""
+    """Returns the entries of a form's `state` that belong to no parameter."""
     state = form.get(_STATE) if isinstance(form, dict) else None
     return state["rest"] if isinstance(state, dict) and _BY_PARAMETER in state else None
 
@@ -101,14 +101,14 @@ def _has_marks(node: Any) -> bool:
 
 
 def has_own_forms(form: Any) -> bool:
-    """Whether state of parameters stands elsewhere than in a state dict of torch's, or in several of them."""
+    """Whether a form has state of parameters outside of the root's `state`."""
     state = form.get(_STATE) if isinstance(form, dict) else None
     beside = [part for key, part in form.items() if key not in (_STATE, _GROUPS)] if isinstance(form, dict) else []
     return not (isinstance(state, dict) and state.get("at") == "") or any(map(_has_marks, beside))
 
 
 def split(found: Any, numbering: ParameterNumbering) -> SplitState:
-    """A state dict as its form and what it has for each parameter; tensors stay the same objects."""
+    """Splits a state dict into its form and the state of each parameter; tensors stay the same objects."""
     job = _Splitter(numbering)
     form = job.walk(found, (), dict(enumerate(numbering.keys)))
     return SplitState(form, job.own, job.values)
@@ -133,7 +133,7 @@ class _Splitter:
         return node
 
     def _numbers_in(self, node: Mapping[Any, Any]) -> dict[Any, Key] | None:
-        """What an optimizer's state dict calls the parameters; None for another dict, or one of other groups."""
+        """Returns the parameters by their numbers or names in a state dict; None for another dict, or other groups."""
         groups, members = node.get(_GROUPS), self.numbering.members
         if not isinstance(groups, (list, tuple)) or not isinstance(node.get(_STATE), dict):
             return None
@@ -153,7 +153,7 @@ class _Splitter:
 
     def _walk_packed(self, node: Mapping[Any, Any], at: tuple[str, ...], numbers: Mapping[Any, Key]) -> Any:
         style = "name" if any(isinstance(number, str) for number in numbers) else "number"
-        values = [{k: v for k, v in group.items() if k not in _NOT__STATE} for group in node[_GROUPS]]
+        values = [{k: v for k, v in group.items() if k not in _NOT_VALUES} for group in node[_GROUPS]]
         if not at:
             self.values = values
         by_group = dict(zip(self.numbering.labels, values, strict=True)) if at else None
@@ -181,7 +181,7 @@ class _Splitter:
         return {key: self.walk(part, (*at, str(key)), numbers) for key, part in node.items()}
 
     def _ways(self, node: dict[Any, Any], numbers: Mapping[Any, Key]) -> Iterable[tuple[str, dict[Any, Key]]]:
-        """The ways in which the keys of a dict may name parameters, and what they name then."""
+        """Yields each style in which the keys of a dict may name parameters, and the parameters by key."""
         yield "tensor", {k: self.objects[id(k)] for k in node if isinstance(k, Tensor) and id(k) in self.objects}
         places = self.numbering.names_of("place")
         yield "place", {k: places[k] for k in node if type(k) is tuple and k in places}
@@ -194,14 +194,14 @@ class _Splitter:
         """Whether integers are numbers of parameters: all are there, or each has a tensor of its parameter's shape."""
         if len(given) == len(numbers) > 1:
             return True
-        return bool(given) and all(self._fits(node[number], key) for number, key in given.items())
-
-    def _fits(self, part: Any, key: Key) -> bool:
-        shape = self.numbering.parameters[key].shape
-        return any(isinstance(leaf, Tensor) and leaf.shape == shape for _, leaf in flatten(part)[1])
+        shapes = {number: self.numbering.parameters[key].shape for number, key in given.items()}
+        return bool(given) and all(
+            any(isinstance(leaf, Tensor) and leaf.shape == shape for _, leaf in flatten(node[number])[1])
+            for number, shape in shapes.items()
+        )
 
     def _listed(self, node: Sequence[Any]) -> dict[Key, Any] | None:
-        """A list with a tensor for each parameter, or one of such lists by group."""
+        """Returns the tensors of a list with one for each parameter, or of lists of these by group; else None."""
         flat, keys = list(node), [key for group in self.numbering.members for key in group]
         if all(type(part) in (list, tuple) for part in node) and list(map(len, node)) == list(
             map(len, self.numbering.members)
@@ -228,7 +228,7 @@ Grouped = Callable[[Mapping[str, Mapping[str, Any]] | None], Sequence[Mapping[st
 def join(
     form: Any, numbering: ParameterNumbering, own: Mapping[Key, Mapping[Any, Any]], grouped: Grouped, here: Any
 ) -> Any:
-    """A state dict for `load_state_dict`; the inverse of `split`.
+    """Returns a state dict for `load_state_dict`; the inverse of `split`.
 
     Args:
         own: by parameter, what the state dict is to have for it.
@@ -255,7 +255,7 @@ def join(
 
 
 def shared_of(form: Any, numbering: ParameterNumbering, here: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What belongs to no parameter in the `state` of a form.
+    """Returns the state of a form that belongs to no parameter.
 
     Args:
         here: what the live optimizer has of that: it decides where tensors go.
@@ -279,7 +279,7 @@ def _keyed(style: str, at: str, numbering: ParameterNumbering, own: Mapping[Key,
 
 
 def _placed(saved: Tensor, live: Any) -> Tensor:
-    """A copy of a tensor, laid out as the one that it is for."""
+    """Returns a copy of a tensor in the layout of the live one."""
     if is_dtensor(live) and not is_dtensor(saved):
         from torch.distributed.tensor import distribute_tensor
 

@@ -26,13 +26,14 @@ ranks are counted within the group. If one rank fails before data is sent, all r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from ..io.comm.comm import default_comm, global_rank
-from . import compare, gathering, moving, names, offloading, sending
-from .compare import Sameness
-from .offloading import Memory
+from . import gathering, sending
+from .compare import Sameness, same_structure
+from .moving import copy_into, distribute_local, empty_like
+from .names import flatten_names, unflatten_names
+from .offloading import offload
 from .packing import BUCKET_NBYTES
 from .transport import transport_of
 
@@ -48,53 +49,6 @@ __all__ = [
     "same_structure",
     "unflatten_names",
 ]
-
-
-def _rank() -> int:
-    return global_rank(default_comm())
-
-
-def offload(tree: Any, *, memory: Memory = "plain", namespace: str = "") -> Any:
-    """Returns a copy of the tree in host memory, also of arrays on the host. Distributed arrays keep their layout.
-
-    Args:
-        memory: "plain"; "pinned", for fast copies to and from an accelerator (plain where there is none); "shared", so
-            that other processes can map it. The last two use one block for all arrays.
-
-    Arrays on the meta device stay there. Views that overlap in part become separate arrays.
-
-    Raises:
-        TreeError, LayoutError: a leaf that cannot be copied.
-    """
-    return offloading.offload(tree, rank=_rank(), memory=memory, namespace=namespace)
-
-
-def empty_like(tree: Any, *, device: str | None = None, namespace: str = "") -> Any:
-    """Returns a tree of new, uninitialised arrays of the same shapes, dtypes, kinds and layouts; copies values.
-
-    Args:
-        device: of the new arrays; by default that of the tree's. For an array on the meta device, or an `ArraySpec`,
-            the host; for such a DTensor its mesh's device.
-    """
-    return moving.empty_like(tree, rank=_rank(), device=device, namespace=namespace)
-
-
-def copy_into(tree: Any, into: Any, *, cast: bool = False, namespace: str = "") -> None:
-    """Copies the arrays of `tree` into those of `into`, in place; replaces values where their containers are mutable.
-
-    Each array is filled from what this rank holds of the source, whatever the two layouts: whole arrays fill the local
-    part of a DTensor. The trees may share memory. Every check is made before the first byte is written.
-
-    Args:
-        cast: converts dtypes instead of refusing them.
-
-    Raises:
-        MismatchError: other leaves, shapes or dtypes; two arrays with different bytes for one place in memory; a value
-            in a tuple that would have to change; a target on the meta device, or with less memory than elements.
-        TreeError: a source on the meta device.
-        LayoutError: this rank does not hold all elements that a target needs.
-    """
-    moving.copy_into(tree, into, rank=_rank(), cast=cast, namespace=namespace)
 
 
 def gather(
@@ -157,7 +111,7 @@ def distribute(
         TreeError, RankError: as `gather`.
     """
     if src is None:
-        return moving.distribute_local(tree, like, rank=_rank(), device=device, namespace=namespace)
+        return distribute_local(tree, like, device=device, namespace=namespace)
     transport = transport_of(group)
     return sending.distribute(
         tree, like, transport=transport, source=src, device=device, limit=bucket_bytes, namespace=namespace
@@ -190,37 +144,3 @@ def broadcast(
     return sending.broadcast(
         tree, transport=transport, source=src, device=device, limit=bucket_bytes, namespace=namespace
     )
-
-
-def same_structure(found: Any, expected: Any, *, namespace: str = "") -> Sameness:
-    """Compares the containers and keys of two trees, and the shapes, dtypes, kinds and layouts of their arrays.
-
-    The result is true in a condition if they are the same; as text it has a line per difference. Contents are not
-    compared, and arrays may be on meta or be `ArraySpec`s.
-    """
-    return compare.same_structure(found, expected, rank=_rank(), namespace=namespace)
-
-
-def flatten_names(tree: Any, *, separator: str = ".", namespace: str = "") -> dict[str, Any]:
-    """Returns the leaves by dotted name, as in a state dict; the same objects, not copies.
-
-    A key that is no string is converted to text. Each leaf under `PerRank` is wrapped in `PerRank`.
-
-    Raises:
-        TreeError: two leaves would have the same name, as `a.b` beside {"a": {"b"}}; it names both.
-    """
-    return names.flatten_names(tree, separator=separator, namespace=namespace)
-
-
-def unflatten_names(named: Mapping[str, Any], like: Any = None, *, separator: str = ".", namespace: str = "") -> Any:
-    """Returns a tree of named leaves: the inverse of `flatten_names`; the leaves are the same objects.
-
-    Args:
-        like: a tree with the wanted containers and keys, which names do not contain. Without it the result is nested
-            dicts with string keys.
-
-    Raises:
-        MismatchError: with like, missing or unexpected names.
-        TreeError: without like, a name that is a leaf and a container.
-    """
-    return names.unflatten_names(named, like, separator=separator, namespace=namespace)

@@ -17,6 +17,7 @@ from ..core.tree.containers import PerRank, flatten_one_level
 from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import key_text
+from ..io.comm.comm import default_comm, global_rank
 
 __all__ = ["Sameness", "same_structure"]
 
@@ -34,8 +35,13 @@ class Sameness(msgspec.Struct, frozen=True):
         return "\n".join(self.differences) or "the same structure"
 
 
-def same_structure(found: Any, expected: Any, *, rank: int, namespace: str = "") -> Sameness:
-    """Does `treeckpt.trees.same_structure` for one rank."""
+def same_structure(found: Any, expected: Any, *, namespace: str = "") -> Sameness:
+    """Compares the containers and keys of two trees, and the shapes, dtypes, kinds and layouts of their arrays.
+
+    The result is true in a condition if they are the same; as text it has a line per difference. Contents are not
+    compared, and arrays may be on meta or be `ArraySpec`s.
+    """
+    rank = global_rank(default_comm())
     lines: list[str] = []
     found, expected = (state_tree(tree, rank=rank, namespace=namespace) for tree in (found, expected))
     trampoline(_compare(found, expected, "", lines, rank, namespace))

@@ -8,7 +8,7 @@ receivers. What every receiver holds whole already is only copied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,6 @@ from ..core.sharding.placements import Layout, MeshLayout, Replicate, mesh_ranks
 from ..core.sharding.region import c_strides
 from ..core.sharding.write_assignment import ArrayLeaf, assign_writers, writes_of
 from ..core.tree.flatten import replace_leaves, unflatten
-from ..core.tree.spec import ArraySpec
 from ..core.tree.value_codec import Value
 from ..errors import RankError, TreeError
 from ..io.comm.collective import gather_results
@@ -54,13 +53,13 @@ from ..saving.messages import (
     merge_inventories,
 )
 from .moving import fill
-from .packing import MessageBucket, PackedRegion, empty_bytes, pack, pack_regions, unpack
+from .packing import PackedRegion, send_regions
 from .transport import Transport
 
-__all__ = ["gather", "rebuild_alias"]
+__all__ = ["HINT", "gather", "new_leaf"]
 
 
-_HINT = "Nothing was sent"
+HINT = "Nothing was sent"
 
 
 class _RankDigests(msgspec.Struct, array_like=True):
@@ -101,7 +100,7 @@ class _Gather:
             MismatchError: ranks contradict each other.
         """
         transport = self.transport
-        digests = gather_results(transport, "gather", self._describe, _RankDigests, hint=_HINT)
+        digests = gather_results(transport, "gather", self._describe, _RankDigests, hint=HINT)
         self.values = self.described.values
         clash = bool(conflicting_ranks({rank: one.pieces for rank, one in enumerate(digests)}))
         self.alike = len({(one.inventory, one.contents) for one in digests}) == 1 and not clash
@@ -112,13 +111,15 @@ class _Gather:
             for group in self.piece_groups if clash else ():
                 self.contents.update(group)
             own = RankTree(self.described.inventory, self.contents, self.described.values)
-            trees = gather_results(transport, "gather", lambda: own, RankTree, hint=_HINT)
-            merged = self._merge([one.inventory for one in digests], trees)
+            trees = gather_results(transport, "gather", lambda: own, RankTree, hint=HINT)
+            self.values = {path: value for tree in reversed(trees) for path, value in tree.values.items()}
+            by_rank, inventories = dict(enumerate(trees)), {rank: one.inventory for rank, one in enumerate(digests)}
+            merged = merge_inventories(inventories, by_rank, transport.size)  # shapes before contents
+            compare_contents({rank: tree.contents for rank, tree in by_rank.items()})
         boxes = [(path, box) for path, box, nbytes in overlapping_pieces(merged) if nbytes <= SMALL_LEAF_NBYTES]
         if boxes:
-            found = gather_results(
-                transport, "gather", partial(box_digests, self.described, boxes), BoxDigests, hint=_HINT
-            )
+            own_boxes = partial(box_digests, self.described, boxes)
+            found = gather_results(transport, "gather", own_boxes, BoxDigests, hint=HINT)
             compare_boxes(boxes, dict(enumerate(found)))
         return merged
 
@@ -132,13 +133,6 @@ class _Gather:
         self.piece_groups = piece_digests(self.described, world=transport.size, every=False)
         contents = json_digest(sorted(self.contents.items()))
         return _RankDigests(digest_of(self.described.inventory), contents, digest_groups(self.piece_groups))
-
-    def _merge(self, digests: Sequence[bytes], trees: Sequence[RankTree]) -> GlobalTree:
-        self.values = {path: value for tree in reversed(trees) for path, value in tree.values.items()}
-        by_rank = dict(enumerate(trees))
-        merged = merge_inventories(dict(enumerate(digests)), by_rank, self.transport.size)  # shapes before contents
-        compare_contents({rank: tree.contents for rank, tree in by_rank.items()})
-        return merged
 
     def move(self, merged: GlobalTree, limit: int) -> None:
         """Creates the arrays on the receivers and copies every element there."""
@@ -158,15 +152,21 @@ class _Gather:
                     fill(self.targets[spec.path].pieces, self.described.sources[spec.path].pieces)
             else:
                 moving.append((leaf, share))
-        leaves = [leaf for leaf, _ in moving]
         for sender in range(self.transport.size):
             entries = [
-                PackedRegion(number, region, leaf.itemsize)
-                for number, (leaf, share) in enumerate(moving)
+                PackedRegion(leaf.path, region, leaf.itemsize)
+                for leaf, share in moving
                 for region in writes_of(leaf, share, sender)
             ]
-            for bucket in pack_regions(entries, limit):
-                self._send(sender, bucket, leaves)
+            send_regions(
+                entries,
+                limit,
+                self.transport,
+                sender=sender,
+                receivers=self.receivers,
+                sources=self.described.sources,
+                targets=self.targets,
+            )
 
     def _is_everywhere(self, layout: Layout) -> bool:
         """Returns whether each receiver holds all of an array already."""
@@ -174,54 +174,37 @@ class _Gather:
             return False
         return set(self.receivers) <= set(mesh_ranks(layout.mesh).tolist())
 
-    def _send(self, sender: int, bucket: MessageBucket, leaves: Sequence[ArrayLeaf]) -> None:
-        """Sends one message from a rank to the receivers."""
-        transport, mine = self.transport, sender == self.transport.rank
-        others = [rank for rank in self.receivers if rank != sender]
-        if not (mine or self.receives) and len(self.receivers) < transport.size:
-            return
-        data = pack(bucket, lambda n: self.described.sources[leaves[n].path].pieces) if mine else empty_bytes(bucket)
-        if len(self.receivers) == transport.size:
-            transport.broadcast(data, sender)
-        elif mine:
-            transport.exchange([(rank, data) for rank in others], [])
-        else:
-            transport.exchange([], [(sender, data)])
-        if self.receives:
-            unpack(data, bucket, lambda entry: self.targets[leaves[entry.number].path].pieces)
-
     def result(self, merged: GlobalTree) -> Any:
         """Returns the tree: with arrays where this rank receives, with their specs elsewhere."""
-        built: dict[str, Any] = {}
-        for leaf in merged.leaves:
-            if leaf.per_rank is None or self.transport.rank in decode_runs(leaf.per_rank):
-                built[leaf.path] = self._leaf(leaf, built)
-        leaves = iter(built.values())
+        leaves = (
+            new_leaf(leaf, self.values if leaf.per_rank is None else self.described.own_values, self.targets)
+            for leaf in merged.leaves
+            if leaf.per_rank is None or self.transport.rank in decode_runs(leaf.per_rank)
+        )
         if self.alike:
             return replace_leaves(self.tree, leaves, namespace=self.namespace)
         return unflatten(
             merged.structure.whole(), leaves, resolve=resolve, rank=self.transport.rank, namespace=self.namespace
         )
 
-    def _leaf(self, leaf: LeafSpec, built: dict[str, Any]) -> Any:
-        if leaf.spec is None:
-            values = self.values if leaf.per_rank is None else self.described.own_values
-            return decode(values[leaf.path], leaf.path, allow_pickle=False)
-        if leaf.alias_of is None and leaf.path in self.targets:
-            return self.targets[leaf.path].leaf
-        if leaf.alias_of is not None and leaf.alias_of in self.targets:
-            return rebuild_alias(leaf, built[leaf.alias_of], self.targets[leaf.alias_of].spec)
+
+def new_leaf(leaf: LeafSpec, values: Mapping[str, Value], targets: Mapping[str, ArrayTarget]) -> Any:
+    """Returns a leaf of the tree that a rank received: a value, an array, or the spec of one that has no target here.
+
+    A leaf that shares memory is the array that has it, or a view of that.
+    """
+    if leaf.spec is None:
+        return decode(values[leaf.path], leaf.path, allow_pickle=False)
+    if leaf.alias_of is None and leaf.path in targets:
+        return targets[leaf.path].leaf
+    if leaf.alias_of is None or leaf.alias_of not in targets:
         return msgspec.structs.replace(leaf.spec, device=None, regions=None)
-
-
-def rebuild_alias(leaf: LeafSpec, base: Any, spec: ArraySpec) -> Any:
-    """Returns a leaf that shares the memory of another one."""
-    assert leaf.spec is not None, "only arrays share memory"
-    same = (spec.kind, spec.requires_grad, spec.shape) == (leaf.spec.kind, leaf.spec.requires_grad, leaf.spec.shape)
-    if leaf.view is None and same:
+    base, found, array = targets[leaf.alias_of].leaf, targets[leaf.alias_of].spec, leaf.spec
+    if leaf.view is not None:
+        return library_of(array).view(base, array, leaf.view.offset, leaf.view.strides)
+    if (found.kind, found.requires_grad, found.shape) == (array.kind, array.requires_grad, array.shape):
         return base
-    offset, strides = (0, c_strides(leaf.spec.shape, 1)) if leaf.view is None else (leaf.view.offset, leaf.view.strides)
-    return library_of(leaf.spec).view(base, leaf.spec, offset, strides)
+    return library_of(array).view(base, array, 0, c_strides(array.shape, 1))
 
 
 def gather(

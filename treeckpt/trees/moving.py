@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from ..arrays.base import ArraySource, ArrayTarget, HostArray, SourcePiece, TargetPiece
-from ..arrays.overlaps import first_difference, in_same_memory, is_equal, overlapping_pairs, overlaps_of
+from ..arrays.base import ArraySource, ArrayTarget, HostArray, SourcePiece, Storage, TargetPiece
+from ..arrays.overlaps import conflicting_pair, in_same_memory, is_equal
 from ..arrays.registry import (
     abstract_of,
     decode,
@@ -34,6 +35,7 @@ from ..core.tree.in_place import update_in_place
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import index_path
 from ..errors import LayoutError, MismatchError
+from ..io.comm.comm import default_comm, global_rank
 from .matching import MatchedLeaves, match_leaves
 
 __all__ = [
@@ -68,8 +70,9 @@ def _is_same(old: object, new: object, path: str) -> bool:
     return stored[0] == stored[1]
 
 
-def distribute_local(tree: Any, like: Any, *, rank: int, device: str | None, namespace: str) -> Any:
+def distribute_local(tree: Any, like: Any, *, device: str | None, namespace: str) -> Any:
     """Does `treeckpt.trees.distribute` where every rank has the tree."""
+    rank = global_rank(default_comm())
     tree, like = (state_tree(one, rank=rank, namespace=namespace) for one in (tree, like))
     given = dict(flatten(tree, rank=rank, namespace=namespace)[1])
     made: dict[tuple[int, int], object] = {}
@@ -103,8 +106,14 @@ def _distributed_leaf(leaf: object, given: object, path: str, rank: int, device:
     return target.leaf
 
 
-def empty_like(tree: Any, *, rank: int, device: str | None, namespace: str) -> Any:
-    """Does `treeckpt.trees.empty_like` for one rank."""
+def empty_like(tree: Any, *, device: str | None = None, namespace: str = "") -> Any:
+    """Returns a tree of new, uninitialised arrays of the same shapes, dtypes, kinds and layouts; copies values.
+
+    Args:
+        device: of the new arrays; by default that of the tree's. For an array on the meta device, or an `ArraySpec`,
+            the host; for such a DTensor its mesh's device.
+    """
+    rank = global_rank(default_comm())
     tree = state_tree(tree, rank=rank, namespace=namespace)
     made: dict[int, Any] = {}
 
@@ -166,8 +175,8 @@ class _ArrayCopy(msgspec.Struct, frozen=True):
     target: ArrayTarget
     """The pieces to write to."""
     source: ArraySource
-    range: tuple[int, int] | None
-    """Addresses of the target's memory, start and stop; None where they are not known."""
+    storage: Storage | None = None
+    """The target's memory; None where it is not known."""
 
     @property
     def nbytes(self) -> int:
@@ -182,8 +191,22 @@ class _ArrayCopy(msgspec.Struct, frozen=True):
         fill(pieces, self.source.pieces)
 
 
-def copy_into(tree: Any, into: Any, *, rank: int, cast: bool, namespace: str) -> None:
-    """Does `treeckpt.trees.copy_into` for one rank."""
+def copy_into(tree: Any, into: Any, *, cast: bool = False, namespace: str = "") -> None:
+    """Copies the arrays of `tree` into those of `into`, in place; replaces values where their containers are mutable.
+
+    Each array is filled from what this rank holds of the source, whatever the two layouts: whole arrays fill the local
+    part of a DTensor. The trees may share memory. Every check is made before the first byte is written.
+
+    Args:
+        cast: converts dtypes instead of refusing them.
+
+    Raises:
+        MismatchError: other leaves, shapes or dtypes; two arrays with different bytes for one place in memory; a value
+            in a tuple that would have to change; a target on the meta device, or with less memory than elements.
+        TreeError: a source on the meta device.
+        LayoutError: this rank does not hold all elements that a target needs.
+    """
+    rank = global_rank(default_comm())
     tree = state_tree(tree, rank=rank, namespace=namespace)
     structure, leaves = flatten(tree, rank=rank, namespace=namespace)
     given = {index_path(path, rank): leaf for path, leaf in leaves}
@@ -246,12 +269,12 @@ def put_leaves(
             new.append(value(leaf, given[path], path))
             continue
         new.append(leaf)
-        storage = getattr(source_of(leaf, path, rank), "storage", None)
-        place = None if storage is None else (storage.address, storage.address + storage.nbytes)
+        present = source_of(leaf, path, rank)
+        storage = present.storage if present is not None else None
         check_held(target, source, path)
         if not cast:
             check_dtype(target.spec.dtype, source.spec.dtype, path)
-        copies.append(_ArrayCopy(path, target, source, place))
+        copies.append(_ArrayCopy(path, target, source, storage))
     _check_ties(copies)
     copies = list({id(copy.target.leaf): copy for copy in copies}.values())
     _put(into, found, new, copies, namespace)
@@ -291,20 +314,12 @@ def _check_paths(found: MatchedLeaves, given: Mapping[str, object], rank: int) -
 def _check_ties(copies: Sequence[_ArrayCopy]) -> None:
     """Refuses different bytes for one place in memory, where the last write would win."""
 
-    def one(first: _ArrayCopy, second: _ArrayCopy) -> bool:
-        return (
-            first.source.storage is not None
-            and first.source.storage == second.source.storage
-            and in_same_memory(first.target, second.target)
-        )
+    def is_one(first: int, second: int) -> bool:
+        memory = copies[first].source.storage
+        alike = memory is not None and memory == copies[second].source.storage
+        return alike and in_same_memory(copies[first].target, copies[second].target)
 
-    def read(wanted: Sequence[tuple[int, Sequence[TargetPiece]]]) -> None:
-        for number, pieces in wanted:
-            copies[number].put(pieces)
-
-    targets = [copy.target for copy in copies]
-    pairs = (pair for pair in overlapping_pairs(targets) if not one(copies[pair[0]], copies[pair[1]]))
-    found = first_difference((part for pair in pairs for part in overlaps_of(targets, pair, BLOCK)), read, BLOCK)
+    found = conflicting_pair([copy.target for copy in copies], is_one, partial(_put_all, copies), BLOCK)
     if found is not None:
         first, second = (copies[number].path for number in found)
         raise MismatchError(
@@ -326,13 +341,15 @@ def are_equal(first: object, second: object, wanted: object, path: str, rank: in
         if (source := source_of(leaf, path, rank)) is None:
             return False
         check_held(target, source, path)
-        copies.append(_ArrayCopy(path, target, source, None))
+        copies.append(_ArrayCopy(path, target, source))
 
-    def read(parts: Sequence[tuple[int, Sequence[TargetPiece]]]) -> None:
-        for number, pieces in parts:
-            copies[number].put(pieces)
+    return first is second or is_equal(spec, partial(_put_all, copies), BLOCK)
 
-    return first is second or is_equal(spec, read, BLOCK)
+
+def _put_all(copies: Sequence[_ArrayCopy], wanted: Sequence[tuple[int, Sequence[TargetPiece]]]) -> None:
+    """Fills other pieces of numbered copies."""
+    for number, pieces in wanted:
+        copies[number].put(pieces)
 
 
 def check_dtype(wanted: str, given: str, path: str) -> None:
@@ -347,14 +364,14 @@ def check_dtype(wanted: str, given: str, path: str) -> None:
 
 def _without_overlaps(copies: list[_ArrayCopy]) -> list[_ArrayCopy]:
     """Returns the copies, with sources that a copy would overwrite duplicated: trees may share memory, as in a swap."""
-    ranges = sorted(copy.range for copy in copies if copy.range is not None)
+    ranges = sorted(copy.storage.range for copy in copies if copy.storage is not None)
     starts = [low for low, _ in ranges]
     longest = max((high - low for low, high in ranges), default=0)
 
     def overlaps_of(source: ArraySource) -> bool:
         if source.storage is None:
             return False
-        low, high = source.storage.address, source.storage.address + source.storage.nbytes
+        low, high = source.storage.range
         near = ranges[bisect_left(starts, low - longest) : bisect_left(starts, high)]
         return any(a < high and low < b for a, b in near)
 

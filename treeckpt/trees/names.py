@@ -11,23 +11,21 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..arrays.stateful import state_tree
-from ..core.tree.containers import PerRank, flatten_one_level
-from ..core.tree.flatten import replace_leaves
-from ..core.tree.recursion import Recursive, trampoline
-from ..core.tree.structure import key_text
+from ..core.tree.flatten import PerRank, flatten, replace_leaves
+from ..core.tree.structure import index_path, parse_path
 from ..errors import MismatchError, TreeError
 
 __all__ = ["flatten_names", "unflatten_names"]
 
 
 def flatten_names(tree: Any, *, separator: str = ".", namespace: str = "") -> dict[str, Any]:
-    """Returns the leaves of a tree by dotted name, in order; the same objects, not copies.
+    """Returns the leaves by dotted name, as in a state dict; the same objects, not copies.
 
     A key that is no string is converted to text: 3 to `3`. Each leaf under `PerRank` is wrapped in `PerRank`. The name
     of a tree that is a leaf itself is "".
 
     Raises:
-        TreeError: two leaves would have the same name.
+        TreeError: two leaves would have the same name, as `a.b` beside {"a": {"b"}}; it names both.
     """
     return {name: leaf for name, _, leaf in _named(tree, separator, namespace)}
 
@@ -42,55 +40,43 @@ def _named(tree: Any, separator: str, namespace: str) -> list[tuple[str, str, An
     _check_separator(separator)
     found: list[tuple[str, str, Any]] = []
     paths: dict[str, str] = {}
-
-    def walk(node: Any, steps: tuple[str, ...], path: str, own: bool) -> Recursive[None]:
-        taken = flatten_one_level(node, path, namespace, 0)
-        if taken is None:
-            name = separator.join(steps)
-            if (other := paths.setdefault(name, path)) != path:
-                raise TreeError(
-                    path,
-                    expected="a name of its own",
-                    found=f"{name!r}, which is that of {other} too",
-                    hint="Rename a key, or choose a separator that no key holds",
-                )
-            found.append((name, path, PerRank(node) if own else node))
-        elif type(node) is PerRank:
-            yield walk(node.value, steps, f"{path}/~rank*" if path else "~rank*", True)
-        else:
-            for key, child in zip(taken.keys, taken.children, strict=True):
-                text = key_text(key, path)
-                yield walk(
-                    child, (*steps, key if isinstance(key, str) else text), f"{path}/{text}" if path else text, own
-                )
-
-    trampoline(walk(state_tree(tree, namespace=namespace), (), "", False))
+    _, leaves = flatten(state_tree(tree, namespace=namespace), namespace=namespace)
+    for path, leaf in ((index_path(path, 0), leaf) for path, leaf in leaves):
+        steps = path.split("/") if path else []
+        own = "~rank*" in steps
+        keys = (step[2:] if step.startswith("~s") else parse_path(step)[0] for step in steps if step != "~rank*")
+        name = separator.join(keys)
+        if (other := paths.setdefault(name, path)) != path:
+            raise TreeError(
+                path,
+                expected="a name of its own",
+                found=f"{name!r}, which is that of {other} too",
+                hint="Rename a key, or choose a separator that no key holds",
+            )
+        found.append((name, path, PerRank(leaf) if own else leaf))
     return found
 
 
-def unflatten_names(names: Mapping[str, Any], like: Any = None, *, separator: str = ".", namespace: str = "") -> Any:
-    """Returns a tree of named leaves: the inverse of `flatten_names`.
+def unflatten_names(named: Mapping[str, Any], like: Any = None, *, separator: str = ".", namespace: str = "") -> Any:
+    """Returns a tree of named leaves: the inverse of `flatten_names`; the leaves are the same objects.
 
     Args:
-        like: a tree with the wanted containers and keys; its leaves are ignored. Without it the result is nested dicts
-            with string keys.
+        like: a tree with the wanted containers and keys, which names do not contain. Without it the result is nested
+            dicts with string keys.
 
     Raises:
-        MismatchError: with like, a missing or unexpected name.
-        TreeError: without like, a name that is a leaf and a container: `a` beside `a.b`.
+        MismatchError: with like, missing or unexpected names.
+        TreeError: without like, a name that is a leaf and a container.
     """
     if like is None:
-        return _nested(names, separator)
+        return _nested(named, separator)
     like = state_tree(like, namespace=namespace)
     wanted = _named(like, separator, namespace)
-    _check_names([name for name, _, _ in wanted], names)
-    leaves = (_bare(names[name], leaf) for name, _, leaf in wanted)
+    _check_names([name for name, _, _ in wanted], named)
+    found = ((named[name], leaf) for name, _, leaf in wanted)
+    # a wanted place under `PerRank` takes the leaf without its own
+    leaves = (new.value if type(old) is PerRank and type(new) is PerRank else new for new, old in found)
     return replace_leaves(like, leaves, namespace=namespace)
-
-
-def _bare(leaf: Any, wanted: Any) -> Any:
-    """Returns a leaf without its `PerRank` where the wanted place is under `PerRank` already."""
-    return leaf.value if type(wanted) is PerRank and type(leaf) is PerRank else leaf
 
 
 def _check_names(wanted: Iterable[str], names: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ descriptor however many leaves there are; it lives as long as any of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -19,6 +19,7 @@ from ..core.tree.flatten import flatten, replace_leaves
 from ..core.tree.keyed_table import Column
 from ..core.tree.spec import ArraySpec
 from ..errors import TreeError
+from ..io.comm.comm import default_comm, global_rank
 from .moving import copied_value
 
 __all__ = ["Memory", "offload"]
@@ -29,11 +30,22 @@ ALIGN = 64
 """Each array starts at a multiple of this many bytes in the block."""
 
 
-def offload(tree: Any, *, rank: int, memory: Memory, namespace: str) -> Any:
-    """Does `treeckpt.trees.offload` for one rank."""
+def offload(tree: Any, *, memory: Memory = "plain", namespace: str = "") -> Any:
+    """Returns a copy of the tree in host memory, also of arrays on the host. Distributed arrays keep their layout.
+
+    Args:
+        memory: "plain"; "pinned", for fast copies to and from an accelerator (plain where there is none); "shared", so
+            that other processes can map it. The last two use one block for all arrays.
+
+    Arrays on the meta device stay there. Views that overlap in part become separate arrays.
+
+    Raises:
+        TreeError, LayoutError: a leaf that cannot be copied.
+    """
     if memory not in get_args(Memory):
         choices = ", ".join(map(repr, get_args(Memory)))
         raise TreeError("memory", expected=f"one of {choices}", found=f"{memory!r:.60}")
+    rank = global_rank(default_comm())
     tree = state_tree(tree, rank=rank, namespace=namespace)
     _, found = flatten(tree, rank=rank, namespace=namespace)
     # of a table the arrays are copied; the first row of each bucket is computed anew
@@ -41,18 +53,18 @@ def offload(tree: Any, *, rank: int, memory: Memory, namespace: str) -> Any:
     specs = [abstract_of(leaf, path, rank) for path, leaf in leaves]  # refuses what cannot be copied
     parts = [_parts(leaf, path, rank) if spec else [] for (path, leaf), spec in zip(leaves, specs, strict=True)]
     plain = {_key(array): array for arrays in parts for array in arrays}
-    new_array = _array_factory(memory, plain.values())
-    copies = {key: _copy(array, new_array) for key, array in plain.items()}
+    block = None if memory == "plain" else _block(memory, sum(_aligned(array.nbytes) for array in plain.values()))
+    copies: dict[Hashable, Any] = {}
+    at = 0
+    for key, array in plain.items():
+        copies[key] = _copy(array, None if block is None else block[at : at + array.nbytes])
+        at += _aligned(array.nbytes)
     made: dict[int, object] = {}
     for (path, leaf), spec, arrays in zip(leaves, specs, parts, strict=True):
         if id(leaf) not in made:
             new = [copies[_key(array)] for array in arrays]
             made[id(leaf)] = copied_value(leaf, path) if spec is None else _rebuilt(leaf, spec, new)
     return replace_leaves(tree, iter([made[id(leaf)] for _, leaf in leaves]), namespace=namespace)
-
-
-def _is_sharded_tensor(leaf: object) -> bool:
-    return type(leaf).__name__ == "ShardedTensor"
 
 
 def _parts(leaf: Any, path: str, rank: int) -> list[Any]:
@@ -63,9 +75,9 @@ def _parts(leaf: Any, path: str, rank: int) -> list[Any]:
         return [part for local in leaf.locals for part in _parts(local, path, rank)]
     if isinstance(leaf, np.ndarray):
         return [leaf]
-    from ..arrays.dtensor import is_dtensor, local_of
+    from ..arrays.dtensor import is_dtensor, is_sharded_tensor, local_of
 
-    if _is_sharded_tensor(leaf):
+    if is_sharded_tensor(leaf):
         return [shard.tensor for shard in leaf.local_shards()]
     return [local_of(leaf, path, rank)[1] if is_dtensor(leaf) else leaf.detach()]
 
@@ -79,11 +91,11 @@ def _rebuilt(leaf: Any, spec: ArraySpec, arrays: list[Any]) -> Any:
         return with_locals(leaf, [_rebuilt(local, kind, [array]) for local, kind, array in kept if kind is not None])
     if isinstance(leaf, np.ndarray):
         return arrays[0]
-    from ..arrays.dtensor import is_dtensor
+    from ..arrays.dtensor import is_dtensor, is_sharded_tensor
     from ..arrays.sharded_tensor import with_shards
     from ..arrays.torch import as_kind
 
-    if _is_sharded_tensor(leaf):
+    if is_sharded_tensor(leaf):
         return with_shards(leaf, arrays)
     if is_dtensor(leaf):
         from torch.distributed.tensor import DTensor
@@ -104,46 +116,25 @@ def _key(array: Any) -> Hashable:
     return (array.data_ptr(), str(array.device), tuple(array.shape), array.stride(), array.dtype, view)
 
 
-NewArray = Callable[[tuple[int, ...], Any], Any]
-"""Returns a new dense array of a shape and a dtype of torch or numpy."""
+def _copy(array: Any, part: Any) -> Any:
+    """Returns a dense copy in C order; of a tensor on meta another one there.
 
-
-def _copy(array: Any, new_array: NewArray) -> Any:
-    """Returns a dense copy in C order; of a tensor on meta another one there."""
+    Args:
+        part: a tensor of bytes that is to hold it; None for new memory.
+    """
     if isinstance(array, np.ndarray):
-        new = new_array(array.shape, array.dtype)
+        new = (
+            np.empty(array.shape, array.dtype) if part is None else part.numpy().view(array.dtype).reshape(array.shape)
+        )
         new[...] = array
         return new
     import torch
 
     if array.is_meta:
         return torch.empty(array.shape, dtype=array.dtype, device="meta")
-    return new_array(tuple(array.shape), array.dtype).copy_(array)
-
-
-def _array_factory(memory: Memory, arrays: Iterable[Any]) -> NewArray:
-    if memory == "plain":
-        return _new_plain_array
-    block, at = _block(memory, sum(_aligned(array.nbytes) for array in arrays)), 0
-
-    def new_array(shape: tuple[int, ...], dtype: Any) -> Any:
-        nonlocal at
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        part = block[at : at + nbytes]
-        at += _aligned(nbytes)
-        if isinstance(dtype, np.dtype):
-            return part.numpy().view(dtype).reshape(shape)
-        return part.view(dtype).view(shape)
-
-    return new_array
-
-
-def _new_plain_array(shape: tuple[int, ...], dtype: Any) -> Any:
-    if isinstance(dtype, np.dtype):
-        return np.empty(shape, dtype)
-    import torch
-
-    return torch.empty(shape, dtype=dtype)
+    if part is None:
+        return torch.empty(array.shape, dtype=array.dtype).copy_(array)
+    return part.view(array.dtype).view(array.shape).copy_(array)
 
 
 def _aligned(nbytes: int) -> int:

@@ -1,20 +1,21 @@
-"""Packs regions of many arrays into few messages, so that a thousand leaves take a handful of them.
+"""Sends regions of many arrays in few messages: a thousand leaves take a handful of them.
 
 Sender and receivers compute the same packing from the same list of regions; no headers are sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
 
-from ..arrays.base import HostArray, SourcePiece, TargetPiece, raw_dtype
+from ..arrays.base import ArraySource, ArrayTarget, HostArray, SourcePiece, TargetPiece, raw_dtype
 from ..core.sharding.region import Region
 from .moving import fill
+from .transport import Transport
 
-__all__ = ["BUCKET_NBYTES", "MessageBucket", "PackedRegion", "empty_bytes", "pack", "pack_regions", "unpack"]
+__all__ = ["BUCKET_NBYTES", "MessageBucket", "PackedRegion", "pack_regions", "send_regions"]
 
 BUCKET_NBYTES = 64 << 20
 """Size of a message in bytes, at most, unless a single region is larger."""
@@ -22,9 +23,9 @@ ALIGN = 16
 
 
 class PackedRegion(msgspec.Struct, frozen=True):
-    """A region of an array; `number` identifies the array on both sides."""
+    """A region of the array at a path."""
 
-    number: int
+    path: str
     region: Region
     itemsize: int
 
@@ -61,20 +62,37 @@ def _window(data: np.ndarray, entry: PackedRegion, at: int) -> HostArray:
     return HostArray(raw.reshape(entry.region.shape))
 
 
-def pack(bucket: MessageBucket, parts: Callable[[int], Sequence[SourcePiece]]) -> np.ndarray:
-    """Returns the bytes of a bucket, read from this rank's pieces of each array."""
-    data = np.zeros(bucket.nbytes, np.uint8)
-    for entry, at in bucket.entries:
-        fill([TargetPiece(entry.region, _window(data, entry, at))], parts(entry.number))
-    return data
+def send_regions(
+    entries: Sequence[PackedRegion],
+    limit: int,
+    transport: Transport,
+    *,
+    sender: int,
+    receivers: Collection[int],
+    sources: Mapping[str, ArraySource],
+    targets: Mapping[str, ArrayTarget],
+) -> None:
+    """Sends regions of one rank's arrays to others; every rank calls it with the same entries.
 
-
-def unpack(data: np.ndarray, bucket: MessageBucket, pieces: Callable[[PackedRegion], Sequence[TargetPiece]]) -> None:
-    """Writes the bytes of a bucket to pieces of the arrays."""
-    for entry, at in bucket.entries:
-        fill(pieces(entry), [SourcePiece(entry.region, _window(data, entry, at))])
-
-
-def empty_bytes(bucket: MessageBucket) -> np.ndarray:
-    """Returns memory for the bytes of a bucket."""
-    return np.empty(bucket.nbytes, np.uint8)
+    Args:
+        receivers: the ranks that get them; the sender too, if it is to fill targets of its own.
+        sources: this rank's arrays by path, if it is the sender.
+        targets: the arrays to fill, if it is a receiver; regions of others are ignored.
+    """
+    sends, receives = transport.rank == sender, transport.rank in receivers
+    for bucket in pack_regions(entries, limit) if sends or receives else ():
+        data = np.zeros(bucket.nbytes, np.uint8) if sends else np.empty(bucket.nbytes, np.uint8)
+        places = [(entry, _window(data, entry, at)) for entry, at in bucket.entries]
+        if sends:
+            for entry, place in places:
+                fill([TargetPiece(entry.region, place)], sources[entry.path].pieces)
+        if len(receivers) == transport.size:
+            transport.broadcast(data, sender)
+        elif sends:
+            transport.exchange([(rank, data) for rank in receivers if rank != sender], [])
+        else:
+            transport.exchange([], [(sender, data)])
+        for entry, place in places if receives else ():
+            pieces = targets[entry.path].pieces if entry.path in targets else ()
+            exact = [piece for piece in pieces if piece.region == entry.region]
+            fill(exact or pieces, [SourcePiece(entry.region, place)])

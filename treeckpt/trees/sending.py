@@ -24,13 +24,11 @@ from ..core.tree.spec import ArraySpec
 from ..core.tree.value_codec import Value
 from ..errors import LayoutError, MismatchError, RankError, TreeError
 from ..io.comm.collective import from_rank, gather_results
-from .gathering import rebuild_alias
-from .packing import MessageBucket, PackedRegion, empty_bytes, pack, pack_regions, unpack
-from .transport import Transfer, Transport
+from .gathering import HINT, new_leaf
+from .packing import PackedRegion, send_regions
+from .transport import Transport
 
 __all__ = ["broadcast", "distribute"]
-
-_HINT = "Nothing was sent"
 
 
 def _check_source(source: int, transport: Transport) -> None:
@@ -81,35 +79,22 @@ def broadcast(tree: Any, *, transport: Transport, source: int, device: str | Non
         sources.update(described.sources)
         return _BroadcastTree(described.inventory, described.values)
 
-    plan = from_rank(transport, source, "broadcast", describe, _BroadcastTree, hint=_HINT)
-    arrays = [leaf for leaf in plan.inventory.leaves if leaf.spec is not None and leaf.alias_of is None]
+    plan = from_rank(transport, source, "broadcast", describe, _BroadcastTree, hint=HINT)
     targets: dict[str, ArrayTarget] = {}
     entries: list[PackedRegion] = []
-    for number, leaf in enumerate(arrays):
-        assert leaf.spec is not None, "arrays only"
-        entries.append(PackedRegion(number, Region.whole(leaf.spec.shape), dtype_of(leaf.spec.dtype).itemsize))
+    for leaf in plan.inventory.leaves:
+        if leaf.spec is None or leaf.alias_of is not None:
+            continue
+        entries.append(PackedRegion(leaf.path, Region.whole(leaf.spec.shape), dtype_of(leaf.spec.dtype).itemsize))
         if transport.rank != source:
             targets[leaf.path] = new_array(msgspec.structs.replace(leaf.spec, device=None), leaf.path, device)
-    for bucket in pack_regions(entries, limit):
-        if transport.rank == source:
-            transport.broadcast(pack(bucket, lambda n: sources[arrays[n].path].pieces), source)
-            continue
-        data = empty_bytes(bucket)
-        transport.broadcast(data, source)
-        unpack(data, bucket, lambda entry: targets[arrays[entry.number].path].pieces)
-    return tree if transport.rank == source else _built(plan, targets, transport.rank, namespace)
-
-
-def _built(plan: _BroadcastTree, targets: dict[str, ArrayTarget], rank: int, namespace: str) -> Any:
-    """Returns the tree of the received arrays and values."""
-    leaves: dict[str, Any] = {path: target.leaf for path, target in targets.items()}
-    for leaf in plan.inventory.leaves:
-        if leaf.spec is None:
-            leaves[leaf.path] = decode(plan.values[leaf.path], leaf.path, allow_pickle=False)
-        elif leaf.alias_of is not None:
-            leaves[leaf.path] = rebuild_alias(leaf, leaves[leaf.alias_of], targets[leaf.alias_of].spec)
-    ordered = [leaves[leaf.path] for leaf in plan.inventory.leaves]
-    return unflatten(plan.inventory.structure.whole(), iter(ordered), resolve=resolve, rank=rank, namespace=namespace)
+    everyone = range(transport.size)
+    send_regions(entries, limit, transport, sender=source, receivers=everyone, sources=sources, targets=targets)
+    if transport.rank == source:
+        return tree
+    leaves = (new_leaf(leaf, plan.values, targets) for leaf in plan.inventory.leaves)
+    whole = plan.inventory.structure.whole()
+    return unflatten(whole, leaves, resolve=resolve, rank=transport.rank, namespace=namespace)
 
 
 # distribute -----------------------------------------------------------------------------------------------------------
@@ -136,17 +121,15 @@ class _Distribute:
     def __init__(self, transport: Transport, source: int, device: str | None, namespace: str) -> None:
         self.transport, self.source, self.device, self.namespace = transport, source, device, namespace
         self.global_rank = transport.rank if transport.members is None else transport.members[transport.rank]
-        self.targets: dict[str, ArrayTarget] = {}
-        self.described: DescribedTree | None = None
         self.like: Any = None
         self.leaves: list[tuple[str, object]] = []
+        self.targets: dict[str, ArrayTarget] = {}
+        """The arrays that this rank wants, by path."""
+        self.sources: dict[str, ArraySource] = {}
+        """On the source, its arrays by path."""
 
-    def exchange_wanted(self, like: Any) -> list[list[_WantedLeaf]]:
-        """Returns what each rank wants, by rank; creates the arrays that this one wants."""
-        want = partial(self._want, like)
-        return gather_results(self.transport, "distribute", want, list[_WantedLeaf], hint=_HINT)
-
-    def _want(self, like: Any) -> list[_WantedLeaf]:
+    def want(self, like: Any) -> list[_WantedLeaf]:
+        """Creates the arrays that this rank wants, and returns what it needs to fill them."""
         self.like = state_tree(like, rank=self.transport.rank, namespace=self.namespace)
         _, self.leaves = flatten(self.like, rank=self.transport.rank, namespace=self.namespace)
         wanted: list[_WantedLeaf] = []
@@ -161,13 +144,10 @@ class _Distribute:
                 wanted.append(_WantedLeaf(path, target.spec, tuple(piece.region for piece in target.pieces)))
         return wanted
 
-    def exchange_values(self, tree: Any, wanted: Sequence[Sequence[_WantedLeaf]]) -> _SourceReply:
-        """Has the source check that it holds what is wanted; returns what of it is no array, on every rank."""
-        reply = partial(self._reply, tree, wanted)
-        return from_rank(self.transport, self.source, "distribute", reply, _SourceReply, hint=_HINT)
-
-    def _reply(self, tree: Any, wanted: Sequence[Sequence[_WantedLeaf]]) -> _SourceReply:
-        described = self.described = _describe_whole_tree(tree, self.transport, self.namespace)
+    def reply(self, tree: Any, wanted: Sequence[Sequence[_WantedLeaf]]) -> _SourceReply:
+        """Checks that the source has what is wanted; returns what of it is no array."""
+        described = _describe_whole_tree(tree, self.transport, self.namespace)
+        self.sources = described.sources
         values: dict[str, Value] = {}
         for rank, leaves in enumerate(wanted):
             for leaf in leaves:
@@ -177,41 +157,23 @@ class _Distribute:
         specs = described.inventory.leaves
         return _SourceReply(values, {s.path: s.alias_of for s in specs if s.alias_of is not None and s.view is None})
 
-    def move(self, wanted: Sequence[Sequence[_WantedLeaf]], limit: int) -> None:
-        """Sends the arrays: broadcast where all ranks want the same regions, else to each rank."""
-        paths = list(dict.fromkeys(leaf.path for leaves in wanted for leaf in leaves if leaf.spec is not None))
-        by_path = [{leaf.path: leaf for leaf in leaves} for leaves in wanted]
-        common = {path for path in paths if all(leaves.get(path) == by_path[0].get(path) for leaves in by_path)}
-        for bucket in pack_regions(_packed([leaf for leaf in wanted[0] if leaf.path in common], paths), limit):
-            data = self._pack(bucket, paths)
-            self.transport.broadcast(data, self.source)
-            self._unpack(data, bucket, paths)
-        for rank in range(self.transport.size):
-            own = [leaf for leaf in wanted[rank] if leaf.path not in common]
-            for bucket in pack_regions(_packed(own, paths), limit):
-                self._send(rank, bucket, paths)
-
-    def _send(self, rank: int, bucket: MessageBucket, paths: Sequence[str]) -> None:
-        if self.transport.rank not in (rank, self.source):
-            return
-        data = self._pack(bucket, paths)
-        if rank != self.source:
-            sends: list[Transfer] = [(rank, data)] if self.transport.rank == self.source else []
-            self.transport.exchange(sends, [] if sends else [(self.source, data)])
-        if self.transport.rank == rank:
-            self._unpack(data, bucket, paths)
-
-    def _pack(self, bucket: MessageBucket, paths: Sequence[str]) -> Any:
-        described = self.described
-        if described is None:
-            return empty_bytes(bucket)
-        return pack(bucket, lambda n: described.sources[paths[n]].pieces)
-
-    def _unpack(self, data: Any, bucket: MessageBucket, paths: Sequence[str]) -> None:
-        def piece(entry: PackedRegion) -> Any:
-            return [p for p in self.targets[paths[entry.number]].pieces if p.region == entry.region]
-
-        unpack(data, bucket, piece)
+    def send(self, wanted: Sequence[_WantedLeaf], receivers: Sequence[int], limit: int) -> None:
+        """Sends arrays of the source to the ranks that want these regions of them."""
+        entries = [
+            PackedRegion(leaf.path, region, dtype_of(leaf.spec.dtype).itemsize)
+            for leaf in wanted
+            if leaf.spec is not None
+            for region in leaf.regions
+        ]
+        send_regions(
+            entries,
+            limit,
+            self.transport,
+            sender=self.source,
+            receivers=receivers,
+            sources=self.sources,
+            targets=self.targets,
+        )
 
     def result(self, reply: _SourceReply) -> Any:
         """Returns the tree. Leaves that are one object in like, and one array at the source, are one object again."""
@@ -225,19 +187,8 @@ class _Distribute:
                 built[path] = decode(reply.values[path], path, allow_pickle=False)
             elif base is not None and like_leaves.get(base) is leaf:
                 built[path] = built[base]
-        leaves = iter([built[path] for path, _ in self.leaves])
+        leaves = (built[path] for path, _ in self.leaves)
         return replace_leaves(self.like, leaves, namespace=self.namespace)
-
-
-def _packed(wanted: Sequence[_WantedLeaf], paths: Sequence[str]) -> list[PackedRegion]:
-    """Returns the regions of wanted arrays, each array by its number in `paths`."""
-    number = {path: n for n, path in enumerate(paths)}
-    return [
-        PackedRegion(number[leaf.path], region, dtype_of(leaf.spec.dtype).itemsize)
-        for leaf in wanted
-        if leaf.spec is not None
-        for region in leaf.regions
-    ]
 
 
 def _check_wanted(wanted: _WantedLeaf, described: DescribedTree, rank: int) -> None:
@@ -266,7 +217,12 @@ def distribute(
     """Does `treeckpt.trees.distribute` over a transport, with the tree of one rank."""
     _check_source(source, transport)
     job = _Distribute(transport, source, device, namespace)
-    wanted = job.exchange_wanted(like)
-    reply = job.exchange_values(tree, wanted)
-    job.move(wanted, limit)
+    wanted = gather_results(transport, "distribute", partial(job.want, like), list[_WantedLeaf], hint=HINT)
+    answer = partial(job.reply, tree, wanted)
+    reply = from_rank(transport, source, "distribute", answer, _SourceReply, hint=HINT)
+    by_path = [{leaf.path: leaf for leaf in leaves} for leaves in wanted]
+    common = {path for path, leaf in by_path[0].items() if all(leaves.get(path) == leaf for leaves in by_path)}
+    job.send([leaf for leaf in wanted[0] if leaf.path in common], range(transport.size), limit)
+    for rank, leaves in enumerate(wanted):
+        job.send([leaf for leaf in leaves if leaf.path not in common], [rank], limit)
     return job.result(reply)

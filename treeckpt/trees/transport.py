@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..io.comm.collective import ByteGatherer
 from ..io.comm.comm import check_group
 from ..io.comm.launchers import launched_rank, unconnected_error
 
@@ -21,22 +22,12 @@ Transfer = tuple[int, np.ndarray]
 """The other rank, and the bytes to send or to fill."""
 
 
-class Transport(Protocol):
+class Transport(ByteGatherer, Protocol):
     """One rank's access to the others. Every method is called by all ranks in the same order."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
 
     @property
     def members(self) -> tuple[int, ...] | None:
         """The global rank of each rank; None where the numbers are the same."""
-        ...
-
-    def all_gather(self, data: bytes) -> list[bytes]:
-        """Returns every rank's message, by rank."""
         ...
 
     def broadcast(self, data: np.ndarray, source: int) -> None:
