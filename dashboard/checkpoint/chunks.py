@@ -15,18 +15,6 @@ from treeckpt.core.text import region_text
 from ..pages.checkpoints import PAGE, next_start
 from ..store.library import NotFound
 
-__all__ = [
-    "MAX_HOLDERS",
-    "ChunksPage",
-    "chunks_page",
-    "file_numbers",
-    "holders",
-    "leaf_of",
-    "locate",
-    "parse_region",
-    "stored_leaf",
-]
-
 MAX_CHUNKS = 1 << 18
 """Chunks of one leaf that are listed for a page."""
 MAX_HOLDERS = 256

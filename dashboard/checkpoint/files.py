@@ -18,19 +18,6 @@ from treeckpt.io.storage.store import Store
 from ..pages.checkpoints import PAGE, CheckpointRow, next_start, shorten
 from ..store.library import NotFound
 
-__all__ = [
-    "BalancePage",
-    "ChecksumsPage",
-    "FilePage",
-    "FilesPage",
-    "StripPage",
-    "balance_page",
-    "checksums_page",
-    "file_page",
-    "files_page",
-    "strip_page",
-]
-
 PART = 64 << 20
 """Bytes whose checksums one request compares."""
 MAX_EXTENTS = 1 << 18

@@ -10,8 +10,6 @@ from treeckpt.core.analysis.diff import leaf_text
 from treeckpt.core.analysis.outline import Outline, OutlineRow
 from treeckpt.core.analysis.repeated_blocks import RepeatedBlocks, find_repeated_blocks
 
-__all__ = ["FoldsPage", "folds_page"]
-
 MAX_CHILDREN = 5000
 """Children of a node; with more of them nothing is folded."""
 MAX_LEAVES = 100

@@ -19,8 +19,6 @@ from .chunks import MAX_HOLDERS, ChunksPage, chunks_page, leaf_of, parse_region,
 from .shard_map import map_dims
 from .tree import Fact, NodeRow, node_row
 
-__all__ = ["LeafPage", "leaf_page"]
-
 KINDS = {ValueRecord: "value", PerRankValues: "value per rank", AliasRecord: "tie", PerRankArrays: "array per rank"}
 
 

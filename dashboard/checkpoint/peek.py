@@ -21,8 +21,6 @@ from treeckpt.loading.peek import MAX_NBYTES, Peek, peek
 from ..store.library import NotFound
 from .chunks import leaf_of
 
-__all__ = ["PeekPage", "StatisticsPart", "Window", "peek_page"]
-
 DEFAULT_NBYTES = 1 << 20
 """Bytes of a slice whose size the request does not give."""
 ROWS, COLUMNS = 12, 12

@@ -25,8 +25,6 @@ from .peek import PeekPage, Window, peek_page
 from .shard_map import MapPage, map_page
 from .treemap import TreemapPage, treemap_page
 
-__all__ = ["router"]
-
 T = TypeVar("T")
 TRIES = 5
 """Versions of a checkpoint that are read, if saves replace it while it is read."""

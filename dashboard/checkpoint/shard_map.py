@@ -11,8 +11,6 @@ from treeckpt.core.sharding.region import Region
 
 from .chunks import file_numbers, holders, locate, stored_leaf
 
-__all__ = ["MapPage", "map_dims", "map_page", "overlaps_of"]
-
 MAX_BOXES = 4096
 """Regions drawn on one map."""
 MAX_OVERLAPS = 500

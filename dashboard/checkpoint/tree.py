@@ -15,21 +15,6 @@ from treeckpt.core.text import value_text, value_type
 from ..pages.checkpoints import PAGE, CheckpointRow, checkpoint_row, next_start, shorten
 from ..store.library import Library
 
-__all__ = [
-    "CheckpointPage",
-    "Fact",
-    "NodeRow",
-    "SearchPage",
-    "SnippetPage",
-    "TreePage",
-    "ancestors",
-    "checkpoint_page",
-    "node_row",
-    "search_page",
-    "snippet_page",
-    "tree_page",
-]
-
 SCANNED = 100_000
 """Leaves that one request of a filtered search reads."""
 

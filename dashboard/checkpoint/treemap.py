@@ -9,8 +9,6 @@ from treeckpt.core.analysis.treemap import TreemapKey, treemap_of
 
 from .tree import ancestors
 
-__all__ = ["TreemapPage", "treemap_page"]
-
 
 class TreemapPage(msgspec.Struct, frozen=True):
     """Nested boxes, each after its parent; the first one contains all others."""

@@ -28,8 +28,6 @@ from treeckpt.runs.checkpoint_info import CheckpointInfo
 from ..pages.checkpoints import PAGE, CheckpointRow, checkpoint_row
 from ..store.library import Library, NotFound
 
-__all__ = ["Comparison", "Comparisons", "DeltaRow", "DiffPage", "Show", "diff_page", "previous_of"]
-
 MAX_READ = 64 << 20
 """Bytes of both checkpoints that one request reads to compare elements."""
 MAX_COMPARED = 2000

@@ -15,8 +15,6 @@ from treeckpt.errors import TreeckptError
 
 from ..pages.checkpoints import PAGE, CheckpointRow, next_start
 
-__all__ = ["Preset", "ReaderRow", "ReshardPage", "reshard_page"]
-
 MAX_CELLS = 20_000
 """Pairs of a rank and a file that are drawn."""
 

@@ -14,8 +14,6 @@ from ..store.library import Library, NotFound
 from .diff import DeltaRow, DiffPage, Show, diff_page, previous_of
 from .reshard import ReshardPage, reshard_page
 
-__all__ = ["router"]
-
 Id = Annotated[str, Query(max_length=100, description="id of a checkpoint")]
 Pair = Annotated[int | None, Query(ge=0, le=1 << 53, description="arrays to compare element by element")]
 Read = Annotated[bool, Query(description="read contents that checksums cannot compare")]
@@ -67,6 +65,7 @@ def show_diff(
     pair: Pair = None,
     read: Read = False,
 ) -> HTMLResponse:
+    """The comparison of two checkpoints, by default of the newest one and the one before it."""
     library = library_of(request)
     a = a or (previous_of(library, b) or "" if b else "")
     found = get_diff(request, a, b, show, q, start, pair, read) if a and b else None

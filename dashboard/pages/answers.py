@@ -19,17 +19,6 @@ from ..store.index_reader import ReadProgress
 from ..store.library import Library
 from .render import render
 
-__all__ = [
-    "ErrorResponse",
-    "Loading",
-    "PageRouter",
-    "Start",
-    "Words",
-    "describe_responses",
-    "json_response",
-    "library_of",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 Start = Annotated[int, Query(ge=0, le=1 << 53, description="number of the first row")]
 Words = Annotated[str, Query(max_length=500, description="words that a path must contain")]

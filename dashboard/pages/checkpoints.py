@@ -18,18 +18,6 @@ from treeckpt.runs.checkpoint_info import CheckpointInfo
 from ..store.index_reader import ReadProgress
 from ..store.library import Library, NotFound, Run, UnreadInfo
 
-__all__ = [
-    "PAGE",
-    "CheckpointRow",
-    "LoadingPage",
-    "checkpoint_row",
-    "loading_page",
-    "next_start",
-    "open_checkpoint",
-    "shorten",
-    "status_of",
-]
-
 PAGE = 100
 """Rows of one page."""
 MAX_NAME = 2000

@@ -17,8 +17,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from treeckpt.core.text import bytes_text, rate_text, seconds_text, shape_text, visible
 
-__all__ = ["render", "templates"]
-
 
 def _local_time(time: str) -> str:
     """Formats an ISO 8601 time in this machine's time zone, in seconds."""

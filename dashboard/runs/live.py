@@ -18,8 +18,6 @@ from treeckpt.runs.checkpoint_info import CheckpointInfo
 from ..pages.checkpoints import PAGE, next_start
 from ..store.library import Library, Run
 
-__all__ = ["LivePage", "SaveRates", "live_page"]
-
 SHOWN_RANKS = 12
 WINDOW = 15.0
 """Seconds over which the rate of a save in progress is measured."""

@@ -10,8 +10,6 @@ from ..store.library import Library, Run
 from .model import Status
 from .usage import disk_of, sum_nbytes
 
-__all__ = ["metrics_text"]
-
 _STATUSES = get_args(Status)[1:]
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 """Of labels."""

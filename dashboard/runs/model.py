@@ -22,20 +22,6 @@ from ..pages.checkpoints import PAGE, CheckpointRow, checkpoint_row, next_start,
 from ..store.library import Library, Run
 from ..store.watch import ScanProgress
 
-__all__ = [
-    "CursorError",
-    "ListQuery",
-    "RunPage",
-    "RunsPage",
-    "Sort",
-    "Status",
-    "policies_of",
-    "reasons_of",
-    "run_page",
-    "run_tag",
-    "runs_page",
-]
-
 Sort = Literal["newest", "oldest", "bytes", "-bytes", "time", "-time", "step", "-step", "status", "-status"]
 Status = Literal["", "complete", "saving", "partial", "corrupt", "foreign", "reading"]
 FIRST = 20

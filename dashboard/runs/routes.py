@@ -20,8 +20,6 @@ from . import live, model, usage
 from .metrics import metrics_text
 from .model import ListQuery, RunPage, RunsPage, Sort, Status
 
-__all__ = ["NotModified", "router"]
-
 Cursor = Annotated[str, Query(max_length=2000, description="`cursor` of the previous page; it overrides `start`")]
 RunWords = Annotated[str, Query(max_length=500, description="words that the name, the step or the error must contain")]
 Keep = Annotated[str | None, Query(max_length=1000, description="policies, as `last:3 every:1000 best:loss:min:2`")]
@@ -94,4 +92,5 @@ def get_usage(request: Request, keep: Keep = None, start: Start = 0) -> usage.Us
 
 @router.pages.get("/metrics")
 def show_metrics(request: Request) -> PlainTextResponse:
+    """The figures of all runs for Prometheus."""
     return PlainTextResponse(metrics_text(library_of(request)), media_type="text/plain; version=0.0.4")

@@ -19,8 +19,6 @@ from ..pages.checkpoints import PAGE, next_start, status_of
 from ..store.library import Library, Run
 from .model import policies_of, reasons_of
 
-__all__ = ["Growth", "UsagePage", "days_until", "disk_of", "growth_of", "sum_nbytes", "usage_page"]
-
 DAY_NS = 86_400 * 10**9
 
 

@@ -28,8 +28,6 @@ from treeckpt.runs.stat_cache import LruStatCache
 
 from .index_table import SCHEMA
 
-__all__ = ["Cache", "default_directory", "key_of"]
-
 LIMIT = 8 << 30
 """Bytes of all tables."""
 MAX_SUMMARIES = 512 << 20

@@ -33,8 +33,6 @@ from .cache import Cache, key_of
 from .index_table import build_table
 from .stored_index import StoredOutline
 
-__all__ = ["MAX_INDEX", "IndexReader", "ReadProgress", "StillReading", "is_large", "main"]
-
 LARGE = 1 << 20
 """Bytes from which an index is read by another process."""
 MAX_INDEX = 512 << 20

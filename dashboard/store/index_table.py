@@ -24,8 +24,6 @@ from treeckpt.core.sharding.int_runs import Runs
 from treeckpt.core.tree.nesting import split_structure
 from treeckpt.runs.catalog import Summary, summarize_index
 
-__all__ = ["LEAVES", "NAMES", "NODES", "SCHEMA", "StoredLeaf", "build_table"]
-
 SCHEMA = "3"
 """Version of this format, in the name of the cache directory: other versions use other directories."""
 LEAVES = 64

@@ -34,8 +34,6 @@ from .cache import Cache
 from .index_reader import IndexReader, StillReading, is_large
 from .watch import DirectoryState, RunWatcher
 
-__all__ = ["Library", "NotFound", "Run", "UnreadInfo"]
-
 T = TypeVar("T")
 
 

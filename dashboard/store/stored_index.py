@@ -24,8 +24,6 @@ from treeckpt.runs.catalog import Summary
 
 from .index_table import LEAVES, NAMES, NODES, StoredLeaf
 
-__all__ = ["StoredIndex", "StoredOutline"]
-
 _NODES = msgspec.msgpack.Decoder(list[NodeRecord])
 _BLOCK = msgspec.json.Decoder(list[StoredLeaf])
 _KEPT = 256

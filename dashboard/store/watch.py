@@ -19,8 +19,6 @@ from treeckpt.errors import TreeckptError
 from treeckpt.io.storage.run_store import RunStore, modified_times
 from treeckpt.runs.checkpoint_info import CheckpointInfo, in_listing_order
 
-__all__ = ["FRESH", "DirectoryState", "RunWatcher", "ScanProgress"]
-
 FRESH = 1.0
 """Seconds after a scan during which no other one starts."""
 RECHECKED = 64

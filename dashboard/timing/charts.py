@@ -13,8 +13,6 @@ from treeckpt.core.analysis.timing_report import TimingReport
 
 from .model import group_rows
 
-__all__ = ["HeatData", "WaterfallData", "heat_data", "waterfall_data"]
-
 TICKS = 4_000_000
 """Units into which the time of a save is divided, so that columns are short integers."""
 

@@ -23,8 +23,6 @@ from treeckpt.runs.checkpoint_info import CheckpointInfo
 from ..pages.checkpoints import CheckpointRow, checkpoint_row, next_start
 from ..store.library import Library
 
-__all__ = ["TimingPage", "group_rows", "groupings", "timing_page"]
-
 RANKS = 32
 """Ranks listed on one page."""
 STRAGGLERS = 50

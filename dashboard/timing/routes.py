@@ -17,8 +17,6 @@ from .charts import HeatData, WaterfallData, heat_data, waterfall_data
 from .model import TimingPage, groupings, timing_page
 from .trends import TrendsPage, trends_page
 
-__all__ = ["router"]
-
 By = Annotated[str, Query(max_length=200, description="rows of the heat map: rank, host, or a mesh dimension's name")]
 
 router = PageRouter()

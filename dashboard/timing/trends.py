@@ -7,8 +7,6 @@ import msgspec
 from ..pages.checkpoints import next_start
 from ..store.library import Library
 
-__all__ = ["TrendsPage", "trends_page"]
-
 
 class TrendsPage(msgspec.Struct, frozen=True):
     """The saves of a run by step, oldest first, in columns; the rows from `start` to `next` are also a table."""

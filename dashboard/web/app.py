@@ -36,8 +36,6 @@ from ..store.library import Library, NotFound
 from ..timing import routes as timing_routes
 from .security import LOOPBACK_HOSTS, RequestGuard
 
-__all__ = ["ROOMS", "create_app"]
-
 ROOMS = tuple(room.router for room in (runs_routes, checkpoint_routes, compare_routes, timing_routes))
 """The addresses of all rooms."""
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["HEAD_SECONDS", "MAX_WAITING", "protocol_of"]
-
 HEAD_SECONDS = 10.0
 READ_SECONDS = 60.0
 """Seconds in which a client has to read some more of its answer."""

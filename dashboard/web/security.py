@@ -21,8 +21,6 @@ from starlette.requests import cookie_parser
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["HEADERS", "LOOPBACK_HOSTS", "RequestGuard", "host_name"]
-
 TIMEOUT = 60.0
 """Seconds after which a request gets status 503 instead of its answer."""
 MAX_REQUESTS = 256

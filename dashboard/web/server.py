@@ -21,8 +21,6 @@ from .app import create_app
 from .connections import HEAD_SECONDS, protocol_of
 from .security import LOOPBACK_HOSTS
 
-__all__ = ["ServeError", "is_loopback", "serve"]
-
 MIN_TOKEN = 12
 """Characters of a token."""
 MAX_HEAD = 32 << 10

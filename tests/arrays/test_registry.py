@@ -11,7 +11,7 @@ from treeckpt.arrays import numpy, registry
 from treeckpt.arrays.base import ArraySource, ArrayTarget, HostArray, SourcePiece, local_pieces, local_shape_of
 from treeckpt.core.sharding.region import Region
 from treeckpt.core.tree.spec import ArraySpec
-from treeckpt.core.tree.value_codec import Typed
+from treeckpt.core.tree.value_codec import TypedValue
 
 
 class PlainArray:
@@ -66,7 +66,7 @@ def wrap(spec, memory, offset):
 
 
 def encode(value):
-    return Typed("plain.unit", ()) if isinstance(value, Unit) else None
+    return TypedValue("plain.unit", ()) if isinstance(value, Unit) else None
 
 
 def decode(value):

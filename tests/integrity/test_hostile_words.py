@@ -127,7 +127,7 @@ def test_names_of_a_file_import_nothing() -> None:
     """torch makes some of its modules when they are asked for, hundreds of others with them."""
     lines = [
         "import sys, torch, numpy, treeckpt",
-        "from treeckpt.core.tree.value_codec import Typed",
+        "from treeckpt.core.tree.value_codec import TypedValue",
         "from treeckpt.arrays.registry import decode, resolve",
         "from treeckpt.arrays.torch import torch_dtype",
         "before = set(sys.modules)",
@@ -139,7 +139,7 @@ def test_names_of_a_file_import_nothing() -> None:
         "attempt(lambda: resolve('torch:_inductor'))",
         "attempt(lambda: resolve('torch:_dynamo.eval_frame'))",
         "for kind in ('dtype', 'layout', 'memory_format'):",
-        "    attempt(lambda: decode(Typed('torch.' + kind, ('_inductor',)), 'x', allow_pickle=False))",
+        "    attempt(lambda: decode(TypedValue('torch.' + kind, ('_inductor',)), 'x', allow_pickle=False))",
         "attempt(lambda: torch_dtype('_inductor'))",
         "new = set(sys.modules) - before",
         "assert not any(name.startswith('torch.') for name in new), sorted(new)[:9]",

@@ -21,27 +21,6 @@ from ..core.sharding.placements import Layout
 from ..core.sharding.region import Region, c_strides
 from ..core.tree.spec import ArraySpec
 
-__all__ = [
-    "Adapter",
-    "Allocate",
-    "ArrayReader",
-    "ArraySource",
-    "ArrayTarget",
-    "ArrayWriter",
-    "Box",
-    "FlatRangeArray",
-    "HostArray",
-    "HostMemory",
-    "SourcePiece",
-    "Storage",
-    "StridedMemory",
-    "TargetPiece",
-    "local_pieces",
-    "local_shape_of",
-    "overlaps_itself",
-    "raw_dtype",
-]
-
 Box = tuple[slice, ...]
 
 _RAW = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8"), 16: np.dtype("<c16")}

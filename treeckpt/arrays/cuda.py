@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["pin", "pin_function", "start_copy_to_host", "wait_for_current_streams"]
-
 
 @lru_cache(maxsize=64)
 def _side_stream(device: int) -> Any:

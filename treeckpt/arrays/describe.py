@@ -15,7 +15,7 @@ from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.placements import BoxLayout, MeshLayout, Replicate, layout_of_group
 from ..core.sharding.region import Region, c_strides
 from ..core.tree.flatten import flatten
-from ..core.tree.keyed_table import Column
+from ..core.tree.keyed_table import TableColumn
 from ..core.tree.nesting import split_structure
 from ..core.tree.spec import ArraySpec, StridedView
 from ..core.tree.structure import TABLE_KEYS, index_path, rank_key
@@ -25,16 +25,6 @@ from .overlaps import overlapping_groups
 from .registry import encode, source_of
 from .sharded import Sharded
 from .table_columns import column_source, shift_offsets, shift_rows
-
-__all__ = [
-    "SMALL_LEAF_NBYTES",
-    "DescribedTree",
-    "box_digests",
-    "content_digests",
-    "describe_tree",
-    "piece_digests",
-    "place_table_rows",
-]
 
 SMALL_LEAF_NBYTES = 64 << 10
 """Replicas of up to this many bytes are compared on every save."""
@@ -82,7 +72,7 @@ def describe_tree(
         if own:
             path = index_path(path, rank)
         rows = None
-        if type(leaf) is Column and tables:
+        if type(leaf) is TableColumn and tables:
             source, rows = column_source(leaf, path, here, source_of, own=own)
         else:
             source = source_of(leaf, path, here)

@@ -12,8 +12,6 @@ from ..core.sharding.int_runs import encode_runs
 from ..core.sharding.placements import Mesh, MeshLayout, Placement, Replicate, Shard, StridedShard, local_shape
 from ..errors import LayoutError
 
-__all__ = ["is_dtensor", "is_sharded_tensor", "layout_of", "local_of"]
-
 
 def is_dtensor(leaf: object) -> bool:
     """Returns whether a tensor is a DTensor; does not import torch.distributed."""

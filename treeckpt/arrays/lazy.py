@@ -15,8 +15,6 @@ from ..core.sharding.region import Region
 from ..core.tree.spec import ArraySpec
 from .base import ArraySource, Box, SourcePiece, Storage
 
-__all__ = ["LazyArray", "lazy_source"]
-
 
 class LazyArray:
     """An array given by its spec and by a function that reads any region of it.

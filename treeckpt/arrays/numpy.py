@@ -28,20 +28,6 @@ from .base import (
     raw_dtype,
 )
 
-__all__ = [
-    "abstract",
-    "cast",
-    "dtype_name",
-    "empty",
-    "known_dtype",
-    "like",
-    "mark_written",
-    "source",
-    "target",
-    "view",
-    "wrap",
-]
-
 
 def dtype_name(dtype: np.dtype[Any], path: str) -> str:
     """Returns treeckpt's name of a numpy dtype.

@@ -17,18 +17,6 @@ from ..core.sharding.region import Region, flat_regions, tiles
 from ..core.tree.spec import ArraySpec
 from .base import ArrayTarget, HostArray, HostMemory, StridedMemory, TargetPiece, raw_dtype
 
-__all__ = [
-    "FillTargets",
-    "Overlap",
-    "conflicting_pair",
-    "in_same_memory",
-    "is_equal",
-    "memory_key",
-    "overlapping_groups",
-    "overlapping_pairs",
-    "overlaps_of",
-]
-
 MAX_OVERLAP_STEPS = 1_000_000
 """Steps of numpy's search for a shared element of two strided arrays; after these they count as overlapping."""
 

@@ -18,17 +18,6 @@ from ..core.sharding.region import Region
 from ..core.tree.spec import ArraySpec
 from .base import HostMemory
 
-__all__ = [
-    "PLAIN_CLASSES",
-    "PLAIN_DTYPES",
-    "PlainTensorInfo",
-    "dtype_name",
-    "is_plain",
-    "kind_of",
-    "plain_info",
-    "plain_memory",
-]
-
 PLAIN_CLASSES = (torch.Tensor, Parameter)
 PLAIN_DTYPES = frozenset(
     (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)

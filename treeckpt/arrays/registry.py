@@ -16,30 +16,12 @@ from typing import Any, cast
 import numpy as np
 
 from ..core.sharding.dtypes import dtype_of, normalize_dtype
-from ..core.tree.keyed_table import Column
+from ..core.tree.keyed_table import TableColumn
 from ..core.tree.spec import ArraySpec
-from ..core.tree.value_codec import Typed, Value, decode_value, encode_value
+from ..core.tree.value_codec import TypedValue, Value, decode_value, encode_value
 from ..errors import FormatError, MismatchError, TreeError
 from .base import Adapter, Allocate, ArraySource, ArrayTarget, raw_dtype
 from .lazy import LazyArray, lazy_source
-
-__all__ = [
-    "abstract_of",
-    "adapter_of",
-    "check_cast",
-    "check_library",
-    "decode",
-    "encodable",
-    "encode",
-    "is_value",
-    "library_of",
-    "like_of",
-    "mark_written",
-    "new_array",
-    "resolve",
-    "source_of",
-    "target_of",
-]
 
 _LIBRARIES = {"torch": "torch.Tensor", "numpy": "numpy.ndarray"}
 """Adapters of libraries, and the class of their arrays.
@@ -88,7 +70,7 @@ def source_of(leaf: object, path: str, rank: int) -> ArraySource | None:
         return None
     if (adapter := adapter_of(kind)) is not None:
         return adapter.source(leaf, path, rank)
-    if isinstance(leaf, Column):
+    if isinstance(leaf, TableColumn):
         raise TreeError(
             path,
             expected="arrays and values",
@@ -110,7 +92,7 @@ def abstract_of(leaf: object, path: str, rank: int) -> ArraySpec | None:
         return adapter.abstract(leaf, path, rank)
     if isinstance(leaf, ArraySpec):
         return leaf
-    if isinstance(leaf, Column) and leaf.kind != "offsets":
+    if isinstance(leaf, TableColumn) and leaf.kind != "offsets":
         return abstract_of(leaf.array, path, rank)
     return None
 
@@ -253,12 +235,12 @@ def encode(value: object, path: str, *, allow_pickle: bool) -> Value:
     import pickle
 
     try:
-        return Typed("pickle", (base64.b64encode(pickle.dumps(value)).decode(),))
+        return TypedValue("pickle", (base64.b64encode(pickle.dumps(value)).decode(),))
     except Exception as error:
         raise TreeError(path, expected="a value that pickle takes", found=f"{value!r:.60} ({error})") from error
 
 
-def _encode_of_library(value: object) -> Typed | None:
+def _encode_of_library(value: object) -> TypedValue | None:
     """Stores a value of a library whose adapter has `encode` and `decode`."""
     found = (getattr(_module(name), "encode", None) for name in _libraries(type(value)))
     return next((stored for encode in found if encode and (stored := encode(value)) is not None), None)
@@ -270,10 +252,10 @@ def decode(value: Value, path: str, *, allow_pickle: bool) -> object:
     Raises:
         MismatchError: it is a pickle and `allow_pickle` is not given.
     """
-    if not isinstance(value, Typed):
+    if not isinstance(value, TypedValue):
         return value
 
-    def extra(typed: Typed) -> object:
+    def extra(typed: TypedValue) -> object:
         if typed.kind == "pickle":
             return _unpickle(typed, path, allow_pickle)
         name = typed.kind.partition(".")[0]
@@ -285,7 +267,7 @@ def decode(value: Value, path: str, *, allow_pickle: bool) -> object:
     return decode_value(value, path, resolve=resolve, extra=extra)
 
 
-def _unpickle(typed: Typed, path: str, allow_pickle: bool) -> object:
+def _unpickle(typed: TypedValue, path: str, allow_pickle: bool) -> object:
     if not allow_pickle:
         raise MismatchError(
             path,

@@ -22,8 +22,6 @@ from .base import Adapter, Allocate, ArraySource, ArrayTarget, FlatRangeArray, S
 from .registry import adapter_of
 from .registry import mark_written as mark_all_written
 
-__all__ = ["Sharded", "abstract", "like", "mark_written", "source", "target", "with_locals"]
-
 Offset = int | tuple[int, ...]
 
 

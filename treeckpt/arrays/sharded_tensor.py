@@ -21,8 +21,6 @@ from ..errors import LayoutError
 from . import torch as plain
 from .base import Allocate, ArraySource, ArrayTarget, SourcePiece, TargetPiece
 
-__all__ = ["abstract", "like", "mark_written", "source", "target", "with_shards"]
-
 
 def _region(shard: Any) -> Region:
     return Region(tuple(map(int, shard.shard_offsets)), tuple(map(int, shard.shard_sizes)))

@@ -21,17 +21,6 @@ from ..core.tree.structure import index_path, key_text, rank_key
 from ..errors import MismatchError, TreeError
 from .registry import is_value
 
-__all__ = [
-    "ExpandedTree",
-    "LoadsSavedState",
-    "expand_states",
-    "holds_stateful",
-    "is_optimizer",
-    "is_stateful",
-    "load_exact_state",
-    "state_tree",
-]
-
 
 def is_stateful(value: object) -> bool:
     """Returns whether an object has a state that it returns and loads as a tree."""

@@ -17,14 +17,12 @@ import numpy as np
 
 from ..core.sharding.placements import BoxLayout
 from ..core.sharding.region import Region
-from ..core.tree.keyed_table import Column
+from ..core.tree.keyed_table import TableColumn
 from ..core.tree.row_order import Executor, RowOrder, buckets_of, sort_rows
 from ..core.tree.spec import ArraySpec, TableSpec
 from ..errors import TreeError
 from .base import ArrayReader, ArraySource, ArrayWriter, Box, HostArray, HostMemory, SourcePiece, raw_dtype
 from .threads import WorkerThreads
-
-__all__ = ["SelectedRowsWriter", "check_order", "column_source", "read_ids", "shift_offsets", "shift_rows"]
 
 INT64 = "int64"
 CHECKED_ROWS = 1 << 20
@@ -81,7 +79,12 @@ class _IndexedRows:
 
 
 def column_source(
-    column: Column, path: str, rank: int, source_of: Callable[[Any, str, int], ArraySource | None], *, own: bool = False
+    column: TableColumn,
+    path: str,
+    rank: int,
+    source_of: Callable[[Any, str, int], ArraySource | None],
+    *,
+    own: bool = False,
 ) -> tuple[ArraySource, int | None]:
     """Describes a column to save; for ids and slots with the number of rows.
 
@@ -134,7 +137,7 @@ def _plain(source: ArraySource | None, array: Any, path: str) -> ArraySource:
 
 
 def _in_order(
-    column: Column,
+    column: TableColumn,
     held: TableRows,
     source: ArraySource,
     source_of: Callable[[Any, str, int], ArraySource | None],
@@ -155,7 +158,7 @@ def read_ids(source: ArraySource) -> np.ndarray:
     return np.ascontiguousarray(data).view(np.int64)
 
 
-def _held(column: Column, path: str, source: ArraySource) -> TableRows:
+def _held(column: TableColumn, path: str, source: ArraySource) -> TableRows:
     """Sorts the ids of a column's table, and checks that they are of buckets that the table owns."""
     table = column.view.table
     if source.spec.dtype != INT64 or len(source.spec.shape) != 1:

@@ -12,8 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-__all__ = ["WorkerThreads"]
-
 
 class WorkerThreads:
     """A group of threads, which start with the first call and end when the object is deleted.

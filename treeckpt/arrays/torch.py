@@ -19,7 +19,7 @@ from torch.nn import Buffer, Parameter, UninitializedBuffer, UninitializedParame
 from ..core.sharding.placements import MeshLayout, held_by, local_shape
 from ..core.sharding.region import Region
 from ..core.tree.spec import ArraySpec
-from ..core.tree.value_codec import Typed
+from ..core.tree.value_codec import TypedValue
 from ..errors import FormatError, MismatchError, TreeError
 from .base import (
     Allocate,
@@ -36,23 +36,6 @@ from .dtensor import is_dtensor, layout_of, local_of
 from .numpy import cast as cast_as_numpy
 from .plain_tensor import PLAIN_CLASSES, PLAIN_DTYPES, dtype_name, is_plain, kind_of, plain_info, plain_memory
 from .torch_memory import TensorData, raw_array, signed_dtype, tensor_data
-
-__all__ = [
-    "abstract",
-    "as_kind",
-    "cast",
-    "decode",
-    "dtype_name",
-    "empty",
-    "encode",
-    "known_dtype",
-    "like",
-    "mark_written",
-    "source",
-    "target",
-    "torch_dtype",
-    "view",
-]
 
 
 @lru_cache(maxsize=256)
@@ -346,18 +329,18 @@ def mark_written(leaves: Sequence[torch.Tensor]) -> None:
     torch.autograd.graph.increment_version(leaves)
 
 
-def encode(value: Any) -> Typed | None:
+def encode(value: Any) -> TypedValue | None:
     """Returns the stored form of a torch.Size, dtype, device, layout or memory format."""
     if type(value) is torch.Size:
-        return Typed("torch.Size", tuple(value))
+        return TypedValue("torch.Size", tuple(value))
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
-        return Typed(f"torch.{type(value).__name__}", (str(value).removeprefix("torch."),))
+        return TypedValue(f"torch.{type(value).__name__}", (str(value).removeprefix("torch."),))
     if isinstance(value, torch.device):
-        return Typed("torch.device", (str(value),))
+        return TypedValue("torch.device", (str(value),))
     return None
 
 
-def decode(value: Typed) -> Any:
+def decode(value: TypedValue) -> Any:
     """Returns the value of a stored form."""
     kind, items = value.kind.removeprefix("torch."), value.items
     if not value.kind.startswith("torch."):

@@ -12,8 +12,6 @@ from .base import Box, HostArray, HostMemory, StridedMemory, raw_dtype
 from .cuda import start_copy_to_host
 from .plain_tensor import is_plain, plain_info, plain_memory
 
-__all__ = ["DeviceArray", "TensorData", "raw_array", "signed_dtype", "tensor_data"]
-
 _RAW = {size: raw_dtype(size).str for size in (1, 2, 4, 8, 16)}
 
 

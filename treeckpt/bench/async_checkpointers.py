@@ -20,8 +20,6 @@ from .checkpointers import is_installed, torch_checkpointing_manager
 from .meter import sync_files
 from .states import State
 
-__all__ = ["AsyncCheckpointer", "async_checkpointers"]
-
 
 class AsyncCheckpointer:
     """A library, or a way to use one."""

@@ -24,8 +24,6 @@ import treeckpt
 from .meter import sync_files
 from .states import State
 
-__all__ = ["SyncCheckpointer", "SyncTreeckpt", "is_installed", "sync_checkpointers", "torch_checkpointing_manager"]
-
 
 class SyncCheckpointer:
     """A library, or a way to use one. A subclass has the methods of its `kinds`."""

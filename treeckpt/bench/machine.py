@@ -8,8 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 
-__all__ = ["Machine", "describe_machine"]
-
 PACKAGES = ("treeckpt", "torch", "numpy", "safetensors", "orbax-checkpoint", "jax", "torch_checkpointing")
 
 

@@ -17,8 +17,6 @@ from .raw_limits import LEAST, RawLimits
 from .results import HUGE, LIMITS, PHASES, Limit, Phase, Trial
 from .states import BenchTask, State, different_leaf, make_leaf, make_state, shapes_bytes, sum_bytes, touch
 
-__all__ = ["BenchError", "Difference", "Measurement", "RankGroup", "run_alone", "run_slice"]
-
 Difference = Callable[[State], str | None]
 """Returns the name of a leaf that differs from what must come back."""
 

@@ -24,8 +24,6 @@ from .raw_limits import LEAST, RawLimits
 from .results import AsyncTrial
 from .states import BenchTask, make_state, shapes_bytes
 
-__all__: list[str] = []
-
 TICK = 0.001
 STEP = 0.02
 """Seconds of a training step, about."""

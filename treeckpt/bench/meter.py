@@ -21,19 +21,6 @@ import numpy as np
 
 from ..io.storage.memory import advise_huge_pages
 
-__all__ = [
-    "Meter",
-    "Usage",
-    "cached_fraction",
-    "drop_cache",
-    "files_of",
-    "fill_cache",
-    "opened",
-    "pretouch_memory",
-    "release_memory",
-    "sync_files",
-]
-
 PAGE = mmap.PAGESIZE
 SAMPLE = 0.002
 """Seconds between samples of the memory, where the kernel's mark cannot be set back."""

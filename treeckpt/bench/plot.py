@@ -10,8 +10,6 @@ import msgspec
 
 from .results import Phase, TrialSummary
 
-__all__ = ["draw"]
-
 OWN, OTHER, LINE, INK, FAINT = "#0f766e", "#c3c9d1", "#b45309", "#1f2937", "#6b7280"
 LIMIT_TEXTS = {
     "W": "raw durable write",

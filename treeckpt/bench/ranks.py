@@ -22,8 +22,6 @@ from .measure import BenchError, Measurement, RankGroup
 from .results import Trial
 from .states import BenchTask, State, different_leaf, make_state, shapes_bytes
 
-__all__ = ["do_task", "run_job"]
-
 T = TypeVar("T")
 MARK = "@trials "
 

@@ -23,8 +23,6 @@ from ..io.storage.memory import aligned_buffer
 from .meter import opened, pretouch_memory
 from .results import Limit
 
-__all__ = ["LEAST", "MOST", "RawLimits"]
-
 BLOCK = 8 << 20
 THREADS = (1, 2)
 MOST = 1 << 30

@@ -12,20 +12,6 @@ from typing import Literal, get_args
 
 import msgspec
 
-__all__ = [
-    "HUGE",
-    "LIMITS",
-    "PHASES",
-    "AsyncSummary",
-    "AsyncTrial",
-    "Limit",
-    "Phase",
-    "Trial",
-    "TrialSummary",
-    "summarize",
-    "summarize_async",
-]
-
 Phase = Literal["save", "load cold", "load warm", "fill cold", "fill warm", "first cold", "first warm"]
 Limit = Literal["W", "R", "R_fresh", "C", "plain", "plain_fresh", "W_huge", "R_huge"]
 

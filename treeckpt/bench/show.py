@@ -8,8 +8,6 @@ from ..report.terminal import print_line, print_table
 from .results import AsyncSummary, AsyncTrial, Trial, TrialSummary
 from .targets import BenchTarget
 
-__all__ = ["async_line", "print_async", "print_rows", "print_targets", "trials_line"]
-
 MIB = 1 << 20
 
 

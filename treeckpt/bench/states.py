@@ -17,19 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = [
-    "SCENARIOS",
-    "BenchTask",
-    "Scenario",
-    "State",
-    "different_leaf",
-    "make_leaf",
-    "make_state",
-    "shapes_bytes",
-    "sum_bytes",
-    "touch",
-]
-
 T = TypeVar("T")
 State = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]

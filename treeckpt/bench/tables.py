@@ -20,8 +20,6 @@ from .measure import Measurement
 from .results import Trial
 from .states import BenchTask, State, make_state, shapes_bytes
 
-__all__ = ["DenseCheckpoint", "TableCheckpoint", "run_table"]
-
 
 class DenseCheckpoint(SyncTreeckpt):
     """Ids and columns as plain tensors, which come back in the same order."""

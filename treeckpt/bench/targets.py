@@ -13,8 +13,6 @@ import msgspec
 
 from .results import AsyncSummary, Phase, TrialSummary
 
-__all__ = ["MEMORY", "BenchTarget", "compare_async_with_targets", "compare_with_targets"]
-
 MEMORY = 96 << 20
 """Bytes of memory that a save, or a load beyond its destination, may take."""
 GROUP = 2 << 20

@@ -8,8 +8,6 @@ from typing import Any
 
 from ..report.terminal import fail
 
-__all__ = ["Commands", "usage_error"]
-
 
 class Commands:
     """The commands of a parser."""

@@ -13,8 +13,6 @@ from ..io.comm.waiting import log_if_slow
 from ..report.terminal import print_json, print_line
 from .command import Commands
 
-__all__ = ["add_convert"]
-
 FORMATS = ("treeckpt", "torch", "dcp", "safetensors")
 SHOWN = 12
 """How many findings of each kind are printed, at most."""

@@ -9,8 +9,6 @@ import os
 from ..runs import catalog
 from .command import Commands, usage_error
 
-__all__ = ["add_dashboard"]
-
 
 def add_dashboard(commands: Commands) -> None:
     """Adds `dashboard`."""

@@ -11,8 +11,6 @@ from ..loading.compare import ValueChange, value_changes
 from ..report.terminal import print_json, print_line, print_table
 from .command import Commands
 
-__all__ = ["add_diff"]
-
 _VALUES = (
     "compare contents too: by the checksums recorded when they were saved, number by number where these "
     "differ; whether bytes were damaged since says `treeckpt verify`"

@@ -11,8 +11,6 @@ from ..report.terminal import print_line
 from ..runs import catalog
 from .command import Commands
 
-__all__ = ["add_commands"]
-
 
 def add_commands(commands: Commands) -> None:
     """Adds `report` and `trace`."""

@@ -12,8 +12,6 @@ from ..runs.active_saves import under_way_text
 from ..runs.checkpoint_info import CheckpointInfo
 from .command import Commands, usage_error
 
-__all__ = ["add_ls", "print_saves_under_way"]
-
 
 def add_ls(commands: Commands) -> None:
     """Adds `ls`."""

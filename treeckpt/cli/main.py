@@ -17,8 +17,6 @@ from ..report.terminal import fail
 from . import convert, dashboard, diff, export, listing, runs, show, verify
 from .command import Commands, usage_error
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""

@@ -21,8 +21,6 @@ from ..runs.policy_text import parse_best
 from ..runs.run import GRACE, CleanReport, RunDirectory, clean_checkpoint
 from .command import Commands, usage_error
 
-__all__ = ["add_commands", "no_checkpoint"]
-
 
 def add_commands(commands: Commands) -> None:
     """Adds `gc`, `pin` and `unpin`."""

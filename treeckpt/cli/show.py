@@ -23,8 +23,6 @@ from ..runs import catalog
 from .command import Commands
 from .listing import print_saves_under_way
 
-__all__ = ["add_show", "index_summary"]
-
 MAX_ROWS = 1000
 
 

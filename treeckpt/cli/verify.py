@@ -13,8 +13,6 @@ from ..runs.progress_bar import reading_bar
 from .command import Commands
 from .show import index_summary
 
-__all__ = ["add_rebuild_index", "add_verify"]
-
 SHOWN = 20
 
 

@@ -11,7 +11,6 @@ written, with the leaf's path; `dry_run=True` lists it all.
 from .contents import Finding
 from .conversion import (
     FORMATS,
-    SOURCES,
     ConvertReport,
     convert,
     detect,
@@ -20,6 +19,7 @@ from .conversion import (
     to_torch_file,
     to_treeckpt,
 )
+from .sources import SOURCES
 
 __all__ = [
     "FORMATS",

@@ -17,8 +17,6 @@ from ..errors import MismatchError
 from .checksums import ArchiveStorages
 from .contents import Contents, map_leaves
 
-__all__ = ["FLOATS", "cast_floats"]
-
 FLOATS = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _FLOATING = (*FLOATS, "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3", "float8_e3m4", "float8_e4m3b11fnuz")
 _FLOATING += ("float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn")

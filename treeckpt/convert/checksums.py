@@ -23,8 +23,6 @@ from ..io.comm.collective import all_gather
 from ..io.comm.comm import Comm
 from .files import FileRange
 
-__all__ = ["ArchiveStorages", "EntryChecksum", "combine_crcs"]
-
 ADDRESSES = 1 << 60
 """The first address of bytes in files; no memory has such addresses."""
 BLOCK = 1 << 20

@@ -38,22 +38,6 @@ from ..core.tree.structure import (
 )
 from ..errors import MismatchError
 
-__all__ = [
-    "NODES",
-    "Contents",
-    "ContentsLeaf",
-    "Finding",
-    "below",
-    "contents_of",
-    "exclude",
-    "lower_containers",
-    "map_leaves",
-    "select",
-    "spread_ranks",
-    "subtree",
-    "tree_of",
-]
-
 ContentsLeaf = tuple[str, Any]
 
 

@@ -35,19 +35,7 @@ from .format_fit import (
 )
 from .output import Output, check_free, run_output
 from .safetensors_write import lay_out_safetensors
-from .sources import SOURCES, detect, open_source
-
-__all__ = [
-    "FORMATS",
-    "SOURCES",
-    "ConvertReport",
-    "convert",
-    "detect",
-    "to_dcp",
-    "to_safetensors",
-    "to_torch_file",
-    "to_treeckpt",
-]
+from .sources import detect, open_source
 
 FORMATS = ("treeckpt", "torch", "dcp", "safetensors")
 """Formats that can be written."""

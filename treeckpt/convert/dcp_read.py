@@ -23,8 +23,6 @@ from .pickle_reader import UnbuiltObject, brief, read_pickle
 from .pickle_values import PLAIN, RefusedLeaf, dtype_named
 from .torch_read import read_torch
 
-__all__ = ["METADATA", "nest", "read_dcp", "sizes_of"]
-
 METADATA = DCP_METADATA
 _MODULE = "torch.distributed.checkpoint.metadata"
 _INFO = "torch.distributed.checkpoint.filesystem _StorageInfo"

@@ -24,8 +24,6 @@ from .format_fit import FittedContents
 from .output import Output, OutputFile, OutputPart
 from .torch_write import TorchArchive, build_archive
 
-__all__ = ["lay_out_dcp"]
-
 CHUNK = 256 << 20
 """Bytes of a chunk, at most: what a reader, or a rank that writes, has to take at once."""
 

@@ -27,24 +27,6 @@ from ..io.storage.local_read import LocalReader
 from ..io.storage.open import open_store
 from ..io.storage.store import LocalStore, Store
 
-__all__ = [
-    "FileRange",
-    "FlatReader",
-    "Open",
-    "ReadableRange",
-    "elements_of",
-    "file_window",
-    "flat_array",
-    "flat_of",
-    "from_boxes",
-    "from_ranges",
-    "memory_array",
-    "open_foreign",
-    "read_strided",
-    "store_window",
-    "strided_array",
-]
-
 NARROW = 4096
 """Bytes of a file that cost no more to read than a part of them."""
 

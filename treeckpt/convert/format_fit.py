@@ -24,19 +24,6 @@ from .contents import NODES, Contents, Finding, below, lower_containers, map_lea
 from .pickle_reader import brief
 from .safetensors_read import TAGS
 
-__all__ = [
-    "NOTHING",
-    "FittedContents",
-    "Tie",
-    "check_growth",
-    "fit_dcp",
-    "fit_safetensors",
-    "fit_torch",
-    "fit_treeckpt",
-    "own_nbytes",
-    "refuse_losses",
-]
-
 NOTHING = "nothing"
 """What a leaf becomes that is not written."""
 FREE = 64 << 20

@@ -21,8 +21,6 @@ from .pickle_reader import brief
 from .pickle_values import RefusedLeaf
 from .torch_read import read_torch
 
-__all__ = ["PART", "read_hfai"]
-
 PART = HFAI_PART
 VERSION = "2.0.0"
 _OWN_KEYS = ("model", "optimizer", "__version__", "__nshards__")

@@ -26,8 +26,6 @@ from .contents import Contents, spread_ranks
 from .files import elements_of, strided_array
 from .pickle_values import RefusedLeaf
 
-__all__ = ["read_native"]
-
 
 class _NativeReader:
     def __init__(self, checkpoint: Checkpoint, storages: ArchiveStorages, refused: list[RefusedLeaf]) -> None:

@@ -32,8 +32,6 @@ from ..io.comm.comm import Comm
 from ..io.comm.failures import os_errors_wrapped
 from ..io.storage.local_write import sync_directory
 
-__all__ = ["Output", "OutputFile", "OutputPart", "check_free", "run_output"]
-
 WORKERS = 2
 """Threads that read and write; each has the memory of a tile before and after a cast."""
 TILE = 8 << 20

@@ -28,8 +28,6 @@ from .pickle_reader import UnbuiltObject, brief, read_pickle
 from .pickle_values import PLAIN, build_tree
 from .safetensors_read import read_safetensors
 
-__all__ = ["METADATA", "read_paddle"]
-
 METADATA = PADDLE_METADATA
 _MODULES = ("paddle.distributed.flex_checkpoint.dcp.metadata", "paddle.distributed.checkpoint.metadata")
 
@@ -77,6 +75,8 @@ def _flat(fields: dict[str, Any], label: str) -> tuple[int, int] | None:
 
 
 class PaddleDirectory:
+    """The files of a checkpoint of Paddle, and the tensors that are stored in them."""
+
     def __init__(self, store: Store, name: str, storages: ArchiveStorages) -> None:
         self.store, self.storages, self.label = store, storages, f"{store.url}/{name}"
         self.files = store.sizes()

@@ -20,17 +20,6 @@ import msgspec
 from ..errors import CorruptError, FormatError, TreeckptError
 from .files import FileRange
 
-__all__ = [
-    "Constructors",
-    "DeferredValue",
-    "FileBytes",
-    "Symbol",
-    "UnbuiltObject",
-    "Unpickled",
-    "brief",
-    "read_pickle",
-]
-
 MAX_PICKLE = 1 << 30
 """The largest pickle of a checkpoint in bytes, without the byte strings that stay in the file."""
 LONG = 4 << 10

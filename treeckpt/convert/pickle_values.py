@@ -28,8 +28,6 @@ from .contents import below
 from .files import flat_array
 from .pickle_reader import Constructors, DeferredValue, FileBytes, Symbol, UnbuiltObject, Unpickled, brief
 
-__all__ = ["PLAIN", "RefusedLeaf", "build_tree", "dtype_named"]
-
 _CODE, _HELD = "Making it would run its code", "It is none of what checkpoints hold"
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
 NODES = 100_000

@@ -20,8 +20,6 @@ from ..io.storage.store import Store
 from .checksums import ArchiveStorages
 from .files import FileRange, flat_array, store_window
 
-__all__ = ["TAGS", "read_safetensors", "read_sharded"]
-
 MAX_HEADER = 100 << 20
 """Bytes; safetensors' own limit."""
 TAGS = {

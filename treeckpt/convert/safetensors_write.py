@@ -18,8 +18,6 @@ from .format_fit import FittedContents
 from .output import Output, OutputFile, OutputPart
 from .safetensors_read import TAGS
 
-__all__ = ["lay_out_safetensors"]
-
 SHARE = 64 << 20
 """Bytes of a part, at most, where parts can be cut: so that ranks have alike to do."""
 Named = tuple[str, str, LazyArray]

@@ -31,8 +31,6 @@ from .pickle_values import RefusedLeaf, refusal
 from .safetensors_read import read_safetensors, read_sharded
 from .torch_read import read_torch
 
-__all__ = ["SOURCES", "detect", "open_source"]
-
 SOURCES = ("treeckpt", "torch", "dcp", "safetensors", "hfai", "paddle")
 """Formats that can be read."""
 _HINT = f"Known formats are {', '.join(SOURCES)}"

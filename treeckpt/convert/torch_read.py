@@ -22,8 +22,6 @@ from .pickle_reader import Constructors, Symbol, UnbuiltObject, brief, read_pick
 from .pickle_values import PLAIN, RefusedLeaf, build_tree, dtype_named
 from .zip_archive import find_entries
 
-__all__ = ["STORAGES", "read_torch"]
-
 STORAGES = {
     "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",

@@ -29,8 +29,6 @@ from .output import Output, OutputFile, OutputPart
 from .torch_read import STORAGES
 from .zip_archive import lay_out
 
-__all__ = ["TorchArchive", "build_archive", "lay_out_torch"]
-
 _KINDS = {dtype: getattr(torch, name) for name, dtype in STORAGES.items()}
 
 

@@ -17,8 +17,6 @@ import msgspec
 from ..errors import CorruptError, FormatError
 from .files import FileRange
 
-__all__ = ["ZipEntry", "ZipLayout", "find_entries", "lay_out"]
-
 MAX_ENTRIES = 1 << 22
 ALIGN = 64
 """Bytes; as torch aligns data, so that it can be mapped."""

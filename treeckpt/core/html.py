@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 
 from .text import visible
 
-__all__ = ["Child", "Html", "el", "facts", "joined", "table"]
-
 _VOID = frozenset({"meta", "input", "br"})
 
 

@@ -14,21 +14,7 @@ from ..errors import TreeckptError
 from .sharding.int_runs import length_of
 from .sharding.placements import Layout, MeshLayout, Placement, Replicate, Shard
 from .sharding.region import Region
-from .tree.value_codec import Typed, Value, decode_value
-
-__all__ = [
-    "bytes_text",
-    "layout_text",
-    "placement_text",
-    "rate_text",
-    "region_text",
-    "seconds_text",
-    "shape_text",
-    "time_text",
-    "value_text",
-    "value_type",
-    "visible",
-]
+from .tree.value_codec import TypedValue, Value, decode_value
 
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 _MAX_DEPTH = 8
@@ -123,7 +109,7 @@ def layout_text(layout: Layout | None) -> str:
 
 def value_type(value: Value) -> str:
     """Returns the usual name of a value's type."""
-    if isinstance(value, Typed):
+    if isinstance(value, TypedValue):
         return value.kind
     return "None" if value is None else type(value).__name__
 
@@ -143,7 +129,7 @@ def _value_text(value: Value, budget: list[int], depth: int) -> str:
         return "…"
     if isinstance(value, str):
         text = repr(value if len(value) <= budget[0] else value[: budget[0]] + "…")
-    elif not isinstance(value, Typed):
+    elif not isinstance(value, TypedValue):
         text = repr(value)
     else:
         return _typed_text(value, budget, depth)
@@ -151,7 +137,7 @@ def _value_text(value: Value, budget: list[int], depth: int) -> str:
     return text
 
 
-def _typed_text(value: Typed, budget: list[int], depth: int) -> str:
+def _typed_text(value: TypedValue, budget: list[int], depth: int) -> str:
     kind, items = value.kind, value.items
     if kind == "enum" and len(items) == 3:
         return f"{str(items[0]).rpartition(':')[2]}.{items[1]}"

@@ -14,8 +14,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["batch", "read_text", "row_start"]
-
 TEXT_BYTES = 1 << 20
 
 

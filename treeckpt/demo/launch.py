@@ -23,8 +23,6 @@ import msgspec
 
 from .tasks import RANKS, Outcome, Task, outcome_path
 
-__all__ = ["JobFailed", "run_job"]
-
 PATIENCE = 600.0  # seconds for a whole task: many times what a slow machine takes
 TAIL = 40  # lines of output to show of a job that failed
 

@@ -23,8 +23,6 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from .model import GPT
 from .tasks import RANKS, Layout
 
-__all__ = ["place"]
-
 
 def place(model: GPT, layout: Layout, rows: int) -> range:
     """Lays the model out in place; a layout of several ranks needs the process group.

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["GPT", "ModelConfig", "build_model"]
-
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:

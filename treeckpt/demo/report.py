@@ -16,8 +16,6 @@ from rich.table import Table
 
 from .tasks import LAYOUTS, RANKS, Digests, Layout, Resume, Resumed, Saved, Trained
 
-__all__ = ["LOSS_TOLERANCE", "DemoComparison", "build_table", "compare_runs", "differing", "largest_gap"]
-
 LOSS_TOLERANCE = 1e-4
 """Relative."""
 

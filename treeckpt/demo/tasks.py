@@ -11,8 +11,6 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["LAYOUTS", "RANKS", "Layout", "Outcome", "Resume", "Resumed", "Saved", "Task", "Train", "Trained"]
-
 Layout = Literal["hsdp", "tp", "plain"]
 
 RANKS: dict[Layout, int] = {"hsdp": 4, "tp": 2, "plain": 1}

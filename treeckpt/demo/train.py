@@ -37,8 +37,6 @@ from .layouts import place
 from .model import ModelConfig, build_model
 from .tasks import RANKS, Digests, Outcome, Resume, Resumed, Saved, Task, Train, Trained, checkpoint_path, outcome_path
 
-__all__ = ["Trainer", "main"]
-
 ROWS = 8  # of a global batch
 LEARNING_RATE = 1e-3
 SILENCE = timedelta(seconds=90)  # longer than any step on a busy machine, shorter than a reader's patience

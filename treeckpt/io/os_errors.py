@@ -10,8 +10,6 @@ import errno
 
 from ..errors import CheckpointError, StoreError, TreeckptError
 
-__all__ = ["hint_for", "wrap_read_error"]
-
 _HINTS = {
     errno.EACCES: "Give this user the permission to read and write there",
     errno.EPERM: "Give this user the permission to read and write there",

@@ -11,8 +11,6 @@ import msgspec
 
 from ..core.format.timings import Span
 
-__all__ = ["Recorder", "RecorderSnapshot"]
-
 
 class RecorderSnapshot(msgspec.Struct, frozen=True, array_like=True):
     """The spans of a recorder so far, with which a process of the same host continues."""

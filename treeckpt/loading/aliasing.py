@@ -23,8 +23,6 @@ from .match import Load
 from .read_batch import ReadBatch, ReadOptions
 from .transforms.view import ComposedLeaf
 
-__all__ = ["Wanted", "are_equal", "check_ties", "identity_of", "tied_to"]
-
 T = TypeVar("T")
 
 

@@ -14,8 +14,6 @@ from ..errors import CorruptError, MismatchError
 from ..io.storage.checkpoint import Checkpoint
 from .transforms.view import ComposedLeaf
 
-__all__ = ["Claims"]
-
 VIEWS = 64 << 20
 """Bytes that views may take as arrays of their own, whatever files there are."""
 TIMES = 16

@@ -22,8 +22,6 @@ from ..errors import MismatchError
 from ..io.storage.checkpoint import Checkpoint
 from .read_batch import read_region
 
-__all__ = ["Delta", "ValueChange", "delta_of", "value_changes", "verdict_of"]
-
 PART = 16 << 20
 """Bytes of each side that are compared at a time."""
 

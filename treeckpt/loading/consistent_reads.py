@@ -13,8 +13,6 @@ from ..io.storage.open import open_store
 from ..io.storage.store import Store
 from .overlay import Bank, as_bank
 
-__all__ = ["on_one_version", "on_versions"]
-
 T = TypeVar("T")
 
 TRIES = 20

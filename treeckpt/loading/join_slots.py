@@ -26,18 +26,6 @@ from .transforms.view import ComposedLeaf
 if TYPE_CHECKING:
     from .match import Load
 
-__all__ = [
-    "Join",
-    "Rows",
-    "all_rows",
-    "ids_beside",
-    "ids_of",
-    "ids_to_join",
-    "join",
-    "no_plain_rows",
-    "read_now",
-]
-
 
 class Rows(msgspec.Struct, frozen=True):
     """The wanted rows of a table."""

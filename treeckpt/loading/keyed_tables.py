@@ -25,7 +25,7 @@ from ..arrays.registry import abstract_of, source_of
 from ..arrays.table_columns import SelectedRowsWriter, check_order, read_ids
 from ..core.format.records import Leaf
 from ..core.sharding.region import Region
-from ..core.tree.keyed_table import Column
+from ..core.tree.keyed_table import TableColumn
 from ..core.tree.row_order import buckets_of
 from ..core.tree.spec import ArraySpec, TableSpec
 from ..core.tree.structure import TABLE_KEYS
@@ -48,12 +48,10 @@ from .transforms.composed_array import Constant
 if TYPE_CHECKING:
     from .match import Load
 
-__all__ = ["column_slot", "find_column", "refuse_plain", "slot_as_saved"]
-
 OFFSETS = TABLE_KEYS[1]
 
 
-def find_column(job: Load, column: Column, path: str) -> Leaf | None:
+def find_column(job: Load, column: TableColumn, path: str) -> Leaf | None:
     """Returns the saved leaf of a column; None where it stays as it is, or is filled.
 
     Raises:
@@ -90,7 +88,7 @@ def find_column(job: Load, column: Column, path: str) -> Leaf | None:
     )
 
 
-def column_slot(job: Load, column: Column, path: str, leaf: Leaf | None) -> LeafPlaceholder:
+def column_slot(job: Load, column: TableColumn, path: str, leaf: Leaf | None) -> LeafPlaceholder:
     """Adds the rows of a column to what is read, or fills them."""
     ids_path = _prefix(column, path) + TABLE_KEYS[0]
     ids = job.find(ids_path) if job.selected(ids_path) else None
@@ -124,13 +122,13 @@ def column_slot(job: Load, column: Column, path: str, leaf: Leaf | None) -> Leaf
     return slot
 
 
-def _prefix(column: Column, path: str) -> str:
+def _prefix(column: TableColumn, path: str) -> str:
     """What the paths of a table's columns begin with."""
     steps = path.split("/")[: -1 if column.kind != "slot" else -2]
     return "/".join([*steps, ""])
 
 
-def _wanted(job: Load, column: Column, path: str) -> ArraySpec:
+def _wanted(job: Load, column: TableColumn, path: str) -> ArraySpec:
     """What a column of the target says of kind, dtype and row shape; its number of rows says nothing."""
     spec = abstract_of(column.array, path, job.here)
     if spec is None or not spec.shape or spec.regions is not None:
@@ -198,7 +196,7 @@ def _filled(job: Load, fill: float, wanted: ArraySpec, count: int, path: str) ->
     return target
 
 
-def _check(job: Load, slot: LeafPlaceholder, rows: Rows, column: Column, path: str) -> None:
+def _check(job: Load, slot: LeafPlaceholder, rows: Rows, column: TableColumn, path: str) -> None:
     """Checks that the loaded ids are in the buckets that they were loaded for."""
     if not rows.count:
         return

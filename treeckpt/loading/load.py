@@ -18,7 +18,7 @@ from ..core.sharding.int_runs import encode_runs
 from ..core.sharding.region import c_strides
 from ..core.tree.flatten import child_of_rank, flatten, replace_leaves, unflatten
 from ..core.tree.in_place import update_in_place
-from ..core.tree.keyed_table import Column
+from ..core.tree.keyed_table import TableColumn
 from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.sequences import SequenceReplacement, differing_sequences
 from ..core.tree.spec import ArraySpec
@@ -34,9 +34,6 @@ from .match import Load, LoadOptions
 from .read_batch import ReadOptions, add_changed
 from .read_request import LeafPlaceholder
 from .shared_read import open_relay, together
-
-__all__ = ["load_into_tree", "load_tree", "sequences_of"]
-
 
 # without like ----------------------------------------------------------------------------------------------------
 
@@ -161,7 +158,7 @@ def _match(job: Load, like: object, *, in_place: bool) -> _MatchedTree:
             wanted = ...
         if id(wanted) in whole and path in sequences:
             asked.update(sequences[path].paths)
-        elif type(wanted) is Column:
+        elif type(wanted) is TableColumn:
             leaf = find_column(job, wanted, path)
         elif wanted is not ... and job.selected(path):
             leaf = job.find(path)
@@ -181,7 +178,7 @@ def _match(job: Load, like: object, *, in_place: bool) -> _MatchedTree:
     ties: dict[tuple[int, int], LeafPlaceholder] = {}
     slots = [
         column_slot(job, wanted, path, leaf)
-        if type(wanted) is Column
+        if type(wanted) is TableColumn
         else LeafPlaceholder(_content(job, sequences[path]) if whole and path in sequences else wanted)
         if leaf is None
         else _slot(job, wanted, path, leaf, ties, in_place=in_place)

@@ -31,8 +31,6 @@ from .read_request import LeafPlaceholder
 from .transforms.rules import Rule
 from .transforms.view import ComposedLeaf, view_of
 
-__all__ = ["MEMORY", "Load", "LoadOptions", "check_same"]
-
 MEMORY = 64 << 20
 """Bytes of buffers that a load may take, by default."""
 

@@ -15,7 +15,7 @@ import msgspec
 
 from ..arrays.registry import abstract_of, resolve
 from ..core.tree.flatten import flatten, unflatten
-from ..core.tree.keyed_table import Column
+from ..core.tree.keyed_table import TableColumn
 from ..core.tree.merge import merge
 from ..core.tree.structure import index_path, paths_of
 from ..errors import CheckpointNotFound, MismatchError, TreeckptError
@@ -30,8 +30,6 @@ from .match import Load, LoadOptions, check_same
 from .transforms import Renaming, Transforms, as_rules
 from .transforms.rules import Rule
 from .verify import survey
-
-__all__ = ["Bank", "CheckpointOverlay", "From", "as_bank", "globs_of", "members_of", "refuse_rules"]
 
 T = TypeVar("T")
 
@@ -192,7 +190,7 @@ def _check_asked(
             or any(p.job.view.is_kept(path) for p in parts)
         ):
             continue
-        if type(leaf) is Column and leaf.name in leaf.view.table.fill:
+        if type(leaf) is TableColumn and leaf.name in leaf.view.table.fill:
             continue
         spec = abstract_of(leaf, path, here)
         filler = next((part for part in reversed(parts) if part.job.view.filled(path, spec) is not None), None)
@@ -228,7 +226,7 @@ def _join_tables(parts: Sequence[_Part], asked: Mapping[str, Any] | None) -> Non
         if asked is None:
             giver.joined[ids] = home.job
             continue
-        if path in asked and asked[path] is not ... and type(asked[path]) is not Column:
+        if path in asked and asked[path] is not ... and type(asked[path]) is not TableColumn:
             raise no_plain_rows(path, asked[path], giver.job.checkpoint.url)
         giver.wins.discard(path)
         home.joined[path] = giver.job

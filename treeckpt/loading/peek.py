@@ -30,8 +30,6 @@ from ..io.storage.store import Store
 from .read_request import Boxes, ReadRequest, request_for
 from .read_tasks import join_boxes
 
-__all__ = ["MAX_NBYTES", "PREFIX_NBYTES", "Peek", "decode_hashes", "decode_prefix", "hash_text_range", "peek"]
-
 MAX_NBYTES = 64 << 20
 """Bytes that one peek may show."""
 ROUNDING = 4

@@ -35,8 +35,6 @@ from .shared_read import SharedRead, together
 from .transforms.assemble import only_chunk, pieces_of
 from .transforms.view import ComposedLeaf
 
-__all__ = ["ReadBatch", "ReadOptions", "Verify", "add_changed", "read_region"]
-
 Verify = bool | Literal["first", "stream"]
 SMALL = 64 << 10
 """Bytes up to which each rank reads an array itself, rather than receive it from another rank."""

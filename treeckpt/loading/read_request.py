@@ -20,17 +20,6 @@ from ..core.planning.load_plan import Chunk
 from ..core.sharding.region import Region, byte_runs, c_strides
 from ..core.tree.spec import ArraySpec
 
-__all__ = [
-    "BoxDestination",
-    "Boxes",
-    "ContiguousMemory",
-    "LeafPlaceholder",
-    "NewArray",
-    "ReadRequest",
-    "Scatter",
-    "request_for",
-]
-
 D = TypeVar("D")
 WRITABLE = 0x200
 """PyBUF_WRITE of CPython's buffers."""

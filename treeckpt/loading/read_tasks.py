@@ -31,19 +31,6 @@ from ..io.storage.memory import PAGE, aligned_buffer
 from ..io.storage.shard_reader import ByteRange, aligned_range
 from .read_request import BoxDestination, Boxes, ContiguousMemory, NewArray, ReadRequest, Scatter
 
-__all__ = [
-    "DEVICE_READ",
-    "ReadTask",
-    "buffers_for",
-    "join_boxes",
-    "join_contiguous",
-    "list_tasks",
-    "map_arrays",
-    "read_limit",
-    "requests_to",
-    "run_tasks",
-]
-
 D = TypeVar("D")
 
 READERS = 3

@@ -48,8 +48,6 @@ from ..io.storage.store import LocalStore, Store
 from ..reports import Repair, VerifyReport
 from .verify import survey_shard, verify_checkpoint
 
-__all__ = ["repair_store"]
-
 STEP = 8 << 20
 _SAVE_ID = re.compile(rb'"save_id":"([0-9a-f]{16})"')
 

@@ -30,8 +30,6 @@ from ..io.storage.checkpoint import Checkpoint, Replaced, ShardReader
 from .read_request import BoxDestination, ReadRequest
 from .read_tasks import ReadTask, buffers_for, run_tasks
 
-__all__ = ["SharedRead", "open_relay", "together"]
-
 WINDOW = 4
 """Reads that are in flight at once."""
 READERS = 2

@@ -24,8 +24,6 @@ from ..io.storage.store import Store
 from ..io.timing import Recorder
 from ..reports import Problem, VerifyReport
 
-__all__ = ["publish_rebuilt", "survey", "survey_shard", "verify_checkpoint"]
-
 SHOWN = 5
 STEP = 8 << 20
 """Bytes that are read at a time."""

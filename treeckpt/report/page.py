@@ -23,8 +23,6 @@ from ..runs.notebook import COLUMNS, checkpoint_rows
 from .page_assets import POLICY, SCRIPT, STYLE
 from .pictures import RegionBox, line_chart, shard_map, treemap, waterfall
 
-__all__ = ["checkpoint_page", "run_page"]
-
 NODES = 2000
 """Nodes of the tree that are listed."""
 CHILDREN = 200

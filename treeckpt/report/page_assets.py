@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 
-__all__ = ["POLICY", "SCRIPT", "STYLE"]
-
 STYLE = """
 :root { color-scheme: light dark; --page: #f5f6f9; --card: #fff; --line: #e2e6ee; --text: #17202e; --dim: #5a6577;
   --soft: #eef1f6; --bad: #b3261e; --on: #10151f; }

@@ -9,8 +9,6 @@ from ..core.analysis.timing_report import TimingReport
 from ..core.html import Html, el
 from ..core.text import seconds_text
 
-__all__ = ["RegionBox", "line_chart", "shard_map", "treemap", "waterfall"]
-
 COLOURS = 8
 WIDTH = 1000
 RANKS = 40

@@ -15,8 +15,6 @@ from rich.text import Text
 
 from ..core.text import visible
 
-__all__ = ["fail", "print_facts", "print_json", "print_line", "print_table"]
-
 STYLES = {"complete": "green", "partial": "yellow", "corrupt": "bold red", "foreign": "dim"}
 
 

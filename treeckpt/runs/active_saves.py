@@ -17,8 +17,6 @@ from ..core.text import bytes_text, seconds_text
 from ..io.storage.progress_file import is_alive, read_progress
 from ..io.storage.run_store import DirectoryEntry, Folder
 
-__all__ = ["STALLED", "SaveUnderWay", "saves_under_way", "under_way_text"]
-
 STALLED = 60.0
 """Seconds without a change of its record after which a rank counts as hanging or gone."""
 

@@ -39,20 +39,6 @@ from .active_saves import saves_under_way
 from .checkpoint_info import CheckpointInfo, in_listing_order
 from .stat_cache import LruStatCache, StatCache
 
-__all__ = [
-    "SaveDuration",
-    "Summary",
-    "is_checkpoint",
-    "read_info",
-    "read_info_or_corrupt",
-    "read_infos",
-    "read_marks",
-    "read_timings",
-    "run_exists",
-    "scan",
-    "summarize_index",
-]
-
 CONCURRENT_READS = 16
 """Folders of an object store that are read at a time."""
 METRICS = "metrics"

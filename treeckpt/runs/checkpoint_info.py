@@ -11,8 +11,6 @@ from ..core.format.file_names import is_step_name, step_of
 from ..core.format.lineage import Lineage, LineageOrder, LineagePosition, SavedCheckpoint
 from .active_saves import SaveUnderWay
 
-__all__ = ["CheckpointInfo", "Status", "in_listing_order", "mark_of"]
-
 Status = Literal["complete", "partial", "corrupt", "foreign"]
 
 

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from ..core.format.lineage import Lineage, SavedCheckpoint, next_lineage
 from .run import RunDirectory
 
-__all__ = ["SaveHistory"]
-
 
 class _HistoryEntry:
     """A restored checkpoint, or a save that was started; `mark` is None until its lineage is known."""

@@ -61,8 +61,6 @@ from .run import GRACE, CleanReport, RunDirectory, step_info
 from .schedule import SaveSchedule
 from .select import CheckpointSelector
 
-__all__ = ["Manager"]
-
 WAIT_AFTER_ERROR = 10.0
 """Seconds that leaving a manager's body with an error waits for saves in flight."""
 

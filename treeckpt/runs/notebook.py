@@ -11,8 +11,6 @@ from .active_saves import under_way_text
 from .catalog import scan
 from .checkpoint_info import CheckpointInfo
 
-__all__ = ["checkpoint_rows", "run_html"]
-
 ROWS = 20
 COLUMNS = ("checkpoint", "state", "step", "size", "leaves", "ranks", "saved", "took", "blocked")
 

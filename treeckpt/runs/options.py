@@ -18,19 +18,6 @@ from ..loading.transforms import Renaming, Transforms
 from ..reports import LoadReport
 from ..saving.options import BusyPolicy, SaveOptions, StagingMode, WriterKind, shard_limit
 
-__all__ = [
-    "BackgroundSaveKeywords",
-    "LoadIntoKeywords",
-    "LoadKeywords",
-    "SaveKeywords",
-    "as_policies",
-    "as_save_options",
-    "best_policy",
-    "check_can_restore",
-    "is_factory",
-    "parse_metrics",
-]
-
 
 class SaveKeywords(TypedDict, total=False):
     """The options of `treeckpt.save` that a manager passes on."""

@@ -22,8 +22,6 @@ from ..saving.future import Pending
 from .run import CleanReport, RunDirectory
 from .select import CheckpointSelector
 
-__all__ = ["PendingSaves", "RetentionRunner"]
-
 _log = logging.getLogger("treeckpt")
 
 

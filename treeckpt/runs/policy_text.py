@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 from ..core.analysis.retention_policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps
 
-__all__ = ["KeepError", "keep_text", "parse_best", "parse_keep"]
-
 MAX_POLICIES = 16
 _EXAMPLE = "e.g. last:3 every:1000 period:3600 best:loss:min:2 steps:100;200 all"
 

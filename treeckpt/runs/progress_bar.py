@@ -19,8 +19,6 @@ from ..io.storage.store import Store
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-__all__ = ["PATIENCE", "reading_bar"]
-
 PATIENCE = 1.0
 """Seconds before a bar appears."""
 

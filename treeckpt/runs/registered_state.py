@@ -33,8 +33,6 @@ from ..saving.options import SaveOptions
 from ..trees.per_rank_state import Policy, policy_of, states_of_all_ranks
 from .options import LoadIntoKeywords, check_can_restore
 
-__all__ = ["RegisteredState", "RegistrationMixin"]
-
 OBJECTS, READERS = "registered", "io"
 """The keys at the root of the tree under which shared objects and readers are saved."""
 

@@ -27,8 +27,6 @@ from .registered_state import RegisteredState
 from .run import RunDirectory, step_info
 from .select import CheckpointSelector
 
-__all__ = ["Restorer"]
-
 _BROKEN = frozenset({"CheckpointError", "CheckpointNotFound", "CorruptError", "FormatError"})
 """Errors of a load that the checkpoint causes, not the caller."""
 _NOTHING_RESTORED = "Nothing was restored"

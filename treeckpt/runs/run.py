@@ -35,8 +35,6 @@ from .catalog import read_info, read_infos, read_marks
 from .checkpoint_info import CheckpointInfo, in_listing_order
 from .stat_cache import LruStatCache, StatCache
 
-__all__ = ["GRACE", "CleanReport", "RunDirectory", "clean_checkpoint", "steady_clock", "step_info"]
-
 
 class CleanReport(msgspec.Struct, frozen=True):
     """The result of a clean-up, or with `dry_run` its plan."""

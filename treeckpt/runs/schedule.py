@@ -28,8 +28,6 @@ from ..io.comm import waiting
 from ..io.comm.comm import Comm, PrefixComm
 from ..io.comm.waiting import HEARTBEAT_TIMEOUT, TERMINATION
 
-__all__ = ["SaveSchedule"]
-
 _log = logging.getLogger("treeckpt")
 _HISTORY = 256
 """Decisions to save that stay in the message store, for ranks that are behind."""

@@ -16,8 +16,6 @@ from ..io.storage.foreign_formats import describe_foreign
 from .checkpoint_info import CheckpointInfo
 from .run import RunDirectory, step_info
 
-__all__ = ["CheckpointSelector"]
-
 _log = logging.getLogger("treeckpt")
 
 

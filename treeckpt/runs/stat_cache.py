@@ -10,8 +10,6 @@ from typing import Any, Protocol, TypeVar
 from ..errors import StoreError, TreeckptError
 from ..io.storage.run_store import DirectoryEntry
 
-__all__ = ["LruStatCache", "StatCache"]
-
 T = TypeVar("T")
 
 

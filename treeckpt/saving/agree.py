@@ -72,8 +72,6 @@ from .messages import (
 from .options import LineageSource, SaveOptions
 from .plan_cache import GlobalPlan, cached_plan, contested_boxes, get_plan
 
-__all__ = ["AgreedSave", "agree"]
-
 
 class AgreedSave(msgspec.Struct, frozen=True):
     """A save that all ranks have agreed on."""

@@ -18,8 +18,6 @@ from typing import Protocol
 
 from .future import Pending
 
-__all__ = ["forget_at_exit", "reset_after_fork", "wait_at_exit"]
-
 QUIET_SECONDS = 1.0
 """Seconds of waiting before a line is printed."""
 EXIT_GRACE = 60.0

@@ -36,8 +36,6 @@ from .staging import Lease, StagedShardSource, area_offsets, cuda_pinning, order
 from .writer_process import ProcessWriter
 from .writer_server import address_of
 
-__all__ = ["prewarm_tree", "save_async_tree"]
-
 
 class _CommWithTimeout:
     """A comm with a time limit of its own."""

@@ -29,23 +29,6 @@ from .messages import WriteReport
 from .options import CommonOptions
 from .plan_cache import GlobalPlan
 
-__all__ = [
-    "PUBLISHED_HINT",
-    "IndexContent",
-    "SaveInfo",
-    "check_shards_exist",
-    "complete_index",
-    "index_may_be_published",
-    "manifest_of",
-    "publish_index",
-    "remove_files",
-    "remove_replaced",
-    "shard_header",
-    "shard_names",
-    "with_published_hint",
-    "write_timings",
-]
-
 PUBLISHED_HINT = "The new index is in place, but may not survive a power loss; save again"
 """The hint of an error where publishing failed after its effect."""
 

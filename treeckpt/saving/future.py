@@ -10,8 +10,6 @@ import msgspec
 from ..errors import CheckpointError, TreeckptError
 from ..reports import SaveReport
 
-__all__ = ["Pending", "PreviousSave"]
-
 
 class PreviousSave(msgspec.Struct, frozen=True):
     """State of this rank's previous background save."""

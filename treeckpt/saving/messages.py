@@ -16,28 +16,6 @@ from ..errors import CheckpointError, MismatchError
 from ..io.comm.failures import Fault
 from .options import CommonOptions
 
-__all__ = [
-    "BoxDigests",
-    "Boxes",
-    "CommitResult",
-    "Decision",
-    "FileRow",
-    "MergedTree",
-    "RankProposal",
-    "RankTree",
-    "WriteReport",
-    "check_arguments",
-    "check_idle",
-    "compare_boxes",
-    "compare_contents",
-    "conflicting_ranks",
-    "digest_groups",
-    "json_digest",
-    "merge_inventories",
-    "plan_key",
-    "representatives",
-]
-
 FileRow = tuple[int, int, int, int, int]
 """(rank, part, stream, nbytes, header) of a shard."""
 Boxes = tuple[tuple[str, Region], ...]

@@ -10,8 +10,6 @@ import msgspec
 from ..core.format.lineage import Lineage
 from ..errors import TreeckptError
 
-__all__ = ["BusyPolicy", "CommonOptions", "LineageSource", "SaveOptions", "StagingMode", "WriterKind", "shard_limit"]
-
 BusyPolicy = Literal["wait", "skip", "error"]
 StagingMode = Literal["copy", "lazy"]
 WriterKind = Literal["process", "thread"]

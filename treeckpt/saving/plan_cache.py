@@ -20,8 +20,6 @@ from ..core.sharding.region import Region
 from ..core.sharding.write_assignment import ArrayLeaf, Assignment, assign_writers
 from ..io.comm.comm import Comm
 
-__all__ = ["GlobalPlan", "cached_plan", "compute_plan", "contested_boxes", "get_plan"]
-
 
 class GlobalPlan(msgspec.Struct, frozen=True):
     """What every rank writes: computed from the global tree alone, equal on all ranks but for `own`."""

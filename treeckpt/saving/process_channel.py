@@ -18,8 +18,6 @@ import threading
 import time
 from collections.abc import Sequence
 
-__all__ = ["ProcessChannel", "WriterGone", "start_in_child"]
-
 NICENESS = 10
 """Added to the writer's niceness: beside one busy training thread on the same core it gets a tenth of the time."""
 _IO_PRIORITY = 2 << 13 | 7  # best effort, the lowest of its levels; the idle class could be starved for ever

@@ -34,8 +34,6 @@ from .options import LineageSource, SaveOptions
 from .session import previous_save
 from .shard_writer import InlineWriter, ShardWriter, TreeShardSource
 
-__all__ = ["complete", "save_report", "save_tree"]
-
 
 def save_tree(
     store: Store,

@@ -13,8 +13,6 @@ from .options import BusyPolicy
 from .staging import ArenaPool
 from .writer_process import WriterProcess
 
-__all__ = ["Session", "previous_save", "session_of"]
-
 
 class Session:
     """The background saves of a comm. It outlives them; at most one runs at a time."""

@@ -28,8 +28,6 @@ from ..io.storage.memory import PAGE, aligned_buffer
 from ..io.storage.store import Store, Writer
 from ..io.timing import Recorder
 
-__all__ = ["BUFFER", "ByteSink", "ShardFile", "ShardSource", "append_entry", "piece_of", "write_files"]
-
 BUFFER = 8 << 20
 """Bytes of one write. Measured: 4 to 16 MiB reach the device's rate, smaller ones do not."""
 BUFFER_COUNT = 4

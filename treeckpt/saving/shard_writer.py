@@ -39,8 +39,6 @@ from .messages import CommitResult, WriteReport
 from .plan_cache import GlobalPlan
 from .shard_stream import ShardFile, ShardSource, write_files
 
-__all__ = ["InlineWriter", "ShardWriter", "TreeShardSource"]
-
 
 class ShardWriter(Protocol):
     """Writes the shards of one save on one rank; on rank 0 it also publishes the index."""

@@ -37,19 +37,6 @@ from ..io.storage.memory import PAGE, advise_huge_pages
 from .plan_cache import GlobalPlan
 from .shard_stream import MEMMOVE_LIMIT, ShardSource, append_entry, piece_of
 
-__all__ = [
-    "Arena",
-    "ArenaPool",
-    "Lease",
-    "PinMemory",
-    "StagedShardSource",
-    "area_offsets",
-    "cuda_pinning",
-    "map_arena",
-    "order_device_copies",
-    "stage",
-]
-
 PARALLEL_COPY = 1 << 20
 """Bytes from which threads share the copying."""
 COPY_PART = 16 << 20

@@ -43,8 +43,6 @@ from .writer_server import (
     WriteShards,
 )
 
-__all__ = ["ProcessWriter", "WriterProcess"]
-
 _REQUEST_TIMEOUT = 60.0
 """Seconds for requests outside of a save."""
 _END_GRACE = 1.0

@@ -29,23 +29,6 @@ from .process_channel import ProcessChannel, WriterGone
 from .shard_writer import InlineWriter
 from .staging import StagedShardSource, map_arena
 
-__all__ = [
-    "ENTRY_POINT",
-    "Answer",
-    "AttachArena",
-    "CommitSave",
-    "DetachArena",
-    "EndSave",
-    "ListModules",
-    "Reply",
-    "Request",
-    "SetPlan",
-    "WriteProgress",
-    "WriteShards",
-    "address_of",
-    "serve",
-]
-
 ENTRY_POINT = "treeckpt.saving.writer_server:serve"
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 

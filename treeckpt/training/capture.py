@@ -21,8 +21,6 @@ from .optimizers import NamedOptimizer, Optimizers, groups_of, name_optimizers, 
 from .rng import capture_rng
 from .schedules import to_groups
 
-__all__ = ["optimizer_of", "state"]
-
 
 def state(
     model: Modules,

@@ -13,8 +13,6 @@ from .modules import StateDictEntry, has_load_hook
 from .names import key_path
 from .sources import RestoreSource
 
-__all__ = ["check_entry", "resolve_ties", "without_ties"]
-
 
 def check_entry(entry: StateDictEntry, spec: ArraySpec | None, path: str, *, cast: bool) -> None:
     """Compares a tensor of the model with the saved spec; a spec of None is a value.

@@ -20,20 +20,6 @@ from ..errors import MismatchError, TreeError
 from .hyperparameters import is_same
 from .names import Key, key_path
 
-__all__ = [
-    "Labels",
-    "ParamGroup",
-    "common_value",
-    "empty_label",
-    "label_of",
-    "labels_by_member",
-    "labels_of",
-    "match_empty_groups",
-    "match_groups",
-    "saved_labels",
-    "tree_of_groups",
-]
-
 
 class ParamGroup(msgspec.Struct, frozen=True):
     """One group of an optimizer: its parameters by name, and its other entries."""

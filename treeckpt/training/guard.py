@@ -15,8 +15,6 @@ from typing import Any
 from ..saving.future import Pending
 from .optimizers import optimizer_chain
 
-__all__ = ["Guard", "guard"]
-
 
 class Guard:
     """A step pre-hook that waits for saves; each optimizer has one, for all its saves."""

@@ -31,8 +31,6 @@ from .optimizers import name_optimizers
 from .restore import restore
 from .state_dicts import STATE_DICT_KEY, ParameterNumbering, join, standard_form
 
-__all__ = ["load", "save"]
-
 _RESERVED = ("model", "optimizer")
 
 

@@ -13,8 +13,6 @@ from ..core.tree.flatten import flatten
 from ..core.tree.nesting import split_structure
 from ..errors import TreeError
 
-__all__ = ["assign_value", "is_same"]
-
 
 def is_same(a: Any, b: Any) -> bool:
     """Whether two values are equal, type included; Python's == also holds for 1, 1.0 and True."""

@@ -23,18 +23,6 @@ from ..arrays.stateful import is_optimizer
 from ..errors import MismatchError, TreeError
 from .names import Key, key_path, nested, strip_wrappers, tie_names
 
-__all__ = [
-    "ModelEntries",
-    "Modules",
-    "StateDictEntry",
-    "allocate_meta_tensors",
-    "buffer_owners",
-    "collect_entries",
-    "named_objects",
-    "on_meta",
-    "reset_fsdp_shards",
-]
-
 Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
 _WRAPPERS = {

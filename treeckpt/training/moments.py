@@ -23,8 +23,6 @@ from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import Structure, key_text
 from .sources import RestoreSource, children_of, leaves_below
 
-__all__ = ["MomentPlacement", "build_state", "expected_moments"]
-
 
 class MomentPlacement(msgspec.Struct, frozen=True):
     """Properties of a saved and a live parameter that decide the device, layout and dtype of its moments."""

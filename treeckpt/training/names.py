@@ -14,8 +14,6 @@ from typing import Any
 from ..core.tree.structure import key_text, parse_path
 from ..errors import TreeError
 
-__all__ = ["Key", "get_in", "key_path", "nested", "parse_key", "put_in", "strip_wrappers", "tie_names"]
-
 Key = tuple[str, ...]
 """Steps from the root of the models, or of the optimizers, to an object; the last is the dotted name."""
 

@@ -29,8 +29,6 @@ from ..reports import LoadReport
 from ..trees.per_rank_state import Policy
 from .sources import CheckpointSource, RestoreSource, TreeSource, children_of, fill_from, load_part, wanted_of
 
-__all__ = ["is_stored", "open_source"]
-
 OWN = "/~rank*"
 
 

@@ -34,8 +34,6 @@ from .optimizers import NamedOptimizer, groups_of, is_lbfgs, optimizer_names
 from .sources import RestoreSource, children_of, descend, leaves_below, nodes_by_name
 from .state_dicts import BY_GROUP, STATE_DICT_KEY, join, shared_of, split, standard_form
 
-__all__ = ["Differences", "OptimizerPlan", "apply_optimizers", "plan_optimizers"]
-
 
 class Differences(msgspec.Struct):
     """Paths that only the live objects have, that only the checkpoint has, and of state without use here."""

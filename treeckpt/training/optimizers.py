@@ -27,18 +27,6 @@ from .modules import ModelEntries, named_objects
 from .names import Key, key_path, put_in
 from .state_dicts import STATE_DICT_KEY, ParameterNumbering, has_own_forms, split, standard_form
 
-__all__ = [
-    "NamedOptimizer",
-    "Optimizers",
-    "groups_of",
-    "is_lbfgs",
-    "is_plain",
-    "name_optimizers",
-    "optimizer_chain",
-    "optimizer_names",
-    "trees_of",
-]
-
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 
 

@@ -8,8 +8,6 @@ import msgspec
 
 from ..core.text import bytes_text, seconds_text
 
-__all__ = ["RestoreReport"]
-
 
 class RestoreReport(msgspec.Struct, frozen=True):
     """What a restore filled, and what it did not find."""

@@ -51,8 +51,6 @@ from .schedules import from_groups
 from .sources import RestoreSource, children_of, descend, leaves_below, nodes_by_name
 from .user_state import compare_extra, loader_actions
 
-__all__ = ["restore"]
-
 _log = logging.getLogger("treeckpt")
 
 

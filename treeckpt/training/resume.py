@@ -20,8 +20,6 @@ from ..errors import MismatchError
 from .moments import MomentPlacement, build_state
 from .sources import RestoreSource, children_of, descend, leaves_below
 
-__all__ = ["ResumedOptimizer", "with_resumed_optimizers", "without_resumed_optimizers"]
-
 
 class ResumedOptimizer:
     """An optimizer, with a state to be filled that has all leaves of the saved one."""

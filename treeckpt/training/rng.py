@@ -15,8 +15,6 @@ import torch
 
 from ..errors import MismatchError
 
-__all__ = ["capture_rng", "check_rng", "set_rng"]
-
 
 def capture_rng() -> dict[str, Any]:
     """Returns the state of every generator as a tree of arrays and values."""

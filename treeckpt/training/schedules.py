@@ -13,8 +13,6 @@ from typing import Any
 from ..errors import MismatchError
 from .groups import Labels, ParamGroup, common_value, saved_labels
 
-__all__ = ["PER_GROUP", "from_groups", "to_groups"]
-
 PER_GROUP = frozenset(
     (
         "base_lrs",

@@ -37,19 +37,6 @@ from ..trees.per_rank_state import Policy, load_own
 from .hyperparameters import is_same
 from .names import Key, key_path
 
-__all__ = [
-    "CheckpointSource",
-    "RestoreSource",
-    "TreeSource",
-    "children_of",
-    "descend",
-    "fill_from",
-    "leaves_below",
-    "load_part",
-    "nodes_by_name",
-    "wanted_of",
-]
-
 
 class RestoreSource(Protocol):
     """A saved training state."""

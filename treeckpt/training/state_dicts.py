@@ -18,18 +18,6 @@ from ..arrays.dtensor import is_dtensor
 from ..core.tree.flatten import flatten
 from .names import Key
 
-__all__ = [
-    "BY_GROUP",
-    "STATE_DICT_KEY",
-    "ParameterNumbering",
-    "SplitState",
-    "has_own_forms",
-    "join",
-    "shared_of",
-    "split",
-    "standard_form",
-]
-
 STATE_DICT_KEY = "state_dict"
 """Key of the state that a state dict has for a parameter outside of its `state`."""
 

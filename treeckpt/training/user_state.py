@@ -18,8 +18,6 @@ from ..core.tree.structure import index_path, key_text
 from ..errors import MismatchError
 from .sources import RestoreSource
 
-__all__ = ["compare_extra", "loader_actions"]
-
 
 def loader_actions(loader: Any, state: Any, path: str) -> Iterator[Callable[[], None]]:
     """Yields functions that load the state of each object in a loader's tree (dicts, lists and tuples).

@@ -19,8 +19,6 @@ from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import key_text
 from ..io.comm.comm import default_comm, global_rank
 
-__all__ = ["Sameness", "same_structure"]
-
 
 class Sameness(msgspec.Struct, frozen=True):
     """The differences between the structures of two trees: true in a condition if there are none."""

@@ -56,9 +56,6 @@ from .moving import fill
 from .packing import PackedRegion, send_regions
 from .transport import Transport
 
-__all__ = ["HINT", "gather", "new_leaf"]
-
-
 HINT = "Nothing was sent"
 
 

@@ -12,8 +12,6 @@ from ..core.tree.flatten import flatten
 from ..core.tree.sequences import differing_sequences
 from ..core.tree.structure import Structure, index_path
 
-__all__ = ["MatchedLeaves", "match_leaves"]
-
 
 class MatchedLeaves(msgspec.Struct, frozen=True):
     """The leaves of a tree, and the new leaf for each."""

@@ -38,19 +38,6 @@ from ..errors import LayoutError, MismatchError
 from ..io.comm.comm import default_comm, global_rank
 from .matching import MatchedLeaves, match_leaves
 
-__all__ = [
-    "are_equal",
-    "check_dtype",
-    "check_held",
-    "copied_value",
-    "copy_into",
-    "distribute_local",
-    "empty_like",
-    "fill",
-    "put_leaves",
-]
-
-
 BLOCK = 16 << 20
 """Bytes that are compared at a time."""
 

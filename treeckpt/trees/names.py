@@ -15,8 +15,6 @@ from ..core.tree.flatten import PerRank, flatten, replace_leaves
 from ..core.tree.structure import index_path, parse_path
 from ..errors import MismatchError, TreeError
 
-__all__ = ["flatten_names", "unflatten_names"]
-
 
 def flatten_names(tree: Any, *, separator: str = ".", namespace: str = "") -> dict[str, Any]:
     """Returns the leaves by dotted name, as in a state dict; the same objects, not copies.

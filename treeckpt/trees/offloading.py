@@ -16,13 +16,11 @@ from ..arrays.registry import abstract_of
 from ..arrays.sharded import Sharded, with_locals
 from ..arrays.stateful import state_tree
 from ..core.tree.flatten import flatten, replace_leaves
-from ..core.tree.keyed_table import Column
+from ..core.tree.keyed_table import TableColumn
 from ..core.tree.spec import ArraySpec
 from ..errors import TreeError
 from ..io.comm.comm import default_comm, global_rank
 from .moving import copied_value
-
-__all__ = ["Memory", "offload"]
 
 Memory = Literal["plain", "pinned", "shared"]
 
@@ -49,7 +47,7 @@ def offload(tree: Any, *, memory: Memory = "plain", namespace: str = "") -> Any:
     tree = state_tree(tree, rank=rank, namespace=namespace)
     _, found = flatten(tree, rank=rank, namespace=namespace)
     # of a table the arrays are copied; the first row of each bucket is computed anew
-    leaves = [(path, leaf.array if isinstance(leaf, Column) else leaf) for path, leaf in found]
+    leaves = [(path, leaf.array if isinstance(leaf, TableColumn) else leaf) for path, leaf in found]
     specs = [abstract_of(leaf, path, rank) for path, leaf in leaves]  # refuses what cannot be copied
     parts = [_parts(leaf, path, rank) if spec else [] for (path, leaf), spec in zip(leaves, specs, strict=True)]
     plain = {_key(array): array for arrays in parts for array in arrays}

@@ -15,8 +15,6 @@ from ..core.sharding.region import Region
 from .moving import fill
 from .transport import Transport
 
-__all__ = ["BUCKET_NBYTES", "MessageBucket", "PackedRegion", "pack_regions", "send_regions"]
-
 BUCKET_NBYTES = 64 << 20
 """Size of a message in bytes, at most, unless a single region is larger."""
 ALIGN = 16

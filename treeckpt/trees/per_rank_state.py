@@ -15,8 +15,6 @@ from ..core.tree.flatten import PerRank
 from ..errors import MismatchError
 from ..io.comm.comm import Comm, SoloComm
 
-__all__ = ["Merge", "Policy", "load_own", "policy_of", "states_of_all_ranks"]
-
 Merge = Callable[[list[Any], int, int], Any]
 """merge(states of all old ranks, rank, world) -> state of this rank."""
 

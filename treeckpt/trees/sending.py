@@ -28,8 +28,6 @@ from .gathering import HINT, new_leaf
 from .packing import PackedRegion, send_regions
 from .transport import Transport
 
-__all__ = ["broadcast", "distribute"]
-
 
 def _check_source(source: int, transport: Transport) -> None:
     if not 0 <= source < transport.size:

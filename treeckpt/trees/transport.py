@@ -16,8 +16,6 @@ from ..io.comm.collective import ByteGatherer
 from ..io.comm.comm import check_group
 from ..io.comm.launchers import launched_rank, unconnected_error
 
-__all__ = ["SoloTransport", "TorchTransport", "Transfer", "Transport", "transport_of"]
-
 Transfer = tuple[int, np.ndarray]
 """The other rank, and the bytes to send or to fill."""
 

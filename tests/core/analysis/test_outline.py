@@ -11,7 +11,7 @@ from treeckpt.core.analysis.profile import profile_of, span_lanes
 from treeckpt.core.format.byte_map import extents_in_file, locate_chunks
 from treeckpt.core.format.timings import Span, Timings
 from treeckpt.core.text import bytes_text, seconds_text, value_text, visible
-from treeckpt.core.tree.value_codec import Typed, encode_value
+from treeckpt.core.tree.value_codec import TypedValue, encode_value
 from treeckpt.errors import MismatchError
 
 
@@ -102,7 +102,13 @@ def test_values_read_as_python_writes_them():
 
 
 @pytest.mark.parametrize(
-    "bad", [Typed("int", ("0x" + "f" * 9999,)), Typed("numpy", ("O", "")), Typed("enum", (1,)), Typed("?", ())]
+    "bad",
+    [
+        TypedValue("int", ("0x" + "f" * 9999,)),
+        TypedValue("numpy", ("O", "")),
+        TypedValue("enum", (1,)),
+        TypedValue("?", ()),
+    ],
 )
 def test_values_that_claim_nonsense_still_read_as_something(bad):
     assert value_text(bad)

@@ -15,7 +15,7 @@ from hypothesis import example, given
 
 from tests.helpers.strategies import Access, Branch, Color, Level, resolve, same, values
 from treeckpt.core.tree.spec import ArraySpec
-from treeckpt.core.tree.value_codec import Typed, Value, decode_value, encode_value, type_name
+from treeckpt.core.tree.value_codec import TypedValue, Value, decode_value, encode_value, type_name
 from treeckpt.errors import FormatError, MismatchError, TreeError
 
 
@@ -146,7 +146,7 @@ def test_values_nested_without_end_are_refused():
 
 def test_values_of_other_libraries_go_through_extra_inside_sets_too():
     def extra(value):
-        return Typed("custom", ()) if isinstance(value, type) and value is Custom else None
+        return TypedValue("custom", ()) if isinstance(value, type) and value is Custom else None
 
     def back(typed):
         if typed.kind == "custom":
@@ -157,64 +157,64 @@ def test_values_of_other_libraries_go_through_extra_inside_sets_too():
     encoded = encode_value([value], "x", extra)
     assert decode_value(encoded, "x", extra=back) == [value]
     with pytest.raises(FormatError):
-        decode_value(Typed("other", ()), "x", extra=back)
+        decode_value(TypedValue("other", ()), "x", extra=back)
 
 
 # hostile and unknown --------------------------------------------------------------------------------------------------
 def nested(depth):
-    typed = Typed("list", ())
+    typed = TypedValue("list", ())
     for _ in range(depth):
-        typed = Typed("list", (typed,))
+        typed = TypedValue("list", (typed,))
     return typed
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        Typed("", ()),
-        Typed("pickle", ("x",)),
-        Typed("os.system", ("true",)),
-        Typed("int", ("xyz",)),
-        Typed("int", (5,)),
-        Typed("int", ()),
-        Typed("float", ("a",)),
-        Typed("str", (5,)),
-        Typed("bytes", (None,)),
-        Typed("set", (Typed("list", ()),)),
-        Typed("dict", (Typed("list", ()), 1)),
-        Typed("dict", (1,)),
-        Typed("datetime", ("2026", None, 0)),
-        Typed("datetime", ("2026-01-01", "UTC", 0)),
-        Typed("datetime", (5, None, 0)),
-        Typed("datetime", ("2026-01-01", None, 7)),
-        Typed("date", (5,)),
-        Typed("timedelta", (10**15,)),
-        Typed("timezone", (5,)),
-        Typed("ZoneInfo", ("../../etc/passwd",)),
-        Typed("ZoneInfo", ("No/Such",)),
-        Typed("ZoneInfo", ("America",)),
-        Typed("ZoneInfo", (5,)),
-        Typed("Decimal", ("x",)),
-        Typed("Fraction", (1, 0)),
-        Typed("UUID", (5,)),
-        Typed("UUID", ("x",)),
-        Typed("PosixPath", (5,)),
-        Typed("numpy", ("O", "AAAAAAAAAAA=")),
-        Typed("numpy", ("<f4", "")),
-        Typed("numpy", ("<f4", "AAA=")),
-        Typed("numpy", ("<f4", 5)),
-        Typed("numpy", ("(", "AAAA")),
-        Typed("numpy", ("i4,i4", "AAAAAAAAAAA=")),
-        Typed("numpy", (5, "AAAA")),
-        Typed("numpy.dtype", ("{'names': ['a']",)),
-        Typed("numpy.dtype", (5,)),
-        Typed("numpy.dtype", ("O",)),
-        Typed("numpy.dtype", ("",)),
-        Typed("numpy.dtype", ("<f3",)),
-        Typed("range", (1, 2, 0)),
-        Typed("slice", ()),
-        Typed("enum", ()),
-        Typed("enum", (5, "a", 1)),
+        TypedValue("", ()),
+        TypedValue("pickle", ("x",)),
+        TypedValue("os.system", ("true",)),
+        TypedValue("int", ("xyz",)),
+        TypedValue("int", (5,)),
+        TypedValue("int", ()),
+        TypedValue("float", ("a",)),
+        TypedValue("str", (5,)),
+        TypedValue("bytes", (None,)),
+        TypedValue("set", (TypedValue("list", ()),)),
+        TypedValue("dict", (TypedValue("list", ()), 1)),
+        TypedValue("dict", (1,)),
+        TypedValue("datetime", ("2026", None, 0)),
+        TypedValue("datetime", ("2026-01-01", "UTC", 0)),
+        TypedValue("datetime", (5, None, 0)),
+        TypedValue("datetime", ("2026-01-01", None, 7)),
+        TypedValue("date", (5,)),
+        TypedValue("timedelta", (10**15,)),
+        TypedValue("timezone", (5,)),
+        TypedValue("ZoneInfo", ("../../etc/passwd",)),
+        TypedValue("ZoneInfo", ("No/Such",)),
+        TypedValue("ZoneInfo", ("America",)),
+        TypedValue("ZoneInfo", (5,)),
+        TypedValue("Decimal", ("x",)),
+        TypedValue("Fraction", (1, 0)),
+        TypedValue("UUID", (5,)),
+        TypedValue("UUID", ("x",)),
+        TypedValue("PosixPath", (5,)),
+        TypedValue("numpy", ("O", "AAAAAAAAAAA=")),
+        TypedValue("numpy", ("<f4", "")),
+        TypedValue("numpy", ("<f4", "AAA=")),
+        TypedValue("numpy", ("<f4", 5)),
+        TypedValue("numpy", ("(", "AAAA")),
+        TypedValue("numpy", ("i4,i4", "AAAAAAAAAAA=")),
+        TypedValue("numpy", (5, "AAAA")),
+        TypedValue("numpy.dtype", ("{'names': ['a']",)),
+        TypedValue("numpy.dtype", (5,)),
+        TypedValue("numpy.dtype", ("O",)),
+        TypedValue("numpy.dtype", ("",)),
+        TypedValue("numpy.dtype", ("<f3",)),
+        TypedValue("range", (1, 2, 0)),
+        TypedValue("slice", ()),
+        TypedValue("enum", ()),
+        TypedValue("enum", (5, "a", 1)),
         nested(400),
     ],
     ids=lambda v: repr(v)[:60],
@@ -236,10 +236,10 @@ def test_deepest_value_that_encodes_also_decodes():
 @pytest.mark.parametrize(
     "value",
     [
-        Typed("enum", ("no:Class", "A", 1)),
-        Typed("enum", (type_name(Color), "GREEN", 1)),
-        Typed("enum", (type_name(Color), None, "no such value")),
-        Typed("enum", (type_name(Branch), "left", 1)),
+        TypedValue("enum", ("no:Class", "A", 1)),
+        TypedValue("enum", (type_name(Color), "GREEN", 1)),
+        TypedValue("enum", (type_name(Color), None, "no such value")),
+        TypedValue("enum", (type_name(Branch), "left", 1)),
     ],
 )
 def test_enums_that_the_program_lacks_say_what_to_import(value):
@@ -255,7 +255,7 @@ def test_an_enum_without_a_resolver_is_refused():
 
 def test_an_enum_comes_back_by_name_when_its_value_cannot_be_stored():
     typed = encode_value(Color.CALL, "x")
-    assert isinstance(typed, Typed) and typed.items[1:] == ("CALL", None)
+    assert isinstance(typed, TypedValue) and typed.items[1:] == ("CALL", None)
     assert decode_value(typed, "x", resolve=resolve) is Color.CALL
 
 
@@ -268,7 +268,7 @@ def test_enum_aliases_are_the_same_member():
 
 
 def test_paths_of_another_system_come_back_pure():
-    typed = Typed("WindowsPath", (r"C:\x",))
+    typed = TypedValue("WindowsPath", (r"C:\x",))
     found = decode_value(typed, "x")
     assert isinstance(found, pathlib.PureWindowsPath)
 

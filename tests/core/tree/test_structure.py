@@ -21,7 +21,7 @@ from treeckpt.core.tree.structure import (
     paths_of,
     rank_key,
 )
-from treeckpt.core.tree.value_codec import Typed
+from treeckpt.core.tree.value_codec import TypedValue
 from treeckpt.errors import FormatError, MismatchError, TreeError
 
 
@@ -106,8 +106,8 @@ def nested(depth):
         nested(MAX_DEPTH + 2),
         DictNode(("a",), ()),
         DictNode((), (None,)),
-        DictNode((Typed("list", ()),), (None,)),
-        DictNode((Typed("nothing", ()),), (None,)),
+        DictNode((TypedValue("list", ()),), (None,)),
+        DictNode((TypedValue("nothing", ()),), (None,)),
         PerRankNode((), (None,)),
         PerRankNode((((0, 1, 1 << 60),),), (None,)),
         PerRankNode((((0, 1),),), (None,)),

@@ -16,7 +16,7 @@ from treeckpt.core.format.records import AliasRecord, ValueRecord
 from treeckpt.core.format.save_progress import Progress, encode_progress, progress_name
 from treeckpt.core.format.timings import Span, Timings, encode_timings, timings_name
 from treeckpt.core.tree.structure import DictNode, ListNode
-from treeckpt.core.tree.value_codec import Typed
+from treeckpt.core.tree.value_codec import TypedValue
 from treeckpt_dashboard.web import security
 from treeckpt_dashboard.web.app import create_app
 
@@ -67,8 +67,10 @@ HOSTILE = {
     "a name of a megabyte": lambda i: named(i, "a" * (1 << 20)),
     "a name that is a path": lambda i: named(i, "../../etc/passwd"),
     "a value too deep": lambda i: leaf(i, 0, ValueRecord(deep_value(150))),
-    "a value of a class": lambda i: leaf(i, 0, ValueRecord(Typed("pickle", ("gASVJAAAAAAAAACMBXBvc2l4lIwGc3lzdGVt",)))),
-    "metadata of a kind unknown": lambda i: replace(i, metadata={"x" * 100_000: Typed("os.system", ("id",))}),
+    "a value of a class": lambda i: leaf(
+        i, 0, ValueRecord(TypedValue("pickle", ("gASVJAAAAAAAAACMBXBvc2l4lIwGc3lzdGVt",)))
+    ),
+    "metadata of a kind unknown": lambda i: replace(i, metadata={"x" * 100_000: TypedValue("os.system", ("id",))}),
     "metrics that are none": lambda i: replace(i, metadata={"metrics": deep_value(150)}),
     "fewer leaves than the tree has": lambda i: replace(i, leaves=i.leaves[:3]),
 }
@@ -77,7 +79,7 @@ HOSTILE = {
 def deep_value(depth):
     value = 1
     for _ in range(depth):
-        value = Typed("list", (value,))
+        value = TypedValue("list", (value,))
     return value
 
 

@@ -16,8 +16,6 @@ import numpy as np
 from ..format.byte_map import ChunkLocation, locate_chunks
 from ..format.records import File, Index, Leaf
 
-__all__ = ["ByteComparison", "Checksums", "compare_checksums"]
-
 ByteComparison = Literal["equal", "changed", "unknown"]
 
 

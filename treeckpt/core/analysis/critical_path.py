@@ -12,8 +12,6 @@ import numpy as np
 
 from .profile import WAITING_PHASES, SpanColumns
 
-__all__ = ["CriticalSegment", "critical_path"]
-
 MAX_STEPS = 1000
 
 

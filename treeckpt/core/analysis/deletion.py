@@ -29,18 +29,6 @@ from ..format.file_names import CheckpointFile, deleted_name, final_name, parse_
 from ..format.save_progress import parse_progress_name
 from .retention_policy import Policy, StepInfo, kept, unmeasured
 
-__all__ = [
-    "CleanupPlan",
-    "CleanupTimes",
-    "FileInfo",
-    "Removal",
-    "RetainedDirectory",
-    "StepDirectory",
-    "leftovers_of",
-    "plan_cleanup",
-    "plan_leftovers",
-]
-
 INDEX = "index.json"
 
 

@@ -18,8 +18,6 @@ from ..format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArray
 from ..sharding.int_runs import length_of
 from ..text import layout_text, region_text, shape_text, value_text, value_type
 
-__all__ = ["Added", "Aspect", "Change", "Changed", "Diff", "Moved", "Removed", "comparable", "diff", "leaf_text"]
-
 Aspect = Literal["kind", "shape", "dtype", "layout", "value"]
 
 MAX_CHUNKS = 10_000

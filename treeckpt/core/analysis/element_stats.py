@@ -16,8 +16,6 @@ import numpy as np
 
 from ..sharding.dtypes import dtype_of, numpy_dtype
 
-__all__ = ["ElementStats", "as_numbers", "element_stats", "element_texts", "elements_of"]
-
 BATCH = 1 << 20
 """Elements that are converted to float64 at a time."""
 BINS = 48

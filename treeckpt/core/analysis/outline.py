@@ -25,8 +25,6 @@ from ..sharding.int_runs import length_of
 from ..sharding.placements import Layout, MeshLayout, Replicate
 from ..tree.structure import KeyTextCache, Node, Structure, containers_of
 
-__all__ = ["IndexOutline", "NodeRecord", "Outline", "OutlineRow", "held_nbytes", "node_records"]
-
 MAX_NBYTES = 1 << 63
 """Bytes of all leaves of a table are below this, because they are stored as a signed integer of 64 bits."""
 

@@ -14,8 +14,6 @@ import msgspec
 from ..format.timings import Span, Timings
 from ..sharding.int_runs import decode_runs
 
-__all__ = ["encode_trace"]
-
 
 def encode_trace(timings: Timings) -> bytes:
     """Encodes the JSON of a trace file; its times are microseconds since the start of the first span."""

@@ -15,18 +15,6 @@ import numpy as np
 
 from ..format.timings import BLOCKING, Span, Timings
 
-__all__ = [
-    "COORDINATOR_PHASES",
-    "ROOT_SPAN",
-    "WAITING_PHASES",
-    "PhaseTime",
-    "RankTime",
-    "SaveProfile",
-    "SpanColumns",
-    "profile_of",
-    "span_lanes",
-]
-
 ROOT_SPAN = "save"
 """The name of the span around all others."""
 WAITING_PHASES = frozenset({"agree", "gather", "wait", "barrier", "broadcast", "open"})

@@ -12,8 +12,6 @@ from itertools import groupby
 
 import msgspec
 
-__all__ = ["RepeatedBlocks", "find_repeated_blocks"]
-
 MIN_CHILDREN = 4
 """Fewer children than this are shown one by one."""
 

@@ -33,8 +33,6 @@ from ..sharding.placements import (
 )
 from ..sharding.region import Region, byte_runs, intersect
 
-__all__ = ["MAX_RANKS", "PlacementRule", "RankReads", "ReshardPlan", "parse_mesh", "parse_rules", "plan_reshard"]
-
 MAX_RANKS = 1 << 16
 MAX_DIMS = 8
 MAX_RULES = 100

@@ -20,21 +20,6 @@ import msgspec
 
 from ...errors import TreeckptError
 
-__all__ = [
-    "All",
-    "Best",
-    "EveryPeriod",
-    "EverySteps",
-    "Last",
-    "Policy",
-    "StepInfo",
-    "Steps",
-    "best_of",
-    "check_policies",
-    "kept",
-    "unmeasured",
-]
-
 
 class StepInfo(msgspec.Struct, frozen=True):
     """The facts about one checkpoint that policies decide by."""

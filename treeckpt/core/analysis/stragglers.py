@@ -19,16 +19,6 @@ from ..sharding.int_runs import decode_runs
 from ..sharding.placements import Mesh, MeshLayout, mesh_ranks
 from .profile import COORDINATOR_PHASES, ROOT_SPAN, WAITING_PHASES, SaveProfile, SpanColumns, covered_ns
 
-__all__ = [
-    "PhaseMatrix",
-    "RankGrouping",
-    "Straggler",
-    "find_stragglers",
-    "group_phase_matrix",
-    "phase_matrix",
-    "rank_groupings",
-]
-
 MAX_PHASES = 512
 MIN_SCORE = 3.5
 MIN_SLOWDOWN = 1.2

@@ -12,8 +12,6 @@ from .critical_path import CriticalSegment, critical_path
 from .profile import SaveProfile, SpanColumns, profile_of_spans, span_lanes
 from .stragglers import PhaseMatrix, Straggler, find_stragglers, phase_matrix
 
-__all__ = ["TimingReport"]
-
 
 @dataclass(frozen=True)
 class TimingReport:

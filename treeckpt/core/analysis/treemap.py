@@ -19,8 +19,6 @@ from ..sharding.int_runs import Runs, decode_runs
 from ..tree.spec import ArraySpec
 from .outline import Outline, OutlineRow
 
-__all__ = ["TreemapBox", "TreemapKey", "state_part", "treemap_of"]
-
 TreemapKey = Literal["tree", "part", "rank", "file", "dtype"]
 
 MIN_SHARE = 400_000

@@ -14,8 +14,6 @@ from .chunks import NoChunks, encode_chunks
 from .lineage import Lineage
 from .records import AliasRecord, ArrayRecord, FileTable, Index, LeafRecord, PerRankArrays, PerRankValues, ValueRecord
 
-__all__ = ["PerRankKey", "build_index"]
-
 PerRankKey = tuple[str, int]
 """(path with `~rank*`, rank)."""
 

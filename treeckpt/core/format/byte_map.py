@@ -14,8 +14,6 @@ from ..sharding.region import Region
 from .chunks import chunks_in, count_chunks
 from .records import AliasRecord, ArrayRecord, File, Index, Leaf, PerRankArrays
 
-__all__ = ["ChunkLocation", "Extent", "chunk_count", "extents_in_file", "holders_of", "layout_of", "locate_chunks"]
-
 
 class Extent(msgspec.Struct, frozen=True, gc=False):
     """Bytes `start:stop` of a file (header included), and the region of a leaf that they hold."""

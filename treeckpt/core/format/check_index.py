@@ -22,8 +22,6 @@ from .chunks import BoxChunks, GridChunks, NoChunks, WholeChunk
 from .records import AliasRecord, ArrayRecord, Index, PerRankArrays, PerRankValues, ValueRecord
 from .shard_header import MAX_HEADER, MAX_NBYTES, MAX_WORLD, SAVE_ID, padded_nbytes
 
-__all__ = ["FREE_CHUNKS", "MIN_ENTRY_NBYTES", "check_against_files", "check_index", "needs_file_sizes"]
-
 MAX_FILES = 1 << 20
 """Rows of the table of files, which are expanded when the checkpoint is read."""
 MIN_ENTRY_NBYTES = 48

@@ -18,18 +18,6 @@ from ..sharding.int_runs import Runs, decode_runs, encode_runs, length_of, value
 from ..sharding.region import Region
 from ..sharding.write_assignment import BoxOwners, GridOwners, grid_of
 
-__all__ = [
-    "BoxChunks",
-    "Chunks",
-    "GridChunks",
-    "NoChunks",
-    "WholeChunk",
-    "chunks_in",
-    "count_chunks",
-    "encode_boxes",
-    "encode_chunks",
-]
-
 
 class WholeChunk(msgspec.Struct, frozen=True, tag="w", array_like=True, gc=False):
     """One chunk that holds the whole array."""

@@ -15,8 +15,6 @@ from ..tree.structure import TABLE_KEYS
 from .byte_map import extents_in_file
 from .records import AliasRecord, File, Index
 
-__all__ = ["BadBytes", "DamagedLeaf", "damaged_leaves", "leaves_in_range", "rank_path"]
-
 
 class BadBytes(msgspec.Struct, frozen=True, array_like=True):
     """Bytes `start:stop` of a file (header included) that are missing, unreadable or changed."""

@@ -23,23 +23,6 @@ from ...errors import TreeError
 from .save_progress import parse_progress_name
 from .shard_header import parse_shard_name
 
-__all__ = [
-    "MAX_STEP",
-    "PIN_NAME",
-    "CheckpointFile",
-    "FileKind",
-    "check_step",
-    "damaged_name",
-    "deleted_name",
-    "final_name",
-    "is_step_name",
-    "lease_name",
-    "parse_file_name",
-    "step_name",
-    "step_of",
-    "writer_tag",
-]
-
 PIN_NAME = "pinned.json"
 FileKind = Literal["index", "shard", "timings", "progress", "deleted", "lease", "pin", "damaged", "temporary"]
 

@@ -26,8 +26,6 @@ from .records import ArrayRecord, FileTable, Index, Leaf, LeafRecord, PerRankArr
 from .seals import check_seal, sealed
 from .shard_header import ShardHeader
 
-__all__ = ["INDEX_NAME", "VERSION", "decode_index", "encode_index", "encode_manifest", "folded_index", "rebuild"]
-
 VERSION = 2
 """The newest version. Where version 1 is about as short, it is written instead, so that older programs can read it."""
 INDEX_NAME = "index.json"

@@ -32,8 +32,6 @@ from .chunks import BoxChunks, Chunks, GridChunks, WholeChunk, encode_boxes
 from .records import ArrayRecord, Index, LeafRecord, PerRankArrays
 from .shard_header import MAX_NBYTES
 
-__all__ = ["PackedIndex", "pack", "unpack"]
-
 MAX_NUMBERS = 1 << 17
 """Offsets of all boxes together that a small document may describe; they are computed when the index is read."""
 MAX_PER_RANK = 1 << 20

@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 import msgspec
 
-__all__ = ["Lineage", "LineageOrder", "LineagePosition", "SavedCheckpoint", "next_lineage"]
-
 MAX_SEQUENCE = 1 << 62
 
 SequenceRanges = tuple[tuple[int, int], ...]

@@ -28,22 +28,6 @@ from .chunks import Chunks, WholeChunk, chunks_in, count_chunks
 from .lineage import Lineage
 from .shard_header import shard_name
 
-__all__ = [
-    "AliasRecord",
-    "ArrayRecord",
-    "File",
-    "FileTable",
-    "Index",
-    "IndexCounts",
-    "Leaf",
-    "LeafRecord",
-    "PerRankArrays",
-    "PerRankValues",
-    "ValueRecord",
-    "file_table",
-]
-
-
 NOTEBOOK_ROWS = 12
 """Arrays that the index shows in a notebook."""
 

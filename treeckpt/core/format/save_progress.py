@@ -15,18 +15,6 @@ import xxhash
 from ...errors import FormatError
 from .shard_header import MAX_NBYTES, MAX_WORLD, SAVE_ID
 
-__all__ = [
-    "MAX_PROGRESS",
-    "Owner",
-    "Progress",
-    "SavePhase",
-    "decode_progress",
-    "encode_progress",
-    "fraction_of",
-    "parse_progress_name",
-    "progress_name",
-]
-
 SavePhase = Literal["write", "commit"]
 MAX_RECORDED_STEP = (1 << 63) - 1
 MAX_PROGRESS = 4096

@@ -6,8 +6,6 @@ import xxhash
 
 from ...errors import CorruptError
 
-__all__ = ["check_no_zeros", "check_seal", "sealed"]
-
 _RESTORE = "The file was changed after it was written; restore it from a copy"
 _SEAL = b'"seal":"'
 _ZEROS = b"0" * 16

@@ -25,24 +25,6 @@ from ..sharding.dtypes import DTYPES, dtype_of
 from ..sharding.region import MAX_NDIM, Region
 from .seals import check_seal, sealed
 
-__all__ = [
-    "BLOCK",
-    "ShardEntry",
-    "ShardHeader",
-    "block_count",
-    "decode_header",
-    "encode_header",
-    "hash_block",
-    "hash_parts",
-    "hashes_at",
-    "header_nbytes",
-    "padded_nbytes",
-    "parse_shard_name",
-    "seal_at",
-    "shard_name",
-    "with_hashes",
-]
-
 VERSION = 1
 BLOCK = 256 << 10
 """Bytes of the data area under one checksum."""

@@ -16,8 +16,6 @@ from ..sharding.int_runs import Runs, check_runs, length_of
 from .seals import check_seal, sealed
 from .shard_header import MAX_NBYTES, MAX_WORLD, SAVE_ID
 
-__all__ = ["BLOCKING", "Host", "Span", "Timings", "decode_timings", "encode_timings", "timings_name"]
-
 VERSION = 1
 BLOCKING = "blocking"
 """The span of a background save from its start until the call returned. It overlaps the phases and is none itself."""

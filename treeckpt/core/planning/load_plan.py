@@ -13,20 +13,6 @@ import numpy as np
 
 from ..sharding.region import ByteRuns, Region, byte_runs, c_strides, coalesce, intersect
 
-__all__ = [
-    "READ_GAP",
-    "READ_LIMIT",
-    "BoxCopy",
-    "Chunk",
-    "ContiguousRead",
-    "ReadBlock",
-    "WantedRegion",
-    "bounded_span_boxes",
-    "plan_contiguous_reads",
-    "plan_load",
-    "split_at_multiples",
-]
-
 READ_LIMIT = 8 << 20
 """Bytes of one read, at most (a single row that is longer excepted)."""
 READ_GAP = 64 << 10

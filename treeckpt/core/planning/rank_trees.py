@@ -26,19 +26,6 @@ from ..tree.nesting import SplitStructure, split_structure
 from ..tree.spec import ArraySpec, StridedView
 from ..tree.structure import Structure, paths_of
 
-__all__ = [
-    "GlobalTree",
-    "Inventory",
-    "LeafSpec",
-    "RankClass",
-    "array_leaves",
-    "check_disjoint",
-    "digest_of",
-    "merge_rank_trees",
-    "overlapping_pieces",
-    "piece_key",
-]
-
 
 class LeafSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One leaf of one rank's tree, or of the global tree."""

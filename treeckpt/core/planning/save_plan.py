@@ -17,18 +17,6 @@ from ..sharding.int_runs import decode_runs
 from ..sharding.region import Region
 from ..sharding.write_assignment import ArrayLeaf, Assignment, BoxOwners, Owners, owners_of, single_writer, writes_of
 
-__all__ = [
-    "ChunkOffsets",
-    "FilePlan",
-    "PlannedEntry",
-    "SavePlan",
-    "SingleChunkOffset",
-    "assign_offsets",
-    "order_classes",
-    "plan_save",
-    "stream_offsets",
-]
-
 PAGE_SIZE = 4096
 CACHE_LINE = 64
 ORDER_CLASSES = 7

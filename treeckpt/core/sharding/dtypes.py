@@ -17,18 +17,6 @@ import numpy as np
 
 from ...errors import FormatError, MismatchError
 
-__all__ = [
-    "DTYPES",
-    "USER_DEFINED",
-    "DType",
-    "dtype_of",
-    "dtype_of_text",
-    "dtype_text",
-    "normalize_dtype",
-    "numpy_dtype",
-    "numpy_name",
-]
-
 
 class DType(msgspec.Struct, frozen=True):
     """An element type. `tag` and `parts` are its form in safetensors: `parts` > 1 adds a trailing dimension."""

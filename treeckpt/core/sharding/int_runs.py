@@ -19,17 +19,6 @@ import numpy as np
 
 from ...errors import FormatError
 
-__all__ = [
-    "Run",
-    "Runs",
-    "check_runs",
-    "decode_runs",
-    "encode_runs",
-    "length_of",
-    "rises_strictly",
-    "value_at",
-]
-
 Run = tuple[int, ...]
 Runs = tuple[Run, ...]
 

@@ -24,30 +24,6 @@ from ...errors import LayoutError
 from .int_runs import Runs, decode_runs, encode_runs, length_of
 from .region import Region
 
-__all__ = [
-    "BoxLayout",
-    "Cells",
-    "Layout",
-    "LocalRegion",
-    "Mesh",
-    "MeshLayout",
-    "Placement",
-    "Replicate",
-    "Shard",
-    "StridedShard",
-    "cells_of",
-    "check_layout",
-    "check_placements",
-    "held_by",
-    "layout_of_group",
-    "local_shape",
-    "mesh_ranks",
-    "mesh_strides",
-    "position_of",
-    "replica_offsets",
-    "replicated_layout",
-]
-
 
 class Replicate(msgspec.Struct, frozen=True, tag="r", array_like=True):
     """Every rank along the mesh dimension holds the same elements."""

@@ -13,23 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-__all__ = [
-    "MAX_NDIM",
-    "ByteRuns",
-    "Region",
-    "any_overlap",
-    "byte_runs",
-    "c_strides",
-    "coalesce",
-    "earlier_overlaps",
-    "flat_boxes",
-    "flat_regions",
-    "intersect",
-    "max_boxes",
-    "subtract",
-    "tiles",
-]
-
 MAX_NDIM = 64
 """The largest number of dimensions of an array."""
 

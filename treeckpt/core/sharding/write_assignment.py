@@ -37,21 +37,6 @@ from .placements import (
 )
 from .region import Region, earlier_overlaps, intersect, subtract
 
-__all__ = [
-    "ArrayLeaf",
-    "Assignment",
-    "BoxOwners",
-    "GridOwners",
-    "Owners",
-    "ReplicaSplit",
-    "assign_writers",
-    "grid_of",
-    "overlapping_boxes",
-    "owners_of",
-    "single_writer",
-    "writes_of",
-]
-
 SMALL = 64 << 10
 """Bytes up to which an array is never cut."""
 MIN_QUOTA = 1 << 20

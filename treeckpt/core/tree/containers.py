@@ -49,20 +49,6 @@ from .structure import (
 )
 from .value_codec import Value, encode_value, type_name
 
-__all__ = [
-    "DEFAULT_FACTORIES",
-    "FlattenedContainer",
-    "PerRank",
-    "flatten_one_level",
-    "is_leaf_type",
-    "is_plain_dataclass",
-    "is_stateful_type",
-    "new_instance",
-    "new_struct_sequence",
-    "registry_entry",
-    "struct_sequence_fields",
-]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PerRank:

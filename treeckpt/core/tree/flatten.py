@@ -63,8 +63,6 @@ from .structure import (
 )
 from .value_codec import Resolver, decode_value
 
-__all__ = ["PerRank", "child_of_rank", "flatten", "rebuild_container", "replace_leaves", "unflatten"]
-
 Leaves = list[tuple[str, object]]
 """Leaves with their paths."""
 

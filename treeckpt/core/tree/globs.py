@@ -10,8 +10,6 @@ from functools import lru_cache
 
 from ...errors import MismatchError
 
-__all__ = ["Globs", "check_used", "compile_globs"]
-
 _WILD = re.compile(r"[*?[]")
 
 

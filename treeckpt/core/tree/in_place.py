@@ -15,8 +15,6 @@ from .keyed_table import KeyedTable
 from .recursion import Recursive, trampoline
 from .structure import key_text
 
-__all__ = ["update_in_place"]
-
 _MUTABLE = (dict, list, collections.deque)
 
 

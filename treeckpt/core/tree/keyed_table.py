@@ -6,7 +6,7 @@ bucket. Neither the positions of rows in the memory of the program that saves th
 after loading, are stored.
 
 A `KeyedTable` is a container of its arrays: in a tree with the table at `emb` they have the paths `emb/ids`,
-`emb/offsets`, `emb/slots/embedding`, ... Flattening one gives a `Column` for each.
+`emb/offsets`, `emb/slots/embedding`, ... Flattening one gives a `TableColumn` for each.
 
 A rank knows which buckets it owns and how many rows it has, but not how many rows the others have. So in its inventory
 the arrays of a table are sharded by bucket; with the `OwnedRows` of all ranks `row_starts` computes the rows.
@@ -27,18 +27,6 @@ import numpy as np
 from ...errors import LayoutError, MismatchError
 from .row_order import DEFAULT_BUCKETS, Keep, bucket_range, check_partition
 from .spec import TableSpec
-
-__all__ = [
-    "BoundTable",
-    "Column",
-    "HashTable",
-    "KeyedTable",
-    "OwnedRows",
-    "TableCache",
-    "columns_of",
-    "restore_table",
-    "row_starts",
-]
 
 
 class HashTable(Protocol):
@@ -167,7 +155,7 @@ class TableCache:
         """The positions of slots' rows that were saved with other ids, by the source of these."""
 
 
-class Column:
+class TableColumn:
     """One array of a table, as a leaf of a tree: the ids, a slot, or the first row of each bucket."""
 
     __slots__ = ("array", "kind", "name", "view")
@@ -192,13 +180,13 @@ class Column:
 def columns_of(table: KeyedTable) -> tuple[object, ...]:
     """Returns a table's children, in the order of their node; `...` in a table that was loaded in part stays."""
     view = TableCache(table)
-    ids = ... if table.ids is ... else Column(view, "ids", table.ids)
-    slots = {name: a if a is ... else Column(view, "slot", a, name) for name, a in table.slots.items()}
-    return ids, Column(view, "offsets", None), slots, table.scalars
+    ids = ... if table.ids is ... else TableColumn(view, "ids", table.ids)
+    slots = {name: a if a is ... else TableColumn(view, "slot", a, name) for name, a in table.slots.items()}
+    return ids, TableColumn(view, "offsets", None), slots, table.scalars
 
 
 def _unwrap_column(child: Any) -> Any:
-    return child.array if isinstance(child, Column) else child
+    return child.array if isinstance(child, TableColumn) else child
 
 
 # sharding by row ------------------------------------------------------------------------------------------------------

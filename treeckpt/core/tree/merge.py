@@ -10,8 +10,6 @@ from .nesting import split_structure
 from .recursion import Recursive, trampoline
 from .structure import DefaultDictNode, DictNode, Node, OrderedDictNode, PerRankNode, Structure, key_text, keys_of
 
-__all__ = ["merge", "with_ranks"]
-
 _Mapping = DictNode | OrderedDictNode | DefaultDictNode
 
 

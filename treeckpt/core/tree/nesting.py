@@ -16,14 +16,6 @@ from ...errors import FormatError, TreeError
 from .recursion import Recursive, trampoline
 from .structure import DOCUMENT_DEPTH, MAX_DEPTH, CustomNode, Node, PerRankNode, Structure
 
-__all__ = [
-    "SplitStructure",
-    "expand_shared_subtrees",
-    "extract_shared_subtrees",
-    "leaf_count",
-    "split_structure",
-]
-
 MAX_SHARED = 32
 """The number of places of shared subtrees: it limits how much larger than its file a structure can become."""
 MAX_REPEATED_CHILDREN = 3

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any, TypeVar
 
-__all__ = ["Recursive", "trampoline"]
-
 T = TypeVar("T")
 Recursive = Generator[Any, Any, T]
 """One call of a recursive function that returns a T."""

@@ -21,18 +21,6 @@ import numpy as np
 from ...errors import LayoutError, TreeError
 from .spec import TableSpec
 
-__all__ = [
-    "DEFAULT_BUCKETS",
-    "Executor",
-    "Keep",
-    "RowOrder",
-    "bucket_range",
-    "buckets_of",
-    "check_partition",
-    "run_serially",
-    "sort_rows",
-]
-
 DEFAULT_BUCKETS = 65_536
 """The default number of buckets of a table."""
 MAX_BUCKETS = 1 << 24

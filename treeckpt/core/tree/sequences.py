@@ -35,8 +35,6 @@ from .structure import (
 )
 from .value_codec import Resolver
 
-__all__ = ["SequenceReplacement", "differing_sequences"]
-
 _SEQUENCES = (ListNode, TupleNode, DequeNode, NamedTupleNode)
 
 

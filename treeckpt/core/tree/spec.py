@@ -13,8 +13,6 @@ from ...errors import MismatchError
 from ..sharding.dtypes import dtype_of, normalize_dtype
 from ..sharding.region import Region
 
-__all__ = ["ArraySpec", "StridedView", "TableSpec"]
-
 
 class StridedView(msgspec.Struct, frozen=True, array_like=True):
     """A strided window into another leaf's elements. `offset` and `strides` count elements of it in C order."""

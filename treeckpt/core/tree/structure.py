@@ -19,39 +19,7 @@ import msgspec
 from ...errors import FormatError, TreeError
 from ..sharding.int_runs import Runs, check_runs
 from .spec import TableSpec
-from .value_codec import Typed, Value, check_hash_collisions, decode_value, type_name
-
-__all__ = [
-    "MAX_EXTRA_PATH_CHARS",
-    "TABLE_KEYS",
-    "USUAL_PATH_LENGTH",
-    "CustomNode",
-    "DataclassNode",
-    "DefaultDictNode",
-    "DequeNode",
-    "DictNode",
-    "KeyTextCache",
-    "ListNode",
-    "NamedTupleNode",
-    "Node",
-    "OrderedDictNode",
-    "PerRankNode",
-    "StructSequenceNode",
-    "Structure",
-    "TableNode",
-    "TupleNode",
-    "check_unicode",
-    "containers_of",
-    "empty_container_paths",
-    "extra_path_chars",
-    "index_path",
-    "key_text",
-    "keys_of",
-    "parse_path",
-    "paths_of",
-    "rank_key",
-    "tables_of",
-]
+from .value_codec import TypedValue, Value, check_hash_collisions, decode_value, type_name
 
 MAX_DEPTH = 1000
 """Deeper trees are errors: the usual cause is a container that holds itself."""
@@ -249,8 +217,8 @@ def parse_path(text: str) -> tuple[str, ...]:
 def keys_of(node: Node, path: str) -> Sequence[object]:
     """Returns the keys of a node's children: dict keys, field names or positions."""
     if isinstance(node, (DictNode, OrderedDictNode, DefaultDictNode, CustomNode)):
-        keys = [decode_value(key, path) if type(key) is Typed else key for key in node.keys]
-        return check_hash_collisions(keys, path) if any(type(key) is Typed for key in node.keys) else keys
+        keys = [decode_value(key, path) if type(key) is TypedValue else key for key in node.keys]
+        return check_hash_collisions(keys, path) if any(type(key) is TypedValue for key in node.keys) else keys
     if isinstance(node, (NamedTupleNode, StructSequenceNode, DataclassNode)):
         return node.fields
     if isinstance(node, TableNode):

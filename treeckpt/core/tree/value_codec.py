@@ -1,7 +1,7 @@
 """Encodes Python values as JSON, and decodes them with their type.
 
 A value that JSON has itself (None, bool, int of 64 bits, finite float, str) is stored as such; every other one becomes
-a `Typed` record, in JSON `["kind", [items...]]`. Decoding builds values from a fixed list of kinds; it imports and
+a `TypedValue` record, in JSON `["kind", [items...]]`. Decoding builds values from a fixed list of kinds; it imports and
 calls nothing that a file names, except that an enum's class is looked up, by the caller's `resolve`, among classes
 that exist already.
 
@@ -37,8 +37,6 @@ import numpy as np
 from ...errors import FormatError, MismatchError, TreeError
 from ..sharding.dtypes import dtype_of_text, dtype_text
 
-__all__ = ["Resolver", "Typed", "Value", "check_hash_collisions", "decode_value", "encode_value", "type_name"]
-
 Resolver = Callable[[str], type]
 """Returns the class called `module:qualname` if the program has it already; raises LookupError otherwise."""
 
@@ -48,14 +46,14 @@ MAX_COLLISIONS = 64
 _INT64 = 1 << 63
 
 
-class Typed(msgspec.Struct, frozen=True, array_like=True):
+class TypedValue(msgspec.Struct, frozen=True, array_like=True):
     """A value that JSON lacks: its kind, and the items to build it from."""
 
     kind: str
-    items: tuple[bool | int | float | str | Typed | None, ...]
+    items: tuple[bool | int | float | str | TypedValue | None, ...]
 
 
-Value = None | bool | int | float | str | Typed
+Value = None | bool | int | float | str | TypedValue
 
 
 def type_name(kind: type) -> str:
@@ -66,7 +64,7 @@ def type_name(kind: type) -> str:
 # encoding ------------------------------------------------------------------------------------------------------------
 
 
-def encode_value(value: object, path: str, extra: Callable[[object], Typed | None] | None = None) -> Value:
+def encode_value(value: object, path: str, extra: Callable[[object], TypedValue | None] | None = None) -> Value:
     """Returns the JSON form of a Python value.
 
     Args:
@@ -79,7 +77,7 @@ def encode_value(value: object, path: str, extra: Callable[[object], Typed | Non
     return _encode(value, path, extra, 0)
 
 
-def _encode(value: object, path: str, extra: Callable[[object], Typed | None] | None, depth: int) -> Value:
+def _encode(value: object, path: str, extra: Callable[[object], TypedValue | None] | None, depth: int) -> Value:
     if depth > MAX_VALUE_DEPTH:
         raise TreeError(path, expected=f"values nested at most {MAX_VALUE_DEPTH} deep", found="deeper ones")
     kind = type(value)
@@ -87,10 +85,10 @@ def _encode(value: object, path: str, extra: Callable[[object], Typed | None] | 
         return value  # pyright: ignore[reportReturnType]
     if kind is int:
         number: int = value  # pyright: ignore[reportAssignmentType]
-        return number if -_INT64 <= number < _INT64 else Typed("int", (hex(number),))
+        return number if -_INT64 <= number < _INT64 else TypedValue("int", (hex(number),))
     if kind is float:
         real: float = value  # pyright: ignore[reportAssignmentType]
-        return real if math.isfinite(real) else Typed("float", (repr(real),))
+        return real if math.isfinite(real) else TypedValue("float", (repr(real),))
     if kind is str:
         return _encode_str(value)  # pyright: ignore[reportArgumentType]
     if (encoder := _ENCODERS.get(kind)) is not None:
@@ -99,7 +97,7 @@ def _encode(value: object, path: str, extra: Callable[[object], Typed | None] | 
         if kind in (set, frozenset):
             # the order of a set differs between processes: sorting gives equal sets equal bytes
             items.sort(key=msgspec.json.encode)
-        return Typed(name, tuple(items))
+        return TypedValue(name, tuple(items))
     if isinstance(value, enum.Enum):
         return _encode_enum(value, path, extra, depth)
     if (typed := _encode_numpy(value)) is not None:
@@ -127,31 +125,33 @@ def _encode_str(text: str) -> Value:
     try:
         text.encode()
     except UnicodeEncodeError:  # lone surrogates, as os.fsdecode returns them
-        return Typed("str", _base64(text.encode("utf-8", "surrogatepass")))
+        return TypedValue("str", _base64(text.encode("utf-8", "surrogatepass")))
     return text
 
 
-def _encode_enum(value: enum.Enum, path: str, extra: Callable[[object], Typed | None] | None, depth: int) -> Typed:
+def _encode_enum(
+    value: enum.Enum, path: str, extra: Callable[[object], TypedValue | None] | None, depth: int
+) -> TypedValue:
     """Encodes a member by name, and by value where it has no name (combined flags)."""
     kind = type(value)
     if value.name not in kind.__members__:
-        return Typed("enum", (type_name(kind), None, _encode(value.value, path, extra, depth + 1)))
+        return TypedValue("enum", (type_name(kind), None, _encode(value.value, path, extra, depth + 1)))
     try:
         inner = _encode(value.value, path, extra, depth + 1)
     except TreeError:  # a function, for example: the name is enough
         inner = None
-    return Typed("enum", (type_name(kind), value.name, inner))
+    return TypedValue("enum", (type_name(kind), value.name, inner))
 
 
-def _encode_numpy(value: object) -> Typed | None:
+def _encode_numpy(value: object) -> TypedValue | None:
     if isinstance(value, np.str_):  # as an array it would lose trailing zeros
-        return Typed("numpy.str", (_encode_str(value[:]),))
+        return TypedValue("numpy.str", (_encode_str(value[:]),))
     if isinstance(value, np.bytes_):
-        return Typed("numpy.bytes", _base64(bytes(value)))
+        return TypedValue("numpy.bytes", _base64(bytes(value)))
     if isinstance(value, np.generic) and (text := dtype_text(value.dtype)) is not None:
-        return Typed("numpy", (text, *_base64(value.tobytes())))
+        return TypedValue("numpy", (text, *_base64(value.tobytes())))
     if isinstance(value, np.dtype) and (text := dtype_text(value)) is not None:
-        return Typed("numpy.dtype", (text,))
+        return TypedValue("numpy.dtype", (text,))
     return None
 
 
@@ -264,7 +264,7 @@ def decode_value(
     path: str,
     *,
     resolve: Resolver | None = None,
-    extra: Callable[[Typed], object] | None = None,
+    extra: Callable[[TypedValue], object] | None = None,
 ) -> object:
     """Returns the Python value of a JSON form.
 
@@ -280,9 +280,9 @@ def decode_value(
 
 
 def _decode(
-    value: Value, path: str, resolve: Resolver | None, extra: Callable[[Typed], object] | None, depth: int
+    value: Value, path: str, resolve: Resolver | None, extra: Callable[[TypedValue], object] | None, depth: int
 ) -> object:
-    if not isinstance(value, Typed):
+    if not isinstance(value, TypedValue):
         return value
     if depth > MAX_VALUE_DEPTH:
         raise FormatError(path, expected=f"values nested at most {MAX_VALUE_DEPTH} deep", found="deeper ones")
@@ -322,7 +322,7 @@ def check_hash_collisions(members: list[Any], path: str) -> list[Any]:
 
 
 def _decode_enum(
-    value: Typed, path: str, resolve: Resolver | None, extra: Callable[[Typed], object] | None, depth: int
+    value: TypedValue, path: str, resolve: Resolver | None, extra: Callable[[TypedValue], object] | None, depth: int
 ) -> object:
     name, member, inner = value.items if len(value.items) == 3 else (None, None, None)
     if not isinstance(name, str):

@@ -18,18 +18,6 @@ from .comm import Comm
 from .failures import Fault, raise_faults, silent_faults, to_fault
 from .rounds import Round
 
-__all__ = [
-    "ByteGatherer",
-    "Conclusion",
-    "Exchange",
-    "all_gather",
-    "decode_each",
-    "from_rank",
-    "from_rank0",
-    "gather_errors",
-    "gather_results",
-]
-
 T = TypeVar("T")
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 _HINT = "Call it on every rank, in the same order"

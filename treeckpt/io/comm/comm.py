@@ -19,23 +19,6 @@ from .launchers import UnconnectedComm, launched_rank, unconnected_error
 from .message_store import ThreadMessageStore, TorchMessageStore, connect_to_leader, serve_leader_store
 from .state import CommState
 
-__all__ = [
-    "Comm",
-    "HierarchicalComm",
-    "MessageStore",
-    "PrefixComm",
-    "SoloComm",
-    "ThreadComm",
-    "TorchComm",
-    "as_comm",
-    "check_group",
-    "comm_of",
-    "default_comm",
-    "global_rank",
-    "members_of",
-    "thread_comms",
-]
-
 TIMEOUT = 600.0
 """Default time limit of a wait for other ranks, in seconds."""
 

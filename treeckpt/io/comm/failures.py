@@ -11,8 +11,6 @@ from ... import errors
 from ...errors import CheckpointError, RankError, TreeckptError
 from ..os_errors import hint_for
 
-__all__ = ["NOT_COMMITTED", "Fault", "os_errors_wrapped", "raise_faults", "silent_faults", "to_fault", "wrap_os_error"]
-
 NOT_COMMITTED = "Nothing was committed; an earlier checkpoint at this path is still valid"
 """The hint of the error of a save that failed."""
 _KINDS: dict[str, type[TreeckptError]] = {

@@ -13,17 +13,6 @@ import msgspec
 
 from ...core.sharding.int_runs import Runs, decode_runs, encode_runs
 
-__all__ = [
-    "GROUP_SIZES",
-    "TREE_ABOVE",
-    "bundle",
-    "children_of",
-    "group_sizes_for",
-    "is_leader",
-    "parent_of",
-    "unbundle",
-]
-
 TREE_ABOVE = 1024
 """Number of ranks of the largest world in which every rank exchanges messages with rank 0 itself.
 

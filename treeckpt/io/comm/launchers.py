@@ -16,8 +16,6 @@ import msgspec
 from ...errors import RankError
 from .state import CommState
 
-__all__ = ["LaunchedRank", "UnconnectedComm", "launched_rank", "unconnected_error"]
-
 _SLURM_SPECIAL = 0xFFFF_FFF0
 """Step ids from here on are SLURM's own: the batch script, an interactive shell, what is outside of all steps."""
 _MPI = (

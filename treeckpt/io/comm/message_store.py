@@ -19,8 +19,6 @@ from typing import Any
 
 from ...errors import RankError
 
-__all__ = ["LeaderStore", "ThreadMessageStore", "TorchMessageStore", "connect_to_leader", "serve_leader_store"]
-
 CONNECT_TIMEOUT = 20.0
 """Seconds in which a leader's server has to be reached."""
 CALL_TIMEOUT = 60.0

@@ -34,8 +34,6 @@ from .comm import Comm, HierarchicalComm, MessageStore
 from .fanout import bundle, children_of, is_leader, parent_of, unbundle
 from .waiting import TERMINATION, log_waiting, send_heartbeats, silence_text, wait_for
 
-__all__ = ["Round"]
-
 LAST_READ_TIMEOUT = 30.0
 """Seconds that rank 0 waits, at most, until the others have read its last message: rank 0 may serve the message store,
 and be about to exit. A comm with a shorter time limit waits that long: a rank that died after its report reads nothing.

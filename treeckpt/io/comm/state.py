@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TypeVar
 
-__all__ = ["CommState"]
-
 T = TypeVar("T")
 
 

@@ -18,17 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from ...errors import RankError
 from .comm import MessageStore
 
-__all__ = [
-    "HEARTBEAT_TIMEOUT",
-    "TERMINATION",
-    "Termination",
-    "log_if_slow",
-    "log_waiting",
-    "send_heartbeats",
-    "silence_text",
-    "wait_for",
-]
-
 SLOW_WAIT = 10.0
 """Seconds after which a wait for ranks that have not called is logged."""
 HEARTBEAT_TIMEOUT = 5.0

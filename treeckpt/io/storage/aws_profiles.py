@@ -15,8 +15,6 @@ from urllib.parse import urlsplit
 
 from ...errors import StoreError
 
-__all__ = ["HOW", "check_instance", "s3_options"]
-
 HOW = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or run where the instance has a role"
 
 _GIVEN = ("access_key_id", "aws_access_key_id", "credential_provider", "skip_signature", "aws_skip_signature")

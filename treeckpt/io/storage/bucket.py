@@ -15,18 +15,6 @@ import msgspec
 from ...errors import CheckpointError, StoreError
 from .run_store import DirectoryEntry
 
-__all__ = [
-    "OBJECT_SCHEMES",
-    "ObjectBucket",
-    "ObjectListing",
-    "VersionTag",
-    "check_path",
-    "is_url",
-    "local_path",
-    "missing_extra",
-    "split_url",
-]
-
 OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "adl"})
 """URL schemes that obstore serves; fsspec serves all others, except file://."""
 

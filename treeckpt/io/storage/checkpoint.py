@@ -22,8 +22,6 @@ from .metadata_files import decode_and_check, read_index_bytes
 from .shard_reader import ByteRange, OpenedShard, check_blocks, check_parts, open_shard, read_range
 from .store import Store, SupportsMappedReads
 
-__all__ = ["Checkpoint", "Replaced", "ShardReader"]
-
 
 class Replaced(CheckpointError):
     """Another save has replaced the version that was being read."""

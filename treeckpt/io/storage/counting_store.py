@@ -8,8 +8,6 @@ from functools import partial
 
 from .store import Store, SupportsMappedReads
 
-__all__ = ["CountingStore"]
-
 
 class CountingStore:
     """A store that calls `count` with the bytes of each read of a shard."""

@@ -7,17 +7,6 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = [
-    "DCP_METADATA",
-    "HEAD",
-    "HFAI_PART",
-    "PADDLE_METADATA",
-    "SAFETENSORS_INDEX",
-    "describe_foreign",
-    "format_of_head",
-    "format_of_names",
-]
-
 DCP_METADATA = ".metadata"
 HFAI_PART = re.compile(r"PART_([0-9]{3,})\.pt")
 PADDLE_METADATA = re.compile(r"[0-9]+\.metadata")

@@ -18,8 +18,6 @@ from ...errors import StoreError
 from .bucket import ObjectListing, VersionTag, missing_extra
 from .run_store import DirectoryEntry
 
-__all__ = ["FsspecBucket", "open_fsspec"]
-
 _TIMES = ("mtime", "modified", "LastModified", "last_modified", "updated", "created")
 
 

@@ -35,17 +35,6 @@ from .reader_leases import LEASE, lease_owner
 from .run_store import DirectoryEntry, Folder, LocalFolder
 from .store import LocalStore, Store
 
-__all__ = [
-    "GRACE",
-    "clear_leftovers",
-    "committed_save_id",
-    "deletion_times",
-    "file_facts",
-    "list_leftovers",
-    "plan_removal",
-    "remove_leftovers",
-]
-
 GRACE = 3600.0
 """Seconds after which files of an unfinished save are removed, where nothing shows whether the save is alive."""
 

@@ -23,8 +23,6 @@ from ...errors import CorruptError
 from .mapped_read import MappedReader
 from .page_cache import is_cached
 
-__all__ = ["LocalReader", "ReaderCache", "open_regular", "too_short"]
-
 PAGE = 4096
 VECTORS = 256
 """Buffers that one call fills, at most."""

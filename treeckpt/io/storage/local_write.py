@@ -9,8 +9,6 @@ from pathlib import Path
 
 from .memory import PAGE, aligned_buffer
 
-__all__ = ["LocalWriter", "make_directory", "sync_directory"]
-
 
 def sync_directory(directory: Path) -> None:
     """Makes the names in a directory durable."""

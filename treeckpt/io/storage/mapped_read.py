@@ -36,8 +36,6 @@ try:
 except ImportError:
     _leases = None
 
-__all__ = ["MappedReader"]
-
 PAGE = mmap.PAGESIZE
 POPULATE_READ = 22
 """MADV_POPULATE_READ: makes pages present, or fails."""

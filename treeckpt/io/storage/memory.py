@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 
-__all__ = ["HUGE", "PAGE", "SlabAllocator", "advise_huge_pages", "aligned_buffer"]
-
 PAGE = 4096
 HUGE = 2 << 20
 """Bytes of a huge page."""

@@ -13,8 +13,6 @@ from .foreign_formats import describe_foreign
 from .shard_reader import read_header
 from .store import Store
 
-__all__ = ["decode_and_check", "read_index", "read_index_bytes", "read_timings", "rebuild_from_shards"]
-
 
 def read_index(store: Store) -> Index:
     """Returns the index of a checkpoint; raises as `read_index_bytes` and `decode_and_check`."""

@@ -16,8 +16,6 @@ from functools import partial
 from ...errors import StoreError
 from .bucket import ObjectBucket
 
-__all__ = ["SINGLE_PUT_LIMIT", "MultipartWriter", "SinglePutWriter"]
-
 SINGLE_PUT_LIMIT = 16 << 20
 """Bytes up to which an object is kept in memory and written in one request."""
 WAITING = 2

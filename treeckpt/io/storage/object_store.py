@@ -26,8 +26,6 @@ from .obstore import ObstoreBucket
 from .run_store import DirectoryEntry, Folder
 from .store import Writer
 
-__all__ = ["ObjectFolder", "ObjectRun", "ObjectStore", "open_address"]
-
 HEAD = 64 << 10
 """Bytes fetched by the first small read at the beginning of an object: a header comes together with its length."""
 _ODD = re.compile(r"[\x00-\x1f\x7f/]")

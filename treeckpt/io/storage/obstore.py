@@ -22,8 +22,6 @@ from .aws_profiles import HOW, check_instance, s3_options
 from .bucket import ObjectListing, VersionTag, missing_extra
 from .run_store import DirectoryEntry
 
-__all__ = ["ObstoreBucket"]
-
 T = TypeVar("T")
 
 PART = 8 << 20

@@ -10,8 +10,6 @@ from .object_store import ObjectFolder, ObjectRun, ObjectStore
 from .run_store import Folder, LocalFolder, LocalRun, RunStore
 from .store import LocalStore, Store
 
-__all__ = ["open_folder", "open_run", "open_store"]
-
 
 def open_store(path: str | os.PathLike[str] | Store) -> Store:
     """Returns the store of a path or URL; a store is returned as it is.

@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["available_memory", "is_cached"]
-
 PAGE = mmap.PAGESIZE
 CACHESTAT = 451
 """The number of the system call cachestat, the same on all architectures of `_has_cachestat`."""

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from ...core.format.save_progress import Owner
 
-__all__ = ["is_running", "this_process"]
-
 _known: dict[int, Owner] = {}
 
 

@@ -30,8 +30,6 @@ from .object_store import ObjectStore
 from .process_owner import is_running, this_process
 from .store import LocalStore, MemoryStore, Store
 
-__all__ = ["LAPSE", "ProgressRecorder", "is_alive", "read_progress", "read_record", "replace_file"]
-
 PATIENCE = 0.5
 PAUSE = 0.25
 FAR_PAUSE = 5.0

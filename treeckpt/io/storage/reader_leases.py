@@ -23,8 +23,6 @@ from .process_owner import is_running, this_process
 from .run_store import Folder
 from .store import Store
 
-__all__ = ["LEASE", "has_readers", "hold_lease", "lease_owner"]
-
 LEASE = 600.0
 """Seconds for which a lease is valid after it was renewed."""
 RENEW = 60.0

@@ -22,17 +22,6 @@ from ..os_errors import wrap_read_error
 from .local_write import sync_directory
 from .store import LocalStore, Store
 
-__all__ = [
-    "DirectoryEntry",
-    "Folder",
-    "LocalFolder",
-    "LocalRun",
-    "RunStore",
-    "SupportsBulkListing",
-    "all_folders",
-    "modified_times",
-]
-
 
 class DirectoryEntry(msgspec.Struct, frozen=True):
     """One entry of a folder."""

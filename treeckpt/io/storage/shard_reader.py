@@ -14,19 +14,6 @@ from ...errors import CheckpointError, CorruptError
 from .memory import PAGE, aligned_buffer
 from .store import TEXT, Store
 
-__all__ = [
-    "ByteRange",
-    "OpenedShard",
-    "aligned_range",
-    "check_blocks",
-    "check_parts",
-    "matches",
-    "open_shard",
-    "read_header",
-    "read_range",
-    "verify_shard",
-]
-
 _RESTORE = "The file was lost, changed or cut short; restore it from a copy, or load with on_corrupt='skip'"
 STEP = 8 << 20
 """Bytes that are verified at a time."""

@@ -24,8 +24,6 @@ from .local_read import LocalReader, ReaderCache, open_regular, too_short
 from .local_write import LocalWriter, make_directory, sync_directory
 from .process_owner import this_process
 
-__all__ = ["TEXT", "LocalStore", "MemoryStore", "Store", "SupportsCompareAndSwap", "SupportsMappedReads", "Writer"]
-
 TEXT = 32 << 20
 """Bytes of a text file that are read at a time: the first part of a larger file is checked before the rest is read."""
 

@@ -18,8 +18,6 @@ from .patterns import Binding, Pattern, bound_numbers, compile_pattern, expand, 
 from .reshape_rules import NOWHERE, ArrayRule
 from .rules import Copy, Drop, Fill, Keep, OneRule, Rename, Renames, Rule
 
-__all__ = ["LeafState", "RuleContext", "RuleStep", "leaf_states", "rule_history", "saved_sources"]
-
 
 class RuleStep(msgspec.Struct, frozen=True, gc=False):
     """One rule that was applied to a leaf."""

@@ -17,8 +17,6 @@ from .apply_rule import LeafState, RuleContext, RuleStep, leaf_states, saved_sou
 from .reshape_rules import Cast
 from .rules import Carried, Fill, OneRule, Rule, label_of
 
-__all__ = ["TransformedLeaves", "apply_rules", "inverse"]
-
 
 class TransformedLeaves(msgspec.Struct, frozen=True):
     """The leaves after all rules."""

@@ -24,8 +24,6 @@ from ...core.tree.spec import ArraySpec
 from .composed_array import Constant, SourceBox, parts_in, saved
 from .view import ComposedLeaf
 
-__all__ = ["constant_write", "only_chunk", "pieces_of"]
-
 
 class PermutedWriter:
     """Writes boxes of a saved array into a target piece, permuted and cast."""

@@ -15,22 +15,6 @@ import msgspec
 from ...core.sharding.region import Region, intersect
 from ...core.tree.spec import ArraySpec
 
-__all__ = [
-    "ComposedArray",
-    "Constant",
-    "SourceBox",
-    "cast",
-    "constant",
-    "interleave",
-    "narrow",
-    "parts_in",
-    "permute",
-    "saved",
-    "stack",
-    "take",
-    "uninterleave",
-]
-
 
 class SourceBox(msgspec.Struct, frozen=True, gc=False):
     """A box of a saved array, and its region in the composed array."""

@@ -25,8 +25,6 @@ from .patterns import numbers_in
 from .reshape_rules import Cast, Concat, Permute, Split
 from .rules import Carried, Drop, Keep, Rename, Rule
 
-__all__ = ["parse"]
-
 _FLAGS = ("fused_qkv", "fused_qkv_old", "fused_ffn", "optional")
 _NUMBERS = ("axis", "num_heads", "num_key_value_groups", "shards")
 _TEXTS = ("permute", "dtype", "src_dtype", "dst_dtype", "transpose")

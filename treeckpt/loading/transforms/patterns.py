@@ -18,8 +18,6 @@ import msgspec
 
 from ...errors import MismatchError
 
-__all__ = ["Binding", "Pattern", "bound_numbers", "compile_pattern", "expand", "numbers_in"]
-
 Binding = tuple[tuple[str, int | str], ...]
 """What a match has bound: numbers by name, texts by position (`*0`, `*1` ...), and the rest of the path (`/`)."""
 

@@ -18,20 +18,6 @@ from . import composed_array as arrays
 from .composed_array import ComposedArray
 from .patterns import Binding, expand, numbers_in
 
-__all__ = [
-    "NOWHERE",
-    "ArrayRule",
-    "BaseRule",
-    "Cast",
-    "Concat",
-    "Permute",
-    "Reshape",
-    "Slice",
-    "Split",
-    "Stack",
-    "Unstack",
-]
-
 NOWHERE = "_"
 """The target name of an array that is dropped."""
 

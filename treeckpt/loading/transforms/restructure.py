@@ -35,8 +35,6 @@ from ...core.tree.structure import (
 from ...core.tree.value_codec import Value
 from ...errors import MismatchError
 
-__all__ = ["empty_containers", "rebuild_structure"]
-
 OWN = "~rank*"
 _FIELDS = (NamedTupleNode, StructSequenceNode, DataclassNode, CustomNode, TableNode)
 """Kinds that need all their children."""

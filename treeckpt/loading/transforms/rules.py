@@ -8,19 +8,6 @@ from __future__ import annotations
 
 from .reshape_rules import ArrayRule, BaseRule, Reshape
 
-__all__ = [
-    "Carried",
-    "Copy",
-    "Drop",
-    "Fill",
-    "Keep",
-    "OneRule",
-    "Rename",
-    "Renames",
-    "Rule",
-    "label_of",
-]
-
 
 class OneName(BaseRule, frozen=True):
     """The base of rules that give one new name to what a pattern matches."""

@@ -24,8 +24,6 @@ from .patterns import compile_pattern
 from .restructure import empty_containers, rebuild_structure
 from .rules import Rule
 
-__all__ = ["ComposedLeaf", "View", "view_of"]
-
 
 class ComposedLeaf(Leaf, frozen=True, gc=False):
     """An array that rules composed. Its record has no chunks: those of its sources are read."""
