@@ -42,7 +42,7 @@ def test_places_on_the_page_exist() -> None:
 
 
 def test_commands_exist() -> None:
-    [subparsers] = [a for a in main._parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    [subparsers] = [a for a in main.new_parser()._actions if isinstance(a, argparse._SubParsersAction)]
     named = set(re.findall(r"(?:^|`)treeckpt ([a-z][a-z-]*)", README, re.M))
     assert {"ls", "show", "verify", "bench", "report"} <= named <= set(subparsers.choices)
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.M))

@@ -183,21 +183,21 @@ def test_a_bar_that_is_missed_is_short():
 def test_strict_fails_where_a_bar_is_missed(tmp_path, monkeypatch):
     for limit, code in ((1.0, 0), (1e9, 1)):
         trials = [trial(limits={"W": limit})]
-        monkeypatch.setattr(bench, "_run_tasks", lambda *_, trials=trials: (trials, [], False))
+        monkeypatch.setattr(bench, "run_tasks", lambda *_, trials=trials: (trials, [], False))
         assert bench.main(["--strict", "--scale", "0.01", "--only", "gpt2", "--dir", str(tmp_path)]) == code
 
 
 def test_a_scenario_that_fails_does_not_lose_the_others(tmp_path, monkeypatch, capsys):
     from treeckpt.bench.measure import BenchError
 
-    run = bench._run_task
+    run = bench.run_task
 
     def fail_one(task):
         if task.name == "slice":
             raise BenchError("a contender gave up")
         return run(task)
 
-    monkeypatch.setattr(bench, "_run_task", fail_one)
+    monkeypatch.setattr(bench, "run_task", fail_one)
     only = [word for name in ("slice", "tiny") for word in ("--only", name)]
     options = ["--scale", "0.001", "--repetitions", "1", "--contender", "treeckpt", "--dir", str(tmp_path)]
     assert bench.main([*options, *only, "--json", str(tmp_path / "out.json")]) == 1

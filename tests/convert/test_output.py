@@ -59,14 +59,14 @@ def test_one_rank_that_fails_ends_it_for_all_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.save(_big(), tmp_path / "in.pt")
-    original = output._write_part
+    original = output.write_part
 
     def fails(fd: int, part: Any, tile: int) -> None:
         if part.path == "b":
             raise OSError(28, "No space left on device")
         original(fd, part, tile)
 
-    monkeypatch.setattr(output, "_write_part", fails)
+    monkeypatch.setattr(output, "write_part", fails)
     outcomes = on_ranks(2, lambda comm: convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", comm=comm))
     for error in errors_of(outcomes):
         assert isinstance(error, tc.RankError) and len(error.ranks) == 1
@@ -120,12 +120,12 @@ def test_what_is_there_is_not_replaced_unless_asked(tmp_path: Path) -> None:
 CHILD = """
 import os, sys, treeckpt as tc
 from treeckpt.convert import output
-kept = output._write_part
+kept = output.write_part
 def slow(fd, part, tile):
     kept(fd, part, tile)
     os.write(1, b"wrote\\n")  # at once: two threads write
     sys.stdin.readline()
-output._write_part = slow
+output.write_part = slow
 tc.convert.convert(sys.argv[1], sys.argv[2], to=sys.argv[3])
 """
 

@@ -78,7 +78,7 @@ def test_what_the_index_knows_to_be_one_array_is_not_read_to_compare_it(monkeypa
     def never(*_: Any) -> None:
         raise AssertionError("read to compare")
 
-    monkeypatch.setattr(aliasing, "_fill", never)
+    monkeypatch.setattr(aliasing, "read_pieces", never)
     weight = Parameter(A.clone())
     flat = torch.arange(12.0)
     tree = {

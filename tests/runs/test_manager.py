@@ -336,7 +336,7 @@ def test_a_step_that_is_read_is_deleted_only_afterwards(run):
 
 def test_a_reader_that_comes_between_decision_and_deletion_keeps_the_shards(run, monkeypatch):
     made, keeper, held = fill(run, [1, 2]), RunDirectory(run), []
-    folder = made._run.folder(1)
+    folder = made.directory.folder(1)
 
     store = type(folder.store)
     real = store.delete
@@ -373,13 +373,13 @@ def test_leases_are_renewed_and_those_of_dead_readers_expire(tmp_path):
 def test_a_pin_between_decision_and_deletion_wins(tmp_path, monkeypatch):
     fill(tmp_path, [1, 2])
     run = RunDirectory(tmp_path)
-    real = run._remove
+    real = run.remove_directory
 
     def remove(removal, grace):
         (tmp_path / step_name(1) / PIN_NAME).write_text("{}")
         return real(removal, grace)
 
-    monkeypatch.setattr(run, "_remove", remove)
+    monkeypatch.setattr(run, "remove_directory", remove)
     assert "pinned" in run.clean([Last(1)]).left[0].why
     names = {path.name for path in (tmp_path / step_name(1)).iterdir()}
     assert INDEX_NAME in names and not any(name.startswith("deleted") for name in names)
@@ -387,13 +387,13 @@ def test_a_pin_between_decision_and_deletion_wins(tmp_path, monkeypatch):
 
 def test_a_save_to_the_step_between_decision_and_deletion_wins(tmp_path, monkeypatch):
     made, run = fill(tmp_path, [1, 2]), RunDirectory(tmp_path)
-    real = run._remove
+    real = run.remove_directory
 
     def remove(removal, grace):
         made.save(1, {"step": "again"})
         return real(removal, grace)
 
-    monkeypatch.setattr(run, "_remove", remove)
+    monkeypatch.setattr(run, "remove_directory", remove)
     assert "another save" in run.clean([Last(1)]).left[0].why
     assert made.restore(step=1) == {"step": "again"}
 
@@ -424,8 +424,8 @@ def test_a_run_that_cannot_be_written_is_read_all_the_same(tmp_path, caplog):
     with pytest.raises(tc.CheckpointError, match="Read-only"):
         made.pin(1)
     assert made.steps() == [1, 2]
-    made._retention.start()
-    made._retention.wait()
+    made.retention.start()
+    made.retention.wait()
     assert "could not be cleaned away" in caplog.text
 
 
@@ -577,8 +577,8 @@ def test_times_are_decided_by_rank_0_for_all(tmp_path):
 
     def act(comm):
         made, said = manager(tmp_path, seconds=10, every=7, comm=comm), []
-        made._schedule._clock = lambda: clocks[comm.rank]
-        made._schedule.restart()
+        made.schedule.clock = lambda: clocks[comm.rank]
+        made.schedule.restart()
         for step in range(1, 13):
             said.append(made.should_save(step))
             if said[-1]:
@@ -600,10 +600,10 @@ def test_a_signal_on_any_rank_makes_all_save_the_same_step(tmp_path, who):
 
     def act(comm):
         made = manager(tmp_path, comm=comm)
-        made._schedule._listening = True
+        made.schedule.listening = True
         for step in range(1, 50):
             if comm.rank == who and step == 5:
-                made._schedule._signal = 15
+                made.schedule.signum = 15
             if made.should_save(step):
                 made.save(step, {"s": step})
             if made.stopping:
@@ -621,11 +621,11 @@ def test_a_signal_on_any_rank_makes_all_save_the_same_step(tmp_path, who):
 def test_ranks_that_drift_apart_still_save_the_same_step(tmp_path):
     def act(comm):
         made = manager(tmp_path, comm=comm)
-        made._schedule._listening = True
+        made.schedule.listening = True
         for step in range(1, 200):
             time.sleep(0.001 + 0.002 * comm.rank)
             if comm.rank == 2 and step == 5:
-                made._schedule._signal = 15
+                made.schedule.signum = 15
             if made.should_save(step):
                 made.save(step, {"s": step})
             if made.stopping:
@@ -738,7 +738,7 @@ def test_a_directory_is_never_cleaned_away_under_a_save_that_begins_in_it(tmp_pa
     made.wait()
     (tmp_path / step_name(2)).mkdir()
     age(tmp_path / step_name(2))
-    entered, real = threading.Event(), made._run._remove
+    entered, real = threading.Event(), made.directory.remove_directory
 
     def remove(removal, grace):
         entered.set()
@@ -746,8 +746,8 @@ def test_a_directory_is_never_cleaned_away_under_a_save_that_begins_in_it(tmp_pa
         order.append("removed")
         return real(removal, grace)
 
-    monkeypatch.setattr(made._run, "_remove", remove)
-    made._retention.start()
+    monkeypatch.setattr(made.directory, "remove_directory", remove)
+    made.retention.start()
     assert entered.wait(60)
     made.save(2, {"s": 2})
     order.append("saved")

@@ -112,7 +112,7 @@ def test_the_save_of_a_signal_is_never_skipped(tmp_path: Path) -> None:
         made.save_on_signal([], exit=0)
         gate.open.clear()
         made.step({"s": 1})
-        made._schedule._signal = 15
+        made.schedule.signum = 15
         threading.Timer(0.3, gate.open.set).start()
         made.step({"s": 2})
     assert manager(tmp_path).steps() == [1, 2]

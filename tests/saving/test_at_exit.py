@@ -73,11 +73,11 @@ def test_a_manager_goes_on_in_a_forked_child(tmp_path: Path) -> None:
 manager = tc.Manager(path + "/run", keep=2)
 manager.save(1, {"w": np.ones(5)})
 manager.wait()
-real = manager._run.folder
-manager._run.folder = lambda step: type("F", (), {"store": Held(real(step).url), "url": real(step).url})()
-manager._options = msgspec.structs.replace(manager._options, writer="thread")
+real = manager.directory.folder
+manager.directory.folder = lambda step: type("F", (), {"store": Held(real(step).url), "url": real(step).url})()
+manager.options = msgspec.structs.replace(manager.options, writer="thread")
 held = manager.save(2, {"w": np.ones(5)})
-manager._run.folder = real
+manager.directory.folder = real
 
 def act():
     assert manager.latest() == 1

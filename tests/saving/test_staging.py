@@ -42,7 +42,7 @@ def test_an_arena_is_aligned_and_the_same_memory_everywhere() -> None:
 @pytest.mark.parametrize("populates", [True, False])
 def test_touching_puts_memory_behind_it(monkeypatch: pytest.MonkeyPatch, populates: bool) -> None:
     if not populates:
-        monkeypatch.setattr(arena_module, "_madvise_populate", lambda address, nbytes: False)
+        monkeypatch.setattr(arena_module, "madvise_populate", lambda address, nbytes: False)
     arena = Arena(20 << 20)
     arena.memory[5] = 1
 

@@ -118,7 +118,7 @@ def _run(options: argparse.Namespace, scale: float, repetitions: int) -> int:
     ]
     try:
         _check_space(tasks)
-        trials, async_trials, failed = _run_tasks(tasks)
+        trials, async_trials, failed = run_tasks(tasks)
     except (BenchError, OSError) as error:
         fail(f"treeckpt bench: {error}")
         return 1
@@ -158,7 +158,7 @@ def _check_space(tasks: Sequence[BenchTask]) -> None:
         )
 
 
-def _run_tasks(tasks: Sequence[BenchTask]) -> tuple[list[Trial], list[AsyncTrial], bool]:
+def run_tasks(tasks: Sequence[BenchTask]) -> tuple[list[Trial], list[AsyncTrial], bool]:
     """Runs all scenarios, also after one has failed; returns what was measured and whether one failed."""
     from .measure import BenchError
 
@@ -167,7 +167,7 @@ def _run_tasks(tasks: Sequence[BenchTask]) -> tuple[list[Trial], list[AsyncTrial
     failed = False
     for task in tasks:
         try:
-            for found in _run_task(task):
+            for found in run_task(task):
                 if isinstance(found, AsyncTrial):
                     async_trials.append(found)
                     line = async_line(found, task.repetitions)
@@ -186,7 +186,7 @@ def _run_tasks(tasks: Sequence[BenchTask]) -> tuple[list[Trial], list[AsyncTrial
     return trials, async_trials, failed
 
 
-def _run_task(task: BenchTask) -> Iterator[list[Trial] | AsyncTrial]:
+def run_task(task: BenchTask) -> Iterator[list[Trial] | AsyncTrial]:
     """Yields the trials of each turn of a scenario."""
     from .checkpointers import sync_checkpointers
     from .measure import run_alone, run_slice

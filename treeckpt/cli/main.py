@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .. import bench
 
         return bench.main(arguments[1:])
-    options = _parser().parse_args(arguments)
+    options = new_parser().parse_args(arguments)
     try:
         return options.run(options)
     except TreeckptError as error:
@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def new_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands."""
     try:
         installed = version("treeckpt")
     except PackageNotFoundError:

@@ -190,7 +190,7 @@ class _NewFiles:
             for number in numbers:
                 fds[number] = os.open(self._path(self.output.files[number]), os.O_WRONLY | os.O_CLOEXEC)
                 stack.callback(os.close, fds[number])
-            jobs = [pool.submit(_write_part, fds[part.file], part, tile) for part in parts]
+            jobs = [pool.submit(write_part, fds[part.file], part, tile) for part in parts]
             try:
                 for job in jobs:
                     job.result()
@@ -216,7 +216,8 @@ class _NewFiles:
         return Conclusion(None)
 
 
-def _write_part(fd: int, part: OutputPart, tile: int) -> None:
+def write_part(fd: int, part: OutputPart, tile: int) -> None:
+    """Writes one part of a file, a tile after the other."""
     at, crc = part.start, 0
     for region in tiles(part.region, tile // max(part.itemsize, WIDEST)):
         data = np.ascontiguousarray(part.lazy.read(region)).reshape(-1).view(np.uint8).data

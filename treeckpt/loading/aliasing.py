@@ -46,7 +46,7 @@ def check_ties(wanted: Sequence[Wanted]) -> None:
     found = conflicting_pair(
         [one.target for one in wanted],
         lambda first, second: _is_one(wanted[first], wanted[second]),
-        lambda pieces: _fill(wanted, pieces),
+        lambda pieces: read_pieces(wanted, pieces),
         wanted[0].job.options.memory,
     )
     if found is not None:
@@ -94,10 +94,10 @@ def _place_of(leaf: object, rank: int) -> object:
 def are_equal(first: tuple[Load, str], second: tuple[Load, str], spec: ArraySpec) -> bool:
     """Whether two saved arrays, each a path in a load, have the same bytes in the regions and the dtype of a spec."""
     wanted = [Wanted(job, path, ArrayTarget(spec, None, ())) for job, path in (first, second)]
-    return is_equal(spec, lambda pieces: _fill(wanted, pieces), first[0].options.memory)
+    return is_equal(spec, lambda pieces: read_pieces(wanted, pieces), first[0].options.memory)
 
 
-def _fill(wanted: Sequence[Wanted], pieces: Sequence[tuple[int, Sequence[TargetPiece]]]) -> None:
+def read_pieces(wanted: Sequence[Wanted], pieces: Sequence[tuple[int, Sequence[TargetPiece]]]) -> None:
     """Reads what is wanted for targets into other memory."""
     batches: dict[Load, ReadBatch] = {}
     for number, parts in pieces:

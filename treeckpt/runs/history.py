@@ -30,7 +30,7 @@ class SaveHistory:
     """
 
     def __init__(self, run: RunDirectory, warn: Callable[[str, str], None], rank: int) -> None:
-        self._run, self._warn, self._rank = run, warn, rank
+        self.directory, self._warn, self._rank = run, warn, rank
         self._notes: tuple[_HistoryEntry, ...] = ()
         self._lock = threading.Lock()
 
@@ -51,10 +51,10 @@ class SaveHistory:
     def lineage(self, step: int, note: _HistoryEntry, before: tuple[_HistoryEntry, ...], save_id: str) -> Lineage:
         """Returns the lineage of a save, from the notes before it and the state of the run; raises nothing."""
         try:
-            marks = self._run.marks()
+            marks = self.directory.marks()
         except Exception as error:  # a save without the right lineage is better than none
             marks = [known.mark for known in before if known.mark is not None]
-            self._warn(self._run.url, f"could not be looked at for the lineage of step {step}: {error}")
+            self._warn(self.directory.url, f"could not be looked at for the lineage of step {step}: {error}")
         there = {mark.save_id for mark in marks}
         sure = [n for n in before if n.mark is not None and (n.restored or n.mark.save_id in there)]
         lineage = next_lineage(marks, sure[-1].mark if sure else None, step)

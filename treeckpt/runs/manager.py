@@ -94,19 +94,19 @@ class Manager(RegistrationMixin):
         comm: api.AnyComm = None,
         **options: Unpack[BackgroundSaveKeywords],
     ) -> None:
-        self._background, self._options = background, as_save_options(options, background=background)
-        self._run, self._policies = RunDirectory(run), as_policies(keep)
-        self._selector = CheckpointSelector(self._run)
+        self._background, self.options = background, as_save_options(options, background=background)
+        self.directory, self._policies = RunDirectory(run), as_policies(keep)
+        self._selector = CheckpointSelector(self.directory)
         self._saving_comm = as_comm(comm)
         self._comm = PrefixComm(self._saving_comm, "manager")
         self._registered = RegisteredState()
-        self._history = SaveHistory(self._run, self._selector.warn_once, self._comm.rank)
+        self._history = SaveHistory(self.directory, self._selector.warn_once, self._comm.rank)
         self._restorer = Restorer(
-            self._run, self._selector, self._comm, self._saving_comm, self._registered, self._history
+            self.directory, self._selector, self._comm, self._saving_comm, self._registered, self._history
         )
-        self._schedule = SaveSchedule(self._saving_comm, every=every, seconds=seconds)
+        self.schedule = SaveSchedule(self._saving_comm, every=every, seconds=seconds)
         self._pending = PendingSaves(self._start_clean)
-        self._retention = RetentionRunner(self._run, self._policies, self._selector, self._pending, grace=grace)
+        self.retention = RetentionRunner(self.directory, self._policies, self._selector, self._pending, grace=grace)
         self._exit: int | None = None
         self._reached: int | None = None
         self.count = 0
@@ -114,15 +114,15 @@ class Manager(RegistrationMixin):
 
     def __repr__(self) -> str:
         comm = self._saving_comm
-        return f"Manager({self._run.url!r}, keep={list(self._policies)!r}, rank {comm.rank} of {comm.size})"
+        return f"Manager({self.directory.url!r}, keep={list(self._policies)!r}, rank {comm.rank} of {comm.size})"
 
     def _repr_html_(self) -> str:
-        return run_html(self._run.store, repr(self))
+        return run_html(self.directory.store, repr(self))
 
     @property
     def stopping(self) -> bool:
         """Whether a signal has requested a save: after that save, end the training."""
-        return self._schedule.stopping
+        return self.schedule.stopping
 
     # saving --------------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class Manager(RegistrationMixin):
         """Whether this step is to be saved. Call it once per step, on every rank; all ranks get the same result."""
         step = check_step(step)
         self._pending.collect()
-        return self._schedule.due(step) and (step != self._reached or self.stopping)
+        return self.schedule.due(step) and (step != self._reached or self.stopping)
 
     def step(
         self, tree: Any | Callable[[], Any] = ..., *, metrics: Mapping[str, float] | None = None
@@ -180,29 +180,29 @@ class Manager(RegistrationMixin):
         metadata = {**(custom_metadata or {}), **(named if self._comm.rank == 0 else {})}
         if self.stopping:
             self._pending.drain()  # an earlier failure must not prevent the last save
-        elif self._options.busy == "wait":
+        elif self.options.busy == "wait":
             self._pending.settle()
         with self._pending.starting(step):
             result = self._save(step, self._registered.joined(tree), metadata, pin=pin)
         if isinstance(result, SaveReport):
             self._start_clean()
-            self._retention.wait()
+            self.retention.wait()
         self.count = step
         if isinstance(result, Pending) and result.skipped:
             return result
         self._reached = step
-        self._schedule.restart()
+        self.schedule.restart()
         if self.stopping and self._exit is not None:
             self.close()
             raise SystemExit(self._exit)
         return result
 
     def _save(self, step: int, tree: Any, metadata: Mapping[str, Any], *, pin: bool) -> SaveReport | Pending:
-        options = msgspec.structs.replace(self._options, step=step)
+        options = msgspec.structs.replace(self.options, step=step)
         # before the save, so that no clean-up removes the step in between
-        pinned = pin and self._from_rank0(f"pin step {step}", partial(self._run.put_pin, step), bool)
+        pinned = pin and self._from_rank0(f"pin step {step}", partial(self.directory.put_pin, step), bool)
         unpin = partial(self._undo_pin, step, pinned)
-        store, save = self._run.folder(step).store, save_async_tree if self._background else save_tree
+        store, save = self.directory.folder(step).store, save_async_tree if self._background else save_tree
         try:
             lineage = self._history.next_save(step)
             result = save(store, tree, self._saving_comm, options, metadata, lineage)
@@ -220,11 +220,11 @@ class Manager(RegistrationMixin):
         """Removes the pin of a save that has failed."""
         if pinned and self._comm.rank == 0:
             with contextlib.suppress(TreeckptError):
-                self._run.take_pin_back(step)
+                self.directory.take_pin_back(step)
 
     def _start_clean(self) -> None:
         if self._comm.rank == 0:
-            self._retention.start()
+            self.retention.start()
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits until everything that was saved is durable, and the clean-up after it is done.
@@ -236,7 +236,7 @@ class Manager(RegistrationMixin):
             The error of a save that failed; CheckpointError, which names the lost steps, if one has not ended in time.
         """
         self._pending.settle(timeout)
-        self._retention.wait(timeout)
+        self.retention.wait(timeout)
 
     # listing --------------------------------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ class Manager(RegistrationMixin):
 
     def path(self, step: int) -> str:
         """Returns the path or URL of a step, whether or not it is saved."""
-        return self._run.folder(step).url
+        return self.directory.folder(step).url
 
     # restoring -----------------------------------------------------------------------------------------------
 
@@ -298,10 +298,10 @@ class Manager(RegistrationMixin):
             The errors of `treeckpt.load`.
         """
         if like is not None and into is not None:
-            raise TreeckptError(self._run.url, expected="one target", found="like and into")
+            raise TreeckptError(self.directory.url, expected="one target", found="like and into")
         result, self.count = self._restorer.restore(like, into, step, options)
         self._reached = self.count
-        self._schedule.restart()
+        self.schedule.restart()
         return result
 
     @contextlib.contextmanager
@@ -311,9 +311,9 @@ class Manager(RegistrationMixin):
         Raises:
             CheckpointNotFound: it does not exist, or is not complete.
         """
-        folder = self._run.folder(step)
+        folder = self.directory.folder(step)
         with hold_lease(folder):
-            self._run.checkpoint(step)
+            self.directory.checkpoint(step)
             yield folder.store
 
     # keeping -------------------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ class Manager(RegistrationMixin):
             CheckpointNotFound: there is no such checkpoint.
         """
         step = check_step(step)
-        self._from_rank0(f"pin step {step}", partial(self._run.pin, step), type(None))
+        self._from_rank0(f"pin step {step}", partial(self.directory.pin, step), type(None))
 
     def unpin(self, step: int) -> None:
         """Lets the policies decide about a step again.
@@ -334,7 +334,7 @@ class Manager(RegistrationMixin):
             CheckpointNotFound: there is no such checkpoint.
         """
         step = check_step(step)
-        self._from_rank0(f"unpin step {step}", partial(self._run.unpin, step), type(None))
+        self._from_rank0(f"unpin step {step}", partial(self.directory.unpin, step), type(None))
 
     def clean(self, *, dry_run: bool = False) -> CleanReport:
         """Deletes checkpoints that no policy keeps and files that crashed saves left; runs after each save, too.
@@ -342,7 +342,7 @@ class Manager(RegistrationMixin):
         Returns:
             What is kept and why, what was removed and why, and what could not be removed.
         """
-        return self._from_rank0("clean", partial(self._retention.clean_now, dry_run=dry_run), CleanReport)
+        return self._from_rank0("clean", partial(self.retention.clean_now, dry_run=dry_run), CleanReport)
 
     # ending --------------------------------------------------------------------------------------------------
 
@@ -363,15 +363,15 @@ class Manager(RegistrationMixin):
             TreeckptError: not called in the main thread.
         """
         self._exit = exit
-        self._schedule.listen(signals, rank_timeout)
+        self.schedule.listen(signals, rank_timeout)
 
     def close(self, timeout: float | None = None) -> None:
         """Waits for the pending saves, as `wait` does, and restores the signal handlers."""
         try:
             self.wait(timeout)
         finally:
-            self._schedule.close()
-            self._retention.close(wait=timeout is None)
+            self.schedule.close()
+            self.retention.close(wait=timeout is None)
 
     def __enter__(self) -> Self:
         return self
@@ -380,11 +380,11 @@ class Manager(RegistrationMixin):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):  # it matters more than errors of the saves; other ranks may be gone
-            self._schedule.close(error)
+            self.schedule.close(error)
             self._pending.drain(WAIT_AFTER_ERROR)
-            self._retention.close()
+            self.retention.close()
         else:
             self.close()
 
     def _from_rank0(self, what: str, call: Callable[[], Any], kind: Any) -> Any:
-        return from_rank0(self._comm, f"{self._run.url} {what}", call, kind)
+        return from_rank0(self._comm, f"{self.directory.url} {what}", call, kind)

@@ -175,7 +175,13 @@ class RetentionRunner:
         *,
         grace: float,
     ) -> None:
-        self._run, self._policies, self._selector, self._pending, self._grace = run, policies, selector, pending, grace
+        self.directory, self._policies, self._selector, self._pending, self._grace = (
+            run,
+            policies,
+            selector,
+            pending,
+            grace,
+        )
         self._pool: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
         reset_after_fork(self)
@@ -193,16 +199,16 @@ class RetentionRunner:
         try:
             report = self._clean(dry_run=False)
         except Exception as error:
-            self._selector.warn_once(self._run.url, f"could not be cleaned up: {type(error).__name__}: {error}")
+            self._selector.warn_once(self.directory.url, f"could not be cleaned up: {type(error).__name__}: {error}")
             return
         for warning in report.warnings:
-            self._selector.warn_once(self._run.url, warning)
+            self._selector.warn_once(self.directory.url, warning)
         for one in report.failed:
             self._selector.warn_once(one.name, f"could not be cleaned away: {one.why}")
 
     def _clean(self, *, dry_run: bool) -> CleanReport:
         pending = self._pending
-        return self._run.clean(
+        return self.directory.clean(
             self._policies, grace=self._grace, busy=pending.busy(), claim=pending.claim, dry_run=dry_run
         )
 

@@ -285,7 +285,7 @@ class RegistrationMixin:
     """The methods of a manager that register objects to save with every step."""
 
     _registered: RegisteredState
-    _options: SaveOptions
+    options: SaveOptions
 
     def register(self, name: str, thing: Any) -> None:
         """Registers an object: saved with every step under `registered/<name>`, restored in place by every `restore`.
@@ -301,7 +301,7 @@ class RegistrationMixin:
         """
         objects = self._registered.objects
         _check_name(name, objects, "registered")
-        check_can_restore(f"{OBJECTS}/{key_text(name)}", name, thing, self._options.namespace)
+        check_can_restore(f"{OBJECTS}/{key_text(name)}", name, thing, self.options.namespace)
         objects[name] = thing
 
     def register_value(self, name: str, get: Callable[[], Any], set: Callable[[Any], Any]) -> None:

@@ -64,7 +64,7 @@ class Restorer:
         registered: RegisteredState,
         history: SaveHistory,
     ) -> None:
-        self._run, self._selector, self._comm, self._load_comm = run, selector, comm, load_comm
+        self.directory, self._selector, self._comm, self._load_comm = run, selector, comm, load_comm
         self._registered, self._history = registered, history
         self._chosen: CheckpointInfo | None = None
 
@@ -78,13 +78,13 @@ class Restorer:
         while True:
             try:
                 choice = from_rank0(
-                    self._comm, f"{self._run.url} restore", partial(self._choose, step, tried), _RestoreChoice
+                    self._comm, f"{self.directory.url} restore", partial(self._choose, step, tried), _RestoreChoice
                 )
             except TreeckptError as error:
                 if tried and fills:
                     error.add_hint(_PARTLY_FILLED)
                 raise
-            with hold_lease(self._run.folder(choice.step)) if self._comm.rank == 0 else contextlib.nullcontext():
+            with hold_lease(self.directory.folder(choice.step)) if self._comm.rank == 0 else contextlib.nullcontext():
                 if choice.requested == step:
                     result, error = self._load(choice, like, into, options)
                 else:
@@ -111,7 +111,7 @@ class Restorer:
 
     def _different_steps(self, requested: int | None, step: int | None) -> MismatchError:
         return MismatchError(
-            self._run.url,
+            self.directory.url,
             expected=f"the same step on every rank, as step={requested} on rank 0",
             found=f"step={step} on rank {self._comm.rank}",
             hint="Call restore with the same arguments on every rank",
@@ -120,7 +120,7 @@ class Restorer:
     def _load(
         self, choice: _RestoreChoice, like: Any, into: Any, options: LoadKeywords
     ) -> tuple[Any, Exception | None]:
-        store = self._run.folder(choice.step).store
+        store = self.directory.folder(choice.step).store
         total = choice.nbytes if self._comm.size == 1 and like is None and into is None else None
         bar = reading_bar(store, f"restoring step {choice.step}", total)
         try:

@@ -221,7 +221,7 @@ class RunDirectory:
         for removal in plan.removals:
             try:
                 with claim(removal.name) if claim is not None else contextlib.nullcontext(True) as free:
-                    why = self._remove(removal, grace) if free else "it is being saved"
+                    why = self.remove_directory(removal, grace) if free else "it is being saved"
             except FileNotFoundError:  # another process was faster
                 continue
             except (OSError, TreeckptError) as error:
@@ -251,7 +251,7 @@ class RunDirectory:
             abandoned=info.abandoned,
         )
 
-    def _remove(self, removal: Removal, grace: float) -> str:
+    def remove_directory(self, removal: Removal, grace: float) -> str:
         """Carries a removal out; says why not, if something has changed since it was decided."""
         folder = self.store.folder(removal.name)
         if removal.what == "leftovers":

@@ -66,30 +66,33 @@ class SaveSchedule:
             if isinstance(given, bool) or not isinstance(given, Real) or not given >= least:
                 hint = f"{name}=None saves at no interval"
                 raise TreeckptError(name, expected=f"a number, {least} or more", found=f"{given!r}", hint=hint)
-        self._every, self._seconds, self._clock = every, seconds, clock
+        self._every, self._seconds, self.clock = every, seconds, clock
         self._comm = PrefixComm(comm, "pace")
         # every rank creates its managers in the same order: the number keeps their messages apart
         self._number = self._comm.state.managers = self._comm.state.managers + 1
         self._calls, self._last = 0, clock()
         self._plan = _SchedulePlan(1, [], 0)
-        self._signal = 0
-        self._signal_posted = self._listening = False
+        self.signum = 0
+        self._signal_posted = self.listening = False
         self._handlers: dict[int, Any] = {}
         self.stopping = False
         """Whether the last save was due because of a signal."""
 
     def restart(self) -> None:
         """Restarts the interval in seconds."""
-        self._last = self._clock()
+        self._last = self.clock()
 
     def due(self, step: int) -> bool:
         """Whether to save this step. Call it once per step, on every rank."""
         self._calls += 1
         at_interval = self._every is not None and step > 0 and step % self._every == 0
-        if self._seconds is None and not self._listening:
+        if self._seconds is None and not self.listening:
             return at_interval
         if self._comm.size == 1:
-            stop, self.stopping = bool(self._signal) and not self.stopping, self.stopping or bool(self._signal)
+            stop, self.stopping = (
+                bool(self.signum) and not self.stopping,
+                self.stopping or bool(self.signum),
+            )
             return at_interval or stop or self._is_time()
         if self._comm.rank == 0:
             plan = self._decide()
@@ -101,7 +104,7 @@ class SaveSchedule:
         return at_interval or self._calls in (plan.stop, *plan.due)
 
     def _is_time(self) -> bool:
-        return self._seconds is not None and self._clock() - self._last >= self._seconds
+        return self._seconds is not None and self.clock() - self._last >= self._seconds
 
     # ranks ---------------------------------------------------------------------------------------------------
 
@@ -115,7 +118,7 @@ class SaveSchedule:
         if self._is_time():
             due = [*due, following]
             self.restart()
-        if not stop and self._listening and (self._signal or self._comm.wait([self._key("signal")], 0)[0] is not None):
+        if not stop and self.listening and (self.signum or self._comm.wait([self._key("signal")], 0)[0] is not None):
             stop = following
         self._plan = _SchedulePlan(following, due, stop)
         self._comm.post(self._key("plan"), msgspec.msgpack.encode(self._plan))
@@ -123,9 +126,9 @@ class SaveSchedule:
 
     def _post_signal(self) -> None:
         """On other ranks: posts a signal once, for rank 0."""
-        if self._signal and not self._signal_posted:
+        if self.signum and not self._signal_posted:
             self._signal_posted = True
-            self._comm.post(self._key("signal"), b"%d" % self._signal)
+            self._comm.post(self._key("signal"), b"%d" % self.signum)
 
     def _read_plan(self) -> _SchedulePlan:
         """On other ranks: waits for the decision about this call; it is mostly there already."""
@@ -169,7 +172,7 @@ class SaveSchedule:
             raise TreeckptError("rank_timeout", expected="seconds, more than 0", found=f"{rank_timeout!r}", hint=hint)
 
         def note(number: int, frame: FrameType | None) -> None:
-            self._signal = number
+            self.signum = number
             TERMINATION.record_signal()
 
         fresh = not self._handlers
@@ -185,7 +188,7 @@ class SaveSchedule:
             self._handlers.setdefault(number, before)
         if fresh and self._handlers:
             TERMINATION.start_listening(rank_timeout)
-        self._listening = True
+        self.listening = True
 
     def close(self, error: BaseException | None = None) -> None:
         """Restores the previous signal handlers, and removes this rank's messages.
@@ -200,7 +203,7 @@ class SaveSchedule:
         self._handlers.clear()
         if self._signal_posted:
             self._comm.drop([self._key("signal")])
-        if error is not None and self._signal and not self.stopping:
-            name = signal.Signals(self._signal).name
+        if error is not None and self.signum and not self.stopping:
+            name = signal.Signals(self.signum).name
             _log.error("treeckpt: ends by %s without a last save: %s: %s", name, type(error).__name__, error)
-            signal.raise_signal(self._signal)
+            signal.raise_signal(self.signum)

@@ -23,7 +23,7 @@ class CheckpointSelector:
     """Selects checkpoints of a run. Each warning is logged once, to the logger `treeckpt`."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self._run = run
+        self.directory = run
         self._logged: set[tuple[str, str]] = set()
 
     def warn_once(self, path: str, what: str) -> None:
@@ -34,7 +34,7 @@ class CheckpointSelector:
 
     def complete(self) -> list[CheckpointInfo]:
         """Returns the complete checkpoints, newest first."""
-        return [info for info in self._run.checkpoints() if info.status == "complete"]
+        return [info for info in self.directory.checkpoints() if info.status == "complete"]
 
     def newest(
         self, *, verify: bool = False, without: Container[int] = (), busy: Container[str] = ()
@@ -46,7 +46,7 @@ class CheckpointSelector:
             without: steps to leave out.
             busy: directories in which a save is known to be under way: no warning is logged for them.
         """
-        for info in self._run.checkpoints():
+        for info in self.directory.checkpoints():
             if step_info(info).step in without:
                 continue
             why = info.error or info.status if info.status != "complete" else ""
@@ -60,7 +60,7 @@ class CheckpointSelector:
 
     def _problem(self, info: CheckpointInfo) -> str:
         try:
-            report = api.verify(self._run.store.folder(info.name).store)
+            report = api.verify(self.directory.store.folder(info.name).store)
         except TreeckptError as error:
             return str(error)
         return "" if report.ok else f"{len(report.problems)} problems, first {report.problems[0].text}"
@@ -78,14 +78,14 @@ class CheckpointSelector:
             CheckpointError: the step is corrupt.
         """
         if step is not None:
-            return self._run.checkpoint(step)
+            return self.directory.checkpoint(step)
         found = self.newest(without=tried)
-        if found is None and (foreign := describe_foreign(self._run.url)) is not None:
+        if found is None and (foreign := describe_foreign(self.directory.url)) is not None:
             expected = "a run of checkpoints of treeckpt"
-            raise CheckpointNotFound(self._run.url, expected=expected, found=foreign[0], hint=foreign[1])
+            raise CheckpointNotFound(self.directory.url, expected=expected, found=foreign[0], hint=foreign[1])
         if found is None:
             raise CheckpointNotFound(
-                self._run.url,
+                self.directory.url,
                 expected="a checkpoint to restore",
                 found="only such as cannot be loaded" if tried else "none",
                 hint="See what treeckpt verify says of each" if tried else "Start anew where latest() is None",

@@ -141,11 +141,11 @@ def _release(fd: int, unpin: Callable[[], None] | None, owner: int) -> None:
 
 
 def _populate(part: np.ndarray) -> None:
-    if not _madvise_populate(int(part.__array_interface__["data"][0]), len(part)):
+    if not madvise_populate(int(part.__array_interface__["data"][0]), len(part)):
         part[::PAGE] = 0
 
 
-def _madvise_populate(address: int, nbytes: int) -> bool:
+def madvise_populate(address: int, nbytes: int) -> bool:
     """Allocates pages in one system call, through ctypes, which lets other threads run; returns whether it worked."""
     try:
         madvise = ctypes.CDLL(None).madvise

@@ -117,4 +117,4 @@ def test_one_page_reads_no_more_than_its_cap(two, monkeypatch):
     assert {row.path: row.delta is not None for row in page.rows} == {"big": False, "small": True}
     first = comparisons.compare(*(library.checkpoint(i)[1] for i in (a, b)))
     assert first is comparisons.compare(*(library.checkpoint(i)[1] for i in (a, b)))
-    assert len(first.a.store._readers) == 0
+    assert len(first.a.store.readers) == 0

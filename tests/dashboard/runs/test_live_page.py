@@ -92,8 +92,8 @@ def test_a_real_save_under_way_shows(serve, tmp_path):
     store.prepare()
     first = Progress(SAVE, 0, 1, 9, "write", 0, 1 << 20, time.time_ns(), time.time_ns())
     note = ProgressRecorder(store, first)
-    note._started -= 10
-    note._renewed -= 10
+    note.started -= 10
+    note.renewed -= 10
     note.add(1 << 19)
     [save] = serve(tmp_path / "run").get("/api/v1/live").json()["saves"]
     assert save["written"] == 1 << 19 and save["step"] == 9

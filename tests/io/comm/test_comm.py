@@ -45,7 +45,7 @@ def keys_of(comm: Any) -> set[str]:
     """What is left on the board."""
     if not isinstance(comm, TorchComm):
         return set(comm.stores[0].messages)
-    store = comm._common.store
+    store = comm.common.store
     return {key for key in store.list_keys() if key.startswith("treeckpt/")} if hasattr(store, "list_keys") else set()
 
 
@@ -63,7 +63,7 @@ def test_messages_arrive_by_rank_and_in_order(make: Make) -> None:
 def test_a_hundred_rounds_leave_no_more_than_one(make: Make) -> None:
     comms = make(3)
     assert errors_of(on_ranks(comms, lambda c: [talk(c, f"save {n}") for n in range(100)])) == [None] * 3
-    store = comms[0]._common.store if isinstance(comms[0], TorchComm) else None
+    store = comms[0].common.store if isinstance(comms[0], TorchComm) else None
     if isinstance(store, (dist.TCPStore, dist.FileStore)):
         assert store.num_keys() <= 3, "the state, and a few of the store's own"
     else:
@@ -211,7 +211,7 @@ def test_left_over_keys_of_failures_go_with_the_next_rounds(make: Make) -> None:
     for number in range(20):
         _without_rank_2(comms, f"bad {number}")
         assert ended(comms[2], f"bad {number}").startswith("missed")
-    store = comms[0]._common.store if isinstance(comms[0], TorchComm) else None
+    store = comms[0].common.store if isinstance(comms[0], TorchComm) else None
     if isinstance(store, (dist.TCPStore, dist.FileStore)):
         assert store.num_keys() <= 6
     else:
@@ -241,7 +241,7 @@ def test_rank_zero_may_leave_right_after_a_save(tmp_path: Path) -> None:
             tc.save(tmp_path / type(tree["v"]).__name__, tree, comm=comm)
         finally:
             if comm.rank == 0:
-                comm._common.store = None  # the last reference: the server stops
+                comm.common.store = None  # the last reference: the server stops
 
     for tiers in ((), PAIRS):
         for tree, failure in (({"v": 1}, type(None)), ({"v": object()}, tc.TreeError)):

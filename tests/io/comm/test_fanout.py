@@ -147,7 +147,7 @@ def test_leaders_serve_stores_of_their_own() -> None:
     assert errors_of(on_ranks(comms, talk)) == [None] * 4
     led, above = comms[2].leader_store(2), comms[3].leader_store(2)
     assert isinstance(led, LeaderStore)
-    assert led.own.store.port == above.store._store.port != comms[0]._common.store.port
+    assert led.own.store.port == above.store._store.port != comms[0].common.store.port
 
 
 def test_a_rank_whose_leader_dies_hears_from_rank_0_who_it_was() -> None:
@@ -197,14 +197,14 @@ def test_a_leader_whose_machine_vanished_is_not_waited_for_without_end() -> None
 def test_ranks_that_cannot_reach_their_leader_meet_it_on_the_common_store(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = message_store._tcp_store
+    original = message_store.open_tcp_store
 
     def refuse(host: str, port: int, *, serves: bool) -> Any:
         if serves and fault == "a firewall":
             return original(host, port, serves=True)
         raise dist.DistNetworkError("no route to host")
 
-    monkeypatch.setattr(message_store, "_tcp_store", refuse)
+    monkeypatch.setattr(message_store, "open_tcp_store", refuse)
     monkeypatch.setattr(message_store, "FALLBACK_INTERVAL", 0.05)
     comms = tcp_comms(4, 10.0, (2,))
     for number in range(3):
@@ -212,5 +212,5 @@ def test_ranks_that_cannot_reach_their_leader_meet_it_on_the_common_store(
         assert errors_of(outcomes) == [None] * 4
         assert len(outcomes[0].value[0]) == 4
     met_at = comms[3].leader_store(2)
-    assert isinstance(met_at, TorchMessageStore) and met_at.store is comms[3]._common.store
-    assert comms[0]._common.store.num_keys() <= 4, "the state, an address, and a few of the store's own"
+    assert isinstance(met_at, TorchMessageStore) and met_at.store is comms[3].common.store
+    assert comms[0].common.store.num_keys() <= 4, "the state, an address, and a few of the store's own"

@@ -143,7 +143,7 @@ def test_a_file_that_is_cut_short_is_cut_after_it_was_given_back(file: Path, len
     with lender.mapped(0, NBYTES) as memory:
         assert memory is not None
         thread = waiting(lambda: os.truncate(file, 10))
-        while fcntl.fcntl(lender._fd, fcntl.F_GETLEASE) == fcntl.F_RDLCK:
+        while fcntl.fcntl(lender.fd, fcntl.F_GETLEASE) == fcntl.F_RDLCK:
             assert thread.is_alive()  # it is on its way to the file
         with lender.mapped(0, NBYTES) as more:
             assert more is None, "somebody waits"
@@ -238,11 +238,11 @@ def test_a_reader_that_was_closed_lends_nothing_though_its_descriptor_is_another
     other.write_bytes(bytes(NBYTES))
     reader = LocalReader(file)
     early = reader.mapped(0, NBYTES, fetch=True)
-    fd, begun = reader._fd, reader.mapped(0, NBYTES, fetch=True)
+    fd, begun = reader.fd, reader.mapped(0, NBYTES, fetch=True)
     assert begun.__enter__() == file.read_bytes()
     reader.close()
     second = LocalReader(other)
-    assert second._fd == fd
+    assert second.fd == fd
     with second.mapped(0, NBYTES, fetch=True) as memory:
         begun.__exit__(None, None, None)
         assert memory == other.read_bytes() and refused(other)
@@ -256,14 +256,14 @@ def test_a_reader_that_is_closed_at_that_moment_lends_nothing(
     file: Path, lender: MappedReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = LocalReader(file)
-    take = MappedReader._take
+    original = MappedReader.take
 
     def closing(self: MappedReader, holder: object) -> bool:
-        taken = take(self, holder)
+        taken = original(self, holder)
         reader.close()
         return taken
 
-    monkeypatch.setattr(MappedReader, "_take", closing)
+    monkeypatch.setattr(MappedReader, "take", closing)
     with reader.mapped(0, NBYTES, fetch=True) as memory:
         assert memory is None
 
@@ -276,7 +276,7 @@ def test_a_reader_that_nobody_keeps_stays_open_while_it_lends(file: Path, lender
 
 def test_only_file_systems_whose_files_nobody_else_changes_lend(file: Path, lender: MappedReader) -> None:
     fds = [os.open(path, os.O_RDONLY) for path in (file, "/proc/self/status")]
-    assert [mapped_read._is_local(fd) for fd in (*fds, -1)] == [True, False, False]
+    assert [mapped_read.is_local(fd) for fd in (*fds, -1)] == [True, False, False]
     for fd in fds:
         os.close(fd)
 

@@ -21,7 +21,7 @@ PAGES = 64
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the kernel is asked: by cachestat where there is one, or as older ones are."""
     if request.param == "map":
-        monkeypatch.setattr(page_cache, "_has_cachestat", False)
+        monkeypatch.setattr(page_cache, "has_cachestat", False)
     return request.param
 
 
@@ -72,7 +72,7 @@ def test_a_file_of_somebody_else_is_never_taken_for_cached(file: Path, answers: 
     code = f"""
 import os
 from treeckpt.io.storage import page_cache as residency
-residency._has_cachestat &= {answers}
+residency.has_cachestat &= {answers}
 fd = os.open({str(file)!r}, os.O_RDONLY)
 os.seteuid(65534)
 print(residency.is_cached(fd, 0, {PAGE}))

@@ -485,13 +485,13 @@ def test_writers_to_a_file_that_refuses_o_direct_all_go_on_without(
         if len(first) < 2:
             first.append(offset)
             if refused.wait(30):  # both are in their calls now; one of them is told when the other has gone on without
-                while writer._direct:
+                while writer.direct:
                     time.sleep(0.001)
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return pwrite(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", refuse)
-    writer._direct = True
+    writer.direct = True
     data = [bytes([n]) * BLOCK for n in (1, 2)]
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(writer.write, n * BLOCK, memoryview(data[n])) for n in (0, 1)]

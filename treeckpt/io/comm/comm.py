@@ -165,7 +165,7 @@ class TorchComm:
         self.rank, self.size, self.timeout, self.members = rank, size, timeout, members
         self.group_sizes = group_sizes_for(size) if group_sizes is None else group_sizes
         self.state = CommState()
-        self._common = TorchMessageStore(store, prefix)
+        self.common = TorchMessageStore(store, prefix)
         self._leader_stores: dict[int, MessageStore] = {}
         self._lock, self._owner = threading.Lock(), os.getpid()
 
@@ -181,24 +181,24 @@ class TorchComm:
 
     def post(self, key: str, data: bytes) -> None:
         self._check_owner()
-        self._common.post(key, data)
+        self.common.post(key, data)
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
         self._check_owner()
-        return self._common.wait(keys, timeout)
+        return self.common.wait(keys, timeout)
 
     def drop(self, keys: Sequence[str]) -> None:
         if os.getpid() == self._owner:
-            self._common.drop(keys)
+            self.common.drop(keys)
 
     def leader_store(self, leader: int) -> MessageStore:
         self._check_owner()
         with self._lock:
             if leader not in self._leader_stores:
                 self._leader_stores[leader] = (
-                    serve_leader_store(self._common, leader)
+                    serve_leader_store(self.common, leader)
                     if leader == self.rank
-                    else connect_to_leader(self._common, leader, self.timeout)
+                    else connect_to_leader(self.common, leader, self.timeout)
                 )
             return self._leader_stores[leader]
 

@@ -214,7 +214,7 @@ def connect_to_leader(common: TorchMessageStore, leader: int, timeout: float) ->
         return fallback
     host, _, port = address.decode().rpartition(" ")
     try:
-        store = _tcp_store(host, int(port), serves=False)
+        store = open_tcp_store(host, int(port), serves=False)
     except (RuntimeError, OSError, ValueError):
         return fallback
     return TorchMessageStore(_TimeLimitedStore(store, CALL_TIMEOUT), fallback.prefix, leader)
@@ -235,10 +235,11 @@ def _new_server(store: Any) -> tuple[str, Any] | None:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)  # sends nothing; finds by which of its addresses this host reaches the common server
         address = probe.getsockname()[0]
-    return address, _tcp_store(address, 0, serves=True)
+    return address, open_tcp_store(address, 0, serves=True)
 
 
-def _tcp_store(host: str, port: int, *, serves: bool) -> Any:
+def open_tcp_store(host: str, port: int, *, serves: bool) -> Any:
+    """Returns a TCPStore of torch, as its server or as a client."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     return TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_TIMEOUT))

@@ -75,7 +75,7 @@ def too_short(label: str, offset: int, nbytes: int, found: int, *, what: str = "
 class LocalReader:
     """One open file. It is closed at the latest when it is garbage-collected: stores are often read and not closed."""
 
-    _fd: int = -1
+    fd: int = -1
     _direct: int | None = None
     _maps: MappedReader | None = None
     users = 0
@@ -83,12 +83,12 @@ class LocalReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd = open_regular(path)
+        self.fd = open_regular(path)
         if hasattr(os, "posix_fadvise"):
             # no readahead: the bytes behind a range are not needed
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
         self._lock = threading.Lock()
-        self._maps = MappedReader(self._fd)
+        self._maps = MappedReader(self.fd)
 
     def read_into(self, offset: int, out: memoryview, *, shared: bool = False) -> None:
         """Fills `out` with the bytes from `offset` on.
@@ -100,7 +100,7 @@ class LocalReader:
             CorruptError: the file ends before.
             OSError: it cannot be read; with its name.
         """
-        cached = shared or len(out) < DIRECT or is_cached(self._fd, offset, len(out))
+        cached = shared or len(out) < DIRECT or is_cached(self.fd, offset, len(out))
         try:
             filled = 0 if cached else self._from_device(offset, out)
             self._copy(offset + filled, [out[filled:]], len(out) - filled)
@@ -111,7 +111,7 @@ class LocalReader:
     def read_parts(self, offset: int, parts: Sequence[memoryview]) -> bool:
         """Fills several buffers from the page cache; returns False if not all is cached. Raises as `read_into`."""
         nbytes = sum(map(len, parts))
-        if not is_cached(self._fd, offset, nbytes):
+        if not is_cached(self.fd, offset, nbytes):
             return False
         try:
             self._copy(offset, parts, nbytes)
@@ -131,7 +131,7 @@ class LocalReader:
         """Reads through the page cache."""
         rest, filled = deque(parts), 0
         while filled < nbytes:
-            count = os.preadv(self._fd, list(islice(rest, VECTORS)), offset + filled)
+            count = os.preadv(self.fd, list(islice(rest, VECTORS)), offset + filled)
             if count == 0:
                 raise too_short(str(self._path), offset, nbytes, filled)
             filled += count
@@ -170,8 +170,8 @@ class LocalReader:
         """Closes the file."""
         if self._maps is not None:
             self._maps.close()
-        fds = (self._fd, self._direct)
-        self._fd = self._direct = -1
+        fds = (self.fd, self._direct)
+        self.fd = self._direct = -1
         for fd in fds:
             if fd is not None and fd >= 0:
                 with contextlib.suppress(OSError):

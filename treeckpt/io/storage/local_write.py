@@ -41,7 +41,7 @@ class LocalWriter:
     def __init__(self, path: Path, nbytes: int) -> None:
         self._path, self._nbytes = path, nbytes
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._direct = hasattr(os, "O_DIRECT")
+        self.direct = hasattr(os, "O_DIRECT")
         try:
             self._fd = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o644)
         except OSError as error:
@@ -49,7 +49,7 @@ class LocalWriter:
                 raise
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
-            self._direct = False
+            self.direct = False
             self._fd = os.open(path, flags, 0o644)
         self._open = True
         if nbytes and hasattr(os, "posix_fallocate"):
@@ -62,14 +62,14 @@ class LocalWriter:
                     raise
 
     def write(self, offset: int, data: memoryview) -> None:
-        if self._direct and len(data) % PAGE:
+        if self.direct and len(data) % PAGE:
             # the end of the file: the block is padded to a page, and `commit` truncates the file to its size
             padded = aligned_buffer(-(-len(data) // PAGE) * PAGE)
             padded[: len(data)] = data
             data = padded
         written = 0
         while written < len(data):
-            direct = self._direct  # of this call: another thread may switch it off meanwhile
+            direct = self.direct  # of this call: another thread may switch it off meanwhile
             try:
                 count = os.pwrite(self._fd, data[written:], offset + written)
             except OSError as error:
@@ -81,7 +81,7 @@ class LocalWriter:
 
                 flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
                 fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-                self._direct = False
+                self.direct = False
                 continue
             if not count:
                 raise OSError(errno.EIO, f"the disk wrote nothing of {len(data) - written} bytes", str(self._path))
@@ -90,7 +90,7 @@ class LocalWriter:
     def commit(self) -> None:
         os.ftruncate(self._fd, self._nbytes)
         os.fsync(self._fd)
-        if not self._direct and hasattr(os, "posix_fadvise"):
+        if not self.direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         self._close()
         sync_directory(self._path.parent)

@@ -52,7 +52,8 @@ def _libc() -> Any:
     return libc
 
 
-def _is_local(fd: int) -> bool:
+def is_local(fd: int) -> bool:
+    """Returns whether a file lies on a local file system."""
     facts = (ctypes.c_long * 64)()  # the kernel fills the first 15; the magic number comes first
     return _libc().fstatfs(fd, facts) == 0 and facts[0] in LOCAL
 
@@ -61,15 +62,15 @@ class MappedReader:
     """Maps byte ranges of one open file, for several threads at once; `fd` is read-only, and is not closed here."""
 
     def __init__(self, fd: int) -> None:
-        self._fd, self._lock = fd, threading.Lock()
+        self.fd, self._lock = fd, threading.Lock()
         self._holders: set[object] = set()
         self._process = os.getpid()  # a lease belongs to the open file, which a forked child shares
-        self._able = _leases is not None and _is_local(fd)
+        self._able = _leases is not None and is_local(fd)
 
     def close(self) -> None:
         """Ends the creation of maps. The lease that guards open maps ends with the last of them."""
         with self._lock:
-            self._fd, self._able = -1, False
+            self.fd, self._able = -1, False
 
     @contextlib.contextmanager
     def mapped(self, offset: int, nbytes: int, *, fetch: bool = False) -> Iterator[memoryview | None]:
@@ -83,8 +84,8 @@ class MappedReader:
         holder, mapped, memory = object(), None, None
         try:
             # checked first: a cold load should not take a lease for each of its reads
-            cached = self._able and nbytes >= LEAST and is_cached(self._fd, offset, nbytes)
-            if (cached or (fetch and nbytes >= HUGE)) and self._take(holder):
+            cached = self._able and nbytes >= LEAST and is_cached(self.fd, offset, nbytes)
+            if (cached or (fetch and nbytes >= HUGE)) and self.take(holder):
                 mapped = self._map(offset, nbytes, cached)
             if mapped is not None:
                 memory = memoryview(mapped)[offset % PAGE :]
@@ -99,7 +100,7 @@ class MappedReader:
                 self._release(holder)
 
     def _map(self, offset: int, nbytes: int, cached: bool) -> mmap.mmap | None:
-        if (fd := self._fd) < 0:  # closed by another thread; mmap with fd -1 would be anonymous memory full of zeros
+        if (fd := self.fd) < 0:  # closed by another thread; mmap with fd -1 would be anonymous memory full of zeros
             return None
         low = offset // PAGE * PAGE
         private = {"flags": mmap.MAP_PRIVATE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
@@ -116,7 +117,7 @@ class MappedReader:
             return None
         return mapped
 
-    def _take(self, holder: object) -> bool:
+    def take(self, holder: object) -> bool:
         """Takes the lease on the file, which all open maps share; returns whether it is held."""
         if not self._able or os.getpid() != self._process:
             return False
@@ -128,10 +129,10 @@ class MappedReader:
             try:
                 if alone:
                     # the default signal of a lease would end the process
-                    _leases.fcntl(self._fd, _leases.F_SETSIG, signal.SIGURG)
-                    _leases.fcntl(self._fd, _leases.F_SETLEASE, _leases.F_RDLCK)
+                    _leases.fcntl(self.fd, _leases.F_SETSIG, signal.SIGURG)
+                    _leases.fcntl(self.fd, _leases.F_SETLEASE, _leases.F_RDLCK)
                     return True
-                if _leases.fcntl(self._fd, _leases.F_GETLEASE) == _leases.F_RDLCK:
+                if _leases.fcntl(self.fd, _leases.F_GETLEASE) == _leases.F_RDLCK:
                     return True
             except OSError as error:
                 # EAGAIN: another process has it open to write; any other error would come again
@@ -146,6 +147,6 @@ class MappedReader:
             if holder not in self._holders:
                 return
             self._holders.discard(holder)
-            if not self._holders and self._fd >= 0:
+            if not self._holders and self.fd >= 0:
                 with contextlib.suppress(OSError):
-                    _leases.fcntl(self._fd, _leases.F_SETLEASE, _leases.F_UNLCK)
+                    _leases.fcntl(self.fd, _leases.F_SETLEASE, _leases.F_UNLCK)

@@ -17,8 +17,8 @@ import numpy as np
 
 PAGE = mmap.PAGESIZE
 CACHESTAT = 451
-"""The number of the system call cachestat, the same on all architectures of `_has_cachestat`."""
-_has_cachestat = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64", "riscv64", "ppc64le", "s390x")
+"""The number of the system call cachestat, the same on all architectures of `has_cachestat`."""
+has_cachestat = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64", "riscv64", "ppc64le", "s390x")
 
 
 class _Range(ctypes.Structure):
@@ -55,14 +55,14 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
 
 def _count(libc: Any, fd: int, low: int, length: int) -> int | None:
     """Returns how many pages of a range are in the page cache; None without cachestat (Linux before 6.5)."""
-    global _has_cachestat
-    if not _has_cachestat:
+    global has_cachestat
+    if not has_cachestat:
         return None
     counts = _Counts()
     if libc.syscall(CACHESTAT, fd, ctypes.byref(_Range(low, length)), ctypes.byref(counts), 0) == 0:
         return int(counts.cached)
     if ctypes.get_errno() == errno.ENOSYS:
-        _has_cachestat = False
+        has_cachestat = False
     return None
 
 

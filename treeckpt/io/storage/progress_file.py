@@ -93,7 +93,7 @@ class ProgressRecorder:
         self._record = msgspec.structs.replace(first, owner=this_process())
         self._name = progress_name(first.rank, first.save_id)
         self._lock, self._writing = threading.Lock(), threading.Lock()
-        self._started = self._renewed = time.monotonic()
+        self.started = self.renewed = time.monotonic()
         far = isinstance(store, ObjectStore)
         self._pause = FAR_PAUSE if far else 0.0
         self._written_at = -FAR_PAUSE
@@ -131,10 +131,10 @@ class ProgressRecorder:
         """Adds written bytes to the record."""
         with self._lock:
             now = time.monotonic()
-            due = now - self._renewed >= PAUSE
+            due = now - self.renewed >= PAUSE
             self._record = msgspec.structs.replace(self._record, written=self._record.written + nbytes)
             if due:
-                self._renewed = now
+                self.renewed = now
                 self._renew(now)
 
     def commit(self) -> None:
@@ -148,7 +148,7 @@ class ProgressRecorder:
     def _renew(self, now: float, *, last: bool = False) -> None:
         if self._on_progress is not None:
             self._on_progress(self._record.written)
-        if now - self._started >= PATIENCE and (last or now - self._written_at >= self._pause):
+        if now - self.started >= PATIENCE and (last or now - self._written_at >= self._pause):
             self._written_at = now
             self._record = msgspec.structs.replace(self._record, updated_ns=time.time_ns())
             self._write()

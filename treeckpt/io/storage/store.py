@@ -156,7 +156,7 @@ class LocalStore:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory).absolute()
-        self._readers = ReaderCache()
+        self.readers = ReaderCache()
 
     @property
     def url(self) -> str:
@@ -205,7 +205,7 @@ class LocalStore:
             yield memory
 
     def _reader(self, name: str) -> AbstractContextManager[LocalReader]:
-        return self._readers.using(name, self.directory / name)
+        return self.readers.using(name, self.directory / name)
 
     def map(self, name: str, offset: int, nbytes: int) -> memoryview:
         fd = open_regular(self.directory / name)
@@ -221,7 +221,7 @@ class LocalStore:
             os.close(fd)
 
     def close(self) -> None:
-        self._readers.close()
+        self.readers.close()
 
     def create(self, name: str, nbytes: int) -> Writer:
         return LocalWriter(self.directory / name, nbytes)
