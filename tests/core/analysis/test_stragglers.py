@@ -148,7 +148,7 @@ def test_a_straggler_says_how_much_it_lost():
 
 
 def test_times_of_a_median_of_nothing_are_infinite():
-    assert Straggler(0, "", 5, 0, 1.0).times == float("inf") and Straggler(0, "", 5, 1, 1.0).times == 5
+    assert Straggler(0, "", 5, 0, 1.0).times == float("inf") and Straggler(0, "", 5, 2, 1.0).times == 2.5
 
 
 def test_where_the_other_ranks_do_not_differ_the_score_is_infinite():
