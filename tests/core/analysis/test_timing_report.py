@@ -43,11 +43,12 @@ def test_edges_are_where_the_spans_of_each_rank_begin():
 
 
 def test_spans_lie_in_the_rows_of_their_depth_unless_they_overlap():
-    outer = [("save", rank, 0, 90, 0, -1) for rank in (1, 2, 3)]
+    outer = [("save", rank, 0, 90, 0, -1) for rank in (1, 2, 3, 4)]
     report = report_of(
         *outer,
         ("write", 1, 0, 10, 0, 0), ("hash", 1, 10, 20, 0, 0),
         ("write", 2, 0, 10, 0, 0), ("hash", 2, 9, 20, 0, 0), ("fsync", 2, 20, 30, 0, 0),
         (BLOCKING, 3, 0, 50), ("write", 3, 5, 10, 0, 0), ("hash", 3, 5, 6, 0, 0), ("sum", 3, 5, 6, 0, 3),
+        ("write", 4, 5, 5, 0, 0), ("hash", 4, 5, 9, 0, 0),
     )  # fmt: skip
-    assert report.lanes.tolist() == [0, 1, 1, 0, 1, 2, 1, 0, 1, 2, 3]
+    assert report.lanes.tolist() == [0, 1, 1, 0, 1, 2, 1, 0, 1, 2, 3, 0, 2, 1]

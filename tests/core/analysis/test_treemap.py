@@ -166,7 +166,7 @@ def test_groups_are_by_size_with_the_smallest_as_one():
 
 
 def test_leaves_of_a_group_beyond_the_limit_are_one_box_of_it():
-    outline = outline_of({"a/x": 5, "a/y": 4, "b/x": 3, "b/y": 2})
+    outline = outline_of({"a/x": 5, "a/y": 4, "b/x": 3, "b/e": 0, "b/y": 2})
     found = drawn(treemap_of(outline, "dtype", count=5))
     assert found[0] == (-1, "", 14, -1, 0) and found[1] == (0, "uint8", 14, -1, 0)
     shown = [box for box in found[2:] if box[3] >= 0]
