@@ -100,6 +100,15 @@ def test_extents_of_a_file_lie_between_its_borders():
     assert extents_in_file(index, index.files_of(1)[0]) == []
 
 
+def test_arrays_without_elements_are_listed_only_where_asked_for():
+    records = {"a": ArrayRecord(0, -1, WholeChunk(0, 5)), "e": ArrayRecord(1, -1, WholeChunk(0, 5))}
+    index = index_of(records, [ArraySpec((3,), "uint8"), ArraySpec((0, 3), "uint8")])
+    assert [e.leaf for e in extents_in_file(index, index.file_list[0])] == [0]
+    assert [(e.leaf, e.start, e.stop) for e in extents_in_file(index, index.file_list[0], empty=True)] == [
+        (0, 517, 520), (1, 517, 517),
+    ]  # fmt: skip
+
+
 def test_a_shard_of_more_chunks_than_wanted_is_refused():
     records = {str(n): ArrayRecord(0, -1, WholeChunk(0, n)) for n in range(5)}
     index = index_of(records, [ArraySpec((1,), "uint8")])
