@@ -141,6 +141,22 @@ def test_values_nest_up_to_a_hundred_levels():
         decode(t("list", form))
 
 
+def test_the_value_of_an_enum_is_a_level_too():
+    class Deep(enum.Enum):
+        FITS = depth(99)
+        LONG = depth(100)
+
+    assert decode_value(encode_value(Deep.FITS, "p").items[2], "p") == depth(99)
+    assert encode_value(Deep.LONG, "p").items[2] is None
+    form = 1
+    for _ in range(100):
+        form = t("list", form)
+    with pytest.raises(MismatchError):
+        decode(t("enum", type_name(Shade), None, form))
+    with pytest.raises(FormatError, match="100 deep"):
+        decode(t("enum", type_name(Shade), None, t("list", form)))
+
+
 def test_an_object_of_another_class_is_refused_with_its_class_and_text():
     class Long:
         def __init__(self, length):
@@ -225,6 +241,7 @@ def test_more_than_64_members_of_one_hash_are_refused():
     assert caught.value.path == "a/b"
     pairs = [same * n + rest for rest in range(1, 100) for n in (0, 1)]
     assert check_hash_collisions(pairs, "p") == pairs, "chance"
+    assert check_hash_collisions(members[:64] + pairs, "p") == members[:64] + pairs
     form = t("set", *(encode_value(same * n, "p") for n in range(66)))
     with pytest.raises(FormatError):
         decode(form)
