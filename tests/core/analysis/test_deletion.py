@@ -127,6 +127,27 @@ def test_an_empty_directory_goes_after_the_grace_period():
     assert "begin" in clean(complete(2), partial(3, age=NEW)).left[0].why
 
 
+def test_an_empty_directory_stays_until_the_grace_period_has_passed():
+    """A save that has just begun has made its directory, and written nothing yet."""
+    assert clean(complete(2), partial(3, age=GRACE)).removals[0].directory
+    [left] = clean(complete(2), partial(3, age=GRACE - 1)).left
+    assert left.name == step_name(3)
+
+
+def test_a_directory_that_was_touched_lately_stays_when_leftovers_in_it_go():
+    """Another save may have begun there."""
+    old = files_of(A, OLD)
+    [removal] = clean(complete(2), partial(3, *old, age=OLD)).removals
+    assert removal.directory and set(removal.files) == {file.name for file in old}
+    [removal] = clean(complete(2), partial(3, *old, age=NEW)).removals
+    assert not removal.directory and set(removal.files) == {file.name for file in old}
+
+
+def test_a_directory_with_other_files_stays_when_leftovers_in_it_go():
+    [removal] = clean(complete(2), partial(3, *files_of(A, OLD), fact("notes.txt", OLD))).removals
+    assert not removal.directory and "notes.txt" not in removal.files
+
+
 def test_a_pinned_directory_without_an_index_stays():
     cleaning = clean(complete(2), partial(3, *files_of(B, OLD), fact(PIN_NAME, OLD)))
     assert not cleaning.removals and "pinned" in cleaning.left[0].why

@@ -160,6 +160,23 @@ def test_entries_of_another_shape_do_not_make_an_index():
         rebuild([(size, msgspec.structs.replace(header, entries=entries)), small().headers[1]])
 
 
+def test_arrays_of_each_rank_of_another_shape_or_dtype_or_number_do_not_make_an_index():
+    saved = small()
+    path = "own/~rank1/0"
+    [own] = [entry for entry in saved.headers[1][1].entries if entry.path == path]
+    rest = tuple(entry for entry in saved.headers[1][1].entries if entry.path != path)
+
+    def rebuilt(*entries):
+        size, header = saved.headers[1]
+        return rebuild([saved.headers[0], (size, msgspec.structs.replace(header, entries=(*rest, *entries)))])
+
+    assert rebuilt(own) == saved.index
+    other_shape, other_dtype = (msgspec.structs.replace(own, **c) for c in ({"shape": (1,)}, {"dtype": "uint64"}))
+    for entries in ([], [own, own], [other_shape], [other_dtype]):
+        with pytest.raises(CorruptError, match="rank 1's own array"):
+            rebuilt(*entries)
+
+
 # hostile indexes, rightly sealed --------------------------------------------------------------------------------------
 def resealed(change):
     """The small index after `change` was made to its JSON."""

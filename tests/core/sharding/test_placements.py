@@ -20,6 +20,7 @@ from treeckpt.core.sharding.placements import (
     cells_of,
     check_layout,
     held_by,
+    layout_of_group,
     local_shape,
     mesh_ranks,
     mesh_strides,
@@ -167,3 +168,61 @@ def test_zero_sized_dimensions_leave_ranks_with_empty_pieces_only():
     assert all(not h.region.size for rank in (0, 1) for h in held_by(layout, (0, 3), rank))
     assert local_shape(layout, (0, 3), 1) == (0, 3)
     assert held_by(BoxLayout(()), (3,), 0) == ()
+
+
+# groups of ranks ------------------------------------------------------------------------------------------------------
+def test_a_mesh_inside_of_a_group_is_a_mesh_in_the_groups_numbers():
+    layout = MeshLayout(Mesh((2,), encode_runs([6, 3]), ("tp",)), (Shard(0),))
+    found = layout_of_group(layout, (4,), (3, 5, 6))
+    assert found == MeshLayout(Mesh((2,), encode_runs([2, 0]), ("tp",)), (Shard(0),))
+
+
+def test_of_a_mesh_that_is_larger_than_a_group_the_members_regions_are_listed():
+    layout = MeshLayout(Mesh((3,), encode_runs([6, 3, 4])), (Shard(0),))
+    found = layout_of_group(layout, (6,), (9, 4, 6))
+    assert found == BoxLayout(((2, Region((0,), (2,))), (1, Region((4,), (2,)))))
+
+
+def test_listed_pieces_of_a_group_are_those_of_its_members():
+    first, last = Region((0,), (2,)), Region((2,), (2,))
+    layout = BoxLayout(((6, first), (3, last), (6, last)))
+    assert layout_of_group(layout, (4,), (5, 6)) == BoxLayout(((1, first), (1, last)))
+
+
+def test_replicas_are_reached_by_steps_from_any_position():
+    layout = MeshLayout(Mesh((2, 3, 2), encode_runs(range(12))), (Replicate(), Shard(0), Replicate()))
+    assert mesh_strides(layout.mesh) == (6, 2, 1) and replica_offsets(layout).tolist() == [0, 1, 6, 7]
+    assert [position_of(layout.mesh, rank) for rank in (0, 11, 12)] == [0, 11, None]
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1, 2]])
+def test_a_mesh_of_another_number_of_ranks_than_its_shape_is_refused(ranks):
+    with pytest.raises(LayoutError, match="2 ranks"):
+        mesh_ranks(Mesh((2,), encode_runs(ranks)))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "found"),
+    [
+        (Mesh((), ((0,),)), "for 1 ranks"), (Mesh((0,), ()), "for 0 ranks"), (Mesh((2,), ((0,),)), "for 1 ranks"),
+        (Mesh((2,), ((3, 0, 2),)), "a rank twice"),
+    ],
+)  # fmt: skip
+def test_a_mesh_holds_each_of_its_ranks_once(mesh, found):
+    with pytest.raises(LayoutError, match=found) as caught:
+        check_layout(MeshLayout(mesh, (Replicate(),) * len(mesh.shape)), (4,), "a/b")
+    assert caught.value.path == "a/b"
+
+
+def test_placements_fit_at_their_limits():
+    mesh = Mesh((2,), encode_runs([4, 7]))
+    for placement, fits in ((Shard(0), True), (Shard(1), True), (Shard(2), False), (Shard(-1), False),
+                            (StridedShard(1, 1), True), (StridedShard(1, 0), False), (Replicate(), True)):  # fmt: skip
+        try:
+            check_layout(MeshLayout(mesh, (placement,)), (4, 4), "w")
+            assert fits
+        except LayoutError:
+            assert not fits
+    for placements in ((), (Replicate(), Replicate())):
+        with pytest.raises(LayoutError, match="1 placements"):
+            check_layout(MeshLayout(mesh, placements), (4, 4), "w")

@@ -96,6 +96,9 @@ def test_what_is_cut_and_put_together_again_is_as_it_was(
     groups = data.draw(st.sampled_from([g for g in range(1, 6) if array.shape[axis] % g == 0]))
     cut = data.draw(st.integers(0, array.shape[axis] // groups))
     pieces = composed_array.uninterleave(now, axis, [cut, array.shape[axis] // groups - cut], groups)
+    parts = [np.split(group, [cut], axis) for group in np.split(array, groups, axis)]
+    for piece, found in zip(pieces, zip(*parts, strict=True), strict=True):
+        assert (evaluate(piece, sources) == np.concatenate(found, axis)).all()
     again = composed_array.interleave(pieces, axis, groups)
     assert (evaluate(again, sources) == array).all()
 

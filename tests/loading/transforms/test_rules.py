@@ -45,6 +45,17 @@ def test_numbers_that_only_the_sources_have_are_gone_through_in_order() -> None:
     assert [part.source for part in made.parts][:4] == ["l.0.e.2.a", "l.0.e.2.b", "l.0.e.3.a", "l.0.e.3.b"]
 
 
+def test_a_join_by_groups_is_undone_by_a_split_into_the_lengths_of_one_group() -> None:
+    leaves: Leaves = {"q": spec(3, 8), "k": spec(3, 2)}
+    for axis in (1, -1):
+        join = R.Concat(("q", "k"), "qk", axis, 2)
+        assert R.inverse(join, leaves) == (R.Split("qk", ("q", "k"), 1, (4, 1), 2),)
+    assert R.inverse(R.Split("qk", ("q", "k"), 1, (4, 1), 2), {"qk": spec(3, 10)}) == (
+        R.Concat(("q", "k"), "qk", 1, 2),
+    )
+    assert R.inverse(R.Concat(("a", "b"), "c"), {"a": spec(0, 2), "b": spec(0, 2)}) == (R.Split("c", ("a", "b")),)
+
+
 def test_a_stack_of_layers_and_its_rows_are_each_others_inverse() -> None:
     leaves: Leaves = {f"h.{i}.w": spec(2, 3) for i in range(12)}
     stacked = run(leaves, R.Stack("h.$L.w", "w"))

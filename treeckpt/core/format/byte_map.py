@@ -10,7 +10,7 @@ from ..planning.load_plan import Chunk
 from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import decode_runs, length_of
 from ..sharding.placements import MeshLayout, held_by, mesh_ranks
-from ..sharding.region import Region
+from ..sharding.region import Region, intersect
 from .chunks import chunks_in, count_chunks
 from .records import AliasRecord, ArrayRecord, File, Index, Leaf, PerRankArrays
 
@@ -113,9 +113,10 @@ def layout_of(index: Index, leaf: Leaf) -> MeshLayout | None:
 
 
 def holders_of(layout: MeshLayout, shape: tuple[int, ...], region: Region) -> list[int]:
-    """Returns the ranks that held all of a region when it was saved, in the order of the mesh."""
-    return [
-        rank
-        for rank in mesh_ranks(layout.mesh).tolist()
-        if any(region.within(held.region) for held in held_by(layout, shape, rank))
-    ]
+    """Returns the ranks that held all of a region when it was saved, in one piece or several, in the mesh's order."""
+    holders: list[int] = []
+    for rank in mesh_ranks(layout.mesh).tolist():
+        parts = (intersect(held.region, region) for held in held_by(layout, shape, rank))  # disjoint
+        if sum(part.size for part in parts if part is not None) == region.size:
+            holders.append(rank)
+    return holders
