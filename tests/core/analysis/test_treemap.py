@@ -84,7 +84,7 @@ def outline_of(leaves, *, structure=None, files=None, world=2):
             len(specs) - 1, -1, record
         )  # fmt: skip
     more = {} if structure is None else {"structure": structure}
-    return Outline(index_of(records, specs, world=world, **({} if files is None else {"files": files}), **more))
+    return IndexOutline(index_of(records, specs, world=world, **({} if files is None else {"files": files}), **more))
 
 
 def drawn(boxes):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from treeckpt.core.tree.value_codec import (
-    Typed,
+    TypedValue,
     Value,
     check_hash_collisions,
     decode_value,
@@ -51,7 +51,7 @@ TIME = dt.datetime(2024, 5, 6, 7, 8, 9, 10, fold=1)
 
 
 def t(kind, *items):
-    return Typed(kind, items)
+    return TypedValue(kind, items)
 
 
 FORMS = [
