@@ -28,7 +28,9 @@ class ReaderRow(msgspec.Struct, frozen=True):
     nbytes: int
     """Bytes that it holds after the load."""
     read: int
+    """Bytes that it reads."""
     amplification: float
+    """Bytes read for each byte held."""
     share: float
     """Bytes read, as a share of those of the rank that reads the most."""
     reads: int

@@ -63,6 +63,8 @@ class StillReading(Exception):
 
 
 class _Failure(msgspec.Struct, tag="error"):
+    """An error, as the reading process prints it."""
+
     kind: str
     path: str
     expected: str
@@ -71,6 +73,8 @@ class _Failure(msgspec.Struct, tag="error"):
 
 
 class _Progress(msgspec.Struct, tag="progress"):
+    """How far the reading process is, as it prints it."""
+
     phase: str
     done: int
     total: int
@@ -153,7 +157,8 @@ class IndexReader:
         self._lock = threading.Lock()
         self._building, self._reading = threading.Lock(), threading.Lock()
         """Held while a small index is read here, or a large one by a process: small ones do not wait for large ones."""
-        self._open: OrderedDict[str, StoredOutline] = OrderedDict()
+        self._opened: OrderedDict[str, StoredOutline] = OrderedDict()
+        """Tables by key, the last used one last."""
         self._failed: OrderedDict[str, TreeckptError] = OrderedDict()
         self._processes: dict[str, _ReadProcess] = {}
 
@@ -173,9 +178,9 @@ class IndexReader:
             found = f"{entry.nbytes} bytes"
             raise CorruptError(folder.url, expected=f"an index of at most {MAX_INDEX} bytes", found=found)
         with self._lock:
-            if key in self._open:
-                self._open.move_to_end(key)
-                return self._open[key]
+            if key in self._opened:
+                self._opened.move_to_end(key)
+                return self._opened[key]
             if key in self._failed:
                 raise self._failed[key].with_traceback(None)
         if (found := self._open_table(key)) is not None:
@@ -195,9 +200,9 @@ class IndexReader:
             path.unlink(missing_ok=True)
             return None
         with self._lock:
-            self._open[key] = outline
-            while len(self._open) > MAX_OPEN:
-                self._open.popitem(last=False)
+            self._opened[key] = outline
+            while len(self._opened) > MAX_OPEN:
+                self._opened.popitem(last=False)
         return outline
 
     def _build(self, key: str, folder: Folder) -> StoredOutline:

@@ -1,4 +1,4 @@
-"""Retention policies as one line of text, for links and the command line: `last:3 every:1000 best:loss:min:2`.
+"""Retention policies as one line of text, for links, command line and server: `last:3 every:1000 best:loss:min:2`.
 
 Policies are separated by spaces, commas or plus signs: `all`, `last:N`, `every:STEPS`, `period:SECONDS`,
 `steps:A;B;...` and `best:METRIC[:min|max][:N]`.
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from ..core.analysis.retention_policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps
 
 MAX_POLICIES = 16
+"""Policies of one text, which may come from a link."""
 _EXAMPLE = "e.g. last:3 every:1000 period:3600 best:loss:min:2 steps:100;200 all"
 
 

@@ -87,8 +87,8 @@ class _StateDictBuilder:
     def __init__(self, optimizer: Any, source: RestoreSource) -> None:
         groups: list[Any] = [group["params"] for group in optimizer.param_groups]
         self._source = source
-        self._numbered: dict[Any, Tensor] = dict(enumerate(parameter for group in groups for parameter in group))
-        self._placed = {(i, j): parameter for i, group in enumerate(groups) for j, parameter in enumerate(group)}
+        self._by_number: dict[Any, Tensor] = dict(enumerate(parameter for group in groups for parameter in group))
+        self._by_position = {(i, j): parameter for i, group in enumerate(groups) for j, parameter in enumerate(group)}
         counts = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
         self._place = MomentPlacement(counts_on_device=counts)
 
@@ -105,13 +105,13 @@ class _StateDictBuilder:
             live = {}
         if {"state", "param_groups"} <= children.keys() & live.keys() and isinstance(live["state"], Mapping):
             _check_groups(live, at, node)
-            own = self._moments(children["state"], live["state"], f"{at}/state", self._numbered)
+            own = self._moments(children["state"], live["state"], f"{at}/state", self._by_number)
             return {
                 key: own if key == "state" else self.state(child, live.get(key), f"{at}/{key_text(key)}")
                 for key, child in children.items()
             }
-        if children and all(type(key) is tuple and key in self._placed for key in children):
-            return self._moments(node, live, at, self._placed)
+        if children and all(type(key) is tuple and key in self._by_position for key in children):
+            return self._moments(node, live, at, self._by_position)
         return {key: self.state(child, live.get(key), f"{at}/{key_text(key)}") for key, child in children.items()}
 
     def _moments(self, node: Structure, live: Any, at: str, parameters: Mapping[Any, Tensor]) -> dict[Any, Any]:

@@ -87,7 +87,7 @@ Policy = All | Last | EverySteps | Steps | EveryPeriod | Best
 
 
 def check_policies(policies: Sequence[object]) -> None:
-    """Refuses objects that are no policies, or keep nothing. Called early, because clean-ups run in the background.
+    """Refuses what is no policy, has an invalid field or mode, or keeps nothing: early, as clean-ups run later.
 
     Raises:
         TreeckptError: naming the policy.

@@ -135,7 +135,7 @@ def encode_manifest(index: Index) -> str:
 
 
 def folded_index(index: Index) -> Index:
-    """Moves deep parts of the structure into `below`, as the file holds them."""
+    """Moves deep parts of the structure into `below`: JSON and msgpack nest a bounded number of levels."""
     found = split_structure(index.structure)
     return msgspec.structs.replace(index, structure=found.top, below=found.below) if found.below else index
 

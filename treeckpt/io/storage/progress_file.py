@@ -31,7 +31,9 @@ from .process_owner import is_running, this_process
 from .store import LocalStore, MemoryStore, Store
 
 PATIENCE = 0.5
+"""Seconds that a save takes before its record is renewed at all."""
 PAUSE = 0.25
+"""Seconds between renewals."""
 FAR_PAUSE = 5.0
 """Seconds between renewals where each one is a request that costs money."""
 BEAT = 15.0
