@@ -20,7 +20,7 @@ from .io.storage.checkpoint import Checkpoint
 from .io.storage.open import open_store
 from .io.storage.store import Store
 from .loading.consistent_reads import on_one_version, on_versions
-from .loading.match import MEMORY, LoadOptions
+from .loading.match import LoadOptions
 from .loading.overlay import Bank, CheckpointOverlay, globs_of
 from .loading.read_batch import Verify
 from .loading.repair import repair_store
@@ -176,7 +176,7 @@ def load(
     copy: bool = False,
     mmap: bool = False,
     read: Literal["each", "once"] = "each",
-    memory: int = MEMORY,
+    memory: int | None = None,
     allow_pickle: bool = False,
     comm: AnyComm = None,
     namespace: str = "",
@@ -203,7 +203,7 @@ def load(
         copy: gives each array memory of its own, where whole ones are views of what a range of a file was read into.
         mmap: maps whole arrays: bytes come when they are touched, without checksums, from a file that must stay.
         read: "once" has what several ranks of a host want read by one and handed on; every rank has to call.
-        memory: bytes of buffers beyond what is loaded, at most; smaller ones make smaller reads (1 MiB is the least).
+        memory: bytes of buffers beyond what is loaded, at least 1 MiB; None is 64 MiB, and of object stores 512 MiB.
         allow_pickle: unpickles values that were saved so, which can run any code: only for files you trust.
         comm: this rank, and of how many, as for `save` or by the launcher; they talk to salvage or to read "once" only.
         on_report: gets the `LoadReport`.
@@ -247,7 +247,7 @@ def load_into(
     on_corrupt: Literal["error", "skip"] = "error",
     per_rank: Literal["error", "take"] = "error",
     read: Literal["each", "once"] = "each",
-    memory: int = MEMORY,
+    memory: int | None = None,
     allow_pickle: bool = False,
     comm: AnyComm = None,
     namespace: str = "",

@@ -47,7 +47,7 @@ def check_ties(wanted: Sequence[Wanted]) -> None:
         [one.target for one in wanted],
         lambda first, second: _is_one(wanted[first], wanted[second]),
         lambda pieces: read_pieces(wanted, pieces),
-        wanted[0].job.options.memory,
+        wanted[0].job.memory,
     )
     if found is not None:
         first, second = (wanted[number].path for number in found)
@@ -94,7 +94,7 @@ def _place_of(leaf: object, rank: int) -> object:
 def are_equal(first: tuple[Load, str], second: tuple[Load, str], spec: ArraySpec) -> bool:
     """Whether two saved arrays, each a path in a load, have the same bytes in the regions and the dtype of a spec."""
     wanted = [Wanted(job, path, ArrayTarget(spec, None, ())) for job, path in (first, second)]
-    return is_equal(spec, lambda pieces: read_pieces(wanted, pieces), first[0].options.memory)
+    return is_equal(spec, lambda pieces: read_pieces(wanted, pieces), first[0].memory)
 
 
 def read_pieces(wanted: Sequence[Wanted], pieces: Sequence[tuple[int, Sequence[TargetPiece]]]) -> None:
@@ -105,7 +105,7 @@ def read_pieces(wanted: Sequence[Wanted], pieces: Sequence[tuple[int, Sequence[T
         batch = batches.setdefault(job, job.new_batch())
         batch.add_target(path, _leaf(wanted[number]), msgspec.structs.replace(target, pieces=parts))
     for job, batch in batches.items():
-        batch.run(ReadOptions(job.options.memory, job.options.verify))
+        batch.run(ReadOptions(job.memory, job.options.verify))
         job.batch.read_nbytes += batch.read_nbytes
 
 

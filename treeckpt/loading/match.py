@@ -23,6 +23,7 @@ from ..errors import MismatchError
 from ..io.comm.comm import Comm, global_rank
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.memory import SlabAllocator
+from ..io.storage.store import SupportsFetching
 from ..io.timing import Recorder
 from ..reports import LoadReport
 from .check_sizes import Claims
@@ -31,8 +32,9 @@ from .read_request import LeafPlaceholder
 from .transforms.rules import Rule
 from .transforms.view import ComposedLeaf, view_of
 
-MEMORY = 64 << 20
-"""Bytes of buffers that a load may take, by default."""
+MEMORY, FAR_MEMORY = 64 << 20, 512 << 20
+"""Bytes of buffers that a load may take, by default: from files, and from an object store, where 64 requests of 8 MiB
+are in flight."""
 
 
 class LoadOptions(msgspec.Struct, frozen=True):
@@ -49,7 +51,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
     allow_pickle: bool = False
     namespace: str = ""
     read: Literal["each", "once"] = "each"
-    memory: int = MEMORY
+    memory: int | None = None
     exclude: tuple[str, ...] | None = None
     rules: tuple[Rule, ...] = ()
     only: frozenset[str] | None = None
@@ -100,6 +102,9 @@ class Load:
         self.options, self.rank, self.here = options, comm.rank, global_rank(comm)
         self.recorder = Recorder(comm.rank)
         self.checkpoint, self.index = checkpoint, checkpoint.index
+        default = FAR_MEMORY if isinstance(checkpoint.store, SupportsFetching) else MEMORY
+        self.memory = default if options.memory is None else options.memory
+        """Bytes of buffers, at most."""
         self.source_rank = comm.rank % self.index.world
         self.refuse_own = options.per_rank == "error" and comm.size != self.index.world
         self.world = comm.size
@@ -220,7 +225,7 @@ class Load:
 
     def run_now(self, batch: ReadBatch) -> None:
         """Reads another batch at once, and counts its bytes among those of the load."""
-        batch.run(ReadOptions(self.options.memory, self.options.verify))
+        batch.run(ReadOptions(self.memory, self.options.verify))
         self.batch.nbytes += batch.nbytes
         self.batch.read_nbytes += batch.read_nbytes
 

@@ -30,7 +30,16 @@ from ..io.storage.checkpoint import Checkpoint, ShardReader
 from ..io.storage.page_cache import available_memory
 from ..io.timing import Recorder
 from .read_request import ContiguousMemory, LeafPlaceholder, NewArray, ReadRequest, request_for
-from .read_tasks import ReadTask, join_contiguous, list_tasks, map_arrays, read_limit, requests_to, run_tasks
+from .read_tasks import (
+    DEVICE_READ,
+    ReadTask,
+    join_contiguous,
+    list_tasks,
+    map_arrays,
+    read_limit,
+    requests_to,
+    run_tasks,
+)
 from .shared_read import SharedRead, together
 from .transforms.assemble import only_chunk, pieces_of
 from .transforms.view import ComposedLeaf
@@ -211,7 +220,7 @@ class ReadBatch:
             small = [one for one in requests_to(ContiguousMemory, requests) if one.byte_range[2] <= SMALL]
             joined = set(map(id, small))
             requests = [one for one in requests if id(one) not in joined]
-            requests += join_contiguous(self._index, small, limit)
+            requests += join_contiguous(self._index, small, min(limit, DEVICE_READ))
             parts[:] = relay.agree(self._index.save_id, requests)
         with together(relay):
             self._work = [(members, list_tasks(reader, part, limit)) for members, part in parts]

@@ -29,13 +29,14 @@ from ..core.sharding.region import byte_runs
 from ..io.storage.checkpoint import ShardReader
 from ..io.storage.memory import PAGE, aligned_buffer
 from ..io.storage.shard_reader import ByteRange, aligned_range
+from ..io.storage.store import Store, SupportsFetching
 from .read_request import BoxDestination, Boxes, ContiguousMemory, NewArray, ReadRequest, Scatter
 
 D = TypeVar("D")
 
 READERS = 3
 DEVICE_READ = 4 << 20
-"""Bytes of one read where any size would do: a device wants several requests in flight more than large ones."""
+"""The same for local files: a device wants several requests in flight more than large ones."""
 ALONE = 1 << 20
 """Bytes that are read before threads are ready."""
 SPARSE = 0.75
@@ -88,7 +89,7 @@ def list_tasks(reader: ShardReader, requests: Sequence[ReadRequest[Any]], limit:
         wanted = sum(box.destination.nbytes for box in request.destination.requests)
         shared = wanted < SPARSE * request.byte_range[2]
         tasks.append(ReadTask(*_located(reader, request), None, request.destination, shared))
-    joined = join_contiguous(index, requests_to(ContiguousMemory, requests), limit)
+    joined = join_contiguous(index, requests_to(ContiguousMemory, requests), min(limit, _any_size(reader.store)))
     for request in [*requests_to(Scatter, requests), *joined]:
         tasks.append(ReadTask(*_located(reader, request), None, request.destination))
     return tasks
@@ -115,12 +116,12 @@ def join_contiguous(
     """Joins contiguous requests that lie close together, and cuts them at multiples of a size in their file.
 
     Args:
-        limit: the size in bytes; at most `DEVICE_READ` is taken.
+        limit: the size in bytes.
     """
     for joined in _join(index, requests):
         scatter, (rank, start, nbytes) = Scatter(joined.destination), joined.byte_range
         file, _ = index.locate(rank, start, start + nbytes, joined.path)
-        for low, high in split_at_multiples(start, start + nbytes, file.stream, min(limit, DEVICE_READ)):
+        for low, high in split_at_multiples(start, start + nbytes, file.stream, limit):
             yield ReadRequest(joined.path, (rank, low, high - low), scatter)
 
 
@@ -159,7 +160,7 @@ def _new_array_tasks(reader: ShardReader, requests: Sequence[ReadRequest[NewArra
     for joined in _join(reader.checkpoint.index, requests):
         whole, start = _located(reader, joined)
         memory = aligned_buffer(whole.stop - whole.start, huge=True)
-        step = max(DEVICE_READ // whole.shard.block, 1) * whole.shard.block
+        step = max(_any_size(reader.store) // whole.shard.block, 1) * whole.shard.block
         for at in range(0, len(memory), step):
             part = memory[at : at + step]
             first = whole.start + at
@@ -177,6 +178,11 @@ def map_arrays(reader: ShardReader, requests: Sequence[ReadRequest[NewArray]]) -
         memory = reader.store.map(file.name, file.header + whole.start, whole.stop - whole.start)
         for request in joined.destination:
             request.destination.view(memory, request.byte_range[1] - start)
+
+
+def _any_size(store: Store) -> int:
+    """Returns the bytes of one read where any size would do."""
+    return store.request_nbytes if isinstance(store, SupportsFetching) else DEVICE_READ
 
 
 def read_limit(memory: int) -> int:
@@ -203,6 +209,17 @@ def run_tasks(reader: ShardReader, tasks: Sequence[ReadTask], *, memory: int, wr
     Returns:
         Bytes read from data areas.
     """
+    if isinstance(reader.store, SupportsFetching) and len(tasks) > 1:
+
+        def put(number: int, data: memoryview) -> None:
+            out = tasks[number].out
+            if out is not None:
+                out[: len(data)] = data
+            else:
+                tasks[number].write(data, written)
+
+        reader.fetch([task.byte_range for task in tasks], put, memory=memory)
+        return sum(task.nbytes for task in tasks)
     largest = max((task.nbytes for task in tasks if task.out is None), default=0)
     threads = max(1, min(READERS, memory // max(largest, 1)))
     runner = _TaskRunner(reader, buffers_for(tasks, threads), written)

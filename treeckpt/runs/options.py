@@ -51,7 +51,7 @@ class LoadIntoKeywords(TypedDict, total=False):
     on_corrupt: Literal["error", "skip"]
     per_rank: Literal["error", "take"]
     read: Literal["each", "once"]
-    memory: int
+    memory: int | None
     allow_pickle: bool
     namespace: str
 

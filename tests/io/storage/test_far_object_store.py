@@ -43,6 +43,26 @@ def test_a_checkpoint_comes_back_over_a_slow_link(far: FarS3, tree: dict[str, An
     assert read <= 24 * MIB + (1 << 18), "every byte once, and the fronts of headers"
 
 
+def test_a_load_keeps_many_requests_of_8_mib_in_flight(far: FarS3) -> None:
+    tree = {"w": array(100)}
+    store = far.store()
+    tc.save(store, tree)
+    for load in (lambda: tc.load(store), lambda: tc.load_into(store, {"w": np.empty_like(tree["w"])})):
+        far.set(latency=0.2)
+        load()
+        reads = [row for row in far.gets(".safetensors") if row["sent"] > MIB]
+        assert len(reads) <= 100 / 8 + 2
+        assert max(row["busy"] for row in reads) >= len(reads) - 1, "all at the same time"
+
+
+def test_memory_limits_what_is_in_flight(far: FarS3) -> None:
+    store = far.store()
+    tc.save(store, {"w": array(64)})
+    far.set(latency=0.05)
+    tc.load(store, memory=16 * MIB)
+    assert max(row["busy"] for row in far.gets(".safetensors")) <= 2
+
+
 def test_a_run_is_listed_by_pages(far: FarS3) -> None:
     far.set(page=3)
     run = far.url()

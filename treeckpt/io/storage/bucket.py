@@ -23,6 +23,15 @@ VersionTag = Mapping[str, Any]
 """Identifies the version of an object that was read, for a conditional write that replaces only this version."""
 
 
+class FetchFailure(msgspec.Struct, frozen=True):
+    """What may be done about a request that failed."""
+
+    throttled: bool
+    """Whether the store asks for fewer requests."""
+    temporary: bool
+    """Whether the same request may succeed later."""
+
+
 class ObjectListing(msgspec.Struct, frozen=True):
     """The direct children of a prefix."""
 
@@ -64,6 +73,17 @@ class ObjectBucket(Protocol):
 
     def read_into(self, key: str, start: int, out: memoryview) -> int:
         """Fills `out` by range requests; returns the number of bytes read, fewer at the end of the object."""
+        ...
+
+    tries: int
+    """Requests for one range that may fail, at most."""
+
+    def fetch(self, key: str, start: int, nbytes: int) -> memoryview:
+        """Returns a range by one request, which is not repeated; fewer bytes at the end of the object."""
+        ...
+
+    def judge(self, error: Exception) -> FetchFailure:
+        """Returns what may be done about an error of `fetch`."""
         ...
 
     def put(self, key: str, data: bytes, *, replace: bool | VersionTag) -> None:

@@ -7,7 +7,7 @@ deletes the files of the save before: a reader of the previous index finds files
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -18,9 +18,10 @@ from ...core.format.index import INDEX_NAME
 from ...core.format.records import File, Index
 from ...errors import CheckpointError, CheckpointNotFound
 from ..timing import Recorder
+from .local_read import too_short
 from .metadata_files import decode_and_check, read_index_bytes
 from .shard_reader import ByteRange, OpenedShard, check_blocks, check_parts, open_shard, read_range
-from .store import Store, SupportsMappedReads
+from .store import Store, SupportsFetching, SupportsMappedReads
 
 
 class Replaced(CheckpointError):
@@ -109,6 +110,24 @@ class ShardReader:
         begin = self._recorder.now()
         read_range(self.store, wanted, out, verify=self.verify, shared=shared)
         self._recorder.add("read", begin, self._recorder.now(), len(out))
+
+    def fetch(self, wanted: Sequence[ByteRange], consume: Callable[[int, memoryview], object], *, memory: int) -> None:
+        """Reads many ranges at once, from a store that has `fetch`; verified as `read` does."""
+
+        def check(number: int, data: memoryview, seconds: float) -> None:
+            one, begin = wanted[number], self._recorder.now() - int(seconds * 1e9)
+            file, nbytes = one.shard.file, one.stop - one.start
+            if len(data) < nbytes:
+                url = f"{self.store.url}/{file.name}"
+                raise too_short(url, file.header + one.start, nbytes, len(data), what="object")
+            if self.verify:
+                check_blocks(self.store, one.shard, one.start, data)
+            consume(number, data)
+            self._recorder.add("read", begin, self._recorder.now(), nbytes)
+
+        ranges = [(one.shard.file.name, one.shard.file.header + one.start, one.stop - one.start) for one in wanted]
+        assert isinstance(self.store, SupportsFetching), "the caller has looked"
+        self.store.fetch(ranges, check, memory=memory)
 
     @contextlib.contextmanager
     def mapped(self, wanted: ByteRange, *, fetch: bool) -> Iterator[memoryview | None]:

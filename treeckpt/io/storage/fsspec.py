@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ...errors import StoreError
-from .bucket import ObjectListing, VersionTag, missing_extra
+from .bucket import FetchFailure, ObjectListing, VersionTag, missing_extra
 from .run_store import DirectoryEntry
 
 _TIMES = ("mtime", "modified", "LastModified", "last_modified", "updated", "created")
@@ -53,6 +53,8 @@ class FsspecBucket:
         root: the beginning of its paths.
         shared: whether another process sees the same files.
     """
+
+    tries = 1
 
     def __init__(self, fs: Any, url: str, root: str, options: Mapping[str, Any], *, shared: bool) -> None:
         self._fs, self.url, self._root, self.options, self.shared = fs, url, root, dict(options), shared
@@ -92,10 +94,17 @@ class FsspecBucket:
         return data, {"content": hashlib.blake2s(data).digest()}
 
     def read_into(self, key: str, start: int, out: memoryview) -> int:
-        with self._wrapped_errors("read", key):
-            data = self._fs.cat_file(self._path(key), start=start, end=start + len(out))
+        data = self.fetch(key, start, len(out))
         out[: len(data)] = data
         return len(data)
+
+    def fetch(self, key: str, start: int, nbytes: int) -> memoryview:
+        with self._wrapped_errors("read", key):
+            return memoryview(self._fs.cat_file(self._path(key), start=start, end=start + nbytes))
+
+    def judge(self, error: Exception) -> FetchFailure:
+        """Nothing: the file system has repeated what can be."""
+        return FetchFailure(throttled=False, temporary=False)
 
     def put(self, key: str, data: bytes, *, replace: bool | VersionTag) -> None:
         path = self._path(key)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from ...errors import StoreError
 from .aws_profiles import HOW, check_instance, s3_options
-from .bucket import ObjectListing, VersionTag, missing_extra
+from .bucket import FetchFailure, ObjectListing, VersionTag, missing_extra
 from .run_store import DirectoryEntry
 
 T = TypeVar("T")
@@ -34,6 +34,8 @@ RANGE = 2 << 20
 """Bytes of one range request, at least; a longer read is split into concurrent requests."""
 READS = 16
 """Concurrent range requests."""
+RETRIES = 10
+"""Retries of obstore itself, unless the option `retry_config` says another number."""
 TRIES = 3
 PAUSE = 0.2
 """Seconds before the first retry here; then twice as long."""
@@ -45,6 +47,8 @@ _INTERMEDIARY = "Something between here and the store answers in its place: look
 _WEB_PAGE = "a web page in its place"
 _HTML = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype\s+html|html)\b", re.IGNORECASE)
 _CUT = re.compile(r"body|connection|incomplete|timed? ?out|reset|closed", re.IGNORECASE)
+_PASSING = re.compile(r"status code: (408|429|5\d\d)")
+_THROTTLED = re.compile(r"status code: (429|503)")
 _NO_CREDENTIALS = re.compile(
     r"169\.254\.|latest/(api/token|meta-data)|metadata\.google|[Cc]redential|AccessKey|SecretAccess|MissingAccount"
 )
@@ -90,8 +94,14 @@ class ObstoreBucket:
         if str(next(filter(None, endpoints), "")).startswith("http://"):  # the user named it
             client.setdefault("allow_http", True)
         scheme, _, rest = url.partition("://")
+        retries = merged.get("retry_config") or {}
+        self.tries = retries.get("max_retries", RETRIES) + 1
         try:
-            self._store: Any = opened(f"{_SCHEMES.get(scheme, scheme)}://{rest}", client_options=client, **merged)
+            root = f"{_SCHEMES.get(scheme, scheme)}://{rest}"
+            self._store: Any = opened(root, client_options=client, **merged)
+            # what fails is repeated by the caller, who must know when the store throttles
+            once = {**merged, "retry_config": {**retries, "max_retries": 0}}
+            self._once: Any = opened(root, client_options=client, **once)
         except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
             raise StoreError(url, expected="options that obstore takes", found=_first_line(error)) from error
         self._pool = ThreadPoolExecutor(READS, "treeckpt-get")  # its threads start with the first read in parts
@@ -179,17 +189,27 @@ class ObstoreBucket:
         return filled
 
     def _read_range(self, key: str, start: int, out: memoryview) -> int:
-        def get() -> Any:
-            try:
-                return memoryview(self._obstore.get_range(self._store, key, start=start, length=len(out)))
-            except self._obstore.exceptions.BaseError:
-                if self._obstore.head(self._store, key)["size"] > start:
-                    raise
-                return b""  # the range is behind the end of the object, which obstore reports as an error
-
-        data = self._retry("read", key, get)
+        data = self._retry("read", key, lambda: self._get_range(self._store, key, start, len(out)))
         out[: len(data)] = data
         return len(data)
+
+    def _get_range(self, store: Any, key: str, start: int, nbytes: int) -> memoryview:
+        try:
+            return memoryview(self._obstore.get_range(store, key, start=start, length=nbytes))
+        except self._obstore.exceptions.BaseError as error:
+            if _PASSING.search(str(error)) or self._obstore.head(store, key)["size"] > start:
+                raise
+            return memoryview(b"")  # the range is behind the end of the object, which obstore reports as an error
+
+    def fetch(self, key: str, start: int, nbytes: int) -> memoryview:
+        with self._wrapped_errors("read", key):
+            return self._get_range(self._once, key, start, nbytes)
+
+    def judge(self, error: Exception) -> FetchFailure:
+        cause = str(error.__cause__).partition("\n")[0]
+        passing = _PASSING.search(cause) is not None
+        broken = "status code" not in cause and _CUT.search(cause) is not None
+        return FetchFailure(_THROTTLED.search(cause) is not None, passing or broken)
 
     # writing -------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,12 @@ _UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) e
 """Options of mmap by which a map keeps no file descriptor open, from Python 3.13 on."""
 
 
+FileRange = tuple[str, int, int]
+"""(name, offset, bytes) of a part of a file."""
+Consume = Callable[[int, memoryview, float], object]
+"""Takes the number of a range, its bytes, fewer at the end of the file, and the seconds that its request took."""
+
+
 class Writer(Protocol):
     """A file that is being written block by block, in any order.
 
@@ -144,6 +150,22 @@ class SupportsMappedReads(Protocol):
 
         Args:
             fetch: reads the bytes into the page cache, as `shared` of `Store.read_into`.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsFetching(Protocol):
+    """A store whose requests take long, so that many ranges are fetched at once."""
+
+    request_nbytes: int
+    """Bytes of one request where any size would do."""
+
+    def fetch(self, ranges: Sequence[FileRange], consume: Consume, *, memory: int) -> None:
+        """Fetches ranges and hands each one to `consume`, in the order of arrival and from several threads.
+
+        Args:
+            memory: bytes that are on their way or not consumed yet, at most, unless one range is longer.
         """
         ...
 

@@ -1,0 +1,174 @@
+"""Many ranges at once: each is consumed once, within the memory, whatever fails, is throttled or is slow."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from treeckpt.io.storage.bucket import FetchFailure
+from treeckpt.io.storage.range_fetcher import START, RangeFetcher, RequestDepth, RequestTimes
+
+RANGES = [("file", 10 * n, 10) for n in range(100)]
+
+
+class Passing(Exception):
+    """An error after which the same request may succeed."""
+
+
+class Throttled(Passing):
+    """The store asks for fewer requests."""
+
+
+def judge(error: Exception) -> FetchFailure:
+    return FetchFailure(isinstance(error, Throttled), isinstance(error, Passing))
+
+
+def content(wanted: Any) -> memoryview:
+    name, offset, nbytes = wanted
+    return memoryview(f"{name} {offset}".encode().ljust(nbytes))
+
+
+def fetch_all(fetch: Callable[[Any], memoryview], *, memory: int = 1 << 20, tries: int = 5) -> Counter[bytes]:
+    """Fetches `RANGES`; counts what was consumed under each number."""
+    found: Counter[bytes] = Counter()
+    lock = threading.Lock()
+
+    def consume(number: int, data: memoryview, seconds: float) -> None:
+        assert data == content(RANGES[number]) and seconds >= 0
+        with lock:
+            found[bytes(data)] += 1
+
+    RangeFetcher(fetch, judge, tries).run(RANGES, consume, memory=memory)
+    return found
+
+
+def test_each_range_is_consumed_once() -> None:
+    assert fetch_all(content) == Counter(bytes(content(wanted)) for wanted in RANGES)
+
+
+@pytest.mark.parametrize("memory", [0, 10, 35, 1 << 20])
+def test_what_is_in_flight_or_not_consumed_fits_the_memory(memory: int) -> None:
+    lock, flying, most = threading.Lock(), [0], [0]
+
+    def fetch(wanted: Any) -> memoryview:
+        with lock:
+            flying[0] += wanted[2]
+            most[0] = max(most[0], flying[0])
+        time.sleep(0.001)
+        with lock:
+            flying[0] -= wanted[2]
+        return content(wanted)
+
+    assert sum(fetch_all(fetch, memory=memory).values()) == len(RANGES)
+    assert most[0] <= max(memory, 10) and most[0] <= 10 * START
+
+
+@pytest.mark.parametrize("kind", [Passing, Throttled])
+def test_requests_that_fail_for_a_moment_are_repeated(kind: type[Exception]) -> None:
+    failing = {0, 10, 500}
+
+    def fetch(wanted: Any) -> memoryview:
+        if wanted[1] in failing:
+            failing.discard(wanted[1])
+            raise kind
+        return content(wanted)
+
+    assert sum(fetch_all(fetch).values()) == len(RANGES)
+
+
+@pytest.mark.parametrize(("error", "requests"), [(Passing(), 3), (ValueError(), 1)])
+def test_a_request_that_keeps_failing_is_given_up_with_its_error(error: Exception, requests: int) -> None:
+    asked: list[int] = []
+
+    def fetch(wanted: Any) -> memoryview:
+        if wanted[1] == 30:
+            asked.append(1)
+            raise error
+        return content(wanted)
+
+    with pytest.raises(type(error)):
+        fetch_all(fetch, tries=3)
+    assert requests <= len(asked) <= requests + 1, "it may have been slow too"
+
+
+def test_an_error_of_the_consumer_ends_the_run_and_nothing_is_consumed_after_it() -> None:
+    seen: list[int] = []
+
+    def consume(number: int, data: memoryview, seconds: float) -> None:
+        seen.append(number)
+        if number == 5:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        RangeFetcher(content, judge, 1).run(RANGES, consume, memory=10)
+    assert sorted(seen) == list(range(6))
+
+
+def test_a_slow_request_is_sent_again_and_the_first_answer_counts() -> None:
+    held, asked = threading.Event(), Counter[int]()
+    lock = threading.Lock()
+
+    def fetch(wanted: Any) -> memoryview:
+        with lock:
+            asked[wanted[1]] += 1
+        if wanted[1] == 990 and asked[990] == 1:
+            held.wait(60)
+        return content(wanted)
+
+    assert sum(fetch_all(fetch).values()) == len(RANGES)
+    held.set()
+    assert asked[990] == 2
+
+
+def test_no_range_is_no_request() -> None:
+    RangeFetcher(content, judge, 1).run([], lambda *_: None, memory=10)
+
+
+# depth and times ------------------------------------------------------------------------------------------------------
+def rated(depth: RequestDepth, rate: Callable[[int], float], windows: int) -> list[int]:
+    """The depth after each window, of a store whose bytes per second depend on it."""
+    found, now = [], 1.0
+    for _ in range(windows):
+        count = max(depth.depth, 10)
+        for _ in range(count):
+            now += 100 / rate(depth.depth)
+            depth.add(100, now)
+        found.append(depth.depth)
+    return found
+
+
+def test_the_depth_rises_while_the_rate_does() -> None:
+    depth = RequestDepth(8, most=100)
+    assert rated(depth, lambda depth: 100.0 * depth, 12)[-1] == 100
+
+
+def test_the_depth_stays_where_more_requests_gain_nothing() -> None:
+    depth = RequestDepth(8, most=100)
+    assert set(rated(depth, lambda depth: 1000.0, 12)[2:]) == {8}
+
+
+def test_a_store_that_throttles_gets_half_the_requests_once_for_all_that_were_in_flight() -> None:
+    depth = RequestDepth(64)
+    for _ in range(20):
+        depth.throttle(started=1.0, now=2.0)
+    assert depth.depth == 32
+    depth.throttle(started=2.5, now=3.0)
+    assert depth.depth == 16
+    assert max(rated(depth, lambda depth: 100.0 * depth, 5)) <= 16 + 5, "then one more for each window"
+
+
+def test_a_request_is_slow_past_the_99th_percentile_of_enough_others() -> None:
+    times = RequestTimes(most=200)
+    for _ in range(15):
+        times.add(1.0)
+    assert times.slow() is None
+    times.add(2.0)
+    assert times.slow() == 3.0
+    for _ in range(200):
+        times.add(0.5)
+    assert times.slow() == 0.75, "the last ones count"
