@@ -178,7 +178,11 @@ class _Run:
                 raise self._error
 
     def _start_workers(self) -> None:
-        for _ in range(self._workers, min(self._fetcher.depth.depth, self._workers + len(self._left))):
+        if not self._left:
+            return
+        nbytes = max(self._requests[self._left[0]][2], 1)
+        room = max((self._memory - self._held) // nbytes, 0 if self._held else 1)
+        for _ in range(min(self._fetcher.depth.depth - self._workers, len(self._left), room)):
             self._workers += 1
             threading.Thread(target=self._work, name="treeckpt-fetch", daemon=True).start()
 
