@@ -11,6 +11,7 @@ import pytest
 import treeckpt as tc
 from tests.helpers.far_s3 import FarS3, far_s3_server
 from tests.helpers.s3 import MIB, QUICK, array, same
+from treeckpt.io.storage.counting_store import CountingStore
 
 NEAR: dict[str, Any] = {"latency": 0.0, "rate": 0.0, "page": 1000, "busy_above": 0, "trouble": 0.0, "rules": []}
 
@@ -53,6 +54,15 @@ def test_a_load_keeps_many_requests_of_8_mib_in_flight(far: FarS3) -> None:
         reads = [row for row in far.gets(".safetensors") if row["sent"] > MIB]
         assert len(reads) <= 100 / 8 + 2
         assert max(row["busy"] for row in reads) >= len(reads) - 1, "all at the same time"
+
+
+def test_a_load_with_a_progress_bar_is_as_parallel_and_counts_every_byte(far: FarS3) -> None:
+    store, counted = far.store(), list[int]()
+    tc.save(store, {"w": array(100)})
+    far.set(latency=0.2)
+    tc.load(CountingStore(store, counted.append))
+    assert sum(counted) >= 100 * MIB
+    assert max(row["busy"] for row in far.gets(".safetensors")) >= 12
 
 
 def test_memory_limits_what_is_in_flight(far: FarS3) -> None:

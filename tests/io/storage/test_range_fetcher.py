@@ -133,6 +133,7 @@ def test_no_range_is_no_request() -> None:
 def rated(depth: RequestDepth, rate: Callable[[int], float], windows: int) -> list[int]:
     """The depth after each window, of a store whose bytes per second depend on it."""
     found, now = [], 1.0
+    depth.restart(now)
     for _ in range(windows):
         count = max(depth.depth, 10)
         for _ in range(count):
@@ -150,6 +151,16 @@ def test_the_depth_rises_while_the_rate_does() -> None:
 def test_the_depth_stays_where_more_requests_gain_nothing() -> None:
     depth = RequestDepth(8, most=100)
     assert set(rated(depth, lambda depth: 1000.0, 12)[2:]) == {8}
+
+
+def test_a_pause_between_two_loads_is_not_taken_for_a_low_rate() -> None:
+    depth = RequestDepth(8, most=100)
+    rated(depth, lambda depth: 100.0 * depth, 2)
+    before = depth.depth
+    depth.restart(1000.0)
+    for number in range(before):
+        depth.add(100, 1000.0 + (number + 1) / before)
+    assert depth.depth >= before
 
 
 def test_a_store_that_throttles_gets_half_the_requests_once_for_all_that_were_in_flight() -> None:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from .store import Store, SupportsMappedReads
+from .store import Consume, FileRange, Store, SupportsFetching, SupportsMappedReads
 
 
 class CountingStore:
@@ -18,6 +18,8 @@ class CountingStore:
         self.create, self.publish, self.delete, self.close = inner.create, inner.publish, inner.delete, inner.close
         if isinstance(inner, SupportsMappedReads):
             self.mapped = partial(self._mapped, inner)
+        if isinstance(inner, SupportsFetching):
+            self.fetch, self.request_nbytes = partial(self._fetch, inner), inner.request_nbytes
 
     @contextlib.contextmanager
     def _mapped(
@@ -26,6 +28,13 @@ class CountingStore:
         with inner.mapped(name, offset, nbytes, fetch=fetch) as memory:
             yield memory
             self._count(0 if memory is None else nbytes)
+
+    def _fetch(self, inner: SupportsFetching, ranges: Sequence[FileRange], consume: Consume, *, memory: int) -> None:
+        def counted(number: int, data: memoryview, seconds: float) -> None:
+            consume(number, data, seconds)
+            self._count(len(data))
+
+        inner.fetch(ranges, counted, memory=memory)
 
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
         self._inner.read_into(name, offset, out, shared=shared)

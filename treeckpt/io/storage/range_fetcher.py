@@ -55,16 +55,18 @@ class RequestDepth:
         self._settled = False
         self._halved_at = -1.0
 
+    def restart(self, now: float) -> None:
+        """Begins to measure at time `now` in seconds: after a pause without requests, and with another depth."""
+        self._begin, self._nbytes, self._ended = now, 0, 0
+
     def add(self, nbytes: int, now: float) -> None:
-        """Counts a request that succeeded at time `now` in seconds."""
-        if not self._ended:
-            self._begin = self._begin or now
+        """Counts a request that succeeded at time `now`."""
         self._nbytes += nbytes
         self._ended += 1
         if self._ended < self.depth or now - self._begin < WINDOW:
             return
         rate = self._nbytes / (now - self._begin)
-        self._begin, self._nbytes, self._ended = now, 0, 0
+        self.restart(now)
         if self._halved_at >= 0:
             self.depth = min(self.depth + 1, self._most)
         elif self._before is not None and rate < self._before[1] * GAIN:
@@ -77,7 +79,7 @@ class RequestDepth:
         """Halves the depth for a refusal; once for all requests that were in flight at the last time."""
         if started > self._halved_at:
             self.depth, self._halved_at = max(self.depth // 2, 1), now
-            self._begin, self._nbytes, self._ended = now, 0, 0
+            self.restart(now)
 
 
 class RequestTimes:
@@ -165,6 +167,7 @@ class _Run:
     def run(self) -> None:
         """Starts threads while there is room for requests, and hedges slow ones, until all is consumed."""
         with self._changed:
+            self._fetcher.depth.restart(time.monotonic())
             try:
                 while self._error is None and self._done < len(self._requests):
                     self._start_workers()
