@@ -149,6 +149,17 @@ def test_of_an_upload_only_the_part_that_failed_is_sent_again(far: FarS3, tree: 
     assert same(store, tree)
 
 
+def test_an_upload_that_fails_is_aborted_and_holds_no_place(far: FarS3, tree: dict[str, Any]) -> None:
+    store = far.store(retry_config={"max_retries": 0})
+    far.set(rules=[{"match": "^PUT .*partNumber=2", "do": "500", "times": 99}])
+    with pytest.raises(tc.StoreError, match="500") as kept:
+        tc.save(store, tree)
+    assert store._bucket._window.in_flight == 0  # pyright: ignore
+    assert [row["status"] for row in far.log() if row["method"] == "DELETE" and "uploadId" in row["path"]] == [204]
+    far.set(**NEAR)
+    assert store.sizes().keys() == {name for name in store.sizes() if name.startswith("timings")} and kept
+
+
 def test_a_busy_store_slows_a_save_down_and_does_not_fail_it(far: FarS3) -> None:
     store, tree = far.store(**QUICK), {"w": array(100)}
     far.set(busy_above=4, latency=0.005)

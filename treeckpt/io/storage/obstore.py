@@ -244,8 +244,9 @@ class ObstoreBucket:
                 del block
 
         def put() -> None:
-            parts = self._window.stream(counted(), part)
-            self._obstore.put(self._uploads, key, parts, chunk_size=part, max_concurrency=MOST)
+            # closed: an error that is kept would keep the part that is not complete
+            with contextlib.closing(self._window.stream(counted(), part)) as parts:
+                self._obstore.put(self._uploads, key, parts, chunk_size=part, max_concurrency=MOST)
 
         try:
             self._retry("write", key, put, unless=lambda: taken > 0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 
 import numpy as np
 
@@ -53,9 +53,9 @@ class UploadWindow:
         self.depth = RequestDepth(most=MOST)
         # an RLock: the last reference to a piece may end in a thread that holds the lock
         self.changed = threading.Condition(threading.RLock())
-        self._in_flight = 0
+        self.in_flight = 0
 
-    def stream(self, blocks: Iterable[memoryview], part_nbytes: int) -> Iterator[np.ndarray]:
+    def stream(self, blocks: Iterable[memoryview], part_nbytes: int) -> Generator[np.ndarray]:
         """Yields the blocks, uint8[n], cut where a part ends; waits before each part until it may be in flight."""
         part, room = None, 0
         try:
@@ -77,15 +77,15 @@ class UploadWindow:
 
     def _enter(self) -> _Part:
         with self.changed:
-            while self._in_flight >= self.depth.depth:
+            while self.in_flight >= self.depth.depth:
                 self.changed.wait()
-            if not self._in_flight:
+            if not self.in_flight:
                 self.depth.restart(time.monotonic())
-            self._in_flight += 1
+            self.in_flight += 1
         return _Part(self)
 
     def leave(self, nbytes: int) -> None:
         """Counts a part of `nbytes` bytes that is in flight no longer."""
-        self._in_flight -= 1
+        self.in_flight -= 1
         self.depth.add(nbytes, time.monotonic())
         self.changed.notify_all()
