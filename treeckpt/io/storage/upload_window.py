@@ -20,7 +20,7 @@ MOST = 128
 """Parts in flight, at most. obstore looks for parts that failed when so many have been started, and at the end."""
 
 
-class _Part:
+class _UploadPart:
     """One part: done when all of it was taken and nothing refers to any of its pieces."""
 
     def __init__(self, window: UploadWindow) -> None:
@@ -75,14 +75,14 @@ class UploadWindow:
             if part is not None:
                 part.close()
 
-    def _enter(self) -> _Part:
+    def _enter(self) -> _UploadPart:
         with self.changed:
             while self.in_flight >= self.depth.depth:
                 self.changed.wait()
             if not self.in_flight:
                 self.depth.restart(time.monotonic())
             self.in_flight += 1
-        return _Part(self)
+        return _UploadPart(self)
 
     def leave(self, nbytes: int) -> None:
         """Counts a part of `nbytes` bytes that is in flight no longer."""
