@@ -26,6 +26,7 @@ from treeckpt.core.sharding.write_assignment import (
     ArrayLeaf,
     BoxOwners,
     assign_writers,
+    overlapping_boxes,
     owners_of,
     single_writer,
     writes_of,
@@ -194,3 +195,19 @@ def test_placements_that_do_not_fit_name_the_leaf():
     layout = MeshLayout(Mesh((2,), encode_runs([0, 1])), (Shard(3),))
     with pytest.raises(LayoutError, match="model/w"):
         assign_writers([ArrayLeaf("model/w", (4,), 4, layout)])
+
+
+@given(st.data())
+def test_every_element_that_pieces_share_is_compared(data):
+    shape = (4, 5)
+    sides = st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(0, 4), st.integers(1, 5))
+    boxes = [Region((r, c), (min(h, 4 - r), min(w, 5 - c))) for r, h, c, w in data.draw(st.lists(sides, max_size=6))]
+    boxes.append(Region.whole(shape))  # so that there is no gap
+    found = overlapping_boxes(shape, BoxLayout(tuple(enumerate(boxes))))
+    seen, written = np.zeros(shape, int), np.zeros(shape, int)
+    for box in found:
+        assert sum(box.within(region) for region in boxes) >= 2
+        seen[box.slices()] += 1
+    for region in boxes:
+        written[region.slices()] += 1
+    assert ((written > 1) == (seen > 0)).all()
