@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings
 
 from tests.helpers.saves import Array, Saved, save, saves
 from treeckpt.core.format import index as index_module
@@ -24,7 +23,7 @@ from treeckpt.core.format.index_v2 import MAX_NUMBERS, pack, unpack
 from treeckpt.core.format.shard_header import sealed
 from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.core.sharding.placements import BoxLayout, Mesh, MeshLayout, Shard
-from treeckpt.core.sharding.region import Region, flat_boxes, flat_regions, max_boxes
+from treeckpt.core.sharding.region import Region, flat_regions
 from treeckpt.core.tree.flatten import PerRank
 from treeckpt.core.tree.nesting import expand_shared_subtrees, extract_shared_subtrees, leaf_count
 from treeckpt.core.tree.spec import ArraySpec
@@ -138,20 +137,6 @@ def test_a_small_index_is_of_version_1_and_a_large_one_of_ranges_is_not(monkeypa
         monkeypatch.setattr(index_module, "MAX_V1_NBYTES", small)
         data = encode_index(saved.index)
         assert json.loads(data)["version"] == version and decode_index(data) == saved.index
-
-
-@given(st.data())
-def test_boxes_of_many_ranges_are_those_of_each(data: st.DataObject) -> None:
-    shape = tuple(data.draw(st.lists(st.integers(1, 4), max_size=4)))
-    size = int(np.prod(shape))
-    cuts = data.draw(st.lists(st.integers(0, size), min_size=2, max_size=8, unique=True).map(sorted))
-    assume(len(cuts) > 1)
-    pairs = list(itertools.pairwise(cuts))
-    which, offsets, sizes = flat_boxes(shape, np.array(cuts[:-1]), np.array(cuts[1:]))
-    expected = [(i, box.offset, box.shape) for i, (a, b) in enumerate(pairs) for box in flat_regions(shape, a, b)]
-    found = zip(which.tolist(), map(tuple, offsets.tolist()), map(tuple, sizes.tolist()), strict=True)
-    assert list(found) == expected
-    assert all(sum(1 for i, *_ in expected if i == n) <= max_boxes(shape) for n in range(len(pairs)))
 
 
 # subtrees -------------------------------------------------------------------------------------------------------------

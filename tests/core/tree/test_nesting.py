@@ -295,13 +295,14 @@ def test_parts_deeper_than_a_tree_are_refused() -> None:
 
 def test_repeated_subtrees_are_stored_once_where_that_is_shorter() -> None:
     small, large = (ListNode((None,) * n) for n in (MAX_REPEATED_CHILDREN, MAX_REPEATED_CHILDREN + 1))
-    tree = ListNode((small, small, large, ListNode((large,)), PerRankNode((), (large, large))))
+    pair = ListNode((None, None))
+    tree = ListNode((small, small, pair, pair, large, ListNode((large,)), PerRankNode((), (large, large))))
     bare, shared = extract_shared_subtrees(tree)
     mark = CustomNode("", 0, (), ())
     assert shared == (large,)
-    assert bare == ListNode((small, small, mark, ListNode((mark,)), PerRankNode((), (large, large))))
+    assert bare == ListNode((small, small, pair, pair, mark, ListNode((mark,)), PerRankNode((), (large, large))))
     assert expand_shared_subtrees(bare, shared, "index") == tree
-    assert leaf_count(tree) == 2 * len(small.children) + 4 * len(large.children)
+    assert leaf_count(tree) == 2 * len(small.children) + 4 + 4 * len(large.children)
     once = ListNode((large, ListNode((None,) * 9)))
     assert extract_shared_subtrees(once) == (once, ())
 
