@@ -1,5 +1,7 @@
 """Strings from a checkpoint become text in HTML, never markup."""
 
+import pytest
+
 from treeckpt.core.html import Html, el, facts, joined, table
 
 
@@ -20,6 +22,11 @@ def test_tables_align_numbers_to_the_right():
         '<table><thead><tr><th>name</th><th class="n">bytes</th></tr></thead>'
         '<tbody><tr><td>&lt;w&gt;</td><td class="n">5</td></tr></tbody></table>'
     )
+
+
+def test_a_row_has_a_cell_for_each_column():
+    with pytest.raises(ValueError):
+        table(["name", "bytes"], [["w"]])
 
 
 def test_facts_are_names_and_values():

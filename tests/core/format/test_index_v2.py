@@ -19,7 +19,8 @@ from tests.helpers.saves import Array, Saved, save, saves
 from treeckpt.core.format import index as index_module
 from treeckpt.core.format.chunks import BoxChunks
 from treeckpt.core.format.index import decode_index, encode_index, rebuild
-from treeckpt.core.format.index_v2 import MAX_NUMBERS, pack, unpack
+from treeckpt.core.format.index_v2 import MAX_LEAVES_PER_RANGE, MAX_NUMBERS, pack, unpack
+from treeckpt.core.format.records import ArrayRecord, Leaf
 from treeckpt.core.format.shard_header import sealed
 from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.core.sharding.placements import BoxLayout, Mesh, MeshLayout, Shard
@@ -128,6 +129,20 @@ def test_an_index_without_ranges_is_of_version_1() -> None:
     mesh = Mesh((4,), encode_runs(range(4)))
     saved = save({"w": Array(ArraySpec((16, 4), "float32"), MeshLayout(mesh, (Shard(0),)))}, 4)
     assert pack(saved.index) is None and json.loads(encode_index(saved.index))["version"] == 1
+
+
+def test_an_index_of_few_ranges_is_not_packed() -> None:
+    saved = ranges(2)
+    cut = [leaf for leaf in saved.index.entries if isinstance(leaf.record, ArrayRecord) and ranks_of(leaf, saved) > 1]
+    most = MAX_LEAVES_PER_RANGE * sum(ranks_of(leaf, saved) for leaf in cut)
+    for leaves, packed in ((most, True), (most + 1, False)):
+        more = {f"v{n}": n for n in range(leaves - len(saved.index.leaves))}
+        assert (pack(ranges(2, more=more).index) is not None) is packed and MAX_LEAVES_PER_RANGE == 16
+
+
+def ranks_of(leaf: Leaf, saved: Saved) -> int:
+    """The number of ranks that wrote an array."""
+    return len({chunk.rank for chunk in saved.index.chunks_of(leaf)})
 
 
 def test_a_small_index_is_of_version_1_and_a_large_one_of_ranges_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

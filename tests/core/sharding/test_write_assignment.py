@@ -25,6 +25,7 @@ from treeckpt.core.sharding.region import Region
 from treeckpt.core.sharding.write_assignment import (
     ArrayLeaf,
     BoxOwners,
+    ReplicaSplit,
     assign_writers,
     overlapping_boxes,
     owners_of,
@@ -134,6 +135,13 @@ def test_replicas_of_shards_strided_ones_too_share_one_big_array_evenly(placemen
     found = loads([ArrayLeaf("w", shape, 8, layout)], 8)
     assert found.sum() == math.prod(shape) * 8
     assert found.max() <= 1.1 * found.mean()
+
+
+def test_an_array_of_fewer_rows_than_replicas_is_cut_at_the_rows_nearest_to_the_quotas():
+    leaf = ArrayLeaf("w", (3,), 64, replicated_layout(encode_runs(range(8))))
+    assert assigned([leaf], (8, 16)) == [ReplicaSplit(0, (1, 2), (1, 3, 6))]
+    leaf = ArrayLeaf("w", (2, 3), 64, replicated_layout(encode_runs(range(4))))
+    assert assigned([leaf], (8, 16)) == [ReplicaSplit(1, (1, 2), (0, 1, 3))]
 
 
 def test_small_arrays_are_never_cut_and_still_spread():
