@@ -5,12 +5,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.indexes import index_of
 from tests.helpers.large import large_index
 from tests.helpers.samples import write_checkpoint
-from treeckpt.core.analysis.outline import IndexOutline, node_records
+from treeckpt.core.analysis.outline import IndexOutline, held_nbytes, node_records
 from treeckpt.core.format.byte_map import extents_in_file, locate_chunks
-from treeckpt.core.format.records import ValueRecord
-from treeckpt.core.tree.structure import DictNode, ListNode
+from treeckpt.core.format.chunks import WholeChunk
+from treeckpt.core.format.records import AliasRecord, ArrayRecord, PerRankArrays, ValueRecord
+from treeckpt.core.sharding.int_runs import encode_runs
+from treeckpt.core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
+from treeckpt.core.tree.spec import ArraySpec
+from treeckpt.core.tree.structure import DictNode, ListNode, PerRankNode
 from treeckpt.errors import MismatchError
 
 
@@ -39,6 +44,45 @@ def test_nodes_that_are_not_there(index):
         with pytest.raises(MismatchError):
             outline.row(name)
     assert outline.node_at("model/nothing") is None and outline.node_at("model/wte.weight/x") is None
+
+
+def test_searches_go_on_where_they_stopped(index):
+    outline = IndexOutline(index)
+    every = [leaf for leaf in index.entries if "mlp" in leaf.path and "weight" in leaf.path.lower()]
+    found, start, searches = [], 0, 0
+    while start is not None:
+        some, start = outline.search("WEIGHT mlp", start=start, count=5)
+        found, searches = found + some, searches + 1
+        assert 0 < len(some) <= 5
+    assert found == every and searches == -(-len(every) // 5) > 1
+    assert outline.search("mlp weight", count=len(every)) == (every, None)
+    assert outline.search("mlp weight", start=every[-1].number) == (every[-1:], None)
+    assert outline.search("no such leaf") == ([], None)
+
+
+def test_children_are_listed_from_any_position(index):
+    outline = IndexOutline(index)
+    every = outline.children("0", count=1000)
+    assert len(every) > 10 and outline.children("0", start=3, count=4) == every[3:7]
+    assert outline.children("0", start=len(every) - 1) == every[-1:] and outline.children("0.0") == []
+
+
+def test_replicas_are_held_by_each_of_their_ranks():
+    ranks = encode_runs(range(6))
+    layouts = (
+        MeshLayout(Mesh((2, 3), ranks), (Replicate(), Shard(0))),
+        MeshLayout(Mesh((2, 3), ranks), (Replicate(), Replicate())),
+    )
+    own = PerRankNode((encode_runs([1, 4]),), (None,))
+    structure = DictNode(("halves", "whole", "pieces", "tie", "value", "own"), (None,) * 5 + (own,))
+    chunk = WholeChunk(0, 0)
+    records = {
+        "halves": ArrayRecord(0, 0, chunk), "whole": ArrayRecord(0, 1, chunk), "pieces": ArrayRecord(0, -1, chunk),
+        "tie": AliasRecord(0, 0), "value": ValueRecord(1), "own": PerRankArrays(1, ((0, 8, 2),)),
+    }  # fmt: skip
+    specs = [ArraySpec((6,), "uint8"), ArraySpec((100,), "uint8")]
+    index = index_of(records, specs, structure=structure, layouts=layouts, world=6)
+    assert held_nbytes(index) == 2 * 6 + 6 * 6 + 6 + 2 * 100
 
 
 def test_extents_are_the_inverse_of_located_chunks(index):

@@ -156,9 +156,8 @@ def test_equal_specs_and_kinds_are_asked_of_all_ranks() -> None:
     ):
         with pytest.raises(MismatchError, match=says):
             joined(((0, 1), {"w": array("w")}), ((2,), {"w": other}))
-    assert joined(((0,), {"w": LeafSpec("w", None)}), ((1,), {"w": LeafSpec("w", None), "x": array("x")})).leaves[
-        0
-    ] == (LeafSpec("w", None))
+    value = LeafSpec("w", None)
+    assert joined(((0,), {"w": value}), ((1,), {"w": value, "x": array("x")})).leaves[0] == value
 
 
 def test_a_contradiction_shows_the_layouts() -> None:
