@@ -317,6 +317,14 @@ def test_so_many_places_share_subtrees_and_no_more() -> None:
             expand_shared_subtrees(ListNode(tuple(CustomNode("", n, (), ()) for n in marks)), shared, "index")
 
 
+def test_subtrees_are_shared_at_any_depth_of_a_document() -> None:
+    one, mark = ListNode((None,) * 4), CustomNode("", 0, (), ())
+    for levels in (0, 1, DOCUMENT_DEPTH):
+        assert expand_shared_subtrees(_lists(levels, mark), (one,), "index") == _lists(levels, one)
+    deeper = _lists(DOCUMENT_DEPTH + 1, mark)
+    assert expand_shared_subtrees(deeper, (one,), "index") == deeper, "refused later"
+
+
 # hostile files ---------------------------------------------------------------------------------------------------
 def _chain(levels: int, end: Any = None) -> Any:
     node = end
