@@ -177,6 +177,7 @@ def _blow_up(index: Any) -> None:
 MANY = [[0, 0, 1 << 24]]
 HOSTILE = {
     "more leaves than the tree has": _column("leaf", [[0, 1, 1 << 24]]),
+    "a leaf below 0": _column("leaf", [[-1, 1, 21]]),
     "a leaf twice": _column("leaf", [[0, 0, 21]]),
     "no such spec": _column("spec", [[99, 0, 21]]),
     "no such layout": _column("layout", [[7, 0, 21]]),
