@@ -3,15 +3,16 @@
     python -m treeckpt.bench.s3_server
 
 It prints its port. It answers what S3 clients of checkpoints send: GET with ranges, HEAD, PUT (with
-`If-None-Match: *` and `If-Match`), DELETE, listings by pages, and multipart uploads. Signatures are not looked at, and
-every bucket exists. Objects stay in memory (memfd) and are sent by `sendfile`, so one core carries more than 1 GB/s.
+`If-None-Match: *` and `If-Match`), copies, DELETE, listings by pages, and multipart uploads. Signatures are not looked
+at, and every bucket exists. Objects stay in memory (memfd) and are sent by `sendfile`, so one core carries more than
+1 GB/s.
 
 `POST /!set` takes a JSON object with any of the fields of `S3Settings` and forgets the log; `GET /!log` gives the
-requests since then. A rule is `{"match": regex over "METHOD path range", "do": what, "times": n, "seconds": s}`; what
-is one of: 500, 503, 429 (answers without a look at the object), slow (waits first), stall (waits in the middle of the
-body), reset (the connection ends in the middle of the body), lost (the request is carried out, the connection ends
-without an answer), shifted (other bytes than those of the range, under their own Content-Range), whole (the whole
-object, status 200), flipped (one bit of the body is changed).
+requests since then; `DELETE /!objects` forgets all objects. A rule is `{"match": regex over "METHOD path range",
+"do": what, "times": n, "seconds": s}`; what is one of: 500, 503, 429 (answers without a look at the object), slow
+(waits first), stall (waits in the middle of the body), reset (the connection ends in the middle of the body), lost (the
+request is carried out, the connection ends without an answer), shifted (other bytes than those of the range, under
+their own Content-Range), whole (the whole object, status 200), flipped (one bit of the body is changed).
 """
 
 from __future__ import annotations
@@ -146,11 +147,13 @@ class S3Server:
         row |= {"busy": self.busy, "at": time.monotonic(), "sent": 0, "condition": headers.get("if-none-match", "")}
         self.log.append(row)
         try:
+            if headers.get("expect", "").lower() == "100-continue":
+                writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             body = await self._receive(reader, int(headers.get("content-length", 0)))
             self._find_trouble(request)
             await self._wait(request)
             answer = self._answer(request, body)
-            row["status"] = answer.status
+            row |= {"status": answer.status, "received": body.nbytes}
             return request.do != "lost" and await self._send(answer, request, writer)
         finally:
             self.busy -= 1
@@ -226,7 +229,12 @@ class S3Server:
         if request.method == "POST":
             self.settings = S3Settings(**{**asdict(self.settings), "rules": [], **json.loads(body)})
             self.draw, self.log = random.Random(self.settings.seed), []
-        return S3Answer(200, text=json.dumps({"log": self.log, "uploads": len(self.uploads)}).encode())
+        if request.method == "DELETE":
+            self.objects.clear()
+        stored = sum(found.nbytes for found in self.objects.values())
+        return S3Answer(
+            200, text=json.dumps({"log": self.log, "uploads": len(self.uploads), "stored": stored}).encode()
+        )
 
     def _answer(self, request: S3Request, body: S3Segment) -> S3Answer:
         if request.do in ("500", "503", "429"):
@@ -236,6 +244,8 @@ class S3Server:
             return self._list(key.rstrip("/"), query)
         if "uploads" in query or "uploadId" in query:
             return self._upload(request, body)
+        if method == "PUT" and (source := request.headers.get("x-amz-copy-source")):
+            return self._copy(unquote(source).lstrip("/"), key)
         if method == "PUT":
             return self._put(request, S3Object([body], _etag(body)))
         if method == "DELETE":
@@ -267,6 +277,13 @@ class S3Server:
         if not body:
             headers["Content-Length"] = "0"
         return S3Answer(status, headers, body=body)
+
+    def _copy(self, source: str, key: str) -> S3Answer:
+        found = self.objects.get(source)
+        if found is None:
+            return _error(404)
+        self.objects[key] = S3Object(found.segments, found.etag)
+        return _xml(f"<CopyObjectResult><ETag>{escape(found.etag)}</ETag></CopyObjectResult>")
 
     def _put(self, request: S3Request, new: S3Object) -> S3Answer:
         present = self.objects.get(request.path)
