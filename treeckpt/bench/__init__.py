@@ -152,8 +152,8 @@ def _run(options: argparse.Namespace, scale: float, repetitions: int) -> int:
     if options.plot:
         from .plot import draw
 
-        draw(rows, options.plot)
-        print_line(f"wrote {options.plot}")
+        for path in draw(rows, options.plot):
+            print_line(f"wrote {path}")
     return 1 if failed or (options.strict and any(target.state == "short" for target in targets)) else 0
 
 

@@ -61,16 +61,11 @@ class Link(NamedTuple):
         """The name under which its trials stand."""
         return f"remote {self.latency:g}/{self.rate:g}"
 
-    @property
-    def text(self) -> str:
-        """What it is, as a title."""
-        return f"{self.latency:g} ms, {self.rate:,.0f} MB/s a connection" if self.rate else SERVER_TEXT
-
 
 RAW = "raw"
 """The first word of contenders whose best rates are the limits of the others."""
 SERVER_LINK = Link(0, 0)
-SERVER_TEXT = "the server itself: no latency, no limit of a connection"
+"""No latency, and no limit of a connection: what the server itself can do."""
 LINKS = tuple(Link(*numbers) for numbers in ((1, 1000), *itertools.product((5, 40, 150), (30, 90, 1000))))
 
 

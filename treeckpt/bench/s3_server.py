@@ -3,9 +3,9 @@
     python -m treeckpt.bench.s3_server
 
 It prints its port. It answers what S3 clients of checkpoints send: GET with ranges, HEAD, PUT (with
-`If-None-Match: *` and `If-Match`), copies, DELETE, listings by pages, and multipart uploads. Signatures are not looked
-at, and every bucket exists. Objects stay in memory (memfd) and are sent by `sendfile`, so one core carries more than
-1 GB/s.
+`If-None-Match: *` and `If-Match`), copies, DELETE, deletes of many, listings by pages, and multipart uploads.
+Signatures are not looked at, and every bucket exists. Objects stay in memory (memfd) and are sent by `sendfile`, so one
+core carries more than 1 GB/s.
 
 `POST /!set` takes a JSON object with any of the fields of `S3Settings` and forgets the log; `GET /!log` gives the
 requests since then; `DELETE /!objects` forgets all objects. A rule is `{"match": regex over "METHOD path range",
@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, field
 from email.utils import formatdate
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, unescape
 
 PIECE_SECONDS = 0.02
 """A body goes in pieces that take about so long at the connection's rate."""
@@ -242,6 +242,8 @@ class S3Server:
         method, key, query = request.method, request.path, request.query
         if "list-type" in query or (method == "GET" and "/" not in key.rstrip("/")):
             return self._list(key.rstrip("/"), query)
+        if "delete" in query:
+            return self._delete(key.rstrip("/"), body)
         if "uploads" in query or "uploadId" in query:
             return self._upload(request, body)
         if method == "PUT" and (source := request.headers.get("x-amz-copy-source")):
@@ -277,6 +279,11 @@ class S3Server:
         if not body:
             headers["Content-Length"] = "0"
         return S3Answer(status, headers, body=body)
+
+    def _delete(self, bucket: str, body: S3Segment) -> S3Answer:
+        for key in re.findall("<Key>(.*?)</Key>", os.pread(body.file.fileno(), body.nbytes, 0).decode()):
+            self.objects.pop(f"{bucket}/{unescape(key)}", None)
+        return _xml("<DeleteResult></DeleteResult>")
 
     def _copy(self, source: str, key: str) -> S3Answer:
         found = self.objects.get(source)
