@@ -57,7 +57,9 @@ class Settings:
     """How long a drawn stall lasts."""
     seed: int = 0
     conditional: str = "honoured"
-    """Conditional writes: honoured, ignored (as if they were plain), or refused (501)."""
+    """Writes with `If-None-Match`: honoured, ignored (as if they were plain), or refused (501)."""
+    matching: str = ""
+    """Writes with `If-Match`; as `conditional` unless told."""
     page: int = 1000
     """Keys in a page of a listing."""
     rules: list[dict[str, Any]] = field(default_factory=list)
@@ -133,7 +135,8 @@ class Server:
             await self._send(self._control(request, body), request, writer)
             return True
         self.busy += 1
-        row |= {"busy": self.busy, "at": time.monotonic(), "sent": 0, "condition": headers.get("if-none-match", "")}
+        condition = headers.get("if-none-match", headers.get("if-match", ""))
+        row |= {"busy": self.busy, "at": time.monotonic(), "sent": 0, "condition": condition}
         self.log.append(row)
         try:
             body = await self._receive(reader, int(headers.get("content-length", 0)))
@@ -262,9 +265,10 @@ class Server:
         present = self.objects.get(request.path)
         none_match, match = request.headers.get("if-none-match"), request.headers.get("if-match")
         if none_match or match:
-            if self.settings.conditional == "refused":
+            manner = (match and self.settings.matching) or self.settings.conditional
+            if manner == "refused":
                 return _error(501)
-            if self.settings.conditional == "honoured" and (
+            if manner == "honoured" and (
                 (none_match and present) or (match and (present is None or present.etag != match))
             ):
                 return _error(412)

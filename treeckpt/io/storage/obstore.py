@@ -15,11 +15,12 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ...errors import StoreError
 from .aws_profiles import HOW, check_instance, s3_options
 from .bucket import FetchFailure, ObjectListing, VersionTag, missing_extra
+from .conditional_put import Condition, find_out, is_known, no_conditional_writes, refuses_conditions, takes_conditions
 from .run_store import DirectoryEntry
 
 T = TypeVar("T")
@@ -64,8 +65,8 @@ class ObstoreBucket:
 
     Args:
         url: the URL of its root.
-        options: those of obstore for this kind of store (`endpoint`, `region`, `access_key_id`, ...), and
-            `client_options`, `retry_config`, `credential_provider`.
+        options: those of obstore for this kind of store (`endpoint`, `region`, `access_key_id`, ...),
+            `client_options`, `retry_config`, `credential_provider`, and `conditional`: False writes without conditions.
 
     Raises:
         StoreError: obstore is not installed, or refuses an option.
@@ -83,15 +84,17 @@ class ObstoreBucket:
             raise missing_extra(url, "obstore", "s3" if self.kind == "s3" else "object") from error
         self._obstore: Any = obstore
         opened: Any = from_url
-        merged = dict(options)
+        self.conditional, merged = takes_conditions(url, options)
         if self.kind == "s3":
-            merged = s3_options(url, options, os.environ)
+            merged = s3_options(url, merged, os.environ)
             check_instance(url, merged, os.environ)
             # objects are deleted one at a time, and some services do not support bulk delete
             merged.setdefault("disable_bulk_delete", True)
+            merged.setdefault("conditional_put", "etag")  # before AWS_CONDITIONAL_PUT, which is looked at above
         client = {**TIMEOUTS, **merged.pop("client_options", {})}
         endpoints = [merged.get(name) for name in _ENDPOINTS] + [os.environ.get(name) for name in _ENDPOINT_VARIABLES]
-        if str(next(filter(None, endpoints), "")).startswith("http://"):  # the user named it
+        self._endpoint = str(next(filter(None, endpoints), ""))
+        if self._endpoint.startswith("http://"):  # the user named it
             client.setdefault("allow_http", True)
         scheme, _, rest = url.partition("://")
         retries = merged.get("retry_config") or {}
@@ -214,14 +217,50 @@ class ObstoreBucket:
     # writing -------------------------------------------------------------------------------------------------
 
     def put(self, key: str, data: bytes, *, replace: bool | VersionTag) -> None:
+        if replace is not True and not self.conditional:
+            self._check_present(key, replace)
+            replace = True
         mode = replace if isinstance(replace, Mapping) else "overwrite" if replace else "create"
         try:
-            with self._wrapped_errors("write", key):
-                self._obstore.put(self._store, key, data, mode=mode, use_multipart=False)
+            self._put(self._store, key, data, mode)
         except FileExistsError:
             # a retried write whose first response was lost finds its own object
             if self.read(key, len(data))[0] != data:
                 raise
+        except StoreError as error:
+            if replace is True or not refuses_conditions(error):
+                raise
+            condition: Condition = "If-Match" if isinstance(replace, Mapping) else "If-None-Match"
+            found = f"one that refuses them: {error.found}"
+            raise no_conditional_writes(self.url, condition, found) from error
+
+    def _put(self, store: Any, key: str, data: bytes, mode: Any) -> None:
+        with self._wrapped_errors("write", key):
+            self._obstore.put(store, key, data, mode=mode, use_multipart=False)
+
+    def _check_present(self, key: str, replace: Literal[False] | VersionTag) -> None:
+        """Raises FileExistsError unless the object is what a write is to replace; it may change afterwards."""
+        found: VersionTag = {}
+        with contextlib.suppress(FileNotFoundError):
+            found = self._retry("look at", key, lambda: self._obstore.head(self._store, key))
+        if found.get("e_tag") != (replace or {}).get("e_tag"):
+            raise FileExistsError(f"{self.url}/{key}")
+
+    def put_first(self, key: str, data: bytes, condition: Condition) -> bool:
+        if self.kind != "s3" or not self.conditional or is_known(self.url, self._endpoint, condition):
+            return False
+
+        def put(mode: Any) -> None:
+            try:
+                self._put(self._once, key, data, mode)
+            except StoreError as error:
+                if refuses_conditions(error) or not self.judge(error).temporary:
+                    raise
+                self._put(self._store, key, data, mode)
+
+        self.put(key, data, replace=True)
+        find_out(self.url, self._endpoint, condition, put)
+        return True
 
     def upload(self, key: str, nbytes: int, blocks: Iterable[bytes]) -> None:
         part, taken = max(PART, -(-nbytes // MAX_PARTS)), 0
