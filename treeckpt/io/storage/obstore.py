@@ -48,6 +48,7 @@ _INTERMEDIARY = "Something between here and the store answers in its place: look
 _WEB_PAGE = "a web page in its place"
 _HTML = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype\s+html|html)\b", re.IGNORECASE)
 _CUT = re.compile(r"body|connection|incomplete|timed? ?out|reset|closed", re.IGNORECASE)
+_UNANSWERED = "error sending request"
 _PASSING = re.compile(r"status code: (408|429|5\d\d)")
 _THROTTLED = re.compile(r"status code: (429|503)")
 _NO_CREDENTIALS = re.compile(
@@ -209,10 +210,9 @@ class ObstoreBucket:
             return self._get_range(self._once, key, start, nbytes)
 
     def judge(self, error: Exception) -> FetchFailure:
-        cause = str(error.__cause__).partition("\n")[0]
-        passing = _PASSING.search(cause) is not None
-        broken = "status code" not in cause and _CUT.search(cause) is not None
-        return FetchFailure(_THROTTLED.search(cause) is not None, passing or broken)
+        cause = _cause(error)
+        temporary = _PASSING.search(cause) is not None or _is_unanswered(error) or _is_cut(error)
+        return FetchFailure(_THROTTLED.search(cause) is not None, temporary)
 
     # writing -------------------------------------------------------------------------------------------------
 
@@ -228,6 +228,8 @@ class ObstoreBucket:
             if self.read(key, len(data))[0] != data:
                 raise
         except StoreError as error:
+            if (_is_unanswered(error) or _is_cut(error)) and self._holds(key, data):  # the last response was lost
+                return
             if replace is True or not refuses_conditions(error):
                 raise
             condition: Condition = "If-Match" if isinstance(replace, Mapping) else "If-None-Match"
@@ -237,6 +239,12 @@ class ObstoreBucket:
     def _put(self, store: Any, key: str, data: bytes, mode: Any) -> None:
         with self._wrapped_errors("write", key):
             self._obstore.put(store, key, data, mode=mode, use_multipart=False)
+
+    def _holds(self, key: str, data: bytes) -> bool:
+        """Whether an object is there with this content."""
+        with contextlib.suppress(StoreError, FileNotFoundError):
+            return self.read(key, len(data))[0] == data
+        return False
 
     def _check_present(self, key: str, replace: Literal[False] | VersionTag) -> None:
         """Raises FileExistsError unless the object is what a write is to replace; it may change afterwards."""
@@ -310,8 +318,7 @@ class ObstoreBucket:
                 with self._wrapped_errors(what, key):
                     return call()
             except StoreError as error:
-                cause = str(error.__cause__).partition("\n")[0]
-                if tried == TRIES or unless() or "status code" in cause or not _CUT.search(cause):
+                if tried == TRIES or unless() or not _is_cut(error):
                     raise
                 time.sleep(PAUSE * 2**tried)
         raise AssertionError("the last try returns or raises")
@@ -343,6 +350,21 @@ class ObstoreBucket:
 def _kind(url: str) -> str:
     scheme = url.partition("://")[0]
     return "s3" if scheme in ("s3", "s3a") else "gs" if scheme in ("gs", "gcs") else "az"
+
+
+def _cause(error: Exception) -> str:
+    return str(error.__cause__).partition("\n")[0]
+
+
+def _is_cut(error: Exception) -> bool:
+    """Whether the answer to a request broke off."""
+    cause = _cause(error)
+    return "status code" not in cause and _CUT.search(cause) is not None
+
+
+def _is_unanswered(error: Exception) -> bool:
+    """Whether a request had no answer, in time or at all; it may have been carried out."""
+    return _cause(error).endswith(_UNANSWERED)
 
 
 def _first_line(error: Exception) -> str:
