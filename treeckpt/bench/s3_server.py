@@ -12,7 +12,8 @@ requests since then; `DELETE /!objects` forgets all objects. A rule is `{"match"
 "do": what, "times": n, "seconds": s}`; what is one of: 500, 503, 429 (answers without a look at the object), slow
 (waits first), stall (waits in the middle of the body), reset (the connection ends in the middle of the body), lost (the
 request is carried out, the connection ends without an answer), shifted (other bytes than those of the range, under
-their own Content-Range), whole (the whole object, status 200), flipped (one bit of the body is changed).
+their own Content-Range), short (half of the range, under its own Content-Range), whole (the whole object, status 200),
+flipped (one bit of the body is changed).
 """
 
 from __future__ import annotations
@@ -56,11 +57,15 @@ class S3Settings:
     trouble: float = 0.0
     """Part of the requests that meet one of `kinds`, drawn by `seed`."""
     kinds: list[str] = field(default_factory=list)
+    where: str = ""
+    """Only requests meet trouble whose line, as for a rule, matches this regex."""
     seconds: float = 30.0
     """How long a drawn stall lasts."""
     seed: int = 0
     conditional: str = "honoured"
-    """Conditional writes: honoured, ignored (as if they were plain), or refused (501)."""
+    """Writes with `If-None-Match`: honoured, ignored (as if they were plain), or refused (501)."""
+    matching: str = ""
+    """Writes with `If-Match`; as `conditional` unless told."""
     page: int = 1000
     """Keys in a page of a listing."""
     rules: list[dict[str, Any]] = field(default_factory=list)
@@ -144,7 +149,8 @@ class S3Server:
             await self._send(self._control(request, body), request, writer)
             return True
         self.busy += 1
-        row |= {"busy": self.busy, "at": time.monotonic(), "sent": 0, "condition": headers.get("if-none-match", "")}
+        condition = headers.get("if-none-match", headers.get("if-match", ""))
+        row |= {"busy": self.busy, "at": time.monotonic(), "sent": 0, "condition": condition}
         self.log.append(row)
         try:
             if headers.get("expect", "").lower() == "100-continue":
@@ -191,7 +197,8 @@ class S3Server:
                 request.do, request.seconds = str(rule["do"]), rule.get("seconds", 0.0)
                 break
         else:
-            if self.settings.trouble and self.draw.random() < self.settings.trouble:
+            where = self.settings.where
+            if self.settings.trouble and re.search(where, line) and self.draw.random() < self.settings.trouble:
                 request.do, request.seconds = self.draw.choice(self.settings.kinds), self.settings.seconds
         if not request.do and self.settings.busy_above and self.busy > self.settings.busy_above:
             request.do = "503"
@@ -204,17 +211,19 @@ class S3Server:
         if request.method == "HEAD":
             writer.write(head.encode())
         else:
-            writer.write(head.encode() + answer.text)
+            half = len(answer.text) // 2
+            writer.write(head.encode() + answer.text[:half])
+            if not body and not await self._break_off(request, writer):
+                return False
+            writer.write(answer.text[half:])
             begin, sent, loop = time.monotonic(), 0, asyncio.get_running_loop()
             step = int(self.settings.rate * PIECE_SECONDS) or 4 << 20
+            if request.do in ("stall", "reset"):
+                step = max(min(step, nbytes // 4), 1)
             for file, offset, count in body:
                 for at in range(offset, offset + count, step):
-                    if sent >= nbytes // 2 and request.do in ("stall", "reset"):
-                        if request.do == "reset":
-                            writer.transport.abort()
-                            return False
-                        request.do = ""
-                        await asyncio.sleep(request.seconds)
+                    if sent >= nbytes // 2 and not await self._break_off(request, writer):
+                        return False
                     size = min(step, offset + count - at)
                     await loop.sendfile(writer.transport, file, at, size)
                     sent += size
@@ -222,6 +231,16 @@ class S3Server:
                     await self._pace(begin, sent)
         await writer.drain()
         return request.headers.get("connection", "").lower() != "close"
+
+    async def _break_off(self, request: S3Request, writer: asyncio.StreamWriter) -> bool:
+        """In the middle of a body: waits for a stall, or returns False for a connection that is reset."""
+        if request.do == "stall":
+            request.do = ""
+            await asyncio.sleep(request.seconds)
+        if request.do == "reset":
+            await writer.drain()
+            writer.transport.abort()
+        return request.do != "reset"
 
     # what is asked for ----------------------------------------------------------------------------------------
 
@@ -267,6 +286,8 @@ class S3Server:
             if request.do == "shifted":
                 move = -1 if first else 1
                 first, last = first + move, min(last + move, found.nbytes - 1)
+            if request.do == "short":
+                last = (first + last) // 2
             headers["Content-Range"] = f"bytes {first}-{last}/{found.nbytes}"
         body, at = [], 0
         for segment in found.segments:
@@ -296,9 +317,10 @@ class S3Server:
         present = self.objects.get(request.path)
         none_match, match = request.headers.get("if-none-match"), request.headers.get("if-match")
         if none_match or match:
-            if self.settings.conditional == "refused":
+            manner = (match and self.settings.matching) or self.settings.conditional
+            if manner == "refused":
                 return _error(501)
-            if self.settings.conditional == "honoured" and (
+            if manner == "honoured" and (
                 (none_match and present) or (match and (present is None or present.etag != match))
             ):
                 return _error(412)
