@@ -92,8 +92,8 @@ def test_each_byte_is_read_once_unless_all_is_compared_first(tmp_path: Path) -> 
             super().read_into(name, offset, out, shared=shared)
             self.total += len(out) if name != INDEX_NAME and len(out) >= 1 << 16 else 0
 
-        def read_parts(self, name: str, offset: int, parts: Any) -> bool:
-            done = super().read_parts(name, offset, parts)
+        def read_parts(self, name: str, offset: int, parts: Any, *, shared: bool = False) -> bool:
+            done = super().read_parts(name, offset, parts, shared=shared)
             self.total += sum(map(len, parts)) if done else 0
             return done
 

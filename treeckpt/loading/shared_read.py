@@ -2,8 +2,9 @@
 
 Ranks first exchange digests of what they want. What several ranks of one host want is read by one of them in turn,
 verified, and sent to the others over torch.distributed, in a gloo group of its own. All ranks go through the same list
-of reads in the same order, a few in flight at once, so there is no circular wait. A rank that fails goes on through the
-list and reports the failure with each read that it should have sent: then all raise, and none waits forever.
+of reads in the same order, several in flight at once (of an object store as many as one rank alone has), so there is no
+circular wait. A rank that fails goes on through the list and reports the failure with each read that it should have
+sent: then all raise, and none waits forever.
 
 Unlike the rest of treeckpt this is collective: every rank has to call the load.
 """
@@ -16,23 +17,20 @@ import datetime
 import queue
 import socket
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import xxhash
 
 from ..errors import CheckpointError, CheckpointNotFound, RankError
 from ..io.comm.comm import Comm
 from ..io.comm.waiting import log_if_slow
 from ..io.storage.checkpoint import Checkpoint, Replaced, ShardReader
-from .read_request import BoxDestination, ReadRequest
-from .read_tasks import ReadTask, buffers_for, run_tasks
-
-WINDOW = 4
-"""Reads that are in flight at once."""
-READERS = 2
+from .read_request import BoxDestination, ReadRequest, memory_at
+from .read_tasks import ReadTask, buffers_for, read_each, run_tasks
 
 
 class SharedRead:
@@ -137,8 +135,8 @@ class SharedRead:
         for members, tasks in work:
             try:
                 if len(members) > 1:
-                    with ThreadPoolExecutor(READERS, "treeckpt-read") as pool:
-                        fault = _SharedTasks(self, reader, members, pool, written, fault).run(tasks)
+                    shared = _SharedTasks(self, reader, members, memory=memory, written=written, fault=fault)
+                    fault = shared.run(tasks)
                     nbytes += sum(task.nbytes for task in self.owned(tasks, members))
                 elif fault is None:
                     nbytes += run_tasks(reader, tasks, memory=memory, written=written)
@@ -149,99 +147,142 @@ class SharedRead:
         return nbytes
 
 
-class _Turn(msgspec.Struct):
-    """A read in flight."""
+class _Receipt(msgspec.Struct):
+    """A range that is being received."""
 
     task: ReadTask
     buffer: memoryview | None
     """None where the bytes stay in the memory of the task."""
     memory: memoryview
     owner: int
-    messages: list[tuple[int, Any]]
-    """The bytes, and whether the owner has failed: tensors, each with the tag under which it is sent."""
-    read: Future[None] | None = None
-    """On the owner."""
-    receipts: list[Any] = []
-    """Elsewhere."""
+    failed: Any
+    """A tensor with one number: not 0 where the owner has failed, and the bytes mean nothing."""
+    works: list[Any]
+    """What to wait for."""
 
 
-class _SharedTasks(msgspec.Struct):
-    """One list of reads that several ranks carry out together."""
+class _SharedTasks:
+    """One list of reads that several ranks carry out together: each reads some, and sends them to the others.
 
-    ranks: SharedRead
-    reader: ShardReader
-    members: Sequence[int]
-    pool: ThreadPoolExecutor
-    written: list[ReadTask]
-    fault: Exception | None
-    """The first failure: after it this rank only reports it to the others."""
+    A thread reads and sends, several ranges at once, and this one receives, in order. The first range of the list that
+    is not read yet is in flight at its owner, and every other rank is ready to receive it, so no rank waits for ever.
+
+    Args:
+        memory: bytes of buffers, half of them for what is received.
+        fault: the first failure: after it this rank only reports it to the others.
+    """
+
+    def __init__(
+        self,
+        ranks: SharedRead,
+        reader: ShardReader,
+        members: Sequence[int],
+        *,
+        memory: int,
+        written: list[ReadTask],
+        fault: Exception | None,
+    ) -> None:
+        self._ranks, self._reader, self._members = ranks, reader, members
+        self._memory, self._written, self.fault = memory // 2, written, fault
 
     def run(self, tasks: Sequence[ReadTask]) -> Exception | None:
-        """Carries out the reads, a few at a time; returns the first failure."""
-        buffers = buffers_for(tasks, WINDOW)
-        under_way: collections.deque[_Turn] = collections.deque()
-        for number, task in enumerate(tasks):
-            if number >= WINDOW:
-                self._finish(under_way.popleft(), buffers)
-            under_way.append(self._start(number, task, buffers.get() if task.out is None else None))
-        for turn in under_way:
-            self._finish(turn, buffers)
+        """Carries out the reads; returns the first failure."""
+        members = self._members
+        owners = [members[number % len(members)] for number in range(len(tasks))]
+        mine = [number for number, owner in enumerate(owners) if owner == self._ranks.rank]
+        with ThreadPoolExecutor(1, "treeckpt-send") as pool:
+            sending = pool.submit(self._read_and_send, tasks, mine)
+            self._receive([(n, owner, tasks[n]) for n, owner in enumerate(owners) if owner != self._ranks.rank])
+            sending.result()
         return self.fault
 
-    def _start(self, number: int, task: ReadTask, buffer: memoryview | None) -> _Turn:
-        """Starts to read a range, or to receive it."""
+    def _read_and_send(self, tasks: Sequence[ReadTask], mine: Sequence[int]) -> None:
+        """Reads the tasks with these numbers, and sends each to the others; after a failure sends that instead."""
+        left = dict.fromkeys(mine)
+
+        def put(at: int, data: memoryview) -> None:
+            if self.fault is not None:
+                raise self.fault
+            number = mine[at]
+            del left[number]
+            with self._sending(number, data, failed=False):
+                tasks[number].take(data, self._written)
+
+        try:
+            if self.fault is None:
+                read_each(self._reader, [tasks[number] for number in mine], put, memory=self._memory)
+        except Exception as error:
+            self.fault = self.fault or error
+        nothing = memoryview(bytearray(max((tasks[number].nbytes for number in left), default=0)))
+        for number in left:
+            with self._sending(number, nothing[: tasks[number].nbytes], failed=True):
+                pass
+
+    @contextlib.contextmanager
+    def _sending(self, number: int, data: memoryview, *, failed: bool) -> Iterator[None]:
+        """Sends a range to the other members while the body runs."""
+        import torch
+        import torch.distributed as dist
+
+        bytes_ = torch.frombuffer(memory_at(np.frombuffer(data, np.uint8).ctypes.data, len(data)), dtype=torch.uint8)
+        messages = [(number * 2, bytes_), (number * 2 + 1, torch.full((1,), float(failed)))]
+        sent: list[tuple[int, Any]] = []
+        for rank in self._members:
+            if rank != self._ranks.rank:
+                with self._reaching(rank):
+                    sent += [(rank, dist.isend(part, rank, self._ranks.group, tag)) for tag, part in messages]
+        try:
+            yield
+        finally:
+            for rank, work in sent:
+                with self._reaching(rank):
+                    work.wait()
+
+    def _receive(self, expected: Sequence[tuple[int, int, ReadTask]]) -> None:
+        """Receives ranges, a few at a time, and writes each to its destinations.
+
+        Args:
+            expected: number, owner and task of each.
+        """
+        largest = max((task.nbytes for *_, task in expected), default=1)
+        window = max(self._memory // largest, 1)
+        buffers = buffers_for([task for *_, task in expected], min(window, len(expected)))
+        under_way: collections.deque[_Receipt] = collections.deque()
+        for number, owner, task in expected:
+            if len(under_way) >= window:
+                self._finish(under_way.popleft(), buffers)
+            under_way.append(self._start(number, owner, task, buffers.get() if task.out is None else None))
+        for receipt in under_way:
+            self._finish(receipt, buffers)
+
+    def _start(self, number: int, owner: int, task: ReadTask, buffer: memoryview | None) -> _Receipt:
+        """Starts to receive a range."""
         import torch
         import torch.distributed as dist
 
         memory = task.out if buffer is None else buffer[: task.nbytes]
         assert memory is not None, "one of the two"
-        messages = [(number * 2, torch.frombuffer(memory, dtype=torch.uint8)), (number * 2 + 1, torch.zeros(1))]
-        turn = _Turn(task, buffer, memory, self.members[number % len(self.members)], messages)
-        if turn.owner != self.ranks.rank:
-            with self._reaching(turn.owner):
-                turn.receipts = [dist.irecv(data, turn.owner, self.ranks.group, tag) for tag, data in messages]
-        elif self.fault is None:
-            turn.read = self.pool.submit(self.reader.read, task.byte_range, memory, shared=task.shared)
-        return turn
+        failed = torch.zeros(1)
+        receipt = _Receipt(task, buffer, memory, owner, failed, [])
+        messages = [(number * 2, torch.frombuffer(memory, dtype=torch.uint8)), (number * 2 + 1, failed)]
+        with self._reaching(owner):
+            receipt.works += [dist.irecv(data, owner, self._ranks.group, tag) for tag, data in messages]
+        return receipt
 
-    def _finish(self, turn: _Turn, buffers: queue.Queue[memoryview]) -> None:
-        """Waits for a range, sends it to the others if this rank read it, and writes it to its destinations."""
-        sent: list[tuple[int, Any]] = []
-        if turn.owner == self.ranks.rank:
-            sent = self._send(turn)
-        else:
-            with self._reaching(turn.owner):
-                for work in turn.receipts:
-                    work.wait()
-            if turn.messages[1][1].item() and self.fault is None:
-                self.fault = _others({turn.owner: "failed to read what it was to hand on; its own error says why"})
+    def _finish(self, receipt: _Receipt, buffers: queue.Queue[memoryview]) -> None:
+        """Waits for a range, and writes it to its destinations."""
+        with self._reaching(receipt.owner):
+            for work in receipt.works:
+                work.wait()
+        if receipt.failed.item() and self.fault is None:
+            self.fault = _others({receipt.owner: "failed to read what it was to hand on; its own error says why"})
         if self.fault is None:
             try:
-                turn.task.write(turn.memory, self.written)
+                receipt.task.write(receipt.memory, self._written)
             except Exception as error:
                 self.fault = error
-        for rank, work in sent:
-            with self._reaching(rank):
-                work.wait()
-        if turn.buffer is not None:
-            buffers.put(turn.buffer)
-
-    def _send(self, turn: _Turn) -> list[tuple[int, Any]]:
-        """Starts to send a range to the other members; returns what to wait for, by rank."""
-        import torch.distributed as dist
-
-        try:
-            if turn.read is not None:
-                turn.read.result()
-        except Exception as error:
-            self.fault = self.fault or error
-        turn.messages[1][1].fill_(self.fault is not None)
-        sent: list[tuple[int, Any]] = []
-        for rank in self.members:
-            if rank != self.ranks.rank:
-                with self._reaching(rank):
-                    sent += [(rank, dist.isend(data, rank, self.ranks.group, tag)) for tag, data in turn.messages]
-        return sent
+        if receipt.buffer is not None:
+            buffers.put(receipt.buffer)
 
     @contextlib.contextmanager
     def _reaching(self, rank: int) -> Iterator[None]:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from ...errors import RankError, TreeckptError
 from .fanout import group_sizes_for, is_leader
-from .launchers import UnconnectedComm, launched_rank, unconnected_error
+from .launchers import UnconnectedComm, launched_rank, local_rank, unconnected_error
 from .message_store import ThreadMessageStore, TorchMessageStore, connect_to_leader, serve_leader_store
 from .state import CommState
 
@@ -305,6 +305,19 @@ def global_rank(comm: Comm) -> int:
     """Returns this rank's number in the default process group, which DTensors and ShardedTensors use."""
     members = members_of(comm)
     return comm.rank if members is None else members[comm.rank]
+
+
+def ranks_of_host(comm: Comm) -> tuple[int, ...]:
+    """Returns the global ranks of a comm on this host, in order, without a message: by what the launcher says.
+
+    The ranks of a host are taken to follow each other, as launchers number them by default. Where there is no
+    launcher, or the comm has one rank, it is this rank alone.
+    """
+    here, local = global_rank(comm), local_rank() if comm.size > 1 else None
+    if local is None:
+        return (here,)
+    first = here - local.rank
+    return tuple(rank for rank in members_of(comm) or range(comm.size) if first <= rank < first + local.size)
 
 
 class _StoreComms:

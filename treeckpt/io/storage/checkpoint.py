@@ -145,11 +145,15 @@ class ShardReader:
                 self._recorder.add("read", begin, self._recorder.now(), len(memory))
             yield memory
 
-    def read_parts(self, wanted: ByteRange, parts: Sequence[memoryview]) -> bool:
-        """Reads a range straight into its destinations if it is in the page cache; False, with nothing read, if not."""
+    def read_parts(self, wanted: ByteRange, parts: Sequence[memoryview], *, shared: bool = False) -> bool:
+        """Reads a range straight into its destinations if it is in the page cache; False, with nothing read, if not.
+
+        Args:
+            shared: also brings it into the page cache.
+        """
         begin = self._recorder.now()
         shard = wanted.shard
-        if not self.store.read_parts(shard.file.name, shard.file.header + wanted.start, parts):
+        if not self.store.read_parts(shard.file.name, shard.file.header + wanted.start, parts, shared=shared):
             return False
         if self.verify:
             check_parts(self.store, shard, wanted.start, parts)
