@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Report", "main"]
 
-NAMES = ("gpt2", "tiny", "one", "slice", "replicated", "reshard", "table", "async", "async-tiny")
+NAMES = ("gpt2", "tiny", "one", "slice", "replicated", "reshard", "host-2", "host-4", "host-8", "table", "async",
+    "async-tiny")  # fmt: skip
 QUICK_SCALE, QUICK_REPETITIONS = 1 / 8, 2
 MARGIN = 1 << 30
 """Bytes of disk to leave free."""

@@ -19,6 +19,8 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 """`load` makes a new tree, `fill` fills one that exists, `first` does so once all checksums were compared (treeckpt's
 `fill` compares each block as it is put in place); cold is from the device, warm from the page cache."""
 
+HOST = (2, 4, 8)
+"""Numbers of ranks of one host that load the same."""
 LIMITS: dict[Phase, Limit] = {
     "save": "W",
     "load cold": "R_fresh",

@@ -208,10 +208,10 @@ def default_comm() -> Comm:
 
     It is cached per Store of the default group, so that ranks count their saves alike and a new group starts anew.
     """
-    return _default_store_comms().world if _world_size() > 1 else _SOLO
+    return _default_store_comms().world if world_size() > 1 else _SOLO
 
 
-def _world_size() -> int:
+def world_size() -> int:
     """Returns the size of torch.distributed's default group; 0 where that is not initialised."""
     if "torch" not in sys.modules:
         return 0
@@ -281,7 +281,7 @@ def as_comm(comm: Any, *, sends_messages: bool = True) -> Comm:
         TreeckptError: `comm` is none of these.
     """
     if isinstance(comm, str):
-        if comm == "alone" and _world_size() > 1:
+        if comm == "alone" and world_size() > 1:
             comms = _default_store_comms()
             return comms.groups.setdefault("alone", SoloComm((comms.world.rank,)))
         if comm == "alone":
@@ -290,7 +290,7 @@ def as_comm(comm: Any, *, sends_messages: bool = True) -> Comm:
         raise TreeckptError("comm", expected=expected, found=f"{comm!r:.60}")
     if comm is not None:
         return comm if hasattr(comm, "post") else comm_of(comm)
-    launched = launched_rank() if not _world_size() else None
+    launched = launched_rank() if not world_size() else None
     if launched is not None and sends_messages:
         raise unconnected_error(launched)
     return default_comm() if launched is None else UnconnectedComm(launched, TIMEOUT)
