@@ -101,6 +101,8 @@ class ReadBatch:
         self._index, self._source_rank, self._recorder = checkpoint.index, source_rank, recorder
         self.nbytes = self.read_nbytes = 0
         self._requests: list[ReadRequest[Any]] = []
+        self._checked: set[tuple[str, str]] = set()
+        """Kinds and dtypes of new arrays whose library is there."""
         self.after: list[Callable[[], object]] = []
         """What is called when everything has been read."""
         self.filled: list[FilledArray] = []
@@ -111,8 +113,8 @@ class ReadBatch:
 
     def add_new_array(self, path: str, leaf: Leaf, spec: ArraySpec) -> LeafPlaceholder | None:
         """Adds a whole array that becomes a view of what is read; None if it does not lie in one chunk."""
-        record = leaf.record
-        if not math.prod(spec.shape) or (isinstance(record, AliasRecord) and record.view is not None):
+        record, size = leaf.record, math.prod(spec.shape)
+        if not size or (isinstance(record, AliasRecord) and record.view is not None):
             return None
         chunk: WholeChunk | Chunk | None = None
         if isinstance(record, ArrayRecord) and isinstance(record.chunks, WholeChunk):
@@ -125,10 +127,11 @@ class ReadBatch:
         # what was read may begin at any block, so an element's alignment follows from its place in the stream
         if chunk is None or chunk.start % (dtype.itemsize // dtype.parts):
             return None
-        check_library(spec, path)
-        placeholder = LeafPlaceholder()
-        nbytes = math.prod(spec.shape) * dtype.itemsize
-        shared = self._is_shared(leaf, None)
+        if (spec.kind, spec.dtype) not in self._checked:
+            check_library(spec, path)
+            self._checked.add((spec.kind, spec.dtype))
+        placeholder, nbytes = LeafPlaceholder(), size * dtype.itemsize
+        shared = bool(self._others) and self._is_shared(leaf, None)
         self._requests.append(ReadRequest(path, (chunk.rank, chunk.start, nbytes), NewArray(placeholder, spec), shared))
         self.nbytes += nbytes
         return placeholder
@@ -142,7 +145,7 @@ class ReadBatch:
         spec = leaf.spec
         assert spec is not None, "values are decoded, not read"
         self.filled.append(FilledArray(path, leaf, target))
-        shared = self._is_shared(leaf, target)
+        shared = bool(self._others) and self._is_shared(leaf, target)
         if isinstance(leaf, ComposedLeaf) or target.spec.dtype != spec.dtype:
             found, fills = pieces_of(leaf, target)
             self.after += fills
@@ -158,7 +161,7 @@ class ReadBatch:
         Args:
             target: None for a whole array.
         """
-        if not self._others or leaf.ranks is not None:
+        if leaf.ranks is not None:
             return False
         if target is not None and isinstance(target.layout, MeshLayout):
             return not self._others.isdisjoint(replicas_of(target.layout, self._here[0]))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -136,11 +137,12 @@ def requests_to(kind: type[D], requests: Sequence[ReadRequest[Any]]) -> list[Rea
 def _join(
     index: Index, requests: Sequence[ReadRequest[D]], *, limit: int | None = None, gap: int = READ_GAP
 ) -> Iterator[ReadRequest[list[ReadRequest[D]]]]:
-    """Joins requests that lie close together in a file; see `plan_contiguous_reads`."""
-    ranges = [request.byte_range for request in requests]
+    """Joins requests that lie close together in a file; see `plan_contiguous_reads`. The joined one is shared if most
+    of its bytes are."""
+    ranges, some = [request.byte_range for request in requests], any(map(attrgetter("shared"), requests))
     for run in plan_contiguous_reads(ranges, gap=gap, borders=index.borders, limit=limit):
         inside = [requests[member] for member in run.members]
-        shared = sum(request.byte_range[2] * (1 if request.shared else -1) for request in inside) > 0
+        shared = some and sum(request.byte_range[2] * (1 if request.shared else -1) for request in inside) > 0
         yield ReadRequest(inside[0].path, (run.rank, run.start, run.stop - run.start), inside, shared)
 
 
