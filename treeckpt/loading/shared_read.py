@@ -16,6 +16,7 @@ import contextlib
 import datetime
 import socket
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,14 +31,17 @@ from .read_request import BoxDestination, ReadRequest
 from .read_tasks import ReadTask, run_tasks
 from .shared_tasks import SharedTasks, failed_elsewhere, unreachable
 
+MOST_RANKS = 1024
+"""Ranks above which a load reads once only where its caller asks for it: each rank hears what every other one wants."""
+
 
 class SharedRead:
     """The ranks of a world that share their reads, seen from one of them."""
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self.group, self.rank, self._size = group, rank, size
-        self._told: BaseException | None = None
-        """The error that all ranks raised at the last point, each its own."""
+        self._told = 0
+        """The id of the error that is on its way out of `settle`; its own reference would keep the arrays of frames."""
         self.checkpoints: Sequence[Checkpoint] = ()
         """The checkpoints that are being read."""
 
@@ -94,30 +98,47 @@ class SharedRead:
         try:
             dist.all_gather_object(received, (message, text, replaced, step), group=self.group)
         except RuntimeError as error:
-            self._told = fault or unreachable(error)
-            raise self._told from error
-        self._told = fault
-        steps = {rank: there for rank, (*_, there) in enumerate(received)}
+            raise self._tell(fault or unreachable(error)) from error
         if any(replaced for _, _, replaced, _ in received):
-            self._told = Replaced("ranks", expected="one version of the checkpoint", found="another save in its place")
-            raise self._told from fault
-        if fault is None and (
-            faults := {rank: text for rank, (_, text, *_) in enumerate(received) if text is not None}
-        ):
-            self._told = failed_elsewhere(faults)
-        elif fault is None and len(set(steps.values())) > 1:
-            self._told = failed_elsewhere(
-                {rank: f"is at the step {there or 'read'!r}" for rank, there in steps.items()}
-            )
-        if self._told is not None:
-            raise self._told
+            found = "another save in its place"
+            raise self._tell(Replaced("ranks", expected="one version of the checkpoint", found=found)) from fault
+        if fault is not None:
+            raise self._tell(fault)
+        if faults := {rank: text for rank, (_, text, *_) in enumerate(received) if text is not None}:
+            raise self._tell(failed_elsewhere(faults))
+        if len({there for *_, there in received}) > 1:
+            steps = {rank: f"is at the step {there or 'read'!r}" for rank, (*_, there) in enumerate(received)}
+            raise self._tell(failed_elsewhere(steps))
         return {rank: message for rank, (message, *_) in enumerate(received)}
 
-    def has_told(self, error: BaseException | None) -> bool:
-        """Whether an error, or what caused it, is known to all ranks already."""
-        while error is not None and error is not self._told:
-            error = error.__cause__ or error.__context__
-        return error is not None
+    def _tell(self, error: Exception) -> Exception:
+        """Notes that all ranks raise an error now, each its own."""
+        self._told = id(error)
+        return error
+
+    @contextlib.contextmanager
+    def together(self, step: str = "") -> Iterator[None]:
+        """Runs a body that each rank runs alone; at its end every rank learns whether it failed anywhere.
+
+        Bodies may be nested: what all ranks know of is not told again.
+
+        Args:
+            step: as for `settle`.
+
+        Raises:
+            RankError: it failed on another rank.
+        """
+        self._told = 0
+        try:
+            yield
+        except Exception as error:
+            known: BaseException | None = error
+            while known is not None and id(known) != self._told:
+                known = known.__cause__ or known.__context__
+            if known is None:
+                self.settle(error, step=step)
+            raise
+        self.settle(None, step=step)
 
     def share_index(self, checkpoint: Checkpoint) -> None:
         """Has rank 0 read the index and list the files, and send them to all other ranks. Every rank has to call.
@@ -128,7 +149,7 @@ class SharedRead:
         import torch.distributed as dist
 
         found: list[Any] = [None]
-        with together(self, "index"):
+        with self.together("index"):
             if self.rank == 0:
                 found = [(checkpoint.index_bytes, checkpoint.sizes)]
         try:
@@ -189,26 +210,9 @@ def _host() -> str:
     return f"{socket.gethostname()}/{boot}"
 
 
-@contextlib.contextmanager
-def together(relay: SharedRead | None, step: str = "") -> Iterator[None]:
-    """Runs a body that each rank runs alone; at its end every rank learns whether it failed anywhere.
-
-    Bodies may be nested: what all ranks know of is not told again.
-
-    Args:
-        step: as for `SharedRead.settle`.
-
-    Raises:
-        RankError: it failed on another rank.
-    """
-    try:
-        yield
-    except Exception as error:
-        if relay is not None and not relay.has_told(error):
-            relay.settle(error, step=step)
-        raise
-    if relay is not None:
-        relay.settle(None, step=step)
+def together(relay: SharedRead | None, step: str = "") -> AbstractContextManager[None]:
+    """Returns `relay.together(step)`; for None a context that does nothing."""
+    return contextlib.nullcontext() if relay is None else relay.together(step)
 
 
 def open_relay(comm: Comm, checkpoints: Sequence[Checkpoint], read: Literal["each", "once"]) -> SharedRead | None:
@@ -235,7 +239,7 @@ def open_relay(comm: Comm, checkpoints: Sequence[Checkpoint], read: Literal["eac
 
 def usual_read(comm: Comm, store: Store) -> Literal["each", "once"]:
     """Returns how a load reads in which all ranks of a comm take part: "once" from an object store, where it works."""
-    able = comm.size > 1 and members_of(comm) is None and world_size() == comm.size
+    able = 1 < comm.size <= MOST_RANKS and members_of(comm) is None and world_size() == comm.size
     return "once" if able and isinstance(store, SupportsFetching) else "each"
 
 
