@@ -163,7 +163,7 @@ def test_a_read_that_fails_midway_says_what_may_have_changed() -> None:
 def test_an_error_of_the_disk_says_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tc.save(tmp_path / "c", leaves(1))
 
-    def fails(self: Any, name: str, offset: int, parts: Any) -> bool:
+    def fails(self: Any, name: str, offset: int, parts: Any, *, shared: bool = False) -> bool:
         raise OSError(errno.EIO, "injected")
 
     monkeypatch.setattr(LocalStore, "read_parts", fails)
