@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Report", "main"]
 
-NAMES = ("gpt2", "tiny", "one", "slice", "replicated", "reshard", "table", "remote", "async", "async-tiny")
+NAMES = ("gpt2", "tiny", "one", "slice", "replicated", "reshard", "host-2", "host-4", "host-8", "table", "remote",
+    "async", "async-tiny")  # fmt: skip
 QUICK_SCALE, QUICK_REPETITIONS = 1 / 8, 2
 _LINK_HELP = "only this link of remote: ms before an answer / MB/s a connection, as 40/90"
 MARGIN = 1 << 30

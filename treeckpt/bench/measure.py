@@ -83,15 +83,16 @@ class Measurement:
         self.begin()
         save = partial(contender.save, self.directory, contender.prepare(state))
         trials = self.trial(contender.name, "save", repetition, save, self.nbytes)
-        wanted = self.nbytes * (1 if self.scenario.columns else self.group.size)
+        wanted = self.nbytes * (1 if self.scenario.columns or contender.loads_alone else self.group.size)
         for phase in PHASES[1:]:
             kind = phase.split()[0]
-            if kind in contender.kinds:
+            if kind in contender.kinds and (kind == "load" or not self.scenario.one):
                 if kind != "load" and difference is not None:
                     for leaf in target.values():
                         leaf.fill_(0)
                 load = partial(self._load, contender, kind, target)
-                trials += self.trial(contender.name, phase, repetition, load, wanted, difference)
+                ranks = 1 if contender.loads_alone else self.group.size
+                trials += self.trial(contender.name, phase, repetition, load, wanted, difference, ranks=ranks)
         self.end()
         return trials
 
@@ -112,8 +113,13 @@ class Measurement:
         work: Callable[[], State | None],
         nbytes: int,
         difference: Difference | None = None,
+        *,
+        ranks: int = 1,
     ) -> list[Trial]:
         """Measures one operation on all ranks; the trial is on rank 0.
+
+        Args:
+            ranks: how many of them get a part of `nbytes`.
 
         Raises:
             BenchError: what came back differs from what was saved.
@@ -130,7 +136,7 @@ class Measurement:
         self.group.gather(None)
         # new arrays, and the page cache of who reads through it
         if needed := nbytes * (phase.startswith("load") + phase.endswith("cold")):
-            pretouch_memory(needed // self.group.size)
+            pretouch_memory(needed // ranks)
             self.group.gather(None)
         usage, summed, loaded = measure_work(work)
         if loaded is not None and difference is not None and (name := difference(loaded)):

@@ -26,6 +26,8 @@ PHASES: tuple[DiskPhase, ...] = get_args(DiskPhase)
 REMOTE_PHASES: tuple[RemotePhase, ...] = get_args(RemotePhase)
 """To and from an object store; `restore` is `Manager.restore`, which finds the newest checkpoint first."""
 
+HOST = (2, 4, 8)
+"""Numbers of ranks of one host that load the same."""
 LIMITS: dict[DiskPhase, Limit] = {
     "save": "W",
     "load cold": "R_fresh",

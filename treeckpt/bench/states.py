@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .results import LINKS, Link
+from .results import HOST, LINKS, Link
 
 T = TypeVar("T")
 State = dict[str, torch.Tensor]
@@ -60,6 +60,11 @@ def _block() -> Shapes:
     return shapes
 
 
+def weights(scale: float) -> Shapes:
+    """GPT-2 small without Adam's state: 148 leaves, 498 MB."""
+    return {name: shape for name, shape in gpt2(scale).items() if name.startswith("model.")}
+
+
 def tiny(scale: float) -> Shapes:
     """20,000 tensors of one element."""
     return {f"leaf.{number:05}": (1,) for number in range(max(16, round(20_000 * scale)))}
@@ -92,6 +97,8 @@ class Scenario(msgspec.Struct, frozen=True):
     text: str
     shapes: Callable[[float], Shapes]
     ranks: int = 1
+    one: bool = False
+    """Loaded by one of the ranks too, while the others wait; only loads are compared."""
     columns: bool = False
     """Saved by rows, loaded by columns."""
     part: int = 1
@@ -114,6 +121,10 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("replicated", "GPT-2 small and Adam on 2 ranks, the same on both", gpt2, ranks=2),
     Scenario(
         "reshard", "GPT-2 small and Adam on 2 ranks, saved by rows, loaded by columns", gpt2, ranks=2, columns=True
+    ),
+    *(
+        Scenario(f"host-{n}", f"GPT-2 small, fp32, loaded by {n} ranks of one host", weights, ranks=n, one=True)
+        for n in HOST
     ),
     Scenario("table", "10 M rows by id: 16 numbers and two moments", table, keyed=True),
     Scenario("remote", "32 tensors of 16 MiB in an object store", layers, remote=True),

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from .results import RAW, REMOTE_PHASES, AsyncSummary, Link, Phase, RemotePhase, TrialSummary
+from .results import HOST, RAW, REMOTE_PHASES, AsyncSummary, Link, Phase, RemotePhase, TrialSummary
 
 MEMORY = 96 << 20
 """Bytes of memory that a save, or a load beyond its destination, may take."""
@@ -89,7 +89,7 @@ def compare_with_targets(rows: Sequence[TrialSummary]) -> list[BenchTarget]:
         for phase in phases:
             figure = _times_faster(table, scenario, phase, peer)
             targets.append(_at_least(scenario, f"{phase}, times faster than {peer}", figure, times))
-    return [*targets, *_bytes_read(table), *_tables(table), *_memory(table), *_remote(table)]
+    return [*targets, *_host(table), *_bytes_read(table), *_tables(table), *_memory(table), *_remote(table)]
 
 
 def _times_faster(rows: Rows, scenario: str, phase: Phase, peer: str) -> float | None:
@@ -97,6 +97,23 @@ def _times_faster(rows: Rows, scenario: str, phase: Phase, peer: str) -> float |
     same: dict[Phase, Phase] = {"first cold": "fill cold", "first warm": "fill warm"}  # others fill in one way only
     other = rows.get((scenario, peer, same.get(phase, phase)))
     return other.summed / own.summed if own and other else None
+
+
+def _host(rows: Rows) -> list[BenchTarget]:
+    targets: list[BenchTarget] = []
+    for ranks in HOST:
+        scenario = f"host-{ranks}"
+        row, one = (rows.get((scenario, name, "load cold")) for name in ("treeckpt", "treeckpt one rank"))
+        read = row.read_bytes / row.files_bytes if row else None
+        longer = row.seconds / one.seconds if row and one else None
+        targets += [
+            _at_most(scenario, "load cold, bytes read by all ranks / bytes of the files", read, 1.1),
+            _at_least(
+                scenario, "load cold, times faster than dcp", _times_faster(rows, scenario, "load cold", "dcp"), 2.0
+            ),
+            _at_most(scenario, "load cold, times as long as one rank alone", longer, 1.5),
+        ]
+    return targets
 
 
 def _bytes_read(rows: Rows) -> list[BenchTarget]:

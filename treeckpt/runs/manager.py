@@ -288,7 +288,8 @@ class Manager(RegistrationMixin):
                 ranks load the one before it and fill everything again. If an earlier step is restored, the steps saved
                 after it become an abandoned branch.
             into: a tree to fill in place with `treeckpt.load_into`, in place of `like`.
-            options: those of `treeckpt.load`, or with `into` of `treeckpt.load_into`.
+            options: those of `treeckpt.load`, or with `into` of `treeckpt.load_into`; `read` is "once" by default from
+                an object store, where the ranks are all those of torch.distributed.
 
         Returns:
             The tree, or the `LoadReport` with `into`.

@@ -17,8 +17,10 @@ from ..errors import MismatchError, TreeckptError
 from ..io.comm.collective import from_rank0, gather_errors
 from ..io.comm.comm import Comm
 from ..io.comm.failures import raise_faults
+from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.reader_leases import hold_lease
 from ..loading.consistent_reads import on_one_version
+from ..loading.shared_read import open_relay, together, usual_read
 from .checkpoint_info import CheckpointInfo, mark_of
 from .history import SaveHistory
 from .options import LoadKeywords
@@ -85,10 +87,7 @@ class Restorer:
                     error.add_hint(_PARTLY_FILLED)
                 raise
             with hold_lease(self.directory.folder(choice.step)) if self._comm.rank == 0 else contextlib.nullcontext():
-                if choice.requested == step:
-                    result, error = self._load(choice, like, into, options)
-                else:
-                    result, error = None, self._different_steps(choice.requested, step)
+                result, error = self._load(choice, step, like, into, options)
                 faults = gather_errors(self._comm, f"{choice.path} restore", error)
             if not faults:
                 if self._chosen is not None and (mark := mark_of(self._chosen)) is not None:
@@ -118,17 +117,24 @@ class Restorer:
         )
 
     def _load(
-        self, choice: _RestoreChoice, like: Any, into: Any, options: LoadKeywords
+        self, choice: _RestoreChoice, step: int | None, like: Any, into: Any, options: LoadKeywords
     ) -> tuple[Any, Exception | None]:
         store = self.directory.folder(choice.step).store
         total = choice.nbytes if self._comm.size == 1 and like is None and into is None else None
         bar = reading_bar(store, f"restoring step {choice.step}", total)
+        read = options.get("read") or usual_read(self._load_comm, store)
+
+        def load_version(checkpoint: Checkpoint) -> Any:
+            relay = open_relay(self._load_comm, [checkpoint], read)
+            with together(relay, "restored"):
+                if choice.requested != step:
+                    raise self._different_steps(choice.requested, step)
+                if relay is not None:
+                    relay.share_index(checkpoint)
+                return self._registered.restore(checkpoint, like, into, self._load_comm, {**options, "read": read})
+
         try:
             with bar if self._comm.rank == 0 else contextlib.nullcontext(store) as source:
-                return on_one_version(
-                    source,
-                    partial(self._registered.restore, like=like, into=into, comm=self._load_comm, options=options),
-                    together=options.get("read") == "once",
-                ), None
+                return on_one_version(source, load_version, together=read == "once"), None
         except Exception as error:
             return None, error

@@ -159,7 +159,7 @@ class ObjectStore:
     def fetch(self, ranges: Sequence[FileRange], consume: Consume, *, memory: int) -> None:
         self._fetcher.run(ranges, consume, memory=memory)
 
-    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
+    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview], *, shared: bool = False) -> bool:
         return False  # nothing is cached on this host
 
     def _head(self, name: str, key: str, offset: int, nbytes: int) -> bytes | None:
