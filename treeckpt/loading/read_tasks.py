@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from ..arrays.threads import WorkerThreads
 from ..core.format.records import Index
@@ -27,7 +28,7 @@ from ..core.planning.load_plan import (
 )
 from ..core.sharding.region import byte_runs
 from ..io.storage.checkpoint import ShardReader
-from ..io.storage.memory import PAGE, aligned_buffer
+from ..io.storage.memory import PAGE, aligned_buffer, copy_bytes
 from ..io.storage.shard_reader import ByteRange, aligned_range
 from ..io.storage.store import Store, SupportsFetching
 from .read_request import BoxDestination, Boxes, ContiguousMemory, NewArray, ReadRequest, Scatter
@@ -209,16 +210,8 @@ def run_tasks(reader: ShardReader, tasks: Sequence[ReadTask], *, memory: int, wr
     Returns:
         Bytes read from data areas.
     """
-    if isinstance(reader.store, SupportsFetching) and len(tasks) > 1:
-
-        def put(number: int, data: memoryview) -> None:
-            out = tasks[number].out
-            if out is not None:
-                out[: len(data)] = data
-            else:
-                tasks[number].write(data, written)
-
-        reader.fetch([task.byte_range for task in tasks], put, memory=memory)
+    if isinstance(reader.store, SupportsFetching):
+        reader.fetch([task.byte_range for task in tasks], partial(_put_part, tasks, written, {}), memory=memory)
         return sum(task.nbytes for task in tasks)
     largest = max((task.nbytes for task in tasks if task.out is None), default=0)
     threads = max(1, min(READERS, memory // max(largest, 1)))
@@ -230,6 +223,34 @@ def run_tasks(reader: ShardReader, tasks: Sequence[ReadTask], *, memory: int, wr
     else:
         WorkerThreads(threads)([partial(runner.run, task) for task in tasks])
     return nbytes
+
+
+def _put_part(
+    tasks: Sequence[ReadTask],
+    written: list[ReadTask],
+    collected: dict[int, memoryview],
+    number: int,
+    at: int,
+    data: memoryview,
+) -> None:
+    """Puts the bytes of a task from `at` on, which come in order, in place.
+
+    Args:
+        collected: the bytes so far of tasks whose destinations are not contiguous, by their numbers.
+    """
+    task = tasks[number]
+    if task.out is not None:
+        copy_bytes(task.out[at:], data)
+    elif isinstance(task.destinations, Boxes):
+        if not at:
+            collected[number] = memoryview(np.empty(task.nbytes, np.uint8))
+        copy_bytes(collected[number][at:], data)
+        if at + len(data) == task.nbytes:
+            task.write(collected.pop(number), written)
+    elif task.destinations is not None:
+        if not at:
+            written.append(task)
+        task.destinations.write(task.start + at, data)
 
 
 class _TaskRunner(msgspec.Struct, frozen=True):
