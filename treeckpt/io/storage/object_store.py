@@ -244,6 +244,8 @@ class ObjectStore:
 class ObjectFolder(Folder):
     """A prefix of a run, as a directory; without `entries`, from a listing of the run, it is listed on each call."""
 
+    has_directory = False
+
     def __init__(self, store: ObjectStore, entries: dict[str, DirectoryEntry] | None = None) -> None:
         super().__init__(store)
         self._objects, self._entries = store, entries
