@@ -280,7 +280,9 @@ def load_into_tree(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: obje
             jobs.append(Load(checkpoint, comm, own))
             new = _prepare_into(jobs[-1], new)
         check_ties([Wanted(job, one.path, one.target) for job in jobs for one in job.batch.filled])
-    reading = ReadOptions(jobs[0].memory, options.verify, in_place=True, ahead=relay is None and len(jobs) == 1, relay=relay)
+    reading = ReadOptions(
+        jobs[0].memory, options.verify, in_place=True, ahead=relay is None and len(jobs) == 1, relay=relay
+    )
     batches = [job.batch for job in jobs]
     for batch in batches:
         batch.prepare(reading)

@@ -243,7 +243,7 @@ def _put_part(
         copy_bytes(task.out[at:], data)
     elif isinstance(task.destinations, Boxes):
         if not at:
-            collected[number] = memoryview(np.empty(task.nbytes, np.uint8))
+            collected[number] = np.empty(task.nbytes, np.uint8).data
         copy_bytes(collected[number][at:], data)
         if at + len(data) == task.nbytes:
             task.write(collected.pop(number), written)

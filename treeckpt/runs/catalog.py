@@ -244,7 +244,8 @@ def read_info(
             return CheckpointInfo(name, folder.url, "corrupt", step_of(name), error=str(error))
         info = _with_index(folder, summary, files, cache if timings else None)
         if info.status == "corrupt" and folder.entries().get(INDEX_NAME, index) != index:
-            return read_info(folder, cache=cache, follow=follow, timings=timings)  # another save has replaced it since the listing
+            # another save has replaced it since the listing
+            return read_info(folder, cache=cache, follow=follow, timings=timings)
         return info
     exists = folder.modified_ns() is not None
     if any(map(_is_checkpoint_file, files)) or (step_of(name) is not None and exists and not entries):
@@ -315,7 +316,8 @@ def _save_duration(folder: Folder, files: Files, save_id: str | None, cache: Sta
 def _with_index(folder: Folder, summary: Summary, files: Files, durations: StatCache | None) -> CheckpointInfo:
     took = None
     with contextlib.suppress(TreeckptError):  # a checkpoint is complete without timings
-        took = durations and _save_duration(folder, files, summary.save_id, durations)
+        if durations is not None:
+            took = _save_duration(folder, files, summary.save_id, durations)
     problem = _shards_problem(summary, files)
     return CheckpointInfo(
         name=folder.name,

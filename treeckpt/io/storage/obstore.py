@@ -189,7 +189,7 @@ class ObstoreBucket:
 
     def judge(self, error: Exception) -> FetchFailure:
         cause = error.__cause__
-        if not isinstance(cause, self._obstore.exceptions.GenericError):
+        if not isinstance(cause, Exception) or not isinstance(cause, self._obstore.exceptions.GenericError):
             return FetchFailure(throttled=False, temporary=False)
         if (status := _status(cause)) is not None:
             return FetchFailure(status in _THROTTLED, status in (408, 429) or status >= 500)

@@ -9,7 +9,15 @@ import msgspec
 from ...core.format.damage import leaves_in_range
 from ...core.format.records import File, Index
 from ...core.format.seals import check_no_zeros
-from ...core.format.shard_header import ShardHeader, block_count, decode_header, hash_block, hash_parts, header_nbytes, new_hash
+from ...core.format.shard_header import (
+    ShardHeader,
+    block_count,
+    decode_header,
+    hash_block,
+    hash_parts,
+    header_nbytes,
+    new_hash,
+)
 from ...errors import CheckpointError, CorruptError
 from .memory import PAGE, aligned_buffer
 from .store import TEXT, Store
