@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from treeckpt.io.storage.bucket import FetchFailure, RangeResponse
-from treeckpt.io.storage.range_fetcher import START, RangeFetcher, RequestDepth, RequestTimes
+from treeckpt.io.storage.range_fetcher import MOST, START, RangeFetcher, RequestDepth, RequestTimes
 
 RANGES = [("file", 10 * n, 10) for n in range(100)]
 
@@ -235,6 +235,18 @@ def rated(depth: RequestDepth, rate: Callable[[int], float], windows: int) -> li
 def test_the_depth_rises_while_the_rate_does() -> None:
     depth = RequestDepth(8, most=100)
     assert rated(depth, lambda depth: 100.0 * depth, 12)[-1] == 100
+
+
+@pytest.mark.parametrize("latency", [0.005, 0.04, 0.15])
+@pytest.mark.parametrize("of_connection", [30e6, 90e6, 1e9])
+@pytest.mark.parametrize("of_link", [1.5e9, 12e9])
+def test_the_depth_that_is_found_gives_nearly_the_best_rate(
+    latency: float, of_connection: float, of_link: float
+) -> None:
+    def rate(depth: int) -> float:  # in requests of 8 MiB, 100 of which `rated` takes for one
+        return 100 * min(depth / (latency + (8 << 20) / of_connection), of_link / (8 << 20))
+
+    assert rate(rated(RequestDepth(), rate, 20)[-1]) > 0.85 * max(rate(depth) for depth in range(1, MOST + 1))
 
 
 def test_the_depth_stays_where_more_requests_gain_nothing() -> None:
