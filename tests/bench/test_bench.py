@@ -9,35 +9,16 @@ import pytest
 import torch
 
 from tests.helpers.background import until
+from tests.helpers.bench_trials import trial
 from treeckpt import bench
 from treeckpt.bench import measure, raw_limits
 from treeckpt.bench.checkpointers import SyncCheckpointer
 from treeckpt.bench.meter import Meter, cached_fraction, drop_cache, fill_cache, sync_files
 from treeckpt.bench.plot import draw
-from treeckpt.bench.results import LIMITS, PHASES, AsyncTrial, Limit, Trial, summarize, summarize_async
+from treeckpt.bench.results import PHASES, REMOTE_PHASES, AsyncTrial, Limit, Trial, summarize, summarize_async
 from treeckpt.bench.states import SCENARIOS, BenchTask, different_leaf, make_state, shapes_bytes, sum_bytes, touch
-from treeckpt.bench.targets import compare_async_with_targets, compare_with_targets
+from treeckpt.bench.targets import FAR, NEAR, compare_async_with_targets, compare_with_targets
 from treeckpt.cli.main import main as command_line
-
-
-def trial(contender: str = "treeckpt", phase: Any = "save", seconds: float = 1.0, **changes: Any) -> Trial:
-    fields: dict[str, Any] = {
-        "scenario": "gpt2",
-        "contender": contender,
-        "phase": phase,
-        "repetition": 0,
-        "ranks": 1,
-        "seconds": seconds,
-        "summed": seconds,
-        "nbytes": 1000,
-        "limits": {LIMITS[phase]: 1000.0},
-        "extra_rss": 0,
-        "read_bytes": 1000,
-        "write_bytes": 0,
-        "files_bytes": 1000,
-        "cached": 0.0,
-    }
-    return Trial(**{**fields, **changes})
 
 
 def one_of_each() -> list[Trial]:
@@ -46,6 +27,9 @@ def one_of_each() -> list[Trial]:
     return [
         trial(who, phase, 1.0 if who == "treeckpt" else 20.0, scenario=name)
         for name, who, phase in itertools.product(sorted(names), everyone, PHASES)
+    ] + [
+        trial(who, phase, 1.0 if who == "treeckpt" else 20.0, scenario=link.scenario)
+        for link, who, phase in itertools.product((FAR, NEAR), ("treeckpt", "fsspec DCP"), REMOTE_PHASES)
     ]
 
 

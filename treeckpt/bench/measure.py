@@ -14,7 +14,7 @@ from typing import Any
 from .checkpointers import SyncCheckpointer, sync_checkpointers
 from .meter import Meter, Usage, cached_fraction, drop_cache, files_of, fill_cache, pretouch_memory, release_memory
 from .raw_limits import LEAST, RawLimits
-from .results import HUGE, LIMITS, PHASES, Limit, Phase, Trial
+from .results import HUGE, LIMITS, PHASES, AnyLimit, DiskPhase, Limit, Trial
 from .states import BenchTask, State, different_leaf, make_leaf, make_state, shapes_bytes, sum_bytes, touch
 
 Difference = Callable[[State], str | None]
@@ -47,7 +47,7 @@ class Measurement:
         self.directory = task.path / "checkpoint"
         self._raw = RawLimits(task.path / "raw.bin", nbytes) if self.group.rank == 0 and nbytes >= LEAST else None
 
-    def limits(self, names: Sequence[Limit]) -> dict[Limit, float]:
+    def limits(self, names: Sequence[Limit]) -> dict[AnyLimit, float]:
         """Measures raw rates, on rank 0."""
         return {name: self._raw.measure(name) for name in names} if self._raw is not None else {}
 
@@ -107,7 +107,7 @@ class Measurement:
     def trial(
         self,
         contender: str,
-        phase: Phase,
+        phase: DiskPhase,
         repetition: int,
         work: Callable[[], State | None],
         nbytes: int,
@@ -132,7 +132,7 @@ class Measurement:
         if needed := nbytes * (phase.startswith("load") + phase.endswith("cold")):
             pretouch_memory(needed // self.group.size)
             self.group.gather(None)
-        usage, summed, loaded = _measure(work)
+        usage, summed, loaded = measure_work(work)
         if loaded is not None and difference is not None and (name := difference(loaded)):
             raise BenchError(f"{contender}: {self.scenario.name}: {name} came back changed")
         del loaded
@@ -160,14 +160,14 @@ class Measurement:
         ]
 
 
-def _limits_beside(contender: str, phase: Phase) -> list[Limit]:
+def _limits_beside(contender: str, phase: DiskPhase) -> list[Limit]:
     """Returns what is measured beside an operation; beside treeckpt, whose buffers lie in huge pages, these too."""
     limit = LIMITS[phase]
     limits: list[Limit] = ["C", limit] if phase == "save" else [limit]
     return [*limits, HUGE[limit]] if limit in HUGE and contender == "treeckpt" else limits
 
 
-def _measure(work: Callable[[], State | None]) -> tuple[Usage, float, State | None]:
+def measure_work(work: Callable[[], State | None]) -> tuple[Usage, float, State | None]:
     """Returns what an operation took, its time when every byte was added up, and its result."""
     with Meter() as meter:
         loaded = work()

@@ -67,9 +67,9 @@ def seconds_text(seconds: float) -> str:
     whole = round(seconds)
     if whole >= 3600:
         return f"{whole // 3600} h {whole % 3600 // 60} min"
-    if whole >= 100:
+    if seconds >= 99.95:
         return f"{whole // 60} min {whole % 60} s"
-    if seconds >= 0.9995:  # three digits of it are 1.00
+    if seconds >= 0.9995:  # its three digits are 1.00
         return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 or seconds == 0 else f"{seconds * 1e6:.3g} µs"
 
