@@ -20,7 +20,7 @@ from .io.storage.checkpoint import Checkpoint
 from .io.storage.open import open_store
 from .io.storage.store import Store
 from .loading.consistent_reads import on_one_version, on_versions
-from .loading.match import LoadOptions
+from .loading.match import LoadOptions, Strict
 from .loading.overlay import Bank, CheckpointOverlay, globs_of
 from .loading.read_batch import Verify
 from .loading.repair import repair_store
@@ -167,7 +167,7 @@ def load(
     exclude: str | Sequence[str] | None = None,
     rename: Renaming = None,
     transforms: Transforms = None,
-    strict: bool = True,
+    strict: Strict = True,
     cast: bool = False,
     device: str | None = None,
     verify: Verify = True,
@@ -194,6 +194,8 @@ def load(
             back as `...` (without like) or as it stands in like.
         rename, transforms: {"h.$L.*": "layers.$L.*"}, then rules or statements of `treeckpt.rules`: as if saved so.
         strict: every leaf of like must be in the checkpoint, and the reverse; every rule must find what it is about.
+            "missing" lets the rest of the checkpoint be: one stage of a pipeline loads its part. False loads what both
+            have.
         cast: converts dtypes instead of refusing them.
         device: where new tensors go; "original" puts each where it was.
         verify: compares checksums of all that is read; "first" matters to `load_into` alone.
@@ -241,7 +243,7 @@ def load_into(
     exclude: str | Sequence[str] | None = None,
     rename: Renaming = None,
     transforms: Transforms = None,
-    strict: bool = True,
+    strict: Strict = True,
     cast: bool = False,
     verify: Verify = True,
     on_corrupt: Literal["error", "skip"] = "error",

@@ -370,6 +370,11 @@ def pipeline_stages_are_parts_of_one_state(here: Rank) -> None:
     for (name, a), b in zip(stage.named_parameters(), fresh.parameters(), strict=True):
         assert bits(a) == bits(b), name
         assert bits(optimizer.state[a]["exp_avg"]) == bits(again.state[b]["exp_avg"]), name
+    mine = training.state([_stage(Net().double(), here.rank)], rng=False)
+    _refuses(lambda: tc.load(path, mine), "not asked for", 'strict="missing"')
+    tc.load_into(path, mine, strict="missing")
+    for name, tensor in stage.state_dict().items():
+        assert bits(mine["model"][name]) == bits(tensor), name
     assert again.param_groups[0]["lr"] == 0.01
     whole = Net().double()
     all_of_it = torch.optim.AdamW(whole.parameters())

@@ -13,6 +13,7 @@ from ..core.tree.containers import flatten_one_level
 from ..core.tree.flatten import flatten, replace_leaves
 from ..core.tree.in_place import update_in_place
 from ..errors import TreeckptError, TreeError
+from ..loading.match import Strict
 from ..loading.read_batch import Verify
 from ..loading.transforms import Renaming, Transforms
 from ..reports import LoadReport
@@ -45,7 +46,7 @@ class LoadIntoKeywords(TypedDict, total=False):
     exclude: str | Sequence[str] | None
     rename: Renaming
     transforms: Transforms
-    strict: bool
+    strict: Strict
     cast: bool
     verify: Verify
     on_corrupt: Literal["error", "skip"]
