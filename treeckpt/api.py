@@ -193,9 +193,7 @@ def load(
         select, exclude: globs over paths as they are in like; a path under a named one counts. What is not wanted comes
             back as `...` (without like) or as it stands in like.
         rename, transforms: {"h.$L.*": "layers.$L.*"}, then rules or statements of `treeckpt.rules`: as if saved so.
-        strict: every leaf of like must be in the checkpoint, and the reverse; every rule must find what it is about.
-            "missing" lets the rest of the checkpoint be: one stage of a pipeline loads its part. False loads what both
-            have.
+        strict: like and checkpoint must have the same leaves ("missing": like's must be there), rules match some leaf.
         cast: converts dtypes instead of refusing them.
         device: where new tensors go; "original" puts each where it was.
         verify: compares checksums of all that is read; "first" matters to `load_into` alone.

@@ -564,3 +564,37 @@ def two_ranks_that_are_not_the_first_save_again_and_again_in_the_shape_of_hfai(h
             found = training.load(here.directory / "hfai pair", Net(), group=group)
             assert (found["epoch"], found["own"]) == (epoch, (here.rank, epoch))
     dist.barrier()
+
+
+@case("four train")
+def ranks_resume_one_step_past_a_broken_one(here: Rank) -> None:
+    """What only rank 3 can see, a changed byte of what it alone reads, makes all ranks take the step before."""
+    run = here.directory / "resumed"
+
+    def start(name: str, seed: int) -> tuple[Job, tc.Manager, dict[str, int]]:
+        job, seen = arrange(name, 4, seed=seed), {"steps": 0}
+        manager = tc.Manager(run, background=False, keep=None)
+        manager.register("seen", seen)
+        return job, manager, seen
+
+    job, manager, seen = start("fsdp", 0)
+    assert manager.resume(*job.given, scheduler=job.scheduler) is None and manager.count == 0
+    for step in (1, 2):
+        train(job, step - 1, 1)
+        seen["steps"] = step
+        manager.save(step, training.state(*job.given, scheduler=job.scheduler))
+        if step == 1:
+            oracle = whole_state(job)
+    if here.rank == 0:
+        [path] = (run / "step_00000002").glob("shard-00003-*")
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    dist.barrier()
+    for name in ("fsdp", "plain"):
+        again, fresh, state = start(name, 5)
+        report = fresh.resume(*again.given, scheduler=again.scheduler)
+        assert report is not None and (report.step, fresh.count, state) == (1, 1, {"steps": 1})
+        assert len(report.passed_over) == 1 and "step_00000002" in report.passed_over[0], report.passed_over
+        found = whole_state(again)
+        assert all(bits(found[name]) == bits(oracle[name]) for name in oracle)

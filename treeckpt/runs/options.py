@@ -18,6 +18,7 @@ from ..loading.read_batch import Verify
 from ..loading.transforms import Renaming, Transforms
 from ..reports import LoadReport
 from ..saving.options import BusyPolicy, SaveOptions, StagingMode, WriterKind, shard_limit
+from ..trees.per_rank_state import Policy as RankStatePolicy
 
 
 class SaveKeywords(TypedDict, total=False):
@@ -64,6 +65,28 @@ class LoadKeywords(LoadIntoKeywords, total=False):
     copy: bool
     mmap: bool
     on_report: Callable[[LoadReport], None] | None
+
+
+class RestoreKeywords(TypedDict, total=False):
+    """The options of `treeckpt.training.restore` that `Manager.resume` passes on."""
+
+    scheduler: Any
+    loader: Any
+    rng: bool
+    extra: Any
+    select: str | Sequence[str] | None
+    exclude: str | Sequence[str] | None
+    rename: Renaming
+    transforms: Transforms
+    strict: Strict
+    partial: bool
+    cast: bool
+    keep: Sequence[str]
+    verify: Verify
+    read: Literal["each", "once"]
+    world_changed: RankStatePolicy | Mapping[str, RankStatePolicy]
+    device: Any
+    allow_pickle: bool
 
 
 def as_policies(keep: Policy | Sequence[Policy] | int | None) -> tuple[Policy, ...]:
