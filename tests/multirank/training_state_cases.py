@@ -598,3 +598,23 @@ def ranks_resume_one_step_past_a_broken_one(here: Rank) -> None:
         assert len(report.passed_over) == 1 and "step_00000002" in report.passed_over[0], report.passed_over
         found = whole_state(again)
         assert all(bits(found[name]) == bits(oracle[name]) for name in oracle)
+
+
+@case("two train")
+def whose_buffers_are_saved_is_chosen(here: Rank) -> None:
+    """Batch statistics of plain replicas differ: refused as they are, rank 0's with "first", each one's "per_rank"."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    mean = model.get_buffer("1.running_mean").fill_(here.rank + 1.0)
+    path = here.directory / "buffers"
+    for buffers in ("replicated", "same"):
+        _refuses(lambda buffers=buffers: tc.save(path, training.state(model, buffers=buffers)), "1.running_mean")
+    tc.save(path, training.state(model, buffers="first"))
+    mean.fill_(-1)
+    training.restore(path, model)
+    assert mean.tolist() == [1.0] * 4, mean
+    wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    mean.fill_(here.rank + 3.0)
+    _refuses(lambda: tc.save(path, training.state(wrapped, buffers="same"), overwrite=True), "1.running_mean")
+    training.save(path, wrapped, buffers="first")
+    assert tc.load(path)["model"]["0"]["1.running_mean"].tolist() == [3.0] * 4
