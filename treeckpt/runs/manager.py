@@ -291,6 +291,16 @@ class Manager(RegistrationMixin, RestoreMixin):
         step = check_step(step)
         self._from_rank0(f"unpin step {step}", partial(self.directory.unpin, step), type(None))
 
+    def delete(self, step: int) -> None:
+        """Deletes a step whatever the policies say, as the clean-up does: killed on the way, the next one finishes it.
+
+        Raises:
+            CheckpointNotFound: there is no such checkpoint.
+            CheckpointError: it is corrupt, pinned, or something reads or writes it.
+        """
+        step = check_step(step)
+        self._from_rank0(f"delete step {step}", partial(self.retention.delete, step), type(None))
+
     def clean(self, *, dry_run: bool = False) -> CleanReport:
         """Deletes checkpoints that no policy keeps and files that crashed saves left; runs after each save, too.
 

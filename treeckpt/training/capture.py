@@ -19,7 +19,7 @@ from .groups import labels_of
 from .modules import Modules, StateDictEntry, collect_entries
 from .names import nested
 from .optimizers import NamedOptimizer, Optimizers, groups_of, name_optimizers, optimizer_chain, trees_of
-from .rng import capture_rng
+from .rng import rng_state
 from .schedules import to_groups
 
 Buffers = Literal["replicated", "first", "same", "per_rank"]
@@ -69,7 +69,7 @@ def state(
     if loader is not None:
         tree["loader"] = PerRank(loader.state_dict() if is_stateful(loader) else loader)
     if rng:
-        tree["rng"] = PerRank(capture_rng())
+        tree["rng"] = PerRank(rng_state())
     if extra is not None:
         tree["extra"] = extra
     return tree
