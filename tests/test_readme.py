@@ -13,6 +13,8 @@ from treeckpt.cli import main
 from treeckpt.convert import FORMATS, SOURCES, conversion
 from treeckpt.core.format import shard_header
 from treeckpt.io.storage import obstore
+from treeckpt.io.storage.upload_window import UploadWindow
+from treeckpt.saving import shard_files
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -61,7 +63,10 @@ def test_the_dependencies_are_those_that_are_installed() -> None:
 def test_figures_are_those_of_the_code() -> None:
     assert f"`memory=` ({conversion.MEMORY >> 20} MiB)" in README
     assert f"Every {shard_header.BLOCK >> 10} KiB has a checksum" in README
-    assert obstore.UPLOADS == 8 and "in parts, eight at a time" in README
+    assert obstore.PART == 8 << 20 and obstore.LARGE_PART == 64 << 20 and UploadWindow().depth.depth == 64
+    assert "parts of 8 to 64 MiB, 64 of them in flight" in README
+    assert shard_files.UPLOADS == 4 and "four shards\n  at a time" in README
+    assert shard_files.COPIES == 512 << 20 and "copied into at most 512 MiB" in README
 
 
 def test_the_table_of_formats_has_each_of_them() -> None:

@@ -192,7 +192,7 @@ def test_operations_on_trees_keep_the_type(memory: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=NAMES)
-def test_arrays_are_gathered_and_dealt_out(kind: Any) -> None:
+def test_arrays_are_gathered_and_scattered(kind: Any) -> None:
     whole = values(kind, (4, 3))
 
     def act(comm: Any) -> None:

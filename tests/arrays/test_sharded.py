@@ -19,7 +19,6 @@ from treeckpt.arrays.base import FlatRangeArray, HostArray
 from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.core.sharding.placements import BoxLayout, Mesh, MeshLayout, Replicate, Shard, held_by, layout_of_group
 from treeckpt.core.sharding.region import Region
-from treeckpt.core.sharding.write_assignment import overlapping_boxes
 from treeckpt.io.comm.comm import thread_comms
 
 FULL = torch.arange(60.0).reshape(5, 4, 3)
@@ -279,22 +278,6 @@ def test_pieces_of_one_rank_that_contradict_each_other_are_refused() -> None:
     store = tc.MemoryStore()
     tc.save(store, {"w": fine})
     assert torch.equal(tc.load(store)["w"], FULL)
-
-
-@given(st.data())
-def test_every_element_that_pieces_share_is_compared(data: st.DataObject) -> None:
-    shape = (4, 5)
-    sides = st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(0, 4), st.integers(1, 5))
-    boxes = [Region((r, c), (min(h, 4 - r), min(w, 5 - c))) for r, h, c, w in data.draw(st.lists(sides, max_size=6))]
-    boxes.append(Region.whole(shape))  # so that there is no gap
-    found = overlapping_boxes(shape, BoxLayout(tuple(enumerate(boxes))))
-    seen, written = np.zeros(shape, int), np.zeros(shape, int)
-    for box in found:
-        assert sum(box.within(region) for region in boxes) >= 2
-        seen[box.slices()] += 1
-    for region in boxes:
-        written[region.slices()] += 1
-    assert ((written > 1) == (seen > 0)).all()
 
 
 # groups of ranks -----------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def test_ranks_together_read_the_global_batch(parts):
     np.testing.assert_array_equal(np.concatenate(pieces), whole)
 
 
-def test_rows_are_stretches_of_the_text():
+def test_rows_are_parts_of_the_text():
     for row in batch(TEXT, 1, seed=0, rows=range(20), length=16):
         assert row.astype(np.uint8).tobytes() in TEXT.tobytes()
 

@@ -69,10 +69,10 @@ class Contents(msgspec.Struct, frozen=True):
     findings: tuple[Finding, ...] = ()
 
 
-def contents_of(tree: Any, label: str, **more: Any) -> Contents:
+def contents_of(tree: Any, label: str, metadata: dict[str, Any] | None = None) -> Contents:
     """Returns the contents of a tree."""
     structure, leaves = flatten(tree)
-    return Contents(structure, tuple(leaves), label, **more)
+    return Contents(structure, tuple(leaves), label, metadata=metadata or {})
 
 
 def tree_of(contents: Contents) -> Any:

@@ -93,7 +93,7 @@ class DcpDirectory:
             )
         file, start, length = place.get("relative_path"), place.get("offset"), place.get("length")
         if not isinstance(file, str) or "/" in file or type(start) is not int or type(length) is not int:
-            raise FormatError(self.label, expected="a file and a stretch of it", found=brief(file))
+            raise FormatError(self.label, expected="a file, an offset and a length", found=brief(file))
         return store_window(self.store, file, self.files).within(start, length)
 
     def _read_chunk(self, name: str, offset: tuple[int, ...]) -> LazyArray:

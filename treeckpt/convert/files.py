@@ -59,7 +59,7 @@ class FileRange(msgspec.Struct, frozen=True):
         if start < 0 or size < 0 or start + size > self.size:
             raise CorruptError(
                 self.label,
-                expected=f"a stretch of {size} bytes from {start} on",
+                expected=f"a range of {size} bytes from {start} on",
                 found=f"{self.size} bytes in all",
                 hint="The file is damaged, was cut short, or lies; get it anew from where it was written",
             )

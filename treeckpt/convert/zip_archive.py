@@ -1,7 +1,7 @@
 """Zip archives as torch.save writes them: finding the stored entries of one, and laying out a new one.
 
-Entries are stored, not compressed, so that each is a stretch of the file. In a new archive the place of every byte is
-known before the first is written; checksums come last, each into its places.
+Entries are stored, not compressed, so each is a contiguous range of the file. In a new archive the place of every
+byte is known before the first is written; checksums come last, each into its place.
 """
 
 from __future__ import annotations

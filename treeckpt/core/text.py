@@ -64,13 +64,14 @@ def time_text(ns: int | None, zone: tzinfo | None = UTC) -> str:
 
 def seconds_text(seconds: float) -> str:
     """Formats a duration with three digits: `12.3 ms`, `4.56 s`, `3 min 20 s`."""
-    if seconds >= 3600:
-        return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
-    if seconds >= 100:
-        return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
-    if seconds >= 1:
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    if seconds >= 99.95:
+        return f"{whole // 60} min {whole % 60} s"
+    if seconds >= 0.9995:  # its three digits are 1.00
         return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 or seconds == 0 else f"{seconds * 1e6:.3g} µs"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 or seconds == 0 else f"{seconds * 1e6:.3g} µs"
 
 
 def shape_text(shape: Sequence[int]) -> str:

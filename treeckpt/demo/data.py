@@ -47,7 +47,7 @@ def batch(text: NDArray[np.uint8], step: int, *, seed: int, rows: range, length:
     """Returns rows of a step's global batch: inputs are `[:, :-1]`, targets `[:, 1:]`.
 
     Returns:
-        (len(rows), length + 1), each row a stretch of the text.
+        (len(rows), length + 1), each row a part of the text.
     """
     stop = len(text) - length
     if stop < 1:

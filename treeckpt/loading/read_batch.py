@@ -89,6 +89,8 @@ class ReadBatch:
         self._index, self._source_rank, self._recorder = checkpoint.index, source_rank, recorder
         self.nbytes = self.read_nbytes = 0
         self._requests: list[ReadRequest[Any]] = []
+        self._checked: set[tuple[str, str]] = set()
+        """Kinds and dtypes of new arrays whose library is there."""
         self.after: list[Callable[[], object]] = []
         """What is called when everything has been read."""
         self.filled: list[FilledArray] = []
@@ -99,8 +101,8 @@ class ReadBatch:
 
     def add_new_array(self, path: str, leaf: Leaf, spec: ArraySpec) -> LeafPlaceholder | None:
         """Adds a whole array that becomes a view of what is read; None if it does not lie in one chunk."""
-        record = leaf.record
-        if not math.prod(spec.shape) or (isinstance(record, AliasRecord) and record.view is not None):
+        record, size = leaf.record, math.prod(spec.shape)
+        if not size or (isinstance(record, AliasRecord) and record.view is not None):
             return None
         chunk: WholeChunk | Chunk | None = None
         if isinstance(record, ArrayRecord) and isinstance(record.chunks, WholeChunk):
@@ -113,9 +115,10 @@ class ReadBatch:
         # what was read may begin at any block, so an element's alignment follows from its place in the stream
         if chunk is None or chunk.start % (dtype.itemsize // dtype.parts):
             return None
-        check_library(spec, path)
-        placeholder = LeafPlaceholder()
-        nbytes = math.prod(spec.shape) * dtype.itemsize
+        if (spec.kind, spec.dtype) not in self._checked:
+            check_library(spec, path)
+            self._checked.add((spec.kind, spec.dtype))
+        placeholder, nbytes = LeafPlaceholder(), size * dtype.itemsize
         self._requests.append(ReadRequest(path, (chunk.rank, chunk.start, nbytes), NewArray(placeholder, spec)))
         self.nbytes += nbytes
         return placeholder

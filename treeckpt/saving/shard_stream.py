@@ -1,8 +1,7 @@
-"""Streams a rank's shards to files, with their checksums.
+"""Streams the data area of a shard into a file, with its checksums.
 
 Entries are copied one after the other into page-aligned buffers; full ones are hashed and written by a few threads
-while the next one is filled. The header is written last, with the checksums. An upload takes bytes in order, so there
-the data is read twice: once for the checksums, and once to send it behind the header.
+while the next one is filled.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -20,12 +19,11 @@ import msgspec
 import numpy as np
 
 from ..arrays.base import HostArray, HostMemory, SourcePiece
-from ..core.format.shard_header import BLOCK, ShardHeader, block_count, encode_header, hash_block, with_hashes
+from ..core.format.shard_header import BLOCK, block_count, hash_block
 from ..core.planning.save_plan import FilePlan, PlannedEntry
 from ..core.sharding.region import Region, tiles
-from ..errors import CheckpointError
-from ..io.storage.memory import PAGE, aligned_buffer
-from ..io.storage.store import Store, Writer
+from ..io.storage.memory import PAGE
+from ..io.storage.store import Writer
 from ..io.timing import Recorder
 
 BUFFER = 8 << 20
@@ -48,12 +46,21 @@ class ShardSource(Protocol):
         """Returns the local memory of a leaf, by the number that `PlannedEntry.leaf` gives."""
         ...
 
+    @property
+    def private(self) -> bool:
+        """Whether nobody else can change the bytes."""
+        ...
+
 
 class ByteSink(Protocol):
     """Takes arrays one after the other, each in C order: a file, or memory."""
 
-    def append(self, data: np.ndarray) -> None:
-        """Appends the elements of an array."""
+    def append(self, data: np.ndarray, *, stays: bool = True) -> None:
+        """Appends the elements of an array.
+
+        Args:
+            stays: the array stays as it is, and in memory anyway, until the shard is written.
+        """
         ...
 
     def append_memory(self, memory: HostMemory, nbytes: int) -> None:
@@ -78,7 +85,22 @@ class RowGatherer(Protocol):
         ...
 
 
-class _Pipeline(msgspec.Struct, frozen=True):
+def contiguous_parts(data: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields the bytes of an array in C order, uint8[n]: all of it where it is, or copies of about `BUFFER` bytes."""
+    if data.flags.c_contiguous:
+        yield data.reshape(-1).view(np.uint8)
+        return
+    row = data[:1].nbytes
+    if row > BUFFER and data.ndim > 1:
+        for part in data:
+            yield from contiguous_parts(part)
+        return
+    rows = max(1, BUFFER // max(1, row))
+    for low in range(0, len(data), rows):
+        yield np.ascontiguousarray(data[low : low + rows]).reshape(-1).view(np.uint8)
+
+
+class Pipeline(msgspec.Struct, frozen=True):
     """What all files of a save are written through."""
 
     pool: ThreadPoolExecutor
@@ -87,16 +109,15 @@ class _Pipeline(msgspec.Struct, frozen=True):
     on_written: Callable[[int], None]
 
 
-class _BufferedWriter:
+class BufferedWriter:
     """Writes one data area through buffers: the caller fills them, threads hash and write them.
 
     Args:
-        writer: None where the data is only hashed.
         base: where the data area starts in the file.
         nbytes: of the data area.
     """
 
-    def __init__(self, writer: Writer | None, base: int, nbytes: int, pipeline: _Pipeline) -> None:
+    def __init__(self, writer: Writer, base: int, nbytes: int, pipeline: Pipeline) -> None:
         self._writer, self._base, self._pipeline, self._free = writer, base, pipeline, pipeline.free
         self.hashes = [0] * block_count(nbytes)
         self.hash_ns = 0
@@ -123,18 +144,9 @@ class _BufferedWriter:
             self._filled = 0
             self._take_buffer()
 
-    def append(self, data: np.ndarray) -> None:
-        if data.flags.c_contiguous:
-            self._append_bytes(data.reshape(-1).view(np.uint8))
-            return
-        row = data[:1].nbytes
-        if row > BUFFER and data.ndim > 1:
-            for part in data:
-                self.append(part)
-            return
-        rows = max(1, BUFFER // max(1, row))
-        for low in range(0, len(data), rows):
-            self._append_bytes(np.ascontiguousarray(data[low : low + rows]).reshape(-1).view(np.uint8))
+    def append(self, data: np.ndarray, *, stays: bool = True) -> None:
+        for part in contiguous_parts(data):
+            self._append_bytes(part)
 
     def _append_bytes(self, data: np.ndarray) -> None:
         if self._filled == 0 and len(data) >= BUFFER and data.ctypes.data % PAGE == 0:
@@ -206,9 +218,8 @@ class _BufferedWriter:
         hash_ns = time.perf_counter_ns() - begin
         with self._lock:
             self.hash_ns += hash_ns
-        if self._writer is not None:
-            self._writer.write(self._base + start, block[:nbytes])
-            self._pipeline.on_written(nbytes)
+        self._writer.write(self._base + start, block[:nbytes])
+        self._pipeline.on_written(nbytes)
 
     def _reap(self) -> None:
         """Forgets the blocks that are written; raises the error of one that failed."""
@@ -231,67 +242,7 @@ class _BufferedWriter:
         wait(self._pending)
 
 
-class ShardFile(msgspec.Struct, frozen=True):
-    """One shard to write: its entries, its name, and a header that lacks only the checksums."""
-
-    plan: FilePlan
-    name: str
-    header: ShardHeader
-
-
-def write_files(
-    store: Store,
-    files: Sequence[ShardFile],
-    source: ShardSource,
-    recorder: Recorder,
-    on_written: Callable[[int], None],
-) -> list[tuple[int, int]]:
-    """Writes a rank's shards, durably; returns (bytes of the header, bytes of the data) of each file.
-
-    Args:
-        on_written: called with the bytes of each block of data that was written.
-    """
-    huge = any(file.plan.nbytes >= BUFFER for file in files)
-    free: queue.Queue[memoryview] = queue.Queue()
-    for _ in range(BUFFER_COUNT):
-        free.put(aligned_buffer(BUFFER, huge=huge))
-    with ThreadPoolExecutor(WRITE_THREADS, "treeckpt-write") as pool:
-        pipeline = _Pipeline(pool, free, on_written)
-        return [_write_file(store, file, source, recorder, pipeline) for file in files]
-
-
-def _write_file(
-    store: Store, file: ShardFile, source: ShardSource, recorder: Recorder, pipeline: _Pipeline
-) -> tuple[int, int]:
-    header, nbytes = encode_header(file.header), file.plan.nbytes
-    base = len(header)
-    with recorder.span("write", base + nbytes):
-        writer = store.create(file.name, base + nbytes)
-        try:
-            ordered = getattr(writer, "ordered", False)
-            first = _BufferedWriter(None if ordered else writer, base, nbytes, pipeline)
-            hashes = _write_data(first, file.plan, source, recorder)
-            head = aligned_buffer(base)
-            head[:] = with_hashes(header, hashes)
-            writer.write(0, head)
-            if ordered:
-                second = _BufferedWriter(writer, base, nbytes, pipeline)
-                if _write_data(second, file.plan, source, recorder) != hashes:
-                    raise CheckpointError(
-                        f"{store.url}/{file.name}",
-                        expected="arrays that stay as they are while they are being saved",
-                        found="other bytes than a moment ago",
-                        hint="Wait for the save before anything trains on, or use save_async",
-                    )
-            with recorder.span("fsync"):
-                writer.commit()
-        except BaseException:
-            writer.abort()
-            raise
-    return base, nbytes
-
-
-def _write_data(buffered: _BufferedWriter, plan: FilePlan, source: ShardSource, recorder: Recorder) -> list[int]:
+def write_data(buffered: BufferedWriter, plan: FilePlan, source: ShardSource, recorder: Recorder) -> list[int]:
     """Writes a file's data area; returns its checksums."""
     start = recorder.now()
     try:
@@ -319,7 +270,7 @@ def append_entry(sink: ByteSink, write: PlannedEntry, pieces: Sequence[SourcePie
     else:  # lazily transformed, on a device or in another file: no more than a buffer of it is read at a time
         itemsize = write.nbytes // region.size
         for part in tiles(region.relative_to(piece.region), BUFFER // itemsize):
-            sink.append(piece.data.read(part.slices()))
+            sink.append(piece.data.read(part.slices()), stays=False)
 
 
 def piece_of(write: PlannedEntry, pieces: Sequence[SourcePiece]) -> SourcePiece:

@@ -19,7 +19,7 @@ from ..errors import CheckpointExists
 from ..io.comm.failures import silent_faults, to_fault, wrap_os_error
 from ..io.storage.leftovers import clear_leftovers
 from ..io.storage.progress_file import ProgressRecorder
-from ..io.storage.store import Store, SupportsCompareAndSwap
+from ..io.storage.store import Store, SupportsCompareAndSwap, SupportsFetching
 from ..io.timing import Recorder
 from .commit import (
     SaveInfo,
@@ -37,7 +37,8 @@ from .commit import (
 )
 from .messages import CommitResult, WriteReport
 from .plan_cache import GlobalPlan
-from .shard_stream import ShardFile, ShardSource, write_files
+from .shard_files import ShardFile, write_files
+from .shard_stream import ShardSource
 
 
 class ShardWriter(Protocol):
@@ -72,6 +73,10 @@ class TreeShardSource(msgspec.Struct, frozen=True):
     plan: GlobalPlan
     sources: Mapping[str, ArraySource]
     """This rank's arrays, by path."""
+
+    @property
+    def private(self) -> bool:
+        return False
 
     @property
     def files(self) -> Sequence[FilePlan]:
@@ -151,7 +156,8 @@ class InlineWriter:
                 with recorder.span("publish"):
                     index = complete_index(info, plan, reports)
                     data = encode_index(index)
-                    write_timings(store, info, reports, None, recorder)
+                    if not isinstance(store, SupportsFetching):  # there each request takes long, and one is enough
+                        write_timings(store, info, reports, None, recorder)
                     check_shards_exist(store, index)
                     publishing = True
                     publish_index(store, data, info)

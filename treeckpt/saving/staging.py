@@ -259,7 +259,7 @@ class _MemorySink:
     def advance(self, nbytes: int) -> None:
         self._filled += nbytes
 
-    def append(self, data: np.ndarray) -> None:
+    def append(self, data: np.ndarray, *, stays: bool = True) -> None:
         start, self._filled = self._filled, self._filled + data.nbytes
         target = self._memory[start : self._filled]
         if data.flags.c_contiguous:
@@ -320,6 +320,8 @@ def _stage_entry(
 
 class StagedShardSource:
     """Shards out of staging memory, filled by `stage`, where each data area is one entry."""
+
+    private = True
 
     def __init__(self, plan: GlobalPlan, memory: np.ndarray) -> None:
         sizes = [file.nbytes for file in plan.own.files]

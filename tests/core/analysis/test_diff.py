@@ -77,3 +77,15 @@ def test_ambiguous_partners_are_not_called_moved(indexes):
     one, two = {"p": {"w": np.zeros(5)}}, {"q": {"w": np.zeros(5)}, "r": {"w": np.zeros(5)}}
     a, b = indexes(tree(**one), tree(**two))
     assert [type(c) for c in diff(a, b).changes] == [Removed, Added, Added]
+
+
+def test_the_last_name_alone_may_tell_where_a_leaf_went(indexes):
+    a, b = indexes(tree(p={"w": np.zeros(5)}), tree(q={"w": np.zeros(5)}))
+    assert diff(a, b).changes == (Moved("p/w", "q/w"),)
+
+
+def test_the_longest_common_end_tells_where_a_leaf_went(indexes):
+    one = {"p": {"x": {"w": np.zeros(5)}, "y": {"w": np.zeros(5)}}}
+    two = {"q": {"y": {"w": np.zeros(5)}, "x": {"w": np.zeros(5)}}}
+    a, b = indexes(tree(**one), tree(**two))
+    assert set(diff(a, b).changes) == {Moved("p/x/w", "q/x/w"), Moved("p/y/w", "q/y/w")}

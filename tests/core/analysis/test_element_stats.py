@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from treeckpt.core.analysis.element_stats import BATCH, element_stats, element_texts, elements_of
+from treeckpt.core.analysis.element_stats import BATCH, BINS, element_stats, element_texts, elements_of
 
 
 def raw(array):
@@ -30,7 +30,10 @@ def test_statistics_are_those_of_numpy(array):
         assert found.minimum is None and found.bins == ()
         return
     assert (found.minimum, found.maximum) == (finite.min(), finite.max())
-    assert sum(found.bins) == len(finite) and len(found.edges) == len(found.bins) + 1
+    assert sum(found.bins) == len(finite) and (len(found.bins), len(found.edges)) == (BINS, BINS + 1)
+    assert (
+        list(found.edges) == sorted(found.edges) and found.edges[0] <= finite.min() <= finite.max() <= found.edges[-1]
+    )
     if np.abs(finite).max() < 1e150:
         assert math.isclose(found.mean, finite.mean(), rel_tol=1e-9, abs_tol=1e-9 * np.abs(finite).max())
         scale = np.abs(finite).max() or 1.0  # squares of numbers below 1e-150 are zero
@@ -83,3 +86,11 @@ def test_equal_elements_near_the_largest_float_fall_in_one_bin(value):
     found = element_stats(raw(np.full(3, value)), "float64")
     assert (found.minimum, found.maximum, sum(found.bins)) == (value, value, 3)
     assert all(map(math.isfinite, found.edges))
+
+
+def test_bins_divide_the_range_evenly_and_equal_elements_lie_in_the_middle():
+    found = element_stats(raw(np.linspace(-2, 4, BINS + 1)), "float64")
+    assert np.allclose(found.edges, np.linspace(-2, 4, BINS + 1)) and found.bins == (1,) * (BINS - 1) + (2,)
+    for value, low, high in ((8.0, 4.0, 12.0), (-8.0, -12.0, -4.0), (0.5, 0.0, 1.0), (0.0, -0.5, 0.5)):
+        found = element_stats(raw(np.full(3, value)), "float64")
+        assert (found.edges[0], found.edges[-1], found.bins[BINS // 2]) == (low, high, 3)

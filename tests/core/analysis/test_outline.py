@@ -1,17 +1,21 @@
-"""The pure parts behind the command line and the dashboard: outline, extents, profile, and how things read as text."""
+"""The outline of an index: each node with what is below it, the nodes as one table, and searches for leaves."""
 
-import numpy as np
+import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.indexes import index_of
+from tests.helpers.large import large_index
 from tests.helpers.samples import write_checkpoint
-from treeckpt.core.analysis.outline import IndexOutline
-from treeckpt.core.analysis.profile import profile_of, span_lanes
+from treeckpt.core.analysis.outline import IndexOutline, held_nbytes, node_records
 from treeckpt.core.format.byte_map import extents_in_file, locate_chunks
-from treeckpt.core.format.timings import Span, Timings
-from treeckpt.core.text import bytes_text, seconds_text, value_text, visible
-from treeckpt.core.tree.value_codec import TypedValue, encode_value
+from treeckpt.core.format.chunks import WholeChunk
+from treeckpt.core.format.records import AliasRecord, ArrayRecord, PerRankArrays, ValueRecord
+from treeckpt.core.sharding.int_runs import encode_runs
+from treeckpt.core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
+from treeckpt.core.tree.spec import ArraySpec
+from treeckpt.core.tree.structure import DictNode, ListNode, PerRankNode
 from treeckpt.errors import MismatchError
 
 
@@ -42,6 +46,45 @@ def test_nodes_that_are_not_there(index):
     assert outline.node_at("model/nothing") is None and outline.node_at("model/wte.weight/x") is None
 
 
+def test_searches_go_on_where_they_stopped(index):
+    outline = IndexOutline(index)
+    every = [leaf for leaf in index.entries if "mlp" in leaf.path and "weight" in leaf.path.lower()]
+    found, start, searches = [], 0, 0
+    while start is not None:
+        some, start = outline.search("WEIGHT mlp", start=start, count=5)
+        found, searches = found + some, searches + 1
+        assert 0 < len(some) <= 5
+    assert found == every and searches == -(-len(every) // 5) > 1
+    assert outline.search("mlp weight", count=len(every)) == (every, None)
+    assert outline.search("mlp weight", start=every[-1].number) == (every[-1:], None)
+    assert outline.search("no such leaf") == ([], None)
+
+
+def test_children_are_listed_from_any_position(index):
+    outline = IndexOutline(index)
+    every = outline.children("0", count=1000)
+    assert len(every) > 10 and outline.children("0", start=3, count=4) == every[3:7]
+    assert outline.children("0", start=len(every) - 1) == every[-1:] and outline.children("0.0") == []
+
+
+def test_replicas_are_held_by_each_of_their_ranks():
+    ranks = encode_runs(range(6))
+    layouts = (
+        MeshLayout(Mesh((2, 3), ranks), (Replicate(), Shard(0))),
+        MeshLayout(Mesh((2, 3), ranks), (Replicate(), Replicate())),
+    )
+    own = PerRankNode((encode_runs([1, 4]),), (None,))
+    structure = DictNode(("halves", "whole", "pieces", "tie", "value", "own"), (None,) * 5 + (own,))
+    chunk = WholeChunk(0, 0)
+    records = {
+        "halves": ArrayRecord(0, 0, chunk), "whole": ArrayRecord(0, 1, chunk), "pieces": ArrayRecord(0, -1, chunk),
+        "tie": AliasRecord(0, 0), "value": ValueRecord(1), "own": PerRankArrays(1, ((0, 8, 2),)),
+    }  # fmt: skip
+    specs = [ArraySpec((6,), "uint8"), ArraySpec((100,), "uint8")]
+    index = index_of(records, specs, structure=structure, layouts=layouts, world=6)
+    assert held_nbytes(index) == 2 * 6 + 6 * 6 + 6 + 2 * 100
+
+
 def test_extents_are_the_inverse_of_located_chunks(index):
     assert len(index.file_list) > 4  # a size limit was given: ranks have several files
     by_file = {(f.name, e.leaf, e.region, e.start, e.stop) for f in index.file_list for e in extents_in_file(index, f)}
@@ -50,72 +93,36 @@ def test_extents_are_the_inverse_of_located_chunks(index):
     assert by_file == by_leaf
 
 
-def timings(*spans):
-    return Timings("0" * 16, 1, 2, tuple(Span(*s) for s in spans))
+@settings(max_examples=30)
+@given(st.recursive(st.none(), lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.integers(), inner,
+                    max_size=4), max_leaves=30))  # fmt: skip
+def test_any_tree_is_numbered_so_that_children_stand_side_by_side(shape):
+    def build(node):
+        if node is None:
+            return None
+        if isinstance(node, list):
+            return ListNode(tuple(build(child) for child in node))
+        return DictNode(tuple(node), tuple(build(child) for child in node.values()))
+
+    count = sum(1 for _ in _leaves(shape))
+    index = msgspec.structs.replace(large_index(4), structure=build(shape), leaves=(ValueRecord(1),) * count)
+    nodes, outline = list(node_records(index)), IndexOutline(index)
+
+    def walk(number, name):
+        key, kind, cls, child, children, first, leaves, nbytes = nodes[number]
+        row = outline.row(name)
+        assert (key, kind, cls, children, first, leaves, nbytes) == (
+            row.key, row.kind, row.cls, row.children, row.first, row.leaves, row.nbytes,
+        )  # fmt: skip
+        assert kind != "leaf" or child == 0
+        return 1 + sum(walk(child + n, f"{name}.{n}" if name else str(n)) for n in range(children))
+
+    assert walk(0, "") == len(nodes)
 
 
-def test_waiting_and_lone_phases_do_not_make_a_rank_slow():
-    profile = profile_of(timings(
-        ("save", 0, 0, 100), ("write", 0, 0, 20, 8, 0), ("gather", 0, 20, 60, 0, 0), ("publish", 0, 60, 100, 0, 0),
-        ("save", 1, 0, 60), ("write", 1, 0, 60, 8, 0), ("fsync", 1, 50, 60, 0, 1),
-    ))  # fmt: skip
-    assert [(r.rank, r.busy_ns, r.nbytes) for r in profile.ranks] == [(0, 20, 8), (1, 60, 8)]
-    assert (profile.slowest, profile.slowdown, profile.stop_ns) == (1, 3.0, 100)
-    assert [p.name for p in profile.phases][:2] == ["save", "write"]
-
-
-def test_no_spans_and_spans_of_no_length():
-    assert profile_of(timings()).slowest is None
-    assert profile_of(timings(("save", 0, 5, 5))).slowdown == 1.0
-
-
-def test_overlapping_spans_lie_in_lanes_of_their_own():
-    spans = [Span("a", 0, 0, 10), Span("b", 0, 0, 6, 0, 0), Span("c", 0, 5, 9, 0, 0), Span("d", 0, 6, 8, 0, 0)]
-    assert span_lanes(spans) == [0, 1, 2, 1]
-
-
-@given(st.text())
-def test_visible_text_has_a_glyph_for_everything(text):
-    shown = visible(text)
-    assert shown.isprintable() or all(c.isprintable() or c.isspace() for c in shown)
-    assert "\u202e" not in shown and "\n" not in shown and "\x1b" not in shown
-    shown.encode()
-
-
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.complex_numbers() | st.text() | st.binary(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
-)
-
-
-@given(values, st.integers(1, 100))
-def test_any_value_reads_within_its_limit(value, limit):
-    assert len(value_text(encode_value(value, "x"), limit)) <= limit
-
-
-def test_values_read_as_python_writes_them():
-    shown = [
-        value_text(encode_value(v, "x")) for v in (None, True, 10**30, 1.5, "a'b", (1,), [1, {"k": 2}], np.float32(2))
-    ]
-    assert shown == ["None", "True", str(10**30), "1.5", '"a\'b"', "(1,)", "[1, {'k': 2}]", repr(np.float32(2))]
-    assert value_text(encode_value(b"\x00" * 9, "x")) == "bytes of 9"
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        TypedValue("int", ("0x" + "f" * 9999,)),
-        TypedValue("numpy", ("O", "")),
-        TypedValue("enum", (1,)),
-        TypedValue("?", ()),
-    ],
-)
-def test_values_that_claim_nonsense_still_read_as_something(bad):
-    assert value_text(bad)
-
-
-def test_numbers_read_with_units():
-    assert [bytes_text(n) for n in (0, 999, 1000, 999_600, 1.5e9)] == ["0 B", "999 B", "1 kB", "1 MB", "1.5 GB"]
-    assert [seconds_text(s) for s in (0, 2.5e-5, 0.0123, 1.5, 200, 7300)] == [
-        "0 ms", "25 µs", "12.3 ms", "1.5 s", "3 min 20 s", "2 h 1 min",
-    ]  # fmt: skip
+def _leaves(shape):
+    if shape is None:
+        yield shape
+    else:
+        for child in shape.values() if isinstance(shape, dict) else shape:
+            yield from _leaves(child)

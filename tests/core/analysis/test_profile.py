@@ -191,3 +191,27 @@ def test_lanes_are_the_same_for_all_ranks_at_once(timings):
     assert [study.edges[n + 1] - study.edges[n] for n in range(len(study.profile.ranks))] == [
         len(timings.of_rank(r.rank)) for r in study.profile.ranks
     ]
+
+
+def timings_of(*spans):
+    return Timings("0" * 16, 1, 2, tuple(Span(*s) for s in spans))
+
+
+def test_waiting_and_lone_phases_do_not_make_a_rank_slow():
+    profile = profile_of(timings_of(
+        ("save", 0, 0, 100), ("write", 0, 0, 20, 8, 0), ("gather", 0, 20, 60, 0, 0), ("publish", 0, 60, 100, 0, 0),
+        ("save", 1, 0, 60), ("write", 1, 0, 60, 8, 0), ("fsync", 1, 50, 60, 0, 1),
+    ))  # fmt: skip
+    assert [(r.rank, r.busy_ns, r.nbytes) for r in profile.ranks] == [(0, 20, 8), (1, 60, 8)]
+    assert (profile.slowest, profile.slowdown, profile.stop_ns) == (1, 3.0, 100)
+    assert [p.name for p in profile.phases][:2] == ["save", "write"]
+
+
+def test_no_spans_and_spans_of_no_length():
+    assert profile_of(timings_of()).slowest is None
+    assert profile_of(timings_of(("save", 0, 5, 5))).slowdown == 1.0
+
+
+def test_overlapping_spans_lie_in_lanes_of_their_own():
+    spans = [Span("a", 0, 0, 10), Span("b", 0, 0, 6, 0, 0), Span("c", 0, 5, 9, 0, 0), Span("d", 0, 6, 8, 0, 0)]
+    assert span_lanes(spans) == [0, 1, 2, 1]

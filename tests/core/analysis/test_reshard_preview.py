@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from tests.helpers.samples import write_checkpoint
@@ -30,8 +31,6 @@ def plan(index, mesh, rules, **options):
 
 def read_by_a_load(path, index, layout, rank, glob):
     """Bytes that the loader reads for one rank, verified, of the arrays whose path ends so."""
-    import numpy as np
-
     batch = ReadBatch(Checkpoint(LocalStore(path), index), 0, Recorder(0))
     for leaf in index.entries:
         if leaf.spec is None or not leaf.path.endswith(glob):
@@ -103,6 +102,13 @@ def test_rows_that_lie_apart_count_as_many_reads():
     index = Index("0" * 16, 1, 0, 1, structure, (spec,), (), (ArrayRecord(0, -1, WholeChunk(0, 0)),), FileTable(), {})
     with pytest.raises(LayoutError):
         plan(index, "2", "*: Shard(1)")
+
+
+def test_rows_that_lie_close_count_as_one_read(tmp_path):
+    """Half of the columns of an array of 100 kB: a few reads, not one for each of its 1000 rows."""
+    index = write_checkpoint(tmp_path, {"a": np.zeros((1000, 100), np.uint8)}, world=1, layouts=lambda *_: None)
+    found = plan(index, "2", "*: Shard(1)", chunks=6)
+    assert [(rank.nbytes, rank.read) for rank in found.ranks] == [(50_000, 100_000)] * 2
 
 
 def test_spread_numbers_are_all_numbers():

@@ -13,18 +13,18 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings
 
 from tests.helpers.saves import Array, Saved, save, saves
 from treeckpt.core.format import index as index_module
 from treeckpt.core.format.chunks import BoxChunks
 from treeckpt.core.format.index import decode_index, encode_index, rebuild
-from treeckpt.core.format.index_v2 import MAX_NUMBERS, pack, unpack
+from treeckpt.core.format.index_v2 import MAX_LEAVES_PER_RANGE, MAX_NUMBERS, pack, unpack
+from treeckpt.core.format.records import ArrayRecord, Leaf
 from treeckpt.core.format.shard_header import sealed
 from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.core.sharding.placements import BoxLayout, Mesh, MeshLayout, Shard
-from treeckpt.core.sharding.region import Region, flat_boxes, flat_regions, max_boxes
+from treeckpt.core.sharding.region import Region, flat_regions
 from treeckpt.core.tree.flatten import PerRank
 from treeckpt.core.tree.nesting import expand_shared_subtrees, extract_shared_subtrees, leaf_count
 from treeckpt.core.tree.spec import ArraySpec
@@ -131,6 +131,20 @@ def test_an_index_without_ranges_is_of_version_1() -> None:
     assert pack(saved.index) is None and json.loads(encode_index(saved.index))["version"] == 1
 
 
+def test_an_index_of_few_ranges_is_not_packed() -> None:
+    saved = ranges(2)
+    cut = [leaf for leaf in saved.index.entries if isinstance(leaf.record, ArrayRecord) and ranks_of(leaf, saved) > 1]
+    most = MAX_LEAVES_PER_RANGE * sum(ranks_of(leaf, saved) for leaf in cut)
+    for leaves, packed in ((most, True), (most + 1, False)):
+        more = {f"v{n}": n for n in range(leaves - len(saved.index.leaves))}
+        assert (pack(ranges(2, more=more).index) is not None) is packed and MAX_LEAVES_PER_RANGE == 16
+
+
+def ranks_of(leaf: Leaf, saved: Saved) -> int:
+    """The number of ranks that wrote an array."""
+    return len({chunk.rank for chunk in saved.index.chunks_of(leaf)})
+
+
 def test_a_small_index_is_of_version_1_and_a_large_one_of_ranges_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     saved = ranges(40)
     size = len(msgspec.json.encode(saved.index))
@@ -138,20 +152,6 @@ def test_a_small_index_is_of_version_1_and_a_large_one_of_ranges_is_not(monkeypa
         monkeypatch.setattr(index_module, "MAX_V1_NBYTES", small)
         data = encode_index(saved.index)
         assert json.loads(data)["version"] == version and decode_index(data) == saved.index
-
-
-@given(st.data())
-def test_boxes_of_many_ranges_are_those_of_each(data: st.DataObject) -> None:
-    shape = tuple(data.draw(st.lists(st.integers(1, 4), max_size=4)))
-    size = int(np.prod(shape))
-    cuts = data.draw(st.lists(st.integers(0, size), min_size=2, max_size=8, unique=True).map(sorted))
-    assume(len(cuts) > 1)
-    pairs = list(itertools.pairwise(cuts))
-    which, offsets, sizes = flat_boxes(shape, np.array(cuts[:-1]), np.array(cuts[1:]))
-    expected = [(i, box.offset, box.shape) for i, (a, b) in enumerate(pairs) for box in flat_regions(shape, a, b)]
-    found = zip(which.tolist(), map(tuple, offsets.tolist()), map(tuple, sizes.tolist()), strict=True)
-    assert list(found) == expected
-    assert all(sum(1 for i, *_ in expected if i == n) <= max_boxes(shape) for n in range(len(pairs)))
 
 
 # subtrees -------------------------------------------------------------------------------------------------------------
@@ -177,6 +177,7 @@ def _blow_up(index: Any) -> None:
 MANY = [[0, 0, 1 << 24]]
 HOSTILE = {
     "more leaves than the tree has": _column("leaf", [[0, 1, 1 << 24]]),
+    "a leaf below 0": _column("leaf", [[-1, 1, 21]]),
     "a leaf twice": _column("leaf", [[0, 0, 21]]),
     "no such spec": _column("spec", [[99, 0, 21]]),
     "no such layout": _column("layout", [[7, 0, 21]]),

@@ -106,3 +106,25 @@ def test_a_sequence_at_the_limit_stays_sound():
     assert lineage.is_sound() and LineageOrder(
         [*marks, SavedCheckpoint(2, "b" * 16, lineage)]
     ).newest() == SavedCheckpoint(2, "b" * 16, lineage)
+
+
+def test_a_save_counts_on_from_the_highest_sequence_or_from_its_step():
+    marks = [SavedCheckpoint(5, "a" * 16, Lineage(9)), SavedCheckpoint(7, "b" * 16, Lineage(8))]
+    for step, sequence in ((6, 10), (9, 10), (10, 10), (11, 11)):
+        assert next_lineage(marks, None, step).sequence == sequence
+    away = SavedCheckpoint(5, "c" * 16, Lineage(20))
+    assert next_lineage(marks, away, 6) == Lineage(21, "c" * 16, ((8, 8),))
+    assert next_lineage([], None, 0) == Lineage(0)
+
+
+def test_numbers_of_a_lineage_are_rising_and_in_bounds():
+    for sound in (
+        Lineage(0),
+        Lineage(MAX_SEQUENCE - 1),
+        Lineage(5, "", ((0, 0), (2, 3))),
+        Lineage(5, "", ((1, 2), (2, 3))),
+    ):
+        assert sound.is_sound()
+    for other in (Lineage(-1), Lineage(MAX_SEQUENCE), Lineage(5, "", ((-1, 0),)), Lineage(5, "", ((2, 1),))):
+        assert not other.is_sound()
+    assert not Lineage(5, "", ((4, 5), (1, 2))).is_sound()

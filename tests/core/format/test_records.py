@@ -151,3 +151,16 @@ def test_what_an_index_looks_up_is_made_once():
     index = everything()
     for part in ("paths", "entries", "by_path", "listed", "tables", "offsets", "file_list", "file_names", "borders"):
         assert getattr(index, part) is getattr(index, part)
+
+
+def test_a_notebook_shows_the_largest_arrays_and_how_many_others():
+    def shown(count):
+        leaves = {f"<w{n}>": ArrayRecord(n, -1, WholeChunk(0, 0)) for n in range(count)}
+        specs = [ArraySpec((n + 1, 1000), "uint8") for n in range(count)]
+        return index_of(leaves | {"tie": AliasRecord(0, 0), "v": ValueRecord(1)}, specs, files=FILES)._repr_html_()
+
+    page = shown(13)
+    names = [page.index(f"&lt;w{n}&gt;") for n in range(12, 0, -1)]
+    assert names == sorted(names) and "&lt;w0&gt;" not in page and "tie" not in page and page.count("<tr>") == 13
+    assert "[13, 1000]" in page and '<td class="n">13 kB</td>' in page and "112 B in 4 shards" in page
+    assert page.endswith("<p>and 1 smaller arrays</p>") and "smaller" not in shown(12) and "<dd>14</dd>" in shown(12)

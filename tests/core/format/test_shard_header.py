@@ -283,3 +283,53 @@ def test_sealed_bytes_that_are_no_header_are_refused(text):
 
 def test_block_counts():
     assert [block_count(n) for n in (0, 1, BLOCK, BLOCK + 1)] == [0, 1, 1, 2]
+
+
+def is_refused(**fields):
+    header = ShardHeader(SAVE_ID, 0, 1, 0, 0, (), ())
+    try:
+        decode_header(encode_header(msgspec.structs.replace(header, **fields)), "f")
+    except FormatError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ({"world": 1 << 24}, {"world": (1 << 24) + 1}),
+        ({"rank": 4, "world": 5}, {"rank": 5, "world": 5}),
+        ({"part": 1 << 24}, {"part": (1 << 24) + 1}),
+        ({"part": 0}, {"part": -1}),
+        ({"stream": (1 << 62) - 1}, {"stream": 1 << 62}),
+        ({"stream": 0}, {"stream": -1}),
+        ({"block": PAGE}, {"block": PAGE // 2}),
+        ({"block": 64 << 20}, {"block": (64 << 20) + PAGE}),
+        ({"block": 3 * PAGE}, {"block": PAGE + 1}),
+    ],
+)
+def test_numbers_of_a_header_have_limits(good, bad):
+    assert not is_refused(**good) and is_refused(**bad)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [((1,) * 64, (1,) * 65), ((0, (1 << 60) - 1), (0, 1 << 60)), ((0, 1), (-1, 0))],
+    ids=["dimensions", "bytes", "sign"],
+)
+def test_shapes_of_entries_have_limits(good, bad):
+    for shape, refused in ((good, False), (bad, True)):
+        entry = ShardEntry("a", "float32", shape, Region.whole(shape), 0, 0 if 0 in shape else 4)
+        assert is_refused(entries=(entry,), hashes=() if 0 in shape else (0,)) is refused
+
+
+def test_a_header_has_at_most_a_gibibyte():
+    def length(nbytes):
+        return header_nbytes((nbytes - 8).to_bytes(8, "little"), "f")
+
+    assert length(PAGE) == PAGE and length(1 << 30) == 1 << 30
+    for nbytes in ((1 << 30) + PAGE, PAGE + 8):
+        with pytest.raises(CorruptError, match=f"found {nbytes}"):
+            length(nbytes)
+    with pytest.raises(CorruptError, match="found a file of 7 bytes"):
+        header_nbytes(b"\0" * 7, "f")

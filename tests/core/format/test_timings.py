@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treeckpt.core.format.shard_header import sealed
-from treeckpt.core.format.timings import Span, Timings, decode_timings, encode_timings, timings_name
+from treeckpt.core.format.timings import Host, Span, Timings, decode_timings, encode_timings, timings_name
 from treeckpt.errors import CorruptError, FormatError
 
 SAVE_ID = "0123456789abcdef"
@@ -91,3 +91,46 @@ def test_timings_that_no_save_writes_are_refused(change):
     document["seal"] = "0" * 16
     with pytest.raises(FormatError):
         decode_timings(sealed(json.dumps(document, separators=(",", ":")).encode()), "t")
+
+
+def is_refused(world=2, spans=(), hosts=()):
+    try:
+        decode_timings(encode_timings(Timings(SAVE_ID, None, world, tuple(spans), None, tuple(hosts))), "t")
+    except FormatError:
+        return True
+    return False
+
+
+TOP = 1 << 62
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        (Span("a", 0, 1 - TOP, 0), Span("a", 0, -TOP, 0)),
+        (Span("a", 0, 0, TOP - 1), Span("a", 0, 0, TOP)),
+        (Span("a", 0, 5, 5), Span("a", 0, 5, 4)),
+        (Span("a", 1, 0, 1), Span("a", 2, 0, 1)),
+        (Span("a", 0, 0, 1, TOP - 1), Span("a", 0, 0, 1, TOP)),
+        (Span("a", 0, 0, 1, 0), Span("a", 0, 0, 1, -1)),
+    ],
+)
+def test_spans_have_limits(good, bad):
+    assert not is_refused(spans=[good]) and is_refused(spans=[bad])
+
+
+def test_a_span_lies_in_an_earlier_one_of_its_rank():
+    first = Span("a", 0, 0, 9)
+    for parent, refused in ((-2, True), (-1, False), (0, False), (1, True)):
+        assert is_refused(spans=[first, Span("x", 1, 0, 9), Span("b", 0, 1, 2, 0, parent)]) is refused
+
+
+def test_each_rank_is_on_one_host():
+    both, last = Host("a", ((0, 1, 2),)), Host("b", ((1,),))
+    assert not is_refused(hosts=[both]) and not is_refused(hosts=[Host("a", ((0,),)), last])
+    assert is_refused(hosts=[both, last]) and is_refused(hosts=[Host("a", ((2,),))])
+    assert is_refused(hosts=[Host("a", ((-1,),))])
+
+
+def test_a_giant_world_has_spans_of_every_rank():
+    assert not is_refused(world=1 << 18) and is_refused(world=(1 << 18) + 1)

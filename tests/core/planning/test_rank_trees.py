@@ -10,16 +10,19 @@ from treeckpt.core.planning.rank_trees import (
     LeafSpec,
     RankClass,
     array_leaves,
+    check_disjoint,
     digest_of,
     merge_rank_trees,
+    overlapping_pieces,
+    piece_key,
 )
 from treeckpt.core.sharding.int_runs import decode_runs, encode_runs
 from treeckpt.core.sharding.placements import BoxLayout, Layout, Mesh, MeshLayout, Replicate, Shard, replicated_layout
 from treeckpt.core.sharding.region import Region
 from treeckpt.core.tree.nesting import split_structure
 from treeckpt.core.tree.spec import ArraySpec, StridedView
-from treeckpt.core.tree.structure import DictNode
-from treeckpt.errors import LayoutError, MismatchError
+from treeckpt.core.tree.structure import DictNode, PerRankNode
+from treeckpt.errors import LayoutError, MismatchError, TreeError
 
 SPEC = ArraySpec((4, 2), "float32")
 WHOLE = Region((0, 0), (4, 2))
@@ -143,3 +146,116 @@ def test_digests_tell_inventories_apart_by_all_but_values() -> None:
     ]
     assert len({digest(leaf) for leaf in leaves}) == len(leaves)
     assert digest(array("w")) == digest(array("w"))
+
+
+def test_equal_specs_and_kinds_are_asked_of_all_ranks() -> None:
+    for other, says in (
+        (LeafSpec("w", ArraySpec((4, 3), "float32")), "the same shape .*rank 0 has float32 of shape \\(4, 2\\)"),
+        (LeafSpec("w", ArraySpec((4, 2), "int8")), "the same dtype .*rank 2 has int8 of shape \\(4, 2\\)"),
+        (LeafSpec("w", None), "the same kind .*rank 2 has a value"),
+    ):
+        with pytest.raises(MismatchError, match=says):
+            joined(((0, 1), {"w": array("w")}), ((2,), {"w": other}))
+    value = LeafSpec("w", None)
+    assert joined(((0,), {"w": value}), ((1,), {"w": value, "x": array("x")})).leaves[0] == value
+
+
+def test_a_contradiction_shows_the_layouts() -> None:
+    with pytest.raises(MismatchError, match=r"under \(Shard\(dim=0\),\) on mesh \(2,\).*tc\.PerRank"):
+        joined(((0, 1), {"w": array("w", MeshLayout(on(0, 1), (Shard(0),)))}), ((2,), {"w": array("w", BoxLayout(()))}))
+
+
+def test_one_mesh_on_all_ranks_stays_as_it_is() -> None:
+    layout = MeshLayout(on(0, 1, shape=(1, 2)), (Replicate(), Shard(0)))
+    tree = joined(((0,), {"w": array("w", layout)}), ((1,), {"w": array("w", layout), "x": array("x")}), world=2)
+    assert tree.leaves[0].layout == layout
+    nameless = [MeshLayout(on(*ranks, shape=(2,)), (Shard(0),)) for ranks in ((0, 1), (2, 3))]
+    tree = joined(((0, 1), {"w": array("w", nameless[0])}), ((2, 3), {"w": array("w", nameless[1])}))
+    assert tree.leaves[0].layout == MeshLayout(Mesh((2, 2), encode_runs(range(4))), (Replicate(), Shard(0)))
+
+
+def test_the_highest_rank_of_a_mesh_is_below_the_world() -> None:
+    tree = {"w": array("w", MeshLayout(on(0, 3), (Shard(0),)))}
+    assert joined(((0, 3), tree), world=4).world == 4
+    with pytest.raises(LayoutError, match="a mesh of the 3 ranks that save, found one that holds rank 3"):
+        joined(((0, 3), tree), world=3)
+
+
+def test_ranks_whose_own_leaves_are_equal_share_a_record() -> None:
+    def tree(rank: int, shape: tuple[int, ...], **shared: LeafSpec) -> RankClass:
+        node = PerRankNode((encode_runs([rank]),), (DictNode(("r", "v"), (None, None)),))
+        structure = DictNode(("own", *shared), (node, *(None for _ in shared)))
+        own = (
+            LeafSpec("own/~rank*/r", ArraySpec(shape, "uint8"), per_rank=()),
+            LeafSpec("own/~rank*/v", None, per_rank=()),
+        )
+        return RankClass(encode_runs([rank]), Inventory(split_structure(structure), (*own, *shared.values())))
+
+    merged = merge_rank_trees([tree(2, (3,), x=array("x")), tree(1, (5,)), tree(0, (3,))], 3)
+    assert [(leaf.path, leaf.spec and leaf.spec.shape, leaf.per_rank) for leaf in merged.leaves] == [
+        ("own/~rank*/r", (3,), encode_runs([0, 2])),
+        ("own/~rank*/v", None, encode_runs([0, 2])),
+        ("own/~rank*/r", (5,), encode_runs([1])),
+        ("own/~rank*/v", None, encode_runs([1])),
+        ("x", (4, 2), None),
+    ]
+    alone = merge_rank_trees([tree(1, (5,))], 2)
+    assert [leaf.per_rank for leaf in alone.leaves] == [encode_runs([1])] * 2
+
+
+def test_arrays_of_a_table_are_sharded_by_row() -> None:
+    def part(rank: int, low: int, high: int, rows: int) -> dict[str, LeafSpec]:
+        region = Region((low, 0), (high - low, 2))
+        return {"t": LeafSpec("t", ArraySpec((4, 2), "int64"), BoxLayout(((rank, region),)), rows=rows)}
+
+    tree = joined(((1,), part(1, 0, 1, 7)), ((0,), part(0, 1, 4, 5)), world=2)
+    assert tree.leaves == (
+        LeafSpec(
+            "t", ArraySpec((12, 2), "int64"), BoxLayout(((1, Region((0, 0), (7, 2))), (0, Region((7, 0), (5, 2)))))
+        ),
+    )
+
+
+# arrays that are written ----------------------------------------------------------------------------------------------
+def test_arrays_are_numbered_among_all_leaves_and_aligned_to_their_numbers() -> None:
+    specs = {
+        "v": LeafSpec("v", None),
+        "a": array("a"),
+        "b": array("b", alias_of="a"),
+        "c": LeafSpec("c", ArraySpec((2,), "complex128")),
+        "t": LeafSpec("t", ArraySpec((2,), "str3")),
+    }
+    found = array_leaves(joined(((0, 1), specs)))
+    assert [(n, leaf.path, leaf.itemsize, leaf.align) for n, leaf in found] == [
+        (1, "a", 4, 4), (3, "c", 16, 8), (4, "t", 12, 4),
+    ]  # fmt: skip
+    assert {leaf.layout for _, leaf in found} == {replicated_layout(encode_runs([0, 1]))}
+
+
+def test_arrays_have_at_most_64_dimensions() -> None:
+    def tree(ndim: int) -> GlobalTree:
+        return joined(((0,), {"w": LeafSpec("w", ArraySpec((1,) * ndim, "int8"))}))
+
+    assert len(array_leaves(tree(64))) == 1
+    with pytest.raises(TreeError, match="w: expected arrays of at most 64 dimensions, found 65"):
+        array_leaves(tree(65))
+
+
+def test_boxes_that_several_pieces_hold_are_listed_with_their_bytes() -> None:
+    top, all_but_first = Region((0, 0), (3, 2)), Region((1, 0), (3, 2))
+    pieces = BoxLayout(((0, top), (1, all_but_first)))
+    tree = joined(
+        ((0, 1), {"v": LeafSpec("v", None), "w": array("w", pieces), "x": array("x"), "y": array("y", alias_of="w")})
+    )
+    assert overlapping_pieces(tree) == [("w", Region((1, 0), (2, 2)), 16)]
+
+
+def test_pieces_that_overlap_in_part_cannot_be_compared() -> None:
+    keys = [(0, piece_key("w", Region((0, 0), (2, 2)))), (1, piece_key("w", Region((2, 0), (2, 2)))), (2, "w")]
+    keys += [(3, keys[0][1]), (1, piece_key("w", Region((1, 0), (0, 2)))), (2, piece_key("v", Region((1, 0), (2, 2))))]
+    keys += [(5, piece_key("scalar", Region((), ()))), (6, piece_key("scalar", Region((), ())))]
+    check_disjoint(keys)
+    with pytest.raises(LayoutError) as caught:
+        check_disjoint([*keys, (4, piece_key("w", Region((1, 1), (2, 1))))])
+    assert caught.value.path == "w"
+    assert caught.value.found == "offset (0, 0), shape (2, 2) on rank 0 and offset (1, 1), shape (2, 1) on rank 4"

@@ -1,10 +1,11 @@
 """The algebra of boxes against numpy: a region is what it marks in an array."""
 
+import itertools
 import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.helpers.strategies import regions, shapes
@@ -14,8 +15,10 @@ from treeckpt.core.sharding.region import (
     byte_runs,
     c_strides,
     coalesce,
+    flat_boxes,
     flat_regions,
     intersect,
+    max_boxes,
     subtract,
     tiles,
 )
@@ -162,3 +165,17 @@ def test_overlapping_is_what_counting_says(pairs: list[tuple[tuple[int, int], tu
     for offset, shape in pairs:
         counts[Region(offset, shape).slices()] += 1
     assert any_overlap([Region(*pair) for pair in pairs]) == bool((counts > 1).any())
+
+
+@given(st.data())
+def test_boxes_of_many_ranges_are_those_of_each(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 4), max_size=4)))
+    size = int(np.prod(shape))
+    cuts = data.draw(st.lists(st.integers(0, size), min_size=2, max_size=8, unique=True).map(sorted))
+    assume(len(cuts) > 1)
+    pairs = list(itertools.pairwise(cuts))
+    which, offsets, sizes = flat_boxes(shape, np.array(cuts[:-1]), np.array(cuts[1:]))
+    expected = [(i, box.offset, box.shape) for i, (a, b) in enumerate(pairs) for box in flat_regions(shape, a, b)]
+    found = zip(which.tolist(), map(tuple, offsets.tolist()), map(tuple, sizes.tolist()), strict=True)
+    assert list(found) == expected
+    assert all(sum(1 for i, *_ in expected if i == n) <= max_boxes(shape) for n in range(len(pairs)))

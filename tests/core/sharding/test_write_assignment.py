@@ -25,7 +25,9 @@ from treeckpt.core.sharding.region import Region
 from treeckpt.core.sharding.write_assignment import (
     ArrayLeaf,
     BoxOwners,
+    ReplicaSplit,
     assign_writers,
+    overlapping_boxes,
     owners_of,
     single_writer,
     writes_of,
@@ -135,6 +137,13 @@ def test_replicas_of_shards_strided_ones_too_share_one_big_array_evenly(placemen
     assert found.max() <= 1.1 * found.mean()
 
 
+def test_an_array_of_fewer_rows_than_replicas_is_cut_at_the_rows_nearest_to_the_quotas():
+    leaf = ArrayLeaf("w", (3,), 64, replicated_layout(encode_runs(range(8))))
+    assert assigned([leaf], (8, 16)) == [ReplicaSplit(0, (1, 2), (1, 3, 6))]
+    leaf = ArrayLeaf("w", (2, 3), 64, replicated_layout(encode_runs(range(4))))
+    assert assigned([leaf], (8, 16)) == [ReplicaSplit(1, (1, 2), (0, 1, 3))]
+
+
 def test_small_arrays_are_never_cut_and_still_spread():
     layout = replicated_layout(encode_runs(range(4)))
     leaves = [ArrayLeaf(f"l{i}", (8192,), 4, layout) for i in range(1000)]
@@ -194,3 +203,19 @@ def test_placements_that_do_not_fit_name_the_leaf():
     layout = MeshLayout(Mesh((2,), encode_runs([0, 1])), (Shard(3),))
     with pytest.raises(LayoutError, match="model/w"):
         assign_writers([ArrayLeaf("model/w", (4,), 4, layout)])
+
+
+@given(st.data())
+def test_every_element_that_pieces_share_is_compared(data):
+    shape = (4, 5)
+    sides = st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(0, 4), st.integers(1, 5))
+    boxes = [Region((r, c), (min(h, 4 - r), min(w, 5 - c))) for r, h, c, w in data.draw(st.lists(sides, max_size=6))]
+    boxes.append(Region.whole(shape))  # so that there is no gap
+    found = overlapping_boxes(shape, BoxLayout(tuple(enumerate(boxes))))
+    seen, written = np.zeros(shape, int), np.zeros(shape, int)
+    for box in found:
+        assert sum(box.within(region) for region in boxes) >= 2
+        seen[box.slices()] += 1
+    for region in boxes:
+        written[region.slices()] += 1
+    assert ((written > 1) == (seen > 0)).all()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import treeckpt as tc
-from treeckpt.core.tree.keyed_table import OwnedRows, row_starts
+from treeckpt.core.tree.keyed_table import OwnedRows, columns_of, restore_table, row_starts
 from treeckpt.core.tree.row_order import bucket_range
 from treeckpt.errors import LayoutError, MismatchError
 
@@ -42,9 +42,55 @@ def test_owners_that_leave_out_or_share_buckets_are_refused(claims, kind, words)
         ({"partition": "abs_mod"}, "one of u64_mod, splitmix64_mod"),
         ({"owned": (5, 4)}, "inside 0:65536"),
         ({"owned": (0, 65_537)}, "inside 0:65536"),
+        ({"owned": (-1, 4)}, "inside 0:65536"),
         ({"keep": "best"}, "'first', 'last' or None"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_at_once(options, words):
     with pytest.raises(LayoutError, match=words):
         tc.KeyedTable(np.empty(0, np.int64), {}, **options)
+
+
+@pytest.mark.parametrize("owned", [(0, 64), (0, 0), (64, 64), (2, 5), (np.int64(2), np.int64(5))])
+def test_a_rank_owns_any_range_of_buckets(owned):
+    table = tc.KeyedTable(np.empty(0, np.int64), {}, buckets=64, owned=owned)
+    assert table.owned == owned and all(type(n) is int for n in table.owned)
+    assert tc.KeyedTable(np.empty(0, np.int64), {}, buckets=64).owned == (0, 64)
+
+
+def test_the_columns_of_a_table_have_its_arrays_shapes_and_dtypes():
+    table = tc.KeyedTable(np.arange(3), {"w": np.zeros((3, 2), np.float32)}, scalars={"n": 5}, buckets=64)
+    ids, offsets, slots, scalars = columns_of(table)
+    assert [(column.kind, column.name) for column in (ids, offsets, slots["w"])] == [
+        ("ids", ""), ("offsets", ""), ("slot", "w"),
+    ]  # fmt: skip
+    assert [column.shape for column in (ids, offsets, slots["w"])] == [(3,), (64,), (3, 2)]
+    assert [column.dtype for column in (ids, offsets, slots["w"])] == [np.int64, np.int64, np.float32]
+    assert scalars == {"n": 5} and ids.view is offsets.view is slots["w"].view and ids.view.table is table
+    part = restore_table(table.spec, ..., {"w": ...}, {})
+    ids, _, slots, _ = columns_of(part)
+    assert ids is ... and slots == {"w": ...} and part.owned == (0, 64)
+
+
+def test_other_arrays_keep_the_options_of_their_table():
+    table = tc.KeyedTable(np.arange(3), {}, buckets=64, owned=(2, 5), keep="last", fill={"w": 1.0})
+    ids, _, _, _ = columns_of(table)
+    other = table.with_parts(ids, {"w": np.ones(3)}, {"n": 1})
+    assert other.ids is table.ids and list(other.slots) == ["w"] and other.scalars == {"n": 1}
+    assert (other.spec, other.owned, other.keep, other.fill) == (table.spec, (2, 5), "last", {"w": 1.0})
+    assert repr(table) == "KeyedTable(3 rows, slots ; buckets (2, 5) of 64)"
+
+
+def test_a_hash_table_is_saved_as_it_exports_and_loaded_as_it_imports():
+    class Table:
+        def export(self):
+            return np.arange(2), {"w": np.ones(2)}
+
+        def import_(self, ids, slots):
+            self.loaded = ids.tolist(), list(slots)
+
+    bound = tc.KeyedTable.of(table := Table(), buckets=8)
+    state = bound.state_dict()
+    assert state.ids.tolist() == [0, 1] and state.spec.buckets == 8
+    bound.load_state_dict(state)
+    assert table.loaded == ([0, 1], ["w"])

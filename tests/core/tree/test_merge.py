@@ -51,6 +51,8 @@ def test_ordered_and_default_dicts_join_with_their_like():
         ({"m": 1}, {"m": []}, "m", "a leaf", "list of 0"),
         ({"m": {"x": []}}, {"m": {"x": 1}}, "m/x", "list of 0", "a leaf"),
         ([[1], [[1]]], [[1], [[1, 2]]], "1/0", "list of 1", "list of 2"),
+        ([1, [1]], [1, 1], "1", "list of 1", "a leaf"),
+        ([1, 1], [1, [1]], "1", "a leaf", "list of 1"),
         (collections.deque([1], 2), collections.deque([1], 3), "", "deque of 1", "deque of 1"),
         (PerRank(1), [1], "", "per_rank of 1", "list of 1"),
         (1, PerRank(1), "", "a leaf", "per_rank of 1"),

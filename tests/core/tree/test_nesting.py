@@ -22,7 +22,16 @@ from treeckpt import training
 from treeckpt.convert import convert
 from treeckpt.core.analysis.outline import IndexOutline
 from treeckpt.core.analysis.treemap import treemap_of
-from treeckpt.core.tree.structure import MAX_DEPTH
+from treeckpt.core.tree.nesting import (
+    MAX_REPEATED_CHILDREN,
+    MAX_SHARED,
+    SplitStructure,
+    expand_shared_subtrees,
+    extract_shared_subtrees,
+    leaf_count,
+    split_structure,
+)
+from treeckpt.core.tree.structure import DOCUMENT_DEPTH, MAX_DEPTH, CustomNode, ListNode, PerRankNode, Structure
 from treeckpt.report import report
 from treeckpt_dashboard.checkpoint.folds import folds_page
 from treeckpt_dashboard.store.index_table import build_table
@@ -240,6 +249,80 @@ def test_reports_and_pages_of_deep_trees(tmp_path: Path) -> None:
     assert stored.row(row.node).path == row.path
     assert same(len(stored.index.paths), len(index.paths))
     assert folds_page(outline, "").children == 2
+
+
+# parts of a structure ----------------------------------------------------------------------------------------------
+def _lists(levels: int, end: Structure = None) -> Structure:
+    """A chain of lists, each with a leaf beside it."""
+    node = end
+    for _ in range(levels):
+        node = ListNode((None, node))
+    return node
+
+
+def _levels(node: Structure) -> int:
+    """The length of a chain of lists."""
+    count = 0
+    while node is not None:
+        node, count = node.children[-1] if node.children else None, count + 1
+    return count
+
+
+@pytest.mark.parametrize("levels", [0, 1, DOCUMENT_DEPTH, DOCUMENT_DEPTH + 1, 2 * DOCUMENT_DEPTH + 1, MAX_DEPTH])
+def test_parts_of_a_deep_structure_are_as_deep_as_a_document_and_make_it_up_again(levels: int) -> None:
+    split = split_structure(_lists(levels))
+    assert len(split.below) == max(levels - 1, 0) // DOCUMENT_DEPTH
+    assert all(_levels(part) <= DOCUMENT_DEPTH + 1 for part in (split.top, *split.below)), "a mark is a level"
+    whole = split.whole()
+    assert _levels(whole) == levels
+    while isinstance(whole, ListNode):
+        assert len(whole.children) == 2 and whole.children[0] is None
+        whole = whole.children[1]
+
+
+def test_parts_deeper_than_a_tree_are_refused() -> None:
+    def parts(last: int) -> SplitStructure:
+        marks = [CustomNode("", n, (), ()) for n in range(9)]
+        below = [_lists(DOCUMENT_DEPTH, mark) for mark in marks[1:]]
+        return SplitStructure(_lists(DOCUMENT_DEPTH, marks[0]), (*below, _lists(last)))
+
+    assert _levels(parts(DOCUMENT_DEPTH).whole()) == MAX_DEPTH
+    with pytest.raises(tc.FormatError, match="at most 1000 levels"):
+        parts(DOCUMENT_DEPTH + 1).whole()
+    with pytest.raises(tc.TreeError, match="at most 1000 levels"):
+        split_structure(_lists(MAX_DEPTH + 1))
+
+
+def test_repeated_subtrees_are_stored_once_where_that_is_shorter() -> None:
+    small, large = (ListNode((None,) * n) for n in (MAX_REPEATED_CHILDREN, MAX_REPEATED_CHILDREN + 1))
+    pair = ListNode((None, None))
+    tree = ListNode((small, small, pair, pair, large, ListNode((large,)), PerRankNode((), (large, large))))
+    bare, shared = extract_shared_subtrees(tree)
+    mark = CustomNode("", 0, (), ())
+    assert shared == (large,)
+    assert bare == ListNode((small, small, pair, pair, mark, ListNode((mark,)), PerRankNode((), (large, large))))
+    assert expand_shared_subtrees(bare, shared, "index") == tree
+    assert leaf_count(tree) == 2 * len(small.children) + 4 + 4 * len(large.children)
+    once = ListNode((large, ListNode((None,) * 9)))
+    assert extract_shared_subtrees(once) == (once, ())
+
+
+def test_so_many_places_share_subtrees_and_no_more() -> None:
+    one = ListNode((None,) * 4)
+    bare, shared = extract_shared_subtrees(ListNode((one,) * (MAX_SHARED + 2)))
+    assert bare == ListNode((CustomNode("", 0, (), ()),) * MAX_SHARED + (one,) * 2) and shared == (one,)
+    assert expand_shared_subtrees(bare, shared, "index") == ListNode((one,) * (MAX_SHARED + 2))
+    for marks in ([0] * (MAX_SHARED + 1), [1], [-1], [True], ["0"]):
+        with pytest.raises(tc.FormatError, match="one of the shared subtrees"):
+            expand_shared_subtrees(ListNode(tuple(CustomNode("", n, (), ()) for n in marks)), shared, "index")
+
+
+def test_subtrees_are_shared_at_any_depth_of_a_document() -> None:
+    one, mark = ListNode((None,) * 4), CustomNode("", 0, (), ())
+    for levels in (0, 1, DOCUMENT_DEPTH):
+        assert expand_shared_subtrees(_lists(levels, mark), (one,), "index") == _lists(levels, one)
+    deeper = _lists(DOCUMENT_DEPTH + 1, mark)
+    assert expand_shared_subtrees(deeper, (one,), "index") == deeper, "refused later"
 
 
 # hostile files ---------------------------------------------------------------------------------------------------

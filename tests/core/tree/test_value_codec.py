@@ -214,6 +214,7 @@ def test_forms_of_no_value_are_refused_by_path(form):
     [
         t("enum", "no:Such", "A", 1), t("enum", type_name(Shade), "NONE", 1), t("enum", type_name(Shade), None, 9),
         t("enum", "builtins:int", "real", 1), t("enum", type_name(Bits), None, "x"),
+        t("enum", type_name(Bits), None, False),
         t("enum", type_name(Shade), None, 3),
     ],
 )  # fmt: skip

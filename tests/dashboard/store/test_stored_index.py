@@ -6,17 +6,16 @@ import sqlite3
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.large import large_index
 from tests.helpers.samples import gpt_state, write_checkpoint
 from treeckpt.api import inspect as read_index
-from treeckpt.core.analysis.outline import IndexOutline, node_records
+from treeckpt.core.analysis.outline import IndexOutline
 from treeckpt.core.format.byte_map import extents_in_file, layout_of, locate_chunks
-from treeckpt.core.format.records import AliasRecord, ValueRecord
+from treeckpt.core.format.records import AliasRecord
 from treeckpt.core.tree.flatten import PerRank
-from treeckpt.core.tree.structure import DictNode, ListNode
 from treeckpt.errors import FormatError, MismatchError
 from treeckpt.runs.catalog import summarize_index
 from treeckpt_dashboard.store.index_table import build_table
@@ -130,40 +129,6 @@ def test_an_open_table_may_be_deleted(both, tmp_path):
     stored = StoredOutline(tmp_path / "t")
     shutil.rmtree(tmp_path)
     assert stored.children() == memory.children()
-
-
-@settings(max_examples=30)
-@given(st.recursive(st.none(), lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.integers(), inner,
-                    max_size=4), max_leaves=30))  # fmt: skip
-def test_any_tree_is_numbered_so_that_children_stand_side_by_side(shape):
-    def build(node):
-        if node is None:
-            return None
-        if isinstance(node, list):
-            return ListNode(tuple(build(child) for child in node))
-        return DictNode(tuple(node), tuple(build(child) for child in node.values()))
-
-    count = sum(1 for _ in _leaves(shape))
-    index = msgspec.structs.replace(large_index(4), structure=build(shape), leaves=(ValueRecord(1),) * count)
-    nodes, outline = list(node_records(index)), IndexOutline(index)
-
-    def walk(number, name):
-        key, kind, cls, child, children, first, leaves, nbytes = nodes[number]
-        row = outline.row(name)
-        assert (key, kind, cls, children, first, leaves, nbytes) == (
-            row.key, row.kind, row.cls, row.children, row.first, row.leaves, row.nbytes,
-        )  # fmt: skip
-        return 1 + sum(walk(child + n, f"{name}.{n}" if name else str(n)) for n in range(children))
-
-    assert walk(0, "") == len(nodes)
-
-
-def _leaves(shape):
-    if shape is None:
-        yield shape
-    else:
-        for child in shape.values() if isinstance(shape, dict) else shape:
-            yield from _leaves(child)
 
 
 def test_ties_count_where_they_were_written(tmp_path):

@@ -108,6 +108,73 @@ def test_a_busy_store_slows_a_load_down_and_does_not_fail_it(far: FarS3, tree: d
     assert any(row["status"] == 503 for row in far.log())
 
 
+def test_a_save_sends_all_parts_at_once_and_asks_for_nothing_else(far: FarS3) -> None:
+    store = far.store()
+    far.set(latency=0.3)
+    tc.save(store, {"w": array(100)})
+    shard = [row for row in far.log() if "shard" in row["path"]]
+    parts = [row for row in shard if "partNumber" in row["path"]]
+    assert len(parts) == 13 and len(shard) == 13 + 2, "the beginning of the upload, its parts, its end"
+    assert max(row["busy"] for row in parts) >= 13
+
+
+def test_a_small_shard_is_sent_by_one_request(far: FarS3, tree: dict[str, Any]) -> None:
+    store = far.store()
+    far.set()
+    tc.save(store, {"b": tree["b"]})
+    assert [row["method"] for row in far.log() if "shard" in row["path"]] == ["PUT"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_several_shards_are_sent_at_the_same_time(far: FarS3, background: bool) -> None:
+    store, tree = far.store(), {f"w{n}": array(20) for n in range(4)}
+    far.set(latency=0.3)
+    if background:
+        tc.save_async(store, tree, max_shard_bytes=20 * MIB).result()
+    else:
+        tc.save(store, tree, max_shard_bytes=20 * MIB)
+    parts = [row for row in far.log() if "partNumber" in row["path"]]
+    assert len(parts) == 12 and max(row["busy"] for row in parts) >= 10
+    assert same(store, tree)
+
+
+@pytest.mark.parametrize("kind", ["503", "500", "lost"])
+def test_of_an_upload_only_the_part_that_failed_is_sent_again(far: FarS3, tree: dict[str, Any], kind: str) -> None:
+    store = far.store(**QUICK)
+    far.set(rules=[{"match": "^PUT .*partNumber=3", "do": kind}])
+    tc.save(store, tree)
+    log = far.log()
+    numbers = [int(row["path"].partition("partNumber=")[2].partition("&")[0]) for row in log if "part" in row["path"]]
+    assert sorted(numbers) == [1, 2, 3, 3, 4]
+    assert same(store, tree)
+
+
+def test_an_upload_that_fails_is_aborted_and_holds_no_place(far: FarS3, tree: dict[str, Any]) -> None:
+    store = far.store(retry_config={"max_retries": 0})
+    far.set(rules=[{"match": "^PUT .*partNumber=2", "do": "500", "times": 99}])
+    with pytest.raises(tc.StoreError, match="500") as kept:
+        tc.save(store, tree)
+    assert store._bucket._window.in_flight == 0  # pyright: ignore
+    assert [row["status"] for row in far.log() if row["method"] == "DELETE" and "uploadId" in row["path"]] == [204]
+    far.set(**NEAR)
+    assert store.sizes().keys() == {name for name in store.sizes() if name.startswith("timings")} and kept
+
+
+def test_a_busy_store_slows_a_save_down_and_does_not_fail_it(far: FarS3) -> None:
+    store, tree = far.store(**QUICK), {"w": array(100)}
+    far.set(busy_above=4, latency=0.005)
+    tc.save(store, tree)
+    assert any(row["status"] == 503 for row in far.log())
+    far.set(**NEAR)
+    assert same(store, tree)
+
+
+def test_bytes_are_signed_where_nothing_else_protects_them(far: FarS3) -> None:
+    plain, secure = far.store(), tc.ObjectStore(far.url(), **far.options(endpoint="https://127.0.0.1:1"))
+    configs = [store._bucket._store.config for store in (plain, secure)]  # pyright: ignore
+    assert ["unsigned_payload" in config for config in configs] == [False, True]
+
+
 def test_of_two_saves_to_one_path_one_is_committed(far: FarS3) -> None:
     store = far.store()
     tc.save(store, {"n": 1})

@@ -23,6 +23,7 @@ from treeckpt.io.storage import multipart, obstore
 from treeckpt.io.storage import object_store as objects_module
 from treeckpt.io.storage.bucket import ObjectListing
 from treeckpt.io.storage.memory import aligned_buffer
+from treeckpt.io.storage.range_fetcher import RequestDepth
 from treeckpt.io.storage.run_store import DirectoryEntry
 from treeckpt.runs import catalog
 from treeckpt.runs.run import RunDirectory
@@ -42,11 +43,12 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_save_uploads_parts_side_by_side_in_order_and_publishes_last(s3: S3, in_parts: None) -> None:
     s3.rules({"match": "PUT .*partNumber", "do": "meet", "times": 99, "count": 3, "seconds": LONG})
     store, tree = s3.store(), {"w": array(34), "n": 1}
+    store._bucket._window.depth = RequestDepth(4)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     tc.save(store, tree)
     log = s3.log()
     parts = [row for row in log if "partNumber" in row["path"]]
     assert len(parts) == 7 and sum(row["sent"] for row in parts) > 34 * MIB
-    assert 3 <= max(row["flying"] for row in parts) <= obstore.UPLOADS
+    assert 3 <= max(row["flying"] for row in parts) <= 4
     writes = [row for row in log if row["method"] in ("PUT", "POST")]
     [index] = [row for row in writes if row["path"].endswith("index.json")]
     assert index["condition"] == "*" and all("shard" not in row["path"] for row in log[log.index(index) :])
@@ -76,8 +78,9 @@ def test_memory_stays_bounded_whatever_the_size(s3: S3) -> None:
     program = """
 import sys, numpy as np, treeckpt as tc
 from treeckpt.io.storage import obstore
-from treeckpt.saving import shard_stream
-shard_stream.BUFFER, obstore.PART, obstore.UPLOADS = 1 << 20, 5 << 20, 2
+from treeckpt.saving import shard_files, shard_stream, shard_upload
+shard_stream.BUFFER = shard_upload.BUFFER = 1 << 20
+obstore.PART, shard_files.COPIES = 5 << 20, 10 << 20
 row = np.arange(1 << 17)
 def peak():  # ru_maxrss would begin with that of the process before exec
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
@@ -120,7 +123,6 @@ def test_arrays_that_change_while_they_are_uploaded_fail_the_save(s3: S3, in_par
 
 def test_an_upload_whose_blocks_come_out_of_turn_or_short_fails(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects_module, "SINGLE_PUT_LIMIT", 0)
-    monkeypatch.setattr(multipart, "PATIENCE", 0.1)
     store = s3.store()
     writer = store.create("a", 10_000)
     writer.write(0, aligned_buffer(4096))

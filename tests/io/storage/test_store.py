@@ -129,7 +129,7 @@ class StoreSuite:
         store.prepare()
         write(store, "a", b"first")
         with pytest.raises(FileExistsError):
-            store.create("a", 3)
+            write(store, "a", b"new")
         assert store.read("a", limit=5) == b"first"
 
     def test_publishing_replaces_only_if_told(self, store: Store) -> None:

@@ -82,10 +82,10 @@ def _last_to_end(spans: SpanColumns, work: np.ndarray, begin: int, now: int) -> 
     return int(ended[spans.stop[ended].argmax()]) if len(ended) else None
 
 
-def _append_segment(found: list[CriticalSegment], stretch: CriticalSegment) -> None:
-    if stretch.stop_ns <= stretch.start_ns:
+def _append_segment(found: list[CriticalSegment], segment: CriticalSegment) -> None:
+    if segment.stop_ns <= segment.start_ns:
         return
-    if found and (found[-1].rank, found[-1].phase) == (stretch.rank, stretch.phase):
-        found[-1] = msgspec.structs.replace(found[-1], start_ns=stretch.start_ns)
+    if found and (found[-1].rank, found[-1].phase) == (segment.rank, segment.phase):
+        found[-1] = msgspec.structs.replace(found[-1], start_ns=segment.start_ns)
         return
-    found.append(stretch)
+    found.append(segment)

@@ -311,10 +311,8 @@ class _DirectoryState:
             return RetainedDirectory(folder.name, "no policy keeps it, but another save may be writing there")
         assert folder.save_id is not None, "a complete checkpoint has an index"
         mark = deleted_name(folder.save_id)
-        rest = sorted(
-            (f for f, o in self.ours if o.kind not in ("index", "pin")), key=lambda f: (f.name == mark, f.name)
-        )
-        names = (INDEX, *(file.name for file in rest if file.name != mark), mark)
+        rest = sorted(f.name for f, o in self.ours if o.kind not in ("index", "pin") and f.name != mark)
+        names = (INDEX, *rest, mark)
         nbytes = sum(file.nbytes for file, _ in self.ours)
         reason = "no policy keeps it" + ", on an abandoned branch" * folder.abandoned
         return Removal(folder.name, "checkpoint", reason, names, nbytes, folder.save_id, directory=True)

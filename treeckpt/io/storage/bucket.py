@@ -97,12 +97,13 @@ class ObjectBucket(Protocol):
         """
         ...
 
-    def upload(self, key: str, nbytes: int, blocks: Iterable[bytes]) -> None:
+    def upload(self, key: str, nbytes: int, blocks: Iterable[memoryview]) -> None:
         """Writes a large object in parts, several at a time; it becomes visible when it is complete.
 
         Args:
             nbytes: the size of the object.
-            blocks: its content; an error that it raises aborts the upload and is raised.
+            blocks: its content, not empty each; it is referred to until it was sent. An error that it raises aborts
+                the upload and is raised.
         """
         ...
 

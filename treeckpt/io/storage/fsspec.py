@@ -117,14 +117,14 @@ class FsspecBucket:
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             self._fs.pipe_file(path, data, **({} if replace else {"mode": "create"}))
 
-    def upload(self, key: str, nbytes: int, blocks: Iterable[bytes]) -> None:
+    def upload(self, key: str, nbytes: int, blocks: Iterable[memoryview]) -> None:
         path = self._path(key)
         with self._wrapped_errors("write", key):
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             file = self._fs.open(path, "wb")
             try:
                 for block in blocks:
-                    file.write(block)
+                    file.write(bytes(block))
                 file.close()
             except BaseException:
                 with contextlib.suppress(Exception):

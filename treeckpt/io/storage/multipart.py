@@ -1,8 +1,8 @@
 """Writers of objects: small objects in one request, large objects by multipart upload.
 
-An upload takes its parts in order, from the first byte on, so the writer of a large object is `ordered`: its header is
-written first, not last. The upload runs in a thread of its own while later blocks are still being produced. At most
-`WAITING` blocks are queued, and the bucket limits the parts in flight, so memory is bounded whatever the object's size.
+obstore takes the parts of an upload in order, from the first byte on, so the writer of a large object is `ordered`: its
+header is written first, not last. The upload runs in a thread of its own while later blocks are still being produced.
+Blocks are sent from where they are, without a copy; at most `WAITING` of them are queued.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import queue
 import threading
 from collections.abc import Iterator
-from functools import partial
 
 from ...errors import StoreError
 from .bucket import ObjectBucket
@@ -20,8 +19,6 @@ SINGLE_PUT_LIMIT = 16 << 20
 """Bytes up to which an object is kept in memory and written in one request."""
 WAITING = 2
 """Blocks in the queue, at most."""
-PATIENCE = 600.0
-"""Seconds that a block waits for the blocks before it."""
 
 
 class _Aborted(Exception):
@@ -53,15 +50,17 @@ class SinglePutWriter:
 
 
 class MultipartWriter:
-    """Writes a large object: uploads its blocks in order while later ones are still being produced."""
+    """Writes a large object: uploads its blocks in order while later ones are still being produced.
+
+    A block must stay as it is until nothing else refers to its memory any more.
+    """
 
     ordered = True
 
     def __init__(self, bucket: ObjectBucket, key: str, nbytes: int) -> None:
         self._bucket, self._key, self._nbytes = bucket, key, nbytes
         self._taken = 0
-        self._ahead = threading.Condition()
-        self._blocks: queue.Queue[bytes | None] = queue.Queue(WAITING)
+        self._blocks: queue.Queue[memoryview | None] = queue.Queue(WAITING)
         self._error: BaseException | None = None
         self._aborted = self._ended = False
         self._thread = threading.Thread(target=self._run, name="treeckpt-upload", daemon=True)
@@ -73,33 +72,22 @@ class MultipartWriter:
         except BaseException as error:
             self._error = error
         finally:
-            with self._ahead:
-                self._ended = True
-                self._ahead.notify_all()
+            self._ended = True
 
-    def _stream(self) -> Iterator[bytes]:
+    def _stream(self) -> Iterator[memoryview]:
         while (block := self._blocks.get()) is not None:
             yield block
+            del block  # its memory may be waited for before the next block comes
         if self._aborted or self._taken != self._nbytes:
             raise _Aborted(f"{self._key}: ended after {self._taken} of {self._nbytes} bytes")
 
     def write(self, offset: int, data: memoryview) -> None:
-        with self._ahead:
-            while self._taken != offset and not self._ended:
-                is_late = offset < self._taken
-                if is_late or not self._ahead.wait_for(partial(self._has_gone_on, self._taken), PATIENCE):
-                    raise ValueError(f"{self._key}: a block at {offset} where {self._taken} is next")
-        self._check()
-        if len(data):
-            self._put(bytes(data))  # a copy: the caller reuses its buffer as soon as this returns
-        with self._ahead:
-            self._taken = offset + len(data)
-            self._ahead.notify_all()
+        if offset != self._taken:
+            raise ValueError(f"{self._key}: a block at {offset} where {self._taken} is next")
+        self._put(data)
+        self._taken += len(data)
 
-    def _has_gone_on(self, taken: int) -> bool:
-        return self._taken != taken or self._ended
-
-    def _put(self, block: bytes | None) -> None:
+    def _put(self, block: memoryview | None) -> None:
         while True:
             self._check()
             with contextlib.suppress(queue.Full):

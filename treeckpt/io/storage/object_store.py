@@ -184,12 +184,9 @@ class ObjectStore:
             self._heads.clear()
 
     def create(self, name: str, nbytes: int) -> Writer:
-        key = self._key(name)
-        try:
-            self._bucket.size(key)
-        except FileNotFoundError:
-            return (SinglePutWriter if nbytes <= SINGLE_PUT_LIMIT else MultipartWriter)(self._bucket, key, nbytes)
-        raise FileExistsError(f"{self.url}/{name}")
+        return (SinglePutWriter if nbytes <= SINGLE_PUT_LIMIT else MultipartWriter)(
+            self._bucket, self._key(name), nbytes
+        )
 
     def publish(self, name: str, data: bytes, *, replace: bool) -> None:
         try:

@@ -21,27 +21,29 @@ from ...errors import StoreError
 from .aws_profiles import HOW, check_instance, s3_options
 from .bucket import FetchFailure, ObjectListing, VersionTag, missing_extra
 from .run_store import DirectoryEntry
+from .upload_window import MOST, UploadWindow
 
 T = TypeVar("T")
 
-PART = 8 << 20
-"""Bytes of one part of an upload."""
-MAX_PARTS = 9000
-"""Parts of one upload, below the limit of S3 (10,000)."""
-UPLOADS = 8
-"""Parts in flight at a time."""
+PART, LARGE_PART = 8 << 20, 64 << 20
+"""Bytes of one part of an upload: at least, and unless there were too many parts."""
+PARTS, MAX_PARTS = 512, 9000
+"""Parts of an upload that parts larger than `PART` keep to; and of any, below the limit of S3 (10,000)."""
 RANGE = 2 << 20
 """Bytes of one range request, at least; a longer read is split into concurrent requests."""
 READS = 16
 """Concurrent range requests."""
 RETRIES = 10
 """Retries of obstore itself, unless the option `retry_config` says another number."""
+UPLOAD_RETRIES = 100
+"""The same for a part of an upload, within three minutes: of many parts in flight some are refused many times."""
 TRIES = 3
 PAUSE = 0.2
 """Seconds before the first retry here; then twice as long."""
 TIMEOUTS = {"timeout": "120s", "connect_timeout": "10s"}
 _ENDPOINTS = ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url")
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_UNSIGNED = ("unsigned_payload", "aws_unsigned_payload", "AWS_UNSIGNED_PAYLOAD")
 _SCHEMES = {"s3a": "s3", "gcs": "gs", "azure": "az"}
 _INTERMEDIARY = "Something between here and the store answers in its place: look at the proxy and the endpoint"
 _WEB_PAGE = "a web page in its place"
@@ -91,7 +93,11 @@ class ObstoreBucket:
             merged.setdefault("disable_bulk_delete", True)
         client = {**TIMEOUTS, **merged.pop("client_options", {})}
         endpoints = [merged.get(name) for name in _ENDPOINTS] + [os.environ.get(name) for name in _ENDPOINT_VARIABLES]
-        if str(next(filter(None, endpoints), "")).startswith("http://"):  # the user named it
+        is_plain = str(next(filter(None, endpoints), "")).startswith("http://")  # the user named it
+        if self.kind == "s3" and not is_plain and not any(name in merged or name in os.environ for name in _UNSIGNED):
+            # TLS protects the bytes of a request; their SHA-256 takes more time than all else in an upload
+            merged["unsigned_payload"] = True
+        if is_plain:
             client.setdefault("allow_http", True)
         scheme, _, rest = url.partition("://")
         retries = merged.get("retry_config") or {}
@@ -102,8 +108,12 @@ class ObstoreBucket:
             # what fails is repeated by the caller, who must know when the store throttles
             once = {**merged, "retry_config": {**retries, "max_retries": 0}}
             self._once: Any = opened(root, client_options=client, **once)
+            # obstore repeats the parts of uploads and does not say when the store throttles
+            patient = {"max_retries": UPLOAD_RETRIES, **retries}
+            self._uploads: Any = opened(root, client_options=client, **{**merged, "retry_config": patient})
         except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
             raise StoreError(url, expected="options that obstore takes", found=_first_line(error)) from error
+        self._window = UploadWindow()
         self._pool = ThreadPoolExecutor(READS, "treeckpt-get")  # its threads start with the first read in parts
 
     # listing -------------------------------------------------------------------------------------------------
@@ -223,17 +233,20 @@ class ObstoreBucket:
             if self.read(key, len(data))[0] != data:
                 raise
 
-    def upload(self, key: str, nbytes: int, blocks: Iterable[bytes]) -> None:
-        part, taken = max(PART, -(-nbytes // MAX_PARTS)), 0
+    def upload(self, key: str, nbytes: int, blocks: Iterable[memoryview]) -> None:
+        part, taken = part_nbytes(nbytes), 0
 
-        def counted() -> Iterator[bytes]:
+        def counted() -> Iterator[memoryview]:
             nonlocal taken
             for block in blocks:
                 taken += len(block)
                 yield block
+                del block
 
         def put() -> None:
-            self._obstore.put(self._store, key, counted(), chunk_size=part, max_concurrency=UPLOADS)
+            # closed: an error that is kept would keep the part that is not complete
+            with contextlib.closing(self._window.stream(counted(), part)) as parts:
+                self._obstore.put(self._uploads, key, parts, chunk_size=part, max_concurrency=MOST)
 
         try:
             self._retry("write", key, put, unless=lambda: taken > 0)
@@ -299,6 +312,11 @@ class ObstoreBucket:
         else:
             hint = "Look at the network and the endpoint, and try again"
         return StoreError(url, expected=f"to {what} it", found=text, hint=hint)
+
+
+def part_nbytes(nbytes: int) -> int:
+    """Returns the bytes of each part but the last of an upload."""
+    return max(PART, min(-(-nbytes // PARTS), LARGE_PART), -(-nbytes // MAX_PARTS))
 
 
 def _kind(url: str) -> str:

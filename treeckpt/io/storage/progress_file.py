@@ -153,7 +153,11 @@ class ProgressRecorder:
         if now - self.started >= PATIENCE and (last or now - self._written_at >= self._pause):
             self._written_at = now
             self._record = msgspec.structs.replace(self._record, updated_ns=time.time_ns())
-            self._write()
+            if last and self._pause:
+                with contextlib.suppress(RuntimeError):  # no thread can be started: the record is removed soon
+                    _thread.start_new_thread(self._write, ())  # the commit goes on meanwhile; `end` waits
+            else:
+                self._write()
 
     def end(self) -> None:
         """Removes the record."""

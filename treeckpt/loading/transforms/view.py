@@ -75,7 +75,8 @@ class View(msgspec.Struct, frozen=True, dict=True):
 
     def is_kept(self, path: str) -> bool:
         """Whether a `Keep` rule leaves the target's value at a path unchanged."""
-        return any(compile_pattern(text).match(path, below=True) is not None for text in self.transformed.keeps)
+        keeps = self.transformed.keeps
+        return bool(keeps) and any(compile_pattern(text).match(path, below=True) is not None for text in keeps)
 
     def filled(self, path: str, wanted: ArraySpec | None) -> Leaf | None:
         """Returns the array that a `Fill` rule puts where one is wanted and none was saved; None if no rule does."""

@@ -46,7 +46,7 @@ def members(draw: st.DrawFn) -> tuple[np.ndarray, list[tuple[int, int]], list[np
 
 
 @given(members(), st.data())
-def test_a_dealer_deals_each_member_its_bytes_whatever_the_boxes(made, data: st.DataObject) -> None:
+def test_each_member_of_a_scatter_gets_its_bytes_whatever_the_boxes(made, data: st.DataObject) -> None:
     stream, places, outs, start, dealer = made
     cut = sorted({0, len(stream), *data.draw(st.lists(st.integers(0, len(stream)), max_size=4))})
     for low, high in data.draw(st.permutations(list(itertools.pairwise(cut)))):
@@ -56,7 +56,7 @@ def test_a_dealer_deals_each_member_its_bytes_whatever_the_boxes(made, data: st.
 
 
 @given(members(), st.data())
-def test_the_parts_of_a_stretch_are_its_members_memory_and_cover_it(made, data: st.DataObject) -> None:
+def test_the_parts_of_a_range_are_its_members_memory_and_cover_it(made, data: st.DataObject) -> None:
     stream, places, outs, start, dealer = made
     low = data.draw(st.integers(0, len(stream)))
     high = data.draw(st.integers(low, len(stream)))
@@ -76,7 +76,7 @@ def test_the_parts_of_a_stretch_are_its_members_memory_and_cover_it(made, data: 
 
 
 @given(st.data())
-def test_rows_that_are_one_run_in_both_are_dealt_as_boxes_are_copied(data: st.DataObject) -> None:
+def test_rows_that_are_one_run_in_both_are_scattered_as_boxes_are_copied(data: st.DataObject) -> None:
     shape = data.draw(st.tuples(*[st.integers(1, 4)] * data.draw(st.integers(0, 3))))
     chunk, region = (data.draw(strategies.regions(shape)) for _ in range(2))
     low = tuple(max(a, b) for a, b in zip(chunk.offset, region.offset, strict=True))
@@ -158,7 +158,7 @@ def test_what_is_in_the_page_cache_is_read_straight_into_arrays(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("verify", [True, "first", "stream"])
-def test_changed_bytes_are_found_and_named_on_the_straight_way(tmp_path: Path, verify: Any) -> None:
+def test_changed_bytes_are_found_and_named_when_arrays_are_read_without_a_buffer(tmp_path: Path, verify: Any) -> None:
     saved, shard = _saved(tmp_path / "x")
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1

@@ -1,4 +1,4 @@
-"""The front of a header says what the whole of it says."""
+"""The prefix of a shard header holds what the whole header says."""
 
 import base64
 
@@ -14,7 +14,7 @@ from treeckpt.loading.peek import PREFIX_NBYTES, decode_hashes, decode_prefix, h
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=40), st.data())
-def test_any_stretch_of_checksums_is_found_by_arithmetic(hashes, data):
+def test_any_range_of_checksums_is_found_by_arithmetic(hashes, data):
     first = data.draw(st.integers(0, len(hashes) - 1))
     count = data.draw(st.integers(1, len(hashes) - first))
     text = base64.b64encode(np.array(hashes, "<u8").tobytes())
@@ -30,7 +30,7 @@ def header():
     return encode_header(ShardHeader("0123456789abcdef", 3, 8, 1, 4096, (entry,), (1, 2, 3, 4, 2**64 - 1)))
 
 
-def test_the_front_of_a_shard(header):
+def test_the_prefix_of_a_shard(header):
     front = decode_prefix(header[:PREFIX_NBYTES], "f")
     assert (front.save_id, front.rank, front.part, front.stream) == ("0123456789abcdef", 3, 1, 4096)
     assert front.header == len(header) and front.block == 1 << 18

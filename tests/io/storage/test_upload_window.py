@@ -1,0 +1,61 @@
+"""Parts of uploads in flight: cut where they end, not copied, and waited for."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers.background import until
+from treeckpt.io.storage.obstore import MAX_PARTS, PART, PARTS, part_nbytes
+from treeckpt.io.storage.range_fetcher import RequestDepth
+from treeckpt.io.storage.upload_window import UploadWindow
+
+MIB = 1 << 20
+
+
+@given(st.integers(1, 5 << 40))
+def test_parts_are_8_to_64_mib_and_never_more_than_a_service_takes(nbytes: int) -> None:
+    part = part_nbytes(nbytes)
+    assert -(-nbytes // part) <= MAX_PARTS
+    assert part >= PART and (part <= 64 * MIB or part == -(-nbytes // MAX_PARTS))
+    assert part == PART or -(-nbytes // part) <= PARTS or part >= 64 * MIB
+
+
+@given(st.lists(st.integers(1, 40), max_size=20), st.integers(1, 30))
+def test_the_pieces_are_the_blocks_uncopied_and_none_lies_in_two_parts(sizes: list[int], part: int) -> None:
+    data = np.arange(sum(sizes), dtype=np.uint16).astype(np.uint8)
+    ends = np.cumsum(sizes, dtype=int).tolist()
+    blocks = [data[end - size : end].data for size, end in zip(sizes, ends, strict=True)]
+    window, at = UploadWindow(), 0
+    for piece in window.stream(blocks, part):
+        assert len(piece) and np.shares_memory(piece, data[at : at + 1])
+        assert at // part == (at + len(piece) - 1) // part
+        at += len(piece)
+        del piece
+    assert at == len(data)
+
+
+def test_a_part_waits_until_another_one_is_not_referred_to_any_more() -> None:
+    window, seen = UploadWindow(), list[np.ndarray]()
+    window.depth = RequestDepth(2, most=2)
+    blocks = [np.full(6, number, np.uint8).data for number in range(4)]
+
+    def send() -> None:
+        for piece in window.stream(blocks, 8):
+            seen.append(piece)
+            del piece
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    assert until(lambda: len(seen) == 4, 60)  # 6 and 2 bytes, 4 and 4: two parts
+    thread.join(0.2)
+    assert len(seen) == 4, "the third part waits"
+    del seen[0]
+    thread.join(0.2)
+    assert len(seen) == 3, "one part was sent in two pieces"
+    del seen[0]
+    thread.join(60)
+    assert not thread.is_alive() and sum(map(len, seen)) == 16

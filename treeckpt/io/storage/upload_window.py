@@ -1,0 +1,91 @@
+"""The parts of uploads that are in flight to one bucket: as many as its rate rewards.
+
+obstore takes the content of an upload in order, keeps the memory of each part until its request has ended, and repeats
+a request that fails by itself, after a pause that grows while the store throttles. A part so ends when nothing refers
+to its memory any more; its bytes are not copied.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Generator, Iterable
+
+import numpy as np
+
+from .range_fetcher import RequestDepth
+
+MOST = 128
+"""Parts in flight, at most. obstore looks for parts that failed when so many have been started, and at the end."""
+
+
+class _UploadPart:
+    """One part: done when all of it was taken and nothing refers to any of its pieces."""
+
+    def __init__(self, window: UploadWindow) -> None:
+        self._window, self._nbytes, self._pieces, self._whole = window, 0, 0, False
+
+    def take(self, piece: np.ndarray) -> np.ndarray:
+        with self._window.changed:
+            self._nbytes += len(piece)
+            self._pieces += 1
+        weakref.finalize(piece, self._let_go).atexit = False
+        return piece
+
+    def close(self) -> None:
+        with self._window.changed:
+            self._whole = True
+            if not self._pieces:
+                self._window.leave(self._nbytes)
+
+    def _let_go(self) -> None:
+        with self._window.changed:
+            self._pieces -= 1
+            if self._whole and not self._pieces:
+                self._window.leave(self._nbytes)
+
+
+class UploadWindow:
+    """Counts the parts in flight of all uploads to one bucket."""
+
+    def __init__(self) -> None:
+        self.depth = RequestDepth(most=MOST)
+        # an RLock: the last reference to a piece may end in a thread that holds the lock
+        self.changed = threading.Condition(threading.RLock())
+        self.in_flight = 0
+
+    def stream(self, blocks: Iterable[memoryview], part_nbytes: int) -> Generator[np.ndarray]:
+        """Yields the blocks, uint8[n], cut where a part ends; waits before each part until it may be in flight."""
+        part, room = None, 0
+        try:
+            for block in blocks:
+                data, at = np.frombuffer(block, np.uint8), 0
+                while at < len(data):
+                    if part is None:
+                        part, room = self._enter(), part_nbytes
+                    size = min(room, len(data) - at)
+                    at, room = at + size, room - size
+                    yield part.take(data[at - size : at])
+                    if not room:
+                        part.close()
+                        part = None
+                del data, block  # nothing may refer to memory that is sent while the next block is waited for
+        finally:
+            if part is not None:
+                part.close()
+
+    def _enter(self) -> _UploadPart:
+        with self.changed:
+            while self.in_flight >= self.depth.depth:
+                self.changed.wait()
+            if not self.in_flight:
+                self.depth.restart(time.monotonic())
+            self.in_flight += 1
+        return _UploadPart(self)
+
+    def leave(self, nbytes: int) -> None:
+        """Counts a part of `nbytes` bytes that is in flight no longer."""
+        self.in_flight -= 1
+        self.depth.add(nbytes, time.monotonic())
+        self.changed.notify_all()

@@ -1,0 +1,114 @@
+"""Writes the shards of a rank: one after the other to a disk, several at a time to an object store.
+
+On a disk the data is written first and hashed meanwhile, and the header, with the checksums, last; `shard_upload` says
+how a large shard goes to an object store.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import msgspec
+
+from ..core.format.shard_header import ShardHeader, encode_header, with_hashes
+from ..core.planning.save_plan import FilePlan
+from ..errors import CheckpointError
+from ..io.storage.memory import aligned_buffer
+from ..io.storage.store import Store, SupportsFetching, Writer
+from ..io.timing import Recorder
+from .shard_stream import BUFFER, BufferedWriter, Pipeline, ShardSource, write_data
+from .shard_upload import COPIES, ShardUpload
+
+BUFFER_COUNT = 4
+WRITE_THREADS = 3
+UPLOADS = 4
+"""Shards that are sent at a time: the checksums of one, and the ends of others, cost no time of the network."""
+
+
+class ShardFile(msgspec.Struct, frozen=True):
+    """One shard to write: its entries, its name, and a header that lacks only the checksums."""
+
+    plan: FilePlan
+    name: str
+    header: ShardHeader
+
+
+class _Files(msgspec.Struct, frozen=True):
+    """What all shards of a save are written with."""
+
+    store: Store
+    source: ShardSource
+    recorder: Recorder
+    pipeline: Pipeline
+    at_once: int
+
+
+def write_files(
+    store: Store,
+    files: Sequence[ShardFile],
+    source: ShardSource,
+    recorder: Recorder,
+    on_written: Callable[[int], None],
+) -> list[tuple[int, int]]:
+    """Writes a rank's shards, durably; returns (bytes of the header, bytes of the data) of each file.
+
+    Args:
+        on_written: called with the bytes of each block of data that was written.
+    """
+    huge = any(file.plan.nbytes >= BUFFER for file in files)
+    free: queue.Queue[memoryview] = queue.Queue()
+    for _ in range(BUFFER_COUNT):
+        free.put(aligned_buffer(BUFFER, huge=huge))
+    at_once = min(UPLOADS, len(files)) if isinstance(store, SupportsFetching) else 1
+    headers = [encode_header(file.header) for file in files]
+    sizes = [(len(header), file.plan.nbytes) for header, file in zip(headers, files, strict=True)]
+    with ThreadPoolExecutor(WRITE_THREADS, "treeckpt-write") as pool:
+        write = partial(_write_file, _Files(store, source, recorder, Pipeline(pool, free, on_written), at_once))
+        if at_once > 1:
+            with recorder.span("write", sum(map(sum, sizes))), ThreadPoolExecutor(at_once, "treeckpt-shard") as shards:
+                list(shards.map(write, files, headers))
+            return sizes
+        for file, header, size in zip(files, headers, sizes, strict=True):
+            with recorder.span("write", sum(size)):
+                write(file, header)
+    return sizes
+
+
+def _write_file(files: _Files, file: ShardFile, header: bytes) -> None:
+    writer = files.store.create(file.name, len(header) + file.plan.nbytes)
+    try:
+        if getattr(writer, "ordered", False):
+            _upload(files, file, writer, header)
+        else:
+            _write_in_place(files, file, writer, header)
+    except BaseException:
+        writer.abort()
+        raise
+
+
+def _write_in_place(files: _Files, file: ShardFile, writer: Writer, header: bytes) -> None:
+    data = BufferedWriter(writer, len(header), file.plan.nbytes, files.pipeline)
+    hashes = write_data(data, file.plan, files.source, files.recorder)
+    head = aligned_buffer(len(header))
+    head[:] = with_hashes(header, hashes)
+    writer.write(0, head)
+    start = files.recorder.now()
+    writer.commit()
+    files.recorder.add("fsync", start, files.recorder.now())
+
+
+def _upload(files: _Files, file: ShardFile, writer: Writer, header: bytes) -> None:
+    pipeline = files.pipeline
+    copies = COPIES // files.at_once
+    upload = ShardUpload(file.plan, files.source, files.recorder, pipeline.pool, copies, pipeline.on_written)
+    if not upload.send(writer, header):
+        files.store.delete(file.name)
+        raise CheckpointError(
+            f"{files.store.url}/{file.name}",
+            expected="arrays that stay as they are while they are being saved",
+            found="other bytes than a moment ago",
+            hint="Wait for the save before anything trains on, or use save_async",
+        )
