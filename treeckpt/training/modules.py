@@ -2,7 +2,7 @@
 
 The entries are those of `state_dict`: with hooks and `get_extra_state`, without non-persistent buffers, under names
 without the steps of wrappers. A buffer that is no DTensor has a copy on every rank, and these may differ (batch
-statistics do): the first rank that holds the module saves it.
+statistics do): the first rank of the wrapper or mesh around the module saves it, or as `training.state` is told.
 """
 
 from __future__ import annotations
