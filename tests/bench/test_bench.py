@@ -9,43 +9,27 @@ import pytest
 import torch
 
 from tests.helpers.background import until
+from tests.helpers.bench_trials import trial
 from treeckpt import bench
 from treeckpt.bench import measure, raw_limits
 from treeckpt.bench.checkpointers import SyncCheckpointer
 from treeckpt.bench.meter import Meter, cached_fraction, drop_cache, fill_cache, sync_files
 from treeckpt.bench.plot import draw
-from treeckpt.bench.results import LIMITS, PHASES, AsyncTrial, Limit, Trial, summarize, summarize_async
+from treeckpt.bench.results import PHASES, REMOTE_PHASES, AsyncTrial, Limit, Trial, summarize, summarize_async
 from treeckpt.bench.states import SCENARIOS, BenchTask, different_leaf, make_state, shapes_bytes, sum_bytes, touch
-from treeckpt.bench.targets import compare_async_with_targets, compare_with_targets
+from treeckpt.bench.targets import FAR, NEAR, compare_async_with_targets, compare_with_targets
 from treeckpt.cli.main import main as command_line
-
-
-def trial(contender: str = "treeckpt", phase: Any = "save", seconds: float = 1.0, **changes: Any) -> Trial:
-    fields: dict[str, Any] = {
-        "scenario": "gpt2",
-        "contender": contender,
-        "phase": phase,
-        "repetition": 0,
-        "ranks": 1,
-        "seconds": seconds,
-        "summed": seconds,
-        "nbytes": 1000,
-        "limits": {LIMITS[phase]: 1000.0},
-        "extra_rss": 0,
-        "read_bytes": 1000,
-        "write_bytes": 0,
-        "files_bytes": 1000,
-        "cached": 0.0,
-    }
-    return Trial(**{**fields, **changes})
 
 
 def one_of_each() -> list[Trial]:
     names = {scenario.name for scenario in SCENARIOS}
-    everyone = ("treeckpt", "treeckpt dense", "dcp", "dcp-4", "safetensors")
+    everyone = ("treeckpt", "treeckpt dense", "treeckpt one rank", "dcp", "dcp-4", "safetensors")
     return [
         trial(who, phase, 1.0 if who == "treeckpt" else 20.0, scenario=name)
         for name, who, phase in itertools.product(sorted(names), everyone, PHASES)
+    ] + [
+        trial(who, phase, 1.0 if who == "treeckpt" else 20.0, scenario=link.scenario)
+        for link, who, phase in itertools.product((FAR, NEAR), ("treeckpt", "fsspec DCP"), REMOTE_PHASES)
     ]
 
 
@@ -98,8 +82,19 @@ def test_a_run_computes_the_bars_of_its_scenarios(report):
     for (scenario, text), state in states.items():
         if scenario in ("gpt2", "tiny", "slice"):
             assert state in ("ok", "short"), text
-        if scenario in ("one", "reshard", "replicated"):
+        if scenario in ("one", "reshard", "replicated", "host-2"):
             assert state == "not measured", text
+
+
+@pytest.mark.slow
+def test_ranks_that_load_the_same_are_measured_beside_one_of_them(tmp_path):
+    out = tmp_path / "out.json"
+    options = ["--scale", "0.02", "--repetitions", "1", "--only", "host-2", "--dir", str(tmp_path), "--json", str(out)]
+    assert bench.main(options) == 0
+    report = json.loads(out.read_text())
+    sizes = {t["contender"]: t["nbytes"] for t in report["trials"] if t["phase"] == "load cold"}
+    assert sizes["treeckpt"] == sizes["dcp"] == 2 * sizes["treeckpt one rank"]
+    assert all(bar["state"] != "not measured" for bar in report["bars"] if bar["scenario"] == "host-2")
 
 
 @pytest.mark.parametrize("name", ["reshard", pytest.param("replicated", marks=pytest.mark.slow)])
@@ -242,6 +237,7 @@ def test_full_sizes_are_those_that_are_told():
     sizes = {s.name: s.shapes(1) for s in SCENARIOS}
     assert len(sizes["gpt2"]) == 592 and round(shapes_bytes(sizes["gpt2"]) / 1e9, 2) == 1.49
     assert len(sizes["tiny"]) == 20_000 and shapes_bytes(sizes["tiny"]) == 80_000
+    assert all(round(shapes_bytes(sizes[f"host-{n}"]) / 1e6) == 498 for n in (2, 4, 8))
     assert shapes_bytes(sizes["one"]) == 2e9 and shapes_bytes(sizes["slice"]) == 512e6
     assert {s.name for s in SCENARIOS} == set(bench.NAMES)
 

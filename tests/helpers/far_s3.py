@@ -1,16 +1,14 @@
-"""The S3 server of `far_s3_server` as a test sees it: its settings, its log, and stores on it."""
+"""The S3 server of `treeckpt.bench.s3_server` as a test sees it: its settings, its log, and stores on it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from tests.helpers.s3 import S3, started
-
-_SERVER = str(Path(__file__).with_name("far_s3_server.py"))
+from treeckpt.bench import s3_server
 
 
 class FarS3(S3):
@@ -34,5 +32,5 @@ class FarS3(S3):
 @contextmanager
 def far_s3_server() -> Iterator[FarS3]:
     """Starts a server, ends it again."""
-    with started(_SERVER) as port:
+    with started(s3_server.__file__) as port:
         yield FarS3(port, port)

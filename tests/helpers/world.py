@@ -160,8 +160,8 @@ class Faulty:
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
         self.switch(f"read_into {name}", lambda: self.inner.read_into(name, offset, out, shared=shared))
 
-    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
-        return self.switch(f"read_parts {name}", lambda: self.inner.read_parts(name, offset, parts))
+    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview], *, shared: bool = False) -> bool:
+        return self.switch(f"read_parts {name}", lambda: self.inner.read_parts(name, offset, parts, shared=shared))
 
     def map(self, name: str, offset: int, nbytes: int) -> memoryview:
         return self.switch(f"map {name}", lambda: self.inner.map(name, offset, nbytes))

@@ -92,8 +92,8 @@ def test_each_byte_is_read_once_unless_all_is_compared_first(tmp_path: Path) -> 
             super().read_into(name, offset, out, shared=shared)
             self.total += len(out) if name != INDEX_NAME and len(out) >= 1 << 16 else 0
 
-        def read_parts(self, name: str, offset: int, parts: Any) -> bool:
-            done = super().read_parts(name, offset, parts)
+        def read_parts(self, name: str, offset: int, parts: Any, *, shared: bool = False) -> bool:
+            done = super().read_parts(name, offset, parts, shared=shared)
             self.total += sum(map(len, parts)) if done else 0
             return done
 
@@ -163,7 +163,7 @@ def test_a_read_that_fails_midway_says_what_may_have_changed() -> None:
 def test_an_error_of_the_disk_says_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tc.save(tmp_path / "c", leaves(1))
 
-    def fails(self: Any, name: str, offset: int, parts: Any) -> bool:
+    def fails(self: Any, name: str, offset: int, parts: Any, *, shared: bool = False) -> bool:
         raise OSError(errno.EIO, "injected")
 
     monkeypatch.setattr(LocalStore, "read_parts", fails)

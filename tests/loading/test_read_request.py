@@ -125,8 +125,8 @@ class _Noted(LocalStore):
         self.buffered.append(len(out))
         super().read_into(name, offset, out, shared=shared)
 
-    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
-        done = super().read_parts(name, offset, parts)
+    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview], *, shared: bool = False) -> bool:
+        done = super().read_parts(name, offset, parts, shared=shared)
         if done:
             self.straight.append(sum(map(len, parts)))
         return done

@@ -6,11 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import treeckpt as tc
 from treeckpt.core.sharding.region import Region
 from treeckpt.io.comm.comm import thread_comms
+from treeckpt.io.storage.shard_reader import ByteRange
 from treeckpt.io.storage.store import MemoryStore
+from treeckpt.loading.read_tasks import ReadTask, in_turns
 
 MIB = 1 << 20
 
@@ -97,3 +101,49 @@ def test_verifying_reads_each_byte_once(store: Watched) -> None:
     assert tc.verify(store).ok
     [shard] = tc.inspect(store).file_list
     assert sum(length for name, _, length, _ in store.reads if name == shard.name) == 8 + shard.header + shard.nbytes
+
+
+def test_ranks_of_a_host_begin_with_parts_of_their_own_of_what_all_want(
+    store: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, world = 3, thread_comms(3)
+    wanted: list[list[tuple[str, int, int, bool]]] = []
+    for rank, comm in enumerate(world):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        for like in (None, columns(0, 512)):
+            store.reads.clear()
+            tc.load(store, like, comm=comm)
+            assert all(shared for *_, shared in store.data_reads()), "through the page cache"
+            wanted += [store.data_reads()] if like is None else []
+    assert all(sorted(reads) == sorted(wanted[0]) for reads in wanted), "all of it on each rank"
+    firsts = [{read[1] for read in reads[: len(reads) // ranks]} for reads in wanted]
+    assert not set.intersection(*firsts), "but not in the same order"
+    store.reads.clear()
+    region = Region((1024, 0), (2048, 1024))
+    tc.load(
+        store,
+        {"w": tc.ArraySpec((6 * 1024, 1024), "float32", regions=(region,), kind="numpy"), "v": ...},
+        comm=world[0],
+    )
+    assert not any(shared for *_, shared in store.data_reads()), "what this rank alone wants stays as it is"
+    store.reads.clear()
+    tc.load(store, comm="alone")
+    assert not any(shared for *_, shared in store.data_reads())
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 100), st.booleans()), max_size=60),
+    count=st.integers(1, 5),
+)
+def test_turns_change_the_order_of_reads_alone(sizes: list[tuple[int, bool]], count: int) -> None:
+    shard: Any = None
+    tasks = [
+        ReadTask(ByteRange(shard, n, n + (size << 20)), n, shared=shared) for n, (size, shared) in enumerate(sizes)
+    ]
+    orders = [in_turns(tasks, position, count) for position in range(count)]
+    for order in orders:
+        assert sorted(task.start for task in order) == list(range(len(tasks)))
+        assert [task.shared for task in order] == sorted((task.shared for task in tasks), reverse=True)
+        assert [task for task in order if not task.shared] == [task for task in tasks if not task.shared]
+    assert orders[0] == [*(task for task in tasks if task.shared), *(task for task in tasks if not task.shared)]

@@ -243,6 +243,8 @@ class ArrayTarget(msgspec.Struct, frozen=True, gc=False):
     spec: ArraySpec
     leaf: Any
     pieces: Sequence[TargetPiece]
+    layout: Layout | None = None
+    """None where only this rank's pieces are known."""
 
 
 def local_shape_of(spec: ArraySpec) -> tuple[int, ...]:

@@ -188,7 +188,7 @@ def target(leaf: torch.Tensor, path: str, rank: int) -> ArrayTarget:
     if is_dtensor(leaf):
         layout, local = local_of(leaf, path, rank)
         pieces = [TargetPiece(*piece) for piece in _pieces(layout, local, tuple(leaf.shape), rank)]
-        return ArrayTarget(_spec(leaf), leaf, pieces)
+        return ArrayTarget(_spec(leaf), leaf, pieces, layout)
     tensor = leaf.detach()
     try:
         _storage(tensor, path)
@@ -235,7 +235,7 @@ def _like_dtensor(
     local = _new(shape if shape is not None else (0,), leaf.dtype, device, allocate)
     pieces = [TargetPiece(*p) for p in _pieces(layout, local, spec.shape, rank)] if shape is not None else ()
     made = DTensor(local, leaf._spec, requires_grad=False)  # from_local loses the shape of a scalar outside of the mesh
-    return ArrayTarget(spec, as_kind(made, spec), pieces)
+    return ArrayTarget(spec, as_kind(made, spec), pieces, layout)
 
 
 def _device(device: str | None, path: str) -> torch.device | None:

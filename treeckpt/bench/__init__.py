@@ -19,8 +19,8 @@ import msgspec
 
 from ..report.terminal import fail, print_line
 from .machine import Machine, describe_machine
-from .results import AsyncSummary, AsyncTrial, Trial, TrialSummary, summarize, summarize_async
-from .show import async_line, print_async, print_rows, print_targets, trials_line
+from .results import LINKS, AsyncSummary, AsyncTrial, Link, Trial, TrialSummary, summarize, summarize_async
+from .show import async_line, print_async, print_remote, print_rows, print_targets, trials_line
 from .targets import BenchTarget, compare_async_with_targets, compare_with_targets
 
 if TYPE_CHECKING:
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Report", "main"]
 
-NAMES = ("gpt2", "tiny", "one", "slice", "replicated", "reshard", "table", "async", "async-tiny")
+NAMES = ("gpt2", "tiny", "one", "slice", "replicated", "reshard", "host-2", "host-4", "host-8", "table", "remote",
+    "async", "async-tiny")  # fmt: skip
 QUICK_SCALE, QUICK_REPETITIONS = 1 / 8, 2
+_LINK_HELP = "only this link of remote: ms before an answer / MB/s a connection, as 40/90"
 MARGIN = 1 << 30
 """Bytes of disk to leave free."""
 
@@ -79,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repetitions", type=_count, metavar="N", help="of everything (default: 5)")
     parser.add_argument("--only", action="append", choices=NAMES, metavar="SCENARIO", help=f"of: {', '.join(NAMES)}")
     parser.add_argument("--contender", action="append", metavar="NAME", help="only this one, as named in the table")
+    parser.add_argument("--link", action="append", type=_link, metavar="MS/MBPS", help=_LINK_HELP)
     parser.add_argument("--dir", type=Path, help="where to write (default: a new directory here, removed at the end)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all trials, medians and bars")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the medians: .svg, .png or .pdf")
@@ -91,6 +94,14 @@ def _positive(text: str) -> float:
     if not 0 < number <= 100:
         raise argparse.ArgumentTypeError(f"expected a number above 0, up to 100, found {text}")
     return number
+
+
+def _link(text: str) -> Link:
+    latency, _, rate = text.partition("/")
+    link = Link(float(latency), float(rate))
+    if link.latency < 0 or link.rate <= 0:
+        raise argparse.ArgumentTypeError(f"expected milliseconds/MB/s, as 40/90, found {text}")
+    return link
 
 
 def _count(text: str) -> int:
@@ -112,7 +123,14 @@ def _run(options: argparse.Namespace, scale: float, repetitions: int) -> int:
         fail(f"treeckpt bench: {error}")
         return 2
     tasks = [
-        BenchTask(scenario.name, str(directory), scale, repetitions, tuple(options.contender or ()))
+        BenchTask(
+            scenario.name,
+            str(directory),
+            scale,
+            repetitions,
+            tuple(options.contender or ()),
+            tuple(options.link or LINKS),
+        )
         for scenario in SCENARIOS
         if not options.only or scenario.name in options.only
     ]
@@ -135,8 +153,8 @@ def _run(options: argparse.Namespace, scale: float, repetitions: int) -> int:
     if options.plot:
         from .plot import draw
 
-        draw(rows, options.plot)
-        print_line(f"wrote {options.plot}")
+        for path in draw(rows, options.plot):
+            print_line(f"wrote {path}")
     return 1 if failed or (options.strict and any(target.state == "short" for target in targets)) else 0
 
 
@@ -149,7 +167,8 @@ def _check_space(tasks: Sequence[BenchTask]) -> None:
     from .raw_limits import MOST
     from .states import shapes_bytes
 
-    needed = 2 * max(shapes_bytes(task.shapes) for task in tasks) + MOST + MARGIN
+    needed = 2 * max((shapes_bytes(task.shapes) for task in tasks if not task.scenario.remote), default=0)
+    needed += MOST + MARGIN
     directory = tasks[0].path
     free = shutil.disk_usage(directory).free
     if free < needed:
@@ -179,8 +198,8 @@ def run_tasks(tasks: Sequence[BenchTask]) -> tuple[list[Trial], list[AsyncTrial]
             fail(f"treeckpt bench: {task.name}: {error}")
             failed = True
         text = task.scenario.text
-        if rows := [row for row in summarize(trials) if row.scenario == task.name]:
-            print_rows(text, rows)
+        if rows := [row for row in summarize(trials) if row.scenario.partition(" ")[0] == task.name]:
+            (print_remote if task.scenario.remote else print_rows)(text, rows)
         if async_rows := [row for row in summarize_async(async_trials) if row.scenario == task.name]:
             print_async(text, async_rows)
     return trials, async_trials, failed
@@ -190,6 +209,7 @@ def run_task(task: BenchTask) -> Iterator[list[Trial] | AsyncTrial]:
     """Yields the trials of each turn of a scenario."""
     from .checkpointers import sync_checkpointers
     from .measure import run_alone, run_slice
+    from .measure_remote import run_remote
     from .ranks import run_job
     from .tables import run_table
 
@@ -198,6 +218,8 @@ def run_task(task: BenchTask) -> Iterator[list[Trial] | AsyncTrial]:
         return run_job("treeckpt.bench.measure_async", task, ranks=1, result=AsyncTrial)
     if scenario.ranks > 1:
         return run_job("treeckpt.bench.ranks", task, ranks=scenario.ranks, result=list[Trial])
+    if scenario.remote:
+        return run_remote(task)
     if scenario.keyed:
         return run_table(task)
     if scenario.part > 1:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -31,6 +32,8 @@ class SyncCheckpointer:
     name: str
     kinds: tuple[str, ...] = ("save", "load", "fill")
     """Of "save", "load", "fill", "first" and "rows": what is measured; "save" always."""
+    loads_alone = False
+    """Whether one rank loads, however many there are."""
 
     def prepare(self, state: State) -> Any:
         """Returns what `save` gets, in the arrays of the library; before the clock starts."""
@@ -85,6 +88,17 @@ class SyncTreeckpt(SyncCheckpointer):
         piece = torch.empty((stop - start, *shape[1:]))
         wanted = treeckpt.Sharded(piece, shape, (start, *(0 for _ in shape[1:])))
         return treeckpt.load(directory / "step", {name: wanted})[name].local
+
+
+class SyncOneRank(SyncTreeckpt):
+    """treeckpt where rank 0 alone loads, while the others wait: what several ranks that load the same are beside."""
+
+    name = "treeckpt one rank"
+    kinds = ("save", "load")
+    loads_alone = True
+
+    def load(self, directory: Path, like: State) -> State:
+        return {} if dist.get_rank() else treeckpt.load(directory / "step", like, comm="alone")
 
 
 class SyncDcp(SyncCheckpointer):

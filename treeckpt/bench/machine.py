@@ -8,7 +8,18 @@ from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 
-PACKAGES = ("treeckpt", "torch", "numpy", "safetensors", "orbax-checkpoint", "jax", "torch_checkpointing")
+PACKAGES = (
+    "treeckpt",
+    "torch",
+    "numpy",
+    "safetensors",
+    "obstore",
+    "s3fs",
+    "s3torchconnector",
+    "orbax-checkpoint",
+    "jax",
+    "torch_checkpointing",
+)
 
 
 class Machine(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from typing import Any
 from .checkpointers import SyncCheckpointer, sync_checkpointers
 from .meter import Meter, Usage, cached_fraction, drop_cache, files_of, fill_cache, pretouch_memory, release_memory
 from .raw_limits import LEAST, RawLimits
-from .results import HUGE, LIMITS, PHASES, Limit, Phase, Trial
+from .results import HUGE, LIMITS, PHASES, AnyLimit, DiskPhase, Limit, Trial
 from .states import BenchTask, State, different_leaf, make_leaf, make_state, shapes_bytes, sum_bytes, touch
 
 Difference = Callable[[State], str | None]
@@ -47,7 +47,7 @@ class Measurement:
         self.directory = task.path / "checkpoint"
         self._raw = RawLimits(task.path / "raw.bin", nbytes) if self.group.rank == 0 and nbytes >= LEAST else None
 
-    def limits(self, names: Sequence[Limit]) -> dict[Limit, float]:
+    def limits(self, names: Sequence[Limit]) -> dict[AnyLimit, float]:
         """Measures raw rates, on rank 0."""
         return {name: self._raw.measure(name) for name in names} if self._raw is not None else {}
 
@@ -83,15 +83,16 @@ class Measurement:
         self.begin()
         save = partial(contender.save, self.directory, contender.prepare(state))
         trials = self.trial(contender.name, "save", repetition, save, self.nbytes)
-        wanted = self.nbytes * (1 if self.scenario.columns else self.group.size)
+        wanted = self.nbytes * (1 if self.scenario.columns or contender.loads_alone else self.group.size)
         for phase in PHASES[1:]:
             kind = phase.split()[0]
-            if kind in contender.kinds:
+            if kind in contender.kinds and (kind == "load" or not self.scenario.one):
                 if kind != "load" and difference is not None:
                     for leaf in target.values():
                         leaf.fill_(0)
                 load = partial(self._load, contender, kind, target)
-                trials += self.trial(contender.name, phase, repetition, load, wanted, difference)
+                ranks = 1 if contender.loads_alone else self.group.size
+                trials += self.trial(contender.name, phase, repetition, load, wanted, difference, ranks=ranks)
         self.end()
         return trials
 
@@ -107,13 +108,18 @@ class Measurement:
     def trial(
         self,
         contender: str,
-        phase: Phase,
+        phase: DiskPhase,
         repetition: int,
         work: Callable[[], State | None],
         nbytes: int,
         difference: Difference | None = None,
+        *,
+        ranks: int = 1,
     ) -> list[Trial]:
         """Measures one operation on all ranks; the trial is on rank 0.
+
+        Args:
+            ranks: how many of them get a part of `nbytes`.
 
         Raises:
             BenchError: what came back differs from what was saved.
@@ -130,9 +136,9 @@ class Measurement:
         self.group.gather(None)
         # new arrays, and the page cache of who reads through it
         if needed := nbytes * (phase.startswith("load") + phase.endswith("cold")):
-            pretouch_memory(needed // self.group.size)
+            pretouch_memory(needed // ranks)
             self.group.gather(None)
-        usage, summed, loaded = _measure(work)
+        usage, summed, loaded = measure_work(work)
         if loaded is not None and difference is not None and (name := difference(loaded)):
             raise BenchError(f"{contender}: {self.scenario.name}: {name} came back changed")
         del loaded
@@ -160,14 +166,14 @@ class Measurement:
         ]
 
 
-def _limits_beside(contender: str, phase: Phase) -> list[Limit]:
+def _limits_beside(contender: str, phase: DiskPhase) -> list[Limit]:
     """Returns what is measured beside an operation; beside treeckpt, whose buffers lie in huge pages, these too."""
     limit = LIMITS[phase]
     limits: list[Limit] = ["C", limit] if phase == "save" else [limit]
     return [*limits, HUGE[limit]] if limit in HUGE and contender == "treeckpt" else limits
 
 
-def _measure(work: Callable[[], State | None]) -> tuple[Usage, float, State | None]:
+def measure_work(work: Callable[[], State | None]) -> tuple[Usage, float, State | None]:
     """Returns what an operation took, its time when every byte was added up, and its result."""
     with Meter() as meter:
         loaded = work()

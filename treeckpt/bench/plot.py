@@ -1,14 +1,18 @@
-"""Draws the medians: a panel for a phase of a scenario, a bar for each contender, and a line at the raw limit."""
+"""Draws the medians: a panel for a phase of a scenario, a bar for each contender, and a line at the raw limit.
+
+What was measured on object stores has a picture of its own: a panel to load and one to save, a group of bars for each
+link, as parts of the raw limit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from .results import Phase, TrialSummary
+from .results import RAW, REMOTE_PHASES, SERVER_LINK, Phase, TrialSummary
 
 OWN, OTHER, LINE, INK, FAINT = "#0f766e", "#c3c9d1", "#b45309", "#1f2937", "#6b7280"
 LIMIT_TEXTS = {
@@ -44,13 +48,29 @@ PANELS = (
 )
 
 
-def draw(rows: Sequence[TrialSummary], path: Path) -> None:
-    """Writes the picture; its format follows the file's suffix. Panels without figures are left out."""
+def draw(rows: Sequence[TrialSummary], path: Path) -> list[Path]:
+    """Writes the pictures; their format follows the file's suffix. Panels without figures are left out.
+
+    Returns:
+        The paths of the pictures; where there are two, that of object stores ends with `-remote`.
+    """
+    found = [(panel, chosen) for panel in PANELS if (chosen := _rows_of(rows, panel))]
+    remote = [row for row in rows if row.phase in REMOTE_PHASES and row.ratio is not None and row.limit_rate]
+    if not found and not remote:
+        raise ValueError("nothing to draw: none of the scenarios of the picture was run")
+    paths: list[Path] = []
+    if found:
+        _write(lambda: _figure(found), path)
+        paths.append(path)
+    if remote:
+        paths.append(path.with_stem(f"{path.stem}-remote") if found else path)
+        _write(lambda: _remote_figure(remote), paths[-1])
+    return paths
+
+
+def _write(make: Callable[[], Any], path: Path) -> None:
     import matplotlib as mpl
 
-    found = [(panel, chosen) for panel in PANELS if (chosen := _rows_of(rows, panel))]
-    if not found:
-        raise ValueError("nothing to draw: none of the scenarios of the picture was run")
     style: dict[Any, Any] = {
         "font.size": 9,
         "svg.fonttype": "none",
@@ -58,8 +78,7 @@ def draw(rows: Sequence[TrialSummary], path: Path) -> None:
         "font.family": "sans-serif",
     }
     with mpl.rc_context(style):
-        figure = _figure(found)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=160, facecolor="white")
+        make().savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=160, facecolor="white")
 
 
 def _rows_of(rows: Sequence[TrialSummary], panel: Panel) -> list[TrialSummary]:
@@ -89,6 +108,44 @@ def _figure(found: Sequence[tuple[Panel, list[TrialSummary]]]) -> Any:
     return figure
 
 
+def _remote_figure(rows: Sequence[TrialSummary]) -> Any:
+    from matplotlib.figure import Figure
+
+    rows = [row for row in rows if row.scenario != SERVER_LINK.scenario and not row.contender.startswith(RAW)]
+    links = list(dict.fromkeys(row.scenario for row in rows))
+    names = list(dict.fromkeys(row.contender for row in rows))
+    figure = Figure(figsize=(12, 0.7 + len(links) * 0.16 * (len(names) + 1)), layout="constrained")
+    titles = {"load remote": "Load, new tree", "save remote": "Save"}
+    for ax, (phase, title) in zip(figure.subplots(1, 2, squeeze=False)[0], titles.items(), strict=True):
+        for place, name in enumerate(names):
+            chosen = {row.scenario: row for row in rows if (row.contender, row.phase) == (name, phase)}
+            _draw_group(ax, place, name, [chosen.get(link) for link in links], len(names) + 1)
+        limits = {row.scenario: row.limit_rate or 0.0 for row in rows if row.phase == phase}
+        texts = [f"{_link_text(link)}\nraw {limits.get(link, 0.0) / 1e9:.2f} GB/s" for link in links]
+        ax.set_yticks([at * (len(names) + 1) + (len(names) - 1) / 2 for at in range(len(links))], texts)
+        ax.set_ylim(len(links) * (len(names) + 1) - 1, -1)
+        ax.axvline(1, color=LINE, linewidth=1, linestyle=(0, (3, 2)), zorder=0)
+        ax.set_xlim(0, 1.3)
+        _strip(ax, title, "part of obstore's own rate with 16 to 128 connections")
+    return figure
+
+
+def _draw_group(ax: Any, place: int, name: str, rows: Sequence[TrialSummary | None], size: int) -> None:
+    """Draws the bars of one contender: one on each link."""
+    own = name == "treeckpt"
+    for at, row in enumerate(rows):
+        if row is not None and row.ratio is not None:
+            y = at * size + place
+            ax.barh(y, 0 if row.cut else row.ratio, color=OWN if own else OTHER, height=0.8)
+            text = f"> {row.seconds:.0f} s" if row.cut else f"{row.ratio:.2f}"
+            ax.text(0.01 + (0 if row.cut else row.ratio), y, f"{text}  {name}", va="center", fontsize=6.5, color=INK)
+
+
+def _link_text(scenario: str) -> str:
+    latency, _, rate = scenario.partition(" ")[2].partition("/")
+    return f"{latency} ms, {rate} MB/s"
+
+
 def _draw_panel(ax: Any, panel: Panel, rows: Sequence[TrialSummary], *, places: int) -> None:
     """Draws the bars; all panels beside each other have the same number of places, so that bars are equally thick."""
     values = [row.seconds if panel.seconds else row.rate / 1e9 for row in rows]
@@ -112,7 +169,7 @@ def _draw_panel(ax: Any, panel: Panel, rows: Sequence[TrialSummary], *, places: 
         ax.axvline(limit, color=LINE, linewidth=1, linestyle=(0, (3, 2)), zorder=0)
         ax.text(limit, -0.62, LIMIT_TEXTS[rows[0].limit], color=LINE, fontsize=7, ha="right", va="bottom")
     ax.set_xlim(0, top * 1.16)
-    _strip(ax, panel)
+    _strip(ax, panel.title, "s, less is better" if panel.seconds else "GB/s")
 
 
 def _range(panel: Panel, row: TrialSummary) -> tuple[float, float]:
@@ -121,10 +178,9 @@ def _range(panel: Panel, row: TrialSummary) -> tuple[float, float]:
     return row.nbytes / row.slowest / 1e9, row.nbytes / row.fastest / 1e9
 
 
-def _strip(ax: Any, panel: Panel) -> None:
+def _strip(ax: Any, title: str, unit: str) -> None:
     """Sets the title and the axes, without frames and ticks that are not needed to read the panel."""
-    unit = "s, less is better" if panel.seconds else "GB/s"
-    ax.set_title(panel.title, loc="left", fontsize=9.5, color=INK, fontweight="bold", pad=14)
+    ax.set_title(title, loc="left", fontsize=9.5, color=INK, fontweight="bold", pad=14)
     ax.set_xlabel(unit, color=FAINT, fontsize=8, loc="left")
     ax.tick_params(axis="x", colors=FAINT, labelsize=7.5, length=2)
     ax.tick_params(axis="y", colors=INK, length=0)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..demo.launch import started, worker_environment
-from .checkpointers import sync_checkpointers
+from .checkpointers import SyncOneRank, sync_checkpointers
 from .measure import BenchError, Measurement, RankGroup
 from .results import Trial
 from .states import BenchTask, State, different_leaf, make_state, shapes_bytes
@@ -76,10 +76,11 @@ def _measure_ranks(task: BenchTask) -> Iterator[list[Trial]]:
     state, target = make_state(task.shapes, mesh, 0), make_target()
 
     def difference(loaded: State) -> str | None:
-        return different_leaf(loaded, make_target())
+        return different_leaf(loaded, make_target()) if loaded else None  # another rank loads
 
     measurement = Measurement(task, shapes_bytes(task.shapes), group)
-    contenders = [c for c in sync_checkpointers(group.size) if task.selects(c.name)]
+    contenders = [*sync_checkpointers(group.size), *([SyncOneRank()] if task.scenario.one else [])]
+    contenders = [c for c in contenders if task.selects(c.name)]
     for repetition, contender in task.turns(contenders):
         yield measurement.turn(contender, repetition, state, target, difference if repetition == 0 else None)
 

@@ -6,20 +6,29 @@ before it. Its rate is compared with those limits only, never with those of anot
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
-Phase = Literal["save", "load cold", "load warm", "fill cold", "fill warm", "first cold", "first warm"]
+DiskPhase = Literal["save", "load cold", "load warm", "fill cold", "fill warm", "first cold", "first warm"]
+RemotePhase = Literal["save remote", "load remote", "fill remote", "restore remote"]
+Phase = DiskPhase | RemotePhase
 Limit = Literal["W", "R", "R_fresh", "C", "plain", "plain_fresh", "W_huge", "R_huge"]
+RemoteLimit = Literal["put", "get", "get_fresh"]
+AnyLimit = Limit | RemoteLimit
 
-PHASES: tuple[Phase, ...] = get_args(Phase)
+PHASES: tuple[DiskPhase, ...] = get_args(DiskPhase)
 """`load` makes a new tree, `fill` fills one that exists, `first` does so once all checksums were compared (treeckpt's
 `fill` compares each block as it is put in place); cold is from the device, warm from the page cache."""
+REMOTE_PHASES: tuple[RemotePhase, ...] = get_args(RemotePhase)
+"""To and from an object store; `restore` is `Manager.restore`, which finds the newest checkpoint first."""
 
-LIMITS: dict[Phase, Limit] = {
+HOST = (2, 4, 8)
+"""Numbers of ranks of one host that load the same."""
+LIMITS: dict[DiskPhase, Limit] = {
     "save": "W",
     "load cold": "R_fresh",
     "load warm": "plain_fresh",
@@ -28,9 +37,39 @@ LIMITS: dict[Phase, Limit] = {
     "first cold": "R",
     "first warm": "plain",
 }
-"""The limit that each phase is compared with."""
-HUGE: dict[Limit, Limit] = {"W": "W_huge", "R": "R_huge"}
+REMOTE_LIMITS: dict[RemotePhase, RemoteLimit] = {
+    "save remote": "put",
+    "load remote": "get_fresh",
+    "fill remote": "get",
+    "restore remote": "get_fresh",
+}
+"""The limit that each phase is compared with; those of an object store are an upload in parts, and ranges into touched
+and into new memory."""
+_LIMITS: dict[Phase, AnyLimit] = {**LIMITS, **REMOTE_LIMITS}
+HUGE: dict[AnyLimit, Limit] = {"W": "W_huge", "R": "R_huge"}
 """What the device takes or gives where huge pages are used; reported beside a limit."""
+
+
+class Link(NamedTuple):
+    """The way to an object store."""
+
+    latency: float
+    """Milliseconds before each answer."""
+    rate: float
+    """MB/s of one connection, in each direction; 0 is as fast as it goes."""
+
+    @property
+    def scenario(self) -> str:
+        """The name under which its trials stand."""
+        return f"remote {self.latency:g}/{self.rate:g}"
+
+
+RAW = "raw"
+"""The first word of contenders whose best rates are the limits of the others."""
+SERVER_LINK = Link(0, 0)
+"""No latency, and no limit of a connection: what the server itself can do."""
+LINKS = (Link(1, 1000), Link(40, 90), Link(150, 30))
+"""Those that are measured unless others are asked for: a store nearby, one in the region, one across an ocean."""
 
 
 class Trial(msgspec.Struct, frozen=True):
@@ -47,17 +86,21 @@ class Trial(msgspec.Struct, frozen=True):
     """Of a load: until the processor has also added up every byte. Of a save: the same as `seconds`."""
     nbytes: int
     """Unique bytes of what was saved, or requested by all ranks together."""
-    limits: dict[Limit, float]
-    """Raw rates in bytes a second, measured right before."""
+    limits: dict[AnyLimit, float]
+    """Raw rates in bytes a second, measured right before; those of an object store in the same repetition."""
     extra_rss: int
     """Bytes of memory at the peak beyond those right before; of the rank with most."""
     read_bytes: int
-    """Fetched from the device, all ranks together (/proc/self/io)."""
+    """Fetched from the device (/proc/self/io), or sent by the object store; all ranks together."""
     write_bytes: int
     files_bytes: int
     """The size of the files."""
     cached: float
     """The part of the files' pages that was in the page cache when the clock started; 0 to 1."""
+    requests: int = 0
+    """To the object store."""
+    cut: bool = False
+    """It took longer than it was given; `seconds` is what it was given."""
 
     @property
     def rate(self) -> float:
@@ -67,7 +110,7 @@ class Trial(msgspec.Struct, frozen=True):
     @property
     def ratio(self) -> float | None:
         """The rate as a part of its limit."""
-        limit = self.limits.get(LIMITS[self.phase])
+        limit = self.limits.get(_LIMITS[self.phase])
         return self.rate / limit if limit else None
 
 
@@ -161,7 +204,7 @@ class TrialSummary(msgspec.Struct, frozen=True):
     slowest: float
     summed: float
     rate: float
-    limit: Limit
+    limit: AnyLimit
     limit_rate: float | None
     huge_rate: float | None
     """The limit's in huge pages, where that was measured."""
@@ -174,6 +217,24 @@ class TrialSummary(msgspec.Struct, frozen=True):
     write_bytes: int
     files_bytes: int
     cached: float
+    requests: int
+    cut: bool
+    """A trial was; then times are lower bounds, rates and ratios upper bounds."""
+
+    @property
+    def loaded(self) -> int:
+        """Bytes of the new tree that the operation makes."""
+        return self.nbytes if self.phase.partition(" ")[0] in ("load", "restore") else 0
+
+
+def with_remote_limits(turns: Sequence[Sequence[Trial]]) -> list[list[Trial]]:
+    """Returns the turns of one repetition on one link, with the best rates of the raw contenders as their limits."""
+    best: dict[AnyLimit, float] = {}
+    for trial in itertools.chain.from_iterable(turns):
+        if trial.contender.startswith(RAW):
+            limit = _LIMITS[trial.phase]
+            best[limit] = max(best.get(limit, 0.0), trial.rate)
+    return [[msgspec.structs.replace(trial, limits=best) for trial in trials] for trials in turns]
 
 
 def summarize(trials: Sequence[Trial]) -> list[TrialSummary]:
@@ -183,7 +244,8 @@ def summarize(trials: Sequence[Trial]) -> list[TrialSummary]:
         groups.setdefault((trial.scenario, trial.phase, trial.contender), []).append(trial)
     scenarios = list(dict.fromkeys(trial.scenario for trial in trials))
     contenders = list(dict.fromkeys(t.contender for t in sorted(trials, key=lambda t: t.repetition)))
-    order = sorted(groups, key=lambda key: (scenarios.index(key[0]), PHASES.index(key[1]), contenders.index(key[2])))
+    phases = (*PHASES, *REMOTE_PHASES)
+    order = sorted(groups, key=lambda key: (scenarios.index(key[0]), phases.index(key[1]), contenders.index(key[2])))
     return [_row(groups[key]) for key in order]
 
 
@@ -191,7 +253,7 @@ def _row(trials: Sequence[Trial]) -> TrialSummary:
     first = trials[0]
     seconds = [trial.seconds for trial in trials]
     ratios = [ratio for trial in trials if (ratio := trial.ratio) is not None]
-    limit = LIMITS[first.phase]
+    limit = _LIMITS[first.phase]
     return TrialSummary(
         scenario=first.scenario,
         contender=first.contender,
@@ -214,4 +276,6 @@ def _row(trials: Sequence[Trial]) -> TrialSummary:
         write_bytes=round(median(trial.write_bytes for trial in trials)),
         files_bytes=round(median(trial.files_bytes for trial in trials)),
         cached=median(trial.cached for trial in trials),
+        requests=round(median(trial.requests for trial in trials)),
+        cut=any(trial.cut for trial in trials),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..report.terminal import print_line, print_table
-from .results import AsyncSummary, AsyncTrial, Trial, TrialSummary
+from .results import RAW, REMOTE_PHASES, AsyncSummary, AsyncTrial, Trial, TrialSummary
 from .targets import BenchTarget
 
 MIB = 1 << 20
@@ -44,6 +44,36 @@ def _limit(row: TrialSummary) -> str:
         return ""
     huge = f", {row.huge_rate / 1e9:.2f} in huge pages" if row.huge_rate is not None else ""
     return f"{row.limit} {row.limit_rate / 1e9:.2f}{huge}"
+
+
+def print_remote(text: str, rows: Sequence[TrialSummary]) -> None:
+    """Prints a line for each contender on each link; the raw ones as the limits that they make."""
+    print_line("")
+    print_line(f"{text}: GB/s, and as a part of raw; memory beyond what is loaded", "bold")
+    table = {(row.scenario, row.contender, row.phase): row for row in rows}
+    cells: list[tuple[str, ...]] = []
+    for scenario in dict.fromkeys(row.scenario for row in rows):
+        found = [row for row in rows if row.scenario == scenario]
+        own = {row.phase: row for row in found if not row.contender.startswith(RAW)} or {r.phase: r for r in found}
+        limits = [_gb(own[phase].limit_rate) if phase in own else "" for phase in REMOTE_PHASES]
+        cells.append((scenario, RAW, *limits, "", ""))
+        for contender in dict.fromkeys(row.contender for row in found if not row.contender.startswith(RAW)):
+            phases = [table.get((scenario, contender, phase)) for phase in REMOTE_PHASES]
+            memory = max(row.extra_rss - row.loaded for row in phases if row) / MIB
+            requests = "/".join(str(row.requests) for row in phases if row)
+            cells.append(("", contender, *map(_remote_cell, phases), f"+{memory:.0f} MiB", requests))
+    columns = ("link", "contender", *(phase.split()[0] for phase in REMOTE_PHASES), "memory", "requests")
+    print_table(columns, cells, right=columns[2:])
+
+
+def _remote_cell(row: TrialSummary | None) -> str:
+    if row is None or row.cut:
+        return "" if row is None else f"> {row.seconds:.0f} s"
+    return f"{_gb(row.rate)} ({row.ratio:.2f})" if row.ratio is not None else _gb(row.rate)
+
+
+def _gb(rate: float | None) -> str:
+    return f"{rate / 1e9:.2f}" if rate else ""
 
 
 def print_async(text: str, rows: Sequence[AsyncSummary]) -> None:

@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from .results import HOST, LINKS, Link
+
 T = TypeVar("T")
 State = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
@@ -58,6 +60,11 @@ def _block() -> Shapes:
     return shapes
 
 
+def weights(scale: float) -> Shapes:
+    """GPT-2 small without Adam's state: 148 leaves, 498 MB."""
+    return {name: shape for name, shape in gpt2(scale).items() if name.startswith("model.")}
+
+
 def tiny(scale: float) -> Shapes:
     """20,000 tensors of one element."""
     return {f"leaf.{number:05}": (1,) for number in range(max(16, round(20_000 * scale)))}
@@ -73,6 +80,11 @@ def rows(scale: float) -> Shapes:
     return {"weight": _rows((125_000, 1_024), scale)}
 
 
+def layers(scale: float) -> Shapes:
+    """32 tensors of 16 MiB: 537 MB."""
+    return {f"layer.{number:02}": _rows((4096, 1024), scale) for number in range(32)}
+
+
 def table(scale: float) -> Shapes:
     """Ten million rows of 16 numbers, and two moments of each: 1.92 GB, beside 80 MB of ids."""
     return {name: _rows((10_000_000, 16), scale) for name in ("embedding", "exp_avg", "exp_avg_sq")}
@@ -85,6 +97,8 @@ class Scenario(msgspec.Struct, frozen=True):
     text: str
     shapes: Callable[[float], Shapes]
     ranks: int = 1
+    one: bool = False
+    """Loaded by one of the ranks too, while the others wait; only loads are compared."""
     columns: bool = False
     """Saved by rows, loaded by columns."""
     part: int = 1
@@ -95,6 +109,8 @@ class Scenario(msgspec.Struct, frozen=True):
     """... beside a thread that ticks."""
     keyed: bool = False
     """Rows by id."""
+    remote: bool = False
+    """Saved to and loaded from an object store."""
 
 
 SCENARIOS: tuple[Scenario, ...] = (
@@ -106,7 +122,12 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(
         "reshard", "GPT-2 small and Adam on 2 ranks, saved by rows, loaded by columns", gpt2, ranks=2, columns=True
     ),
+    *(
+        Scenario(f"host-{n}", f"GPT-2 small, fp32, loaded by {n} ranks of one host", weights, ranks=n, one=True)
+        for n in HOST
+    ),
     Scenario("table", "10 M rows by id: 16 numbers and two moments", table, keyed=True),
+    Scenario("remote", "32 tensors of 16 MiB in an object store", layers, remote=True),
     Scenario("async", "GPT-2 small and Adam, saved in the background of training steps", gpt2, beside=True),
     Scenario("async-tiny", "20,000 tensors of one element, saved in the background", tiny, beside=True, ticks=True),
 )
@@ -122,6 +143,8 @@ class BenchTask(msgspec.Struct, frozen=True):
     repetitions: int
     contenders: tuple[str, ...] = ()
     """Names, or their first words; all if there are none."""
+    links: tuple[Link, ...] = LINKS
+    """Those to object stores."""
 
     @property
     def scenario(self) -> Scenario:

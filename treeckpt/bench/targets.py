@@ -11,12 +11,18 @@ from typing import Literal
 
 import msgspec
 
-from .results import AsyncSummary, Phase, TrialSummary
+from .results import HOST, RAW, REMOTE_PHASES, AsyncSummary, Link, Phase, RemotePhase, TrialSummary
 
 MEMORY = 96 << 20
 """Bytes of memory that a save, or a load beyond its destination, may take."""
 GROUP = 2 << 20
 """Bytes that may be read beyond what is needed, for each rank and file."""
+
+REMOTE_MEMORY = 512 << 20
+"""Bytes of memory that a load from an object store may take beyond its destination."""
+REQUEST = 8 << 20
+FAR, NEAR = Link(40, 90), Link(1, 1000)
+"""The links on which there are targets; on the nearer one only beside raw."""
 
 State = Literal["ok", "short", "not measured"]
 Rows = Mapping[tuple[str, str, Phase], TrialSummary]
@@ -83,7 +89,7 @@ def compare_with_targets(rows: Sequence[TrialSummary]) -> list[BenchTarget]:
         for phase in phases:
             figure = _times_faster(table, scenario, phase, peer)
             targets.append(_at_least(scenario, f"{phase}, times faster than {peer}", figure, times))
-    return [*targets, *_bytes_read(table), *_tables(table), *_memory(table)]
+    return [*targets, *_host(table), *_bytes_read(table), *_tables(table), *_memory(table), *_remote(table)]
 
 
 def _times_faster(rows: Rows, scenario: str, phase: Phase, peer: str) -> float | None:
@@ -91,6 +97,23 @@ def _times_faster(rows: Rows, scenario: str, phase: Phase, peer: str) -> float |
     same: dict[Phase, Phase] = {"first cold": "fill cold", "first warm": "fill warm"}  # others fill in one way only
     other = rows.get((scenario, peer, same.get(phase, phase)))
     return other.summed / own.summed if own and other else None
+
+
+def _host(rows: Rows) -> list[BenchTarget]:
+    targets: list[BenchTarget] = []
+    for ranks in HOST:
+        scenario = f"host-{ranks}"
+        row, one = (rows.get((scenario, name, "load cold")) for name in ("treeckpt", "treeckpt one rank"))
+        read = row.read_bytes / row.files_bytes if row else None
+        longer = row.seconds / one.seconds if row and one else None
+        targets += [
+            _at_most(scenario, "load cold, bytes read by all ranks / bytes of the files", read, 1.1),
+            _at_least(
+                scenario, "load cold, times faster than dcp", _times_faster(rows, scenario, "load cold", "dcp"), 2.0
+            ),
+            _at_most(scenario, "load cold, times as long as one rank alone", longer, 1.5),
+        ]
+    return targets
 
 
 def _bytes_read(rows: Rows) -> list[BenchTarget]:
@@ -126,6 +149,34 @@ def _memory(rows: Rows) -> list[BenchTarget]:
             figure = (row.extra_rss - loaded) / 2**20 if row else None
             text = f"{phase}, memory at the peak" + (", beyond what is loaded" if phase == "load cold" else "")
             targets.append(_at_most(scenario, text, figure, MEMORY / 2**20, "MiB"))
+    return targets
+
+
+def _remote(rows: Rows) -> list[BenchTarget]:
+    targets: list[BenchTarget] = []
+    for link in (FAR, NEAR):
+        for phase in REMOTE_PHASES:
+            row = rows.get((link.scenario, "treeckpt", phase))
+            targets.append(_at_least(link.scenario, f"{phase}, rate / raw", row.ratio if row else None, 0.9))
+    loads: tuple[RemotePhase, ...] = REMOTE_PHASES[1:]
+    own = {phase: row for phase in REMOTE_PHASES if (row := rows.get((FAR.scenario, "treeckpt", phase)))}
+    for phase in REMOTE_PHASES[:3]:
+        others = [
+            row.seconds
+            for (scenario, contender, row_phase), row in rows.items()
+            if (scenario, row_phase) == (FAR.scenario, phase) and not contender.startswith((RAW, "treeckpt"))
+        ]
+        figure = min(others) / own[phase].seconds if others and phase in own else None
+        targets.append(_at_least(FAR.scenario, f"{phase}, times faster than the fastest other", figure, 3))
+    for phase in loads:
+        row = own.get(phase)
+        memory = (row.extra_rss - row.loaded) / 2**20 if row else None
+        sent = row.read_bytes / row.nbytes if row else None
+        requests = row.requests / (1.1 * row.nbytes / REQUEST + 4) if row else None
+        text = f"{phase}, memory at the peak, beyond what is loaded"
+        targets.append(_at_most(FAR.scenario, text, memory, REMOTE_MEMORY / 2**20, "MiB"))
+        targets.append(_at_most(FAR.scenario, f"{phase}, bytes sent / wanted", sent, 1.02))
+        targets.append(_at_most(FAR.scenario, f"{phase}, requests / (1.1 a 8 MiB, and 4)", requests, 1))
     return targets
 
 

@@ -20,7 +20,7 @@ from ..core.sharding.int_runs import decode_runs
 from ..core.tree.globs import check_used, compile_globs
 from ..core.tree.spec import ArraySpec
 from ..errors import MismatchError
-from ..io.comm.comm import Comm, global_rank
+from ..io.comm.comm import Comm, global_rank, ranks_of_host
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.memory import SlabAllocator
 from ..io.storage.store import SupportsFetching
@@ -119,7 +119,10 @@ class Load:
         self.take = None if options.copy else SlabAllocator().take
         """Memory for new arrays; with `copy` each has its own."""
         self.damaged = self._damaged()
-        self.batch = ReadBatch(checkpoint, self.source_rank, self.recorder, whole=options.bad is None)
+        readers = ranks_of_host(comm) if options.read == "each" else (self.here,)
+        self.batch = ReadBatch(
+            checkpoint, self.source_rank, self.recorder, whole=options.bad is None, here=(self.here, readers)
+        )
         self.claims = Claims(checkpoint, whole=options.bad is None)
         self.loaded = 0
         self.missing: list[str] = []

@@ -23,6 +23,7 @@ from ..core.format.chunks import BoxChunks, WholeChunk
 from ..core.format.records import AliasRecord, ArrayRecord, File, Leaf, LeafRecord
 from ..core.planning.load_plan import Chunk
 from ..core.sharding.dtypes import dtype_of
+from ..core.sharding.placements import MeshLayout, replicas_of
 from ..core.sharding.region import Region, any_overlap, coalesce, intersect
 from ..core.tree.spec import ArraySpec
 from ..errors import FormatError, TreeckptError
@@ -33,6 +34,7 @@ from .read_request import ContiguousMemory, LeafPlaceholder, NewArray, ReadReque
 from .read_tasks import (
     DEVICE_READ,
     ReadTask,
+    in_turns,
     join_contiguous,
     list_tasks,
     map_arrays,
@@ -82,10 +84,20 @@ class ReadBatch:
     Args:
         source_rank: whose array is read, of arrays that each rank has of its own.
         whole: refuses shards that are cut short, even where the wanted bytes are there.
+        here: this rank, and all ranks of this host that read for themselves what they want, by global number.
     """
 
-    def __init__(self, checkpoint: Checkpoint, source_rank: int, recorder: Recorder, *, whole: bool = True) -> None:
-        self.checkpoint, self.whole = checkpoint, whole
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        source_rank: int,
+        recorder: Recorder,
+        *,
+        whole: bool = True,
+        here: tuple[int, Sequence[int]] = (0, (0,)),
+    ) -> None:
+        self.checkpoint, self.whole, self._here = checkpoint, whole, here
+        self._others = frozenset(here[1]) - {here[0]}
         self._index, self._source_rank, self._recorder = checkpoint.index, source_rank, recorder
         self.nbytes = self.read_nbytes = 0
         self._requests: list[ReadRequest[Any]] = []
@@ -119,7 +131,8 @@ class ReadBatch:
             check_library(spec, path)
             self._checked.add((spec.kind, spec.dtype))
         placeholder, nbytes = LeafPlaceholder(), size * dtype.itemsize
-        self._requests.append(ReadRequest(path, (chunk.rank, chunk.start, nbytes), NewArray(placeholder, spec)))
+        shared = bool(self._others) and self._is_shared(leaf, None)
+        self._requests.append(ReadRequest(path, (chunk.rank, chunk.start, nbytes), NewArray(placeholder, spec), shared))
         self.nbytes += nbytes
         return placeholder
 
@@ -132,16 +145,29 @@ class ReadBatch:
         spec = leaf.spec
         assert spec is not None, "values are decoded, not read"
         self.filled.append(FilledArray(path, leaf, target))
+        shared = bool(self._others) and self._is_shared(leaf, target)
         if isinstance(leaf, ComposedLeaf) or target.spec.dtype != spec.dtype:
             found, fills = pieces_of(leaf, target)
             self.after += fills
             for source, pieces in found:
-                self._add_pieces(path, source, pieces)
-        elif not self._add_whole(path, leaf.record, target, spec):
-            self._add_pieces(path, leaf, target.pieces)
+                self._add_pieces(path, source, pieces, shared=shared)
+        elif not self._add_whole(path, leaf.record, target, spec, shared=shared):
+            self._add_pieces(path, leaf, target.pieces, shared=shared)
         return LeafPlaceholder(target.leaf)
 
-    def _add_whole(self, path: str, record: LeafRecord, target: ArrayTarget, spec: ArraySpec) -> bool:
+    def _is_shared(self, leaf: Leaf, target: ArrayTarget | None) -> bool:
+        """Whether other ranks of this host probably want the same bytes: the whole of what all have, or a replica.
+
+        Args:
+            target: None for a whole array.
+        """
+        if leaf.ranks is not None:
+            return False
+        if target is not None and isinstance(target.layout, MeshLayout):
+            return not self._others.isdisjoint(replicas_of(target.layout, self._here[0]))
+        return target is None or sum(piece.region.size for piece in target.pieces) == math.prod(target.spec.shape)
+
+    def _add_whole(self, path: str, record: LeafRecord, target: ArrayTarget, spec: ArraySpec, *, shared: bool) -> bool:
         """Adds an array whose one chunk has the bytes of a contiguous target; False for any other."""
         if not isinstance(record, ArrayRecord) or not isinstance(record.chunks, WholeChunk) or len(target.pieces) != 1:
             return False
@@ -152,22 +178,22 @@ class ReadBatch:
         self.nbytes += nbytes
         chunk = record.chunks
         self._requests.append(
-            ReadRequest(path, (chunk.rank, chunk.start, nbytes), ContiguousMemory(memory.address, memory))
+            ReadRequest(path, (chunk.rank, chunk.start, nbytes), ContiguousMemory(memory.address, memory), shared)
         )
         return True
 
-    def _add_pieces(self, path: str, leaf: Leaf, pieces: Sequence[TargetPiece]) -> None:
+    def _add_pieces(self, path: str, leaf: Leaf, pieces: Sequence[TargetPiece], *, shared: bool) -> None:
         """Adds regions of a saved array, or of a view of one."""
         assert leaf.spec is not None, "values are decoded, not read"
         itemsize, record = dtype_of(leaf.spec.dtype).itemsize, leaf.record
         self.nbytes += sum(piece.region.size for piece in pieces) * itemsize
         if isinstance(record, AliasRecord) and record.view is not None:
-            self._add_view(path, leaf, record, pieces)
+            self._add_view(path, leaf, record, pieces, shared=shared)
         else:
             for piece in pieces:
-                self._add_piece(path, leaf, piece, itemsize)
+                self._add_piece(path, leaf, piece, itemsize, shared=shared)
 
-    def _add_piece(self, path: str, leaf: Leaf, piece: TargetPiece, itemsize: int) -> None:
+    def _add_piece(self, path: str, leaf: Leaf, piece: TargetPiece, itemsize: int, *, shared: bool) -> None:
         if not piece.region.size:
             return
         chunks = self._index.chunks_of(leaf, piece.region, rank=self._source_rank)
@@ -183,15 +209,18 @@ class ReadBatch:
             )
         for chunk, box in zip(chunks, boxes, strict=True):
             if box is not None and box.size:
-                self._requests.append(request_for(path, chunk, piece, box, itemsize))
+                self._requests.append(request_for(path, chunk, piece, box, itemsize, shared=shared))
 
-    def _add_view(self, path: str, leaf: Leaf, record: AliasRecord, pieces: Sequence[TargetPiece]) -> None:
+    def _add_view(
+        self, path: str, leaf: Leaf, record: AliasRecord, pieces: Sequence[TargetPiece], *, shared: bool
+    ) -> None:
         """Adds the whole base of a view, from which the view is copied."""
         base, view, spec = self._index.entries[record.of], record.view, leaf.spec
         assert base.spec is not None and view is not None and spec is not None, "checked when the index was read"
         raw = raw_dtype(dtype_of(spec.dtype).itemsize)
         memory = np.empty(base.spec.shape, raw)
-        self._add_piece(path, base, TargetPiece(Region.whole(base.spec.shape), HostArray(memory)), raw.itemsize)
+        whole = TargetPiece(Region.whole(base.spec.shape), HostArray(memory))
+        self._add_piece(path, base, whole, raw.itemsize, shared=shared)
         strides = tuple(s * raw.itemsize for s in view.strides)
         window = np.ndarray(spec.shape, raw, memory, view.offset * raw.itemsize, strides)
         for piece in pieces:
@@ -227,6 +256,9 @@ class ReadBatch:
             parts[:] = relay.agree(self._index.save_id, requests)
         with together(relay):
             self._work = [(members, list_tasks(reader, part, limit)) for members, part in parts]
+        if relay is None and self._others:
+            position = self._here[1].index(self._here[0])
+            self._work = [(members, in_turns(tasks, position, len(self._here[1]))) for members, tasks in self._work]
         if options.verify == "first" and options.in_place:
             self._verify_first(options)
 

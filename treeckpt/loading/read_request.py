@@ -29,6 +29,11 @@ MOST = 256
 """Destinations in a range above which it is read into a buffer and copied from there."""
 
 
+def memory_at(address: int, nbytes: int) -> memoryview:
+    """Returns memory by its address; the caller keeps it allocated."""
+    return _view_of(address, nbytes, WRITABLE)
+
+
 class ReadRequest(msgspec.Struct, Generic[D], frozen=True, gc=False):
     """Bytes that are wanted, and what they fill."""
 
@@ -37,6 +42,8 @@ class ReadRequest(msgspec.Struct, Generic[D], frozen=True, gc=False):
     byte_range: tuple[int, int, int]
     """The rank whose stream it is, where the range starts, and its size in bytes."""
     destination: D
+    shared: bool = False
+    """Whether other ranks of this host want the same bytes, as far as this rank knows."""
 
 
 class LeafPlaceholder:
@@ -93,7 +100,9 @@ class BoxDestination(msgspec.Struct, frozen=True, gc=False):
         self.piece.data.write(self.box.relative_to(self.piece.region).slices(), source)
 
 
-def request_for(path: str, chunk: Chunk, piece: TargetPiece, box: Region, itemsize: int) -> ReadRequest[Any]:
+def request_for(
+    path: str, chunk: Chunk, piece: TargetPiece, box: Region, itemsize: int, *, shared: bool = False
+) -> ReadRequest[Any]:
     """Returns the request that fills a box of a target from a chunk.
 
     Its destination is `ContiguousMemory` where the box is contiguous in file and memory, else a `BoxDestination`.
@@ -103,11 +112,10 @@ def request_for(path: str, chunk: Chunk, piece: TargetPiece, box: Region, itemsi
         target = byte_runs(box, piece.region, itemsize)
         if not target.counts:
             byte_range = (chunk.rank, chunk.start + source.first, source.length)
-            return ReadRequest(path, byte_range, ContiguousMemory(memory.address + target.first, memory))
+            return ReadRequest(path, byte_range, ContiguousMemory(memory.address + target.first, memory), shared)
     first, last = source.span
-    return ReadRequest(
-        path, (chunk.rank, chunk.start + first, last - first), BoxDestination(piece, box, chunk.region, itemsize)
-    )
+    byte_range = (chunk.rank, chunk.start + first, last - first)
+    return ReadRequest(path, byte_range, BoxDestination(piece, box, chunk.region, itemsize), shared)
 
 
 class Scatter:
@@ -151,7 +159,7 @@ class Scatter:
                 return None
             if begin > at:
                 parts.append(memoryview(bytearray(begin - at)))
-            parts.append(_view_of(address, stop - begin, WRITABLE))
+            parts.append(memory_at(address, stop - begin))
             at = stop
         if at < high:
             parts.append(memoryview(bytearray(high - at)))

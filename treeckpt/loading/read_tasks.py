@@ -9,8 +9,9 @@ first (`ReadTask`) and then carried out: by this process alone (`run_tasks`), or
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -39,6 +40,8 @@ DEVICE_READ = 4 << 20
 """The same for local files: a device wants several requests in flight more than large ones."""
 ALONE = 1 << 20
 """Bytes that are read before threads are ready."""
+TURN = 32 << 20
+"""Bytes that one rank of a host reads from the device at a time, of what several ranks want."""
 SPARSE = 0.75
 """Part of a range that this rank wants, below which other ranks of the host probably want the rest of it."""
 
@@ -71,6 +74,13 @@ class ReadTask(msgspec.Struct, frozen=True):
             written.append(self)
             self.destinations.write(self.start, data)
 
+    def take(self, data: memoryview, written: list[ReadTask]) -> None:
+        """Puts what was read where it belongs: to its destinations, or into the memory where it stays."""
+        if self.out is None:
+            self.write(data, written)
+        elif data is not self.out:
+            self.out[: len(data)] = data
+
 
 def list_tasks(reader: ShardReader, requests: Sequence[ReadRequest[Any]], limit: int) -> list[ReadTask]:
     """Returns the reads that fill the destinations of requests; new arrays exist then, without their bytes.
@@ -87,12 +97,36 @@ def list_tasks(reader: ShardReader, requests: Sequence[ReadRequest[Any]], limit:
     boxes = join_boxes(index, requests_to(BoxDestination, requests), limit)
     for request in boxes:
         wanted = sum(box.destination.nbytes for box in request.destination.requests)
-        shared = wanted < SPARSE * request.byte_range[2]
+        shared = request.shared or wanted < SPARSE * request.byte_range[2]
         tasks.append(ReadTask(*_located(reader, request), None, request.destination, shared))
     joined = join_contiguous(index, requests_to(ContiguousMemory, requests), min(limit, _any_size(reader.store)))
     for request in [*requests_to(Scatter, requests), *joined]:
-        tasks.append(ReadTask(*_located(reader, request), None, request.destination))
+        tasks.append(ReadTask(*_located(reader, request), None, request.destination, request.shared))
     return tasks
+
+
+def in_turns(tasks: Sequence[ReadTask], position: int, count: int) -> list[ReadTask]:
+    """Orders reads so that `count` ranks of a host with the same reads find in the page cache what others have read.
+
+    Shared reads come first, in stretches of `TURN` bytes for each rank. In each one every rank begins with a part of
+    its own, which it brings into the page cache, and goes on with those of the ranks after it. Nobody waits: what is
+    not there yet is read from the device. What the page cache has to keep does not grow with the checkpoint.
+
+    Args:
+        position: of this rank among them.
+    """
+    ordered: list[ReadTask] = []
+    stretch: list[ReadTask] = []
+    nbytes = 0
+    shared = [task for task in tasks if task.shared]
+    for number, task in enumerate(shared, 1):
+        stretch.append(task)
+        nbytes += task.nbytes
+        if nbytes >= TURN * count or number == len(shared):
+            first = position * len(stretch) // count
+            ordered += stretch[first:] + stretch[:first]
+            stretch, nbytes = [], 0
+    return ordered + [task for task in tasks if not task.shared]
 
 
 def requests_to(kind: type[D], requests: Sequence[ReadRequest[Any]]) -> list[ReadRequest[D]]:
@@ -103,11 +137,13 @@ def requests_to(kind: type[D], requests: Sequence[ReadRequest[Any]]) -> list[Rea
 def _join(
     index: Index, requests: Sequence[ReadRequest[D]], *, limit: int | None = None, gap: int = READ_GAP
 ) -> Iterator[ReadRequest[list[ReadRequest[D]]]]:
-    """Joins requests that lie close together in a file; see `plan_contiguous_reads`."""
-    ranges = [request.byte_range for request in requests]
+    """Joins requests that lie close together in a file; see `plan_contiguous_reads`. The joined one is shared if most
+    of its bytes are."""
+    ranges, some = [request.byte_range for request in requests], any(map(attrgetter("shared"), requests))
     for run in plan_contiguous_reads(ranges, gap=gap, borders=index.borders, limit=limit):
         inside = [requests[member] for member in run.members]
-        yield ReadRequest(inside[0].path, (run.rank, run.start, run.stop - run.start), inside)
+        shared = some and sum(request.byte_range[2] * (1 if request.shared else -1) for request in inside) > 0
+        yield ReadRequest(inside[0].path, (run.rank, run.start, run.stop - run.start), inside, shared)
 
 
 def join_contiguous(
@@ -122,7 +158,7 @@ def join_contiguous(
         scatter, (rank, start, nbytes) = Scatter(joined.destination), joined.byte_range
         file, _ = index.locate(rank, start, start + nbytes, joined.path)
         for low, high in split_at_multiples(start, start + nbytes, file.stream, limit):
-            yield ReadRequest(joined.path, (rank, low, high - low), scatter)
+            yield ReadRequest(joined.path, (rank, low, high - low), scatter, joined.shared)
 
 
 def join_boxes(
@@ -131,7 +167,7 @@ def join_boxes(
     """Cuts boxes into tiles of at most `limit` bytes, and joins tiles that lie at most `gap` bytes apart."""
     tiles = [tile for request in requests for tile in _tiles(request, limit, gap)]
     for joined in _join(index, tiles, limit=limit, gap=gap):
-        yield ReadRequest(joined.path, joined.byte_range, Boxes(joined.destination))
+        yield ReadRequest(joined.path, joined.byte_range, Boxes(joined.destination), joined.shared)
 
 
 def _tiles(request: ReadRequest[BoxDestination], limit: int, gap: int) -> Iterable[ReadRequest[BoxDestination]]:
@@ -143,7 +179,7 @@ def _tiles(request: ReadRequest[BoxDestination], limit: int, gap: int) -> Iterab
             return
         low, high = byte_runs(box, copy.chunk, copy.itemsize).span
         byte_range = (rank, start + low - first, high - low)
-        yield ReadRequest(request.path, byte_range, msgspec.structs.replace(copy, box=box))
+        yield ReadRequest(request.path, byte_range, msgspec.structs.replace(copy, box=box), request.shared)
 
 
 def _located(reader: ShardReader, request: ReadRequest[Any], *, verify: bool | None = None) -> tuple[ByteRange, int]:
@@ -164,7 +200,8 @@ def _new_array_tasks(reader: ShardReader, requests: Sequence[ReadRequest[NewArra
         for at in range(0, len(memory), step):
             part = memory[at : at + step]
             first = whole.start + at
-            tasks.append(ReadTask(ByteRange(whole.shard, first, first + len(part)), start + at, part))
+            byte_range = ByteRange(whole.shard, first, first + len(part))
+            tasks.append(ReadTask(byte_range, start + at, part, shared=joined.shared))
         for request in joined.destination:
             request.destination.view(memory, request.byte_range[1] - start)
     return tasks
@@ -210,15 +247,7 @@ def run_tasks(reader: ShardReader, tasks: Sequence[ReadTask], *, memory: int, wr
         Bytes read from data areas.
     """
     if isinstance(reader.store, SupportsFetching) and len(tasks) > 1:
-
-        def put(number: int, data: memoryview) -> None:
-            out = tasks[number].out
-            if out is not None:
-                out[: len(data)] = data
-            else:
-                tasks[number].write(data, written)
-
-        reader.fetch([task.byte_range for task in tasks], put, memory=memory)
+        read_each(reader, tasks, lambda number, data: tasks[number].take(data, written), memory=memory)
         return sum(task.nbytes for task in tasks)
     largest = max((task.nbytes for task in tasks if task.out is None), default=0)
     threads = max(1, min(READERS, memory // max(largest, 1)))
@@ -230,6 +259,36 @@ def run_tasks(reader: ShardReader, tasks: Sequence[ReadTask], *, memory: int, wr
     else:
         WorkerThreads(threads)([partial(runner.run, task) for task in tasks])
     return nbytes
+
+
+def read_each(
+    reader: ShardReader, tasks: Sequence[ReadTask], put: Callable[[int, memoryview], object], *, memory: int
+) -> None:
+    """Reads ranges, several at once and begun in order, and hands each one to `put`, from several threads.
+
+    Args:
+        put: takes the number of a task and its bytes, which lie in the memory of the task or in memory that is used
+            again afterwards. The first error, of it or of a read, ends the call and is raised.
+        memory: bytes of buffers, at most, unless one read needs more.
+    """
+    if isinstance(reader.store, SupportsFetching):
+        reader.fetch([task.byte_range for task in tasks], put, memory=memory)
+        return
+    threads = max(1, min(READERS, memory // max((task.nbytes for task in tasks), default=1)))
+    buffers = buffers_for(tasks, threads)
+
+    def read(number: int, task: ReadTask) -> None:
+        buffer = buffers.get() if task.out is None else None
+        try:
+            data = task.out if buffer is None else buffer[: task.nbytes]
+            assert data is not None, "one of the two"
+            reader.read(task.byte_range, data, shared=task.shared)
+            put(number, data)
+        finally:
+            if buffer is not None:
+                buffers.put(buffer)
+
+    WorkerThreads(threads)([partial(read, number, task) for number, task in enumerate(tasks)])
 
 
 class _TaskRunner(msgspec.Struct, frozen=True):
@@ -244,7 +303,7 @@ class _TaskRunner(msgspec.Struct, frozen=True):
         if (parts := task.parts()) is not None:
             done = True
             try:
-                done = self.reader.read_parts(task.byte_range, parts)
+                done = self.reader.read_parts(task.byte_range, parts, shared=task.shared)
             finally:
                 if done:  # or it failed midway
                     self.written.append(task)

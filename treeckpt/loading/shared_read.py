@@ -2,8 +2,9 @@
 
 Ranks first exchange digests of what they want. What several ranks of one host want is read by one of them in turn,
 verified, and sent to the others over torch.distributed, in a gloo group of its own. All ranks go through the same list
-of reads in the same order, a few in flight at once, so there is no circular wait. A rank that fails goes on through the
-list and reports the failure with each read that it should have sent: then all raise, and none waits forever.
+of reads in the same order, several in flight at once (of an object store as many as one rank alone has), so there is no
+circular wait. A rank that fails goes on through the list and reports the failure with each read that it should have
+sent: then all raise, and none waits forever.
 
 Unlike the rest of treeckpt this is collective: every rank has to call the load.
 """
@@ -13,26 +14,25 @@ from __future__ import annotations
 import collections
 import contextlib
 import datetime
-import queue
 import socket
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 import xxhash
 
-from ..errors import CheckpointError, CheckpointNotFound, RankError
-from ..io.comm.comm import Comm
+from ..errors import CheckpointError, CheckpointNotFound
+from ..io.comm.comm import Comm, members_of, world_size
 from ..io.comm.waiting import log_if_slow
 from ..io.storage.checkpoint import Checkpoint, Replaced, ShardReader
+from ..io.storage.store import Store, SupportsFetching
 from .read_request import BoxDestination, ReadRequest
-from .read_tasks import ReadTask, buffers_for, run_tasks
+from .read_tasks import ReadTask, run_tasks
+from .shared_tasks import SharedTasks, failed_elsewhere, unreachable
 
-WINDOW = 4
-"""Reads that are in flight at once."""
-READERS = 2
+MOST_RANKS = 1024
+"""Ranks above which a load reads once only where its caller asks for it: each rank hears what every other one wants."""
 
 
 class SharedRead:
@@ -40,6 +40,8 @@ class SharedRead:
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self.group, self.rank, self._size = group, rank, size
+        self._told = 0
+        """The id of the error that is on its way out of `settle`; its own reference would keep the arrays of frames."""
         self.checkpoints: Sequence[Checkpoint] = ()
         """The checkpoints that are being read."""
 
@@ -60,7 +62,7 @@ class SharedRead:
             mine[xxhash.xxh3_64_intdigest(f"{save_id} {want} {seen[want]}".encode())] = request
             seen[want] += 1
         with log_if_slow(self.rank, "load with read='once'"):
-            received = self.settle(None, (_host(), list(mine)))
+            received = self.settle(None, (_host(), list(mine)), step="agreeing")
         here = {rank: digests for rank, (host, digests) in sorted(received.items()) if host == _host()}
         holders: dict[int, list[int]] = {}
         for rank, digests in here.items():
@@ -73,12 +75,15 @@ class SharedRead:
         # what is shared comes first: a rank that fails alone then leaves nobody waiting
         return sorted(parts.items(), key=lambda part: (len(part[0]) == 1, part[0]))
 
-    def settle(self, fault: Exception | None, message: Any = None) -> dict[int, Any]:
+    def settle(self, fault: Exception | None, message: Any = None, *, step: str = "") -> dict[int, Any]:
         """Waits until all ranks have come to this point; returns the message of each.
+
+        Args:
+            step: the name of the point, where ranks may be at another one.
 
         Raises:
             Replaced: a rank failed, and what it read was replaced meanwhile; on every rank.
-            RankError: others failed. Otherwise this rank's own error.
+            RankError: others failed, or are at another point. Otherwise this rank's own error.
         """
         import torch.distributed as dist
 
@@ -91,20 +96,67 @@ class SharedRead:
         text = None if fault is None else f"{type(fault).__name__}: {fault}"[:2000]
         received: list[Any] = [None] * self._size
         try:
-            dist.all_gather_object(received, (message, text, replaced), group=self.group)
+            dist.all_gather_object(received, (message, text, replaced, step), group=self.group)
         except RuntimeError as error:
-            if fault is None:
-                raise _lost(error) from error
-            raise fault from error
-        if any(replaced for _, _, replaced in received):
-            raise Replaced(
-                "ranks", expected="one version of the checkpoint", found="another save in its place"
-            ) from fault
+            raise self._tell(fault or unreachable(error)) from error
+        if any(replaced for _, _, replaced, _ in received):
+            found = "another save in its place"
+            raise self._tell(Replaced("ranks", expected="one version of the checkpoint", found=found)) from fault
         if fault is not None:
-            raise fault
-        if faults := {rank: text for rank, (_, text, _) in enumerate(received) if text is not None}:
-            raise _others(faults)
-        return {rank: message for rank, (message, _, _) in enumerate(received)}
+            raise self._tell(fault)
+        if faults := {rank: text for rank, (_, text, *_) in enumerate(received) if text is not None}:
+            raise self._tell(failed_elsewhere(faults))
+        if len({there for *_, there in received}) > 1:
+            steps = {rank: f"is at the step {there or 'read'!r}" for rank, (*_, there) in enumerate(received)}
+            raise self._tell(failed_elsewhere(steps))
+        return {rank: message for rank, (message, *_) in enumerate(received)}
+
+    def _tell(self, error: Exception) -> Exception:
+        """Notes that all ranks raise an error now, each its own."""
+        self._told = id(error)
+        return error
+
+    @contextlib.contextmanager
+    def together(self, step: str = "") -> Iterator[None]:
+        """Runs a body that each rank runs alone; at its end every rank learns whether it failed anywhere.
+
+        Bodies may be nested: what all ranks know of is not told again.
+
+        Args:
+            step: as for `settle`.
+
+        Raises:
+            RankError: it failed on another rank.
+        """
+        self._told = 0
+        try:
+            yield
+        except Exception as error:
+            known: BaseException | None = error
+            while known is not None and id(known) != self._told:
+                known = known.__cause__ or known.__context__
+            if known is None:
+                self.settle(error, step=step)
+            raise
+        self.settle(None, step=step)
+
+    def share_index(self, checkpoint: Checkpoint) -> None:
+        """Has rank 0 read the index and list the files, and send them to all other ranks. Every rank has to call.
+
+        Raises:
+            RankError: a rank failed before.
+        """
+        import torch.distributed as dist
+
+        found: list[Any] = [None]
+        with self.together("index"):
+            if self.rank == 0:
+                found = [(checkpoint.index_bytes, checkpoint.sizes)]
+        try:
+            dist.broadcast_object_list(found, 0, self.group)
+        except RuntimeError as error:
+            raise unreachable(error) from error
+        checkpoint.index_bytes, checkpoint.sizes = found[0]
 
     def owned(self, tasks: Sequence[ReadTask], members: Sequence[int]) -> list[ReadTask]:
         """Returns the reads that this rank carries out for all members."""
@@ -137,8 +189,9 @@ class SharedRead:
         for members, tasks in work:
             try:
                 if len(members) > 1:
-                    with ThreadPoolExecutor(READERS, "treeckpt-read") as pool:
-                        fault = _SharedTasks(self, reader, members, pool, written, fault).run(tasks)
+                    fault = SharedTasks(
+                        self.group, self.rank, reader, members, memory=memory, written=written, fault=fault
+                    ).run(tasks)
                     nbytes += sum(task.nbytes for task in self.owned(tasks, members))
                 elif fault is None:
                     nbytes += run_tasks(reader, tasks, memory=memory, written=written)
@@ -149,128 +202,6 @@ class SharedRead:
         return nbytes
 
 
-class _Turn(msgspec.Struct):
-    """A read in flight."""
-
-    task: ReadTask
-    buffer: memoryview | None
-    """None where the bytes stay in the memory of the task."""
-    memory: memoryview
-    owner: int
-    messages: list[tuple[int, Any]]
-    """The bytes, and whether the owner has failed: tensors, each with the tag under which it is sent."""
-    read: Future[None] | None = None
-    """On the owner."""
-    receipts: list[Any] = []
-    """Elsewhere."""
-
-
-class _SharedTasks(msgspec.Struct):
-    """One list of reads that several ranks carry out together."""
-
-    ranks: SharedRead
-    reader: ShardReader
-    members: Sequence[int]
-    pool: ThreadPoolExecutor
-    written: list[ReadTask]
-    fault: Exception | None
-    """The first failure: after it this rank only reports it to the others."""
-
-    def run(self, tasks: Sequence[ReadTask]) -> Exception | None:
-        """Carries out the reads, a few at a time; returns the first failure."""
-        buffers = buffers_for(tasks, WINDOW)
-        under_way: collections.deque[_Turn] = collections.deque()
-        for number, task in enumerate(tasks):
-            if number >= WINDOW:
-                self._finish(under_way.popleft(), buffers)
-            under_way.append(self._start(number, task, buffers.get() if task.out is None else None))
-        for turn in under_way:
-            self._finish(turn, buffers)
-        return self.fault
-
-    def _start(self, number: int, task: ReadTask, buffer: memoryview | None) -> _Turn:
-        """Starts to read a range, or to receive it."""
-        import torch
-        import torch.distributed as dist
-
-        memory = task.out if buffer is None else buffer[: task.nbytes]
-        assert memory is not None, "one of the two"
-        messages = [(number * 2, torch.frombuffer(memory, dtype=torch.uint8)), (number * 2 + 1, torch.zeros(1))]
-        turn = _Turn(task, buffer, memory, self.members[number % len(self.members)], messages)
-        if turn.owner != self.ranks.rank:
-            with self._reaching(turn.owner):
-                turn.receipts = [dist.irecv(data, turn.owner, self.ranks.group, tag) for tag, data in messages]
-        elif self.fault is None:
-            turn.read = self.pool.submit(self.reader.read, task.byte_range, memory, shared=task.shared)
-        return turn
-
-    def _finish(self, turn: _Turn, buffers: queue.Queue[memoryview]) -> None:
-        """Waits for a range, sends it to the others if this rank read it, and writes it to its destinations."""
-        sent: list[tuple[int, Any]] = []
-        if turn.owner == self.ranks.rank:
-            sent = self._send(turn)
-        else:
-            with self._reaching(turn.owner):
-                for work in turn.receipts:
-                    work.wait()
-            if turn.messages[1][1].item() and self.fault is None:
-                self.fault = _others({turn.owner: "failed to read what it was to hand on; its own error says why"})
-        if self.fault is None:
-            try:
-                turn.task.write(turn.memory, self.written)
-            except Exception as error:
-                self.fault = error
-        for rank, work in sent:
-            with self._reaching(rank):
-                work.wait()
-        if turn.buffer is not None:
-            buffers.put(turn.buffer)
-
-    def _send(self, turn: _Turn) -> list[tuple[int, Any]]:
-        """Starts to send a range to the other members; returns what to wait for, by rank."""
-        import torch.distributed as dist
-
-        try:
-            if turn.read is not None:
-                turn.read.result()
-        except Exception as error:
-            self.fault = self.fault or error
-        turn.messages[1][1].fill_(self.fault is not None)
-        sent: list[tuple[int, Any]] = []
-        for rank in self.members:
-            if rank != self.ranks.rank:
-                with self._reaching(rank):
-                    sent += [(rank, dist.isend(data, rank, self.ranks.group, tag)) for tag, data in turn.messages]
-        return sent
-
-    @contextlib.contextmanager
-    def _reaching(self, rank: int) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            self.fault = self.fault or _lost(error, rank)
-
-
-def _others(faults: dict[int, str]) -> RankError:
-    return RankError(
-        "ranks",
-        ranks=faults,
-        expected="every rank to load",
-        hint="Mend what ended the load there; read='once' needs all ranks of a host",
-    )
-
-
-def _lost(error: RuntimeError, rank: int = -1) -> RankError:
-    where = {rank: f"does not answer: {error!s:.200}"} if rank >= 0 else {}
-    return RankError(
-        "ranks",
-        ranks=where,
-        expected="torch.distributed to carry what one rank reads to the others",
-        found=f"{error!s:.200}",
-        hint="Look at what ended the other ranks",
-    )
-
-
 def _host() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -279,21 +210,9 @@ def _host() -> str:
     return f"{socket.gethostname()}/{boot}"
 
 
-@contextlib.contextmanager
-def together(relay: SharedRead | None) -> Iterator[None]:
-    """Runs a body that each rank runs alone; at its end every rank learns whether it failed anywhere.
-
-    Raises:
-        RankError: it failed on another rank.
-    """
-    try:
-        yield
-    except Exception as error:
-        if relay is not None:
-            relay.settle(error)
-        raise
-    if relay is not None:
-        relay.settle(None)
+def together(relay: SharedRead | None, step: str = "") -> AbstractContextManager[None]:
+    """Returns `relay.together(step)`; for None a context that does nothing."""
+    return contextlib.nullcontext() if relay is None else relay.together(step)
 
 
 def open_relay(comm: Comm, checkpoints: Sequence[Checkpoint], read: Literal["each", "once"]) -> SharedRead | None:
@@ -318,17 +237,21 @@ def open_relay(comm: Comm, checkpoints: Sequence[Checkpoint], read: Literal["eac
     return relay
 
 
+def usual_read(comm: Comm, store: Store) -> Literal["each", "once"]:
+    """Returns how a load reads in which all ranks of a comm take part: "once" from an object store, where it works."""
+    able = 1 < comm.size <= MOST_RANKS and members_of(comm) is None and world_size() == comm.size
+    return "once" if able and isinstance(store, SupportsFetching) else "each"
+
+
 def _new_group(comm: Comm) -> Any:
-    try:
-        import torch.distributed as dist
-    except ImportError:
-        dist = None
-    found = dist.get_world_size() if dist is not None and dist.is_available() and dist.is_initialized() else 1
-    if dist is None or found != comm.size:
+    found = world_size()
+    if found != comm.size:
         raise CheckpointError(
             "read",
             expected=f"torch.distributed with the {comm.size} ranks of this load, for read='once'",
-            found=f"a default group of {found}",
+            found=f"a default group of {max(found, 1)}",
             hint="Initialise torch.distributed with these ranks, or load with read='each'",
         )
+    import torch.distributed as dist
+
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=comm.timeout))

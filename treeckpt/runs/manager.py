@@ -99,7 +99,7 @@ class Manager(RegistrationMixin, RestoreMixin):
         self._comm = PrefixComm(self._saving_comm, "manager")
         self._registered = RegisteredState()
         self._history = SaveHistory(self.directory, self._selector.warn_once, self._comm.rank)
-        self._restorer = Restorer(self.directory, self._selector, self._comm, self._history)
+        self._restorer = Restorer(self.directory, self._selector, self._comm, self._saving_comm, self._history)
         self.schedule = SaveSchedule(self._saving_comm, every=every, seconds=seconds)
         self._pending = PendingSaves(self._start_clean)
         self.retention = RetentionRunner(self.directory, self._policies, self._selector, self._pending, grace=grace)

@@ -19,9 +19,11 @@ from ..errors import CheckpointNotFound, MismatchError, TreeckptError
 from ..io.comm.collective import from_rank0, gather_errors
 from ..io.comm.comm import Comm
 from ..io.comm.failures import raise_faults
+from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.reader_leases import hold_lease
 from ..io.storage.store import Store
 from ..loading.consistent_reads import on_one_version
+from ..loading.shared_read import open_relay, together, usual_read
 from .checkpoint_info import CheckpointInfo, mark_of
 from .history import SaveHistory
 from .options import LoadKeywords, RestoreKeywords
@@ -67,7 +69,7 @@ class Restored(msgspec.Struct, frozen=True):
 
 
 RestoreCall = Callable[..., Any]
-"""Loads an opened checkpoint with the given `options`, and returns the result of the restore."""
+"""Loads an opened checkpoint with the given `comm` and `options`, and returns the result of the restore."""
 
 
 class Restorer:
@@ -75,11 +77,15 @@ class Restorer:
 
     Args:
         comm: for messages between ranks about the restore.
+        load_comm: for the loads.
         history: records what was restored, on rank 0.
     """
 
-    def __init__(self, run: RunDirectory, selector: CheckpointSelector, comm: Comm, history: SaveHistory) -> None:
-        self.directory, self._selector, self._comm, self._history = run, selector, comm, history
+    def __init__(
+        self, run: RunDirectory, selector: CheckpointSelector, comm: Comm, load_comm: Comm, history: SaveHistory
+    ) -> None:
+        self.directory, self._selector, self._history = run, selector, history
+        self._comm, self._load_comm = comm, load_comm
         self._chosen: CheckpointInfo | None = None
 
     def restore(
@@ -109,10 +115,10 @@ class Restorer:
             passed_over += [text for text in choice.passed_over if text not in passed_over]
             result, error = None, None
             with self._lease(choice.step):
-                if choice.requested != step:
+                if choice.step is not None:
+                    result, error = self._load(choice, choice.step, step, call, options, whole=whole)
+                elif choice.requested != step:
                     error = self._different_steps(choice.requested, step)
-                elif choice.step is not None:
-                    result, error = self._load(choice, choice.step, call, options, whole=whole)
                 faults = gather_errors(self._comm, f"{choice.path} restore", error)
             if not faults and choice.step is None:
                 return None
@@ -156,15 +162,31 @@ class Restorer:
         )
 
     def _load(
-        self, choice: _RestoreChoice, step: int, call: RestoreCall, options: Mapping[str, Any], *, whole: bool
+        self,
+        choice: _RestoreChoice,
+        found: int,
+        step: int | None,
+        call: RestoreCall,
+        options: Mapping[str, Any],
+        *,
+        whole: bool,
     ) -> tuple[Any, Exception | None]:
-        store = self.directory.folder(step).store
-        bar = reading_bar(store, f"restoring step {step}", choice.nbytes if self._comm.size == 1 and whole else None)
+        store = self.directory.folder(found).store
+        bar = reading_bar(store, f"restoring step {found}", choice.nbytes if self._comm.size == 1 and whole else None)
+        read = options.get("read") or usual_read(self._load_comm, store)
+
+        def load_version(checkpoint: Checkpoint) -> Any:
+            relay = open_relay(self._load_comm, [checkpoint], read)
+            with together(relay, "restored"):
+                if choice.requested != step:
+                    raise self._different_steps(choice.requested, step)
+                if relay is not None:
+                    relay.share_index(checkpoint)
+                return call(checkpoint, comm=self._load_comm, options={**options, "read": read})
+
         try:
             with bar if self._comm.rank == 0 else contextlib.nullcontext(store) as source:
-                return on_one_version(
-                    source, partial(call, options=options), together=options.get("read") == "once"
-                ), None
+                return on_one_version(source, load_version, together=read == "once"), None
         except Exception as error:
             return None, error
 
@@ -174,7 +196,6 @@ class RestoreMixin:
 
     _restorer: Restorer
     _registered: RegisteredState
-    _saving_comm: Comm
     _reached: int | None
     directory: RunDirectory
     schedule: SaveSchedule
@@ -191,7 +212,8 @@ class RestoreMixin:
                 ranks load the one before it and fill everything again. If an earlier step is restored, the steps saved
                 after it become an abandoned branch.
             into: a tree to fill in place with `treeckpt.load_into`, in place of `like`.
-            options: those of `treeckpt.load`, or with `into` of `treeckpt.load_into`.
+            options: those of `treeckpt.load`, or with `into` of `treeckpt.load_into`; `read` is "once" by default from
+                an object store, where the ranks are all those of torch.distributed.
 
         Returns:
             The tree, or the `LoadReport` with `into`.
@@ -202,7 +224,7 @@ class RestoreMixin:
         """
         if like is not None and into is not None:
             raise TreeckptError(self.directory.url, expected="one target", found="like and into")
-        call = partial(self._registered.restore, like=like, into=into, comm=self._saving_comm)
+        call = partial(self._registered.restore, like=like, into=into)
         fills, whole = into is not None or bool(self._registered), like is None and into is None
         found = self._restorer.restore(call, step, options, fills=fills, whole=whole)
         if found is None:
@@ -234,7 +256,7 @@ class RestoreMixin:
             CheckpointNotFound: there are checkpoints, none of which can be loaded.
             The errors of `treeckpt.training.restore`.
         """
-        call = partial(self._registered.restore_training, model=model, optimizer=optimizer, comm=self._saving_comm)
+        call = partial(self._registered.restore_training, model=model, optimizer=optimizer)
         found = self._restorer.restore(call, None, options, fills=True)
         if found is None:
             return None

@@ -21,7 +21,7 @@ from ..core.format.timings import Host, Timings, encode_timings, timings_name
 from ..core.planning.save_plan import ChunkOffsets, FilePlan, SingleChunkOffset, assign_offsets
 from ..core.sharding.int_runs import encode_runs
 from ..core.tree.value_codec import Value
-from ..errors import CheckpointError, CheckpointNotFound
+from ..errors import CheckpointError, CheckpointNotFound, StoreError
 from ..io.storage.metadata_files import read_index
 from ..io.storage.store import MemoryStore, Store, SupportsCompareAndSwap
 from ..io.timing import Recorder
@@ -177,7 +177,9 @@ def index_may_be_published(store: Store, save_id: str) -> bool:
 
 
 def with_published_hint(error: Exception) -> Exception:
-    """Returns the same error with the hint that the index is in place all the same."""
+    """Returns the same error with the hint that the index is in place all the same, or in an object store may be."""
+    if isinstance(error, StoreError):
+        error.add_hint("The new index may be in place all the same: look at the checkpoint, or save again")
     if type(error) is not CheckpointError:
         return error
     hinted = CheckpointError(error.path, expected=error.expected, found=error.found, hint=PUBLISHED_HINT)

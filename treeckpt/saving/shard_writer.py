@@ -123,7 +123,8 @@ class InlineWriter:
             now = time.time_ns()
             planned = plan.own.nbytes
             progress = Progress(info.save_id, info.rank, info.world, info.options.step, "write", 0, planned, now, now)
-            self._note = ProgressRecorder(self._store, progress, on_progress=self._on_progress)
+            replaces = info.content is not None and info.content.replaced != ""
+            self._note = ProgressRecorder(self._store, progress, replaces=replaces, on_progress=self._on_progress)
             self._note.begin()
             manifest = manifest_of(info, plan)
             files = [

@@ -131,7 +131,8 @@ class RestoreTargets(msgspec.Struct, frozen=True):
 def _restore(given: Any, *, comm: Comm, targets: RestoreTargets, options: LoadOptions) -> RestoreReport:
     """Restores one version of a source: compares everything first, then changes the targets."""
     opened = CheckpointOverlay(given).checkpoints if isinstance(given, (Checkpoint, Bank)) else []
-    with together(open_relay(comm, opened, options.read)):
+    relay = open_relay(comm, opened, options.read)
+    with together(relay):
         source = open_source(given, comm, options)
         job = _Restore(source, comm, targets, options)
         paths = [f"model/{key_path(entry.key)}" for entry in job.entries]
@@ -141,7 +142,8 @@ def _restore(given: Any, *, comm: Comm, targets: RestoreTargets, options: LoadOp
         job.plan_schedulers()
         job.plan_rest()
         job.check_keys()
-    return job.run()
+    with together(relay, "restored"):
+        return job.run()
 
 
 class _Restore:

@@ -26,6 +26,7 @@ from treeckpt.core.sharding.placements import (
     mesh_strides,
     position_of,
     replica_offsets,
+    replicas_of,
     replicated_layout,
 )
 from treeckpt.core.sharding.region import Region
@@ -226,3 +227,16 @@ def test_placements_fit_at_their_limits():
     for placements in ((), (Replicate(), Replicate())):
         with pytest.raises(LayoutError, match="1 placements"):
             check_layout(MeshLayout(mesh, placements), (4, 4), "w")
+
+
+@given(data=st.data())
+def test_replicas_are_the_ranks_that_hold_the_same_and_each_sees_the_same_ones(data: st.DataObject) -> None:
+    shape = data.draw(shapes(max_ndim=3, min_size=1))
+    layout = data.draw(mesh_layouts(len(shape)))
+    ranks = mesh_ranks(layout.mesh).tolist()
+    groups = {rank: replicas_of(layout, rank) for rank in ranks}
+    for rank, group in groups.items():
+        assert rank in group and all(groups[other] == group for other in group)
+        assert all(held_by(layout, shape, other) == held_by(layout, shape, rank) for other in group)
+        assert len(group) == len(replica_offsets(layout))
+    assert replicas_of(layout, max(ranks) + 1) == frozenset()

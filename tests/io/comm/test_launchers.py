@@ -14,6 +14,7 @@ import pytest
 
 import treeckpt as tc
 from treeckpt.convert import convert
+from treeckpt.io.comm.comm import TorchComm, ranks_of_host, thread_comms
 from treeckpt.io.comm.launchers import launched_rank
 
 TREE = {"w": np.arange(5), "own": tc.PerRank(7)}
@@ -175,3 +176,25 @@ def test_under_torchrun_before_and_after_the_process_group(tmp_path: Path) -> No
     assert not (tmp_path / "early").exists()
     assert [tc.load(tmp_path / f"own{rank}")["rank"] for rank in range(2)] == [0, 1]
     assert tc.inspect(tmp_path / "together").world == 2 and tc.inspect(tmp_path / "one").world == 1
+
+
+HOSTS = {
+    "torchrun": {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
+    "mpirun": {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+    "srun": {"SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "4"},
+}
+
+
+@pytest.mark.parametrize("launcher", [*HOSTS, ""])
+def test_the_ranks_of_a_host_are_those_that_the_launcher_has_started_there(
+    launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for one in HOSTS.values() for name in one]:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in HOSTS.get(launcher, {}).items():
+        monkeypatch.setenv(name, value)
+    world = thread_comms(8)
+    assert ranks_of_host(world[5]) == ((4, 5, 6, 7) if launcher else (5,))
+    group = TorchComm(None, 1, 3, members=(1, 5, 6))
+    assert ranks_of_host(group) == ((5, 6) if launcher else (5,))
+    assert ranks_of_host(thread_comms(1)[0]) == (0,)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from ...errors import RankError, TreeckptError
 from .fanout import group_sizes_for, is_leader
-from .launchers import UnconnectedComm, launched_rank, unconnected_error
+from .launchers import UnconnectedComm, launched_rank, local_rank, unconnected_error
 from .message_store import ThreadMessageStore, TorchMessageStore, connect_to_leader, serve_leader_store
 from .state import CommState
 
@@ -208,10 +208,10 @@ def default_comm() -> Comm:
 
     It is cached per Store of the default group, so that ranks count their saves alike and a new group starts anew.
     """
-    return _default_store_comms().world if _world_size() > 1 else _SOLO
+    return _default_store_comms().world if world_size() > 1 else _SOLO
 
 
-def _world_size() -> int:
+def world_size() -> int:
     """Returns the size of torch.distributed's default group; 0 where that is not initialised."""
     if "torch" not in sys.modules:
         return 0
@@ -281,7 +281,7 @@ def as_comm(comm: Any, *, sends_messages: bool = True) -> Comm:
         TreeckptError: `comm` is none of these.
     """
     if isinstance(comm, str):
-        if comm == "alone" and _world_size() > 1:
+        if comm == "alone" and world_size() > 1:
             comms = _default_store_comms()
             return comms.groups.setdefault("alone", SoloComm((comms.world.rank,)))
         if comm == "alone":
@@ -290,7 +290,7 @@ def as_comm(comm: Any, *, sends_messages: bool = True) -> Comm:
         raise TreeckptError("comm", expected=expected, found=f"{comm!r:.60}")
     if comm is not None:
         return comm if hasattr(comm, "post") else comm_of(comm)
-    launched = launched_rank() if not _world_size() else None
+    launched = launched_rank() if not world_size() else None
     if launched is not None and sends_messages:
         raise unconnected_error(launched)
     return default_comm() if launched is None else UnconnectedComm(launched, TIMEOUT)
@@ -305,6 +305,19 @@ def global_rank(comm: Comm) -> int:
     """Returns this rank's number in the default process group, which DTensors and ShardedTensors use."""
     members = members_of(comm)
     return comm.rank if members is None else members[comm.rank]
+
+
+def ranks_of_host(comm: Comm) -> tuple[int, ...]:
+    """Returns the global ranks of a comm on this host, in order, without a message: by what the launcher says.
+
+    The ranks of a host are taken to follow each other, as launchers number them by default. Where there is no
+    launcher, or the comm has one rank, it is this rank alone.
+    """
+    here, local = global_rank(comm), local_rank() if comm.size > 1 else None
+    if local is None:
+        return (here,)
+    first = here - local.rank
+    return tuple(rank for rank in members_of(comm) or range(comm.size) if first <= rank < first + local.size)
 
 
 class _StoreComms:

@@ -24,6 +24,13 @@ _MPI = (
     ("PMI_RANK", "PMI_SIZE"),
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
 )
+_LOCAL = (
+    ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+)
 
 
 class LaunchedRank(msgspec.Struct, frozen=True):
@@ -46,6 +53,12 @@ def launched_rank(environment: Mapping[str, str] | None = None) -> LaunchedRank 
         candidates = [_rank_of_jax(), torchrun, _rank_of_slurm(variables)]
         candidates += [_rank_in(variables, *names) for names in _MPI]
     return next((found for found in candidates if found is not None and found.size > 1), None)
+
+
+def local_rank(environment: Mapping[str, str] | None = None) -> LaunchedRank | None:
+    """Returns this process's number among those that a launcher has started on this host; None where none says so."""
+    variables = os.environ if environment is None else environment
+    return next((found for names in _LOCAL if (found := _rank_in(variables, *names)) is not None), None)
 
 
 def _rank_of_slurm(variables: Mapping[str, str]) -> LaunchedRank | None:

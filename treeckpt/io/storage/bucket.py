@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeGuard
 import msgspec
 
 from ...errors import CheckpointError, StoreError
+from .conditional_put import Condition
 from .run_store import DirectoryEntry
 
 OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "adl"})
@@ -94,6 +95,17 @@ class ObjectBucket(Protocol):
 
         Raises:
             FileExistsError: the object exists, or has another version.
+        """
+        ...
+
+    def put_first(self, key: str, data: bytes, condition: Condition) -> bool:
+        """Writes a small object, and finds out by it whether the store honours a condition of `put`.
+
+        Returns:
+            False where that is known, or of no concern: nothing is written then.
+
+        Raises:
+            StoreError: the store does not honour it, or cannot be reached.
         """
         ...
 

@@ -33,17 +33,20 @@ class Checkpoint:
 
     def __init__(self, store: Store, index: Index | None = None) -> None:
         self.store, self.url = store, store.url
-        self._index_bytes: bytes | None = None
         self._shards: dict[tuple[str, bool], OpenedShard] = {}
         self._checksums: dict[str, Checksums] = {}
         if index is not None:
             self.index = index
 
     @cached_property
+    def index_bytes(self) -> bytes:
+        """The index as it is stored, read when it is first needed, or set by a caller that has read this version."""
+        return read_index_bytes(self.store)
+
+    @cached_property
     def index(self) -> Index:
         """The index, read when it is first needed; raises as `read_index`."""
-        self._index_bytes = read_index_bytes(self.store)
-        return decode_and_check(self.store, self._index_bytes)
+        return decode_and_check(self.store, self.index_bytes)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -70,10 +73,10 @@ class Checkpoint:
 
     def is_replaced(self) -> bool:
         """Whether another index was published since this one was read; raises CheckpointNotFound if none is left."""
-        if self._index_bytes is None:
+        if "index_bytes" not in vars(self):
             return False
         try:
-            return self.store.read(INDEX_NAME, limit=len(self._index_bytes)) != self._index_bytes
+            return self.store.read(INDEX_NAME, limit=len(self.index_bytes)) != self.index_bytes
         except FileNotFoundError as error:
             raise CheckpointNotFound(
                 self.url,
@@ -145,11 +148,15 @@ class ShardReader:
                 self._recorder.add("read", begin, self._recorder.now(), len(memory))
             yield memory
 
-    def read_parts(self, wanted: ByteRange, parts: Sequence[memoryview]) -> bool:
-        """Reads a range straight into its destinations if it is in the page cache; False, with nothing read, if not."""
+    def read_parts(self, wanted: ByteRange, parts: Sequence[memoryview], *, shared: bool = False) -> bool:
+        """Reads a range straight into its destinations if it is in the page cache; False, with nothing read, if not.
+
+        Args:
+            shared: also brings it into the page cache.
+        """
         begin = self._recorder.now()
         shard = wanted.shard
-        if not self.store.read_parts(shard.file.name, shard.file.header + wanted.start, parts):
+        if not self.store.read_parts(shard.file.name, shard.file.header + wanted.start, parts, shared=shared):
             return False
         if self.verify:
             check_parts(self.store, shard, wanted.start, parts)

@@ -40,7 +40,7 @@ class CountingStore:
         self._inner.read_into(name, offset, out, shared=shared)
         self._count(len(out))
 
-    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
-        done = self._inner.read_parts(name, offset, parts)
+    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview], *, shared: bool = False) -> bool:
+        done = self._inner.read_parts(name, offset, parts, shared=shared)
         self._count(sum(map(len, parts)) if done else 0)
         return done

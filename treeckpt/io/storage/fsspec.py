@@ -1,8 +1,8 @@
 """File systems of fsspec (`memory://`, `http://`, `hdfs://`, ...) as buckets: slower and less atomic than obstore.
 
 A file is replaced as atomically as the file system writes one. Writing only a new file is as atomic as the exclusive
-mode of the file system; without such a mode its existence is checked first, and two writers at one moment can both pass
-that check. Replacing only one version is checked the same way.
+mode of the file system; without such a mode, or with `conditional=False`, its existence is checked first, and two
+writers at one moment can both pass that check. Replacing only one version is checked the same way.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from ...errors import StoreError
 from .bucket import FetchFailure, ObjectListing, VersionTag, missing_extra
+from .conditional_put import Condition, no_conditional_writes, takes_conditions
 from .run_store import DirectoryEntry
 
 _TIMES = ("mtime", "modified", "LastModified", "last_modified", "updated", "created")
@@ -29,8 +30,9 @@ def open_fsspec(url: str, options: Mapping[str, Any]) -> tuple[FsspecBucket, str
         from fsspec.core import url_to_fs
     except ImportError as error:
         raise missing_extra(url, "fsspec", "fsspec") from error
+    conditional, rest_options = takes_conditions(url, options)
     try:
-        fs, path = url_to_fs(url.rstrip("/"), **options)
+        fs, path = url_to_fs(url.rstrip("/"), **rest_options)
     except (ValueError, TypeError) as error:
         raise StoreError(url, expected="a path, or a URL that fsspec knows", found=f"{error}") from error
     except ImportError as error:
@@ -42,7 +44,7 @@ def open_fsspec(url: str, options: Mapping[str, Any]) -> tuple[FsspecBucket, str
     base = url.rstrip("/")
     root = base[: -len(key)].removesuffix("/") if key and base.endswith(key) else base if rest else f"{scheme}:/"
     above = path.rstrip("/")[: -len(key)] if key else path
-    return FsspecBucket(fs, root, above, options, shared=scheme != "memory"), key
+    return FsspecBucket(fs, root, above, options, shared=scheme != "memory", conditional=conditional), key
 
 
 class FsspecBucket:
@@ -52,12 +54,16 @@ class FsspecBucket:
         url: the URL of its root, for messages.
         root: the beginning of its paths.
         shared: whether another process sees the same files.
+        conditional: whether the exclusive mode of the file system is used.
     """
 
     tries = 1
 
-    def __init__(self, fs: Any, url: str, root: str, options: Mapping[str, Any], *, shared: bool) -> None:
+    def __init__(
+        self, fs: Any, url: str, root: str, options: Mapping[str, Any], *, shared: bool, conditional: bool = True
+    ) -> None:
         self._fs, self.url, self._root, self.options, self.shared = fs, url, root, dict(options), shared
+        self._conditional = conditional
         self._lock = threading.Lock()
 
     def _path(self, key: str) -> str:
@@ -115,7 +121,18 @@ class FsspecBucket:
             elif not replace and self._fs.exists(path):
                 raise FileExistsError(f"{self.url}/{key}")
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            self._fs.pipe_file(path, data, **({} if replace else {"mode": "create"}))
+            if replace or not self._conditional:
+                self._fs.pipe_file(path, data)
+                return
+            try:
+                self._fs.pipe_file(path, data, mode="create")
+            except (NotImplementedError, TypeError, ValueError) as error:  # the mode is unknown to the file system
+                found = f"{type(error).__name__}: {error}"
+                raise no_conditional_writes(self.url, 'mode="create"', found) from error
+
+    def put_first(self, key: str, data: bytes, condition: Condition) -> bool:
+        """Does nothing: what a file system does in its exclusive mode is not known."""
+        return False
 
     def upload(self, key: str, nbytes: int, blocks: Iterable[memoryview]) -> None:
         path = self._path(key)

@@ -108,10 +108,14 @@ class LocalReader:
             error.filename = str(self._path)
             raise
 
-    def read_parts(self, offset: int, parts: Sequence[memoryview]) -> bool:
-        """Fills several buffers from the page cache; returns False if not all is cached. Raises as `read_into`."""
+    def read_parts(self, offset: int, parts: Sequence[memoryview], *, shared: bool = False) -> bool:
+        """Fills several buffers from the page cache; returns False if not all is cached. Raises as `read_into`.
+
+        Args:
+            shared: also brings there what is not cached.
+        """
         nbytes = sum(map(len, parts))
-        if not is_cached(self.fd, offset, nbytes):
+        if not shared and not is_cached(self.fd, offset, nbytes):
             return False
         try:
             self._copy(offset, parts, nbytes)

@@ -1,9 +1,10 @@
 """Runs and checkpoints in object stores: `s3://bucket/run/step_00000100`, `gs://`, `az://`, and what fsspec knows.
 
 A directory is a prefix: it exists as long as it has an object. Shards are uploaded in parts and become visible when
-complete; the index is published by a conditional write, so of several saves to one path exactly one is committed. A
-crash leaves parts of an upload that never ends: they cost money until the bucket's rule for incomplete multipart
-uploads removes them (obstore cannot list them). A run is listed by pages of its objects, not directory by directory.
+complete; the index is published by a conditional write, so of several saves to one path exactly one is committed. That
+a store has conditional writes is found out by the first save (see `conditional_put`). A crash leaves parts of an upload
+that never ends: they cost money until the bucket's rule for incomplete multipart uploads removes them (obstore cannot
+list them). A run is listed by pages of its objects, not directory by directory.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class ObjectStore:
     Args:
         url: `s3://bucket/run/step_00000100` and the like.
         options: of obstore (`endpoint`, `region`, `access_key_id`, `client_options`, `retry_config`, ...), or of the
-            fsspec file system.
+            fsspec file system. `conditional=False` is for stores without conditional writes: whether an object exists
+            is then looked at before it is written, and of two saves to one path at the same moment the last wins.
 
     Raises:
         StoreError: the URL's scheme is not known, its library is not installed, or an option is wrong.
@@ -157,7 +159,7 @@ class ObjectStore:
     def fetch(self, ranges: Sequence[FileRange], consume: Consume, *, memory: int) -> None:
         self._fetcher.run(ranges, consume, memory=memory)
 
-    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
+    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview], *, shared: bool = False) -> bool:
         return False  # nothing is cached on this host
 
     def _head(self, name: str, key: str, offset: int, nbytes: int) -> bytes | None:
@@ -193,6 +195,20 @@ class ObjectStore:
             self._bucket.put(self._key(name), bytes(data), replace=replace)
         except FileExistsError as error:
             raise self._exists(name) from error
+
+    def publish_first(self, name: str, data: bytes, *, replaces: bool) -> bool:
+        """Publishes a file of a save, and finds out by it whether the store has the conditional writes that it needs.
+
+        Args:
+            replaces: whether the save replaces a checkpoint.
+
+        Returns:
+            False if that is known: nothing is published then.
+
+        Raises:
+            StoreError: it has none.
+        """
+        return self._bucket.put_first(self._key(name), data, "If-Match" if replaces else "If-None-Match")
 
     def compare_and_swap(self, name: str, data: bytes, *, holds: Callable[[bytes], bool], limit: int) -> None:
         """Does it by a conditional write; see `SupportsCompareAndSwap`."""

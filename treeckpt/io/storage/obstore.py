@@ -15,11 +15,12 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ...errors import StoreError
 from .aws_profiles import HOW, check_instance, s3_options
 from .bucket import FetchFailure, ObjectListing, VersionTag, missing_extra
+from .conditional_put import Condition, find_out, is_known, no_conditional_writes, refuses_conditions, takes_conditions
 from .run_store import DirectoryEntry
 from .upload_window import MOST, UploadWindow
 
@@ -49,6 +50,7 @@ _INTERMEDIARY = "Something between here and the store answers in its place: look
 _WEB_PAGE = "a web page in its place"
 _HTML = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype\s+html|html)\b", re.IGNORECASE)
 _CUT = re.compile(r"body|connection|incomplete|timed? ?out|reset|closed", re.IGNORECASE)
+_UNANSWERED = "error sending request"
 _PASSING = re.compile(r"status code: (408|429|5\d\d)")
 _THROTTLED = re.compile(r"status code: (429|503)")
 _NO_CREDENTIALS = re.compile(
@@ -66,8 +68,8 @@ class ObstoreBucket:
 
     Args:
         url: the URL of its root.
-        options: those of obstore for this kind of store (`endpoint`, `region`, `access_key_id`, ...), and
-            `client_options`, `retry_config`, `credential_provider`.
+        options: those of obstore for this kind of store (`endpoint`, `region`, `access_key_id`, ...),
+            `client_options`, `retry_config`, `credential_provider`, and `conditional`: False writes without conditions.
 
     Raises:
         StoreError: obstore is not installed, or refuses an option.
@@ -85,15 +87,17 @@ class ObstoreBucket:
             raise missing_extra(url, "obstore", "s3" if self.kind == "s3" else "object") from error
         self._obstore: Any = obstore
         opened: Any = from_url
-        merged = dict(options)
+        self.conditional, merged = takes_conditions(url, options)
         if self.kind == "s3":
-            merged = s3_options(url, options, os.environ)
+            merged = s3_options(url, merged, os.environ)
             check_instance(url, merged, os.environ)
             # objects are deleted one at a time, and some services do not support bulk delete
             merged.setdefault("disable_bulk_delete", True)
+            merged.setdefault("conditional_put", "etag")  # before AWS_CONDITIONAL_PUT, which is looked at above
         client = {**TIMEOUTS, **merged.pop("client_options", {})}
         endpoints = [merged.get(name) for name in _ENDPOINTS] + [os.environ.get(name) for name in _ENDPOINT_VARIABLES]
-        is_plain = str(next(filter(None, endpoints), "")).startswith("http://")  # the user named it
+        self._endpoint = str(next(filter(None, endpoints), ""))
+        is_plain = self._endpoint.startswith("http://")  # the user named it
         if self.kind == "s3" and not is_plain and not any(name in merged or name in os.environ for name in _UNSIGNED):
             # TLS protects the bytes of a request; their SHA-256 takes more time than all else in an upload
             merged["unsigned_payload"] = True
@@ -216,22 +220,65 @@ class ObstoreBucket:
             return self._get_range(self._once, key, start, nbytes)
 
     def judge(self, error: Exception) -> FetchFailure:
-        cause = str(error.__cause__).partition("\n")[0]
-        passing = _PASSING.search(cause) is not None
-        broken = "status code" not in cause and _CUT.search(cause) is not None
-        return FetchFailure(_THROTTLED.search(cause) is not None, passing or broken)
+        cause = _cause(error)
+        temporary = _PASSING.search(cause) is not None or _is_unanswered(error) or _is_cut(error)
+        return FetchFailure(_THROTTLED.search(cause) is not None, temporary)
 
     # writing -------------------------------------------------------------------------------------------------
 
     def put(self, key: str, data: bytes, *, replace: bool | VersionTag) -> None:
+        if replace is not True and not self.conditional:
+            self._check_present(key, replace)
+            replace = True
         mode = replace if isinstance(replace, Mapping) else "overwrite" if replace else "create"
         try:
-            with self._wrapped_errors("write", key):
-                self._obstore.put(self._store, key, data, mode=mode, use_multipart=False)
+            self._put(self._store, key, data, mode)
         except FileExistsError:
             # a retried write whose first response was lost finds its own object
             if self.read(key, len(data))[0] != data:
                 raise
+        except StoreError as error:
+            if (_is_unanswered(error) or _is_cut(error)) and self._holds(key, data):  # the last response was lost
+                return
+            if replace is True or not refuses_conditions(error):
+                raise
+            condition: Condition = "If-Match" if isinstance(replace, Mapping) else "If-None-Match"
+            found = f"one that refuses them: {error.found}"
+            raise no_conditional_writes(self.url, condition, found) from error
+
+    def _put(self, store: Any, key: str, data: bytes, mode: Any) -> None:
+        with self._wrapped_errors("write", key):
+            self._obstore.put(store, key, data, mode=mode, use_multipart=False)
+
+    def _holds(self, key: str, data: bytes) -> bool:
+        """Whether an object is there with this content."""
+        with contextlib.suppress(StoreError, FileNotFoundError):
+            return self.read(key, len(data))[0] == data
+        return False
+
+    def _check_present(self, key: str, replace: Literal[False] | VersionTag) -> None:
+        """Raises FileExistsError unless the object is what a write is to replace; it may change afterwards."""
+        found: VersionTag = {}
+        with contextlib.suppress(FileNotFoundError):
+            found = self._retry("look at", key, lambda: self._obstore.head(self._store, key))
+        if found.get("e_tag") != (replace or {}).get("e_tag"):
+            raise FileExistsError(f"{self.url}/{key}")
+
+    def put_first(self, key: str, data: bytes, condition: Condition) -> bool:
+        if self.kind != "s3" or not self.conditional or is_known(self.url, self._endpoint, condition):
+            return False
+
+        def put(mode: Any) -> None:
+            try:
+                self._put(self._once, key, data, mode)
+            except StoreError as error:
+                if refuses_conditions(error) or not self.judge(error).temporary:
+                    raise
+                self._put(self._store, key, data, mode)
+
+        self.put(key, data, replace=True)
+        find_out(self.url, self._endpoint, condition, put)
+        return True
 
     def upload(self, key: str, nbytes: int, blocks: Iterable[memoryview]) -> None:
         part, taken = part_nbytes(nbytes), 0
@@ -284,8 +331,7 @@ class ObstoreBucket:
                 with self._wrapped_errors(what, key):
                     return call()
             except StoreError as error:
-                cause = str(error.__cause__).partition("\n")[0]
-                if tried == TRIES or unless() or "status code" in cause or not _CUT.search(cause):
+                if tried == TRIES or unless() or not _is_cut(error):
                     raise
                 time.sleep(PAUSE * 2**tried)
         raise AssertionError("the last try returns or raises")
@@ -322,6 +368,21 @@ def part_nbytes(nbytes: int) -> int:
 def _kind(url: str) -> str:
     scheme = url.partition("://")[0]
     return "s3" if scheme in ("s3", "s3a") else "gs" if scheme in ("gs", "gcs") else "az"
+
+
+def _cause(error: Exception) -> str:
+    return str(error.__cause__).partition("\n")[0]
+
+
+def _is_cut(error: Exception) -> bool:
+    """Whether the answer to a request broke off."""
+    cause = _cause(error)
+    return "status code" not in cause and _CUT.search(cause) is not None
+
+
+def _is_unanswered(error: Exception) -> bool:
+    """Whether a request had no answer, in time or at all; it may have been carried out."""
+    return _cause(error).endswith(_UNANSWERED)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,8 +1,8 @@
 """Keeps the progress record of a save in the checkpoint's directory: a small file that is replaced as a whole.
 
 While bytes are written a record is renewed, from `PATIENCE` seconds on, at most every `PAUSE` seconds (`FAR_PAUSE` in
-an object store), and in any case every `BEAT` seconds. It is not made durable, and an error in writing it never makes
-the save fail.
+an object store), and in any case every `BEAT` seconds. It is not made durable, and an error in renewing it never
+makes the save fail.
 """
 
 from __future__ import annotations
@@ -87,11 +87,19 @@ class ProgressRecorder:
 
     Args:
         first: the record at the start of the save.
+        replaces: whether the save replaces a checkpoint.
         on_progress: called with the bytes written so far, as often as the record is renewed, from the first block on.
     """
 
-    def __init__(self, store: Store, first: Progress, *, on_progress: Callable[[int], object] | None = None) -> None:
-        self._store, self._on_progress = store, on_progress
+    def __init__(
+        self,
+        store: Store,
+        first: Progress,
+        *,
+        replaces: bool = False,
+        on_progress: Callable[[int], object] | None = None,
+    ) -> None:
+        self._store, self._replaces, self._on_progress = store, replaces, on_progress
         self._record = msgspec.structs.replace(first, owner=this_process())
         self._name = progress_name(first.rank, first.save_id)
         self._lock, self._writing = threading.Lock(), threading.Lock()
@@ -105,9 +113,16 @@ class ProgressRecorder:
         self._write_in_begin, self._write_in_thread = at_once and not far, at_once and far
 
     def begin(self) -> None:
-        """Starts the record, before the save writes its first shard."""
+        """Starts the record, before the save writes its first shard.
+
+        Raises:
+            StoreError: an object store has no conditional writes, by which the save is to be committed, or cannot be
+                reached.
+        """
         if self._write_in_begin:
             self._write()
+        if self._write_in_thread and isinstance(self._store, ObjectStore):
+            self._write_in_thread = not self._store.publish_first(self._name, self._encoded(), replaces=self._replaces)
         try:
             _thread.start_new_thread(self._keep, ())  # Thread.start waits for the thread, which takes milliseconds
         except RuntimeError:  # no thread can be started, as when the interpreter ends
@@ -124,10 +139,13 @@ class ProgressRecorder:
     def _write(self) -> None:
         with self._writing, contextlib.suppress(Exception):
             if not self._ended.is_set():
-                self._exists = True
-                _own_records.add(self._name)
-                record = msgspec.structs.replace(self._record, alive_ns=time.time_ns())
-                replace_file(self._store, self._name, encode_progress(record))
+                replace_file(self._store, self._name, self._encoded())
+
+    def _encoded(self) -> bytes:
+        """Returns the record for a write that follows."""
+        self._exists = True
+        _own_records.add(self._name)
+        return encode_progress(msgspec.structs.replace(self._record, alive_ns=time.time_ns()))
 
     def add(self, nbytes: int) -> None:
         """Adds written bytes to the record."""

@@ -92,8 +92,12 @@ class Store(Protocol):
         """
         ...
 
-    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
-        """Fills several buffers in order, as `read_into`; returns False, with nothing read, if they are not cached."""
+    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview], *, shared: bool = False) -> bool:
+        """Fills several buffers in order, as `read_into`; returns False, with nothing read, if they are not cached.
+
+        Args:
+            shared: also reads what is not cached, where the store has a page cache.
+        """
         ...
 
     def map(self, name: str, offset: int, nbytes: int) -> memoryview:
@@ -217,9 +221,9 @@ class LocalStore:
         with self._reader(name) as reader:
             reader.read_into(offset, out, shared=shared)
 
-    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
+    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview], *, shared: bool = False) -> bool:
         with self._reader(name) as reader:
-            return reader.read_parts(offset, parts)
+            return reader.read_parts(offset, parts, shared=shared)
 
     @contextlib.contextmanager
     def mapped(self, name: str, offset: int, nbytes: int, *, fetch: bool) -> Iterator[memoryview | None]:
@@ -322,7 +326,7 @@ class MemoryStore:
             raise too_short(f"{self.url}/{name}", offset, len(out), len(data))
         out[:] = data
 
-    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
+    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview], *, shared: bool = False) -> bool:
         for part in parts:
             self.read_into(name, offset, part)
             offset += len(part)

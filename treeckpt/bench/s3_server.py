@@ -1,17 +1,19 @@
 """An S3 server for measurements and faults, in one asyncio process: latency, rate and troubles are set while it runs.
 
-    python far_s3_server.py
+    python -m treeckpt.bench.s3_server
 
 It prints its port. It answers what S3 clients of checkpoints send: GET with ranges, HEAD, PUT (with
-`If-None-Match: *` and `If-Match`), DELETE, listings by pages, and multipart uploads. Signatures are not looked at, and
-every bucket exists. Objects stay in memory (memfd) and are sent by `sendfile`, so one core carries more than 1 GB/s.
+`If-None-Match: *` and `If-Match`), copies, DELETE, deletes of many, listings by pages, and multipart uploads.
+Signatures are not looked at, and every bucket exists. Objects stay in memory (memfd) and are sent by `sendfile`, so one
+core carries more than 1 GB/s.
 
-`POST /!set` takes a JSON object with any of the fields of `Settings` and forgets the log; `GET /!log` gives the
-requests since then. A rule is `{"match": regex over "METHOD path range", "do": what, "times": n, "seconds": s}`; what
-is one of: 500, 503, 429 (answers without a look at the object), slow (waits first), stall (waits in the middle of the
-body), reset (the connection ends in the middle of the body), lost (the request is carried out, the connection ends
-without an answer), shifted (other bytes than those of the range, under their own Content-Range), whole (the whole
-object, status 200), flipped (one bit of the body is changed).
+`POST /!set` takes a JSON object with any of the fields of `S3Settings` and forgets the log; `GET /!log` gives the
+requests since then; `DELETE /!objects` forgets all objects. A rule is `{"match": regex over "METHOD path range",
+"do": what, "times": n, "seconds": s}`; what is one of: 500, 503, 429 (answers without a look at the object), slow
+(waits first), stall (waits in the middle of the body), reset (the connection ends in the middle of the body), lost (the
+request is carried out, the connection ends without an answer), shifted (other bytes than those of the range, under
+their own Content-Range), short (half of the range, under its own Content-Range), whole (the whole object, status 200),
+flipped (one bit of the body is changed).
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from dataclasses import asdict, dataclass, field
 from email.utils import formatdate
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, unescape
 
 PIECE_SECONDS = 0.02
 """A body goes in pieces that take about so long at the connection's rate."""
@@ -40,7 +42,9 @@ ERRORS |= {429: "TooManyRequests", 500: "InternalError", 501: "NotImplemented", 
 
 
 @dataclass
-class Settings:
+class S3Settings:
+    """How far away the server is, and what goes wrong there."""
+
     latency: float = 0.0
     """Seconds before each answer."""
     rate: float = 0.0
@@ -53,18 +57,22 @@ class Settings:
     trouble: float = 0.0
     """Part of the requests that meet one of `kinds`, drawn by `seed`."""
     kinds: list[str] = field(default_factory=list)
+    where: str = ""
+    """Only requests meet trouble whose line, as for a rule, matches this regex."""
     seconds: float = 30.0
     """How long a drawn stall lasts."""
     seed: int = 0
     conditional: str = "honoured"
-    """Conditional writes: honoured, ignored (as if they were plain), or refused (501)."""
+    """Writes with `If-None-Match`: honoured, ignored (as if they were plain), or refused (501)."""
+    matching: str = ""
+    """Writes with `If-Match`; as `conditional` unless told."""
     page: int = 1000
     """Keys in a page of a listing."""
     rules: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass
-class Segment:
+class S3Segment:
     """Bytes in a memory file."""
 
     file: io.FileIO
@@ -72,8 +80,10 @@ class Segment:
 
 
 @dataclass
-class Object:
-    segments: list[Segment]
+class S3Object:
+    """What a key holds: the parts in which it was uploaded."""
+
+    segments: list[S3Segment]
     etag: str
     modified: float = field(default_factory=time.time)
 
@@ -83,7 +93,9 @@ class Object:
 
 
 @dataclass
-class Request:
+class S3Request:
+    """A request, and its row in the log."""
+
     method: str
     path: str
     query: dict[str, str]
@@ -94,7 +106,9 @@ class Request:
 
 
 @dataclass
-class Answer:
+class S3Answer:
+    """A status, headers, and a text or the bytes of an object."""
+
     status: int
     headers: dict[str, str] = field(default_factory=dict)
     text: bytes = b""
@@ -102,10 +116,12 @@ class Answer:
     """Parts of memory files: file, offset, bytes."""
 
 
-class Server:
+class S3Server:
+    """The objects, the uploads under way, and the log."""
+
     def __init__(self) -> None:
-        self.settings, self.objects = Settings(), dict[str, Object]()
-        self.uploads: dict[str, tuple[str, dict[int, Object]]] = {}
+        self.settings, self.objects = S3Settings(), dict[str, S3Object]()
+        self.uploads: dict[str, tuple[str, dict[int, S3Object]]] = {}
         self.log: list[dict[str, Any]] = []
         self.busy, self.numbers, self.draw = 0, itertools.count(1), random.Random(0)
 
@@ -127,26 +143,29 @@ class Server:
         headers = {n.lower(): v.strip() for n, _, v in (line.partition(":") for line in lines if line)}
         url = urlsplit(target)
         row: dict[str, Any] = {"method": method, "path": target, "range": headers.get("range", ""), "status": 0}
-        request = Request(method, unquote(url.path).lstrip("/"), dict(parse_qsl(url.query, True)), headers, row)
+        request = S3Request(method, unquote(url.path).lstrip("/"), dict(parse_qsl(url.query, True)), headers, row)
         if request.path.startswith("!"):
             body = await reader.readexactly(int(headers.get("content-length", 0)))
             await self._send(self._control(request, body), request, writer)
             return True
         self.busy += 1
-        row |= {"busy": self.busy, "at": time.monotonic(), "sent": 0, "condition": headers.get("if-none-match", "")}
+        condition = headers.get("if-none-match", headers.get("if-match", ""))
+        row |= {"busy": self.busy, "at": time.monotonic(), "sent": 0, "condition": condition}
         self.log.append(row)
         try:
+            if headers.get("expect", "").lower() == "100-continue":
+                writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             body = await self._receive(reader, int(headers.get("content-length", 0)))
             self._find_trouble(request)
             await self._wait(request)
             answer = self._answer(request, body)
-            row["status"] = answer.status
+            row |= {"status": answer.status, "received": body.nbytes}
             return request.do != "lost" and await self._send(answer, request, writer)
         finally:
             self.busy -= 1
             row["ended"] = time.monotonic()
 
-    async def _receive(self, reader: asyncio.StreamReader, nbytes: int) -> Segment:
+    async def _receive(self, reader: asyncio.StreamReader, nbytes: int) -> S3Segment:
         file = io.FileIO(os.memfd_create("object"), "r+")
         begin, taken = time.monotonic(), 0
         while taken < nbytes:
@@ -155,13 +174,13 @@ class Server:
                 raise ConnectionError("the body ended")
             taken += file.write(data) or 0
             await self._pace(begin, taken)
-        return Segment(file, nbytes)
+        return S3Segment(file, nbytes)
 
     async def _pace(self, begin: float, nbytes: int) -> None:
         if self.settings.rate:
             await asyncio.sleep(max(begin + nbytes / self.settings.rate - time.monotonic(), 0))
 
-    async def _wait(self, request: Request) -> None:
+    async def _wait(self, request: S3Request) -> None:
         settings, seconds = self.settings, self.settings.latency
         if request.method == "GET" and settings.tail and self.draw.random() < settings.tail:
             seconds += settings.tail_seconds
@@ -170,7 +189,7 @@ class Server:
         if seconds:
             await asyncio.sleep(seconds)
 
-    def _find_trouble(self, request: Request) -> None:
+    def _find_trouble(self, request: S3Request) -> None:
         line = f"{request.method} {request.row['path']} {request.row['range']}"
         for rule in self.settings.rules:
             if rule.get("times", 1) and re.search(rule["match"], line):
@@ -178,30 +197,33 @@ class Server:
                 request.do, request.seconds = str(rule["do"]), rule.get("seconds", 0.0)
                 break
         else:
-            if self.settings.trouble and self.draw.random() < self.settings.trouble:
+            where = self.settings.where
+            if self.settings.trouble and re.search(where, line) and self.draw.random() < self.settings.trouble:
                 request.do, request.seconds = self.draw.choice(self.settings.kinds), self.settings.seconds
         if not request.do and self.settings.busy_above and self.busy > self.settings.busy_above:
             request.do = "503"
         request.row["do"] = request.do
 
-    async def _send(self, answer: Answer, request: Request, writer: asyncio.StreamWriter) -> bool:
+    async def _send(self, answer: S3Answer, request: S3Request, writer: asyncio.StreamWriter) -> bool:
         body, nbytes = answer.body, sum(n for _, _, n in answer.body) or len(answer.text)
         headers = {"Content-Length": str(nbytes), "Date": formatdate(usegmt=True), **answer.headers}
         head = f"HTTP/1.1 {answer.status} -\r\n" + "".join(f"{n}: {v}\r\n" for n, v in headers.items()) + "\r\n"
         if request.method == "HEAD":
             writer.write(head.encode())
         else:
-            writer.write(head.encode() + answer.text)
+            half = len(answer.text) // 2
+            writer.write(head.encode() + answer.text[:half])
+            if not body and not await self._break_off(request, writer):
+                return False
+            writer.write(answer.text[half:])
             begin, sent, loop = time.monotonic(), 0, asyncio.get_running_loop()
             step = int(self.settings.rate * PIECE_SECONDS) or 4 << 20
+            if request.do in ("stall", "reset"):
+                step = max(min(step, nbytes // 4), 1)
             for file, offset, count in body:
                 for at in range(offset, offset + count, step):
-                    if sent >= nbytes // 2 and request.do in ("stall", "reset"):
-                        if request.do == "reset":
-                            writer.transport.abort()
-                            return False
-                        request.do = ""
-                        await asyncio.sleep(request.seconds)
+                    if sent >= nbytes // 2 and not await self._break_off(request, writer):
+                        return False
                     size = min(step, offset + count - at)
                     await loop.sendfile(writer.transport, file, at, size)
                     sent += size
@@ -210,31 +232,50 @@ class Server:
         await writer.drain()
         return request.headers.get("connection", "").lower() != "close"
 
+    async def _break_off(self, request: S3Request, writer: asyncio.StreamWriter) -> bool:
+        """In the middle of a body: waits for a stall, or returns False for a connection that is reset."""
+        if request.do == "stall":
+            request.do = ""
+            await asyncio.sleep(request.seconds)
+        if request.do == "reset":
+            await writer.drain()
+            writer.transport.abort()
+        return request.do != "reset"
+
     # what is asked for ----------------------------------------------------------------------------------------
 
-    def _control(self, request: Request, body: bytes) -> Answer:
+    def _control(self, request: S3Request, body: bytes) -> S3Answer:
         if request.method == "POST":
-            self.settings = Settings(**{**asdict(self.settings), "rules": [], **json.loads(body)})
+            self.settings = S3Settings(**{**asdict(self.settings), "rules": [], **json.loads(body)})
             self.draw, self.log = random.Random(self.settings.seed), []
-        return Answer(200, text=json.dumps({"log": self.log, "uploads": len(self.uploads)}).encode())
+        if request.method == "DELETE":
+            self.objects.clear()
+        stored = sum(found.nbytes for found in self.objects.values())
+        return S3Answer(
+            200, text=json.dumps({"log": self.log, "uploads": len(self.uploads), "stored": stored}).encode()
+        )
 
-    def _answer(self, request: Request, body: Segment) -> Answer:
+    def _answer(self, request: S3Request, body: S3Segment) -> S3Answer:
         if request.do in ("500", "503", "429"):
             return _error(int(request.do))
         method, key, query = request.method, request.path, request.query
         if "list-type" in query or (method == "GET" and "/" not in key.rstrip("/")):
             return self._list(key.rstrip("/"), query)
+        if "delete" in query:
+            return self._delete(key.rstrip("/"), body)
         if "uploads" in query or "uploadId" in query:
             return self._upload(request, body)
+        if method == "PUT" and (source := request.headers.get("x-amz-copy-source")):
+            return self._copy(unquote(source).lstrip("/"), key)
         if method == "PUT":
-            return self._put(request, Object([body], _etag(body)))
+            return self._put(request, S3Object([body], _etag(body)))
         if method == "DELETE":
             self.objects.pop(key, None)
-            return Answer(204)
+            return S3Answer(204)
         found = self.objects.get(key)
         return _error(404) if found is None else self._get(request, found)
 
-    def _get(self, request: Request, found: Object) -> Answer:
+    def _get(self, request: S3Request, found: S3Object) -> S3Answer:
         headers = {"ETag": found.etag, "Last-Modified": formatdate(found.modified, usegmt=True)}
         headers |= {"Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
         first, last, status = 0, found.nbytes - 1, 200
@@ -245,6 +286,8 @@ class Server:
             if request.do == "shifted":
                 move = -1 if first else 1
                 first, last = first + move, min(last + move, found.nbytes - 1)
+            if request.do == "short":
+                last = (first + last) // 2
             headers["Content-Range"] = f"bytes {first}-{last}/{found.nbytes}"
         body, at = [], 0
         for segment in found.segments:
@@ -256,22 +299,35 @@ class Server:
             body = [(_flipped(body), 0, sum(n for _, _, n in body))]
         if not body:
             headers["Content-Length"] = "0"
-        return Answer(status, headers, body=body)
+        return S3Answer(status, headers, body=body)
 
-    def _put(self, request: Request, new: Object) -> Answer:
+    def _delete(self, bucket: str, body: S3Segment) -> S3Answer:
+        for key in re.findall("<Key>(.*?)</Key>", os.pread(body.file.fileno(), body.nbytes, 0).decode()):
+            self.objects.pop(f"{bucket}/{unescape(key)}", None)
+        return _xml("<DeleteResult></DeleteResult>")
+
+    def _copy(self, source: str, key: str) -> S3Answer:
+        found = self.objects.get(source)
+        if found is None:
+            return _error(404)
+        self.objects[key] = S3Object(found.segments, found.etag)
+        return _xml(f"<CopyObjectResult><ETag>{escape(found.etag)}</ETag></CopyObjectResult>")
+
+    def _put(self, request: S3Request, new: S3Object) -> S3Answer:
         present = self.objects.get(request.path)
         none_match, match = request.headers.get("if-none-match"), request.headers.get("if-match")
         if none_match or match:
-            if self.settings.conditional == "refused":
+            manner = (match and self.settings.matching) or self.settings.conditional
+            if manner == "refused":
                 return _error(501)
-            if self.settings.conditional == "honoured" and (
+            if manner == "honoured" and (
                 (none_match and present) or (match and (present is None or present.etag != match))
             ):
                 return _error(412)
         self.objects[request.path] = new
-        return Answer(200, {"ETag": new.etag})
+        return S3Answer(200, {"ETag": new.etag})
 
-    def _upload(self, request: Request, body: Segment) -> Answer:
+    def _upload(self, request: S3Request, body: S3Segment) -> S3Answer:
         number = request.query.get("uploadId", "")
         if "uploads" in request.query:
             number = f"upload-{next(self.numbers)}"
@@ -281,11 +337,11 @@ class Server:
             return _error(404, "NoSuchUpload")
         parts = self.uploads[number][1]
         if request.method == "PUT":
-            parts[int(request.query["partNumber"])] = part = Object([body], _etag(body))
-            return Answer(200, {"ETag": part.etag})
+            parts[int(request.query["partNumber"])] = part = S3Object([body], _etag(body))
+            return S3Answer(200, {"ETag": part.etag})
         if request.method == "DELETE":
             del self.uploads[number]
-            return Answer(204)
+            return S3Answer(204)
         text = os.pread(body.file.fileno(), body.nbytes, 0).decode()
         wanted = [int(n) for n in re.findall(r"<PartNumber>(\d+)</PartNumber>", text)]
         if wanted != sorted(parts):
@@ -293,14 +349,14 @@ class Server:
         if any(parts[n].nbytes < 5 << 20 for n in wanted[:-1]):
             return _error(400, "EntityTooSmall")
         tags = hashlib.md5("".join(parts[n].etag for n in wanted).encode()).hexdigest()
-        new = Object([segment for n in wanted for segment in parts[n].segments], f'"{tags}-{len(wanted)}"')
+        new = S3Object([segment for n in wanted for segment in parts[n].segments], f'"{tags}-{len(wanted)}"')
         answer = self._put(request, new)
         if answer.status != 200:
             return answer
         del self.uploads[number]
         return _xml(f"<CompleteMultipartUploadResult><ETag>{escape(new.etag)}</ETag></CompleteMultipartUploadResult>")
 
-    def _list(self, bucket: str, query: dict[str, str]) -> Answer:
+    def _list(self, bucket: str, query: dict[str, str]) -> S3Answer:
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         after = query.get("continuation-token") or query.get("start-after", "")
         rows, folders, last, more = list[str](), list[str](), "", ""
@@ -330,7 +386,7 @@ class Server:
         )
 
 
-def _etag(body: Segment) -> str:
+def _etag(body: S3Segment) -> str:
     """A tag by size and a few bytes: hashing everything would be what is measured."""
     ends = os.pread(body.file.fileno(), 4096, 0) + os.pread(body.file.fileno(), 4096, max(body.nbytes - 4096, 0))
     return f'"{hashlib.md5(f"{body.nbytes} {time.monotonic_ns()}".encode() + ends).hexdigest()}"'
@@ -344,17 +400,18 @@ def _flipped(body: list[tuple[io.FileIO, int, int]]) -> io.FileIO:
     return file
 
 
-def _xml(text: str) -> Answer:
-    return Answer(200, {"Content-Type": "application/xml"}, f'<?xml version="1.0"?>{text}'.encode())
+def _xml(text: str) -> S3Answer:
+    return S3Answer(200, {"Content-Type": "application/xml"}, f'<?xml version="1.0"?>{text}'.encode())
 
 
-def _error(status: int, code: str = "") -> Answer:
+def _error(status: int, code: str = "") -> S3Answer:
     answer = _xml(f"<Error><Code>{code or ERRORS[status]}</Code><Message>injected or asked for</Message></Error>")
-    return Answer(status, answer.headers, answer.text)
+    return S3Answer(status, answer.headers, answer.text)
 
 
 async def main() -> None:
-    server = await asyncio.start_server(Server().serve, "127.0.0.1", 0, limit=1 << 20, backlog=1024)
+    """Prints a free port and serves there until it is ended."""
+    server = await asyncio.start_server(S3Server().serve, "127.0.0.1", 0, limit=1 << 20, backlog=1024)
     print(server.sockets[0].getsockname()[1], flush=True)
     async with server:
         await server.serve_forever()

@@ -1,0 +1,144 @@
+"""Any request of a load or save may meet a fault: then the bytes are right, or there is one error of ours.
+
+Which requests of which phase meet which faults is drawn from a seed. A stall is longer than the time limit of a
+request; here both are short, in a slow test they are as long as on a real network.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treeckpt as tc
+from tests.helpers.far_s3 import FarS3, far_s3_server
+from tests.helpers.s3 import MIB, array, same
+from treeckpt.io.storage import object_store, obstore
+
+FAULTS = ["503", "429", "500", "reset", "lost", "stall", "slow", "shifted", "short", "whole", "flipped"]
+READS = {
+    "listing": "^GET .*list-type",
+    "index": "^GET .*index",
+    "header": "^GET .*safetensors bytes=0-",
+    "data": "^GET .*safetensors bytes=[1-9]",
+    "any": "",
+}
+WRITES = {
+    "record": "^PUT .*progress",
+    "begin": r"^POST .*\?uploads",
+    "part": "^PUT .*partNumber",
+    "complete": "^POST .*uploadId",
+    "publish": "^PUT .*index",
+    "cleaning": "^(DELETE|HEAD) ",
+    "any": "",
+}
+NO_FAULTS: dict[str, Any] = {"trouble": 0.0, "conditional": "honoured"}
+LOADS = [range(20), pytest.param(range(20, 200), marks=pytest.mark.slow)]
+SAVES = [range(10), pytest.param(range(10, 200), marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FarS3]:
+    with far_s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "SINGLE_PUT_LIMIT", MIB)
+    monkeypatch.setattr(obstore, "PART", 5 * MIB)
+
+
+def impatient(server: FarS3, url: str, timeout: str = "150ms") -> tc.ObjectStore:
+    """A store that gives up soon."""
+    retries = {"max_retries": 3, "backoff": {"init_backoff": timedelta(milliseconds=5)}}
+    return server.store(url, retry_config=retries, client_options={"timeout": timeout})
+
+
+def faults(seed: int, phases: dict[str, str]) -> dict[str, Any]:
+    """The settings that a seed stands for."""
+    draw = random.Random(seed)
+    kinds = draw.sample(FAULTS, draw.randint(1, 3))
+    where = phases[draw.choice(list(phases))]
+    return {"trouble": draw.choice([0.1, 0.3, 0.7, 1.0]), "kinds": kinds, "where": where, "seed": seed, "seconds": 0.2}
+
+
+@pytest.mark.parametrize("seeds", LOADS, ids=str)
+def test_a_load_among_faults_gives_right_bytes_or_one_error(server: FarS3, seeds: range) -> None:
+    server.set(**NO_FAULTS)
+    tree, url = {"w": array(3), "b": np.arange(300.0)}, server.url()
+    tc.save(server.store(url), tree)
+    ended = {True: 0, False: 0}
+    for seed in seeds:
+        server.set(**faults(seed, READS))
+        try:
+            loaded = tc.load(impatient(server, url))
+        except tc.TreeckptError:
+            ended[False] += 1
+            continue
+        ended[True] += 1
+        assert all(np.array_equal(loaded[key], tree[key]) for key in tree), seed
+    server.set(**NO_FAULTS)
+    assert min(ended.values()) > 0, "some of each"
+
+
+@pytest.mark.parametrize("seeds", SAVES, ids=str)
+def test_a_save_among_faults_is_whole_or_says_so(server: FarS3, in_parts: None, seeds: range) -> None:
+    ended = {True: 0, False: 0}
+    for seed in seeds:
+        server.set(**NO_FAULTS)
+        url, tree = server.url(), {"w": array(11), "n": np.arange(seed)}
+        server.set(**faults(seed, WRITES))
+        error = None
+        try:
+            tc.save(impatient(server, url), tree)
+        except tc.TreeckptError as caught:
+            error = caught
+        ended[error is None] += 1
+        server.set(**NO_FAULTS)
+        store = server.store(url)
+        if error is None or "index.json" in store.sizes():
+            assert error is None or "may be in place" in str(error), (seed, error)
+            assert same(store, tree), seed
+        tc.save(store, {"n": -seed}, overwrite=True)
+        assert same(store, {"n": -seed}), seed
+    assert min(ended.values()) > 0, "some of each"
+
+
+@pytest.mark.parametrize("kind", ["slow", "lost", "reset", "stall", "503"])
+def test_a_range_without_an_answer_is_asked_for_again(server: FarS3, kind: str) -> None:
+    server.set(**NO_FAULTS)
+    tree, url = {"w": array(20)}, server.url()
+    tc.save(server.store(url), tree)
+    # long ranges are those that are fetched, not those that obstore repeats
+    server.set(rules=[{"match": r"safetensors bytes=[1-9]\d{6}", "do": kind, "times": 2, "seconds": 2.0}])
+    assert same(impatient(server, url, timeout="500ms"), tree)
+    assert sum(row["do"] == kind for row in server.log()) == 2
+
+
+def test_an_index_whose_answer_was_lost_is_published(server: FarS3) -> None:
+    server.set(**NO_FAULTS)
+    url = server.url()
+    server.set(rules=[{"match": "^PUT .*index", "do": "lost", "times": 9}])
+    tc.save(impatient(server, url), {"n": 1})
+    assert tc.load(server.store(url)) == {"n": 1}
+    server.set(rules=[{"match": "^(PUT|GET) .*index", "do": "lost", "times": 99}])
+    with pytest.raises(tc.StoreError, match="The new index may be in place"):
+        tc.save(impatient(server, f"{url}2"), {"n": 1})
+    server.set()
+    assert tc.load(server.store(f"{url}2")) == {"n": 1}
+
+
+@pytest.mark.slow
+def test_a_stall_of_30_seconds_is_cut_off_and_the_request_repeated(server: FarS3) -> None:
+    server.set(**NO_FAULTS)
+    tree, url = {"w": array(3)}, server.url()
+    tc.save(server.store(url), tree)
+    server.set(rules=[{"match": "^GET .*safetensors bytes=[1-9]", "do": "stall", "seconds": 30.0}])
+    assert same(impatient(server, url, timeout="2s"), tree)
+    server.set(rules=[{"match": "^GET .*safetensors bytes=[1-9]", "do": "stall", "seconds": 30.0}])
+    assert same(server.store(url), tree), "by a request that is repeated, or waits"
