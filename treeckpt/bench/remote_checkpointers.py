@@ -4,6 +4,8 @@ Each is called as its own documentation shows and with its own defaults; a save 
 which is when its bytes are durable. The limit is obstore itself, with 16 to 128 connections and one buffer.
 """
 
+# pyright: reportMissingImports=false
+# what it compares with may not be installed
 from __future__ import annotations
 
 import warnings

@@ -35,6 +35,8 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 from xml.sax.saxutils import escape, unescape
 
+from treeckpt.bench.s3_objects import S3Object, S3Segment, flipped_copy, list_objects, new_etag
+
 PIECE_SECONDS = 0.02
 """A body goes in pieces that take about so long at the connection's rate."""
 ERRORS = {400: "InvalidArgument", 404: "NoSuchKey", 412: "PreconditionFailed", 416: "InvalidRange"}
@@ -69,27 +71,6 @@ class S3Settings:
     page: int = 1000
     """Keys in a page of a listing."""
     rules: list[dict[str, Any]] = field(default_factory=list)
-
-
-@dataclass
-class S3Segment:
-    """Bytes in a memory file."""
-
-    file: io.FileIO
-    nbytes: int
-
-
-@dataclass
-class S3Object:
-    """What a key holds: the parts in which it was uploaded."""
-
-    segments: list[S3Segment]
-    etag: str
-    modified: float = field(default_factory=time.time)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(segment.nbytes for segment in self.segments)
 
 
 @dataclass
@@ -260,7 +241,7 @@ class S3Server:
             return _error(int(request.do))
         method, key, query = request.method, request.path, request.query
         if "list-type" in query or (method == "GET" and "/" not in key.rstrip("/")):
-            return self._list(key.rstrip("/"), query)
+            return _xml(list_objects(self.objects, key.rstrip("/"), query, self.settings.page))
         if "delete" in query:
             return self._delete(key.rstrip("/"), body)
         if "uploads" in query or "uploadId" in query:
@@ -268,7 +249,7 @@ class S3Server:
         if method == "PUT" and (source := request.headers.get("x-amz-copy-source")):
             return self._copy(unquote(source).lstrip("/"), key)
         if method == "PUT":
-            return self._put(request, S3Object([body], _etag(body)))
+            return self._put(request, S3Object([body], new_etag(body)))
         if method == "DELETE":
             self.objects.pop(key, None)
             return S3Answer(204)
@@ -296,7 +277,7 @@ class S3Server:
                 body.append((segment.file, low - at, high - low))
             at += segment.nbytes
         if request.do == "flipped" and body:
-            body = [(_flipped(body), 0, sum(n for _, _, n in body))]
+            body = [(flipped_copy(body), 0, sum(n for _, _, n in body))]
         if not body:
             headers["Content-Length"] = "0"
         return S3Answer(status, headers, body=body)
@@ -337,7 +318,7 @@ class S3Server:
             return _error(404, "NoSuchUpload")
         parts = self.uploads[number][1]
         if request.method == "PUT":
-            parts[int(request.query["partNumber"])] = part = S3Object([body], _etag(body))
+            parts[int(request.query["partNumber"])] = part = S3Object([body], new_etag(body))
             return S3Answer(200, {"ETag": part.etag})
         if request.method == "DELETE":
             del self.uploads[number]
@@ -355,49 +336,6 @@ class S3Server:
             return answer
         del self.uploads[number]
         return _xml(f"<CompleteMultipartUploadResult><ETag>{escape(new.etag)}</ETag></CompleteMultipartUploadResult>")
-
-    def _list(self, bucket: str, query: dict[str, str]) -> S3Answer:
-        prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
-        after = query.get("continuation-token") or query.get("start-after", "")
-        rows, folders, last, more = list[str](), list[str](), "", ""
-        for path in sorted(p for p in self.objects if p.startswith(f"{bucket}/{prefix}")):
-            key = path[len(bucket) + 1 :]
-            rest = key[len(prefix) :]
-            folder = prefix + rest.partition(delimiter)[0] + delimiter if delimiter and delimiter in rest else ""
-            if (folder or key) <= after or folder in folders[-1:]:
-                continue
-            if len(rows) + len(folders) == min(self.settings.page, int(query.get("max-keys", 1000))):
-                more = last
-                break
-            last = folder or key
-            folders += [folder] if folder else []
-            if not folder:
-                found = self.objects[path]
-                when = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(found.modified))
-                rows.append(
-                    f"<Contents><Key>{escape(key)}</Key><LastModified>{when}</LastModified>"
-                    f"<ETag>{escape(found.etag)}</ETag><Size>{found.nbytes}</Size></Contents>"
-                )
-        common = "".join(f"<CommonPrefixes><Prefix>{escape(f)}</Prefix></CommonPrefixes>" for f in folders)
-        token = f"<NextContinuationToken>{escape(more)}</NextContinuationToken>" if more else ""
-        return _xml(
-            f"<ListBucketResult><Name>{bucket}</Name><IsTruncated>{str(bool(more)).lower()}</IsTruncated>"
-            f"{token}{''.join(rows)}{common}</ListBucketResult>"
-        )
-
-
-def _etag(body: S3Segment) -> str:
-    """A tag by size and a few bytes: hashing everything would be what is measured."""
-    ends = os.pread(body.file.fileno(), 4096, 0) + os.pread(body.file.fileno(), 4096, max(body.nbytes - 4096, 0))
-    return f'"{hashlib.md5(f"{body.nbytes} {time.monotonic_ns()}".encode() + ends).hexdigest()}"'
-
-
-def _flipped(body: list[tuple[io.FileIO, int, int]]) -> io.FileIO:
-    data = bytearray(b"".join(os.pread(file.fileno(), nbytes, offset) for file, offset, nbytes in body))
-    data[len(data) // 2] ^= 1
-    file = io.FileIO(os.memfd_create("flipped"), "r+")
-    file.write(data)
-    return file
 
 
 def _xml(text: str) -> S3Answer:

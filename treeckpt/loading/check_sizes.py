@@ -12,6 +12,8 @@ from ..core.sharding.dtypes import dtype_of
 from ..core.tree.spec import ArraySpec
 from ..errors import CorruptError, MismatchError
 from ..io.storage.checkpoint import Checkpoint
+from ..io.storage.page_cache import available_memory
+from ..io.storage.store import SupportsFetching
 from .transforms.view import ComposedLeaf
 
 VIEWS = 64 << 20
@@ -33,6 +35,21 @@ class Claims:
         self._counted: set[int] = set()
 
     @cached_property
+    def _unlisted(self) -> int:
+        """Bytes up to which what is claimed is compared with the sizes that the index has for the shards.
+
+        A store that is far away is not listed for them: there each shard is compared with the index when it is opened,
+        before that memory is touched.
+        """
+        far = isinstance(self._checkpoint.store, SupportsFetching) and self._whole
+        return available_memory() if far else -1
+
+    @cached_property
+    def _expected(self) -> int:
+        """Bytes of all shards, by the index."""
+        return sum(file.header + file.nbytes for file in self._checkpoint.index.file_list)
+
+    @cached_property
     def _present(self) -> int:
         """Bytes of all shards that are there."""
         sizes = self._checkpoint.sizes
@@ -52,7 +69,8 @@ class Claims:
             self._claimed += math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
             if type(record) is ArrayRecord and type(record.chunks) is not WholeChunk:
                 self._chunks += count_chunks(record.chunks)
-        if self._claimed <= self._present and (self._chunks - FREE_CHUNKS) * MIN_ENTRY_NBYTES <= self._present:
+        present = self._expected if self._claimed <= self._unlisted else self._present
+        if self._claimed <= present and (self._chunks - FREE_CHUNKS) * MIN_ENTRY_NBYTES <= present:
             return
         for file in self._checkpoint.index.file_list:
             if self._checkpoint.sizes.get(file.name) != file.header + file.nbytes and self._whole:

@@ -263,7 +263,7 @@ def load_tree(checkpoint: Checkpoint, like: object, comm: Comm, options: LoadOpt
     with together(relay):
         job = Load(checkpoint, comm, options)
         found = _match_saved(job) if like is None else _match(job, like, in_place=False)
-    job.batch.run(ReadOptions(job.memory, options.verify, mapped=options.mmap, relay=relay))
+    job.batch.run(ReadOptions(job.memory, options.verify, mapped=options.mmap, ahead=relay is None, relay=relay))
     return found.build(), job.report()
 
 
@@ -280,7 +280,9 @@ def load_into_tree(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: obje
             jobs.append(Load(checkpoint, comm, own))
             new = _prepare_into(jobs[-1], new)
         check_ties([Wanted(job, one.path, one.target) for job in jobs for one in job.batch.filled])
-    reading = ReadOptions(jobs[0].memory, options.verify, in_place=True, relay=relay)
+    reading = ReadOptions(
+        jobs[0].memory, options.verify, in_place=True, ahead=relay is None and len(jobs) == 1, relay=relay
+    )
     batches = [job.batch for job in jobs]
     for batch in batches:
         batch.prepare(reading)

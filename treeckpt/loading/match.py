@@ -233,7 +233,7 @@ class Load:
 
     def run_now(self, batch: ReadBatch) -> None:
         """Reads another batch at once, and counts its bytes among those of the load."""
-        batch.run(ReadOptions(self.memory, self.options.verify))
+        batch.run(ReadOptions(self.memory, self.options.verify, ahead=True))
         self.batch.nbytes += batch.nbytes
         self.batch.read_nbytes += batch.read_nbytes
 

@@ -27,8 +27,9 @@ from ..core.sharding.placements import MeshLayout, replicas_of
 from ..core.sharding.region import Region, any_overlap, coalesce, intersect
 from ..core.tree.spec import ArraySpec
 from ..errors import FormatError, TreeckptError
-from ..io.storage.checkpoint import Checkpoint, ShardReader
+from ..io.storage.checkpoint import Checkpoint, ShardReader, UnexpectedBlocks
 from ..io.storage.page_cache import available_memory
+from ..io.storage.store import SupportsFetching
 from ..io.timing import Recorder
 from .read_request import ContiguousMemory, LeafPlaceholder, NewArray, ReadRequest, request_for
 from .read_tasks import (
@@ -66,6 +67,8 @@ class ReadOptions(msgspec.Struct, frozen=True):
     """Targets exist already; their version counters for autograd rise."""
     mapped: bool = False
     """Maps whole arrays instead of reading them."""
+    ahead: bool = False
+    """Requests the data of shards in a store that is far away at once, and opens the shards meanwhile."""
     relay: SharedRead | None = None
     """The ranks that share their reads; None if each rank reads for itself."""
 
@@ -240,7 +243,14 @@ class ReadBatch:
             CorruptError: a shard is missing, cut short, or of another save.
         """
         verify = options.verify is not False
-        self._reader = reader = ShardReader(self.checkpoint, self._recorder, verify=verify, whole=self.whole)
+        first = options.verify == "first" and options.in_place
+        far = isinstance(self.checkpoint.store, SupportsFetching)
+        ahead = far and options.ahead and not first and not options.mapped
+        self._reader = reader = ShardReader(
+            self.checkpoint, self._recorder, verify=verify, whole=self.whole, ahead=ahead
+        )
+        if far and not ahead:
+            self._open_shards()
         if options.mapped:
             map_arrays(reader, requests_to(NewArray, self._requests))
             self._requests = [one for one in self._requests if type(one.destination) is not NewArray]
@@ -259,8 +269,15 @@ class ReadBatch:
         if relay is None and self._others:
             position = self._here[1].index(self._here[0])
             self._work = [(members, in_turns(tasks, position, len(self._here[1]))) for members, tasks in self._work]
-        if options.verify == "first" and options.in_place:
+        if first:
             self._verify_first(options)
+
+    def _open_shards(self) -> None:
+        files: list[File] = []
+        for request in self._requests:
+            rank, start, nbytes = request.byte_range
+            files.append(self._index.locate(rank, start, start + nbytes, request.path)[0])
+        self.checkpoint.open_shards(files, whole=self.whole)
 
     def put(self, options: ReadOptions) -> None:
         """Reads what was listed and puts it in place; each block is compared with its checksum on the way."""
@@ -271,11 +288,19 @@ class ReadBatch:
             if relay is not None:
                 self.read_nbytes += relay.run(self._reader, self._work, memory=options.memory, written=self.written)
             else:
-                for _, tasks in self._work:
-                    self.read_nbytes += run_tasks(self._reader, tasks, memory=options.memory, written=self.written)
+                self._run_alone(options)
             after, self.after = self.after, []  # what they hold is freed with them
             for act in after:
                 act()
+
+    def _run_alone(self, options: ReadOptions) -> None:
+        try:
+            for _, tasks in self._work:
+                self.read_nbytes += run_tasks(self._reader, tasks, memory=options.memory, written=self.written)
+        except UnexpectedBlocks:
+            again = msgspec.structs.replace(options, ahead=False)
+            self.prepare(again)
+            self._run_alone(again)
 
     def changed(self) -> list[str]:
         """Returns the paths of targets that may hold some of what was read, after a failure.
@@ -325,7 +350,7 @@ def read_region(checkpoint: Checkpoint, leaf: Leaf, region: Region, *, rank: int
     memory = np.empty(region.shape, raw_dtype(dtype_of(leaf.spec.dtype).itemsize))
     batch = ReadBatch(checkpoint, rank, Recorder(0))
     batch.add_target(leaf.path, leaf, ArrayTarget(leaf.spec, memory, [TargetPiece(region, HostArray(memory))]))
-    batch.run(ReadOptions(memory=REGION_MEMORY))
+    batch.run(ReadOptions(memory=REGION_MEMORY, ahead=True))
     return memory
 
 

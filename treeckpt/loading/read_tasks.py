@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from ..arrays.threads import WorkerThreads
 from ..core.format.records import Index
@@ -28,7 +29,7 @@ from ..core.planning.load_plan import (
 )
 from ..core.sharding.region import byte_runs
 from ..io.storage.checkpoint import ShardReader
-from ..io.storage.memory import PAGE, aligned_buffer
+from ..io.storage.memory import PAGE, aligned_buffer, copy_bytes
 from ..io.storage.shard_reader import ByteRange, aligned_range
 from ..io.storage.store import Store, SupportsFetching
 from .read_request import BoxDestination, Boxes, ContiguousMemory, NewArray, ReadRequest, Scatter
@@ -246,8 +247,8 @@ def run_tasks(reader: ShardReader, tasks: Sequence[ReadTask], *, memory: int, wr
     Returns:
         Bytes read from data areas.
     """
-    if isinstance(reader.store, SupportsFetching) and len(tasks) > 1:
-        read_each(reader, tasks, lambda number, data: tasks[number].take(data, written), memory=memory)
+    if isinstance(reader.store, SupportsFetching):
+        reader.fetch([task.byte_range for task in tasks], partial(_put_part, tasks, written, {}), memory=memory)
         return sum(task.nbytes for task in tasks)
     largest = max((task.nbytes for task in tasks if task.out is None), default=0)
     threads = max(1, min(READERS, memory // max(largest, 1)))
@@ -272,7 +273,7 @@ def read_each(
         memory: bytes of buffers, at most, unless one read needs more.
     """
     if isinstance(reader.store, SupportsFetching):
-        reader.fetch([task.byte_range for task in tasks], put, memory=memory)
+        reader.fetch([task.byte_range for task in tasks], partial(_collect_part, tasks, put, {}), memory=memory)
         return
     threads = max(1, min(READERS, memory // max((task.nbytes for task in tasks), default=1)))
     buffers = buffers_for(tasks, threads)
@@ -289,6 +290,47 @@ def read_each(
                 buffers.put(buffer)
 
     WorkerThreads(threads)([partial(read, number, task) for number, task in enumerate(tasks)])
+
+
+def _collect_part(
+    tasks: Sequence[ReadTask],
+    put: Callable[[int, memoryview], object],
+    collected: dict[int, memoryview],
+    number: int,
+    at: int,
+    data: memoryview,
+) -> None:
+    """Collects the bytes of a task from `at` on, which come in order, and hands them to `put` when all are there."""
+    task = tasks[number]
+    if not at:
+        collected[number] = np.empty(task.nbytes, np.uint8).data if task.out is None else task.out
+    copy_bytes(collected[number][at:], data)
+    if at + len(data) == task.nbytes:
+        put(number, collected.pop(number))
+
+
+def _put_part(
+    tasks: Sequence[ReadTask],
+    written: list[ReadTask],
+    collected: dict[int, memoryview],
+    number: int,
+    at: int,
+    data: memoryview,
+) -> None:
+    """Puts the bytes of a task from `at` on, which come in order, in place.
+
+    Args:
+        collected: the bytes so far of tasks whose destinations are not contiguous, by their numbers.
+    """
+    task = tasks[number]
+    if task.out is not None:
+        copy_bytes(task.out[at:], data)
+    elif isinstance(task.destinations, Boxes):
+        _collect_part(tasks, lambda _, whole: task.write(whole, written), collected, number, at, data)
+    elif task.destinations is not None:
+        if not at:
+            written.append(task)
+        task.destinations.write(task.start + at, data)
 
 
 class _TaskRunner(msgspec.Struct, frozen=True):

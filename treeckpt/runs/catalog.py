@@ -156,16 +156,21 @@ def scan(run: str | os.PathLike[str] | RunStore, *, cache: StatCache | None = No
     return in_listing_order(info for _, info in read_infos(open_run(run), cache, report_errors=True))
 
 
-def read_infos(run: RunStore, cache: StatCache, *, report_errors: bool = False) -> list[tuple[Folder, CheckpointInfo]]:
+def read_infos(
+    run: RunStore, cache: StatCache, *, report_errors: bool = False, timings: bool = True
+) -> list[tuple[Folder, CheckpointInfo]]:
     """Returns every folder of a run with its description.
 
     Args:
         report_errors: reads with `read_info_or_corrupt`.
+        timings: as for `read_info`.
 
     Raises:
         StoreError: the run cannot be reached, or refuses.
     """
-    return _for_each_folder(run, partial(read_info_or_corrupt if report_errors else read_info, cache=cache))
+    if report_errors:
+        return _for_each_folder(run, partial(read_info_or_corrupt, cache=cache))
+    return _for_each_folder(run, partial(read_info, cache=cache, timings=timings))
 
 
 def _for_each_folder(run: RunStore, one: Callable[[Folder], T]) -> list[tuple[Folder, T]]:
@@ -208,12 +213,17 @@ def read_info_or_corrupt(folder: Folder, *, cache: StatCache | None = None, foll
 
 
 def read_info(
-    path: str | os.PathLike[str] | Folder, *, cache: StatCache | None = None, follow: bool = False
+    path: str | os.PathLike[str] | Folder,
+    *,
+    cache: StatCache | None = None,
+    follow: bool = False,
+    timings: bool = True,
 ) -> CheckpointInfo:
     """Describes one directory.
 
     Args:
         follow: follows a symbolic link: for paths that a person gave, not for entries of a run.
+        timings: reads how long a complete checkpoint took to save, which is a request of its own.
 
     Raises:
         StoreError: it cannot be reached, or refuses to be read, so that nothing is known about the checkpoint.
@@ -232,9 +242,10 @@ def read_info(
             raise
         except TreeckptError as error:
             return CheckpointInfo(name, folder.url, "corrupt", step_of(name), error=str(error))
-        info = _with_index(folder, summary, files, cache)
+        info = _with_index(folder, summary, files, cache if timings else None)
         if info.status == "corrupt" and folder.entries().get(INDEX_NAME, index) != index:
-            return read_info(folder, cache=cache, follow=follow)  # another save has replaced it since the listing
+            # another save has replaced it since the listing
+            return read_info(folder, cache=cache, follow=follow, timings=timings)
         return info
     exists = folder.modified_ns() is not None
     if any(map(_is_checkpoint_file, files)) or (step_of(name) is not None and exists and not entries):
@@ -302,10 +313,11 @@ def _save_duration(folder: Folder, files: Files, save_id: str | None, cache: Sta
     return cache.get_or_read((f"{folder.url}/{name}", "took"), files[name], partial(_read_duration, folder, name))
 
 
-def _with_index(folder: Folder, summary: Summary, files: Files, cache: StatCache) -> CheckpointInfo:
+def _with_index(folder: Folder, summary: Summary, files: Files, durations: StatCache | None) -> CheckpointInfo:
     took = None
     with contextlib.suppress(TreeckptError):  # a checkpoint is complete without timings
-        took = _save_duration(folder, files, summary.save_id, cache)
+        if durations is not None:
+            took = _save_duration(folder, files, summary.save_id, durations)
     problem = _shards_problem(summary, files)
     return CheckpointInfo(
         name=folder.name,

@@ -125,7 +125,7 @@ class RunDirectory:
         return [info for _, info in self._read_infos()]
 
     def _read_infos(self) -> list[tuple[Folder, CheckpointInfo]]:
-        seen = read_infos(self.store, self._cache)
+        seen = read_infos(self.store, self._cache, timings=False)
         folders = {folder.name: folder for folder, _ in seen}
         ours = in_listing_order(
             _checked(info) for _, info in seen if info.status != "foreign" and is_step_name(info.name)
@@ -143,7 +143,7 @@ class RunDirectory:
             CheckpointNotFound: there is none.
             CheckpointError: it is corrupt.
         """
-        info = _checked(read_info(self.folder(step), cache=self._cache))
+        info = _checked(read_info(self.folder(step), cache=self._cache, timings=False))
         if info.status == "complete":
             return info
         kind = CheckpointError if info.status == "corrupt" else CheckpointNotFound

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import treeckpt as tc
 from tests.helpers.far_s3 import FarS3, far_s3_server
 from tests.helpers.s3 import MIB, QUICK, array, same
+from treeckpt.io.storage import checkpoint as checkpoint_module
 from treeckpt.io.storage.counting_store import CountingStore
 
 NEAR: dict[str, Any] = {"latency": 0.0, "rate": 0.0, "page": 1000, "busy_above": 0, "trouble": 0.0, "rules": []}
@@ -63,6 +66,139 @@ def test_a_load_with_a_progress_bar_is_as_parallel_and_counts_every_byte(far: Fa
     tc.load(CountingStore(store, counted.append))
     assert sum(counted) >= 100 * MIB
     assert max(row["busy"] for row in far.gets(".safetensors")) >= 12
+
+
+def stages(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Requests by the first letter of their method and what they ask for; those of a stage were sent before any of it
+    was answered, and after all of the stage before was."""
+    found: list[list[str]] = []
+    answered = -1.0
+    for row in sorted(rows, key=lambda row: row["at"]):
+        what = next(n for n in ("lease", "index", "list-type", "safetensors", "") if n in row["path"])
+        what += ", header" if row["range"].startswith("bytes=0-") else ""
+        if row["at"] >= answered or not found:
+            found.append([])
+            answered = row["at"] + LATENCY
+        found[-1].append(f"{row['method']} {what}")
+    return found
+
+
+LATENCY = 0.15
+"""Seconds: far longer than it takes to send all requests that wait for no answer."""
+
+
+@pytest.fixture
+def parts(far: FarS3) -> tuple[tc.ObjectStore, dict[str, Any]]:
+    """A checkpoint in 4 shards of 10 MiB and a few small arrays."""
+    store, tree = far.store(), {**{f"w{n}": array(10) for n in range(4)}, "b": np.arange(10.0)}
+    tc.save(store, tree, max_shard_bytes=10 * MIB)
+    return store, tree
+
+
+def test_after_one_request_for_the_index_all_headers_and_data_are_requested_at_once(
+    far: FarS3, parts: tuple[tc.ObjectStore, dict[str, Any]]
+) -> None:
+    store, tree = parts
+    for load in (tc.load, lambda store: tc.load_into(store, {name: np.empty_like(w) for name, w in tree.items()})):
+        far.set(latency=LATENCY)
+        load(store)
+        first, second, *more = stages(far.log())
+        assert first == ["GET index"] and not more
+        shards = {row["path"] for row in far.gets(".safetensors")}
+        assert second.count("GET safetensors, header") == len(shards) > 3
+        assert set(second) == {"GET safetensors, header", "GET safetensors"}
+
+
+def test_a_load_sends_few_requests_and_reads_little_more_than_what_it_wants(
+    far: FarS3, parts: tuple[tc.ObjectStore, dict[str, Any]]
+) -> None:
+    store, tree = parts
+    wanted = sum(w.nbytes for w in tree.values())
+    far.set(latency=0.01)
+    assert same(store, tree)
+    shards = len({row["path"] for row in far.gets(".safetensors")})
+    assert shards > 3 and len(far.log()) <= 1.1 * wanted / (8 * MIB) + 4 * shards
+    assert sum(row["sent"] for row in far.gets(".safetensors")) <= 1.02 * wanted
+
+
+def test_a_restore_asks_for_no_more_than_it_needs_before_its_first_data(far: FarS3) -> None:
+    run = tc.ObjectRun(far.url(), **far.options())
+    with tc.Manager(run, comm="alone", background=False) as manager:
+        manager.save(1, {"w": array(20)})
+        manager.save(2, {"w": array(20)})
+    far.set(latency=LATENCY)
+    with tc.Manager(run, comm="alone", background=False) as manager:
+        manager.restore()
+    found = stages(far.log())
+    assert [sorted(set(stage))[0] for stage in found] == [
+        "GET list-type", "GET index", "PUT lease", "GET index", "GET safetensors", "DELETE lease"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ["gone", "short", "long", "other"])
+def test_a_shard_that_is_not_as_saved_is_named_before_a_target_is_written(
+    far: FarS3, parts: tuple[tc.ObjectStore, dict[str, Any]], fault: str
+) -> None:
+    store, tree = parts
+    (name, *_, last) = sorted({row["path"].partition("?")[0] for row in far.log() if ".safetensors" in row["path"]})
+    data = far.request("GET", last)
+    if fault == "gone":
+        far.request("DELETE", last)
+    else:
+        new = {"short": data[:-1], "long": data + b"x", "other": far.request("GET", name)}[fault]
+        far.request("PUT", last, new)
+    target = {name: np.zeros_like(w) for name, w in tree.items()}
+    with pytest.raises(tc.CorruptError, match=last.rpartition("/")[2]) as caught:
+        tc.load_into(store, target)
+    assert "The target was not changed" in str(caught.value)
+    assert not any(w.any() for w in target.values())
+    with pytest.raises(tc.CorruptError, match=last.rpartition("/")[2]):
+        tc.load(store)
+
+
+def test_blocks_of_another_size_are_compared_too(far: FarS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, tree = far.store(), {"w": array(3), "b": np.arange(10.0)}
+    tc.save(store, tree)
+    monkeypatch.setattr(checkpoint_module, "BLOCK", 64 << 10)  # what reads are listed for
+    assert same(store, tree)
+    target = {name: np.zeros_like(w) for name, w in tree.items()}
+    tc.load_into(store, target)
+    assert all(np.array_equal(target[name], tree[name]) for name in tree)
+
+
+def test_regions_that_are_not_contiguous_are_put_together_from_what_arrives(far: FarS3) -> None:
+    store, w = far.store(), np.arange(2048 * 2048, dtype=np.float32).reshape(2048, 2048)
+    tc.save(store, {"w": w})
+    whole = np.zeros((2048, 4096), np.float32)
+    tc.load_into(store, {"w": whole[:, ::2]})
+    assert np.array_equal(whole[:, ::2], w) and not whole[:, 1::2].any()
+
+
+CHILD = """
+import sys
+import numpy as np
+import treeckpt as tc
+
+def peak():
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+url, endpoint, nbytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
+store = tc.ObjectStore(url, endpoint=endpoint, access_key_id="key", secret_access_key="secret", region="us-east-1")
+target = {"w": np.ones(nbytes // 8, np.int64)}
+tc.inspect(store)
+before = peak()
+tc.load_into(store, target)
+print(peak() - before)
+"""
+
+
+def test_a_load_takes_less_memory_beside_its_target_than_it_may(far: FarS3) -> None:
+    store = far.store()
+    tc.save(store, {"w": array(128)})
+    far.set(latency=0.05)
+    child = [sys.executable, "-c", CHILD, store.url, far.options()["endpoint"], str(128 * MIB)]
+    taken = int(subprocess.run(child, check=True, capture_output=True, text=True).stdout)
+    assert taken < 64 * MIB, f"{taken} bytes: half of what was in flight, an eighth of the default"
 
 
 def test_memory_limits_what_is_in_flight(far: FarS3) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from treeckpt.io.storage.bucket import FetchFailure
-from treeckpt.io.storage.range_fetcher import START, RangeFetcher, RequestDepth, RequestTimes
+from treeckpt.io.storage.bucket import FetchFailure, RangeResponse
+from treeckpt.io.storage.range_fetcher import MOST, START, RangeFetcher, RequestDepth, RequestTimes
 
 RANGES = [("file", 10 * n, 10) for n in range(100)]
 
@@ -28,41 +28,122 @@ def judge(error: Exception) -> FetchFailure:
     return FetchFailure(isinstance(error, Throttled), isinstance(error, Passing))
 
 
-def content(wanted: Any) -> memoryview:
-    name, offset, nbytes = wanted
-    return memoryview(f"{name} {offset}".encode().ljust(nbytes))
+def content(wanted: Any) -> bytes:
+    """The bytes of a file whose ranges differ."""
+    _, offset, nbytes = wanted
+    return bytes(at % 251 for at in range(offset, offset + nbytes))
 
 
-def fetch_all(fetch: Callable[[Any], memoryview], *, memory: int = 1 << 20, tries: int = 5) -> Counter[bytes]:
+def answer(wanted: Any, *, pieces: int = 3, size: int | None = None) -> RangeResponse:
+    """A range in pieces of a few bytes."""
+    data = memoryview(content(wanted))
+    return RangeResponse(size, (data[at : at + pieces] for at in range(0, len(data), pieces)))
+
+
+class Collected:
+    """What was consumed: each range's bytes, in order and once."""
+
+    def __init__(self) -> None:
+        self.ranges: dict[int, bytearray] = {}
+        self.busy: set[int] = set()
+
+    def __call__(self, number: int, at: int, data: memoryview, size: int | None) -> None:
+        assert number not in self.busy, "one call at a time"
+        self.busy.add(number)
+        found = self.ranges.setdefault(number, bytearray())
+        assert at == len(found), "in order"
+        found += data
+        self.busy.remove(number)
+
+
+def fetch_all(fetch: Callable[[Any], RangeResponse], *, memory: int = 1 << 20, tries: int = 5) -> Counter[bytes]:
     """Fetches `RANGES`; counts what was consumed under each number."""
-    found: Counter[bytes] = Counter()
-    lock = threading.Lock()
-
-    def consume(number: int, data: memoryview, seconds: float) -> None:
-        assert data == content(RANGES[number]) and seconds >= 0
-        with lock:
-            found[bytes(data)] += 1
-
-    RangeFetcher(fetch, judge, tries).run(RANGES, consume, memory=memory)
-    return found
+    found = Collected()
+    RangeFetcher(fetch, judge, tries).run(RANGES, found, memory=memory)
+    assert all(data == content(RANGES[number]) for number, data in found.ranges.items())
+    return Counter(content(RANGES[number]) for number in found.ranges)
 
 
 def test_each_range_is_consumed_once() -> None:
-    assert fetch_all(content) == Counter(bytes(content(wanted)) for wanted in RANGES)
+    assert fetch_all(answer) == Counter(map(content, RANGES))
+
+
+@pytest.mark.parametrize(("size", "lengths"), [(27, [10, 10, 7, 0]), (20, [10, 10, 0, 0]), (1000, [10] * 4)])
+def test_what_lies_behind_the_end_of_the_file_is_left_out(size: int, lengths: list[int]) -> None:
+    found = Collected()
+
+    def fetch(wanted: Any) -> RangeResponse:
+        name, offset, nbytes = wanted
+        return answer((name, offset, max(min(nbytes, size - offset), 0)), size=size)
+
+    RangeFetcher(fetch, judge, 1).run(RANGES[:4], found, memory=100)
+    assert [len(found.ranges[number]) for number in range(4)] == lengths
+
+
+@pytest.mark.parametrize("cut", [0, 1, 3, 9])
+def test_a_range_that_breaks_off_goes_on_where_it_ended(cut: int) -> None:
+    asked: list[int] = []
+
+    def fetch(wanted: Any) -> RangeResponse:
+        if wanted[1] // 10 != 3:
+            return answer(wanted)
+        asked.append(wanted[1])
+        if len(asked) > 1:
+            return answer(wanted)
+        whole = answer((*wanted[:2], cut))
+
+        def pieces() -> Any:
+            yield from whole.pieces
+            if cut % 2:
+                raise Passing
+
+        return RangeResponse(None, pieces())
+
+    assert sum(fetch_all(fetch).values()) == len(RANGES)
+    assert asked == [30, 30 + cut]
+
+
+def test_the_first_ranges_are_consumed_before_all_others_which_are_on_their_way_meanwhile() -> None:
+    order, others = list[int](), threading.Event()
+
+    def fetch(wanted: Any) -> RangeResponse:
+        if wanted[1] > 10:
+            others.set()
+        else:
+            others.wait(60)
+        return answer(wanted)
+
+    def consume(number: int, at: int, data: memoryview, size: int | None) -> None:
+        order.append(number)
+
+    RangeFetcher(fetch, judge, 1).run(RANGES[:8], consume, memory=1000, first=2)
+    assert set(order[:8]) == {0, 1} and set(order[8:]) == set(range(2, 8))
+
+
+def test_an_error_of_the_first_ranges_ends_those_that_wait_for_them() -> None:
+    seen: list[int] = []
+
+    def consume(number: int, at: int, data: memoryview, size: int | None) -> None:
+        seen.append(number)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        RangeFetcher(answer, judge, 1).run(RANGES[:8], consume, memory=1000, first=1)
+    assert seen == [0]
 
 
 @pytest.mark.parametrize("memory", [0, 10, 35, 1 << 20])
 def test_what_is_in_flight_or_not_consumed_fits_the_memory(memory: int) -> None:
     lock, flying, most = threading.Lock(), [0], [0]
 
-    def fetch(wanted: Any) -> memoryview:
+    def fetch(wanted: Any) -> RangeResponse:
         with lock:
             flying[0] += wanted[2]
             most[0] = max(most[0], flying[0])
         time.sleep(0.001)
         with lock:
             flying[0] -= wanted[2]
-        return content(wanted)
+        return answer(wanted)
 
     assert sum(fetch_all(fetch, memory=memory).values()) == len(RANGES)
     assert most[0] <= max(memory, 10) and most[0] <= 10 * START
@@ -72,11 +153,11 @@ def test_what_is_in_flight_or_not_consumed_fits_the_memory(memory: int) -> None:
 def test_requests_that_fail_for_a_moment_are_repeated(kind: type[Exception]) -> None:
     failing = {0, 10, 500}
 
-    def fetch(wanted: Any) -> memoryview:
+    def fetch(wanted: Any) -> RangeResponse:
         if wanted[1] in failing:
             failing.discard(wanted[1])
             raise kind
-        return content(wanted)
+        return answer(wanted)
 
     assert sum(fetch_all(fetch).values()) == len(RANGES)
 
@@ -85,11 +166,11 @@ def test_requests_that_fail_for_a_moment_are_repeated(kind: type[Exception]) -> 
 def test_a_request_that_keeps_failing_is_given_up_with_its_error(error: Exception, requests: int) -> None:
     asked: list[int] = []
 
-    def fetch(wanted: Any) -> memoryview:
+    def fetch(wanted: Any) -> RangeResponse:
         if wanted[1] == 30:
             asked.append(1)
             raise error
-        return content(wanted)
+        return answer(wanted)
 
     with pytest.raises(type(error)):
         fetch_all(fetch, tries=3)
@@ -99,34 +180,42 @@ def test_a_request_that_keeps_failing_is_given_up_with_its_error(error: Exceptio
 def test_an_error_of_the_consumer_ends_the_run_and_nothing_is_consumed_after_it() -> None:
     seen: list[int] = []
 
-    def consume(number: int, data: memoryview, seconds: float) -> None:
+    def consume(number: int, at: int, data: memoryview, size: int | None) -> None:
         seen.append(number)
         if number == 5:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        RangeFetcher(content, judge, 1).run(RANGES, consume, memory=10)
-    assert sorted(seen) == list(range(6))
+        RangeFetcher(answer, judge, 1).run(RANGES, consume, memory=10)
+    assert sorted(set(seen)) == list(range(6)) and seen.count(5) == 1
 
 
-def test_a_slow_request_is_sent_again_and_the_first_answer_counts() -> None:
-    held, asked = threading.Event(), Counter[int]()
-    lock = threading.Lock()
+@pytest.mark.parametrize("after", [0, 3, 6])
+def test_a_slow_request_is_sent_again_for_what_is_missing_and_the_first_answer_counts(after: int) -> None:
+    held, asked = threading.Event(), list[int]()
 
-    def fetch(wanted: Any) -> memoryview:
-        with lock:
-            asked[wanted[1]] += 1
-        if wanted[1] == 990 and asked[990] == 1:
-            held.wait(60)
-        return content(wanted)
+    def fetch(wanted: Any) -> RangeResponse:
+        if wanted[1] // 10 != 99:
+            return answer(wanted)
+        asked.append(wanted[1])
+        if len(asked) > 1:
+            return answer(wanted)
+
+        def pieces() -> Any:
+            for number, piece in enumerate(answer(wanted).pieces):
+                if number * 3 == after:
+                    held.wait(60)
+                yield piece
+
+        return RangeResponse(None, pieces())
 
     assert sum(fetch_all(fetch).values()) == len(RANGES)
     held.set()
-    assert asked[990] == 2
+    assert asked == [990, 990 + after]
 
 
 def test_no_range_is_no_request() -> None:
-    RangeFetcher(content, judge, 1).run([], lambda *_: None, memory=10)
+    RangeFetcher(answer, judge, 1).run([], lambda *_: None, memory=10)
 
 
 # depth and times ------------------------------------------------------------------------------------------------------
@@ -146,6 +235,18 @@ def rated(depth: RequestDepth, rate: Callable[[int], float], windows: int) -> li
 def test_the_depth_rises_while_the_rate_does() -> None:
     depth = RequestDepth(8, most=100)
     assert rated(depth, lambda depth: 100.0 * depth, 12)[-1] == 100
+
+
+@pytest.mark.parametrize("latency", [0.005, 0.04, 0.15])
+@pytest.mark.parametrize("of_connection", [30e6, 90e6, 1e9])
+@pytest.mark.parametrize("of_link", [1.5e9, 12e9])
+def test_the_depth_that_is_found_gives_nearly_the_best_rate(
+    latency: float, of_connection: float, of_link: float
+) -> None:
+    def rate(depth: int) -> float:  # in requests of 8 MiB, 100 of which `rated` takes for one
+        return 100 * min(depth / (latency + (8 << 20) / of_connection), of_link / (8 << 20))
+
+    assert rate(rated(RequestDepth(), rate, 20)[-1]) > 0.85 * max(rate(depth) for depth in range(1, MOST + 1))
 
 
 def test_the_depth_stays_where_more_requests_gain_nothing() -> None:

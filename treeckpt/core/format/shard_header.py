@@ -131,10 +131,15 @@ def hash_parts(parts: Sequence[memoryview]) -> int:
     """Computes the checksum of one block that lies in several pieces of memory."""
     if len(parts) == 1:
         return hash_block(parts[0])
-    state = xxhash.xxh3_64()
+    state = new_hash()
     for part in parts:
         state.update(part)  # pyright: ignore[reportArgumentType] (a memoryview is a buffer)
     return state.intdigest()
+
+
+def new_hash() -> xxhash.xxh3_64:
+    """Begins the checksum of a block whose bytes come one after the other."""
+    return xxhash.xxh3_64()
 
 
 _PLAIN = {dtype.tag: dtype.name for dtype in reversed(DTYPES)}

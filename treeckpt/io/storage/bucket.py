@@ -33,6 +33,15 @@ class FetchFailure(msgspec.Struct, frozen=True):
     """Whether the same request may succeed later."""
 
 
+class RangeResponse(msgspec.Struct, frozen=True):
+    """The answer to a request for a range of an object."""
+
+    size: int | None
+    """Bytes of the whole object; None where only the range is known to be there."""
+    pieces: Iterator[memoryview]
+    """The bytes of the range that the object has, in order, as they arrive."""
+
+
 class ObjectListing(msgspec.Struct, frozen=True):
     """The direct children of a prefix."""
 
@@ -72,19 +81,15 @@ class ObjectBucket(Protocol):
         """Returns an object and its version; of an object longer than `limit` only its first `limit + 1` bytes."""
         ...
 
-    def read_into(self, key: str, start: int, out: memoryview) -> int:
-        """Fills `out` by range requests; returns the number of bytes read, fewer at the end of the object."""
-        ...
-
     tries: int
     """Requests for one range that may fail, at most."""
 
-    def fetch(self, key: str, start: int, nbytes: int) -> memoryview:
-        """Returns a range by one request, which is not repeated; fewer bytes at the end of the object."""
+    def fetch(self, key: str, start: int, nbytes: int) -> RangeResponse:
+        """Requests a range of at least one byte, once; `judge` tells of errors, those of the pieces too."""
         ...
 
     def judge(self, error: Exception) -> FetchFailure:
-        """Returns what may be done about an error of `fetch`."""
+        """Returns what may be done about an error of `fetch`, or of the pieces that it returns."""
         ...
 
     def put(self, key: str, data: bytes, *, replace: bool | VersionTag) -> None:

@@ -7,7 +7,7 @@ deletes the files of the save before: a reader of the previous index finds files
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -16,16 +16,24 @@ from ...core.analysis.checksum_diff import Checksums
 from ...core.format.check_index import check_against_files
 from ...core.format.index import INDEX_NAME
 from ...core.format.records import File, Index
+from ...core.format.shard_header import BLOCK
 from ...errors import CheckpointError, CheckpointNotFound
 from ..timing import Recorder
 from .local_read import too_short
 from .metadata_files import decode_and_check, read_index_bytes
-from .shard_reader import ByteRange, OpenedShard, check_blocks, check_parts, open_shard, read_range
-from .store import Store, SupportsFetching, SupportsMappedReads
+from .shard_reader import ArrivingBlocks, ByteRange, OpenedShard, check_blocks, check_parts, open_shard, read_range
+from .store import FileRange, Store, SupportsFetching, SupportsMappedReads
+
+HEADERS = 64 << 20
+"""Bytes of headers that are requested at a time."""
 
 
 class Replaced(CheckpointError):
     """Another save has replaced the version that was being read."""
+
+
+class UnexpectedBlocks(Exception):
+    """Reads were listed before a shard was opened whose checksums are those of blocks of another size."""
 
 
 class Checkpoint:
@@ -61,8 +69,27 @@ class Checkpoint:
         """A shard whose header was read and checked; `whole` and errors as for `open_shard`."""
         key = (file.name, whole)
         if key not in self._shards:
-            self._shards[key] = open_shard(self.store, self.index, file, self.sizes.get(file.name), whole=whole)
+            if isinstance(self.store, SupportsFetching):
+                self.open_shards([file], whole=whole)
+            else:
+                self._shards[key] = open_shard(self.store, self.index, file, self.sizes.get(file.name), whole=whole)
         return self._shards[key]
+
+    def add_shard(self, shard: OpenedShard, *, whole: bool) -> OpenedShard:
+        """Keeps a shard that was opened elsewhere."""
+        self._shards[shard.file.name, whole] = shard
+        return shard
+
+    def is_open(self, file: File, *, whole: bool) -> bool:
+        """Whether the header of a shard was read."""
+        return (file.name, whole) in self._shards
+
+    def open_shards(self, files: Iterable[File], *, whole: bool) -> None:
+        """Reads the headers of shards all at once, from a store that has `fetch`; errors as for `shard`."""
+        headers = ArrivingHeaders(self, files, whole=whole)
+        assert isinstance(self.store, SupportsFetching), "the caller has looked"
+        with headers.named_errors():
+            self.store.fetch(headers.ranges, headers.take, memory=HEADERS)
 
     def checksums(self, file: File) -> Checksums:
         """The checksums of a shard's blocks; raises as `shard`."""
@@ -90,22 +117,71 @@ class Checkpoint:
             return False
 
 
+class ArrivingHeaders:
+    """The headers of those of some shards that are not open yet: each is one range, and opens its shard.
+
+    Args:
+        whole: as for `Checkpoint.shard`.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, files: Iterable[File], *, whole: bool) -> None:
+        named = {file.name: file for file in files}
+        self._checkpoint, self._whole, self._named = checkpoint, whole, named
+        self._files = [file for file in named.values() if not checkpoint.is_open(file, whole=whole)]
+        self._data = [bytearray() for _ in self._files]
+
+    @property
+    def ranges(self) -> list[FileRange]:
+        return [(file.name, 0, file.header) for file in self._files]
+
+    def take(self, number: int, at: int, data: memoryview, size: int | None) -> OpenedShard | None:
+        """Takes bytes of the header with a number; returns the shard with the last of them.
+
+        Raises:
+            CorruptError: as `Checkpoint.shard`.
+        """
+        one, file, header = self._checkpoint, self._files[number], self._data[number]
+        header += data
+        if len(header) < min(file.header, file.header if size is None else size):
+            return None
+        size = one.sizes.get(file.name) if size is None else size
+        shard = open_shard(one.store, one.index, file, size, whole=self._whole, header=header)
+        return one.add_shard(shard, whole=self._whole)
+
+    @contextlib.contextmanager
+    def named_errors(self) -> Iterator[None]:
+        """Has a shard that is missing named by the same error as where the store is listed first."""
+        try:
+            yield
+        except FileNotFoundError:
+            sizes = self._checkpoint.store.sizes()
+            for file in self._named.values():
+                if file.name not in sizes:
+                    open_shard(self._checkpoint.store, self._checkpoint.index, file, None)
+            raise
+
+
 class ShardReader:
     """Reads byte ranges of a checkpoint's shards, and records a span for each.
 
     Args:
         verify: compares every block that is read with its checksum.
         whole: as for `Checkpoint.shard`.
+        ahead: reads are listed before shards are open; `fetch` then opens them, and asks for the data meanwhile.
     """
 
-    def __init__(self, checkpoint: Checkpoint, recorder: Recorder, *, verify: bool, whole: bool = True) -> None:
-        self.checkpoint, self.store, self.verify = checkpoint, checkpoint.store, verify
+    def __init__(
+        self, checkpoint: Checkpoint, recorder: Recorder, *, verify: bool, whole: bool = True, ahead: bool = False
+    ) -> None:
+        self.checkpoint, self.store, self.verify, self._ahead = checkpoint, checkpoint.store, verify, ahead
         self._recorder, self._whole = recorder, whole
         self._mappable = self.store if isinstance(self.store, SupportsMappedReads) else None
 
     def locate(self, rank: int, start: int, stop: int, path: str) -> tuple[OpenedShard, int]:
         """The shard with bytes `start:stop` of a rank's stream, and where they start in its data area."""
         file, position = self.checkpoint.index.locate(rank, start, stop, path)
+        if self._ahead and not self.checkpoint.is_open(file, whole=self._whole):
+            return OpenedShard(file, (), BLOCK, self.checkpoint.index), position - file.header
         return self.checkpoint.shard(file, whole=self._whole), position - file.header
 
     def read(self, wanted: ByteRange, out: memoryview, *, shared: bool = False) -> None:
@@ -114,23 +190,51 @@ class ShardReader:
         read_range(self.store, wanted, out, verify=self.verify, shared=shared)
         self._recorder.add("read", begin, self._recorder.now(), len(out))
 
-    def fetch(self, wanted: Sequence[ByteRange], consume: Callable[[int, memoryview], object], *, memory: int) -> None:
-        """Reads many ranges at once, from a store that has `fetch`; verified as `read` does."""
+    def fetch(
+        self, wanted: Sequence[ByteRange], consume: Callable[[int, int, memoryview], object], *, memory: int
+    ) -> None:
+        """Reads many ranges at once, from a store that has `fetch`; opens their shards first.
 
-        def check(number: int, data: memoryview, seconds: float) -> None:
-            one, begin = wanted[number], self._recorder.now() - int(seconds * 1e9)
+        Args:
+            consume: takes the number of a range, where in it bytes start, and the bytes, in order; blocks that end in
+                them match their checksums.
+
+        Raises:
+            UnexpectedBlocks: shards turn out to have other blocks than the ranges are made of; nothing was consumed.
+        """
+        headers = ArrivingHeaders(self.checkpoint, [one.shard.file for one in wanted], whole=self._whole)
+        first = headers.ranges
+        checks: dict[int, ArrivingBlocks] = {}
+        begins: dict[int, int] = {}
+
+        def take(number: int, at: int, data: memoryview, size: int | None) -> None:
+            if number < len(first):
+                shard = headers.take(number, at, data, size)
+                if shard is not None and shard.block != BLOCK:
+                    raise UnexpectedBlocks
+                return
+            number -= len(first)
+            one = wanted[number]
             file, nbytes = one.shard.file, one.stop - one.start
-            if len(data) < nbytes:
+            position = file.header + one.start
+            if size is not None and size < position + nbytes:
                 url = f"{self.store.url}/{file.name}"
-                raise too_short(url, file.header + one.start, nbytes, len(data), what="object")
+                raise too_short(url, position, nbytes, max(size - position, 0), what="object")
+            if not at:
+                begins[number] = self._recorder.now()
+                shard = self.checkpoint.shard(file, whole=self._whole)
+                checks[number] = ArrivingBlocks(self.store, shard, one.start)
             if self.verify:
-                check_blocks(self.store, one.shard, one.start, data)
-            consume(number, data)
-            self._recorder.add("read", begin, self._recorder.now(), nbytes)
+                checks[number].add(data)
+            consume(number, at, data)
+            if at + len(data) == nbytes:
+                self._recorder.add("read", begins.pop(number), self._recorder.now(), nbytes)
+                del checks[number]
 
         ranges = [(one.shard.file.name, one.shard.file.header + one.start, one.stop - one.start) for one in wanted]
         assert isinstance(self.store, SupportsFetching), "the caller has looked"
-        self.store.fetch(ranges, check, memory=memory)
+        with headers.named_errors():
+            self.store.fetch([*first, *ranges], take, memory=memory, first=len(first))
 
     @contextlib.contextmanager
     def mapped(self, wanted: ByteRange, *, fetch: bool) -> Iterator[memoryview | None]:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ...errors import StoreError
-from .bucket import FetchFailure, ObjectListing, VersionTag, missing_extra
+from .bucket import FetchFailure, ObjectListing, RangeResponse, VersionTag, missing_extra
 from .conditional_put import Condition, no_conditional_writes, takes_conditions
 from .run_store import DirectoryEntry
 
@@ -99,14 +99,10 @@ class FsspecBucket:
             data = self._fs.cat_file(self._path(key), start=0, end=limit + 1)
         return data, {"content": hashlib.blake2s(data).digest()}
 
-    def read_into(self, key: str, start: int, out: memoryview) -> int:
-        data = self.fetch(key, start, len(out))
-        out[: len(data)] = data
-        return len(data)
-
-    def fetch(self, key: str, start: int, nbytes: int) -> memoryview:
+    def fetch(self, key: str, start: int, nbytes: int) -> RangeResponse:
         with self._wrapped_errors("read", key):
-            return memoryview(self._fs.cat_file(self._path(key), start=start, end=start + nbytes))
+            data = memoryview(self._fs.cat_file(self._path(key), start=start, end=start + nbytes))
+        return RangeResponse(None if len(data) == nbytes else self.size(key), iter([data]))
 
     def judge(self, error: Exception) -> FetchFailure:
         """Nothing: the file system has repeated what can be."""

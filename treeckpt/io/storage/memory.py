@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 
+import numpy as np
+
 PAGE = 4096
 HUGE = 2 << 20
 """Bytes of a huge page."""
@@ -33,6 +35,12 @@ def advise_huge_pages(memory: mmap.mmap) -> None:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copies bytes to the beginning of other memory; unlike an assignment without Python's global lock."""
+    if len(source):
+        np.copyto(np.frombuffer(target, np.uint8, len(source)), np.frombuffer(source, np.uint8))
 
 
 class SlabAllocator:

@@ -19,9 +19,10 @@ from functools import partial
 from typing import Any
 
 from ...errors import CheckpointExists, CorruptError, StoreError
-from .bucket import OBJECT_SCHEMES, ObjectBucket, ObjectListing, check_path, split_url
+from .bucket import OBJECT_SCHEMES, ObjectBucket, ObjectListing, RangeResponse, check_path, split_url
 from .fsspec import open_fsspec
 from .local_read import too_short
+from .memory import copy_bytes
 from .multipart import SINGLE_PUT_LIMIT, MultipartWriter, SinglePutWriter
 from .obstore import ObstoreBucket
 from .range_fetcher import RangeFetcher
@@ -141,33 +142,47 @@ class ObjectStore:
         return data
 
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
-        key = self._key(name)
-        head = self._head(name, key, offset, len(out))
+        head = self._head(name, offset, len(out))
         if head is not None:
             data = head[offset : offset + len(out)]
             out[: len(data)] = data
             filled = len(data)
         else:
-            filled = self._bucket.read_into(key, offset, out) if len(out) else 0
+            filled = self._fill(name, offset, out)
         if filled < len(out):
             raise too_short(f"{self.url}/{name}", offset, len(out), filled, what="object")
 
-    def _fetch_one(self, wanted: FileRange) -> memoryview:
+    def _fill(self, name: str, offset: int, out: memoryview) -> int:
+        """Fills `out` from an object; returns the number of bytes, fewer at its end."""
+        step, filled = self.request_nbytes, 0
+        lock = threading.Lock()
+
+        def put(number: int, at: int, data: memoryview, size: int | None) -> None:
+            nonlocal filled
+            copy_bytes(out[number * step + at :], data)
+            with lock:
+                filled += len(data)
+
+        ranges = [(name, offset + at, min(step, len(out) - at)) for at in range(0, len(out), step)]
+        self._fetcher.run(ranges, put, memory=len(out))
+        return filled
+
+    def _fetch_one(self, wanted: FileRange) -> RangeResponse:
         name, offset, nbytes = wanted
         return self._bucket.fetch(self._key(name), offset, nbytes)
 
-    def fetch(self, ranges: Sequence[FileRange], consume: Consume, *, memory: int) -> None:
-        self._fetcher.run(ranges, consume, memory=memory)
+    def fetch(self, ranges: Sequence[FileRange], consume: Consume, *, memory: int, first: int = 0) -> None:
+        self._fetcher.run(ranges, consume, memory=memory, first=first)
 
     def read_parts(self, name: str, offset: int, parts: Sequence[memoryview], *, shared: bool = False) -> bool:
         return False  # nothing is cached on this host
 
-    def _head(self, name: str, key: str, offset: int, nbytes: int) -> bytes | None:
+    def _head(self, name: str, offset: int, nbytes: int) -> bytes | None:
         """Returns the first `HEAD` bytes of an object if they hold the range; fetches them for a small read at 0."""
         head = self._heads.get(name)
         if head is None and offset == 0 and nbytes < 4096:
             memory = bytearray(HEAD)
-            head = bytes(memory[: self._bucket.read_into(key, 0, memoryview(memory))])
+            head = bytes(memory[: self._fill(name, 0, memoryview(memory))])
             with self._lock:
                 self._heads[name] = head
         inside = head is not None and (offset + nbytes <= len(head) or len(head) < HEAD)
@@ -241,6 +256,8 @@ class ObjectStore:
 
 class ObjectFolder(Folder):
     """A prefix of a run, as a directory; without `entries`, from a listing of the run, it is listed on each call."""
+
+    has_directory = False
 
     def __init__(self, store: ObjectStore, entries: dict[str, DirectoryEntry] | None = None) -> None:
         super().__init__(store)

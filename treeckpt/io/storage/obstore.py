@@ -14,12 +14,11 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
 from ...errors import StoreError
 from .aws_profiles import HOW, check_instance, s3_options
-from .bucket import FetchFailure, ObjectListing, VersionTag, missing_extra
+from .bucket import FetchFailure, ObjectListing, RangeResponse, VersionTag, missing_extra
 from .conditional_put import Condition, find_out, is_known, no_conditional_writes, refuses_conditions, takes_conditions
 from .run_store import DirectoryEntry
 from .upload_window import MOST, UploadWindow
@@ -30,10 +29,8 @@ PART, LARGE_PART = 8 << 20, 64 << 20
 """Bytes of one part of an upload: at least, and unless there were too many parts."""
 PARTS, MAX_PARTS = 512, 9000
 """Parts of an upload that parts larger than `PART` keep to; and of any, below the limit of S3 (10,000)."""
-RANGE = 2 << 20
-"""Bytes of one range request, at least; a longer read is split into concurrent requests."""
-READS = 16
-"""Concurrent range requests."""
+PIECE = 256 << 10
+"""Bytes of a response that are handed over at a time, at least: they stay in the cache of a processor."""
 RETRIES = 10
 """Retries of obstore itself, unless the option `retry_config` says another number."""
 UPLOAD_RETRIES = 100
@@ -49,10 +46,11 @@ _SCHEMES = {"s3a": "s3", "gcs": "gs", "azure": "az"}
 _INTERMEDIARY = "Something between here and the store answers in its place: look at the proxy and the endpoint"
 _WEB_PAGE = "a web page in its place"
 _HTML = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype\s+html|html)\b", re.IGNORECASE)
+# what obstore has no class or attribute for stands in the first line of a `GenericError`
 _CUT = re.compile(r"body|connection|incomplete|timed? ?out|reset|closed", re.IGNORECASE)
-_UNANSWERED = "error sending request"
-_PASSING = re.compile(r"status code: (408|429|5\d\d)")
-_THROTTLED = re.compile(r"status code: (429|503)")
+_STATUS = re.compile(r"status code: (\d{3})")
+_NO_ANSWER = "HTTP error"
+_THROTTLED = (429, 503)
 _NO_CREDENTIALS = re.compile(
     r"169\.254\.|latest/(api/token|meta-data)|metadata\.google|[Cc]redential|AccessKey|SecretAccess|MissingAccount"
 )
@@ -118,7 +116,6 @@ class ObstoreBucket:
         except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
             raise StoreError(url, expected="options that obstore takes", found=_first_line(error)) from error
         self._window = UploadWindow()
-        self._pool = ThreadPoolExecutor(READS, "treeckpt-get")  # its threads start with the first read in parts
 
     # listing -------------------------------------------------------------------------------------------------
 
@@ -187,42 +184,31 @@ class ObstoreBucket:
 
         return self._retry("read", key, get)
 
-    def read_into(self, key: str, start: int, out: memoryview) -> int:
-        step = max(RANGE, -(-len(out) // READS))
-        parts = range(0, len(out), step)
-        if len(parts) < 2:
-            return self._read_range(key, start, out)
-        jobs = [self._pool.submit(self._read_range, key, start + at, out[at : at + step]) for at in parts]
-        counts = [job.exception() or job.result() for job in jobs]
-        filled = 0
-        for count, at in zip(counts, parts, strict=True):
-            if isinstance(count, BaseException):
-                raise count
-            if at == filled:
-                filled += count
-        return filled
-
-    def _read_range(self, key: str, start: int, out: memoryview) -> int:
-        data = self._retry("read", key, lambda: self._get_range(self._store, key, start, len(out)))
-        out[: len(data)] = data
-        return len(data)
-
-    def _get_range(self, store: Any, key: str, start: int, nbytes: int) -> memoryview:
-        try:
-            return memoryview(self._obstore.get_range(store, key, start=start, length=nbytes))
-        except self._obstore.exceptions.BaseError as error:
-            if _PASSING.search(str(error)) or self._obstore.head(store, key)["size"] > start:
-                raise
-            return memoryview(b"")  # the range is behind the end of the object, which obstore reports as an error
-
-    def fetch(self, key: str, start: int, nbytes: int) -> memoryview:
+    def fetch(self, key: str, start: int, nbytes: int) -> RangeResponse:
         with self._wrapped_errors("read", key):
-            return self._get_range(self._once, key, start, nbytes)
+            try:
+                result = self._obstore.get(self._once, key, options={"range": (start, start + nbytes)})
+            except self._obstore.exceptions.BaseError as error:
+                if _status(error) != 416 or (size := self._obstore.head(self._once, key)["size"]) > start:
+                    raise
+                return RangeResponse(size, iter(()))  # the range is behind the end of the object
+        return RangeResponse(result.meta["size"], self._pieces(key, result))
+
+    def _pieces(self, key: str, result: Any) -> Iterator[memoryview]:
+        # piece by piece: to collect the body of a response takes memory, and a copy, of all its bytes
+        with self._wrapped_errors("read", key):
+            for piece in result.stream(min_chunk_size=PIECE):
+                yield memoryview(piece)
 
     def judge(self, error: Exception) -> FetchFailure:
-        cause = _cause(error)
-        temporary = _PASSING.search(cause) is not None or _is_unanswered(error) or _is_cut(error)
-        return FetchFailure(_THROTTLED.search(cause) is not None, temporary)
+        cause = error.__cause__
+        if not isinstance(cause, Exception) or not isinstance(cause, self._obstore.exceptions.GenericError):
+            return FetchFailure(throttled=False, temporary=False)
+        if (status := _status(cause)) is not None:
+            return FetchFailure(status in _THROTTLED, status in (408, 429) or status >= 500)
+        text = _first_line(cause)
+        broken = _NO_ANSWER in text or _CUT.search(text) is not None
+        return FetchFailure(throttled=False, temporary=broken and not _NO_CREDENTIALS.search(text))
 
     # writing -------------------------------------------------------------------------------------------------
 
@@ -238,7 +224,7 @@ class ObstoreBucket:
             if self.read(key, len(data))[0] != data:
                 raise
         except StoreError as error:
-            if (_is_unanswered(error) or _is_cut(error)) and self._holds(key, data):  # the last response was lost
+            if self.judge(error).temporary and self._holds(key, data):  # the last response was lost
                 return
             if replace is True or not refuses_conditions(error):
                 raise
@@ -347,11 +333,11 @@ class ObstoreBucket:
         refused = isinstance(error, (errors.PermissionDeniedError, errors.UnauthenticatedError))
         if _NO_CREDENTIALS.search(text.replace(key, "")):
             hint = f"No credentials are found, or not taken. {_CREDENTIAL_HINTS.get(self.kind, '')}"
-        elif refused or "AccessDenied" in str(error) or "403" in text:
+        elif refused or "AccessDenied" in str(error) or _status(error) == 403:
             hint = f"The credentials do not allow to {what} here: look at the policies of the user and of the bucket"
         elif "non-partial" in text:
             hint = _INTERMEDIARY
-        elif "redirect" in text.lower() or "301" in text:
+        elif "redirect" in text.lower() or _status(error) == 301:
             hint = "Set the bucket's region: AWS_REGION, or the option region"
         elif isinstance(error, errors.InvalidPathError):
             hint = "Another program has put this object there; remove it"
@@ -370,19 +356,16 @@ def _kind(url: str) -> str:
     return "s3" if scheme in ("s3", "s3a") else "gs" if scheme in ("gs", "gcs") else "az"
 
 
-def _cause(error: Exception) -> str:
-    return str(error.__cause__).partition("\n")[0]
+def _status(error: Exception) -> int | None:
+    """Returns the HTTP status of an error of obstore; None where there was no answer."""
+    found = _STATUS.search(str(error).partition("\n")[0])
+    return int(found[1]) if found else None
 
 
 def _is_cut(error: Exception) -> bool:
     """Whether the answer to a request broke off."""
-    cause = _cause(error)
-    return "status code" not in cause and _CUT.search(cause) is not None
-
-
-def _is_unanswered(error: Exception) -> bool:
-    """Whether a request had no answer, in time or at all; it may have been carried out."""
-    return _cause(error).endswith(_UNANSWERED)
+    cause = error.__cause__
+    return isinstance(cause, Exception) and _status(cause) is None and _CUT.search(_first_line(cause)) is not None
 
 
 def _first_line(error: Exception) -> str:

@@ -2,8 +2,10 @@
 
 A remote store answers one request after tens of milliseconds and gives each connection a part of its rate, so the rate
 of a load is the number of requests in flight times the bytes of one, over the time that one takes. `RangeFetcher` keeps
-that many in flight within a budget of memory, gives up places when the store throttles, repeats requests that fail for
-a moment, and sends a second one for a request that takes far longer than the others.
+that many in flight within a budget of memory, gives up places when the store throttles, repeats what is missing of
+requests that fail for a moment, and sends a second one for a request that takes far longer than the others. Bytes are
+consumed piece by piece as they arrive: hardly any memory is needed beyond where they go, and each byte is in the cache
+of the processor while it is copied and hashed.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from .bucket import FetchFailure
+from ...errors import StoreError
+from .bucket import FetchFailure, RangeResponse
 from .store import Consume, FileRange
 
 START = 64
@@ -103,90 +106,106 @@ class RequestTimes:
         return max(SLOW * self._sorted[-(-99 * len(self._sorted) // 100) - 1], LEAST)
 
 
+class _CutShort(StoreError):
+    """The answer to a request ended before its last byte."""
+
+
 class _InFlight(msgspec.Struct):
     """One range that is being fetched."""
 
     number: int
     started: float
+    position: int = 0
+    """Bytes of it that were consumed."""
     tries: int = 1
     """Requests that were sent for it and have not ended."""
     hedged: bool = False
     done: bool = False
+    lock: threading.Lock = msgspec.field(default_factory=threading.Lock)
+    """Held while bytes of it are consumed."""
 
 
 class RangeFetcher:
     """Fetches ranges from one store. What it learns of the store stays for the next call.
 
     Args:
-        fetch: makes one request; returns fewer bytes at the end of the object.
-        judge: what may be done about an error of `fetch`.
+        fetch: makes one request.
+        judge: what may be done about an error of `fetch` or of the pieces that it returns.
         tries: requests for one range that may fail, at most.
     """
 
     def __init__(
-        self, fetch: Callable[[FileRange], memoryview], judge: Callable[[Exception], FetchFailure], tries: int
+        self, fetch: Callable[[FileRange], RangeResponse], judge: Callable[[Exception], FetchFailure], tries: int
     ) -> None:
         self.fetch, self.judge, self.tries = fetch, judge, tries
         self.depth, self.times = RequestDepth(), RequestTimes()
         self.lock = threading.Lock()
 
-    def run(self, requests: Sequence[FileRange], consume: Consume, *, memory: int) -> None:
-        """Fetches all ranges and hands each one to `consume`, in the order of arrival and from several threads.
+    def run(self, requests: Sequence[FileRange], consume: Consume, *, memory: int, first: int = 0) -> None:
+        """Fetches all ranges and hands their bytes to `consume` as they arrive, from several threads.
 
         After an error nothing is handed over any more; requests that are still in flight then end unheard.
 
         Args:
-            consume: takes the number of a range, its bytes, and the seconds that its request took.
-            memory: bytes that are in flight or not consumed yet, at most, unless one range is longer.
+            memory: bytes of ranges that have been requested and not consumed, at most, unless one range is longer.
+            first: the first so many ranges are consumed before any other, which may be on their way already.
 
         Raises:
             Exception: the first error of a request or of `consume`.
         """
-        _Run(self, requests, consume, memory).run()
+        _Run(self, requests, consume, memory, first).run()
 
 
 class _Run:
     """One call of `RangeFetcher.run`."""
 
     def __init__(
-        self,
-        fetcher: RangeFetcher,
-        requests: Sequence[FileRange],
-        consume: Consume,
-        memory: int,
+        self, fetcher: RangeFetcher, requests: Sequence[FileRange], consume: Consume, memory: int, first: int
     ) -> None:
         self._fetcher, self._requests, self._consume, self._memory = fetcher, requests, consume, memory
         self._changed = threading.Condition(fetcher.lock)
         self._left = deque(range(len(requests)))
         self._in_flight: list[_InFlight] = []
         self._held = self._workers = self._consuming = 0
-        """Bytes in flight or being consumed; threads that take requests; calls of `consume`."""
+        """Bytes of ranges in flight; threads that take requests; calls of `consume`."""
         self._done = self._hedged = 0
+        self._first, self._first_left = first, first
         self._error: BaseException | None = None
 
     def run(self) -> None:
         """Starts threads while there is room for requests, and hedges slow ones, until all is consumed."""
         with self._changed:
             self._fetcher.depth.restart(time.monotonic())
-            try:
-                while self._error is None and self._done < len(self._requests):
-                    self._start_workers()
+        try:
+            while not self._is_over():
+                self._start_workers()
+                with self._changed:
                     self._hedge()
-                    self._changed.wait(HEDGE_SECONDS)
-            except BaseException as error:  # a signal
+                    if self._error is None and self._done < len(self._requests):
+                        self._changed.wait(HEDGE_SECONDS)
+        except BaseException as error:  # a signal
+            with self._changed:
                 self._error = self._error or error
+                self._changed.notify_all()
+        with self._changed:
             while self._consuming:
                 self._changed.wait()
             if self._error is not None:
                 raise self._error
 
+    def _is_over(self) -> bool:
+        with self._changed:
+            return self._error is not None or self._done == len(self._requests)
+
     def _start_workers(self) -> None:
-        if not self._left:
-            return
-        nbytes = max(self._requests[self._left[0]][2], 1)
-        room = max((self._memory - self._held) // nbytes, 0 if self._held else 1)
-        for _ in range(min(self._fetcher.depth.depth - self._workers, len(self._left), room)):
-            self._workers += 1
+        with self._changed:
+            if not self._left:
+                return
+            nbytes = max(self._requests[self._left[0]][2], 1)
+            room = max((self._memory - self._held) // nbytes, 0 if self._held else 1)
+            count = max(min(self._fetcher.depth.depth - self._workers, len(self._left), room), 0)
+            self._workers += count
+        for _ in range(count):  # without the lock: the first ones send their requests meanwhile
             threading.Thread(target=self._work, name="treeckpt-fetch", daemon=True).start()
 
     def _hedge(self) -> None:
@@ -221,24 +240,70 @@ class _Run:
             return one
 
     def _try(self, one: _InFlight, tries: int) -> None:
-        """Fetches a range, with retries, and consumes it unless another thread has it already."""
-        request, begin = self._requests[one.number], time.monotonic()
+        """Fetches a range, from where its consumed bytes end, with retries."""
+        begin = time.monotonic()
         for tried in range(1, tries + 1):
             started = time.monotonic()
             try:
-                data = self._fetcher.fetch(request)
+                self._stream(one)
+                return
             except Exception as error:
                 pause = self._pause_after(error, one, tries - tried, started, begin)
                 if pause is None:
                     return
                 time.sleep(pause)
-            else:
-                self._take_over(one, data, started)
-                return
+
+    def _stream(self, one: _InFlight) -> None:
+        """Makes one request for what is missing of a range, and consumes it unless another request was faster."""
+        name, offset, nbytes = self._requests[one.number]
+        started, at, size = time.monotonic(), one.position, None
+        if nbytes > at:
+            response = self._fetcher.fetch((name, offset + at, nbytes - at))
+            size = response.size
+            if size is not None:
+                nbytes = max(min(nbytes, size - offset), 0)
+            for piece in response.pieces:
+                if not self._put(one, at, piece, size):
+                    return
+                at += len(piece)
+            if at < nbytes:
+                raise _CutShort(name, expected=f"{nbytes} bytes from {offset} on", found=f"{at}, then the end")
+        if not nbytes and not self._put(one, 0, memoryview(b""), size):
+            return
+        self._end(one, nbytes, started)
+
+    def _put(self, one: _InFlight, at: int, piece: memoryview, size: int | None) -> bool:
+        """Consumes the bytes that start at `at` of a range, less those it has had; False if none are wanted any more.
+
+        Raises:
+            Exception: never that of `consume`, which ends the run.
+        """
+        with one.lock:
+            with self._changed:
+                while self._first_left and one.number >= self._first and self._error is None:
+                    self._changed.wait()
+                if one.done or self._error is not None:
+                    return False
+                self._consuming += 1
+            error: BaseException | None = None
+            try:
+                if (skip := one.position - at) < len(piece) or not len(piece):
+                    self._consume(one.number, one.position, piece[skip:], size)
+                    one.position += len(piece) - skip
+            except BaseException as failed:
+                error = failed
+            with self._changed:
+                self._error = self._error or error
+                self._consuming -= 1
+                if self._error is not None:
+                    self._changed.notify_all()
+        return error is None
 
     def _pause_after(self, error: Exception, one: _InFlight, left: int, started: float, begin: float) -> float | None:
         """Returns the seconds to the next of the tries that are left; None if there is none."""
-        failure, now = self._fetcher.judge(error), time.monotonic()
+        failure, now = FetchFailure(throttled=False, temporary=True), time.monotonic()
+        if not isinstance(error, _CutShort):
+            failure = self._fetcher.judge(error)
         with self._changed:
             if failure.throttled:
                 self._fetcher.depth.throttle(started, now)
@@ -253,7 +318,8 @@ class _Run:
                 self._changed.notify_all()
             return None
 
-    def _take_over(self, one: _InFlight, data: memoryview, started: float) -> None:
+    def _end(self, one: _InFlight, nbytes: int, started: float) -> None:
+        """Counts a range as fetched, once; its last request was sent at `started`."""
         now = time.monotonic()
         with self._changed:
             if one.done or self._error is not None:
@@ -261,16 +327,8 @@ class _Run:
             one.done = True
             self._in_flight.remove(one)
             self._fetcher.times.add(now - started)
-            self._fetcher.depth.add(len(data), now)
-            self._consuming += 1
-        error: BaseException | None = None
-        try:
-            self._consume(one.number, data, now - started)
-        except BaseException as failed:
-            error = failed
-        with self._changed:
-            self._error = self._error or error
-            self._consuming -= 1
+            self._fetcher.depth.add(nbytes, now)
             self._done += 1
+            self._first_left -= one.number < self._first
             self._held -= self._requests[one.number][2]
             self._changed.notify_all()

@@ -33,7 +33,7 @@ MAX_LEASE = 4096
 @contextlib.contextmanager
 def hold_lease(folder: Folder, *, renew: float = RENEW) -> Iterator[bool]:
     """Holds a lease while the body runs, renewed every `renew` seconds; gives False where none can be written."""
-    if not folder.entries():  # a lease would create the directory again
+    if folder.has_directory and not folder.entries():  # a lease would create it again
         yield False
         return
     name, stop = lease_name(secrets.token_hex(8)), threading.Event()

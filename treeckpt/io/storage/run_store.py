@@ -44,6 +44,9 @@ class Folder:
         """Its name in messages; a path if it has one."""
         self.name = store.url.rstrip("/").rpartition("/")[2]
 
+    has_directory = True
+    """Whether there is a directory of its own, which stays without files."""
+
     @property
     def is_link(self) -> bool:
         return False

@@ -9,7 +9,15 @@ import msgspec
 from ...core.format.damage import leaves_in_range
 from ...core.format.records import File, Index
 from ...core.format.seals import check_no_zeros
-from ...core.format.shard_header import ShardHeader, block_count, decode_header, hash_block, hash_parts, header_nbytes
+from ...core.format.shard_header import (
+    ShardHeader,
+    block_count,
+    decode_header,
+    hash_block,
+    hash_parts,
+    header_nbytes,
+    new_hash,
+)
 from ...errors import CheckpointError, CorruptError
 from .memory import PAGE, aligned_buffer
 from .store import TEXT, Store
@@ -51,11 +59,7 @@ def _header_data(store: Store, name: str, file_size: int | None, wanted: int | N
     label = f"{store.url}/{name}"
     prefix = bytearray(8)
     store.read_into(name, 0, memoryview(prefix))
-    size = header_nbytes(prefix, label)
-    if size > (actual := store.sizes().get(name, 0) if file_size is None else file_size):
-        raise CorruptError(label, expected=f"a header of {size} bytes", found=f"a file of {actual}")
-    if wanted not in (None, size):
-        raise CorruptError(label, expected=f"a header of {wanted} bytes", found=f"one of {size}", hint=_RESTORE)
+    size = _header_size(prefix, label, store.sizes().get(name, 0) if file_size is None else file_size, wanted)
     data = bytearray(min(size, TEXT))
     store.read_into(name, 0, memoryview(data))
     if size > TEXT:
@@ -68,8 +72,25 @@ def _header_data(store: Store, name: str, file_size: int | None, wanted: int | N
     return data
 
 
+def _header_size(prefix: bytearray, label: str, file_size: int, wanted: int | None) -> int:
+    """Returns the size of a header by its first bytes."""
+    size = header_nbytes(prefix, label)
+    if size > file_size:
+        raise CorruptError(label, expected=f"a header of {size} bytes", found=f"a file of {file_size}")
+    if wanted not in (None, size):
+        raise CorruptError(label, expected=f"a header of {wanted} bytes", found=f"one of {size}", hint=_RESTORE)
+    return size
+
+
 def open_shard(
-    store: Store, index: Index, file: File, size: int | None, *, whole: bool = True, keep: bool = False
+    store: Store,
+    index: Index,
+    file: File,
+    size: int | None,
+    *,
+    whole: bool = True,
+    keep: bool = False,
+    header: bytearray | None = None,
 ) -> OpenedShard:
     """Reads a shard's header and checks that it is the file that the index describes.
 
@@ -77,6 +98,7 @@ def open_shard(
         size: of the file, in bytes; None where it is missing.
         whole: refuses a file that was cut short or has grown, even where its header is intact.
         keep: keeps the bytes of the header, for callers that need its entries too.
+        header: the bytes of the file that are its header by the index, where they have been read.
 
     Raises:
         CorruptError: it is missing, cut short, grown, or of another save or rank; names the leaves and the bytes.
@@ -95,8 +117,13 @@ def open_shard(
             hint=_RESTORE,
         )
     try:
-        data = _header_data(store, file.name, size, file.header)
-        header = decode_header(data, f"{store.url}/{file.name}", entries=False)
+        label = f"{store.url}/{file.name}"
+        if header is None:
+            data = _header_data(store, file.name, size, file.header)
+        else:
+            data = header
+            _header_size(data, label, size, file.header)
+        found = decode_header(data, label, entries=False)
     except CheckpointError as error:
         raise type(error)(
             _leaves_and_file(store, index, file, 0, file.header),
@@ -104,18 +131,18 @@ def open_shard(
             found=f"{error.found}, in bytes 0:{file.header} of the file",
             hint=error.hint or _RESTORE,
         ) from error
-    blocks = block_count(file.nbytes, header.block)
-    found = (header.save_id, header.rank, header.part, header.stream, len(data), len(header.hashes))
+    blocks = block_count(file.nbytes, found.block)
+    identity = (found.save_id, found.rank, found.part, found.stream, len(data), len(found.hashes))
     wanted = (index.save_id, file.rank, file.part, file.stream, file.header, blocks)
-    if found != wanted:
+    if identity != wanted:
         raise CorruptError(
             _leaves_and_file(store, index, file, 0, file.header),
             expected="save {}, rank {}, part {}, at {}, header {}, {} checksums".format(*wanted),
-            found="save {}, rank {}, part {}, at {}, header {}, {} checksums".format(*found)
+            found="save {}, rank {}, part {}, at {}, header {}, {} checksums".format(*identity)
             + f", in bytes 0:{file.header} of the file",
             hint="The file belongs to another save; restore the right one from a copy",
         )
-    return OpenedShard(file, header.hashes, header.block, index, bytes(data) if keep else b"")
+    return OpenedShard(file, found.hashes, found.block, index, bytes(data) if keep else b"")
 
 
 def check_blocks(store: Store, shard: OpenedShard, start: int, data: memoryview) -> None:
@@ -147,6 +174,34 @@ def check_parts(store: Store, shard: OpenedShard, start: int, parts: Sequence[me
                 at, block, need = at + shard.block, [], shard.block
     if block:
         _compare(store, shard, at, shard.block - need, hash_parts(block))
+
+
+class ArrivingBlocks:
+    """Compares the checksums of whole blocks whose bytes arrive in order.
+
+    Args:
+        start: where the first block starts in the data area, in bytes.
+    """
+
+    def __init__(self, store: Store, shard: OpenedShard, start: int) -> None:
+        self._store, self._shard, self._block = store, shard, start
+        self._position, self._hash = start, None
+
+    def add(self, data: memoryview) -> None:
+        """Takes the next bytes; raises CorruptError for a block that differs from its checksum."""
+        step, end = self._shard.block, self._shard.file.nbytes
+        while len(data):
+            stop = min(self._block + step, end)
+            part, data = data[: stop - self._position], data[stop - self._position :]
+            whole = len(part) == stop - self._block
+            if not whole:
+                self._hash = self._hash or new_hash()
+                self._hash.update(part)
+            self._position += len(part)
+            if self._position == stop:
+                found = hash_block(part) if whole or self._hash is None else self._hash.intdigest()
+                _compare(self._store, self._shard, self._block, stop - self._block, found)
+                self._block, self._hash = stop, None
 
 
 def matches(shard: OpenedShard, start: int, block: memoryview) -> bool:

@@ -33,8 +33,12 @@ _UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) e
 
 FileRange = tuple[str, int, int]
 """(name, offset, bytes) of a part of a file."""
-Consume = Callable[[int, memoryview, float], object]
-"""Takes the number of a range, its bytes, fewer at the end of the file, and the seconds that its request took."""
+Consume = Callable[[int, int, memoryview, int | None], object]
+"""Takes the number of a range, where in it bytes start, the bytes, and the size of the whole file if that is known.
+
+The bytes of one range come in order and one call at a time, those of several ranges from several threads. What lies
+behind the end of the file is left out; for a range without any byte in the file one call has no bytes.
+"""
 
 
 class Writer(Protocol):
@@ -165,11 +169,15 @@ class SupportsFetching(Protocol):
     request_nbytes: int
     """Bytes of one request where any size would do."""
 
-    def fetch(self, ranges: Sequence[FileRange], consume: Consume, *, memory: int) -> None:
-        """Fetches ranges and hands each one to `consume`, in the order of arrival and from several threads.
+    def fetch(self, ranges: Sequence[FileRange], consume: Consume, *, memory: int, first: int = 0) -> None:
+        """Fetches ranges and hands their bytes to `consume` as they arrive.
 
         Args:
-            memory: bytes that are on their way or not consumed yet, at most, unless one range is longer.
+            memory: bytes of ranges that have been requested and not consumed, at most, unless one range is longer.
+            first: the first so many ranges are consumed before any other, which may be on their way already.
+
+        Raises:
+            FileNotFoundError: there is no such file.
         """
         ...
 
