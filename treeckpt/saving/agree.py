@@ -174,7 +174,7 @@ class _Agreement:
             check_unicode(key, "custom_metadata")
         self.metadata = {key: encode_value(value, f"custom_metadata/{key}") for key, value in metadata.items()}
         self.described = describe_tree(
-            state_tree(tree, rank=self.comm.rank, namespace=self.options.namespace),
+            state_tree(tree, rank=self.comm.rank, namespace=self.options.namespace, world=self.comm.size),
             rank=self.comm.rank,
             members=members_of(self.comm),
             allow_pickle=self.options.allow_pickle,
