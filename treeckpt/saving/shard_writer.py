@@ -6,6 +6,8 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -157,9 +159,16 @@ class InlineWriter:
                 with recorder.span("publish"):
                     index = complete_index(info, plan, reports)
                     data = encode_index(index)
-                    if not isinstance(store, SupportsFetching):  # there each request takes long, and one is enough
-                        write_timings(store, info, reports, None, recorder)
-                    check_shards_exist(store, index)
+                    # before the index: should this save die after it, later ones know by them that it had ended
+                    timings = partial(write_timings, store, info, reports, None, recorder)
+                    if isinstance(store, SupportsFetching):  # both take a round trip
+                        with ThreadPoolExecutor(1, "treeckpt-timings") as pool:
+                            written = pool.submit(timings)
+                            check_shards_exist(store, index)
+                        written.result()
+                    else:
+                        timings()
+                        check_shards_exist(store, index)
                     publishing = True
                     publish_index(store, data, info)
             except Exception as caught:

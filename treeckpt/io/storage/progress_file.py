@@ -81,9 +81,9 @@ class ProgressRecorder:
     """Writes the progress record of one rank in one save.
 
     The record of rank 0 exists from before its first shard is created until the save has ended: it proves that the save
-    is alive, and, once its process has ended, that the save is dead. In an object store it is written at the same time
-    as the shards, and exists when `commit` returns. The other ranks write theirs once the save has taken `PATIENCE`
-    seconds. All are renewed.
+    is alive, and, once its process has ended, that the save is dead. In an object store it is written while the first
+    blocks are prepared or sent, and exists before a shard of this rank can be seen. The other ranks write theirs once
+    the save has taken `PATIENCE` seconds. All are renewed.
 
     Args:
         first: the record at the start of the save.
@@ -148,7 +148,9 @@ class ProgressRecorder:
         return encode_progress(msgspec.structs.replace(self._record, alive_ns=time.time_ns()))
 
     def add(self, nbytes: int) -> None:
-        """Adds written bytes to the record."""
+        """Adds written bytes to the record; they are not visible in the store yet."""
+        if self._write_in_thread:
+            self._begun.wait()  # a shard of a save that is killed without a record would stay for ever
         with self._lock:
             now = time.monotonic()
             due = now - self.renewed >= PAUSE
