@@ -13,6 +13,7 @@ from ..tree.value_codec import Value
 from .chunks import NoChunks, encode_chunks
 from .lineage import Lineage
 from .records import AliasRecord, ArrayRecord, FileTable, Index, LeafRecord, PerRankArrays, PerRankValues, ValueRecord
+from .sidecars import Sidecar
 
 PerRankKey = tuple[str, int]
 """(path with `~rank*`, rank)."""
@@ -30,6 +31,7 @@ def build_index(
     created_ns: int,
     metadata: Mapping[str, Value],
     lineage: Lineage | None = None,
+    sidecars: tuple[Sidecar, ...] = (),
 ) -> Index:
     """Builds the index.
 
@@ -76,6 +78,7 @@ def build_index(
         files=files,
         metadata=dict(metadata),
         lineage=lineage,
+        sidecars=sidecars,
     )
 
 

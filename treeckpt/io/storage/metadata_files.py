@@ -1,4 +1,4 @@
-"""Reads the small files of a checkpoint, its index and timings, and rebuilds an index from the shards."""
+"""Reads the small files of a checkpoint (index, timings, sidecar files), and rebuilds an index from the shards."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from ...core.format.check_index import check_against_files, needs_file_sizes
 from ...core.format.index import INDEX_NAME, MAX_INDEX, decode_index, rebuild
 from ...core.format.records import Index
 from ...core.format.shard_header import parse_shard_name
+from ...core.format.sidecars import checksum, stored_name
 from ...core.format.timings import Timings, decode_timings, timings_name
-from ...errors import CheckpointError, CheckpointNotFound, CorruptError
+from ...errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError
 from ..os_errors import wrap_read_error
 from .foreign_formats import describe_foreign
 from .shard_reader import read_header
@@ -64,6 +65,34 @@ def read_timings(store: Store, save_id: str) -> Timings | None:
             hint="The file belongs to another save; restore the right one from a copy",
         )
     return timings
+
+
+def read_sidecar(store: Store, index: Index, name: str) -> bytes:
+    """Returns the content of a sidecar file.
+
+    Raises:
+        MismatchError: the checkpoint has none of that name.
+        CorruptError: it is missing, cut short, or differs from its checksum.
+    """
+    sidecar = next((one for one in index.sidecars if one.name == name), None)
+    if sidecar is None:
+        names = ", ".join(one.name for one in index.sidecars[:20]) or "none"
+        raise MismatchError(f"{store.url}: {name}", expected="a file that was saved with it", found=f"files: {names}")
+    stored = stored_name(index.save_id, name)
+    url, data = f"{store.url}/{stored}", bytearray(sidecar.nbytes)
+    try:
+        if data:
+            store.read_into(stored, 0, memoryview(data))
+    except FileNotFoundError as error:
+        raise CorruptError(url, expected=f"{sidecar.nbytes} bytes", found="no such file") from error
+    if (found := checksum(data)) != sidecar.xxh3:
+        raise CorruptError(
+            url,
+            expected=f"content with the checksum {sidecar.xxh3}",
+            found=found,
+            hint="The file was changed after it was written; restore it from a copy",
+        )
+    return bytes(data)
 
 
 def rebuild_from_shards(store: Store, *, save_id: str | None = None, whole: bool = True) -> Index:
