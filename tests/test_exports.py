@@ -46,6 +46,7 @@ NAMES = [
     "load_into",
     "policy",
     "prewarm",
+    "read_file",
     "rebuild_index",
     "rules",
     "save",
