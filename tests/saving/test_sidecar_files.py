@@ -164,6 +164,11 @@ def test_a_rebuilt_index_lists_them(tmp_path: Path) -> None:
     (path / "index.json").unlink()
     assert tc.rebuild_index(path).sidecars == index.sidecars
     assert tc.read_file(path, "config.json") == b"{}"
+    (path / "index.json").unlink()
+    stored_at = path / stored_name(index.save_id, "config.json")
+    stored_at.unlink()
+    with pytest.raises(tc.CorruptError, match=r"config\.json: expected 2 bytes, found no such file"):
+        tc.rebuild_index(path)
 
 
 def test_convert_copies_them_and_says_where_it_cannot(tmp_path: Path) -> None:

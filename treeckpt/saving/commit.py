@@ -114,7 +114,7 @@ def _index(
     info: SaveInfo, plan: GlobalPlan, placed: Mapping[int, ChunkOffsets | SingleChunkOffset] | None, files: FileTable
 ) -> Index:
     content = info.content or IndexContent()
-    return build_index(
+    index = build_index(
         plan.global_tree,
         placed,
         files,
@@ -125,8 +125,8 @@ def _index(
         created_ns=info.created_ns,
         metadata=content.metadata,
         lineage=content.lineage,
-        sidecars=content.sidecars,
     )
+    return msgspec.structs.replace(index, sidecars=content.sidecars)
 
 
 def check_files_exist(store: Store, index: Index) -> None:

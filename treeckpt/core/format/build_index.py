@@ -13,7 +13,6 @@ from ..tree.value_codec import Value
 from .chunks import NoChunks, encode_chunks
 from .lineage import Lineage
 from .records import AliasRecord, ArrayRecord, FileTable, Index, LeafRecord, PerRankArrays, PerRankValues, ValueRecord
-from .sidecars import Sidecar
 
 PerRankKey = tuple[str, int]
 """(path with `~rank*`, rank)."""
@@ -31,7 +30,6 @@ def build_index(
     created_ns: int,
     metadata: Mapping[str, Value],
     lineage: Lineage | None = None,
-    sidecars: tuple[Sidecar, ...] = (),
 ) -> Index:
     """Builds the index.
 
@@ -78,7 +76,6 @@ def build_index(
         files=files,
         metadata=dict(metadata),
         lineage=lineage,
-        sidecars=sidecars,
     )
 
 

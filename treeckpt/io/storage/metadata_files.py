@@ -100,7 +100,8 @@ def rebuild_from_shards(store: Store, *, save_id: str | None = None, whole: bool
 
     Args:
         save_id: rebuilds the index of this save only, if it has shards there.
-        whole: refuses shards that are cut short or too long, as those of a save that never finished are.
+        whole: refuses shards and sidecar files that are missing, cut short or too long, as those of a save that never
+            finished are.
 
     Raises:
         CheckpointNotFound: there are no shards.
@@ -138,12 +139,14 @@ def _rebuild(store: Store, names: list[str], whole: bool) -> Index:
             found=f"none of rank {', '.join(map(str, missing[:8]))}",
             hint="The save never finished, or shards were lost",
         )
-    for file in index.file_list:
-        if whole and sizes.get(file.name) != file.header + file.nbytes:
+    written = [(file.name, file.header + file.nbytes) for file in index.file_list]
+    written += [(stored_name(index.save_id, sidecar.name), sidecar.nbytes) for sidecar in index.sidecars]
+    for name, nbytes in written if whole else ():
+        if sizes.get(name) != nbytes:
             raise CorruptError(
-                f"{store.url}/{file.name}",
-                expected=f"{file.header + file.nbytes} bytes",
-                found=f"{sizes.get(file.name)}",
-                hint="The save never finished, or the shard was cut short",
+                f"{store.url}/{name}",
+                expected=f"{nbytes} bytes",
+                found="no such file" if name not in sizes else f"{sizes[name]}",
+                hint="The save never finished, or the file was lost or cut short",
             )
     return index
