@@ -20,6 +20,7 @@ NAMES = [
     "CorruptError",
     "FormatError",
     "From",
+    "FromRank",
     "Index",
     "KeyedTable",
     "LayoutError",

@@ -28,6 +28,7 @@ from .arrays.sharded import Sharded
 from .core.analysis import retention_policy as policy
 from .core.format.records import Index
 from .core.sharding.region import Region
+from .core.tree.containers import FromRank
 from .core.tree.flatten import PerRank
 from .core.tree.keyed_table import KeyedTable
 from .core.tree.spec import ArraySpec
@@ -61,6 +62,7 @@ __all__ = [
     "CorruptError",
     "FormatError",
     "From",
+    "FromRank",
     "Index",
     "KeyedTable",
     "LayoutError",

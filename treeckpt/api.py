@@ -21,7 +21,7 @@ from .io.storage.metadata_files import read_sidecar
 from .io.storage.open import open_store
 from .io.storage.store import Store
 from .loading.consistent_reads import on_one_version, on_versions
-from .loading.match import LoadOptions
+from .loading.match import LoadOptions, Strict
 from .loading.overlay import Bank, CheckpointOverlay, globs_of
 from .loading.read_batch import Verify
 from .loading.repair import repair_store
@@ -184,7 +184,7 @@ def load(
     exclude: str | Sequence[str] | None = None,
     rename: Renaming = None,
     transforms: Transforms = None,
-    strict: bool = True,
+    strict: Strict = True,
     cast: bool = False,
     device: str | None = None,
     verify: Verify = True,
@@ -210,7 +210,7 @@ def load(
         select, exclude: globs over paths as they are in like; a path under a named one counts. What is not wanted comes
             back as `...` (without like) or as it stands in like.
         rename, transforms: {"h.$L.*": "layers.$L.*"}, then rules or statements of `treeckpt.rules`: as if saved so.
-        strict: every leaf of like must be in the checkpoint, and the reverse; every rule must find what it is about.
+        strict: like and checkpoint must have the same leaves ("missing": like's must be there), rules match some leaf.
         cast: converts dtypes instead of refusing them.
         device: where new tensors go; "original" puts each where it was.
         verify: compares checksums of all that is read; "first" matters to `load_into` alone.
@@ -258,7 +258,7 @@ def load_into(
     exclude: str | Sequence[str] | None = None,
     rename: Renaming = None,
     transforms: Transforms = None,
-    strict: bool = True,
+    strict: Strict = True,
     cast: bool = False,
     verify: Verify = True,
     on_corrupt: Literal["error", "skip"] = "error",

@@ -181,3 +181,9 @@ def test_training_restore_of_several_checkpoints_decodes_each_index_once(tmp_pat
     tc.training.restore([base, tc.From(tuned, select="model/1.*")], fresh_model, fresh)
     assert all(map(torch.equal, fresh_model.state_dict().values(), model.state_dict().values()))
     assert [store.index_reads for store in stores] == [1, 1] and len(decoded) == 2
+
+
+def test_custom_metadata_is_read_as_plain_values() -> None:
+    store, given = tc.MemoryStore(), {"name": "run", "sizes": 3, "loss": float("inf"), "bytes": b"x", "z": 1j}
+    tc.save(store, {"a": 1}, custom_metadata=given)
+    assert tc.inspect(store).custom_metadata == given

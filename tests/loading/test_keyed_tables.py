@@ -469,3 +469,18 @@ def test_two_checkpoints_differ_in_their_rows() -> None:
     changes = diff(*(tc.inspect(store) for store in stores)).changes
     assert {c.path for c in changes if c.aspect == "shape"} == {"emb/ids", "emb/slots/embedding", "emb/slots/count"}
     assert {c.path for c in changes} == {c.path for c in changes if c.aspect == "shape"}
+
+
+@pytest.mark.parametrize("partition", ["u64_mod", "splitmix64_mod"])
+def test_the_bucket_of_an_id_tells_its_owner(partition: str) -> None:
+    ids = np.array([0, 1, -1, 7, 1 << 62, -(1 << 63)])
+    buckets = tc.KeyedTable.buckets_of(ids, 12, partition=partition)
+    store, arrays = tc.MemoryStore(), {"w": np.arange(6.0)}
+    tc.save(store, {"t": tc.KeyedTable(ids, arrays, buckets=12, partition=partition)})
+    for rank in range(5):
+        owned = tc.KeyedTable.share(rank, 5, 12)
+        like = tc.KeyedTable(ids[:0], {"w": np.empty(0)}, buckets=12, partition=partition, owned=owned)
+        mine = tc.load(store, {"t": like})["t"].ids
+        assert sorted(mine) == sorted(ids[(buckets >= owned[0]) & (buckets < owned[1])])
+    with pytest.raises(tc.LayoutError, match="ids: expected int64, found float64"):
+        tc.KeyedTable.buckets_of(arrays["w"], 12)

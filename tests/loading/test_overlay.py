@@ -31,14 +31,14 @@ SAVED = {"sparse": {"ids": full(1), "rows": full(2)}, "dense": {"w": full(3)}, "
 
 
 @pytest.mark.parametrize("into", [False, True], ids=["load", "load_into"])
-@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("strict", [True, False, "missing"])
 @pytest.mark.parametrize("missing", [True, False])
 @pytest.mark.parametrize("unexpected", [True, False])
 @pytest.mark.parametrize("selected", [None, "sparse", "exclude sparse"])
 def test_strict_is_about_all_parts_alike_and_only_those_that_are_asked_for(
-    into: bool, strict: bool, missing: bool, unexpected: bool, selected: str | None
+    into: bool, strict: bool | str, missing: bool, unexpected: bool, selected: str | None
 ) -> None:
-    """A difference inside of what is asked for is an error under `strict`; outside of it, it is none."""
+    """A difference inside of what is asked for is an error by `strict`; outside of it, it is none."""
     store = store_of(SAVED)
     for part in PARTS:
         like: dict[str, Any] = {name: {key: full(0) for key in leaves} for name, leaves in SAVED.items()}
@@ -60,9 +60,11 @@ def test_strict_is_about_all_parts_alike_and_only_those_that_are_asked_for(
                 return like
             return tc.load(store, like, on_report=reports.append, **options)
 
-        if strict and asked and (missing or unexpected):
-            with pytest.raises(tc.MismatchError, match=part):
+        if strict and asked and (missing or (unexpected and strict is True)):
+            with pytest.raises(tc.MismatchError, match=part) as caught:
                 load()
+            assert ("not asked for" in str(caught.value)) == (unexpected and strict is True)
+            assert all((leaf == (-1 if key == "new" else 0)).all() for x in like.values() for key, leaf in x.items())
             continue
         found = load()
         assert reports[0].missing == ((f"{part}/new",) if missing and asked else ())
@@ -132,6 +134,11 @@ def test_each_checkpoint_of_a_bank_has_its_own_rules() -> None:
         tc.load(bank, {**like, "more": 1})
     tc.load(bank, {**like, "more": 1}, strict=False, on_report=reports.append)
     assert reports[-1].missing == ("more",)
+    assert tc.load(bank, {"model": {"head": torch.empty(3)}}, strict="missing")["model"]["head"].tolist() == [0, 0, 0]
+    with pytest.raises(tc.MismatchError, match=r"every leaf of like .*1 missing in the checkpoint: more. Pass strict="):
+        tc.load(bank, {"more": 1}, strict="missing")
+    with pytest.raises(tc.MismatchError, match=r"strict: expected True or False or 'missing', found 'unexpected'"):
+        tc.load(bank, {"more": 1}, strict="unexpected")  # pyright: ignore[reportArgumentType]
 
 
 def test_a_bank_is_checked_as_a_whole_before_anything_is_written() -> None:

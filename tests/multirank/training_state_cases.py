@@ -370,6 +370,11 @@ def pipeline_stages_are_parts_of_one_state(here: Rank) -> None:
     for (name, a), b in zip(stage.named_parameters(), fresh.parameters(), strict=True):
         assert bits(a) == bits(b), name
         assert bits(optimizer.state[a]["exp_avg"]) == bits(again.state[b]["exp_avg"]), name
+    mine = training.state([_stage(Net().double(), here.rank)], rng=False)
+    _refuses(lambda: tc.load(path, mine), "not asked for", 'strict="missing"')
+    tc.load_into(path, mine, strict="missing")
+    for name, tensor in stage.state_dict().items():
+        assert bits(mine["model"][name]) == bits(tensor), name
     assert again.param_groups[0]["lr"] == 0.01
     whole = Net().double()
     all_of_it = torch.optim.AdamW(whole.parameters())
@@ -559,3 +564,57 @@ def two_ranks_that_are_not_the_first_save_again_and_again_in_the_shape_of_hfai(h
             found = training.load(here.directory / "hfai pair", Net(), group=group)
             assert (found["epoch"], found["own"]) == (epoch, (here.rank, epoch))
     dist.barrier()
+
+
+@case("four train")
+def ranks_resume_one_step_past_a_broken_one(here: Rank) -> None:
+    """What only rank 3 can see, a changed byte of what it alone reads, makes all ranks take the step before."""
+    run = here.directory / "resumed"
+
+    def start(name: str, seed: int) -> tuple[Job, tc.Manager, dict[str, int]]:
+        job, seen = arrange(name, 4, seed=seed), {"steps": 0}
+        manager = tc.Manager(run, background=False, keep=None)
+        manager.register("seen", seen)
+        return job, manager, seen
+
+    job, manager, seen = start("fsdp", 0)
+    assert manager.resume(*job.given, scheduler=job.scheduler) is None and manager.count == 0
+    for step in (1, 2):
+        train(job, step - 1, 1)
+        seen["steps"] = step
+        manager.save(step, training.state(*job.given, scheduler=job.scheduler))
+        if step == 1:
+            oracle = whole_state(job)
+    if here.rank == 0:
+        [path] = (run / "step_00000002").glob("shard-00003-*")
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    dist.barrier()
+    for name in ("fsdp", "plain"):
+        again, fresh, state = start(name, 5)
+        report = fresh.resume(*again.given, scheduler=again.scheduler)
+        assert report is not None and (report.step, fresh.count, state) == (1, 1, {"steps": 1})
+        assert len(report.passed_over) == 1 and "step_00000002" in report.passed_over[0], report.passed_over
+        found = whole_state(again)
+        assert all(bits(found[name]) == bits(oracle[name]) for name in oracle)
+
+
+@case("two train")
+def whose_buffers_are_saved_is_chosen(here: Rank) -> None:
+    """Batch statistics of plain replicas differ: refused as they are, rank 0's with "first", each one's "per_rank"."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    mean = model.get_buffer("1.running_mean").fill_(here.rank + 1.0)
+    path = here.directory / "buffers"
+    for buffers in ("replicated", "same"):
+        _refuses(lambda buffers=buffers: tc.save(path, training.state(model, buffers=buffers)), "1.running_mean")
+    tc.save(path, training.state(model, buffers="first"))
+    mean.fill_(-1)
+    training.restore(path, model)
+    assert mean.tolist() == [1.0] * 4, mean
+    wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    mean.fill_(here.rank + 3.0)
+    _refuses(lambda: tc.save(path, training.state(wrapped, buffers="same"), overwrite=True), "1.running_mean")
+    training.save(path, wrapped, buffers="first")
+    assert tc.load(path)["model"]["0"]["1.running_mean"].tolist() == [3.0] * 4

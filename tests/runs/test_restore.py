@@ -98,6 +98,24 @@ def test_a_restore_that_finds_nothing_whole_says_what_the_target_holds(run: Path
         made.restore(step=2, into=target)
 
 
+def test_a_restore_of_a_part_leaves_the_rest_and_refuses_what_is_missing(run: Path) -> None:
+    with tc.Manager(run, background=False) as made:
+        counter = Recorder(3)
+        made.register("counter", counter)
+        made.save(1, {"a": np.ones(4), "b": np.ones(4)})
+        target = {"a": np.zeros(4)}
+        made.restore(into=target, strict="missing")
+        assert (target["a"] == 1).all() and counter.given == [3]
+        assert (made.restore({"b": np.zeros(4)}, strict="missing")["b"] == 1).all()
+        target = {"a": np.zeros(4), "c": np.zeros(4)}
+        with pytest.raises(tc.MismatchError, match="1 missing in the checkpoint: c"):
+            made.restore(into=target, strict="missing")
+        made.register("later", Recorder(0))
+        with pytest.raises(tc.MismatchError, match="the state of 'later'"):
+            made.restore({"b": ...}, strict="missing")
+    assert not target["a"].any() and counter.given == [3, 3]
+
+
 @pytest.mark.parametrize("steps", [(1, 2), (None, 1), (1, None)])
 def test_ranks_that_restore_different_steps_are_told(tmp_path: Path, steps: tuple[int | None, int | None]) -> None:
     with tc.Manager(tmp_path, background=False) as manager:

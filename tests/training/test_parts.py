@@ -127,9 +127,24 @@ def test_stages_that_share_an_embedding_save_its_moments_once(tmp_path: Path) ->
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         tc.save(tmp_path / "c", training.state(model, optimizer, rng=False), comm=comm)
-        training.restore(tmp_path / "c", fresh, again, rng=False, partial=True, comm=comm)
+        training.restore(tmp_path / "c", fresh, again, rng=False, strict="missing", comm=comm)
         assert same_tensors(again.state_dict(), optimizer.state_dict())
         assert same_tensors(fresh.state_dict(), model.state_dict())
 
     assert errors_of(on_ranks(2, act)) == [None, None]
     assert "optimizer/embedding.weight/exp_avg" in tc.inspect(tmp_path / "c").by_path
+
+
+@pytest.mark.parametrize("options", [{"strict": "missing"}, {"partial": True}], ids=str)
+def test_a_stage_that_asks_for_more_than_was_saved_is_refused_and_unchanged(tmp_path: Path, options: Any) -> None:
+    Job(Mixture([0, 1])).save(tmp_path / "c")
+    larger = Job(Mixture([1, 2], seed=3))
+    before = {name: tensor.clone() for name, tensor in larger.model.state_dict().items()}
+    with pytest.raises(tc.MismatchError, match=r"missing in the checkpoint: model/experts\.2\.weight") as caught:
+        larger.restore(tmp_path / "c", **options)
+    assert "not here" not in str(caught.value) and "experts.0" not in str(caught.value)
+    assert same_tensors(larger.model.state_dict(), before) and not larger.optimizer.state
+    with pytest.raises(
+        tc.MismatchError, match="Pass strict='missing', or partial=True, if this rank's model is a part"
+    ):
+        Job(Mixture([1])).restore(tmp_path / "c")

@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
-from ..core.tree.containers import flatten_one_level, is_leaf_type, is_stateful_type
+from ..core.tree.containers import AbsentSubtree, FromRank, flatten_one_level, is_leaf_type, is_stateful_type
 from ..core.tree.flatten import PerRank, flatten, replace_leaves
 from ..core.tree.in_place import update_in_place
 from ..core.tree.structure import index_path, key_text, rank_key
-from ..errors import MismatchError, TreeError
+from ..errors import LayoutError, MismatchError, TreeError
 from .registry import is_value
 
 
@@ -34,7 +34,7 @@ def _is_mapping(kind: type) -> bool:
 
 
 def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False) -> bool:
-    """Returns whether a tree holds a stateful object; cheap for trees without, which most are."""
+    """Returns whether a tree holds a stateful object, or `FromRank`; cheap for trees without, which most are."""
     met: dict[int, Any] = {}
     waiting: list[Any] = [tree]
     while waiting:
@@ -52,7 +52,7 @@ def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False) ->
             except TreeError:
                 return True  # flattening raises the error with the path
             if taken is None:
-                if is_stateful_type(kind) or (mappings and _is_mapping(kind)):
+                if kind is FromRank or is_stateful_type(kind) or (mappings and _is_mapping(kind)):
                     return True
                 continue
             children = taken.children
@@ -149,15 +149,28 @@ class ExpandedTree:
     Args:
         mappings: objects that are mappings, and no containers, are replaced too, to be filled key by key.
         above: the path of the tree.
+        world: of the ranks that save, where `FromRank` leaves what other ranks give; None takes it for its value.
     """
 
-    def __init__(self, tree: object, rank: int, namespace: str, *, mappings: bool = False, above: str = "") -> None:
+    def __init__(
+        self,
+        tree: object,
+        rank: int,
+        namespace: str,
+        *,
+        mappings: bool = False,
+        above: str = "",
+        world: int | None = None,
+    ) -> None:
         self.original, self.rank, self.namespace = tree, rank, namespace
         _, self.leaves = flatten(tree, rank=rank, namespace=namespace)
         self.found: dict[int, _StatefulLeaf] = {}
         for position, (below, leaf) in enumerate(self.leaves):
             path = f"{above}/{below}" if above and below else above or below
-            if is_stateful(leaf):
+            if type(leaf) is FromRank:
+                state = _of_rank(leaf, path, rank, namespace, mappings=mappings, world=world)
+                self.found[position] = _StatefulLeaf(path, leaf, state, True)
+            elif is_stateful(leaf):
                 state = leaf.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
                 _, inner = flatten(state, rank=rank, namespace=namespace)
                 arrays = (part for _, part in inner if hasattr(part, "shape") and hasattr(part, "dtype"))
@@ -176,6 +189,13 @@ class ExpandedTree:
     def target(self) -> Any:
         """Returns the tree to fill, without the states that hold no arrays, which are loaded as they were saved."""
         for found in self.found.values():
+            if type(found.owner) is FromRank:
+                raise TreeError(
+                    found.path,
+                    expected="what can be filled in place",
+                    found="a FromRank, which marks what is saved",
+                    hint="Give its value, or use treeckpt.load",
+                )
             if found.inside is not None:
                 found.state = found.inside.target()
         return self._rebuilt(lambda found: found.state if found.has_arrays else ...)
@@ -229,6 +249,29 @@ class ExpandedTree:
         return loaded
 
 
+def _of_rank(mark: FromRank, path: str, rank: int, namespace: str, *, mappings: bool, world: int | None) -> object:
+    """Returns the subtree that a `FromRank` stands for on a rank.
+
+    Raises:
+        LayoutError: no rank that saves is named.
+        TreeError: it holds `PerRank` state.
+    """
+    named = mark.rank
+    if type(named) is not int or named < 0 or (world is not None and named >= world):
+        raise LayoutError(
+            path,
+            expected="FromRank of a rank of 0 or more" if world is None else f"FromRank of a rank below {world}",
+            found=f"rank={named!r:.40}",
+            hint="Name one of the ranks that save",
+        )
+    if world is not None and rank != named:
+        return AbsentSubtree(named)
+    state = state_tree(mark.value, rank=rank, namespace=namespace, mappings=mappings, world=world)
+    if any(rank_key(rank) in below.split("/") for below, _ in flatten(state, rank=rank, namespace=namespace)[1]):
+        raise TreeError(path, expected="a value of one rank", found="PerRank state below FromRank")
+    return state
+
+
 def expand_states(tree: object, *, rank: int = 0, namespace: str = "", mappings: bool = False) -> ExpandedTree | None:
     """Returns the tree with stateful objects replaced by their states; None for a tree without such objects."""
     if not holds_stateful(tree, namespace, mappings=mappings):
@@ -236,10 +279,17 @@ def expand_states(tree: object, *, rank: int = 0, namespace: str = "", mappings:
     return ExpandedTree(tree, rank, namespace, mappings=mappings)
 
 
-def state_tree(tree: Any, *, rank: int = 0, namespace: str = "", mappings: bool = False) -> Any:
-    """Returns the tree with stateful objects replaced by their states; the tree itself where it holds none."""
-    found = expand_states(tree, rank=rank, namespace=namespace, mappings=mappings)
-    return tree if found is None else found.tree
+def state_tree(
+    tree: Any, *, rank: int = 0, namespace: str = "", mappings: bool = False, world: int | None = None
+) -> Any:
+    """Returns the tree with stateful objects replaced by their states; the tree itself where it holds none.
+
+    Args:
+        world: as for `ExpandedTree`.
+    """
+    if not holds_stateful(tree, namespace, mappings=mappings):
+        return tree
+    return ExpandedTree(tree, rank, namespace, mappings=mappings, world=world).tree
 
 
 def _state_at(tree: Any, found: _StatefulLeaf, rank: int, namespace: str) -> Any:

@@ -37,11 +37,15 @@ MEMORY, FAR_MEMORY = 64 << 20, 512 << 20
 are in flight."""
 
 
+Strict = bool | Literal["missing"]
+"""Whether leaves must be on both sides: True, False, or "missing": those asked for must be in the checkpoint."""
+
+
 class LoadOptions(msgspec.Struct, frozen=True):
     """The options of a load; see `treeckpt.load`."""
 
     select: tuple[str, ...] | None = None
-    strict: bool = True
+    strict: Strict = True
     cast: bool = False
     device: str | None = None
     verify: Verify = True
@@ -67,6 +71,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
             ("read", self.read, ("each", "once")),
             ("per_rank", self.per_rank, ("error", "take")),
             ("verify", self.verify, (True, False, "first", "stream")),
+            ("strict", self.strict, (True, False, "missing")),
         ):
             if given not in known:
                 raise MismatchError(name, expected=" or ".join(map(repr, known)), found=f"{given!r:.60}")
@@ -109,7 +114,7 @@ class Load:
         self.refuse_own = options.per_rank == "error" and comm.size != self.index.world
         self.world = comm.size
         self.view = view_of(
-            self.index, options.rules, source_rank=self.source_rank, rank=comm.rank, strict=options.strict
+            self.index, options.rules, source_rank=self.source_rank, rank=comm.rank, strict=bool(options.strict)
         )
         self.take = None if options.copy else SlabAllocator().take
         """Memory for new arrays; with `copy` each has its own."""
@@ -264,7 +269,7 @@ class Load:
             left_out: paths of `...` in like, each of which stands for all that was saved below it.
 
         Raises:
-            MismatchError: under `strict`, naming what is missing and what is unexpected.
+            MismatchError: by `strict`, naming what is missing and what is unexpected.
         """
         below = tuple(f"{path}/" if path else "" for path in left_out)
         self.options.check_used(lambda: [*self.view.names, *asked])
@@ -273,8 +278,7 @@ class Load:
             for path in self.view.by_path
             if path not in asked and not path.startswith(below) and self.selected(path)
         ]
-        if self.options.strict:
-            check_same(self.missing, self.unexpected)
+        check_same(self.missing, self.unexpected, self.options.strict)
 
     def report(self) -> LoadReport:
         return LoadReport(
@@ -291,16 +295,26 @@ class Load:
         )
 
 
-def check_same(missing: Sequence[str], unexpected: Sequence[str]) -> None:
-    """Refuses leaves that are only wanted, or only saved, by a MismatchError that names some of them."""
-    if not missing and not unexpected:
+def check_same(missing: Sequence[str], unexpected: Sequence[str], strict: Strict) -> None:
+    """Refuses leaves that are only wanted, or only saved, by a MismatchError that names some of them.
+
+    Args:
+        strict: False refuses nothing, "missing" only what is missing.
+    """
+    unexpected = unexpected if strict is True else []
+    if not strict or not (missing or unexpected):
         return
     texts = [_some("missing in the checkpoint", missing), _some("not asked for", unexpected)]
+    others = "`...` in like for what you do not want"
     raise MismatchError(
-        (missing or unexpected)[0],
-        expected="the leaves of like and of the checkpoint to be the same",
+        [*missing, *unexpected][0],
+        expected="the leaves of like and of the checkpoint to be the same"
+        if strict is True
+        else "every leaf of like to be in the checkpoint",
         found="; ".join(text for text in texts if text),
-        hint="Pass strict=False to load what both have, or `...` in like for what you do not want",
+        hint=f"Pass strict=False to load what both have, or {others}"
+        if missing
+        else f'Pass strict="missing" to leave the rest of the checkpoint unread, or {others}',
     )
 
 

@@ -171,7 +171,7 @@ def _check_asked(
     *,
     in_place: bool,
 ) -> tuple[list[str], list[str]]:
-    """Returns the wanted paths that no checkpoint provides, and the provided ones not wanted; refused under `strict`.
+    """Returns the wanted paths that no checkpoint provides, and the provided ones not wanted; refused by `strict`.
 
     Args:
         wanted: the leaves of like, by path.
@@ -204,8 +204,7 @@ def _check_asked(
         missing = [path for path in missing if path not in tied]
     below = (*given_whole, *(f"{path}/" if path else "" for path, leaf in wanted.items() if leaf is ...))
     extra = [p for p in given if p not in wanted and options.selects(p) and not p.startswith(below)]
-    if options.strict:
-        check_same(missing, sorted(extra))
+    check_same(missing, sorted(extra), options.strict)
     return missing, sorted(extra)
 
 

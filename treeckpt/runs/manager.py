@@ -2,12 +2,13 @@
 
     with tc.Manager("run", keep=[Last(3), Best("loss")], every=1000) as manager:
         manager.save_on_signal()
-        if manager.latest() is not None:
-            state = manager.restore(like=state)
+        manager.resume(model, optimizer)  # the newest checkpoint that loads; nothing on a first run
         for step in range(manager.count + 1, last + 1):
-            state, loss = train(state)
+            loss = train(model, optimizer)
             if manager.should_save(step):
-                manager.save(step, state, metrics={"loss": loss})
+                manager.save(step, tc.training.state(model, optimizer), metrics={"loss": loss})
+
+A tree of any kind is restored by `restore(like=state)`, once `latest()` is not None.
 
 Every method is called on every rank, in the same order. Rank 0 alone reads the disk and deletes; the other ranks get
 its result over the comm, without collectives. Nothing is decided from memory: metrics are in the checkpoint's custom
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from signal import SIGTERM
 from types import TracebackType
@@ -35,9 +36,7 @@ from ..errors import TreeckptError
 from ..io.comm.collective import from_rank0
 from ..io.comm.comm import PrefixComm, as_comm
 from ..io.comm.waiting import HEARTBEAT_TIMEOUT
-from ..io.storage.reader_leases import hold_lease
 from ..io.storage.run_store import RunStore
-from ..io.storage.store import Store
 from ..reports import SaveReport
 from ..saving.background import save_async_tree
 from ..saving.future import Pending
@@ -48,7 +47,6 @@ from .history import SaveHistory
 from .notebook import run_html
 from .options import (
     BackgroundSaveKeywords,
-    LoadKeywords,
     as_policies,
     as_save_options,
     best_policy,
@@ -57,7 +55,7 @@ from .options import (
 )
 from .pending_saves import PendingSaves, RetentionRunner
 from .registered_state import RegisteredState, RegistrationMixin
-from .restore import Restorer
+from .restore import RestoreMixin, Restorer
 from .run import GRACE, CleanReport, RunDirectory, step_info
 from .schedule import SaveSchedule
 from .select import CheckpointSelector
@@ -66,7 +64,7 @@ WAIT_AFTER_ERROR = 10.0
 """Seconds that leaving a manager's body with an error waits for saves in flight."""
 
 
-class Manager(RegistrationMixin):
+class Manager(RegistrationMixin, RestoreMixin):
     """Saves, keeps and restores the checkpoints of a run. Create one on every rank.
 
     Args:
@@ -102,9 +100,7 @@ class Manager(RegistrationMixin):
         self._comm = PrefixComm(self._saving_comm, "manager")
         self._registered = RegisteredState()
         self._history = SaveHistory(self.directory, self._selector.warn_once, self._comm.rank)
-        self._restorer = Restorer(
-            self.directory, self._selector, self._comm, self._saving_comm, self._registered, self._history
-        )
+        self._restorer = Restorer(self.directory, self._selector, self._comm, self._saving_comm, self._history)
         self.schedule = SaveSchedule(self._saving_comm, every=every, seconds=seconds)
         self._pending = PendingSaves(self._start_clean)
         self.retention = RetentionRunner(self.directory, self._policies, self._selector, self._pending, grace=grace)
@@ -280,48 +276,6 @@ class Manager(RegistrationMixin):
         """Returns the path or URL of a step, whether or not it is saved."""
         return self.directory.folder(step).url
 
-    # restoring -----------------------------------------------------------------------------------------------
-
-    def restore(
-        self, like: Any = None, *, step: int | None = None, into: Any = None, **options: Unpack[LoadKeywords]
-    ) -> Any:
-        """Loads a step; `count` and the lineage of the next save continue from it.
-
-        Args:
-            like: same as for `treeckpt.load`.
-            step: by default the newest that loads: if one turns out to be corrupt on any rank, that is logged and all
-                ranks load the one before it and fill everything again. If an earlier step is restored, the steps saved
-                after it become an abandoned branch.
-            into: a tree to fill in place with `treeckpt.load_into`, in place of `like`.
-            options: those of `treeckpt.load`, or with `into` of `treeckpt.load_into`; `read` is "once" by default from
-                an object store, where the ranks are all those of torch.distributed.
-
-        Returns:
-            The tree, or the `LoadReport` with `into`.
-
-        Raises:
-            CheckpointNotFound: there is nothing to restore.
-            The errors of `treeckpt.load`.
-        """
-        if like is not None and into is not None:
-            raise TreeckptError(self.directory.url, expected="one target", found="like and into")
-        result, self.count = self._restorer.restore(like, into, step, options)
-        self._reached = self.count
-        self.schedule.restart()
-        return result
-
-    @contextlib.contextmanager
-    def reading(self, step: int) -> Iterator[Store]:
-        """Protects a step from deletion while the body reads it; called by one process alone, not by all ranks.
-
-        Raises:
-            CheckpointNotFound: it does not exist, or is not complete.
-        """
-        folder = self.directory.folder(step)
-        with hold_lease(folder):
-            self.directory.checkpoint(step)
-            yield folder.store
-
     # keeping -------------------------------------------------------------------------------------------------
 
     def pin(self, step: int) -> None:
@@ -341,6 +295,16 @@ class Manager(RegistrationMixin):
         """
         step = check_step(step)
         self._from_rank0(f"unpin step {step}", partial(self.directory.unpin, step), type(None))
+
+    def delete(self, step: int) -> None:
+        """Deletes a step whatever the policies say, as the clean-up does: killed on the way, the next one finishes it.
+
+        Raises:
+            CheckpointNotFound: there is no such checkpoint.
+            CheckpointError: it is corrupt, pinned, or something reads or writes it.
+        """
+        step = check_step(step)
+        self._from_rank0(f"delete step {step}", partial(self.retention.delete, step), type(None))
 
     def clean(self, *, dry_run: bool = False) -> CleanReport:
         """Deletes checkpoints that no policy keeps and files that crashed saves left; runs after each save, too.

@@ -13,10 +13,12 @@ from ..core.tree.containers import flatten_one_level
 from ..core.tree.flatten import flatten, replace_leaves
 from ..core.tree.in_place import update_in_place
 from ..errors import TreeckptError, TreeError
+from ..loading.match import Strict
 from ..loading.read_batch import Verify
 from ..loading.transforms import Renaming, Transforms
 from ..reports import LoadReport
 from ..saving.options import BusyPolicy, SaveOptions, StagingMode, WriterKind, shard_limit
+from ..trees.per_rank_state import Policy as RankStatePolicy
 
 
 class SaveKeywords(TypedDict, total=False):
@@ -45,7 +47,7 @@ class LoadIntoKeywords(TypedDict, total=False):
     exclude: str | Sequence[str] | None
     rename: Renaming
     transforms: Transforms
-    strict: bool
+    strict: Strict
     cast: bool
     verify: Verify
     on_corrupt: Literal["error", "skip"]
@@ -63,6 +65,28 @@ class LoadKeywords(LoadIntoKeywords, total=False):
     copy: bool
     mmap: bool
     on_report: Callable[[LoadReport], None] | None
+
+
+class RestoreKeywords(TypedDict, total=False):
+    """The options of `treeckpt.training.restore` that `Manager.resume` passes on."""
+
+    scheduler: Any
+    loader: Any
+    rng: bool
+    extra: Any
+    select: str | Sequence[str] | None
+    exclude: str | Sequence[str] | None
+    rename: Renaming
+    transforms: Transforms
+    strict: Strict
+    partial: bool
+    cast: bool
+    keep: Sequence[str]
+    verify: Verify
+    read: Literal["each", "once"]
+    world_changed: RankStatePolicy | Mapping[str, RankStatePolicy]
+    device: Any
+    allow_pickle: bool
 
 
 def as_policies(keep: Policy | Sequence[Policy] | int | None) -> tuple[Policy, ...]:

@@ -217,6 +217,11 @@ class RetentionRunner:
         self.wait()
         return self._clean(dry_run=dry_run)
 
+    def delete(self, step: int) -> None:
+        """Waits for the clean-up that was started last, then deletes a step; see `RunDirectory.delete`."""
+        self.wait()
+        self.directory.delete(step, grace=self._grace, claim=self._pending.claim)
+
     def wait(self, timeout: float | None = None) -> None:
         """Waits for the clean-up that was started last, at most so many seconds."""
         if self._last is not None:

@@ -102,23 +102,60 @@ class RegisteredState:
             if into is not None:
                 return api.load_into(checkpoint, into, comm=comm, **options)
             return api.load(checkpoint, like, comm=comm, **options)
-        index = checkpoint.index
-        selection = _RegisteredSelection(index, options)
+
+        def load(target: dict[str, Any], options: Mapping[str, Any]) -> Any:
+            if into is not None:
+                rest = dict.fromkeys((OBJECTS, READERS), ...)
+                return _fill(checkpoint, _as_dict(into), {**rest, **target}, comm, options)
+            result = _load(checkpoint, like, checkpoint.index, comm, options)
+            self._fill_objects(checkpoint, target, comm, options)
+            return result
+
+        return self._restore(checkpoint, load, comm, options)
+
+    def restore_training(
+        self, checkpoint: Checkpoint, model: Any, optimizer: Any, comm: Comm, options: Mapping[str, Any]
+    ) -> Any:
+        """Restores a training state, same as `treeckpt.training.restore`, and what is registered; returns the report.
+
+        Raises:
+            The errors of `treeckpt.training.restore`.
+        """
+        from ..training import restore
+
+        def load(target: dict[str, Any], own: Mapping[str, Any]) -> Any:
+            report = restore(checkpoint, model, optimizer, comm=comm, **options)
+            self._fill_objects(checkpoint, target, comm, own)
+            return report
+
+        if not self:
+            return load({}, {})
+        strict = options.get("strict", True)
+        own = {key: options[key] for key in ("cast", "verify", "read", "allow_pickle") if key in options}
+        own["strict"] = "missing" if strict is True else strict  # what is not registered is the training state
+        own["per_rank"] = "take" if options.get("world_changed") == "take" else "error"
+        return self._restore(checkpoint, load, comm, own)
+
+    def _restore(
+        self,
+        checkpoint: Checkpoint,
+        load: Callable[[dict[str, Any], Mapping[str, Any]], Any],
+        comm: Comm,
+        options: Mapping[str, Any],
+    ) -> Any:
+        """Restores what is registered together with a tree.
+
+        Args:
+            load: fills a target with the registered objects, and the tree, with the options for both; returns the
+                result.
+        """
+        selection = _RegisteredSelection(checkpoint.index, options)
         options = selection.tree_options({OBJECTS: self.objects, READERS: self.readers})
         states = self._states(checkpoint, selection, comm, options)
         things = {name: self.objects[name] for name in selection.wanted(OBJECTS, self.objects)}
         resumed = _wrap_optimizers(things, checkpoint, selection, comm, options)
         target = {OBJECTS: resumed, READERS: ...} if things or selection.has_unregistered(OBJECTS, self.objects) else {}
-        if into is not None:
-            result: Any = _fill(
-                checkpoint, _as_dict(into), {**dict.fromkeys((OBJECTS, READERS), ...), **target}, comm, options
-            )
-        else:
-            result = _load(checkpoint, like, index, comm, options)
-            if target:
-                filling = {key: options[key] for key in options.keys() & LoadIntoKeywords.__optional_keys__}
-                rest = dict.fromkeys((key for key in _roots(index) if key not in target), ...)
-                _fill(checkpoint, {}, {**rest, **target}, comm, filling)
+        result = load(target, options)
         for name, thing in resumed.items():
             if thing is not things[name]:
                 from ..training.resume import without_resumed_optimizers
@@ -127,6 +164,15 @@ class RegisteredState:
         for name, state in states.items():
             self.readers[name].load(state)
         return result
+
+    def _fill_objects(
+        self, checkpoint: Checkpoint, target: dict[str, Any], comm: Comm, options: Mapping[str, Any]
+    ) -> None:
+        """Fills the registered objects alone."""
+        if target:
+            filling = {key: options[key] for key in options.keys() & LoadIntoKeywords.__optional_keys__}
+            rest = dict.fromkeys((key for key in _roots(checkpoint.index) if key not in target), ...)
+            _fill(checkpoint, {}, {**rest, **target}, comm, filling)
 
     def _states(
         self, checkpoint: Checkpoint, selection: _RegisteredSelection, comm: Comm, options: Mapping[str, Any]

@@ -8,26 +8,35 @@ caller (a wrong target) is raised.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
 
-from ..errors import MismatchError, TreeckptError
+from ..errors import CheckpointNotFound, MismatchError, TreeckptError
 from ..io.comm.collective import from_rank0, gather_errors
 from ..io.comm.comm import Comm
 from ..io.comm.failures import raise_faults
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.reader_leases import hold_lease
+from ..io.storage.store import Store
 from ..loading.consistent_reads import on_one_version
 from ..loading.shared_read import open_relay, together, usual_read
 from .checkpoint_info import CheckpointInfo, mark_of
 from .history import SaveHistory
-from .options import LoadKeywords
+from .options import LoadKeywords, RestoreKeywords
 from .progress_bar import reading_bar
 from .registered_state import RegisteredState
 from .run import RunDirectory, step_info
+from .schedule import SaveSchedule
 from .select import CheckpointSelector
+
+if TYPE_CHECKING:  # they import torch
+    from ..training.modules import Modules
+    from ..training.optimizers import Optimizers
+    from ..training.report import RestoreReport
 
 _BROKEN = frozenset({"CheckpointError", "CheckpointNotFound", "CorruptError", "FormatError"})
 """Errors of a load that the checkpoint causes, not the caller."""
@@ -40,11 +49,27 @@ _PARTLY_FILLED = (
 class _RestoreChoice(msgspec.Struct, array_like=True):
     """The checkpoint that rank 0 has chosen."""
 
-    step: int
+    step: int | None
+    """None where the run has no checkpoint."""
     path: str
     nbytes: int | None
     requested: int | None
     """The argument `step` of rank 0."""
+    passed_over: tuple[str, ...]
+    """The corrupt checkpoints that are newer."""
+
+
+class Restored(msgspec.Struct, frozen=True):
+    """The result of a restore."""
+
+    result: Any
+    step: int
+    passed_over: tuple[str, ...]
+    """The newer checkpoints that could not be loaded, each with what is wrong."""
+
+
+RestoreCall = Callable[..., Any]
+"""Loads an opened checkpoint with the given `comm` and `options`, and returns the result of the restore."""
 
 
 class Restorer:
@@ -53,27 +78,28 @@ class Restorer:
     Args:
         comm: for messages between ranks about the restore.
         load_comm: for the loads.
-        registered: restored together with the tree.
         history: records what was restored, on rank 0.
     """
 
     def __init__(
-        self,
-        run: RunDirectory,
-        selector: CheckpointSelector,
-        comm: Comm,
-        load_comm: Comm,
-        registered: RegisteredState,
-        history: SaveHistory,
+        self, run: RunDirectory, selector: CheckpointSelector, comm: Comm, load_comm: Comm, history: SaveHistory
     ) -> None:
-        self.directory, self._selector, self._comm, self._load_comm = run, selector, comm, load_comm
-        self._registered, self._history = registered, history
+        self.directory, self._selector, self._history = run, selector, history
+        self._comm, self._load_comm = comm, load_comm
         self._chosen: CheckpointInfo | None = None
 
-    def restore(self, like: Any, into: Any, step: int | None, options: LoadKeywords) -> tuple[Any, int]:
-        """Returns the result of the load and its step; see `Manager.restore`."""
+    def restore(
+        self, call: RestoreCall, step: int | None, options: Mapping[str, Any], *, fills: bool, whole: bool = False
+    ) -> Restored | None:
+        """Restores a step, or the newest that loads; returns None if the run has none.
+
+        Args:
+            options: of the call; `strict`, `verify` and `read` matter here too.
+            fills: whether it fills objects in place.
+            whole: whether it loads all of the checkpoint.
+        """
         tried: set[int] = set()
-        fills = into is not None or bool(self._registered)
+        passed_over: list[str] = []
         if fills and step is None and not options.get("strict", True) and options.get("verify", True) is not False:
             # if this one is found to be corrupt on the way, the one before may lack leaves that were filled already
             options = {**options, "verify": "first"}
@@ -86,27 +112,46 @@ class Restorer:
                 if tried and fills:
                     error.add_hint(_PARTLY_FILLED)
                 raise
-            with hold_lease(self.directory.folder(choice.step)) if self._comm.rank == 0 else contextlib.nullcontext():
-                result, error = self._load(choice, step, like, into, options)
+            passed_over += [text for text in choice.passed_over if text not in passed_over]
+            result, error = None, None
+            with self._lease(choice.step):
+                if choice.step is not None:
+                    result, error = self._load(choice, choice.step, step, call, options, whole=whole)
+                elif choice.requested != step:
+                    error = self._different_steps(choice.requested, step)
                 faults = gather_errors(self._comm, f"{choice.path} restore", error)
-            if not faults:
+            if not faults and choice.step is None:
+                return None
+            if not faults and choice.step is not None:
                 if self._chosen is not None and (mark := mark_of(self._chosen)) is not None:
                     self._history.restored(mark)
-                return result, choice.step
+                return Restored(result, choice.step, tuple(passed_over))
             kinds = {fault.kind for fault in faults}
             # where ranks read for each other, those that got nothing from the rank with the error report RankError
-            if choice.requested is not None or not (kinds & _BROKEN and kinds <= _BROKEN | {"RankError"}):
+            broken = kinds & _BROKEN and kinds <= _BROKEN | {"RankError"}
+            if choice.step is None or choice.requested is not None or not broken:
                 if tried and fills and isinstance(error, TreeckptError):
                     error.add_hint(_PARTLY_FILLED)
                 hint = _PARTLY_FILLED if fills else _NOTHING_RESTORED
                 raise_faults(faults, choice.path, self._comm.size, cause=error, hint=hint)
-            tried.add(choice.step)
-            if self._comm.rank == 0:
-                self._selector.warn_once(choice.path, f"passed over, rank {faults[0].rank}: {faults[0].text}")
+            else:
+                tried.add(choice.step)
+                why = f"rank {faults[0].rank}: {faults[0].text}"
+                passed_over.append(f"{choice.path}: {why}")
+                if self._comm.rank == 0:
+                    self._selector.warn_once(choice.path, f"passed over, {why}")
 
     def _choose(self, step: int | None, tried: set[int]) -> _RestoreChoice:
-        info = self._chosen = self._selector.choose(step, tried)
-        return _RestoreChoice(step_info(info).step, info.path, info.nbytes, step)
+        passed_over: list[str] = []
+        info = self._chosen = self._selector.choose(step, tried, passed_over)
+        if info is None:
+            return _RestoreChoice(None, self.directory.url, None, step, ())
+        return _RestoreChoice(step_info(info).step, info.path, info.nbytes, step, tuple(passed_over))
+
+    def _lease(self, step: int | None) -> AbstractContextManager[object]:
+        if step is None or self._comm.rank:
+            return contextlib.nullcontext()
+        return hold_lease(self.directory.folder(step))
 
     def _different_steps(self, requested: int | None, step: int | None) -> MismatchError:
         return MismatchError(
@@ -117,11 +162,17 @@ class Restorer:
         )
 
     def _load(
-        self, choice: _RestoreChoice, step: int | None, like: Any, into: Any, options: LoadKeywords
+        self,
+        choice: _RestoreChoice,
+        found: int,
+        step: int | None,
+        call: RestoreCall,
+        options: Mapping[str, Any],
+        *,
+        whole: bool,
     ) -> tuple[Any, Exception | None]:
-        store = self.directory.folder(choice.step).store
-        total = choice.nbytes if self._comm.size == 1 and like is None and into is None else None
-        bar = reading_bar(store, f"restoring step {choice.step}", total)
+        store = self.directory.folder(found).store
+        bar = reading_bar(store, f"restoring step {found}", choice.nbytes if self._comm.size == 1 and whole else None)
         read = options.get("read") or usual_read(self._load_comm, store)
 
         def load_version(checkpoint: Checkpoint) -> Any:
@@ -131,10 +182,99 @@ class Restorer:
                     raise self._different_steps(choice.requested, step)
                 if relay is not None:
                     relay.share_index(checkpoint)
-                return self._registered.restore(checkpoint, like, into, self._load_comm, {**options, "read": read})
+                return call(checkpoint, comm=self._load_comm, options={**options, "read": read})
 
         try:
             with bar if self._comm.rank == 0 else contextlib.nullcontext(store) as source:
                 return on_one_version(source, load_version, together=read == "once"), None
         except Exception as error:
             return None, error
+
+
+class RestoreMixin:
+    """The methods of a manager that restore checkpoints."""
+
+    _restorer: Restorer
+    _registered: RegisteredState
+    _reached: int | None
+    directory: RunDirectory
+    schedule: SaveSchedule
+    count: int
+
+    def restore(
+        self, like: Any = None, *, step: int | None = None, into: Any = None, **options: Unpack[LoadKeywords]
+    ) -> Any:
+        """Loads a step; `count` and the lineage of the next save continue from it.
+
+        Args:
+            like: same as for `treeckpt.load`.
+            step: by default the newest that loads: if one turns out to be corrupt on any rank, that is logged and all
+                ranks load the one before it and fill everything again. If an earlier step is restored, the steps saved
+                after it become an abandoned branch.
+            into: a tree to fill in place with `treeckpt.load_into`, in place of `like`.
+            options: those of `treeckpt.load`, or with `into` of `treeckpt.load_into`; `read` is "once" by default from
+                an object store, where the ranks are all those of torch.distributed.
+
+        Returns:
+            The tree, or the `LoadReport` with `into`.
+
+        Raises:
+            CheckpointNotFound: there is nothing to restore.
+            The errors of `treeckpt.load`.
+        """
+        if like is not None and into is not None:
+            raise TreeckptError(self.directory.url, expected="one target", found="like and into")
+        call = partial(self._registered.restore, like=like, into=into)
+        fills, whole = into is not None or bool(self._registered), like is None and into is None
+        found = self._restorer.restore(call, step, options, fills=fills, whole=whole)
+        if found is None:
+            raise CheckpointNotFound(
+                self.directory.url,
+                expected="a checkpoint to restore",
+                found="none",
+                hint="Start anew where latest() is None",
+            )
+        self._restored(found.step)
+        return found.result
+
+    def resume(
+        self, model: Modules, optimizer: Optimizers | None = None, **options: Unpack[RestoreKeywords]
+    ) -> RestoreReport | None:
+        """Continues a run: restores its newest checkpoint that loads into live objects, with what is registered.
+
+        All ranks restore the same step. It is protected from deletion meanwhile. A checkpoint that turns out to be
+        corrupt on any rank is logged, all ranks restore the one before it, and `RestoreReport.passed_over` names it.
+        `count` and the lineage of the next save continue from the step.
+
+        Args:
+            model, optimizer, options: those of `treeckpt.training.restore`, for what `treeckpt.training.state` gave.
+
+        Returns:
+            The report; None on a first run, when nothing was saved yet: nothing has changed then, and `count` is 0.
+
+        Raises:
+            CheckpointNotFound: there are checkpoints, none of which can be loaded.
+            The errors of `treeckpt.training.restore`.
+        """
+        call = partial(self._registered.restore_training, model=model, optimizer=optimizer)
+        found = self._restorer.restore(call, None, options, fills=True)
+        if found is None:
+            return None
+        self._restored(found.step)
+        return msgspec.structs.replace(found.result, passed_over=found.passed_over)
+
+    def _restored(self, step: int) -> None:
+        self.count = self._reached = step
+        self.schedule.restart()
+
+    @contextlib.contextmanager
+    def reading(self, step: int) -> Iterator[Store]:
+        """Protects a step from deletion while the body reads it; called by one process alone, not by all ranks.
+
+        Raises:
+            CheckpointNotFound: it does not exist, or is not complete.
+        """
+        folder = self.directory.folder(step)
+        with hold_lease(folder):
+            self.directory.checkpoint(step)
+            yield folder.store

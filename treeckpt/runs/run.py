@@ -20,7 +20,14 @@ from contextlib import AbstractContextManager
 
 import msgspec
 
-from ..core.analysis.deletion import Removal, RetainedDirectory, StepDirectory, foreign_files, plan_cleanup
+from ..core.analysis.deletion import (
+    CleanupPlan,
+    Removal,
+    RetainedDirectory,
+    StepDirectory,
+    foreign_files,
+    plan_cleanup,
+)
 from ..core.analysis.retention_policy import Policy, StepInfo
 from ..core.format.file_names import PIN_NAME, check_step, deleted_name, is_step_name, step_name, step_of
 from ..core.format.index import INDEX_NAME
@@ -242,6 +249,41 @@ class RunDirectory:
                 removed.append(removal)
         return msgspec.structs.replace(planned, removed=tuple(removed), left=tuple(left), failed=tuple(failed))
 
+    def delete(
+        self,
+        step: int,
+        *,
+        grace: float = GRACE,
+        claim: Callable[[str], AbstractContextManager[bool]] = lambda _: contextlib.nullcontext(True),
+    ) -> None:
+        """Deletes one checkpoint as a clean-up does: what is killed on the way is finished by the next one.
+
+        Args:
+            grace, claim: same as for `clean`.
+
+        Raises:
+            CheckpointNotFound: there is no complete checkpoint.
+            CheckpointError: it is corrupt, pinned, being read or being written.
+        """
+        info, folder = self.checkpoint(step), self.folder(step)
+        plan = self._plan_alone(info, folder, grace)
+        why = "it is pinned" if info.pinned else "".join(left.why for left in plan.left)
+        if not why:
+            with claim(folder.name) as free, _wrapped_os_errors(folder.url):
+                why = self.remove_directory(plan.removals[0], grace) if free else "it is being saved"
+        if why and self.store.folder(folder.name).entries().keys() & {INDEX_NAME}:
+            raise CheckpointError(
+                folder.url,
+                expected="a checkpoint that nothing holds",
+                found=why.removeprefix("no policy keeps it, but "),
+                hint="Unpin it first" if info.pinned else "Delete it when that has ended",
+            )
+
+    def _plan_alone(self, info: CheckpointInfo, folder: Folder, grace: float) -> CleanupPlan:
+        """Returns what a clean-up would do with a checkpoint that no policy keeps."""
+        newer = StepDirectory("newer", 1 << 62, "complete", 0, (), "0" * 16)
+        return plan_cleanup([self._fact(info, folder), newer], [], deletion_times(self._clock(), grace))
+
     def _fact(self, info: CheckpointInfo, folder: Folder) -> StepDirectory:
         step = step_of(info.name)
         assert step is not None and info.status != "foreign", "_read_infos returns only these"
@@ -301,9 +343,7 @@ class RunDirectory:
             return RetainedDirectory(info.name, "it has been pinned meanwhile")
         if info.status != "complete":
             return RetainedDirectory(info.name, f"it is {info.status} now")
-        newer = StepDirectory("newer", 1 << 62, "complete", 0, (), "0" * 16)
-        cleaning = plan_cleanup([self._fact(info, folder), newer], [], deletion_times(self._clock(), grace))
-        return next(iter(cleaning.left), None)
+        return next(iter(self._plan_alone(info, folder, grace).left), None)
 
 
 def clean_checkpoint(path: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool = False) -> CleanReport:

@@ -7,7 +7,7 @@ read for that. On request everything is read and compared with its checksums.
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
+from collections.abc import Collection, Container
 
 from .. import api
 from ..core.analysis.retention_policy import Best, best_of
@@ -37,7 +37,12 @@ class CheckpointSelector:
         return [info for info in self.directory.checkpoints() if info.status == "complete"]
 
     def newest(
-        self, *, verify: bool = False, without: Container[int] = (), busy: Container[str] = ()
+        self,
+        *,
+        verify: bool = False,
+        without: Container[int] = (),
+        busy: Container[str] = (),
+        passed_over: list[str] | None = None,
     ) -> CheckpointInfo | None:
         """Returns the newest complete checkpoint, None if there is none.
 
@@ -45,6 +50,7 @@ class CheckpointSelector:
             verify: reads everything and compares checksums.
             without: steps to leave out.
             busy: directories in which a save is known to be under way: no warning is logged for them.
+            passed_over: gets the path of each corrupt checkpoint that is newer, with what is wrong.
         """
         for info in self.directory.checkpoints():
             if step_info(info).step in without:
@@ -56,6 +62,8 @@ class CheckpointSelector:
                 return info
             if info.name not in busy:
                 self.warn_once(info.path, f"passed over, {info.status}: {why}")
+            if passed_over is not None and info.status != "partial":
+                passed_over.append(f"{info.path}: {why}")
         return None
 
     def _problem(self, info: CheckpointInfo) -> str:
@@ -70,24 +78,27 @@ class CheckpointSelector:
         found = best_of((step_info(info) for info in self.complete()), policy)
         return found[0].step if found else None
 
-    def choose(self, step: int | None, tried: Container[int]) -> CheckpointInfo:
-        """Returns the checkpoint to restore: that of `step`, or the newest that was not tried yet.
+    def choose(self, step: int | None, tried: Collection[int], passed_over: list[str]) -> CheckpointInfo | None:
+        """Returns the checkpoint to restore: that of `step`, or the newest that was not tried yet; None without any.
+
+        Args:
+            passed_over: as for `newest`.
 
         Raises:
-            CheckpointNotFound: there is none.
+            CheckpointNotFound: there is none of that step, only such as cannot be loaded, or something else.
             CheckpointError: the step is corrupt.
         """
         if step is not None:
             return self.directory.checkpoint(step)
-        found = self.newest(without=tried)
+        found = self.newest(without=tried, passed_over=passed_over)
         if found is None and (foreign := describe_foreign(self.directory.url)) is not None:
             expected = "a run of checkpoints of treeckpt"
             raise CheckpointNotFound(self.directory.url, expected=expected, found=foreign[0], hint=foreign[1])
-        if found is None:
+        if found is None and (tried or passed_over):
             raise CheckpointNotFound(
                 self.directory.url,
                 expected="a checkpoint to restore",
-                found="only such as cannot be loaded" if tried else "none",
-                hint="See what treeckpt verify says of each" if tried else "Start anew where latest() is None",
+                found="only such as cannot be loaded",
+                hint="See what treeckpt verify says of each",
             )
         return found

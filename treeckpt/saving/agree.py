@@ -192,7 +192,7 @@ class _Agreement:
             self.files = read_sidecars(files, metadata)
         self.file_digests = sidecar_digests(files, self.files)
         self.described = describe_tree(
-            state_tree(tree, rank=self.comm.rank, namespace=self.options.namespace),
+            state_tree(tree, rank=self.comm.rank, namespace=self.options.namespace, world=self.comm.size),
             rank=self.comm.rank,
             members=members_of(self.comm),
             allow_pickle=self.options.allow_pickle,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+from collections.abc import Callable
 
 import msgspec
 
 from ..errors import CheckpointError, TreeckptError
 from ..reports import SaveReport
+
+_log = logging.getLogger("treeckpt")
 
 
 class PreviousSave(msgspec.Struct, frozen=True):
@@ -37,6 +41,7 @@ class Pending:
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._error_reported = False
+        self._lock, self._callbacks = threading.Lock(), list[Callable[[Pending], object]]()
         if skipped:
             self._staged.set()
             self._finished.set()
@@ -84,6 +89,24 @@ class Pending:
         self._check_owner(self._finished)
         return self._finished.is_set()
 
+    def add_done_callback(self, callback: Callable[[Pending], object]) -> None:
+        """Calls a function with this `Pending` once the save has ended, with or without an error, or was skipped.
+
+        It is called in the thread that ends the save, in this one if that has ended already; several in the order in
+        which they were added. An exception of it is logged.
+        """
+        with self._lock:
+            if not self._finished.is_set():
+                self._callbacks.append(callback)
+                return
+        self._call(callback)
+
+    def _call(self, callback: Callable[[Pending], object]) -> None:
+        try:
+            callback(self)
+        except Exception:
+            _log.exception("%s: a callback of the save failed", self.path)
+
     def _check_owner(self, event: threading.Event) -> None:
         """Refuses to wait in a forked child, where no thread is left that could end the save."""
         if os.getpid() != self._owner and not event.is_set():
@@ -113,7 +136,10 @@ class Pending:
         """Marks the save as ended."""
         self._report, self._error = report, error
         self._staged.set()
-        self._finished.set()
+        with self._lock:
+            self._finished.set()
+        for callback in self._callbacks:
+            self._call(callback)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the end, with or without an error; returns False if it did not come in time."""

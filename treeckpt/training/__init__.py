@@ -14,5 +14,18 @@ from .guard import Guard, guard
 from .hfai import load, save
 from .report import RestoreReport
 from .restore import restore
+from .rng import rng_state, set_rng_state
 
-__all__ = ["Guard", "Merge", "Policy", "RestoreReport", "guard", "load", "restore", "save", "state"]
+__all__ = [
+    "Guard",
+    "Merge",
+    "Policy",
+    "RestoreReport",
+    "guard",
+    "load",
+    "restore",
+    "rng_state",
+    "save",
+    "set_rng_state",
+    "state",
+]

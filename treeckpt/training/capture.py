@@ -8,18 +8,22 @@ message is sent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..arrays.dtensor import is_dtensor
 from ..arrays.stateful import is_stateful
+from ..core.tree.containers import FromRank
 from ..core.tree.flatten import PerRank
 from ..errors import TreeError
 from .groups import labels_of
-from .modules import Modules, collect_entries
+from .modules import Modules, StateDictEntry, collect_entries
 from .names import nested
 from .optimizers import NamedOptimizer, Optimizers, groups_of, name_optimizers, optimizer_chain, trees_of
-from .rng import capture_rng
+from .rng import rng_state
 from .schedules import to_groups
+
+Buffers = Literal["replicated", "first", "same", "per_rank"]
+"""Whose buffers are saved, where several ranks hold a module."""
 
 
 def state(
@@ -30,7 +34,7 @@ def state(
     loader: Any = None,
     rng: bool = True,
     extra: Any = None,
-    buffers: Literal["replicated", "per_rank"] = "replicated",
+    buffers: Buffers = "replicated",
 ) -> dict[str, Any]:
     """Returns the state of a training job as a tree for `treeckpt.save`.
 
@@ -44,22 +48,20 @@ def state(
         loader: the position of this rank's data loader: an object with `state_dict`, or any tree.
         rng: whether the generators of torch, CUDA, numpy and Python are part of the state.
         extra: any tree of your own. State that differs between ranks goes under `treeckpt.PerRank`.
-        buffers: of modules that several ranks hold: one for all (that of the first rank that holds the module), or
-            one for each rank.
+        buffers: of modules that several ranks hold. "replicated": one for all, that of the first rank of the wrapper or
+            mesh around the module; without one the save compares them. "first": without one that of rank 0 counts,
+            whatever the others have. "same": those of all ranks are compared, as plain tensors are. "per_rank": one for
+            each rank.
 
     Raises:
         TreeError: an optimizer has parameters that are not the model's, or two objects have one name.
     """
     found = collect_entries(model)
     optimizers = name_optimizers(optimizer, found)
-    kept = [entry for entry in found.entries if entry.owned or buffers == "per_rank"]
-    own = buffers == "per_rank"
-    tree: dict[str, Any] = {
-        "model": nested(
-            (one.key, PerRank(one.value) if own and one.kind == "buffer" and not is_dtensor(one.value) else one.value)
-            for one in kept
-        )
-    }
+    if buffers not in get_args(Buffers):
+        raise TreeError("buffers", expected=", ".join(map(repr, get_args(Buffers))), found=f"{buffers!r:.60}")
+    kept = [entry for entry in found.entries if entry.owned is not False or buffers in ("per_rank", "same")]
+    tree: dict[str, Any] = {"model": nested((one.key, _marked(one, buffers)) for one in kept)}
     if optimizers:
         tree["optimizer"], tree["param_groups"] = trees_of(optimizers)
     if scheduler is not None:
@@ -67,10 +69,19 @@ def state(
     if loader is not None:
         tree["loader"] = PerRank(loader.state_dict() if is_stateful(loader) else loader)
     if rng:
-        tree["rng"] = PerRank(capture_rng())
+        tree["rng"] = PerRank(rng_state())
     if extra is not None:
         tree["extra"] = extra
     return tree
+
+
+def _marked(entry: StateDictEntry, buffers: Buffers) -> Any:
+    """Returns the value of an entry, with the mark that says whose counts."""
+    if entry.kind != "buffer" or is_dtensor(entry.value):
+        return entry.value
+    if buffers == "per_rank":
+        return PerRank(entry.value)
+    return FromRank(entry.value) if buffers == "first" and entry.owned is None else entry.value
 
 
 def _scheduler_states(given: Any, optimizers: Sequence[NamedOptimizer]) -> Any:

@@ -2,7 +2,7 @@
 
 The entries are those of `state_dict`: with hooks and `get_extra_state`, without non-persistent buffers, under names
 without the steps of wrappers. A buffer that is no DTensor has a copy on every rank, and these may differ (batch
-statistics do): the first rank that holds the module saves it.
+statistics do): the first rank of the wrapper or mesh around the module saves it, or as `training.state` is told.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class StateDictEntry(msgspec.Struct):
     """The module that it is registered in."""
     name: str
     """Its name in that module."""
-    owned: bool = True
-    """Whether this rank saves it, where ranks may differ."""
+    owned: bool | None = True
+    """Whether this rank saves it, where ranks may differ; None where nothing tells which ranks hold the module."""
     live: bool = True
     """Whether filling it fills the model. A hook of `state_dict` may create tensors of its own, which are passed to
     `load_state_dict` afterwards."""
@@ -147,7 +147,7 @@ def _collect_one(root: nn.Module, prefix: Key) -> Iterator[StateDictEntry]:
             entry.kind = "extra"
         elif id(value) in identities:
             entry.kind = "parameter" if isinstance(value, nn.Parameter) else "buffer"
-            entry.owned = entry.kind != "buffer" or is_dtensor(value) or saves_buffer.get(id(value), True)
+            entry.owned = entry.kind != "buffer" or is_dtensor(value) or saves_buffer.get(id(value))
         else:
             entry.kind, entry.live = memory.kind_of(value)
             entry.value = value if is_sharded_tensor(value) else value.detach()
@@ -269,8 +269,7 @@ def buffer_owners(root: nn.Module) -> dict[int, bool]:
     """Returns, by identity of each buffer, whether this rank saves it: whether it is the first that holds its module.
 
     The ranks are those of the wrappers and distributed parameters in the smallest submodule around the buffer that has
-    any: experts may be on other ranks than the modules around them. Without any, every rank saves the buffer, and the
-    save compares the copies.
+    any: experts may be on other ranks than the modules around them. Buffers without any are not in the result.
     """
     found: dict[int, bool] = {}
 
@@ -286,8 +285,8 @@ def buffer_owners(root: nn.Module) -> dict[int, bool]:
             waiting = []
         return firsts, waiting
 
-    _, rest = walk(root)
-    return found | dict.fromkeys(rest, True)
+    walk(root)
+    return found
 
 
 def _firsts(module: nn.Module) -> list[bool]:

@@ -21,7 +21,7 @@ from ..errors import MismatchError
 from ..io.comm.comm import Comm
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.aliasing import are_equal
-from ..loading.match import LoadOptions
+from ..loading.match import LoadOptions, Strict
 from ..loading.overlay import Bank, From, as_bank, globs_of, members_of, refuse_rules
 from ..loading.transforms import as_rules, carried
 from ..loading.transforms.rules import Drop
@@ -122,7 +122,7 @@ def _unit(path: str) -> str:
     return path.partition(OWN)[0]
 
 
-def _globs(source: From, strict: bool = True) -> LoadOptions:
+def _globs(source: From, strict: Strict = True) -> LoadOptions:
     return LoadOptions(globs_of(source.select), strict, exclude=globs_of(source.exclude))
 
 

@@ -42,11 +42,13 @@ class RestoreReport(msgspec.Struct, frozen=True):
     """Leaves that a rule dropped, by their names in the checkpoint."""
     renamed: tuple[tuple[str, str], ...] = ()
     """(saved path, new path) of leaves that rules only renamed."""
+    passed_over: tuple[str, ...] = ()
+    """Of `Manager.resume`: the newer checkpoints that could not be loaded, each with what is wrong."""
 
     def __str__(self) -> str:
         rows = [
             f"restored {self.path}  {self.loaded} leaves, {bytes_text(self.nbytes)} in {seconds_text(self.seconds)}"
         ]
-        for name in ("missing", "on_meta", "ignored", "unexpected", "dropped"):
+        for name in ("missing", "on_meta", "ignored", "unexpected", "dropped", "passed_over"):
             rows += [f"  {name.replace('_', ' '):<10}  {path}" for path in getattr(self, name)]
         return "\n".join(rows + [f"  renamed     {before} -> {now}" for before, now in self.renamed])

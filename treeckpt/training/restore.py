@@ -24,7 +24,7 @@ from ..errors import MismatchError
 from ..io.comm.comm import Comm, as_comm
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.consistent_reads import on_versions
-from ..loading.match import LoadOptions
+from ..loading.match import LoadOptions, Strict
 from ..loading.overlay import Bank, CheckpointOverlay, globs_of
 from ..loading.read_batch import Verify
 from ..loading.shared_read import open_relay, together
@@ -67,7 +67,7 @@ def restore(
     exclude: str | Sequence[str] | None = None,
     rename: Renaming = None,
     transforms: Transforms = None,
-    strict: bool = True,
+    strict: Strict = True,
     partial: bool = False,
     cast: bool = False,
     keep: Sequence[str] = (),
@@ -90,8 +90,9 @@ def restore(
             get memory for this rank's share; what no checkpoint has stays there, see `RestoreReport.on_meta`.
         select, exclude: globs over `model/...`: what is not selected stays, as does the optimizers' state of it.
         rename, transforms: as for `treeckpt.load`, on `model/...`; the optimizers' state follows (`rules.Carried`).
-        strict: all that is here must be in the checkpoint, and the reverse for the parts that are asked for.
-        partial: this rank's model is a part of what was saved (a pipeline stage): the rest is not unexpected.
+        strict: all that is here must be in the checkpoint, and the reverse for the parts that are asked for; "missing":
+            all that is here alone, as this rank's model may be a part of what was saved (a pipeline stage).
+        partial: the same as strict="missing".
         keep: hyper-parameters of param groups that stay as they are here, e.g. ("lr",).
         cast, verify, read, allow_pickle, comm: as for `treeckpt.load_into`; fresh moments are cast as parameters are.
         world_changed: what becomes of each rank's own state in a world of another size: "error", "take" (modulo the
@@ -104,12 +105,11 @@ def restore(
     comm, rules = as_comm(comm, sends_messages=False), as_rules(rename, transforms)
     rules = (carried(*rules),) if rules else ()
     select, exclude = globs_of(select), globs_of(exclude)
+    strict = "missing" if strict is True and partial else strict
     options = LoadOptions(
         select, strict, cast, exclude=exclude, verify=verify, allow_pickle=allow_pickle, read=read, rules=rules
     )
-    targets = RestoreTargets(
-        model, optimizer, scheduler, loader, rng, extra, partial, tuple(keep), world_changed, device
-    )
+    targets = RestoreTargets(model, optimizer, scheduler, loader, rng, extra, tuple(keep), world_changed, device)
     run = functools.partial(_restore, comm=comm, targets=targets, options=options)
     return on_versions(source, run, together=read == "once") if is_stored(source) else run(source)
 
@@ -123,7 +123,6 @@ class RestoreTargets(msgspec.Struct, frozen=True):
     loader: Any
     rng: bool
     extra: Any
-    partial: bool
     keep: tuple[str, ...]
     world_changed: Policy | Mapping[str, Policy]
     device: str | torch.device | None
@@ -209,7 +208,7 @@ class _Restore:
             self.wanted.append(entry)
             paths[id(entry)] = path
         self.missing = without_ties(self.missing, self.entries, self.wanted)
-        self.wanted, left = resolve_ties(self.wanted, paths, self.source, strict=self.options.strict)
+        self.wanted, left = resolve_ties(self.wanted, paths, self.source, strict=bool(self.options.strict))
         self.ignored += left
         self.unexpected += [path for path in leaves if path.startswith("model/") and path not in asked]
 
@@ -313,21 +312,24 @@ class _Restore:
         """Checks that the targets and the source have the same leaves.
 
         Raises:
-            MismatchError: they have not, under `strict`.
+            MismatchError: they have not, by `strict`.
         """
-        bad = self.missing + ([] if self.targets.partial else self.unexpected)
+        unexpected = self.unexpected if self.options.strict is True else []
+        bad = self.missing + unexpected
         if not self.options.strict or not bad:
             return
         texts = [
             f"{len(paths)} {what}: {', '.join(paths[:5])}{f' and {len(paths) - 5} more' if len(paths) > 5 else ''}"
-            for what, paths in (("missing in the checkpoint", self.missing), ("not here", self.unexpected))
-            if paths and (what != "not here" or not self.targets.partial)
+            for what, paths in (("missing in the checkpoint", self.missing), ("not here", unexpected))
+            if paths
         ]
         raise MismatchError(
             bad[0],
             expected="the same parameters and moments here as in the checkpoint",
             found="; ".join(texts),
-            hint="Pass strict=False to restore what both have, or partial=True if this rank's model is a part of it",
+            hint="Pass strict=False to restore what both have"
+            if self.missing
+            else "Pass strict='missing', or partial=True, if this rank's model is a part of it",
         )
 
     # change ---------------------------------------------------------------------------------------------------------

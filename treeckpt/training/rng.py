@@ -16,7 +16,7 @@ import torch
 from ..errors import MismatchError
 
 
-def capture_rng() -> dict[str, Any]:
+def rng_state() -> dict[str, Any]:
     """Returns the state of every generator as a tree of arrays and values."""
     version, integers, gauss = random.getstate()
     found: dict[str, Any] = {
@@ -40,6 +40,16 @@ def check_rng(state: Any) -> None:
         raise MismatchError("rng", expected="states of torch, numpy and python", found=found)
     if not isinstance(state["torch"], torch.Tensor) or state["torch"].dtype is not torch.uint8:
         raise MismatchError("rng/torch", expected="a tensor of bytes", found=f"{type(state['torch']).__name__}")
+
+
+def set_rng_state(state: Mapping[str, Any]) -> list[str]:
+    """Sets the generators of this process to what `rng_state` returned; returns those that this process lacks.
+
+    Raises:
+        MismatchError: it is not the state of generators; none has changed.
+    """
+    check_rng(state)
+    return set_rng(state)
 
 
 def set_rng(state: Mapping[str, Any]) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,7 +24,7 @@ from ..sharding.region import Region
 from ..text import bytes_text, shape_text
 from ..tree.spec import ArraySpec, StridedView, TableSpec
 from ..tree.structure import Structure, paths_of, tables_of
-from ..tree.value_codec import Value
+from ..tree.value_codec import Value, decode_value
 from .chunks import Chunks, WholeChunk, chunks_in, count_chunks
 from .lineage import Lineage
 from .shard_header import shard_name
@@ -145,6 +146,11 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
     """Files that were saved with it; `treeckpt.read_file` reads one."""
     below: tuple[Structure, ...] = ()
     """In a file, deep parts of the structure, see `core.tree.nesting`; empty in a decoded index."""
+
+    @property
+    def custom_metadata(self) -> dict[str, Any]:
+        """What `save` was given as `custom_metadata`, as plain values."""
+        return {key: decode_value(value, f"custom_metadata/{key}") for key, value in self.metadata.items()}
 
     @cached_property
     def paths(self) -> list[tuple[str, Runs | None]]:

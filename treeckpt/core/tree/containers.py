@@ -21,7 +21,7 @@ import enum
 import types
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import optree
@@ -31,6 +31,7 @@ from ..sharding.int_runs import encode_runs
 from .keyed_table import KeyedTable, columns_of
 from .structure import (
     TABLE_KEYS,
+    AbsentNode,
     CustomNode,
     DataclassNode,
     DefaultDictNode,
@@ -55,6 +56,32 @@ class PerRank:
     """Marks a subtree of which every rank has its own: an RNG state, a data loader's position. Nothing is compared."""
 
     value: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FromRank:
+    """Marks a subtree of which one rank's counts, whatever the others have; a load in any world gives it to all.
+
+        tree = {"model": model.state_dict(), "best": tc.FromRank(best)}  # only rank 0 knows the best
+
+    Only that rank's is looked at, compared and written. As a target of `load` it stands for its value.
+
+    Args:
+        value: of this rank; any tree, but no `PerRank` state.
+        rank: whose value counts.
+    """
+
+    value: Any
+    rank: int = 0
+    __treeckpt_leaf__: ClassVar[bool] = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AbsentSubtree:
+    """Stands for a subtree that another rank gives, see `FromRank`."""
+
+    rank: int
+    __treeckpt_leaf__: ClassVar[bool] = True
 
 
 DEFAULT_FACTORIES: dict[str, Callable[[], object]] = {
@@ -129,6 +156,8 @@ def flatten_one_level(tree: Any, path: str, namespace: str, rank: int) -> Flatte
         return FlattenedContainer(partial(DequeNode, tree.maxlen), range(len(tree)), list(tree))
     if kind is PerRank:
         return FlattenedContainer(partial(PerRankNode, (encode_runs([rank]),)), (rank,), (tree.value,))
+    if kind is AbsentSubtree:
+        return FlattenedContainer(partial(AbsentNode, tree.rank), (), ())
     if kind is KeyedTable:
         return FlattenedContainer(partial(TableNode, tree.spec), TABLE_KEYS, columns_of(tree))
     if is_leaf_type(kind) or is_stateful_type(kind):

@@ -25,6 +25,7 @@ from ...errors import FormatError, MismatchError, TreeError
 from ..sharding.int_runs import decode_runs, length_of
 from .containers import (
     DEFAULT_FACTORIES,
+    AbsentSubtree,
     FlattenedContainer,
     PerRank,
     flatten_one_level,
@@ -42,6 +43,7 @@ from .structure import (
     MAX_DEPTH,
     MAX_EXTRA_PATH_CHARS,
     USUAL_PATH_LENGTH,
+    AbsentNode,
     CustomNode,
     DataclassNode,
     DefaultDictNode,
@@ -205,7 +207,7 @@ class _Unflattener:
                 raise FormatError(path, expected="a known default_factory", found=f"{node.factory!r:.60}")
             factory: Any = DEFAULT_FACTORIES[node.factory] if node.factory is not None else None
             return collections.defaultdict(factory, zip(keys, children, strict=True))
-        assert not isinstance(node, PerRankNode), "handled by build"
+        assert not isinstance(node, (PerRankNode, AbsentNode)), "handled by build, and refused by paths_of"
         if isinstance(node, TableNode):
             return restore_table(node.table, children[0], *children[2:])
         try:
@@ -314,6 +316,8 @@ def rebuild_container(node: Any, keys: Sequence[object], children: list[Any], na
         return collections.deque(children, node.maxlen)
     if kind is PerRank:
         return PerRank(children[0])
+    if kind is AbsentSubtree:
+        return node
     if kind is KeyedTable:
         return node.with_parts(children[0], *children[2:])
     entry = registry_entry(kind, namespace)

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from ...errors import LayoutError, MismatchError
-from .row_order import DEFAULT_BUCKETS, Keep, bucket_range, check_partition
+from .row_order import DEFAULT_BUCKETS, Keep, bucket_range, buckets_of, check_partition
 from .spec import TableSpec
 
 
@@ -98,6 +98,24 @@ class KeyedTable:
         return f"KeyedTable({rows} rows, slots {', '.join(self.slots)}; buckets {self.owned} of {self.spec.buckets})"
 
     share = staticmethod(bucket_range)
+
+    @staticmethod
+    def buckets_of(ids: Any, count: int = DEFAULT_BUCKETS, *, partition: str = "u64_mod") -> np.ndarray:
+        """Returns the bucket of each id, as int64[N]: the owner of an id is the one whose `owned` holds its bucket.
+
+        Args:
+            ids: int64[N], as numpy takes it.
+            count: the number of buckets.
+            partition: as for `KeyedTable`.
+
+        Raises:
+            LayoutError: no such partition, or ids of another dtype.
+        """
+        spec, array = TableSpec(partition, 1, operator.index(count)), np.asarray(ids)
+        check_partition(spec)
+        if array.dtype != np.int64:
+            raise LayoutError("ids", expected="int64", found=f"{array.dtype}", hint="Convert them")
+        return buckets_of(np.ascontiguousarray(array), spec).astype(np.int64)
 
     @staticmethod
     def of(table: HashTable, **options: Any) -> BoundTable:

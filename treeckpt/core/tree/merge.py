@@ -8,7 +8,17 @@ from ...errors import MismatchError
 from ..sharding.int_runs import Runs
 from .nesting import split_structure
 from .recursion import Recursive, trampoline
-from .structure import DefaultDictNode, DictNode, Node, OrderedDictNode, PerRankNode, Structure, key_text, keys_of
+from .structure import (
+    AbsentNode,
+    DefaultDictNode,
+    DictNode,
+    Node,
+    OrderedDictNode,
+    PerRankNode,
+    Structure,
+    key_text,
+    keys_of,
+)
 
 _Mapping = DictNode | OrderedDictNode | DefaultDictNode
 
@@ -27,6 +37,8 @@ def merge(a: Structure, b: Structure) -> Structure:
 def _merge(a: Structure, b: Structure, path: str) -> Recursive[Structure]:
     if a is None and b is None:
         return None
+    if isinstance(a, AbsentNode) or isinstance(b, AbsentNode):
+        return b if isinstance(a, AbsentNode) else a
     if isinstance(a, PerRankNode) and isinstance(b, PerRankNode):
         return _merge_ranks(a, b)
     if isinstance(a, _Mapping) and isinstance(b, _Mapping) and type(a) is type(b):

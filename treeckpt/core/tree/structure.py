@@ -115,6 +115,13 @@ class TableNode(msgspec.Struct, frozen=True, tag="table", array_like=True):
     children: tuple[Structure, ...]
 
 
+class AbsentNode(msgspec.Struct, frozen=True, tag="absent", array_like=True):
+    """In one rank's tree, a subtree that another rank gives (`FromRank`); no tree that is saved has one."""
+
+    rank: int
+    children: tuple[Structure, ...] = ()
+
+
 Node = (
     DictNode
     | OrderedDictNode
@@ -128,6 +135,7 @@ Node = (
     | CustomNode
     | PerRankNode
     | TableNode
+    | AbsentNode
 )
 Structure = Node | None
 """A node, or None for a leaf, `null` in JSON."""
@@ -331,6 +339,13 @@ def _check_node(node: Node, path: str) -> None:
             raise FormatError(path, expected="ranks for each subtree", found=f"{len(node.ranks)}")
         for group in node.ranks:
             check_runs(group, path=path, low=0)
+    elif isinstance(node, AbsentNode):
+        raise FormatError(
+            path,
+            expected=f"a value from rank {node.rank}, which FromRank names",
+            found="nothing at this path on that rank",
+            hint="Name a rank that has it",
+        )
     elif isinstance(node, DequeNode):
         if node.maxlen is not None and not len(node.children) <= node.maxlen < 1 << 63:
             raise FormatError(path, expected=f"a deque of {len(node.children)} or more", found=f"maxlen {node.maxlen}")

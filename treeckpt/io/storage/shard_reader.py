@@ -82,6 +82,24 @@ def _header_size(prefix: bytearray, label: str, file_size: int, wanted: int | No
     return size
 
 
+def _checked_size(store: Store, index: Index, file: File, size: int | None, *, whole: bool) -> int:
+    """Returns the size of a shard; raises CorruptError where it is missing, or has another size than the index says."""
+    expected = file.header + file.nbytes
+    if size is None:
+        where = _leaves_and_file(store, index, file, 0, expected)
+        raise CorruptError(where, expected="a shard", found="no such file", hint=_RESTORE)
+    if whole and size != expected:
+        first, last = min(size, expected), max(size, expected)
+        found = "are missing" if size < expected else "are too many"
+        raise CorruptError(
+            _leaves_and_file(store, index, file, first, last),
+            expected=f"{expected} bytes",
+            found=f"{size}: {first}:{last} of the file {found}",
+            hint=_RESTORE,
+        )
+    return size
+
+
 def open_shard(
     store: Store,
     index: Index,
@@ -103,19 +121,7 @@ def open_shard(
     Raises:
         CorruptError: it is missing, cut short, grown, or of another save or rank; names the leaves and the bytes.
     """
-    expected = file.header + file.nbytes
-    if size is None:
-        where = _leaves_and_file(store, index, file, 0, expected)
-        raise CorruptError(where, expected="a shard", found="no such file", hint=_RESTORE)
-    if whole and size != expected:
-        first, last = min(size, expected), max(size, expected)
-        found = "are missing" if size < expected else "are too many"
-        raise CorruptError(
-            _leaves_and_file(store, index, file, first, last),
-            expected=f"{expected} bytes",
-            found=f"{size}: {first}:{last} of the file {found}",
-            hint=_RESTORE,
-        )
+    size = _checked_size(store, index, file, size, whole=whole)
     try:
         label = f"{store.url}/{file.name}"
         if header is None:

@@ -1,0 +1,79 @@
+"""`Manager.delete`: one step goes, as the clean-up deletes, unless something holds it."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+import treeckpt as tc
+from tests.helpers.world import errors_of, on_ranks
+from treeckpt.core.format.file_names import step_name
+from treeckpt.io.storage.store import LocalStore
+
+
+def test_a_step_is_deleted_on_request_and_the_others_stay(tmp_path: Path) -> None:
+    with tc.Manager(tmp_path, keep=None) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"v": step})
+        manager.wait()
+        manager.delete(2)
+        assert manager.steps() == [1, 3] and not (tmp_path / step_name(2)).exists()
+        manager.delete(3)
+        assert manager.latest() == 1
+        with pytest.raises(tc.CheckpointNotFound, match="step_00000002"):
+            manager.delete(2)
+        manager.save(4, {"v": 4})
+        manager.wait()
+        assert manager.restore()["v"] == 4
+
+
+def test_what_is_pinned_or_read_is_refused_and_stays(tmp_path: Path) -> None:
+    with tc.Manager(tmp_path, keep=None, background=False) as manager:
+        manager.save(1, {"v": 1}, pin=True)
+        with pytest.raises(tc.CheckpointError, match=r"that nothing holds, found it is pinned\. Unpin it first"):
+            manager.delete(1)
+        manager.unpin(1)
+        with manager.reading(1), pytest.raises(tc.CheckpointError, match="found it is being read"):
+            manager.delete(1)
+        assert manager.restore()["v"] == 1
+        manager.delete(1)
+        assert manager.steps() == []
+
+
+def test_all_ranks_delete_one_step_or_raise(tmp_path: Path) -> None:
+    with tc.Manager(tmp_path, keep=None, background=False) as manager:
+        manager.save(1, {"v": 1})
+        manager.save(2, {"v": 2})
+    assert errors_of(on_ranks(2, lambda comm: tc.Manager(tmp_path, comm=comm).delete(2))) == [None, None]
+    found = on_ranks(2, lambda comm: tc.Manager(tmp_path, comm=comm).delete(2))
+    assert all("step_00000002" in str(one.error) for one in found)
+    assert tc.Manager(tmp_path).steps() == [1]
+
+
+@pytest.mark.parametrize("calls", range(1, 6))
+def test_a_deletion_that_is_cut_short_is_finished_by_the_next_clean_up(
+    tmp_path: Path, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tc.Manager(tmp_path, keep=None, background=False) as manager:
+        manager.save(1, {"v": 1})
+        manager.save(2, {"v": 2})
+    delete, left = LocalStore.delete, [calls]
+
+    def cut_short(self: LocalStore, name: str) -> None:
+        left[0] -= 1
+        if left[0] <= 0:
+            raise KeyboardInterrupt
+        delete(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "delete", cut_short)
+        with contextlib.suppress(KeyboardInterrupt):
+            tc.Manager(tmp_path).delete(2)
+    manager = tc.Manager(tmp_path, keep=None)
+    assert manager.steps() in ([1], [1, 2])
+    assert manager.steps() == [1] or tc.verify(tmp_path / step_name(2)).ok
+    manager.clean()
+    whole = (tmp_path / step_name(2) / "index.json").exists()
+    assert whole or not (tmp_path / step_name(2)).exists()

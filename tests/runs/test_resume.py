@@ -1,0 +1,172 @@
+"""`Manager.resume`: the newest checkpoint that loads, with what is registered; nothing on a first run."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import treeckpt as tc
+from tests.helpers.world import errors_of, on_ranks, shards_of
+from treeckpt.core.format.file_names import step_name
+
+
+class Job:
+    """A model with dropout, its optimizer and scheduler, and a counter that is registered with a manager."""
+
+    def __init__(self, run: Path, seed: int = 0, comm: Any = None) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(torch.nn.Linear(8, 512), torch.nn.Dropout(0.2), torch.nn.Linear(512, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+        self.manager = tc.Manager(run, background=False, keep=None, comm=comm)
+        self.seen = {"samples": 0}
+        self.manager.register("seen", self.seen)
+
+    def train(self, last: int) -> list[float]:
+        losses: list[float] = []
+        for step in range(self.manager.count + 1, last + 1):
+            loss = self.model(torch.randn(4, 8)).square().mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.seen["samples"] += 4
+            losses.append(float(loss.detach()))
+            self.manager.save(step, tc.training.state(self.model, self.optimizer, scheduler=self.scheduler))
+        return losses
+
+    def resume(self, **options: Any) -> tc.training.RestoreReport | None:
+        return self.manager.resume(self.model, self.optimizer, scheduler=self.scheduler, **options)
+
+
+def damage(run: Path, step: int, at: int = -10) -> None:
+    """Changes a byte of a step."""
+    shard = max(shards_of(run / step_name(step)), key=lambda path: path.stat().st_size)
+    data = bytearray(shard.read_bytes())
+    data[at] ^= 1
+    shard.write_bytes(data)
+
+
+def test_a_first_run_resumes_nothing_and_a_second_one_goes_on_where_it_was(tmp_path: Path) -> None:
+    first = Job(tmp_path / "run")
+    before = {name: tensor.clone() for name, tensor in first.model.state_dict().items()}
+    assert first.resume() is None and first.manager.count == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in first.model.state_dict().items())
+    first.train(3)
+    second = Job(tmp_path / "run", seed=9)
+    report = second.resume()
+    assert report is not None and (report.step, second.manager.count) == (3, 3)
+    assert report.passed_over == () and second.seen == {"samples": 12}
+    assert second.scheduler.state_dict() == first.scheduler.state_dict()
+    losses = second.train(5)
+    unbroken = Job(tmp_path / "unbroken")
+    assert unbroken.train(5)[3:] == losses
+
+
+@pytest.mark.parametrize("what", ["bytes", "cut", "index"])
+def test_a_broken_checkpoint_is_passed_over_and_named(
+    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    Job(tmp_path).train(3)
+    newest = tmp_path / step_name(3)
+    if what == "bytes":
+        damage(tmp_path, 3)
+    elif what == "cut":
+        shards_of(newest)[0].write_bytes(b"")
+    else:
+        (newest / "index.json").write_text("{")
+    job = Job(tmp_path, seed=9)
+    with caplog.at_level(logging.WARNING, "treeckpt"):
+        report = job.resume()
+    assert report is not None and (report.step, job.manager.count, job.seen) == (2, 2, {"samples": 8})
+    assert len(report.passed_over) == 1 and report.passed_over[0].startswith(f"{newest}: ")
+    assert "passed over" in str(report) and f"{newest}: passed over" in caplog.text
+    saved = tc.load(tmp_path / step_name(2))["model"]
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in job.model.state_dict().items())
+    job.manager.save(4, tc.training.state(job.model, job.optimizer, scheduler=job.scheduler))
+    assert tc.Manager(tmp_path).latest() == 4
+
+
+@pytest.mark.parametrize("at", [-10, 4096], ids=["one part", "another part"])
+def test_broken_checkpoints_alone_are_an_error_never_a_new_start(tmp_path: Path, at: int) -> None:
+    Job(tmp_path).train(2)
+    for step in (1, 2):
+        damage(tmp_path, step, at)
+    with pytest.raises(tc.CheckpointNotFound, match=r"found only such as cannot be loaded.*treeckpt verify"):
+        Job(tmp_path).resume()
+    for step in (1, 2):
+        (tmp_path / step_name(step) / "index.json").write_text("{")
+    with pytest.raises(tc.CheckpointNotFound, match="found only such as cannot be loaded"):
+        Job(tmp_path).resume()
+
+
+def test_what_a_killed_first_save_left_is_a_first_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Job(tmp_path).train(1)
+    (tmp_path / step_name(1) / "index.json").unlink()
+    with caplog.at_level(logging.WARNING, "treeckpt"):
+        assert Job(tmp_path).resume() is None
+    assert "passed over, partial" in caplog.text
+
+
+def test_a_resume_says_what_does_not_fit_before_anything_changes(tmp_path: Path) -> None:
+    Job(tmp_path).train(1)
+    job = Job(tmp_path, seed=9)
+    before = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
+    job.model.add_module("more", torch.nn.Linear(1, 1))
+    with pytest.raises(tc.MismatchError, match=r"2 missing in the checkpoint: model/more\.weight"):
+        job.resume()
+    report = job.resume(strict=False, keep=("lr",))
+    assert report is not None and report.missing == ("model/more.weight", "model/more.bias")
+    other = Job(tmp_path, seed=9)
+    other.manager.register("later", {"x": 1})
+    with pytest.raises(tc.MismatchError, match="the state of 'later', which is registered"):
+        other.resume()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.model.state_dict().items())
+    with tc.Manager(tmp_path / "tree", background=False) as manager:
+        manager.save(1, {"w": np.ones(3)})
+        with pytest.raises(tc.MismatchError, match=r"a training state, with `model` at its root"):
+            manager.resume(job.model)
+    with pytest.raises(TypeError, match="stric"):
+        job.resume(stric=False)
+
+
+def test_a_step_that_is_read_is_protected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path)
+    job.train(1)
+    names: list[set[str]] = []
+
+    class Watcher:
+        def state_dict(self) -> dict[str, int]:
+            return {"x": 1}
+
+        def load_state_dict(self, state: Any) -> None:
+            names.append({path.name.partition(".")[0] for path in (tmp_path / step_name(2)).iterdir()})
+
+    job.manager.register_io_state("watch", Watcher())
+    job.train(2)
+    assert job.resume() is not None
+    assert any(name.startswith("lease") or "reader" in name for name in names[0]), names
+
+
+def test_ranks_resume_one_step_whatever_one_of_them_finds(tmp_path: Path) -> None:
+    def save(comm: Any) -> None:
+        job = Job(tmp_path, comm=comm)
+        job.train(2)
+
+    def resume(comm: Any) -> tuple[Any, int, int]:
+        job = Job(tmp_path, seed=comm.rank, comm=comm)
+        report = job.resume(world_changed="take")
+        return report and report.passed_over, job.manager.count, job.seen["samples"]
+
+    assert [outcome.value for outcome in on_ranks(2, resume)] == [(None, 0, 0)] * 2
+    assert errors_of(on_ranks(1, save)) == [None]
+    (tmp_path / step_name(2) / "index.json").write_text("{")
+    found = on_ranks(3, resume)
+    assert errors_of(found) == [None] * 3
+    assert [outcome.value[1:] for outcome in found] == [(1, 4)] * 3
+    assert all(len(outcome.value[0]) == 1 and "step_00000002" in outcome.value[0][0] for outcome in found)
