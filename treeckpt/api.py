@@ -220,7 +220,8 @@ def load(
         copy: gives each array memory of its own, where whole ones are views of what a range of a file was read into.
         mmap: maps whole arrays: bytes come when they are touched, without checksums, from a file that must stay.
         read: "once" has what several ranks of a host want read by one and handed on; every rank has to call.
-        memory: bytes of buffers beyond what is loaded, at least 1 MiB; None is 64 MiB, and of object stores 512 MiB.
+        memory: bytes of buffers beyond what is loaded, at least 1 MiB; None is 64 MiB, and 512 MiB from object stores
+            and network file systems.
         allow_pickle: unpickles values that were saved so, which can run any code: only for files you trust.
         comm: this rank, and of how many, as for `save` or by the launcher; they talk to salvage or to read "once" only.
         on_report: gets the `LoadReport`.

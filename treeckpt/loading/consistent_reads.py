@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 from ..errors import CheckpointError, TreeckptError
 from ..io.os_errors import wrap_read_error
 from ..io.storage.checkpoint import Checkpoint, Replaced
+from ..io.storage.far_store import for_reading
 from ..io.storage.open import open_store
 from ..io.storage.store import Store
 from .overlay import Bank, as_bank
@@ -64,7 +65,7 @@ def on_versions(
     with contextlib.ExitStack() as stack:
         stores: list[Store] = []
         for one in given:
-            store = one.store if isinstance(one, Checkpoint) else open_store(one)
+            store = one.store if isinstance(one, Checkpoint) else for_reading(open_store(one))
             stores.append(stack.enter_context(contextlib.closing(store)))
         for _ in range(TRIES):
             checkpoints = [Checkpoint(store) for store in stores]

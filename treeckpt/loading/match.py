@@ -33,8 +33,8 @@ from .transforms.rules import Rule
 from .transforms.view import ComposedLeaf, view_of
 
 MEMORY, FAR_MEMORY = 64 << 20, 512 << 20
-"""Bytes of buffers that a load may take, by default: from files, and from an object store, where 64 requests of 8 MiB
-are in flight."""
+"""Bytes of buffers that a load may take, by default: from local files, and from an object store or a network file
+system, where up to 64 requests of 8 MiB are in flight."""
 
 
 Strict = bool | Literal["missing"]

@@ -248,7 +248,7 @@ def run_tasks(reader: ShardReader, tasks: Sequence[ReadTask], *, memory: int, wr
         Bytes read from data areas.
     """
     if isinstance(reader.store, SupportsFetching):
-        reader.fetch([task.byte_range for task in tasks], partial(_put_part, tasks, written, {}), memory=memory)
+        _fetch(reader, tasks, partial(_put_part, tasks, written, {}), memory)
         return sum(task.nbytes for task in tasks)
     largest = max((task.nbytes for task in tasks if task.out is None), default=0)
     threads = max(1, min(READERS, memory // max(largest, 1)))
@@ -273,7 +273,7 @@ def read_each(
         memory: bytes of buffers, at most, unless one read needs more.
     """
     if isinstance(reader.store, SupportsFetching):
-        reader.fetch([task.byte_range for task in tasks], partial(_collect_part, tasks, put, {}), memory=memory)
+        _fetch(reader, tasks, partial(_collect_part, tasks, put, {}), memory)
         return
     threads = max(1, min(READERS, memory // max((task.nbytes for task in tasks), default=1)))
     buffers = buffers_for(tasks, threads)
@@ -290,6 +290,14 @@ def read_each(
                 buffers.put(buffer)
 
     WorkerThreads(threads)([partial(read, number, task) for number, task in enumerate(tasks)])
+
+
+def _fetch(
+    reader: ShardReader, tasks: Sequence[ReadTask], consume: Callable[[int, int, memoryview], object], memory: int
+) -> None:
+    """Fetches the ranges of tasks, through the page cache if other ranks of the host read some of them too."""
+    ranges, shared = [task.byte_range for task in tasks], any(task.shared for task in tasks)
+    reader.fetch(ranges, consume, memory=memory, shared=shared)
 
 
 def _collect_part(

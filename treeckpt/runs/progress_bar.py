@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from ..io.storage.counting_store import CountingStore
+from ..io.storage.far_store import for_reading
 from ..io.storage.store import Store
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def reading_bar(
         return
     bar = _ReadingBar(text, total, patience, stream)
     try:
-        yield CountingStore(store, bar.add)
+        yield CountingStore(for_reading(store), bar.add)
     finally:
         bar.close()
 

@@ -276,7 +276,7 @@ def test_a_reader_that_nobody_keeps_stays_open_while_it_lends(file: Path, lender
 
 def test_only_file_systems_whose_files_nobody_else_changes_lend(file: Path, lender: MappedReader) -> None:
     fds = [os.open(path, os.O_RDONLY) for path in (file, "/proc/self/status")]
-    assert [mapped_read.is_local(fd) for fd in (*fds, -1)] == [True, False, False]
+    assert [mapped_read.file_system(fd) in mapped_read.LOCAL for fd in (*fds, -1)] == [True, False, False]
     for fd in fds:
         os.close(fd)
 

@@ -19,6 +19,7 @@ from tests.helpers.background import files_open
 from tests.helpers.s3 import S3
 from treeckpt.io.storage import local_write
 from treeckpt.io.storage import store as store_module
+from treeckpt.io.storage.far_store import FarStore
 from treeckpt.io.storage.local_read import LocalReader
 from treeckpt.io.storage.memory import aligned_buffer
 from treeckpt.io.storage.open import open_store
@@ -219,6 +220,14 @@ class TestLocalStore(StoreSuite):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[Store]:
         store = LocalStore(tmp_path / "above" / "it")
+        yield store
+        store.close()
+
+
+class TestFarStore(StoreSuite):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        store = FarStore(tmp_path)
         yield store
         store.close()
 

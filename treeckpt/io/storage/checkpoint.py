@@ -191,13 +191,19 @@ class ShardReader:
         self._recorder.add("read", begin, self._recorder.now(), len(out))
 
     def fetch(
-        self, wanted: Sequence[ByteRange], consume: Callable[[int, int, memoryview], object], *, memory: int
+        self,
+        wanted: Sequence[ByteRange],
+        consume: Callable[[int, int, memoryview], object],
+        *,
+        memory: int,
+        shared: bool = False,
     ) -> None:
         """Reads many ranges at once, from a store that has `fetch`; opens their shards first.
 
         Args:
             consume: takes the number of a range, where in it bytes start, and the bytes, in order; blocks that end in
                 them match their checksums.
+            memory, shared: as for `SupportsFetching.fetch`.
 
         Raises:
             UnexpectedBlocks: shards turn out to have other blocks than the ranges are made of; nothing was consumed.
@@ -234,7 +240,7 @@ class ShardReader:
         ranges = [(one.shard.file.name, one.shard.file.header + one.start, one.stop - one.start) for one in wanted]
         assert isinstance(self.store, SupportsFetching), "the caller has looked"
         with headers.named_errors():
-            self.store.fetch([*first, *ranges], take, memory=memory, first=len(first))
+            self.store.fetch([*first, *ranges], take, memory=memory, first=len(first), shared=shared)
 
     @contextlib.contextmanager
     def mapped(self, wanted: ByteRange, *, fetch: bool) -> Iterator[memoryview | None]:

@@ -30,13 +30,20 @@ class CountingStore:
             self._count(0 if memory is None else nbytes)
 
     def _fetch(
-        self, inner: SupportsFetching, ranges: Sequence[FileRange], consume: Consume, *, memory: int, first: int = 0
+        self,
+        inner: SupportsFetching,
+        ranges: Sequence[FileRange],
+        consume: Consume,
+        *,
+        memory: int,
+        first: int = 0,
+        shared: bool = False,
     ) -> None:
         def counted(number: int, at: int, data: memoryview, size: int | None) -> None:
             consume(number, at, data, size)
             self._count(len(data))
 
-        inner.fetch(ranges, counted, memory=memory, first=first)
+        inner.fetch(ranges, counted, memory=memory, first=first, shared=shared)
 
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
         self._inner.read_into(name, offset, out, shared=shared)

@@ -27,6 +27,7 @@ from ...core.format.file_names import final_name, parse_file_name, writer_tag
 from ...core.format.save_progress import Owner, parse_progress_name
 from ...errors import CheckpointError, CheckpointNotFound, TreeckptError
 from ...reports import Leftover
+from .far_store import FarStore
 from .metadata_files import read_index, read_timings
 from .object_store import ObjectFolder, ObjectStore
 from .process_owner import is_running
@@ -162,6 +163,6 @@ def clear_leftovers(store: Store, names: Iterable[str], *, known: str) -> None:
 
 def _folder_of(store: Store) -> Folder:
     """Returns the directory of a checkpoint's store."""
-    if type(store) is LocalStore:
+    if type(store) is LocalStore or isinstance(store, FarStore):
         return LocalFolder(store.directory)
     return ObjectFolder(store) if type(store) is ObjectStore else Folder(store)

@@ -19,6 +19,7 @@ import errno
 import mmap
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from functools import lru_cache
@@ -52,10 +53,13 @@ def _libc() -> Any:
     return libc
 
 
-def is_local(fd: int) -> bool:
-    """Returns whether a file lies on a local file system."""
+def file_system(place: int | os.PathLike[str]) -> int:
+    """Returns the magic number of the file system of an open file or of a path; 0 where it is not known."""
+    if sys.platform != "linux":
+        return 0
     facts = (ctypes.c_long * 64)()  # the kernel fills the first 15; the magic number comes first
-    return _libc().fstatfs(fd, facts) == 0 and facts[0] in LOCAL
+    failed = _libc().fstatfs(place, facts) if isinstance(place, int) else _libc().statfs(os.fsencode(place), facts)
+    return 0 if failed else facts[0] & 0xFFFFFFFF
 
 
 class MappedReader:
@@ -65,7 +69,7 @@ class MappedReader:
         self.fd, self._lock = fd, threading.Lock()
         self._holders: set[object] = set()
         self._process = os.getpid()  # a lease belongs to the open file, which a forked child shares
-        self._able = _leases is not None and is_local(fd)
+        self._able = _leases is not None and file_system(fd) in LOCAL
 
     def close(self) -> None:
         """Ends the creation of maps. The lease that guards open maps ends with the last of them."""

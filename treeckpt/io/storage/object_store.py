@@ -171,7 +171,9 @@ class ObjectStore:
         name, offset, nbytes = wanted
         return self._bucket.fetch(self._key(name), offset, nbytes)
 
-    def fetch(self, ranges: Sequence[FileRange], consume: Consume, *, memory: int, first: int = 0) -> None:
+    def fetch(
+        self, ranges: Sequence[FileRange], consume: Consume, *, memory: int, first: int = 0, shared: bool = False
+    ) -> None:
         self._fetcher.run(ranges, consume, memory=memory, first=first)
 
     def read_parts(self, name: str, offset: int, parts: Sequence[memoryview], *, shared: bool = False) -> bool:

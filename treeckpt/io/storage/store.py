@@ -169,12 +169,15 @@ class SupportsFetching(Protocol):
     request_nbytes: int
     """Bytes of one request where any size would do."""
 
-    def fetch(self, ranges: Sequence[FileRange], consume: Consume, *, memory: int, first: int = 0) -> None:
+    def fetch(
+        self, ranges: Sequence[FileRange], consume: Consume, *, memory: int, first: int = 0, shared: bool = False
+    ) -> None:
         """Fetches ranges and hands their bytes to `consume` as they arrive.
 
         Args:
             memory: bytes of ranges that have been requested and not consumed, at most, unless one range is longer.
             first: the first so many ranges are consumed before any other, which may be on their way already.
+            shared: keeps the bytes in the page cache, as `Store.read_into` does, where the store has one.
 
         Raises:
             FileNotFoundError: there is no such file.
