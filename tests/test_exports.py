@@ -47,6 +47,7 @@ NAMES = [
     "load_into",
     "policy",
     "prewarm",
+    "read_file",
     "rebuild_index",
     "rules",
     "save",

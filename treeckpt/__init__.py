@@ -11,7 +11,7 @@ The package, from top to bottom; imports only go down, and each package says in 
 
     cli  bench  demo  report  convert   tools: commands, benchmark, example job, HTML reports, other formats
     runs  training  trees               Manager and retention; models and optimizers as trees; operations on trees
-    api                                 save, save_async, load, load_into, inspect, verify
+    api                                 save, save_async, load, load_into, inspect, read_file, verify
     saving | loading                    tree to committed checkpoint | bytes to tree, verify, repair, load rules
     arrays | io                         an adapter for each array library | comm (ranks), storage (files, objects)
     reports                             what calls return
@@ -23,7 +23,7 @@ import importlib
 from typing import Any
 
 from . import trees
-from .api import abstract, inspect, load, load_into, prewarm, rebuild_index, save, save_async, verify
+from .api import abstract, inspect, load, load_into, prewarm, read_file, rebuild_index, save, save_async, verify
 from .arrays.sharded import Sharded
 from .core.analysis import retention_policy as policy
 from .core.format.records import Index
@@ -89,6 +89,7 @@ __all__ = [
     "load_into",
     "policy",
     "prewarm",
+    "read_file",
     "rebuild_index",
     "rules",
     "save",

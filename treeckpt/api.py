@@ -1,4 +1,4 @@
-"""The public functions: save, save_async, prewarm, load, load_into, inspect, verify, rebuild_index, abstract."""
+"""The public functions: save, save_async, prewarm, load, load_into, inspect, read_file, verify and others."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from .io.comm.comm import Comm, as_comm, global_rank
 from .io.gc_pause import gc_paused
 from .io.os_errors import wrap_read_error
 from .io.storage.checkpoint import Checkpoint
+from .io.storage.metadata_files import read_sidecar
 from .io.storage.open import open_store
 from .io.storage.store import Store
 from .loading.consistent_reads import on_one_version, on_versions
@@ -31,8 +32,20 @@ from .saving.background import prewarm_tree, save_async_tree
 from .saving.future import Pending
 from .saving.options import BusyPolicy, SaveOptions, StagingMode, WriterKind, shard_limit
 from .saving.save import save_tree
+from .saving.sidecar_files import SidecarContent
 
-__all__ = ["abstract", "inspect", "load", "load_into", "prewarm", "rebuild_index", "save", "save_async", "verify"]
+__all__ = [
+    "abstract",
+    "inspect",
+    "load",
+    "load_into",
+    "prewarm",
+    "read_file",
+    "rebuild_index",
+    "save",
+    "save_async",
+    "verify",
+]
 
 SavePath = str | os.PathLike[str] | Store
 Path = SavePath | Checkpoint
@@ -46,6 +59,7 @@ def save(
     step: int | None = None,
     comm: AnyComm = None,
     custom_metadata: Mapping[str, Any] | None = None,
+    files: Mapping[str, SidecarContent] | None = None,
     overwrite: bool = False,
     verify_replicas: bool = False,
     allow_pickle: bool = False,
@@ -65,6 +79,8 @@ def save(
         comm: which ranks save: a process group of torch.distributed (they talk over its Store, without a collective),
             or a `Comm`; by default the default group, if that is up. "alone" saves in this process without talking.
         custom_metadata: values kept in the index: rank 0's, to which what other ranks give must be equal.
+        files: small files that belong to the checkpoint, by plain names, as {"config.json": path or bytes}: up to 1,000
+            of 64 MiB each, 256 MiB together; rank 0's, which alone reads paths. `read_file` reads one.
         overwrite: replaces a checkpoint at `path`, which stays valid until the new one is committed.
         verify_replicas: compares all that several ranks hold, not only values, and arrays and pieces of up to 64 KiB.
         allow_pickle: stores values of unknown kinds as pickles; load reads them with `allow_pickle=True` only.
@@ -72,7 +88,7 @@ def save(
         namespace: of optree's registry of node classes.
 
     Raises:
-        TreeError: a leaf, key or container that cannot be stored.
+        TreeError: a leaf, key or container that cannot be stored, or a file of `files` that cannot be read.
         LayoutError: pieces that do not make up their array.
         CheckpointExists: there is one, and `overwrite` is not given.
         MismatchError: ranks contradict each other.
@@ -87,7 +103,7 @@ def save(
         max_shard_bytes=shard_limit(max_shard_bytes),
         namespace=namespace,
     )
-    return save_tree(open_store(path), tree, as_comm(comm), options, custom_metadata or {})
+    return save_tree(open_store(path), tree, as_comm(comm), options, custom_metadata or {}, files=files)
 
 
 def save_async(
@@ -97,6 +113,7 @@ def save_async(
     step: int | None = None,
     comm: AnyComm = None,
     custom_metadata: Mapping[str, Any] | None = None,
+    files: Mapping[str, SidecarContent] | None = None,
     overwrite: bool = False,
     verify_replicas: bool = False,
     allow_pickle: bool = False,
@@ -145,7 +162,7 @@ def save_async(
         writer=writer,
         timeout=timeout,
     )
-    return save_async_tree(open_store(path), tree, as_comm(comm), options, custom_metadata or {})
+    return save_async_tree(open_store(path), tree, as_comm(comm), options, custom_metadata or {}, files=files)
 
 
 def prewarm(tree: object, *, writer: WriterKind = "process", comm: AnyComm = None) -> None:
@@ -319,6 +336,16 @@ def inspect(path: Path) -> Index:
     """
     with opened(path) as checkpoint:
         return checkpoint.index
+
+
+def read_file(path: Path, name: str) -> bytes:
+    """The content of a file that was saved with `files=`, verified; `inspect(path).sidecars` lists all.
+
+    Raises:
+        MismatchError: there is none of that name.
+        CheckpointNotFound, CorruptError, FormatError: the state of the files.
+    """
+    return on_one_version(path, lambda one: read_sidecar(one.store, one.index, name))
 
 
 def verify(path: Path, *, repair: bool = False) -> VerifyReport:

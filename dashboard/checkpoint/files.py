@@ -9,6 +9,7 @@ import msgspec
 from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.format.byte_map import Extent, extents_in_file
 from treeckpt.core.format.records import File, Index
+from treeckpt.core.format.sidecars import Sidecar
 from treeckpt.core.text import region_text, visible
 from treeckpt.errors import LayoutError, TreeckptError
 from treeckpt.io.storage.checkpoint import Checkpoint
@@ -55,6 +56,8 @@ class FilesPage(msgspec.Struct, frozen=True):
     """Bytes of the rank that wrote the most, as a multiple of the mean."""
     largest_rank: int | None
     rows: list[FileRow]
+    sidecars: list[Sidecar]
+    """Files that were saved with it."""
 
 
 class ExtentRow(msgspec.Struct, frozen=True):
@@ -139,6 +142,7 @@ def files_page(checkpoint: CheckpointRow, outline: Outline, start: int) -> Files
         imbalance=by_rank[most] / mean if most is not None and mean else 1.0,
         largest_rank=most,
         rows=rows,
+        sidecars=list(outline.index.sidecars),
     )
 
 

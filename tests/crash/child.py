@@ -25,7 +25,10 @@ def save(path: Path, seed: int, mode: str, switch: Switch) -> None:
     modules = [store_module, local_write] if mode == "system calls" else []
     with switched(switch, SYSTEM_CALLS, modules):
         outcomes = on_ranks(
-            WORLD, lambda c: tc.save(store, small_tree(c.rank, WORLD, seed=seed), comm=c, overwrite=True)
+            WORLD,
+            lambda c: tc.save(
+                store, small_tree(c.rank, WORLD, seed=seed), comm=c, overwrite=True, files={"config.json": b"%d" % seed}
+            ),
         )
     assert errors_of(outcomes) == [None] * WORLD, errors_of(outcomes)
 

@@ -99,7 +99,7 @@ def save(path: str, how: str, seed: int) -> None:
     if how != "well":
         Ending(store, how)
     step = step_of(os.path.basename(path))
-    tc.save(store, tree_of(seed), step=step, overwrite=True)
+    tc.save(store, tree_of(seed), step=step, overwrite=True, files={"config.json": b"%d" % seed})
 
 
 def in_fork(path: str, how: str, seed: int) -> int:

@@ -26,6 +26,7 @@ from treeckpt.core.analysis.retention_policy import Last
 from treeckpt.core.format.file_names import step_name
 from treeckpt.core.format.save_progress import Owner, Progress, encode_progress, progress_name
 from treeckpt.core.format.shard_header import shard_name
+from treeckpt.core.format.sidecars import stored_name
 from treeckpt.io.storage import progress_file
 from treeckpt.io.storage.open import open_store
 from treeckpt.io.storage.process_owner import this_process
@@ -95,7 +96,8 @@ def names_at(path: object) -> set[str]:
 def expected_at(path: object) -> set[str]:
     """What a checkpoint consists of."""
     index = tc.inspect(str(path))
-    return {"index.json", f"timings.{index.save_id}.json", *(file.name for file in index.file_list)}
+    files = {stored_name(index.save_id, sidecar.name) for sidecar in index.sidecars}
+    return {"index.json", f"timings.{index.save_id}.json", *(file.name for file in index.file_list)} | files
 
 
 def check_alone(path: object, seed: int) -> None:
@@ -113,6 +115,16 @@ def test_the_next_save_into_a_path_removes_what_a_killed_one_left(savers: Savers
     assert len(names_at(path)) > 3
     tc.save(path, tree_of(4), overwrite=True)
     check_alone(path, 4)
+
+
+def test_a_kill_between_the_sidecar_files_and_the_index_keeps_the_old_ones(savers: Savers, tmp_path: Path) -> None:
+    path = tmp_path / "latest"
+    savers.save(path, "well", 1)
+    savers.save(path, "publish", 2)
+    assert sum(name.startswith("file.") for name in names_at(path)) == 2
+    assert tc.read_file(path, "config.json") == b"1" and tc.verify(path).ok
+    assert main(["gc", str(path)]) == 0
+    check_alone(path, 1)
 
 
 def test_a_path_with_no_checkpoint_yet_is_cleared_too(savers: Savers, tmp_path: Path) -> None:

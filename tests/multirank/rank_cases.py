@@ -31,6 +31,18 @@ def replicas_share_the_writing_by_bytes(here: Rank) -> None:
     assert sum(files) == unique
 
 
+@case("two")
+def files_of_rank_0_are_saved_with_the_checkpoint(here: Rank) -> None:
+    path = here.directory / "sidecars"
+    tc.save(path, {"w": torch.ones(10)}, files={"config.json": b"{}"} if here.rank == 0 else None)
+    assert tc.read_file(path, "config.json") == b"{}"
+    tc.save_async(path, {"w": torch.ones(10)}, files={"config.json": b"new"}, overwrite=True).result()
+    assert tc.read_file(path, "config.json") == b"new"
+    with pytest.raises(tc.TreeckptError, match="nowhere"):
+        tc.save(here.directory / "no sidecars", {"w": torch.ones(10)}, files={"config.json": "/nowhere/config.json"})
+    assert not (here.directory / "no sidecars").exists()
+
+
 @case("four")
 def replicated_meshes_share_the_writing_too(here: Rank) -> None:
     full = torch.randn(2048, 1024, generator=seeded())

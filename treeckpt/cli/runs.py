@@ -161,6 +161,8 @@ def _print_report(report: CleanReport, *, alone: bool) -> None:
         rows.append((word, one.name, bytes_text(one.nbytes), f"{what}: {one.reason}"))
     rows += [("left", one.name, "", one.why) for one in report.left]
     rows += [("failed", one.name, "", one.why) for one in report.failed]
+    for name, files in report.foreign.items():
+        rows.append(("left", name, "", f"files of others: {', '.join(files[:8])}{' ...' if len(files) > 8 else ''}"))
     if rows:
         print_table(("what", "step", "size", "why"), rows, right=("size",))
     for warning in report.warnings:

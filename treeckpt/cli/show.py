@@ -75,6 +75,7 @@ def index_summary(index: Index) -> dict[str, Any]:
         "leaves": len(index.leaves),
         "nbytes": index.nbytes,
         "files": len(index.file_list),
+        "sidecars": index.sidecars,
         "metadata": index.metadata,
     }
 
@@ -87,6 +88,7 @@ def _summary_texts(index: Index) -> list[tuple[str, object]]:
         ("ranks", index.world),
         ("leaves", len(index.leaves)),
         ("size", f"{bytes_text(index.nbytes)} in {len(index.file_list)} shards"),
+        *((f"file {one.name}", bytes_text(one.nbytes)) for one in index.sidecars),
         *((f"metadata {name}", value_text(value)) for name, value in index.metadata.items()),
     ]
 

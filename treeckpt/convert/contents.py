@@ -67,6 +67,8 @@ class Contents(msgspec.Struct, frozen=True):
     step: int | None = None
     metadata: dict[str, Any] = {}
     findings: tuple[Finding, ...] = ()
+    sidecars: tuple[tuple[str, Callable[[], bytes]], ...] = ()
+    """Names of the files that were saved with it, and functions that read them."""
 
 
 def contents_of(tree: Any, label: str, metadata: dict[str, Any] | None = None) -> Contents:

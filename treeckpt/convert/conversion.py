@@ -198,6 +198,9 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm) -> ConvertR
         assert dry_run or storages.all_read(), "all bytes of a source are read"
     arrays = [leaf for _, leaf in contents.leaves if isinstance(leaf, LazyArray)]
     losses = tuple(finding for finding in contents.findings if finding.lost)
+    notes = [finding for finding in contents.findings if not finding.lost]
+    if options.to != "treeckpt":
+        notes += [Finding(name, "a tree alone", "a sidecar file", "no part of it") for name, _ in chosen.sidecars]
     return ConvertReport(
         source=chosen.label,
         destination=options.destination,
@@ -208,7 +211,7 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm) -> ConvertR
         nbytes=sum(leaf.nbytes for leaf in arrays),
         files=names,
         written_nbytes=written,
-        notes=tuple(finding for finding in contents.findings if not finding.lost),
+        notes=tuple(notes),
         losses=losses,
         dry_run=dry_run,
         seconds=time.perf_counter() - begin,
@@ -234,6 +237,7 @@ def _save(contents: Contents, options: _Options, comm: Comm) -> tuple[tuple[str,
         step=contents.step if step is None else step,
         comm=comm,
         custom_metadata=contents.metadata,
+        files={name: read() for name, read in contents.sidecars} if comm.rank == 0 else None,
         overwrite=options.overwrite,
         max_shard_bytes=options.max_shard_size,
     )

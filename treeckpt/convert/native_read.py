@@ -19,6 +19,7 @@ from ..core.sharding.int_runs import decode_runs
 from ..core.tree.spec import ArraySpec
 from ..errors import TreeckptError
 from ..io.storage.checkpoint import Checkpoint
+from ..io.storage.metadata_files import read_sidecar
 from ..io.storage.store import Store
 from ..loading.read_batch import read_region
 from .checksums import ArchiveStorages
@@ -92,4 +93,5 @@ def read_native(store: Store, storages: ArchiveStorages, refused: list[RefusedLe
     metadata = {
         key: decode(value, f"custom_metadata/{key}", allow_pickle=False) for key, value in index.metadata.items()
     }
-    return Contents(structure, leaves, store.url, index.step, metadata, findings)
+    sidecars = tuple((one.name, partial(read_sidecar, store, index, one.name)) for one in index.sidecars)
+    return Contents(structure, leaves, store.url, index.step, metadata, findings, sidecars)

@@ -11,6 +11,7 @@ from ..core.format.damage import BadBytes, damaged_leaves
 from ..core.format.index import INDEX_NAME, encode_index, folded_index, rebuild
 from ..core.format.records import File, Index
 from ..core.format.shard_header import ShardHeader, decode_header
+from ..core.format.sidecars import stored_name
 from ..core.format.timings import timings_name
 from ..errors import CheckpointError, CheckpointExists, TreeckptError
 from ..io.comm.collective import all_gather
@@ -18,7 +19,7 @@ from ..io.comm.comm import Comm
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.leftovers import list_leftovers
 from ..io.storage.memory import aligned_buffer
-from ..io.storage.metadata_files import read_timings, rebuild_from_shards
+from ..io.storage.metadata_files import read_sidecar, read_timings, rebuild_from_shards
 from ..io.storage.shard_reader import OpenedShard, matches, open_shard
 from ..io.storage.store import Store
 from ..io.timing import Recorder
@@ -56,6 +57,7 @@ def verify_checkpoint(checkpoint: Checkpoint) -> VerifyReport:
         read_timings(store, index.save_id)
     except (TreeckptError, OSError) as error:
         problems.append(Problem(timings_name(index.save_id), str(error)))
+    problems += _sidecar_problems(checkpoint)
     left = list_leftovers(store, sizes, known=index.save_id)
     return VerifyReport(store.url, len(index.file_list), nbytes, tuple(problems), recorder.seconds, leftovers=left)
 
@@ -65,6 +67,19 @@ def _problem(index: Index, bad: BadBytes) -> Problem:
     more = f" and {len(leaves) - SHOWN} more" if len(leaves) > SHOWN else ""
     of = f" of {', '.join(path or '<root>' for path in leaves[:SHOWN])}{more}" if leaves else ""
     return Problem(bad.file, f"bytes {bad.start}:{bad.stop}{of}: {bad.why}", bad.start, bad.stop, leaves)
+
+
+def _sidecar_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
+    store, index = checkpoint.store, checkpoint.index
+    for sidecar in index.sidecars:
+        name = stored_name(index.save_id, sidecar.name)
+        found = checkpoint.sizes.get(name)
+        try:
+            if found is not None and found > sidecar.nbytes:
+                yield Problem(name, f"the file goes on after byte {sidecar.nbytes}", sidecar.nbytes, found)
+            read_sidecar(store, index, sidecar.name)
+        except (TreeckptError, OSError) as error:
+            yield Problem(name, str(error), 0, sidecar.nbytes)
 
 
 def publish_rebuilt(store: Store, *, replace: bool) -> Index:

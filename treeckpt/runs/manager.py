@@ -41,6 +41,7 @@ from ..reports import SaveReport
 from ..saving.background import save_async_tree
 from ..saving.future import Pending
 from ..saving.save import save_tree
+from ..saving.sidecar_files import SidecarContent
 from .catalog import METRICS
 from .history import SaveHistory
 from .notebook import run_html
@@ -153,6 +154,7 @@ class Manager(RegistrationMixin, RestoreMixin):
         metrics: Mapping[str, float] | None = None,
         pin: bool = False,
         custom_metadata: Mapping[str, Any] | None = None,
+        files: Mapping[str, SidecarContent] | None = None,
     ) -> SaveReport | Pending:
         """Saves a tree as this step, and cleans up when it is committed.
 
@@ -163,6 +165,7 @@ class Manager(RegistrationMixin, RestoreMixin):
                 registered is saved.
             metrics: numbers by which `Best` and `best` choose; those of rank 0 count.
             pin: keeps the checkpoint until it is unpinned.
+            files: as in `treeckpt.save`.
 
         Returns:
             The `SaveReport`, or with `background` the `Pending`.
@@ -179,7 +182,7 @@ class Manager(RegistrationMixin, RestoreMixin):
         elif self.options.busy == "wait":
             self._pending.settle()
         with self._pending.starting(step):
-            result = self._save(step, self._registered.joined(tree), metadata, pin=pin)
+            result = self._save(step, self._registered.joined(tree), metadata, files, pin=pin)
         if isinstance(result, SaveReport):
             self._start_clean()
             self.retention.wait()
@@ -193,7 +196,9 @@ class Manager(RegistrationMixin, RestoreMixin):
             raise SystemExit(self._exit)
         return result
 
-    def _save(self, step: int, tree: Any, metadata: Mapping[str, Any], *, pin: bool) -> SaveReport | Pending:
+    def _save(
+        self, step: int, tree: Any, metadata: Mapping[str, Any], files: Any, *, pin: bool
+    ) -> SaveReport | Pending:
         options = msgspec.structs.replace(self.options, step=step)
         # before the save, so that no clean-up removes the step in between
         pinned = pin and self._from_rank0(f"pin step {step}", partial(self.directory.put_pin, step), bool)
@@ -201,7 +206,7 @@ class Manager(RegistrationMixin, RestoreMixin):
         store, save = self.directory.folder(step).store, save_async_tree if self._background else save_tree
         try:
             lineage = self._history.next_save(step)
-            result = save(store, tree, self._saving_comm, options, metadata, lineage)
+            result = save(store, tree, self._saving_comm, options, metadata, lineage, files)
         except BaseException:
             unpin()
             self._start_clean()  # the disk may be full of checkpoints that no policy keeps

@@ -20,7 +20,14 @@ from contextlib import AbstractContextManager
 
 import msgspec
 
-from ..core.analysis.deletion import CleanupPlan, Removal, RetainedDirectory, StepDirectory, plan_cleanup
+from ..core.analysis.deletion import (
+    CleanupPlan,
+    Removal,
+    RetainedDirectory,
+    StepDirectory,
+    foreign_files,
+    plan_cleanup,
+)
 from ..core.analysis.retention_policy import Policy, StepInfo
 from ..core.format.file_names import PIN_NAME, check_step, deleted_name, is_step_name, step_name, step_of
 from ..core.format.index import INDEX_NAME
@@ -53,6 +60,8 @@ class CleanReport(msgspec.Struct, frozen=True):
     """Whether nothing was removed: then `removed` lists what would be."""
     abandoned: tuple[int, ...] = ()
     """Kept steps that are on abandoned branches: the newest checkpoint does not descend from them."""
+    foreign: dict[str, tuple[str, ...]] = {}
+    """Files in steps' directories that treeckpt did not write, by the name of the directory; they stay."""
 
     @property
     def nbytes(self) -> int:
@@ -71,6 +80,7 @@ class CleanReport(msgspec.Struct, frozen=True):
         rows += [f"  {word:<8}  {r.name}, {r.what}: {r.reason}" for r in self.removed]
         rows += [f"  left      {one.name}: {one.why}" for one in self.left]
         rows += [f"  failed    {one.name}: {one.why}" for one in self.failed]
+        rows += [f"  foreign   {name}: {', '.join(files)}" for name, files in self.foreign.items()]
         return "\n".join(rows + [f"  {warning}" for warning in self.warnings])
 
 
@@ -212,7 +222,13 @@ class RunDirectory:
         facts = [self._fact(info, folder) for folder, info in self._read_infos()]
         plan = plan_cleanup(facts, policies, deletion_times(self._clock(), grace), busy=frozenset(busy))
         planned = CleanReport(
-            self.url, plan.kept, plan.removals, plan.left, warnings=plan.warnings, abandoned=plan.abandoned
+            self.url,
+            plan.kept,
+            plan.removals,
+            plan.left,
+            warnings=plan.warnings,
+            abandoned=plan.abandoned,
+            foreign=plan.foreign,
         )
         if dry_run:
             return msgspec.structs.replace(planned, dry_run=True)
@@ -337,7 +353,9 @@ def clean_checkpoint(path: str | os.PathLike[str], *, grace: float = GRACE, dry_
         grace, dry_run: same as for `RunDirectory.clean`.
     """
     folder = open_folder(path)
-    report = CleanReport(folder.url, {}, (), (), dry_run=dry_run)
+    others = foreign_files(name for name, entry in folder.entries().items() if entry.regular)
+    foreign = {folder.name: others} if others else {}
+    report = CleanReport(folder.url, {}, (), (), dry_run=dry_run, foreign=foreign)
     found = plan_removal(folder, time.time_ns(), grace)
     if found is None:
         return report

@@ -36,6 +36,7 @@ from ..arrays.describe import (
 )
 from ..arrays.stateful import state_tree
 from ..core.format.index import INDEX_NAME
+from ..core.format.sidecars import Sidecar
 from ..core.planning.rank_trees import GlobalTree, digest_of
 from ..core.tree.structure import check_unicode
 from ..core.tree.value_codec import Value, encode_value
@@ -71,6 +72,7 @@ from .messages import (
 )
 from .options import LineageSource, SaveOptions
 from .plan_cache import GlobalPlan, cached_plan, contested_boxes, get_plan
+from .sidecar_files import SidecarContent, check_files, read_sidecars, sidecar_digests
 
 
 class AgreedSave(msgspec.Struct, frozen=True):
@@ -86,6 +88,8 @@ class AgreedSave(msgspec.Struct, frozen=True):
     """None where this rank could not compute it: the others learn that from its report."""
     error: Exception | None
     """Why it could not."""
+    files: dict[str, bytes]
+    """On rank 0 the contents of the sidecar files; emptied once they are written."""
     round: Round
     """The conversation in which the save is completed."""
     lineage: LineageSource | None = None
@@ -111,6 +115,7 @@ def agree(
     recorder: Recorder,
     previous: PreviousSave,
     lineage: LineageSource | None = None,
+    files: Mapping[str, SidecarContent] | None = None,
 ) -> AgreedSave | None:
     """Agrees with all ranks on a save; returns None if it is to be skipped.
 
@@ -118,7 +123,7 @@ def agree(
         TreeckptError: the ranks cannot agree; on every rank.
     """
     with Exchange(comm, f"{store.url} step {options.step}", path=store.url, hint=NOT_COMMITTED) as exchange:
-        return _Agreement(store, comm, options, recorder, previous, exchange).run(tree, metadata, lineage)
+        return _Agreement(store, comm, options, recorder, previous, exchange).run(tree, metadata, files or {}, lineage)
 
 
 @dataclasses.dataclass
@@ -133,6 +138,8 @@ class _Agreement:
     exchange: Exchange
     described: DescribedTree = dataclasses.field(init=False)
     metadata: dict[str, Value] = dataclasses.field(default_factory=dict[str, Value])
+    files: dict[str, bytes] = dataclasses.field(default_factory=dict[str, bytes])
+    file_digests: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
     contents: dict[str, bytes] = dataclasses.field(default_factory=dict[str, bytes])
     pieces: list[dict[str, bytes]] = dataclasses.field(default_factory=list[dict[str, bytes]])
     decision: Decision = dataclasses.field(init=False)
@@ -143,13 +150,19 @@ class _Agreement:
     """The id of the save that is overwritten."""
     values: dict[str, Value] = dataclasses.field(init=False)
 
-    def run(self, tree: object, metadata: Mapping[str, object], lineage: LineageSource | None) -> AgreedSave | None:
+    def run(
+        self,
+        tree: object,
+        metadata: Mapping[str, object],
+        files: Mapping[str, SidecarContent],
+        lineage: LineageSource | None,
+    ) -> AgreedSave | None:
         # 1. Describe this rank's tree
         error = self.previous.error
         if error is None and not self.previous.running:
             try:
                 with self.recorder.span("flatten"), os_errors_wrapped(self.store.url):
-                    self._describe(tree, metadata)
+                    self._describe(tree, metadata, files)
             except Exception as failed:
                 error = failed
         with self.recorder.span("agree"):
@@ -169,10 +182,15 @@ class _Agreement:
         return self._agreed(merged.global_tree, lineage)
 
     # step 1: proposals ------------------------------------------------------------------------------------------------
-    def _describe(self, tree: object, metadata: Mapping[str, object]) -> None:
+    def _describe(self, tree: object, metadata: Mapping[str, object], files: Mapping[str, SidecarContent]) -> None:
         for key in metadata:
             check_unicode(key, "custom_metadata")
         self.metadata = {key: encode_value(value, f"custom_metadata/{key}") for key, value in metadata.items()}
+        if self.comm.rank:
+            check_files(files)
+        else:
+            self.files = read_sidecars(files, metadata)
+        self.file_digests = sidecar_digests(files, self.files)
         self.described = describe_tree(
             state_tree(tree, rank=self.comm.rank, namespace=self.options.namespace, world=self.comm.size),
             rank=self.comm.rank,
@@ -194,6 +212,7 @@ class _Agreement:
             cached_plan=cached.key if cached is not None else "",
             running=self.previous.running,
             metadata={key: json_digest(value) for key, value in self.metadata.items()},
+            files=self.file_digests,
         )
         if not self.previous.running:
             every = self.options.verify_replicas
@@ -306,10 +325,21 @@ class _Agreement:
         content = None
         if rank == 0:
             own_values = [(path, r, v) for r, each in self.proposals.items() for path, v in each.own_values.items()]
-            content = IndexContent(self.metadata, self.values, tuple(own_values), self.replaced)
+            listed = tuple(Sidecar(name, len(data), self.file_digests[name]) for name, data in self.files.items())
+            content = IndexContent(self.metadata, self.values, tuple(own_values), self.replaced, sidecars=listed)
         info = SaveInfo(
             rank, self.comm.size, self.decision.save_id, self.decision.created_ns, self.options.common, content
         )
         branch, lineage = self.exchange.round.branch(info.save_id), lineage if rank == 0 else None
-        sources = self.described.sources
-        return AgreedSave(self.store, self.comm, self.recorder, info, sources, plan, error, branch, lineage)
+        return AgreedSave(
+            self.store,
+            self.comm,
+            self.recorder,
+            info,
+            self.described.sources,
+            plan,
+            error,
+            self.files,
+            branch,
+            lineage,
+        )

@@ -32,6 +32,7 @@ from .process_channel import WriterGone
 from .save import complete, save_report
 from .session import Session, session_of
 from .shard_writer import InlineWriter, ShardWriter, TreeShardSource
+from .sidecar_files import SidecarContent
 from .staging import Lease, StagedShardSource, area_offsets, cuda_pinning, order_device_copies, stage
 from .writer_process import ProcessWriter
 from .writer_server import address_of
@@ -54,6 +55,7 @@ def save_async_tree(
     options: SaveOptions,
     metadata: Mapping[str, object],
     lineage: LineageSource | None = None,
+    files: Mapping[str, SidecarContent] | None = None,
 ) -> Pending:
     """Starts to save a tree; see `treeckpt.save_async`."""
     begin = time.perf_counter()
@@ -66,7 +68,7 @@ def save_async_tree(
         previous = session.previous(options.busy, options.timeout)
         recorder, open_contexts = Recorder(comm.rank), contextlib.ExitStack()
         open_contexts.enter_context(recorder.span("save"))
-        agreed = agree(store, tree, comm, options, metadata, recorder, previous, lineage)
+        agreed = agree(store, tree, comm, options, metadata, recorder, previous, lineage, files)
         if agreed is None:
             return Pending(store.url, skipped=True)
         if agreed.plan is None:  # the others learn it from the report, and all raise the same error

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ..core.format.build_index import build_index
+from ..core.format.file_names import parse_file_name
 from ..core.format.index import INDEX_NAME, MAX_INDEX, decode_index, encode_manifest
 from ..core.format.lineage import Lineage
 from ..core.format.records import FileTable, Index, file_table
-from ..core.format.save_progress import parse_progress_name
-from ..core.format.shard_header import ShardEntry, ShardHeader, block_count, parse_shard_name, shard_name
+from ..core.format.shard_header import ShardEntry, ShardHeader, block_count, shard_name
+from ..core.format.sidecars import Sidecar, stored_name
 from ..core.format.timings import Host, Timings, encode_timings, timings_name
 from ..core.planning.save_plan import ChunkOffsets, FilePlan, SingleChunkOffset, assign_offsets
 from ..core.sharding.int_runs import encode_runs
@@ -45,6 +46,7 @@ class IndexContent(msgspec.Struct, frozen=True, array_like=True):
     """The id of the save that is overwritten."""
     lineage: Lineage | None = None
     """Of a manager's checkpoint."""
+    sidecars: tuple[Sidecar, ...] = ()
 
 
 class SaveInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -63,6 +65,12 @@ def shard_names(info: SaveInfo, plan: GlobalPlan | None) -> list[str]:
     """Returns the names of the files that this rank writes; a rank without a plan writes none."""
     files = plan.own.files if plan is not None else ()
     return [shard_name(info.save_id, info.rank, info.world, file.part) for file in files]
+
+
+def written_names(info: SaveInfo, plan: GlobalPlan | None) -> list[str]:
+    """Returns the names of all files that this rank writes before the commit: shards, and on rank 0 sidecar files."""
+    sidecars = info.content.sidecars if info.content is not None else ()
+    return [*shard_names(info, plan), *(stored_name(info.save_id, sidecar.name) for sidecar in sidecars)]
 
 
 def manifest_of(info: SaveInfo, plan: GlobalPlan) -> str | None:
@@ -106,7 +114,7 @@ def _index(
     info: SaveInfo, plan: GlobalPlan, placed: Mapping[int, ChunkOffsets | SingleChunkOffset] | None, files: FileTable
 ) -> Index:
     content = info.content or IndexContent()
-    return build_index(
+    index = build_index(
         plan.global_tree,
         placed,
         files,
@@ -118,15 +126,16 @@ def _index(
         metadata=content.metadata,
         lineage=content.lineage,
     )
+    return msgspec.structs.replace(index, sidecars=content.sidecars)
 
 
-def check_shards_exist(store: Store, index: Index) -> None:
-    """Checks that no other program has deleted shards, before the index is published.
+def check_files_exist(store: Store, index: Index) -> None:
+    """Checks that no other program has deleted shards or sidecar files, before the index is published.
 
-    An object store is not checked: it has acknowledged each shard, and a listing is a request that costs.
+    An object store is not checked: it has acknowledged each file, and a listing is a request that costs.
 
     Raises:
-        CheckpointError: naming the shard.
+        CheckpointError: naming the file.
     """
     in_memory = isinstance(store, MemoryStore)
     if isinstance(store, SupportsCompareAndSwap) and not in_memory:
@@ -140,11 +149,14 @@ def check_shards_exist(store: Store, index: Index) -> None:
                 found=f"no {file.name} in that of rank 0",
                 hint='Ranks in processes of their own save to a directory or URL, or each alone with comm="alone"',
             )
-        if sizes.get(file.name) != file.header + file.nbytes:
+    written = [(file.name, file.header + file.nbytes) for file in index.file_list]
+    written += [(stored_name(index.save_id, sidecar.name), sidecar.nbytes) for sidecar in index.sidecars]
+    for name, nbytes in written:
+        if sizes.get(name) != nbytes:
             raise CheckpointError(
-                f"{store.url}/{file.name}",
-                expected=f"{file.header + file.nbytes} bytes, as written a moment ago",
-                found="no such file" if file.name not in sizes else f"{sizes[file.name]}",
+                f"{store.url}/{name}",
+                expected=f"{nbytes} bytes, as written a moment ago",
+                found="no such file" if name not in sizes else f"{sizes[name]}",
                 hint="Something else deletes or changes files there; find out what, and save again",
             )
 
@@ -208,9 +220,7 @@ def remove_files(store: Store, names: Sequence[str]) -> None:
 
 def remove_replaced(store: Store, save_id: str) -> None:
     """Deletes the files of a save that was overwritten."""
-    names: list[str] = []
-    for name in store.sizes():
-        shard, progress = parse_shard_name(name), parse_progress_name(name)
-        if (shard is not None and shard[0] == save_id) or (progress is not None and progress[1] == save_id):
-            names.append(name)
+    found = [(name, owned) for name in store.sizes() if (owned := parse_file_name(name)) is not None]
+    kinds = ("shard", "sidecar", "progress")
+    names = [name for name, owned in found if owned.save_id == save_id and owned.kind in kinds]
     remove_files(store, [*names, timings_name(save_id)])

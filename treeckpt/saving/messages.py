@@ -42,6 +42,8 @@ class RankProposal(msgspec.Struct, array_like=True):
     """For groups of pieces that other ranks hold too: a digest of their keys, and one of their contents."""
     metadata: dict[str, bytes] = {}
     """Digests of the values of `custom_metadata`."""
+    files: dict[str, str] = {}
+    """Checksums of the sidecar files that are given to the rank; "" for a path, which rank 0 alone reads."""
 
 
 class Decision(msgspec.Struct, array_like=True):
@@ -121,6 +123,14 @@ def check_arguments(proposals: Mapping[int, RankProposal]) -> None:
                     found=f"another value on rank {rank}" if key in first.metadata else f"it on rank {rank} alone",
                     hint="Give the same on every rank, or on rank 0 alone; what each rank has of its own belongs into "
                     "the tree, in tc.PerRank",
+                )
+        for name, content in proposal.files.items():
+            if name not in first.files or content not in ("", first.files[name]):
+                raise MismatchError(
+                    f"files/{name}",
+                    expected="on every rank what rank 0 gives, which is kept, or nothing",
+                    found=f"another content on rank {rank}" if name in first.files else f"it on rank {rank} alone",
+                    hint="Give files on rank 0 alone, or the same on every rank",
                 )
 
 

@@ -1,7 +1,7 @@
 """The save protocol: agree, write, report, commit.
 
 1. All ranks agree on one plan (`agree`).
-2. Every rank writes its shards, durably, under names that hold the save id.
+2. Every rank writes its shards, durably, under names that hold the save id; then rank 0 writes the sidecar files so.
 3. Every rank reports. If all have written, the coordinator publishes timings and then the index, which is the commit.
 4. Every rank receives the result. Any failure makes every rank raise an error that names rank, path and cause; what the
    failed save wrote is deleted, and an earlier index stays valid. A rank that does not receive the result deletes
@@ -22,17 +22,18 @@ import msgspec
 
 from ..errors import RankError
 from ..io.comm.comm import Comm
-from ..io.comm.failures import raise_faults, to_fault
+from ..io.comm.failures import raise_faults, to_fault, wrap_os_error
 from ..io.gc_pause import gc_paused
 from ..io.storage.store import Store
 from ..io.timing import Recorder
 from ..reports import SaveReport
 from .agree import AgreedSave, agree
-from .commit import PUBLISHED_HINT, remove_files, shard_names
+from .commit import PUBLISHED_HINT, remove_files, shard_names, written_names
 from .messages import CommitResult, WriteReport
 from .options import LineageSource, SaveOptions
 from .session import previous_save
 from .shard_writer import InlineWriter, ShardWriter, TreeShardSource
+from .sidecar_files import SidecarContent, write_sidecars
 
 
 def save_tree(
@@ -42,12 +43,13 @@ def save_tree(
     options: SaveOptions,
     metadata: Mapping[str, object],
     lineage: LineageSource | None = None,
+    files: Mapping[str, SidecarContent] | None = None,
 ) -> SaveReport:
     """Saves a tree; see `treeckpt.save`."""
     previous = previous_save(comm)
     recorder = Recorder(comm.rank)
     with gc_paused(), recorder.span("save"):
-        agreed = agree(store, tree, comm, options, metadata, recorder, previous, lineage)
+        agreed = agree(store, tree, comm, options, metadata, recorder, previous, lineage, files)
         assert agreed is not None, "only a save in the background is skipped"
         agreed = agreed.with_lineage()
         plan = agreed.plan
@@ -70,8 +72,9 @@ def complete(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> No
         TreeckptError: the save failed; on every rank.
     """
     store, comm, recorder = agreed.store, agreed.comm, agreed.recorder
-    names = shard_names(agreed.info, agreed.plan)
+    names = written_names(agreed.info, agreed.plan)
     try:
+        report = _write_sidecars(agreed, writer, report)
         report = msgspec.structs.replace(report, timings=tuple(recorder.spans), host=socket.gethostname())
         try:
             with recorder.span("gather"):
@@ -90,6 +93,20 @@ def complete(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> No
         writer.end()
     hint = {"hint": PUBLISHED_HINT} if ended.in_place else {}
     raise_faults(ended.faults, store.url, comm.size, cause=writer.error, **hint)
+
+
+def _write_sidecars(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> WriteReport:
+    """Writes the sidecar files, on rank 0; returns the report, with the fault if that fails."""
+    if not agreed.files or report.fault is not None:
+        return report
+    try:
+        with agreed.recorder.span("write files", sum(map(len, agreed.files.values()))):
+            write_sidecars(agreed.store, agreed.info.save_id, agreed.files)
+    except Exception as failed:
+        writer.error = wrap_os_error(failed, agreed.store.url)
+        return msgspec.structs.replace(report, fault=to_fault(writer.error, agreed.info.rank))
+    agreed.files.clear()
+    return report
 
 
 def save_report(agreed: AgreedSave) -> SaveReport:

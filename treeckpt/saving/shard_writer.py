@@ -25,7 +25,7 @@ from ..io.storage.store import Store, SupportsCompareAndSwap, SupportsFetching
 from ..io.timing import Recorder
 from .commit import (
     SaveInfo,
-    check_shards_exist,
+    check_files_exist,
     complete_index,
     index_may_be_published,
     manifest_of,
@@ -36,6 +36,7 @@ from .commit import (
     shard_names,
     with_published_hint,
     write_timings,
+    written_names,
 )
 from .messages import CommitResult, WriteReport
 from .plan_cache import GlobalPlan
@@ -164,11 +165,11 @@ class InlineWriter:
                     if isinstance(store, SupportsFetching):  # both take a round trip
                         with ThreadPoolExecutor(1, "treeckpt-timings") as pool:
                             written = pool.submit(timings)
-                            check_shards_exist(store, index)
+                            check_files_exist(store, index)
                         written.result()
                     else:
                         timings()
-                        check_shards_exist(store, index)
+                        check_files_exist(store, index)
                     publishing = True
                     publish_index(store, data, info)
             except Exception as caught:
@@ -208,7 +209,7 @@ class InlineWriter:
         if plan is None or (info.rank and self._written) or index_may_be_published(self._store, info.save_id):
             return
         timings = [] if info.rank else [timings_name(info.save_id)]
-        remove_files(self._store, [*shard_names(info, plan), *timings])
+        remove_files(self._store, [*written_names(info, plan), *timings])
         if info.world > 1 and not info.rank:
             report = WriteReport(to_fault(error, info.rank), host=socket.gethostname())
             self._commit({0: report}, {})

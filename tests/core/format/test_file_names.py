@@ -19,6 +19,7 @@ from treeckpt.core.format.file_names import (
     writer_tag,
 )
 from treeckpt.core.format.shard_header import shard_name
+from treeckpt.core.format.sidecars import stored_name
 from treeckpt.core.format.timings import timings_name
 from treeckpt.errors import TreeError
 
@@ -35,6 +36,9 @@ ID = "0123456789abcdef"
         (timings_name(ID), CheckpointFile("timings", ID)),
         (f"progress-00003.{ID}.json", CheckpointFile("progress", ID)),
         (deleted_name(ID), CheckpointFile("deleted", ID)),
+        (stored_name(ID, "config.json"), CheckpointFile("sidecar", ID)),
+        (stored_name(ID, f"x.{ID}.damaged"), CheckpointFile("sidecar", ID)),
+        (f".{stored_name(ID, 'config.json')}.{'f' * 16}.tmp", CheckpointFile("temporary", ID)),
         (lease_name(ID), CheckpointFile("lease")),
         (f".index.json.{ID}.tmp", CheckpointFile("temporary")),
         (f".{timings_name('f' * 16)}.{ID}.tmp", CheckpointFile("temporary", "f" * 16)),

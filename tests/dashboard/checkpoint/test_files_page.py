@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import treeckpt as tc
 from tests.helpers.samples import write_checkpoint
 from treeckpt_dashboard.checkpoint import files
 
@@ -63,3 +64,13 @@ def test_a_strip_shows_bytes_that_are_no_leafs(asked):
     strip = asked("/files/0/strip")
     assert strip["groups"][0] == "header" and strip["groups"][-1] == "padding"
     assert all(group != len(strip["groups"]) - 1 for _, _, group in strip["segments"]), "treeckpt writes none"
+
+
+def test_files_saved_with_a_checkpoint_are_listed(serve, tmp_path):
+    tc.save(tmp_path / "c", {"a": np.ones(10)}, files={"config.json": b"{}"})
+    client = serve(tmp_path / "c")
+    [run] = client.get("/api/v1/runs").json()["runs"]
+    at = f"/checkpoints/{run['checkpoints'][0]['id']}/files"
+    [listed] = client.get(f"/api/v1{at}").json()["sidecars"]
+    assert (listed["name"], listed["nbytes"]) == ("config.json", 2)
+    assert "config.json" in client.get(at).text

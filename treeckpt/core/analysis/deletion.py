@@ -105,6 +105,8 @@ class CleanupPlan(msgspec.Struct, frozen=True):
     """Notes to the user about the policies."""
     abandoned: tuple[int, ...] = ()
     """Those steps of `kept` that are on abandoned branches."""
+    foreign: dict[str, tuple[str, ...]] = {}
+    """Files that treeckpt did not write, by the name of their directory; they stay."""
 
 
 def plan_cleanup(
@@ -142,7 +144,15 @@ def plan_cleanup(
         f"no checkpoint has the metric {metric!r} as a number (metrics there are: {names}): all are kept until one has"
         for metric in unmeasured(infos, policies)
     )
-    return CleanupPlan(stays, tuple(removals), tuple(left), warnings, abandoned)
+    foreign = {
+        one.folder.name: names for one in seen if (names := foreign_files(file.name for file in one.folder.files))
+    }
+    return CleanupPlan(stays, tuple(removals), tuple(left), warnings, abandoned, foreign)
+
+
+def foreign_files(names: Iterable[str]) -> tuple[str, ...]:
+    """Returns the names of files that treeckpt did not write."""
+    return tuple(sorted(name for name in names if parse_file_name(name) is None))
 
 
 def plan_leftovers(folder: StepDirectory, times: CleanupTimes) -> Removal | RetainedDirectory | None:
@@ -164,7 +174,7 @@ def leftovers_of(folder: StepDirectory, times: CleanupTimes) -> dict[str, str]:
             why = f"left over by a save that {why}"
         if file.name in stale:
             found[file.name] = why or "left over"
-        elif owned.kind in ("shard", "timings", "progress", "temporary") and owned.save_id not in {
+        elif owned.kind in ("shard", "sidecar", "timings", "progress", "temporary") and owned.save_id not in {
             *alive,
             folder.save_id,
         }:
@@ -196,7 +206,7 @@ class _DirectoryState:
             alive = any(file.alive for file, owned in files if owned.kind == "progress")
             if alive or (save_id not in self.dead and any(self._is_young(file) for file, _ in files)):
                 self.fresh.add(save_id)
-                if any(owned.kind in ("shard", "progress", "temporary") for _, owned in files):
+                if any(owned.kind in ("shard", "sidecar", "progress", "temporary") for _, owned in files):
                     self.writing.add(save_id)
         leases = (file for file, owned in self.ours if owned.kind == "lease" and file.alive is not False)
         self.readers = [file for file in leases if times.now_ns - file.modified_ns < times.lease_ns]
@@ -241,7 +251,7 @@ class _DirectoryState:
                 gone = True
             elif (
                 owned.kind in ("pin", "index")
-                or (committed and owned.kind in ("shard", "timings", "damaged"))
+                or (committed and owned.kind in ("shard", "sidecar", "timings", "damaged"))
                 or (owned.kind == "damaged" and owned.save_id is None and self.folder.save_id is not None)
             ):
                 gone = False

@@ -2,6 +2,7 @@
 
     index.json                                   the commit
     shard-<rank>-of-<world>.<save id>.safetensors, timings.<save id>.json, progress-<rank>.<save id>.json
+    file.<save id>.<name>                        a sidecar file, see `core.format.sidecars`
     deleted.<save id>.json                       the save's checkpoint is being deleted; written before the index goes
     lease.<id>.json                              a process is reading; renewed until it ends
     pinned.json                                  retention does not delete the checkpoint
@@ -22,9 +23,12 @@ import msgspec
 from ...errors import TreeError
 from .save_progress import parse_progress_name
 from .shard_header import parse_shard_name
+from .sidecars import parse_stored_name
 
 PIN_NAME = "pinned.json"
-FileKind = Literal["index", "shard", "timings", "progress", "deleted", "lease", "pin", "damaged", "temporary"]
+FileKind = Literal[
+    "index", "shard", "sidecar", "timings", "progress", "deleted", "lease", "pin", "damaged", "temporary"
+]
 
 _PER_SAVE = re.compile(r"(timings|deleted)\.([0-9a-f]{16})\.json")
 _LEASE = re.compile(r"lease\.[0-9a-f]{16}\.json")
@@ -49,6 +53,8 @@ def parse_file_name(name: str) -> CheckpointFile | None:
     """Returns the kind and save of a file, None for a file that treeckpt did not write."""
     if (shard := parse_shard_name(name)) is not None:
         return CheckpointFile("shard", shard[0])
+    if (sidecar := parse_stored_name(name)) is not None:
+        return CheckpointFile("sidecar", sidecar[0])
     if (match := _PER_SAVE.fullmatch(name)) is not None:
         return CheckpointFile("timings" if match[1] == "timings" else "deleted", match[2])
     if (progress := parse_progress_name(name)) is not None:

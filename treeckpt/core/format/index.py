@@ -18,6 +18,7 @@ from ..sharding.int_runs import decode_runs, encode_runs
 from ..sharding.region import Region
 from ..sharding.write_assignment import BoxOwners
 from ..tree.nesting import SplitStructure, split_structure
+from ..tree.value_codec import Value
 from .check_index import check_index
 from .chunks import NoChunks, encode_chunks
 from .index_v2 import pack, unpack
@@ -25,6 +26,7 @@ from .lineage import Lineage
 from .records import ArrayRecord, FileTable, Index, Leaf, LeafRecord, PerRankArrays, file_table
 from .seals import check_seal, sealed
 from .shard_header import ShardHeader
+from .sidecars import FILES_KEY, decode_sidecars, encode_sidecars
 
 VERSION = 2
 """The newest version. Where version 1 is about as short, it is written instead, so that older programs can read it."""
@@ -55,7 +57,7 @@ def encode_index(index: Index, *, packed: bool = True) -> bytes:
     Args:
         packed: whether version 2 is written where the index is large and version 2 much shorter.
     """
-    index = _lineage_to_text(index)
+    index = _with_texts(index)
     folded = folded_index(index)
     body, version = msgspec.json.encode(folded), 1
     short = pack(index) if packed and not folded.below and len(body) > MAX_V1_NBYTES else None
@@ -94,7 +96,7 @@ def _decode_body(body: bytes, name: str, *, packed: bool = False, manifest: bool
         if index.below:
             whole = SplitStructure(index.structure, index.below).whole(name)
             index = msgspec.structs.replace(index, structure=whole, below=())
-        index = _lineage_from_text(index)
+        index = _sidecars_from_text(_lineage_from_text(index))
         check_index(index, name, manifest=manifest)
         return index
     except TreeckptError:
@@ -103,12 +105,16 @@ def _decode_body(body: bytes, name: str, *, packed: bool = False, manifest: bool
         raise FormatError(name, expected="an index as treeckpt writes it", found=f"{error}"[:200]) from error
 
 
-def _lineage_to_text(index: Index) -> Index:
-    """Moves the lineage into the metadata, as the file holds it."""
-    if index.lineage is None:
-        return index
-    text = msgspec.json.encode(index.lineage).decode()
-    return msgspec.structs.replace(index, lineage=None, metadata={**index.metadata, LINEAGE_KEY: text})
+def _with_texts(index: Index) -> Index:
+    """Moves the lineage and the list of sidecar files into the metadata, as the file holds them."""
+    texts: dict[str, Value] = {}
+    if index.lineage is not None:
+        texts[LINEAGE_KEY] = msgspec.json.encode(index.lineage).decode()
+    if index.sidecars:
+        texts[FILES_KEY] = encode_sidecars(index.sidecars)
+    return (
+        msgspec.structs.replace(index, lineage=None, sidecars=(), metadata=index.metadata | texts) if texts else index
+    )
 
 
 def _lineage_from_text(index: Index) -> Index:
@@ -126,11 +132,21 @@ def _lineage_from_text(index: Index) -> Index:
     return msgspec.structs.replace(index, lineage=lineage, metadata=metadata)
 
 
+def _sidecars_from_text(index: Index) -> Index:
+    """Moves the list of sidecar files out of the metadata; a text that is no sound list stays there."""
+    text = index.metadata.get(FILES_KEY)
+    sidecars = decode_sidecars(text) if isinstance(text, str) else None
+    if sidecars is None:
+        return index
+    metadata = {key: value for key, value in index.metadata.items() if key != FILES_KEY}
+    return msgspec.structs.replace(index, sidecars=sidecars, metadata=metadata)
+
+
 def encode_manifest(index: Index) -> str:
     """Encodes the manifest, which the coordinator's shard holds: the index without chunks and files."""
     bare = tuple([_without_chunks(record) for record in index.leaves])
     return msgspec.json.encode(
-        msgspec.structs.replace(folded_index(_lineage_to_text(index)), leaves=bare, files=FileTable())
+        msgspec.structs.replace(folded_index(_with_texts(index)), leaves=bare, files=FileTable())
     ).decode()
 
 

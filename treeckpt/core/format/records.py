@@ -28,6 +28,7 @@ from ..tree.value_codec import Value, decode_value
 from .chunks import Chunks, WholeChunk, chunks_in, count_chunks
 from .lineage import Lineage
 from .shard_header import shard_name
+from .sidecars import Sidecar
 
 NOTEBOOK_ROWS = 12
 """Arrays that the index shows in a notebook."""
@@ -141,6 +142,8 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
     """Metadata of the user."""
     lineage: Lineage | None = None
     """Set for a checkpoint that a manager saved."""
+    sidecars: tuple[Sidecar, ...] = ()
+    """Files that were saved with it; `treeckpt.read_file` reads one."""
     below: tuple[Structure, ...] = ()
     """In a file, deep parts of the structure, see `core.tree.nesting`; empty in a decoded index."""
 

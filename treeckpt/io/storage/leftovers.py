@@ -132,9 +132,8 @@ def list_leftovers(store: Store, names: Iterable[str], *, known: str) -> tuple[L
 
 def remove_leftovers(folder: Folder, removal: Removal) -> str:
     """Removes leftovers; returns why not, if something has changed since the removal was planned."""
-    saves = {
-        kind.save_id for name in removal.files if (kind := parse_file_name(name)) and kind.kind in ("shard", "timings")
-    }
+    kinds = [kind for name in removal.files if (kind := parse_file_name(name)) is not None]
+    saves = {kind.save_id for kind in kinds if kind.kind in ("shard", "sidecar", "timings")}
     if saves and committed_save_id(folder) in saves:
         return "it has been committed meanwhile"
     for name in removal.files:

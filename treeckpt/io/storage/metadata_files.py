@@ -1,4 +1,4 @@
-"""Reads the small files of a checkpoint, its index and timings, and rebuilds an index from the shards."""
+"""Reads the small files of a checkpoint (index, timings, sidecar files), and rebuilds an index from the shards."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from ...core.format.check_index import check_against_files, needs_file_sizes
 from ...core.format.index import INDEX_NAME, MAX_INDEX, decode_index, rebuild
 from ...core.format.records import Index
 from ...core.format.shard_header import parse_shard_name
+from ...core.format.sidecars import checksum, stored_name
 from ...core.format.timings import Timings, decode_timings, timings_name
-from ...errors import CheckpointError, CheckpointNotFound, CorruptError
+from ...errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError
 from ..os_errors import wrap_read_error
 from .foreign_formats import describe_foreign
 from .shard_reader import read_header
@@ -66,12 +67,41 @@ def read_timings(store: Store, save_id: str) -> Timings | None:
     return timings
 
 
+def read_sidecar(store: Store, index: Index, name: str) -> bytes:
+    """Returns the content of a sidecar file.
+
+    Raises:
+        MismatchError: the checkpoint has none of that name.
+        CorruptError: it is missing, cut short, or differs from its checksum.
+    """
+    sidecar = next((one for one in index.sidecars if one.name == name), None)
+    if sidecar is None:
+        names = ", ".join(one.name for one in index.sidecars[:20]) or "none"
+        raise MismatchError(f"{store.url}: {name}", expected="a file that was saved with it", found=f"files: {names}")
+    stored = stored_name(index.save_id, name)
+    url, data = f"{store.url}/{stored}", bytearray(sidecar.nbytes)
+    try:
+        if data:
+            store.read_into(stored, 0, memoryview(data))
+    except FileNotFoundError as error:
+        raise CorruptError(url, expected=f"{sidecar.nbytes} bytes", found="no such file") from error
+    if (found := checksum(data)) != sidecar.xxh3:
+        raise CorruptError(
+            url,
+            expected=f"content with the checksum {sidecar.xxh3}",
+            found=found,
+            hint="The file was changed after it was written; restore it from a copy",
+        )
+    return bytes(data)
+
+
 def rebuild_from_shards(store: Store, *, save_id: str | None = None, whole: bool = True) -> Index:
     """Returns the index that the newest complete set of shards describes.
 
     Args:
         save_id: rebuilds the index of this save only, if it has shards there.
-        whole: refuses shards that are cut short or too long, as those of a save that never finished are.
+        whole: refuses shards and sidecar files that are missing, cut short or too long, as those of a save that never
+            finished are.
 
     Raises:
         CheckpointNotFound: there are no shards.
@@ -109,12 +139,14 @@ def _rebuild(store: Store, names: list[str], whole: bool) -> Index:
             found=f"none of rank {', '.join(map(str, missing[:8]))}",
             hint="The save never finished, or shards were lost",
         )
-    for file in index.file_list:
-        if whole and sizes.get(file.name) != file.header + file.nbytes:
+    written = [(file.name, file.header + file.nbytes) for file in index.file_list]
+    written += [(stored_name(index.save_id, sidecar.name), sidecar.nbytes) for sidecar in index.sidecars]
+    for name, nbytes in written if whole else ():
+        if sizes.get(name) != nbytes:
             raise CorruptError(
-                f"{store.url}/{file.name}",
-                expected=f"{file.header + file.nbytes} bytes",
-                found=f"{sizes.get(file.name)}",
-                hint="The save never finished, or the shard was cut short",
+                f"{store.url}/{name}",
+                expected=f"{nbytes} bytes",
+                found="no such file" if name not in sizes else f"{sizes[name]}",
+                hint="The save never finished, or the file was lost or cut short",
             )
     return index

@@ -1,0 +1,64 @@
+"""The list of sidecar files in an index comes back; a text that no save has written stays metadata."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treeckpt.core.format.index import decode_index, encode_index
+from treeckpt.core.format.records import FileTable, Index, ValueRecord
+from treeckpt.core.format.sidecars import (
+    FILES_KEY,
+    MAX_SIDECAR_NBYTES,
+    Sidecar,
+    alike_names,
+    checksum,
+    decode_sidecars,
+    encode_sidecars,
+    is_sidecar_name,
+    parse_stored_name,
+    stored_name,
+)
+
+ID = "0123456789abcdef"
+ROWS = ((0,),)
+INDEX = Index(ID, 1, 0, 1, None, (), (), (ValueRecord(1),), FileTable(ROWS, ROWS, ROWS, ROWS, ROWS), {"note": "mine"})
+ONE = Sidecar("config.json", 2, checksum(b"{}"))
+names = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,127}", fullmatch=True)
+
+
+@given(st.lists(names, unique_by=str.lower, min_size=1, max_size=5), st.binary())
+def test_lists_come_back_in_an_index(found, data):
+    sidecars = tuple(Sidecar(name, len(data), checksum(data)) for name in found)
+    index = msgspec.structs.replace(INDEX, sidecars=sidecars)
+    assert decode_index(encode_index(index)) == index
+    assert decode_sidecars(encode_sidecars(sidecars)) == sidecars
+
+
+@given(names)
+def test_names_are_told_from_stored_names(name):
+    assert is_sidecar_name(name) and parse_stored_name(stored_name(ID, name)) == (ID, name)
+
+
+@given(st.text())
+def test_a_name_is_plain_or_refused(name):
+    assert not is_sidecar_name(name) or (not set(name) & set("/\\\0 \n") and name[0] != "." and name.isascii())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"name": "../config.json"}, {"name": ""}, {"nbytes": -1}, {"nbytes": MAX_SIDECAR_NBYTES + 1}, {"xxh3": "0"}],
+)
+def test_an_unsound_list_stays_metadata(change):
+    text = encode_sidecars((msgspec.structs.replace(ONE, **change),))
+    index = msgspec.structs.replace(INDEX, metadata={FILES_KEY: text})
+    assert decode_index(encode_index(index)) == index
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "[1]", "[" * 10_000, encode_sidecars((ONE, ONE))])
+def test_other_texts_are_no_list(text):
+    assert decode_sidecars(text) is None
+
+
+def test_names_that_differ_only_in_case_are_found():
+    assert alike_names(["a", "b", "A"]) == ["A"]

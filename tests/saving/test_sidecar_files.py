@@ -1,0 +1,202 @@
+"""Files that are saved with a checkpoint: listed and verified, replaced, copied and deleted with it, in any store."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treeckpt as tc
+from tests.helpers.s3 import S3
+from tests.helpers.world import Faulty, Switch, errors_of, on_ranks, small_tree
+from treeckpt.cli.main import main
+from treeckpt.core.format.sidecars import MAX_SIDECAR_NBYTES, MAX_SIDECARS, stored_name
+from treeckpt.io.comm.comm import Comm
+from treeckpt.io.storage.open import open_store
+
+TREE = {"w": np.arange(1000.0)}
+
+
+def stored(path: Path, name: str) -> Path:
+    return path / stored_name(tc.inspect(path).save_id, name)
+
+
+def sizes_of(path: Path | str) -> dict[str, int]:
+    return {one.name: one.nbytes for one in tc.inspect(path).sidecars}
+
+
+@pytest.fixture(params=["disk", "s3"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "disk":
+        return str(tmp_path / "step_00000001")
+    s3: S3 = request.getfixturevalue("s3")
+    return s3.url(f"sidecars/{tmp_path.name}/step_00000001")
+
+
+def test_files_come_back_and_go_with_the_save_that_is_replaced(path: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"layers": 2}')
+    tc.save(path, TREE, files={"config.json": config, "empty": b"", "zeros.bin": bytearray(100)})
+    config.write_text("changed later")
+    assert sizes_of(path) == {"config.json": 13, "empty": 0, "zeros.bin": 100}
+    assert [tc.read_file(path, name) for name in sizes_of(path)] == [b'{"layers": 2}', b"", bytes(100)]
+    assert tc.verify(path).ok
+
+    first = set(open_store(path).sizes())
+    pending = tc.save_async(path, TREE, files={"config.json": b"new"}, overwrite=True)
+    pending.result()
+    assert tc.read_file(path, "config.json") == b"new"
+    assert set(open_store(path).sizes()) & first == {"index.json"}
+    assert np.array_equal(tc.load(path)["w"], TREE["w"])
+    with pytest.raises(tc.MismatchError, match=r"empty: expected a file that was saved with it, found files: config"):
+        tc.read_file(path, "empty")
+
+
+def test_custom_metadata_stays_what_the_user_gave(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", TREE, custom_metadata={"note": "mine"}, files={"a.txt": b"a"})
+    assert tc.inspect(tmp_path / "c").metadata == {"note": "mine"}
+    assert "treeckpt.files" in (tmp_path / "c" / "index.json").read_text()
+    with pytest.raises(tc.TreeError, match=r"no key 'treeckpt\.files'"):
+        tc.save(tmp_path / "d", TREE, custom_metadata={"treeckpt.files": "x"}, files={"a.txt": b"a"})
+
+
+def test_a_manager_saves_and_deletes_them_with_the_step(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with tc.Manager(run, keep=1) as manager:
+        manager.save(1, TREE, files={"a.txt": b"1"})
+        manager.wait()
+        assert tc.read_file(run / "step_00000001", "a.txt") == b"1"
+        manager.save(2, TREE, files={"a.txt": b"2"})
+        manager.wait()
+    assert [one.name for one in run.iterdir()] == ["step_00000002"]
+    assert tc.read_file(run / "step_00000002", "a.txt") == b"2"
+
+
+@pytest.mark.parametrize(
+    ("files", "error"),
+    [
+        ({"config.json": "/nowhere/config.json"}, r"files/config\.json: expected a readable file at /nowhere/config"),
+        ({"d": "/"}, r"files/d: .* found something else than a file"),
+        ({"../x": b""}, r"expected a plain name.*found '\.\./x'"),
+        ({".hidden": b""}, "expected a plain name"),
+        ({"a/b": b""}, "expected a plain name"),
+        ({"n" * 129: b""}, "expected a plain name"),
+        ({"": b""}, "expected a plain name"),
+        ({"a": 10**15}, "files/a: expected a path or bytes, found int"),
+        ({"Config": b"", "config": b""}, "differ not only in case"),
+        ({f"f{n}": b"" for n in range(MAX_SIDECARS + 1)}, "at most 1000, found 1001"),
+        ({"big": bytes(MAX_SIDECAR_NBYTES + 1)}, "files/big: expected at most 67108864 bytes a file"),
+        (dict.fromkeys("abcde", bytes(MAX_SIDECAR_NBYTES)), "files/e: expected .* 268435456 together"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(
+    tmp_path: Path, files: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(tc.TreeError, match=error):
+        tc.save(tmp_path / "c", TREE, files=files)
+    assert not (tmp_path / "c").exists()
+
+
+def test_rank_0_counts_and_others_give_the_same_or_nothing(tmp_path: Path) -> None:
+    (tmp_path / "host0.txt").write_text("of host 0")
+
+    def save(comm: Comm, name: str, given: list[dict[str, Any]]) -> None:
+        tc.save(tmp_path / name, small_tree(comm.rank, 2), comm=comm, files=given[comm.rank])
+
+    paths = {"a.txt": tmp_path / "host0.txt", "b": b"b"}
+    elsewhere = {"a.txt": "/a/path/of/another/host", "b": b"b"}
+    assert errors_of(on_ranks(2, lambda comm: save(comm, "c", [paths, elsewhere]))) == [None] * 2
+    assert tc.read_file(tmp_path / "c", "a.txt") == b"of host 0"
+    for name, other in {"content": {"b": b"other"}, "alone": {"more": b""}}.items():
+        errors = errors_of(on_ranks(2, lambda comm, name=name, other=other: save(comm, name, [paths, other])))
+        assert all(isinstance(error, tc.MismatchError) and "on rank 1" in str(error) for error in errors), errors
+        assert not (tmp_path / name).exists()
+
+
+def test_a_file_that_cannot_be_written_fails_the_save_on_every_rank_and_leaves_the_old_version(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    tc.save(path, small_tree(0, 1), files={"a": b"old"})
+    before = set(tc.LocalStore(path).sizes())
+
+    class Full(Faulty):
+        def publish(self, name: str, data: bytes, *, replace: bool) -> None:
+            if name.startswith("file."):
+                raise OSError(28, "No space left on device")
+            super().publish(name, data, replace=replace)
+
+    def save(comm: Comm) -> None:
+        store = Full(tc.LocalStore(path), Switch())
+        tc.save(store, small_tree(comm.rank, 2), comm=comm, overwrite=True, files={"a": b"new"})
+
+    errors = errors_of(on_ranks(2, save))
+    assert all("No space left" in str(error) for error in errors), errors
+    assert tc.read_file(path, "a") == b"old"
+    left = set(tc.LocalStore(path).sizes()) - before
+    assert not {name for name in left if name.startswith(("file.", "shard"))}, left
+
+
+@pytest.mark.parametrize("damage", ["flipped", "short", "long", "missing"])
+def test_damage_is_found_by_verify_and_named(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "c"
+    tc.save(path, TREE, files={"config.json": b"0123456789"})
+    file = stored(path, "config.json")
+    file.write_bytes({"flipped": b"0123x56789", "short": b"0123", "long": b"0123456789+"}.get(damage, b""))
+    if damage == "missing":
+        file.unlink()
+    report = tc.verify(path)
+    assert [problem.file for problem in report.problems] == [file.name]
+    if damage == "long":
+        assert tc.read_file(path, "config.json") == b"0123456789"
+    else:
+        with pytest.raises(tc.CorruptError, match=r"config\.json"):
+            tc.read_file(path, "config.json")
+    assert np.array_equal(tc.load(path)["w"], TREE["w"])
+    assert [problem.file for problem in tc.verify(path, repair=True).problems] == [file.name]
+
+
+def test_a_rebuilt_index_lists_them(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    tc.save(path, TREE, files={"config.json": b"{}"})
+    index = tc.inspect(path)
+    (path / "index.json").unlink()
+    assert tc.rebuild_index(path).sidecars == index.sidecars
+    assert tc.read_file(path, "config.json") == b"{}"
+    (path / "index.json").unlink()
+    stored_at = path / stored_name(index.save_id, "config.json")
+    stored_at.unlink()
+    with pytest.raises(tc.CorruptError, match=r"config\.json: expected 2 bytes, found no such file"):
+        tc.rebuild_index(path)
+
+
+def test_convert_copies_them_and_says_where_it_cannot(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", TREE, files={"config.json": b"{}"})
+    tc.convert.convert(tmp_path / "c", tmp_path / "copy")
+    assert tc.read_file(tmp_path / "copy", "config.json") == b"{}"
+    report = tc.convert.convert(tmp_path / "c", tmp_path / "w.safetensors")
+    assert "config.json: a sidecar file becomes no part of it" in str(report)
+
+
+def test_show_lists_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tc.save(tmp_path / "c", TREE, files={"config.json": b"{}"})
+    assert main(["show", str(tmp_path / "c")]) == 0
+    assert "file config.json" in capsys.readouterr().out
+    assert main(["show", str(tmp_path / "c"), "--json"]) == 0
+    [listed] = json.loads(capsys.readouterr().out)["sidecars"]
+    assert (listed["name"], listed["nbytes"]) == ("config.json", 2)
+
+
+def test_clean_names_files_of_others_and_leaves_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    for step in (1, 2):
+        tc.save(run / f"step_{step:08d}", TREE, step=step, files={"config.json": b"{}"})
+    foreign = run / "step_00000001" / "config.json"
+    foreign.write_text("mine")
+    assert main(["gc", str(run / "step_00000001")]) == 0
+    assert "files of others: config.json" in capsys.readouterr().out
+    report = tc.Manager(run, keep=1).clean()
+    assert report.foreign == {"step_00000001": ("config.json",)}
+    assert "foreign   step_00000001: config.json" in str(report)
+    assert list((run / "step_00000001").iterdir()) == [foreign]
