@@ -73,6 +73,8 @@ class LivePage(msgspec.Struct, frozen=True):
     """Saves in progress of every run."""
 
     saves: list[SaveRow]
+    saving: int
+    """Saves that may still be committed, on all pages: those in progress but for the killed ones."""
     start: int
     next: int | None
 
@@ -99,7 +101,8 @@ class SaveRates:
 
 
 def live_page(library: Library, rates: SaveRates, start: int, *, now_ns: int) -> LivePage:
-    """Returns the saves in progress of every run, the last started first."""
+    """Returns the saves in progress of every run, and those that were killed, the last started first."""
+    library.start_scans(library.runs)
     found = [
         (run, checkpoint_id, info, save)
         for run in library.runs
@@ -108,7 +111,8 @@ def live_page(library: Library, rates: SaveRates, start: int, *, now_ns: int) ->
     ]
     found.sort(key=lambda one: -one[3].started_ns)
     rows = [_save_row(*one, rates, now_ns) for one in found[start : start + PAGE]]
-    return LivePage(rows, start, next_start(start, len(found)))
+    saving = sum(save.alive is not False for *_, save in found)
+    return LivePage(rows, saving, start, next_start(start, len(found)))
 
 
 def _save_row(

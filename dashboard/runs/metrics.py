@@ -32,6 +32,7 @@ _HELP = {
 def metrics_text(library: Library) -> str:
     """Returns all metrics. Labels are bounded: the names of the runs that were given, and six statuses."""
     rows: dict[str, list[str]] = {}
+    library.start_scans(library.runs)
     for run in library.runs:
         for name, labels, value in _run_metrics(library, run):
             escaped = {k: v.translate(_ESCAPES) for k, v in {"run": run.name, **labels}.items()}

@@ -186,11 +186,12 @@ def _branches(infos: Sequence[CheckpointInfo]) -> dict[str, tuple[int | None, bo
 def run_tag(library: Library, runs: Sequence[Run], *, wait: float = 0.0) -> str:
     """Returns a text that changes whenever the pages of these runs do."""
     parts: list[str] = []
+    library.start_scans(runs)
     for run in runs:
         library.checkpoints(run, wait=wait)
         watch = library.watches[run.id]
         progress = watch.progress
-        parts.append(f"{watch.version}.{progress.seen if not progress.complete else ''}")
+        parts.append(f"{watch.version}.{(progress.seen, progress.total) if not progress.complete else ''}")
     return "-".join(parts)
 
 

@@ -91,6 +91,7 @@ def usage_page(library: Library, keep: str | None, start: int) -> UsagePage:
         KeepError: `keep` is not valid.
     """
     policies = policies_of(library, keep)
+    library.start_scans(library.runs)
     infos = {run.id: [info for _, info in library.checkpoints(run)] for run in library.runs}
     total = sum(sum_nbytes(found) for found in infos.values())
     rows = [_usage_row(library, run, infos[run.id], policies, total, start) for run in library.runs]

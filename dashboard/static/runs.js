@@ -1,13 +1,15 @@
 // @ts-check
 /**
  * Keeps a page of runs or of saves up to date. It requests the page every two seconds while the person follows it or a
- * save is in progress, never while the page is hidden, and replaces the parts that are marked `data-live`. The parts
- * come from the server's page, parsed as a document: no text becomes HTML here.
+ * save is in progress, twice a second while a run is read for the first time, never while the page is hidden. It
+ * replaces the parts that are marked `data-live`; these come from the server's page, parsed as a document: no text
+ * becomes HTML here.
  */
 
 import { find, reason } from "./dom.js";
 
 const PAUSE = 2000;
+const LOADING_PAUSE = 500;
 const button = /** @type {HTMLButtonElement} */ (find("#follow"));
 const news = find("#news");
 let tag = "";
@@ -21,6 +23,7 @@ let following =
   !address.searchParams.has("cursor");
 button.hidden = false;
 
+const loading = () => document.querySelector(".scanning progress") !== null;
 const busy = () => document.querySelector('[data-live][data-busy="1"]') !== null;
 
 function showButton() {
@@ -46,7 +49,7 @@ const rows = (root) =>
 
 /** @param {Document} page */
 function take(page) {
-  const before = rows(document);
+  const before = loading() ? new Map() : rows(document);
   const focused = document.activeElement?.getAttribute("href");
   for (const old of document.querySelectorAll("[data-live]")) {
     const now = page.getElementById(old.id);
@@ -83,7 +86,7 @@ async function ask() {
 }
 
 /** @param {number} [pause] */
-function plan(pause = PAUSE) {
+function plan(pause = loading() ? LOADING_PAUSE : PAUSE) {
   clearTimeout(timer);
   if (document.hidden || !(following || busy())) return;
   timer = window.setTimeout(

@@ -36,7 +36,7 @@ BATCH = 256
 """Summaries that are written in one transaction."""
 
 T = TypeVar("T")
-_TYPES: dict[str, Any] = {"summary": Summary, "took": SaveDuration}
+_DECODERS: dict[str, Any] = {"summary": msgspec.json.Decoder(Summary), "took": msgspec.json.Decoder(SaveDuration)}
 
 
 def default_directory() -> Path:
@@ -120,7 +120,7 @@ class Cache:
         row = self._transact(lambda database: database.execute(query, (digest,)).fetchone())
         if row:
             with contextlib.suppress(msgspec.MsgspecError):
-                return msgspec.json.decode(row[0], type=_TYPES[key[1]])
+                return _DECODERS[key[1]].decode(row[0])
         result = read()
         with self._lock:
             self._unwritten.append((digest, msgspec.json.encode(result)))

@@ -121,15 +121,15 @@ class Library:
         self._directories: dict[str, tuple[Run, str]] = {}
         self._lists: dict[str, tuple[list[CheckpointInfo], list[tuple[str, CheckpointInfo]]]] = {}
 
-    def inspect_directory(self, run: Run, name: str) -> DirectoryState:
+    def inspect_directory(self, run: Run, folder: Folder) -> DirectoryState:
         """Returns what a directory is; a large index that was not read before is given to another process."""
-        folder = run.store.folder(name)
+        name = folder.name
         self._directories[_id(str(run.path), name)] = (run, name)
         modified = folder.modified_ns()
         try:
             return DirectoryState(self._look(run, folder), modified)
         except StillReading:
-            return DirectoryState(_unread(folder), None)
+            return DirectoryState(_unread(folder), None, folder)
         except OSError as error:  # of a mounted or remote store
             return DirectoryState(CheckpointInfo(name, folder.url, "foreign", step_of(name), error=f"{error}"), None)
 
@@ -146,6 +146,11 @@ class Library:
             if run.id == run_id:
                 return run
         raise NotFound("There is no such run here.")
+
+    def start_scans(self, runs: Sequence[Run]) -> None:
+        """Scans all these runs at the same time, before a page asks for the checkpoints of one after the other."""
+        for run in runs:
+            self.watches[run.id].start()
 
     def checkpoints(self, run: Run, *, wait: float = 0.0) -> list[tuple[str, CheckpointInfo]]:
         """Returns the checkpoints of a run found so far with their ids, newest first; see `RunWatcher.progress`."""
@@ -170,7 +175,7 @@ class Library:
         if checkpoint_id not in self._directories:
             raise NotFound("There is no such checkpoint here; it may have been removed.")
         run, name = self._directories[checkpoint_id]
-        folder = run.store.folder(name)
+        folder = run.store.folder(name).listed()
         if folder.modified_ns() is None:
             raise NotFound("This checkpoint is gone.")
         info = self._look(run, folder)

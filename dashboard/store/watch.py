@@ -4,28 +4,41 @@ To inspect ten thousand directories takes seconds. A thread does it, the newest 
 known so far. Without requests nothing is inspected. A directory is skipped if its modification time is the same and
 it held a complete checkpoint; `RECHECKED` of these are inspected all the same in each scan, so that damage inside a
 file is found in the end.
+
+Of a remote run many directories are inspected at a time. Those of the first page are listed one by one, so that the
+page does not wait until thousands of objects are listed; the others by one listing of the run, as in all later scans.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
 from treeckpt.core.format.file_names import step_of
+from treeckpt.core.text import visible
 from treeckpt.errors import TreeckptError
-from treeckpt.io.storage.run_store import RunStore, modified_times
+from treeckpt.io.storage.run_store import Folder, RunStore, SupportsBulkListing, modified_times
+from treeckpt.runs.catalog import CONCURRENT_READS
 from treeckpt.runs.checkpoint_info import CheckpointInfo, in_listing_order
 
 FRESH = 1.0
 """Seconds after a scan during which no other one starts."""
+REMOTE_FRESH = 4.0
+"""The same for a remote run, as a multiple of the time that the scan took: it may have listed a million objects.
+
+After a scan that failed, the next one may start as soon as that of a local run.
+"""
 RECHECKED = 64
 ENOUGH = 100
 """Inspected directories after which a request hardly waits for the first scan: they fill a page."""
 SOON = 0.3
 """Seconds for which every request waits for a scan; after that, or after the `wait` it gave, it gets what is known."""
+REMOTE_SOON = 1.0
+"""The same for the first scan of a remote run, from its start: its first page takes a few requests in a row."""
 HARDLY = 0.08
 """Seconds for which a request waits for a scan that has enough to show: the scan may be about to end."""
 
@@ -35,6 +48,8 @@ class DirectoryState(msgspec.Struct, frozen=True):
 
     info: CheckpointInfo
     modified_ns: int | None
+    unread: Folder | None = None
+    """The folder as it was listed, if `info` waits for another process."""
 
 
 class ScanProgress(msgspec.Struct, frozen=True):
@@ -42,7 +57,10 @@ class ScanProgress(msgspec.Struct, frozen=True):
 
     seen: int
     total: int
+    """0 while the directories are being listed."""
     complete: bool
+    problem: str | None = None
+    """Why the last scan failed."""
 
 
 class _Scan:
@@ -54,13 +72,14 @@ class _Scan:
 
     def __init__(self) -> None:
         self.enough, self.done = threading.Event(), threading.Event()
+        self.started = time.monotonic()
 
 
 class RunWatcher:
     """The directories of one run.
 
     Args:
-        inspect: returns what the directory of a name is.
+        inspect: returns what a directory is.
         clock: a monotonic clock in seconds.
         on_scanned: is called after each complete scan.
     """
@@ -68,17 +87,18 @@ class RunWatcher:
     def __init__(
         self,
         store: RunStore,
-        inspect: Callable[[str], DirectoryState],
+        inspect: Callable[[Folder], DirectoryState],
         *,
         clock: Callable[[], float] = time.monotonic,
         on_scanned: Callable[[], None] = lambda: None,
     ) -> None:
         self._store, self._inspect, self._clock, self._on_scanned = store, inspect, clock, on_scanned
+        self._remote = store if isinstance(store, SupportsBulkListing) else None
         self._lock = threading.Lock()
         self._known: dict[str, DirectoryState] = {}
         self._names: list[str] = []
         self._sorted: tuple[int, list[CheckpointInfo]] = (-1, [])
-        self._scanned_at: float | None = None
+        self._fresh_until: float | None = None
         self._running: _Scan | None = None
         self._slow = False
         self._next_recheck = 0
@@ -86,67 +106,107 @@ class RunWatcher:
         """Changes whenever `infos` or the end of the first scan does."""
         self.progress = ScanProgress(0, 0, False)
 
+    def start(self) -> _Scan | None:
+        """Starts a scan unless one is running; returns it, or None if the last one is fresh."""
+        with self._lock:
+            if self._running is None:
+                if self._fresh_until is not None and self._clock() <= self._fresh_until:
+                    return None
+                self._running = _Scan()
+                threading.Thread(target=self._run, args=(self._running,), daemon=True).start()
+            return self._running
+
     def refresh(self, *, wait: float = 0.0) -> None:
         """Starts a scan unless the last one is fresh, and waits for it up to `wait` or SOON seconds.
 
         If scans of this run are slow, it waits only for the new directories, or for the first page of them.
         """
-        with self._lock:
-            running = self._running
-            if running is None:
-                if self._scanned_at is not None and self._clock() - self._scanned_at <= FRESH:
-                    return
-                running = self._running = _Scan()
-                threading.Thread(target=self._run, args=(running,), daemon=True).start()
+        if (running := self.start()) is None:
+            return
         wait = max(wait, SOON)
         if wait <= SOON and (self._slow or not self.progress.complete):
             wait = 0.0 if self._slow or running.enough.is_set() else HARDLY
-            running.enough.wait(SOON)
+            first = self._remote is not None and not self.progress.complete
+            running.enough.wait(running.started + REMOTE_SOON - time.monotonic() if first else SOON)
         running.done.wait(wait)
 
     def _run(self, scan: _Scan) -> None:
-        started = time.monotonic()
+        problem = None
         try:
             if self.progress.complete:
                 self._scan_again(scan)
             else:
                 self._scan_first(scan)
             self._on_scanned()
-        except (OSError, TreeckptError):  # the store is out of reach: the list stays, the next request tries again
-            pass
+        except (OSError, TreeckptError) as error:  # out of reach: the list stays, the next request tries again
+            problem = visible(str(error))
         finally:
+            took = time.monotonic() - scan.started
             with self._lock:
-                self._scanned_at = self._clock()
-                self._slow = self.progress.complete and time.monotonic() - started > SOON / 4
+                self.version += problem != self.progress.problem
+                self.progress = msgspec.structs.replace(self.progress, problem=problem)
+                listed_all = self._remote is not None and problem is None
+                self._fresh_until = self._clock() + (max(FRESH, REMOTE_FRESH * took) if listed_all else FRESH)
+                self._slow = self.progress.complete and took > SOON / 4
                 self._running = None
             scan.enough.set()
             scan.done.set()
 
     def _scan_first(self, scan: _Scan) -> None:
         names = self._update_names(dict.fromkeys(self._store.names()))
-        for seen, name in enumerate(names, 1):
-            self._update(name)
-            self.progress = ScanProgress(seen, len(names), False)
+        self.progress = ScanProgress(0, len(names), False)
+
+        def look(folder: Folder) -> None:
+            self._update(folder)
+            with self._lock:
+                seen = self.progress.seen + 1
+                self.progress = msgspec.structs.replace(self.progress, seen=seen)
             if seen == ENOUGH:
                 scan.enough.set()
+
+        if self._remote is None:
+            for name in names:
+                look(self._store.folder(name))
+        else:
+            self._look_at_remote(self._remote, names, look)
         self.progress = ScanProgress(len(names), len(names), True)
         with self._lock:  # pages no longer show the progress
             self.version += 1
 
+    def _look_at_remote(self, run: SupportsBulkListing, names: Sequence[str], look: Callable[[Folder], None]) -> None:
+        """Looks at all folders: at those of the first page before the listing of the whole run has ended."""
+        with ThreadPoolExecutor(CONCURRENT_READS, "treeckpt-watch") as pool:
+            listing = pool.submit(run.folders) if len(names) > ENOUGH else None
+            for _ in pool.map(lambda name: look(self._store.folder(name).listed()), names[:ENOUGH]):
+                pass
+            listed = {folder.name: folder for folder in listing.result()} if listing is not None else {}
+            for _ in pool.map(look, [listed[name] for name in names[ENOUGH:] if name in listed]):
+                pass
+
     def _scan_again(self, scan: _Scan) -> None:
-        changes = modified_times(self._store)
+        if self._remote is None:
+            changes, folder_of = modified_times(self._store), self._store.folder
+        else:
+            listed = {folder.name: folder for folder in self._remote.folders()}
+            changes, folder_of = {name: folder.modified_ns() for name, folder in listed.items()}, listed.__getitem__
         names = self._update_names(changes)
-        for name in names:
-            if name not in self._known:
-                self._update(name)
+        self._update_all(folder_of(name) for name in names if name not in self._known)
         scan.enough.set()
         start = self._next_recheck if self._next_recheck < len(names) else 0
         self._next_recheck = start + RECHECKED
         rechecked = set(names[start : self._next_recheck])
-        for name in names:
-            if name in rechecked or not self._is_unchanged(name, changes[name]):
-                self._update(name)
-        self.progress = ScanProgress(len(names), len(names), True)
+        changed = [name for name in names if name in rechecked or not self._is_unchanged(name, changes[name])]
+        self._update_all(map(folder_of, changed))
+        self.progress = ScanProgress(len(names), len(names), True, self.progress.problem)
+
+    def _update_all(self, folders: Iterable[Folder]) -> None:
+        if self._remote is None:
+            for folder in folders:
+                self._update(folder)
+            return
+        with ThreadPoolExecutor(CONCURRENT_READS, "treeckpt-watch") as pool:
+            for _ in pool.map(self._update, folders):
+                pass
 
     def _update_names(self, found: Mapping[str, object]) -> list[str]:
         """Forgets directories that are gone; returns the names of those that exist, the newest steps first."""
@@ -164,18 +224,20 @@ class RunWatcher:
         known = self._known[name]
         return known.modified_ns == modified_ns and known.info.status == "complete" and not known.info.saving
 
-    def _update(self, name: str) -> None:
-        before, now = self._known.get(name), self._inspect(name)
+    def _update(self, folder: Folder) -> None:
+        name = folder.name
+        before, now = self._known.get(name), self._inspect(folder)
         if before is None or before != now:
             with self._lock:
                 self._known[name] = now
-                self.version += before is None or msgspec.structs.replace(before, modified_ns=now.modified_ns) != now
+                same = before is not None and before.info == now.info
+                self.version += not same
 
     def inspect(self, names: Sequence[str]) -> None:
         """Inspects these directories now, even if the last scan is fresh."""
         for name in names:
-            if name in self._known:
-                self._update(name)
+            if (known := self._known.get(name)) is not None:
+                self._update(known.unread or self._store.folder(name).listed())
 
     @property
     def infos(self) -> list[CheckpointInfo]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from tests.helpers.s3 import S3, started
+from tests.helpers.large import write_many
+from tests.helpers.s3 import BUCKET, S3, started
 from treeckpt.bench import s3_server
 
 
@@ -34,3 +38,32 @@ def far_s3_server() -> Iterator[FarS3]:
     """Starts a server, ends it again."""
     with started(s3_server.__file__) as port:
         yield FarS3(port, port)
+
+
+def put_many(server: FarS3, count: int) -> str:
+    """A run of so many small checkpoints on the server; returns its URL. About a second a thousand."""
+    url = server.url()
+    with tempfile.TemporaryDirectory() as directory:
+        run = write_many(Path(directory) / "run", count)
+        files = [path for path in run.rglob("*") if path.is_file()]
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(lambda path: server.put(f"{_key(url)}/{path.relative_to(run)}", path.read_bytes()), files))
+    return url
+
+
+def _key(url: str) -> str:
+    return url.removeprefix(f"s3://{BUCKET}/")
+
+
+def rounds(log: list[dict[str, Any]]) -> int:
+    """The largest number of requests of which each one began after the one before it had ended."""
+    found, ended = 0, -1.0
+    for row in sorted(log, key=lambda row: row["ended"]):
+        if row["at"] >= ended:
+            found, ended = found + 1, row["ended"]
+    return found
+
+
+def lists(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The listings among requests."""
+    return [row for row in log if "list-type" in row["path"]]

@@ -6,7 +6,13 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from ..io.storage.bucket import is_url
+from ..io.storage.open import open_run
 from ..report.terminal import fail
+from ..runs import catalog
+
+SHOWN = 12
+"""Names that an error lists, at most."""
 
 
 class Commands:
@@ -26,6 +32,19 @@ class Commands:
         if json:
             added.add_argument("--json", action="store_true", help="print JSON")
         return added
+
+
+def no_such_run(run: str) -> str:
+    """Returns the error where a path or URL does not exist, with what is beside it; empty if it exists."""
+    if catalog.run_exists(run):
+        return ""
+    if not is_url(run):
+        return f"{run}: no such directory"
+    parent = run.rstrip("/").rpartition("/")[0]
+    beside = open_run(parent).names() if parent.count("/") >= 2 else []
+    names = ", ".join(beside[:SHOWN]) + f" and {len(beside) - SHOWN} more" * (len(beside) > SHOWN)
+    known = f". Below {parent} there are: {names}" if beside else ""
+    return f"{run}: no such directory: no object has this prefix{known}"
 
 
 def usage_error(text: str) -> int:

@@ -10,7 +10,9 @@ from typing import Any
 
 from ..core.text import bytes_text, seconds_text
 from ..io.comm.waiting import log_if_slow
+from ..io.storage.open import open_store
 from ..report.terminal import print_json, print_line
+from ..runs.progress_bar import stores_bar
 from .command import Commands
 
 FORMATS = ("treeckpt", "torch", "dcp", "safetensors")
@@ -39,11 +41,12 @@ def add_convert(commands: Commands) -> None:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from ..convert import convert
+    from ..convert import convert, detect
 
-    with _ranks() as rank:
+    with _ranks() as rank, stores_bar("converting", quiet=options.json or rank > 0) as counted:
+        ours = detect(options.source) == "treeckpt"  # of other formats the bar shows the time only
         report = convert(
-            options.source,
+            counted(open_store(options.source)) if ours else options.source,
             options.destination,
             to=options.to,
             dtype=options.dtype,

@@ -6,8 +6,7 @@ import argparse
 import gc
 import os
 
-from ..runs import catalog
-from .command import Commands, usage_error
+from .command import Commands, no_such_run, usage_error
 
 
 def add_dashboard(commands: Commands) -> None:
@@ -36,8 +35,8 @@ def add_dashboard(commands: Commands) -> None:
 
 
 def _dashboard(options: argparse.Namespace) -> int:
-    if missing := [run for run in options.runs if not catalog.run_exists(run)]:
-        return usage_error(f"{missing[0]}: no such directory")
+    if problem := next(filter(None, map(no_such_run, options.runs)), ""):
+        return usage_error(problem)
     gc.disable()  # imports create no garbage, and collections take a tenth of the start
     try:
         from treeckpt_dashboard.web.server import ServeError, serve

@@ -7,8 +7,10 @@ from collections import Counter
 
 from ..api import opened
 from ..core.analysis.diff import Added, Diff, Moved, Removed, diff
+from ..io.storage.open import open_store
 from ..loading.compare import ValueChange, value_changes
 from ..report.terminal import print_json, print_line, print_table
+from ..runs.progress_bar import stores_bar
 from .command import Commands
 
 _VALUES = (
@@ -28,7 +30,11 @@ def add_diff(commands: Commands) -> None:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    with opened(options.first) as a, opened(options.second) as b:
+    with (
+        stores_bar("comparing", quiet=options.json) as counted,
+        opened(counted(open_store(options.first))) as a,
+        opened(counted(open_store(options.second))) as b,
+    ):
         found = diff(a.index, b.index)
         values = list(value_changes(a, b, found)) if options.values else None
     if options.json:

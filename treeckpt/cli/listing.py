@@ -10,7 +10,8 @@ from ..report.terminal import print_json, print_line, print_table
 from ..runs import catalog
 from ..runs.active_saves import under_way_text
 from ..runs.checkpoint_info import CheckpointInfo
-from .command import Commands, usage_error
+from ..runs.progress_bar import counting_bar
+from .command import Commands, no_such_run, usage_error
 
 
 def add_ls(commands: Commands) -> None:
@@ -19,9 +20,13 @@ def add_ls(commands: Commands) -> None:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    if missing := [run for run in options.runs if not catalog.run_exists(run)]:
-        return usage_error(f"{missing[0]}: no such directory")
-    found = [info for run in options.runs for info in catalog.scan(run)]
+    found: list[CheckpointInfo] = []
+    for run in options.runs:
+        with counting_bar(f"reading {run}", quiet=options.json) as count:
+            infos = catalog.scan(run, on_read=count)
+        if not infos and (problem := no_such_run(run)):
+            return usage_error(problem)
+        found += infos
     if options.json:
         print_json(found)
         return 0

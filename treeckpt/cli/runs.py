@@ -16,10 +16,10 @@ from ..core.analysis.retention_policy import All, Best, EveryPeriod, EverySteps,
 from ..core.format.file_names import MAX_STEP, is_step_name, step_name
 from ..core.text import bytes_text
 from ..report.terminal import print_json, print_line, print_table
-from ..runs.catalog import is_checkpoint, run_exists, scan
+from ..runs.catalog import is_checkpoint, scan
 from ..runs.policy_text import parse_best
 from ..runs.run import GRACE, CleanReport, RunDirectory, clean_checkpoint
-from .command import Commands, usage_error
+from .command import Commands, no_such_run, usage_error
 
 
 def add_commands(commands: Commands) -> None:
@@ -105,8 +105,8 @@ def _policies(options: argparse.Namespace) -> list[Policy]:
 
 
 def _gc(options: argparse.Namespace) -> int:
-    if not run_exists(options.run_path):
-        return usage_error(f"{options.run_path}: no such directory")
+    if problem := no_such_run(options.run_path):
+        return usage_error(problem)
     run, alone = RunDirectory(options.run_path), is_checkpoint(options.run_path)
     alone = alone and not run.checkpoints()
     policies = _policies(options)

@@ -20,6 +20,7 @@ from ..loading.transforms.rules import Rule
 from ..loading.transforms.view import View, view_of
 from ..report.terminal import fail, print_facts, print_json, print_line, print_table
 from ..runs import catalog
+from ..runs.progress_bar import stores_bar
 from .command import Commands
 from .listing import print_saves_under_way
 
@@ -36,10 +37,11 @@ def add_show(commands: Commands) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    info = catalog.read_info(options.checkpoint, follow=True)
-    if info.status == "partial" and not options.json:
-        print_saves_under_way(info)
-    index = api.inspect(options.checkpoint)
+    with stores_bar("reading the index", quiet=options.json):
+        info = catalog.read_info(options.checkpoint, follow=True)
+        if info.status == "partial" and not options.json:
+            print_saves_under_way(info)
+        index = api.inspect(options.checkpoint)
     if options.rules:
         return _show_rules(index, options)
     outline = IndexOutline(index)

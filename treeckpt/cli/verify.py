@@ -9,7 +9,7 @@ from ..core.text import bytes_text, seconds_text
 from ..io.storage.open import open_store
 from ..report.terminal import print_json, print_line
 from ..runs import catalog
-from ..runs.progress_bar import reading_bar
+from ..runs.progress_bar import stores_bar
 from .command import Commands
 from .show import index_summary
 
@@ -24,12 +24,10 @@ def add_verify(commands: Commands) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    if options.repair:
-        report = api.verify(options.checkpoint, repair=True)
-    else:
-        nbytes = None if options.json else catalog.read_info(options.checkpoint, follow=True).nbytes
-        with reading_bar(open_store(options.checkpoint), "verifying", nbytes) as store:
-            report = api.verify(store)
+    known = not (options.json or options.repair)
+    nbytes = catalog.read_info(options.checkpoint, follow=True).nbytes if known else None
+    with stores_bar("verifying", nbytes, quiet=options.json) as counted:
+        report = api.verify(counted(open_store(options.checkpoint)), repair=options.repair)
     if options.json:
         print_json({"ok": report.ok, "report": report})
         return 0 if report.ok else 1

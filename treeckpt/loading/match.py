@@ -23,7 +23,7 @@ from ..errors import MismatchError
 from ..io.comm.comm import Comm, global_rank, ranks_of_host
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.memory import SlabAllocator
-from ..io.storage.store import SupportsFetching
+from ..io.storage.store import FETCH_MEMORY, SupportsFetching
 from ..io.timing import Recorder
 from ..reports import LoadReport
 from .check_sizes import Claims
@@ -32,9 +32,8 @@ from .read_request import LeafPlaceholder
 from .transforms.rules import Rule
 from .transforms.view import ComposedLeaf, view_of
 
-MEMORY, FAR_MEMORY = 64 << 20, 512 << 20
-"""Bytes of buffers that a load may take, by default: from local files, and from an object store or a network file
-system, where up to 64 requests of 8 MiB are in flight."""
+MEMORY = 64 << 20
+"""Bytes of buffers that a load from local files may take, by default; from other stores it is `FETCH_MEMORY`."""
 
 
 Strict = bool | Literal["missing"]
@@ -107,7 +106,7 @@ class Load:
         self.options, self.rank, self.here = options, comm.rank, global_rank(comm)
         self.recorder = Recorder(comm.rank)
         self.checkpoint, self.index = checkpoint, checkpoint.index
-        default = FAR_MEMORY if isinstance(checkpoint.store, SupportsFetching) else MEMORY
+        default = FETCH_MEMORY if isinstance(checkpoint.store, SupportsFetching) else MEMORY
         self.memory = default if options.memory is None else options.memory
         """Bytes of buffers, at most."""
         self.source_rank = comm.rank % self.index.world

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from ..core.format.damage import BadBytes, damaged_leaves
 from ..core.format.index import INDEX_NAME, encode_index, folded_index, rebuild
@@ -18,16 +21,22 @@ from ..io.comm.collective import all_gather
 from ..io.comm.comm import Comm
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.leftovers import list_leftovers
+from ..io.storage.local_read import too_short
 from ..io.storage.memory import aligned_buffer
 from ..io.storage.metadata_files import read_sidecar, read_timings, rebuild_from_shards
-from ..io.storage.shard_reader import OpenedShard, matches, open_shard
-from ..io.storage.store import Store
+from ..io.storage.shard_reader import ArrivingBlocks, OpenedShard, matches, open_shard
+from ..io.storage.store import FETCH_MEMORY, Store, SupportsFetching
 from ..io.timing import Recorder
 from ..reports import Problem, VerifyReport
 
 SHOWN = 5
 STEP = 8 << 20
 """Bytes that are read at a time."""
+HEADERS = 64
+"""Headers of shards that are read at a time from a remote store."""
+
+Survey = tuple[OpenedShard | None, list[BadBytes]]
+"""A shard, None if its header is bad, and its bad bytes."""
 
 
 def verify_checkpoint(checkpoint: Checkpoint) -> VerifyReport:
@@ -38,8 +47,9 @@ def verify_checkpoint(checkpoint: Checkpoint) -> VerifyReport:
     problems: list[Problem] = []
     headers: list[tuple[int, ShardHeader]] = []
     nbytes = 0
-    for file in index.file_list:
-        opened, bad = survey_shard(store, index, file, sizes.get(file.name), keep=True)
+    for file, (opened, bad) in zip(
+        index.file_list, survey_shards(store, index, index.file_list, sizes, keep=True), strict=True
+    ):
         problems += [_problem(index, part) for part in bad]
         if opened is not None and not bad:
             nbytes += file.nbytes
@@ -94,9 +104,21 @@ def publish_rebuilt(store: Store, *, replace: bool) -> Index:
 
 
 # damaged bytes -------------------------------------------------------------------------------------------------------
-def survey_shard(
-    store: Store, index: Index, file: File, size: int | None, *, keep: bool = False
-) -> tuple[OpenedShard | None, list[BadBytes]]:
+def survey_shards(
+    store: Store, index: Index, files: Sequence[File], sizes: Mapping[str, int], *, keep: bool = False
+) -> Iterable[Survey]:
+    """Compares every checksum of several shards, and gives what `survey_shard` returns for each of them, in order.
+
+    A store that fetches has many requests in flight, over all shards.
+    """
+    if isinstance(store, SupportsFetching):
+        with contextlib.suppress(CheckpointError, OSError):
+            return _survey_fetched(store, index, files, sizes, keep)
+    # or a range cannot be read: this way finds out which
+    return (survey_shard(store, index, file, sizes.get(file.name), keep=keep) for file in files)
+
+
+def survey_shard(store: Store, index: Index, file: File, size: int | None, *, keep: bool = False) -> Survey:
     """Compares every checksum of a shard.
 
     Args:
@@ -107,6 +129,14 @@ def survey_shard(
         The shard, and its bad bytes by where they start. Without a header that can be believed there is no shard, and
         all of the file is bad.
     """
+    opened, bad = _open(store, index, file, size, keep)
+    if opened is None or size is None:
+        return opened, bad
+    return opened, _joined([*_bad_blocks(store, opened, min(size, file.header + file.nbytes) - file.header), *bad])
+
+
+def _open(store: Store, index: Index, file: File, size: int | None, keep: bool) -> Survey:
+    """Opens a shard; returns it, and what its header and its length show to be bad."""
     whole = file.header + file.nbytes
     if size is None:
         return None, [BadBytes(file.name, 0, whole, "the file is missing")]
@@ -117,16 +147,66 @@ def survey_shard(
         return None, [BadBytes(file.name, 0, whole, why)]
     except OSError as error:
         return None, [BadBytes(file.name, 0, whole, f"the header cannot be read: {error}")]
-    found: list[BadBytes] = []
-    for bad in _bad_blocks(store, opened, min(size, whole) - file.header):
-        if found and found[-1].stop == bad.start and found[-1].why == bad.why:
-            bad = BadBytes(bad.file, found.pop().start, bad.stop, bad.why)
-        found.append(bad)
     if size < whole:
-        found.append(BadBytes(file.name, size, whole, f"the file ends at byte {size}"))
+        return opened, [BadBytes(file.name, size, whole, f"the file ends at byte {size}")]
     if size > whole:
-        found.append(BadBytes(file.name, whole, size, f"the file goes on after byte {whole}"))
-    return opened, found
+        return opened, [BadBytes(file.name, whole, size, f"the file goes on after byte {whole}")]
+    return opened, []
+
+
+def _joined(found: Iterable[BadBytes]) -> list[BadBytes]:
+    """Joins bad bytes that follow each other and have the same cause."""
+    joined: list[BadBytes] = []
+    for bad in found:
+        if joined and joined[-1].stop == bad.start and joined[-1].why == bad.why:
+            bad = BadBytes(bad.file, joined.pop().start, bad.stop, bad.why)
+        joined.append(bad)
+    return joined
+
+
+def _survey_fetched(
+    store: Store, index: Index, files: Sequence[File], sizes: Mapping[str, int], keep: bool
+) -> list[Survey]:
+    """Surveys shards of a store that fetches; raises what a request raised."""
+    assert isinstance(store, SupportsFetching), "the caller has looked"
+    with ThreadPoolExecutor(HEADERS, "treeckpt-verify") as pool:
+        surveys = list(pool.map(lambda file: _open(store, index, file, sizes.get(file.name), keep), files))
+    parts = [
+        (opened, start, min(start + _step(opened), opened.file.nbytes))
+        for opened, bad in surveys
+        if opened is not None and not bad
+        for start in range(0, opened.file.nbytes, _step(opened))
+    ]
+    """Of each request: the shard, and where in its data area it begins and ends."""
+    found: dict[str, list[BadBytes]] = {file.name: [] for file in files}
+    arriving: dict[int, ArrivingBlocks] = {}
+
+    def compare(number: int, at: int, data: memoryview, size: int | None) -> None:
+        opened, start, stop = parts[number]
+        position, nbytes = opened.file.header + start, stop - start
+        if size is not None and size < position + nbytes:
+            url = f"{store.url}/{opened.file.name}"
+            raise too_short(url, position, nbytes, max(size - position, 0), what="object")
+        if not at:
+            arriving[number] = ArrivingBlocks(opened, start, partial(_add_unlike, opened, found[opened.file.name]))
+        arriving[number].add(data)
+        if at + len(data) == nbytes:
+            del arriving[number]
+
+    ranges = [(opened.file.name, opened.file.header + start, stop - start) for opened, start, stop in parts]
+    store.fetch(ranges, compare, memory=FETCH_MEMORY)
+    for file, (opened, bad) in zip(files, surveys, strict=True):
+        if opened is not None and bad:  # of another length
+            found[file.name] += _bad_blocks(store, opened, min(sizes[file.name] - file.header, file.nbytes))
+    return [
+        (opened, _joined([*sorted(found[file.name], key=lambda one: one.start), *bad]))
+        for file, (opened, bad) in zip(files, surveys, strict=True)
+    ]
+
+
+def _add_unlike(opened: OpenedShard, found: list[BadBytes], at: int, nbytes: int, checksum: int) -> None:
+    if checksum != opened.hashes[at // opened.block]:
+        found.append(_unlike(opened, at, nbytes))
 
 
 def survey(checkpoint: Checkpoint, comm: Comm) -> tuple[BadBytes, ...]:
@@ -143,7 +223,7 @@ def survey(checkpoint: Checkpoint, comm: Comm) -> tuple[BadBytes, ...]:
         checkpoint.check_against_files()
         store, index, sizes = checkpoint.store, checkpoint.index, checkpoint.sizes
         files = index.file_list[comm.rank :: comm.size]
-        return [bad for file in files for bad in survey_shard(store, index, file, sizes.get(file.name))[1]]
+        return [bad for _, found in survey_shards(store, index, files, sizes) for bad in found]
 
     found = [bad for part in all_gather(comm, f"load {checkpoint.url}", own, list[BadBytes]) for bad in part]
     return tuple(sorted(found, key=lambda bad: (bad.file, bad.start)))
@@ -151,23 +231,33 @@ def survey(checkpoint: Checkpoint, comm: Comm) -> tuple[BadBytes, ...]:
 
 def _bad_blocks(store: Store, opened: OpenedShard, there: int) -> Iterator[BadBytes]:
     """The blocks that differ from their checksums, of a data area with its first `there` bytes left."""
-    file, block = opened.file, opened.block
-    step = max(STEP // block, 1) * block
+    file, step = opened.file, _step(opened)
     buffer = aligned_buffer(step)
     for start in range(0, max(there, 0), step):
         data = buffer[: min(step, there - start)]
         failed, all_read = _error_of(store, opened, start, data), True
-        for at in range(start, start + len(data), block):
-            part = data[at - start : at - start + block]
-            first = file.header + at
+        for at in range(start, start + len(data), opened.block):
+            part = data[at - start : at - start + opened.block]
             if failed and (error := _error_of(store, opened, at, part)):
                 all_read = False
+                first = file.header + at
                 yield BadBytes(file.name, first, first + len(part), f"they cannot be read: {error}")
             elif not matches(opened, at, part):
-                yield BadBytes(file.name, first, first + len(part), "they differ from their checksum")
+                yield _unlike(opened, at, len(part))
         if failed and all_read:
             first = file.header + start
             yield BadBytes(file.name, first, first + len(data), f"only a second try could read them: {failed}")
+
+
+def _step(opened: OpenedShard) -> int:
+    """Returns the bytes of a shard that are read at a time: whole blocks with checksums."""
+    return max(STEP // opened.block, 1) * opened.block
+
+
+def _unlike(opened: OpenedShard, at: int, nbytes: int) -> BadBytes:
+    """Returns the block that starts at `at` in the data area as bad bytes."""
+    first = opened.file.header + at
+    return BadBytes(opened.file.name, first, first + nbytes, "they differ from their checksum")
 
 
 def _error_of(store: Store, opened: OpenedShard, start: int, out: memoryview) -> str:

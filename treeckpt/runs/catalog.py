@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -39,12 +39,16 @@ from .active_saves import saves_under_way
 from .checkpoint_info import CheckpointInfo, in_listing_order
 from .stat_cache import LruStatCache, StatCache
 
-CONCURRENT_READS = 16
-"""Folders of an object store that are read at a time."""
+CONCURRENT_READS = 64
+"""Folders of an object store that are read at a time, at most."""
+READ_MEMORY = 512 << 20
+"""Bytes of indexes that are read at a time, at most, unless one is larger."""
 METRICS = "metrics"
 """The key of custom metadata that holds a checkpoint's metrics: a dict of names and numbers."""
 
 T = TypeVar("T")
+OnRead = Callable[[int, int], object]
+"""Takes how many directories of a run were read, and how many there are."""
 Files = dict[str, DirectoryEntry]
 """The regular files of a directory, by name."""
 
@@ -141,7 +145,9 @@ def _is_checkpoint_file(name: str) -> bool:
     return parse_file_name(name) is not None
 
 
-def scan(run: str | os.PathLike[str] | RunStore, *, cache: StatCache | None = None) -> list[CheckpointInfo]:
+def scan(
+    run: str | os.PathLike[str] | RunStore, *, cache: StatCache | None = None, on_read: OnRead | None = None
+) -> list[CheckpointInfo]:
     """Lists every checkpoint of a run, newest first, then foreign directories; or the one checkpoint at the path.
 
     The newest is the one saved last. Abandoned branches follow after the lineage of the newest. Names that start with a
@@ -153,11 +159,17 @@ def scan(run: str | os.PathLike[str] | RunStore, *, cache: StatCache | None = No
     cache = cache or LruStatCache(0)
     if isinstance(run, (str, os.PathLike)) and is_checkpoint(run):
         return [read_info_or_corrupt(open_folder(run), cache=cache, follow=True)]
-    return in_listing_order(info for _, info in read_infos(open_run(run), cache, report_errors=True))
+    found = read_infos(open_run(run), cache, report_errors=True, on_read=on_read)
+    return in_listing_order(info for _, info in found)
 
 
 def read_infos(
-    run: RunStore, cache: StatCache, *, report_errors: bool = False, timings: bool = True
+    run: RunStore,
+    cache: StatCache,
+    *,
+    report_errors: bool = False,
+    timings: bool = True,
+    on_read: OnRead | None = None,
 ) -> list[tuple[Folder, CheckpointInfo]]:
     """Returns every folder of a run with its description.
 
@@ -168,17 +180,27 @@ def read_infos(
     Raises:
         StoreError: the run cannot be reached, or refuses.
     """
-    if report_errors:
-        return _for_each_folder(run, partial(read_info_or_corrupt, cache=cache))
-    return _for_each_folder(run, partial(read_info, cache=cache, timings=timings))
+    one = partial(read_info_or_corrupt if report_errors else partial(read_info, timings=timings), cache=cache)
+    return _for_each_folder(run, one, on_read)
 
 
-def _for_each_folder(run: RunStore, one: Callable[[Folder], T]) -> list[tuple[Folder, T]]:
+def _for_each_folder(
+    run: RunStore, one: Callable[[Folder], T], on_read: OnRead | None = None
+) -> list[tuple[Folder, T]]:
     folders = all_folders(run)
-    if not isinstance(run, SupportsBulkListing):
-        return [(folder, one(folder)) for folder in folders]
-    with ThreadPoolExecutor(CONCURRENT_READS, "treeckpt-catalog") as pool:
-        return list(zip(folders, pool.map(one, folders), strict=True))
+    threads = _threads_for(folders) if isinstance(run, SupportsBulkListing) else 0
+    found: list[tuple[Folder, T]] = []
+    with ThreadPoolExecutor(threads, "treeckpt-catalog") if threads else contextlib.nullcontext() as pool:
+        for folder, result in zip(folders, (pool.map if pool else map)(one, folders), strict=True):
+            found.append((folder, result))
+            if on_read is not None:
+                on_read(len(found), len(folders))
+    return found
+
+
+def _threads_for(folders: Sequence[Folder]) -> int:
+    largest = max((index.nbytes for folder in folders if (index := folder.entry(INDEX_NAME))), default=0)
+    return max(1, min(CONCURRENT_READS, READ_MEMORY // max(largest, 1)))
 
 
 def read_marks(run: RunStore, cache: StatCache) -> list[SavedCheckpoint]:
@@ -243,9 +265,9 @@ def read_info(
         except TreeckptError as error:
             return CheckpointInfo(name, folder.url, "corrupt", step_of(name), error=str(error))
         info = _with_index(folder, summary, files, cache if timings else None)
-        if info.status == "corrupt" and folder.entries().get(INDEX_NAME, index) != index:
+        if info.status == "corrupt" and (now := folder.listed()).entries().get(INDEX_NAME, index) != index:
             # another save has replaced it since the listing
-            return read_info(folder, cache=cache, follow=follow, timings=timings)
+            return read_info(now, cache=cache, follow=follow, timings=timings)
         return info
     exists = folder.modified_ns() is not None
     if any(map(_is_checkpoint_file, files)) or (step_of(name) is not None and exists and not entries):

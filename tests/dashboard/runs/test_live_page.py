@@ -23,6 +23,7 @@ def test_a_save_under_way_is_live_with_rate_eta_and_what_it_waits_for(serve, tmp
     client = serve(tmp_path / "run")
     [save] = client.get("/api/v1/live").json()["saves"]
     assert (save["step"], save["ranks"], save["done"], save["phase"]) == (7, 4, 2, "write")
+    assert client.get("/api/v1/live").json()["saving"] == 1 and 'class="count">1<' in client.get("/live").text
     assert (save["written"], save["planned"], save["share"], save["stalled"]) == (3000, 4000, 0.75, False)
     assert save["rate"] == pytest.approx(300) and save["eta"] == pytest.approx(1000 / 300)
     assert "2 of 4 ranks wait for 0, 3" in save["stuck"]
@@ -55,7 +56,9 @@ def test_a_save_that_was_killed_is_not_shown_as_being_written(serve, tmp_path):
     assert seen["saving"] == 0 and seen["statuses"] == {"complete": 1, "partial": 1}
     assert [(row["saved"], row["phase"]) for row in seen["checkpoints"]] == [(None, None)] * 2
     assert "being written" not in client.get("/").text
-    assert client.get("/live").text.count("It was killed") == 2
+    live = client.get("/live").text
+    assert live.count("It was killed") == 2 and 'class="count"' not in live
+    assert client.get("/api/v1/live").json()["saving"] == 0
     metrics = client.get("/metrics").text
     assert "saves_under_way{" in metrics and not re.search(r"saves_under_way\{[^}]*\} [1-9]", metrics)
 
@@ -68,11 +71,12 @@ def test_a_save_that_fell_silent_is_said_to_hang(tmp_path):
 
 def test_a_rate_is_of_the_last_seconds(tmp_path):
     library, speeds = Library([tmp_path / "run"]), SaveRates()
+    [run] = library.runs
     now = time.time_ns()
     rates = []
     for second, written in enumerate((100, 1100, 2100)):
         under_way(tmp_path / "run" / "step_00000007", [(written, "write")], planned=9000, now=now + second * 10**9)
-        info = library.inspect_directory(library.runs[0], "step_00000007").info
+        info = library.inspect_directory(run, run.store.folder("step_00000007")).info
         rates.append(speeds.rate(info.saving[0]))
     assert rates == [pytest.approx(10), pytest.approx(1000), pytest.approx(1000)]
 

@@ -127,8 +127,8 @@ def test_pages_of_many_checkpoints_are_quick_to_sort(many):
     library.watches[run.id].refresh(wait=300)
     info = library.watches[run.id].infos[0]
     named = {f"step_{n:08d}": msgspec.structs.replace(info, name=f"step_{n:08d}", step=n) for n in range(10_000)}
-    store = SimpleNamespace(names=lambda: list(named))
-    library.watches[run.id] = RunWatcher(store, lambda name: DirectoryState(named[name], 1), clock=lambda: 0.0)
+    store = SimpleNamespace(names=lambda: list(named), folder=lambda name: SimpleNamespace(name=name))
+    library.watches[run.id] = RunWatcher(store, lambda f: DirectoryState(named[f.name], 1), clock=lambda: 0.0)
     library.watches[run.id].refresh(wait=300)
     run_page(library, run.id)
     started = time.process_time()

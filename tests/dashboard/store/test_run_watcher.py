@@ -21,9 +21,9 @@ def test_only_what_may_have_changed_is_looked_at_again(tmp_path):
     library = Library([tmp_path / "run"])
     run = library.runs[0]
 
-    def look(name):
-        looked.append(name)
-        return library.inspect_directory(run, name)
+    def look(folder):
+        looked.append(folder.name)
+        return library.inspect_directory(run, folder)
 
     watch = RunWatcher(run.store, look, clock=lambda: now[0])
     watch.refresh(wait=300)
@@ -49,11 +49,11 @@ def test_the_first_look_shows_how_far_it_is_and_does_not_block(tmp_path, monkeyp
     library, gate, seen = Library([tmp_path / "run"]), threading.Event(), []
     run = library.runs[0]
 
-    def look(name):
-        seen.append(name)
+    def look(folder):
+        seen.append(folder.name)
         if len(seen) > 10:
             gate.wait(300)
-        return library.inspect_directory(run, name)
+        return library.inspect_directory(run, folder)
 
     library.watches[run.id] = RunWatcher(run.store, look)
     with monkeypatch.context() as patch:
@@ -76,11 +76,11 @@ def test_a_full_page_is_shown_while_the_rest_is_looked_at(tmp_path):
     library, gate, seen = Library([tmp_path]), threading.Event(), []
     run = library.runs[0]
 
-    def look(name):
-        seen.append(name)
+    def look(folder):
+        seen.append(folder.name)
         if len(seen) > 120:
             gate.wait(30)
-        return library.inspect_directory(run, name)
+        return library.inspect_directory(run, folder)
 
     watch = library.watches[run.id] = RunWatcher(run.store, look)
     while len(watch.infos) < 100:

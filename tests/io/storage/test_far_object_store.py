@@ -317,3 +317,33 @@ def test_of_two_saves_to_one_path_one_is_committed(far: FarS3) -> None:
     with pytest.raises(tc.CheckpointExists):
         tc.save(store, {"n": 2})
     assert tc.load(store) == {"n": 1}
+
+
+def test_verify_keeps_many_requests_in_flight_and_finds_what_was_changed(far: FarS3) -> None:
+    store = far.store()
+    tc.save(store, {"w": array(100)})
+    far.set(latency=0.2)
+    assert tc.verify(store).ok
+    assert max(row["busy"] for row in far.gets(".safetensors")) >= 12
+    far.set(rules=[{"match": "^GET .*safetensors bytes=[1-9]", "do": "flipped", "times": 1}])
+    [problem] = tc.verify(store).problems
+    assert "they differ from their checksum" in problem.text and problem.leaves == ("w",)
+
+
+def test_verify_ends_where_connections_are_cut_and_the_server_is_busy(far: FarS3) -> None:
+    store = far.store()
+    tc.save(store, {"w": array(50)})
+    far.set(busy_above=3, rules=[{"match": "^GET .*safetensors", "do": "reset", "times": 3}])
+    assert tc.verify(store).ok
+    log = far.log()
+    assert sum(row["do"] == "reset" for row in log) == 3 and any(row["status"] == 503 for row in log)
+
+
+def test_verify_names_a_shard_that_was_cut_short(far: FarS3) -> None:
+    store = far.store()
+    tc.save(store, {"w": array(1)})
+    [name] = (name for name in store.sizes() if name.endswith(".safetensors"))
+    data = store.read(name, limit=2 * MIB)
+    far.put(f"{store.url.partition('bucket/')[2]}/{name}", data[:-100_000])
+    first, last = tc.verify(store).problems
+    assert "they differ from their checksum" in first.text and "the file ends at byte" in last.text

@@ -51,6 +51,10 @@ class _IndexDocument(msgspec.Struct, forbid_unknown_fields=True):
     index: msgspec.Raw
 
 
+_DOCUMENT = msgspec.json.Decoder(_IndexDocument)
+_INDEX = msgspec.json.Decoder(Index)
+
+
 def encode_index(index: Index, *, packed: bool = True) -> bytes:
     """Encodes index.json.
 
@@ -77,7 +81,7 @@ def decode_index(data: bytes, name: str = INDEX_NAME) -> Index:
         raise FormatError(name, expected=f"at most {MAX_INDEX} bytes", found=f"{len(data)}")
     check_seal(data, name, hint="The file was changed after it was written; try treeckpt verify --repair")
     try:
-        document = msgspec.json.decode(data, type=_IndexDocument)
+        document = _DOCUMENT.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(name, expected="a treeckpt index", found=f"{error}"[:200]) from error
     if document.format != "treeckpt" or document.version not in (1, VERSION):
@@ -92,7 +96,7 @@ def decode_index(data: bytes, name: str = INDEX_NAME) -> Index:
 
 def _decode_body(body: bytes, name: str, *, packed: bool = False, manifest: bool = False) -> Index:
     try:
-        index = unpack(body, name) if packed else msgspec.json.decode(body, type=Index)
+        index = unpack(body, name) if packed else _INDEX.decode(body)
         if index.below:
             whole = SplitStructure(index.structure, index.below).whole(name)
             index = msgspec.structs.replace(index, structure=whole, below=())

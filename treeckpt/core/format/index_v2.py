@@ -75,6 +75,9 @@ class PackedIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """In the index, a custom node without a class stands for one of these; its auxiliary data is the position here."""
 
 
+_PACKED = msgspec.json.Decoder(PackedIndex)
+
+
 class _RangedArray(NamedTuple):
     """An array as ranges: the elements and the rank of each."""
 
@@ -189,7 +192,7 @@ def unpack(body: bytes, name: str) -> Index:
         FormatError: the columns contradict each other.
         msgspec.MsgspecError: it is no packed index.
     """
-    packed = msgspec.json.decode(body, type=PackedIndex)
+    packed = _PACKED.decode(body)
     index, ranges = packed.index, packed.ranges
     most = max(MAX_NUMBERS, NUMBERS_PER_BYTE * len(body))
     structure = expand_shared_subtrees(index.structure, packed.shared, name)

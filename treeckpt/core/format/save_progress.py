@@ -66,6 +66,9 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return fraction_of(self.written, self.planned)
 
 
+_PROGRESS = msgspec.json.Decoder(Progress)
+
+
 def fraction_of(written: int, planned: int) -> float:
     """Returns the part that is written, from 0 to 1; 1 where there are no bytes to write."""
     return min(written / planned, 1.0) if planned > 0 else 1.0
@@ -96,7 +99,7 @@ def decode_progress(data: bytes, name: str) -> Progress:
     try:
         if len(data) > MAX_PROGRESS:
             raise ValueError(f"{len(data)} bytes")
-        found = msgspec.json.decode(data, type=Progress)
+        found = _PROGRESS.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise FormatError(name, expected="a record of progress", found=f"{error}"[:200]) from error
     known = SAVE_ID.fullmatch(found.save_id) is not None and 0 <= found.rank < found.world <= MAX_WORLD

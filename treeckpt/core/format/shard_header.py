@@ -100,6 +100,9 @@ class _TensorEntry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     data_offsets: tuple[int, int]
 
 
+_ENTRY = msgspec.json.Decoder(_TensorEntry)
+
+
 def shard_name(save_id: str, rank: int, world: int, part: int = 0) -> str:
     """Returns the file name of a shard; part 0 is the only one unless a size limit was given."""
     number = f"{rank:05d}.{part:03d}" if part else f"{rank:05d}"
@@ -232,6 +235,9 @@ class _HeaderMetadata(msgspec.Struct):
     metadata: _ShardMetadata = msgspec.field(name="__metadata__")
 
 
+_METADATA = msgspec.json.Decoder(_HeaderMetadata)
+
+
 def decode_header(data: bytes | bytearray | memoryview, name: str, *, entries: bool = True) -> ShardHeader:
     """Decodes the header of the file called `name`.
 
@@ -244,7 +250,7 @@ def decode_header(data: bytes | bytearray | memoryview, name: str, *, entries: b
     """
     check_seal(data, name)
     try:
-        metadata = msgspec.json.decode(memoryview(data)[8:], type=_HeaderMetadata).metadata
+        metadata = _METADATA.decode(memoryview(data)[8:]).metadata
         if metadata.format != "treeckpt" or metadata.version != str(VERSION):
             raise FormatError(
                 name,
@@ -282,8 +288,7 @@ def _decode_entries(data: bytes | bytearray | memoryview, metadata: _ShardMetada
     if partial.keys() - raw.keys() or logical.keys() - raw.keys():
         raise ValueError("entries are described that are not there")
     return tuple(
-        _decode_entry(key, msgspec.json.decode(value, type=_TensorEntry), partial.get(key), logical.get(key))
-        for key, value in raw.items()
+        _decode_entry(key, _ENTRY.decode(value), partial.get(key), logical.get(key)) for key, value in raw.items()
     )
 
 

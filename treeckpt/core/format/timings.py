@@ -73,6 +73,11 @@ class _TimingsDocument(msgspec.Struct, forbid_unknown_fields=True):
     timings: Timings
 
 
+_DOCUMENT = msgspec.json.Decoder(_TimingsDocument)
+"""Made when this module is imported, as all decoders of files: two threads that make the first one of a struct crash
+msgspec."""
+
+
 def timings_name(save_id: str) -> str:
     """Returns the file name of a save's timings."""
     return f"timings.{save_id}.json"
@@ -92,7 +97,7 @@ def decode_timings(data: bytes, name: str) -> Timings:
     """
     check_seal(data, name)
     try:
-        document = msgspec.json.decode(data, type=_TimingsDocument)
+        document = _DOCUMENT.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(name, expected="timings as treeckpt writes them", found=f"{error}"[:200]) from error
     if document.format != "treeckpt-timings" or document.version != VERSION:

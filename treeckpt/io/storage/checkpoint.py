@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -21,7 +21,16 @@ from ...errors import CheckpointError, CheckpointNotFound
 from ..timing import Recorder
 from .local_read import too_short
 from .metadata_files import decode_and_check, read_index_bytes
-from .shard_reader import ArrivingBlocks, ByteRange, OpenedShard, check_blocks, check_parts, open_shard, read_range
+from .shard_reader import (
+    ArrivingBlocks,
+    ByteRange,
+    OpenedShard,
+    check_blocks,
+    check_checksum,
+    check_parts,
+    open_shard,
+    read_range,
+)
 from .store import FileRange, Store, SupportsFetching, SupportsMappedReads
 
 HEADERS = 64 << 20
@@ -229,7 +238,7 @@ class ShardReader:
             if not at:
                 begins[number] = self._recorder.now()
                 shard = self.checkpoint.shard(file, whole=self._whole)
-                checks[number] = ArrivingBlocks(self.store, shard, one.start)
+                checks[number] = ArrivingBlocks(shard, one.start, partial(check_checksum, self.store, shard))
             if self.verify:
                 checks[number].add(data)
             consume(number, at, data)

@@ -271,6 +271,9 @@ class ObjectFolder(Folder):
     def entries(self) -> dict[str, DirectoryEntry]:
         return self._objects.entries() if self._entries is None else self._entries
 
+    def listed(self) -> ObjectFolder:
+        return ObjectFolder(self._objects, self._objects.entries())
+
     def remove(self) -> bool:
         """Returns whether the prefix is empty: then there is no directory."""
         return self._objects.tidy()

@@ -64,6 +64,10 @@ class Folder:
         """Returns one entry, None if there is none of that name."""
         return self.entries().get(name)
 
+    def listed(self) -> Folder:
+        """Returns the folder as it is now. A remote one has its entries: asking it for them sends no more requests."""
+        return self
+
     def sync(self) -> None:
         """Makes deletions durable, where they are not; a file that is back after a power loss is a leftover again."""
 

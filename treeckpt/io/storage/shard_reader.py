@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -159,7 +159,7 @@ def check_blocks(store: Store, shard: OpenedShard, start: int, data: memoryview)
     """
     for at in range(0, len(data), shard.block):
         block = data[at : at + shard.block]
-        _compare(store, shard, start + at, len(block), hash_block(block))
+        check_checksum(store, shard, start + at, len(block), hash_block(block))
 
 
 def check_parts(store: Store, shard: OpenedShard, start: int, parts: Sequence[memoryview]) -> None:
@@ -176,25 +176,26 @@ def check_parts(store: Store, shard: OpenedShard, start: int, parts: Sequence[me
             part = part[need:]
             need -= len(block[-1])
             if not need:
-                _compare(store, shard, at, shard.block, hash_parts(block))
+                check_checksum(store, shard, at, shard.block, hash_parts(block))
                 at, block, need = at + shard.block, [], shard.block
     if block:
-        _compare(store, shard, at, shard.block - need, hash_parts(block))
+        check_checksum(store, shard, at, shard.block - need, hash_parts(block))
 
 
 class ArrivingBlocks:
-    """Compares the checksums of whole blocks whose bytes arrive in order.
+    """Hashes whole blocks whose bytes arrive in order.
 
     Args:
         start: where the first block starts in the data area, in bytes.
+        check: takes where a whole block starts in the data area, its size in bytes, and its checksum.
     """
 
-    def __init__(self, store: Store, shard: OpenedShard, start: int) -> None:
-        self._store, self._shard, self._block = store, shard, start
+    def __init__(self, shard: OpenedShard, start: int, check: Callable[[int, int, int], object]) -> None:
+        self._shard, self._check, self._block = shard, check, start
         self._position, self._hash = start, None
 
     def add(self, data: memoryview) -> None:
-        """Takes the next bytes; raises CorruptError for a block that differs from its checksum."""
+        """Takes the next bytes; raises what `check` does."""
         step, end = self._shard.block, self._shard.file.nbytes
         while len(data):
             stop = min(self._block + step, end)
@@ -206,7 +207,7 @@ class ArrivingBlocks:
             self._position += len(part)
             if self._position == stop:
                 found = hash_block(part) if whole or self._hash is None else self._hash.intdigest()
-                _compare(self._store, self._shard, self._block, stop - self._block, found)
+                self._check(self._block, stop - self._block, found)
                 self._block, self._hash = stop, None
 
 
@@ -215,7 +216,8 @@ def matches(shard: OpenedShard, start: int, block: memoryview) -> bool:
     return hash_block(block) == shard.hashes[start // shard.block]
 
 
-def _compare(store: Store, shard: OpenedShard, start: int, nbytes: int, found: int) -> None:
+def check_checksum(store: Store, shard: OpenedShard, start: int, nbytes: int, found: int) -> None:
+    """Raises CorruptError if `found` is not the checksum of the block that starts at `start` in the data area."""
     if found != shard.hashes[start // shard.block]:
         first = start + shard.file.header
         raise CorruptError(

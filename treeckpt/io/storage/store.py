@@ -30,6 +30,8 @@ TEXT = 32 << 20
 _UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 """Options of mmap by which a map keeps no file descriptor open, from Python 3.13 on."""
 
+FETCH_MEMORY = 512 << 20
+"""Bytes that are on their way from a store that fetches, by default: 64 requests of 8 MiB."""
 
 FileRange = tuple[str, int, int]
 """(name, offset, bytes) of a part of a file."""

@@ -1,0 +1,54 @@
+"""Commands that may take long show a bar on a terminal: not with --json, and not in a file or a pipe."""
+
+import io
+import json
+import sys
+
+import pytest
+
+from tests.helpers.samples import gpt_state, write_checkpoint
+from treeckpt.cli.main import main
+from treeckpt.runs import progress_bar
+
+COMMANDS = [
+    ("reading", "ls", "RUN"),
+    ("reading the index", "show", "RUN/step_00000001"),
+    ("verifying", "verify", "RUN/step_00000001"),
+    ("verifying", "verify", "RUN/step_00000001", "--repair"),
+    ("comparing", "diff", "RUN/step_00000001", "RUN/step_00000001", "--values"),
+    ("converting", "convert", "RUN/step_00000001", "RUN-converted", "--to", "treeckpt", "--overwrite"),
+]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def run(tmp_path):
+    write_checkpoint(tmp_path / "run" / "step_00000001", gpt_state(layers=1), step=1)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def errors_of(run, monkeypatch):
+    """Runs a command whose bar has no patience; returns what it writes to a stream of errors."""
+    monkeypatch.setattr(progress_bar, "PATIENCE", 0)
+
+    def call(stream, *command):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", stream)
+            assert main([part.replace("RUN", str(run)) for part in command]) == 0
+        return stream.getvalue()
+
+    return call
+
+
+@pytest.mark.parametrize(("text", "command"), [(text, command) for text, *command in COMMANDS])
+def test_a_command_shows_a_bar_on_a_terminal_only(errors_of, capsys, text, command):
+    assert text in errors_of(Terminal(), *command)
+    assert errors_of(io.StringIO(), *command) == ""
+    capsys.readouterr()
+    assert errors_of(Terminal(), *command, "--json") == ""
+    json.loads(capsys.readouterr().out)
