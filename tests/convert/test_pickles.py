@@ -189,7 +189,7 @@ def _tensor(size: int, offset: int, shape: int, stride: int, *, kind: str = "Flo
 @pytest.mark.parametrize(
     ("pickled", "message"),
     [
-        (_tensor(1 << 60, 0, 2, 1), "stretch of"),
+        (_tensor(1 << 60, 0, 2, 1), "range of"),
         (_tensor(-1, 0, 2, 1), "a storage '0' of -1"),
         (_tensor(4, 0, 1 << 61, 1), "in a storage of 4"),
         (_tensor(4, 3, 2, 1), "2 elements from 3 on in a storage of 4"),

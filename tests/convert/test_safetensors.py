@@ -151,9 +151,9 @@ def _file(header: Any, data: bytes = b"") -> bytes:
     ("content", "message"),
     [
         ((1 << 40).to_bytes(8, "little") + b"{" * 50, "header of at most"),
-        ((1 << 20).to_bytes(8, "little") + b"{}", "stretch of 1048576 bytes"),
+        ((1 << 20).to_bytes(8, "little") + b"{}", "range of 1048576 bytes"),
         (_file(b"{]"), "safetensors file"),
-        (_file({"w": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}), "stretch of"),
+        (_file({"w": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}), "range of"),
         (_file({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}, bytes(8)), "8 bytes for shape"),
         (_file({"w": {"dtype": "F32", "shape": [-2], "data_offsets": [8, 0]}}, bytes(8)), "for shape"),
         (_file({"w": {"dtype": "Q9", "shape": [2], "data_offsets": [0, 8]}}, bytes(8)), "not known"),

@@ -216,7 +216,7 @@ def test_an_interval_that_is_no_number_is_refused(tmp_path: Path, options: dict[
 
 
 def test_a_manager_passes_on_every_option_of_saves_and_loads() -> None:
-    own = {"step", "comm", "custom_metadata"}
+    own = {"step", "comm", "custom_metadata", "files"}
     for function, keywords in (
         (tc.save, manager_options.SaveKeywords),
         (tc.save_async, manager_options.BackgroundSaveKeywords),

@@ -545,7 +545,7 @@ def test_what_changes_after_it_was_compared_is_found_when_it_is_put_in_place(tmp
                 if Changing.left < 0:
                     out[:] = bytes(len(out))
 
-        def read_parts(self, name: str, offset: int, parts: Any) -> bool:
+        def read_parts(self, name: str, offset: int, parts: Any, *, shared: bool = False) -> bool:
             return False
 
         @contextlib.contextmanager
