@@ -128,7 +128,10 @@ class Anything:
         (lambda m: m.state_dict_metadata["w"].chunks.extend(m.state_dict_metadata["w"].chunks), "each element once"),
         (lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([2, 1 << 40])), "each element once"),
         (lambda m: [setattr(i, "length", 1 << 50) for i in m.storage_data.values()], "range of"),
-        (lambda m: [setattr(i, "relative_path", "../x") for i in m.storage_data.values()], "a file, an offset and a length"),
+        (
+            lambda m: [setattr(i, "relative_path", "../x") for i in m.storage_data.values()],
+            "a file, an offset and a length",
+        ),
         (lambda m: [setattr(i, "relative_path", "gone") for i in m.storage_data.values()], "expected a file"),
         (lambda m: [setattr(i, "transform_descriptors", ["zstd"]) for i in m.storage_data.values()], "as they are"),
     ],
