@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.api import _wrap_exception as with_trace
 
 from .. import errors
-from ..errors import RankError, TreeckptError
+from ..errors import CheckpointExists, RankError, TreeckptError
 from ..io.comm.collective import gather_errors
 from ..io.comm.comm import Comm
 from ..io.comm.failures import Fault
@@ -24,6 +24,8 @@ def exception_of(what: str, error: Exception, rank: int) -> CheckpointException:
         what: of the call, as "save".
         rank: of this process.
     """
+    if isinstance(error, CheckpointExists):
+        error.add_hint("Checkpoint already exists and self.overwrite=False")  # in DCP's words, which programs look for
     failures: dict[int, Any] = {rank: with_trace(error)}
     if isinstance(error, RankError):
         failures = {at: (RuntimeError(cause), StackSummary()) for at, cause in error.ranks.items()}

@@ -41,5 +41,9 @@ def uninstall() -> None:
 def _replace(name: str, old: Any, new: Any) -> None:
     """Replaces a class in each imported module that has it under its name."""
     for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and vars(module).get(name) is old and not module.__name__.startswith(__package__ or ""):
+        if (
+            isinstance(module, ModuleType)
+            and vars(module).get(name) is old
+            and not module.__name__.startswith(__package__ or "")
+        ):
             setattr(module, name, new)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.planner_helpers import _init_state_dict as allocate_meta_tensors
+from torch.distributed.checkpoint.state_dict_loader import load as load_through_dcp
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.utils import _api_bc_check as takes_positional_storage
 
@@ -51,7 +51,7 @@ def load(
     if isinstance(storage, Reader) and storage.is_of_dcp():
         storage = FILE_SYSTEM_READER(storage.path)
     if not isinstance(storage, Reader) or not is_default_planner(planner):
-        torch_dcp.state_dict_loader.load(
+        load_through_dcp(
             state_dict, storage_reader=storage, planner=planner, process_group=process_group, no_dist=no_dist
         )
         return

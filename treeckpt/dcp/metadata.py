@@ -15,7 +15,9 @@ from .names import Entry, entries_of
 
 def metadata_of(entries: dict[str, Entry], path: Any) -> dcp.Metadata:
     """Returns the metadata: one chunk for each tensor, as treeckpt itself finds the parts that a reader wants."""
-    found = {name: _of_tensor(entry) if entry.is_tensor else dcp.BytesStorageMetadata() for name, entry in entries.items()}
+    found = {
+        name: _of_tensor(entry) if entry.is_tensor else dcp.BytesStorageMetadata() for name, entry in entries.items()
+    }
     planned = {name: entry.path for name, entry in entries.items()}
     return dcp.Metadata(found, planned, {}, dcp.StorageMeta(checkpoint_id=path))
 

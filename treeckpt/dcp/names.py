@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from ..arrays.sharded import Sharded
+from ..arrays.torch import torch_dtype
 from ..core.format.records import Index, Leaf
 from ..core.tree.nesting import leaf_count
 from ..core.tree.structure import DefaultDictNode, DictNode, ListNode, OrderedDictNode, Structure, key_text, keys_of
@@ -159,13 +160,25 @@ def _at(tree: Any, keys: Iterable[Any]) -> Any:
 
 
 def fill_tensors(checkpoint: Checkpoint, targets: Iterable[tuple[Entry, Any]], comm: Comm) -> None:
-    """Fills arrays in place from the entries of tensors; casts as `copy_` does.
+    """Fills arrays in place from the entries of tensors; casts as `copy_` does, but no numbers to integers.
 
     Args:
         targets: each entry with what it fills, a tensor or `Sharded`.
+
+    Raises:
+        MismatchError: a cast that would cut off fractions or imaginary parts.
     """
     tree: dict[Any, Any] = {}
     for entry, target in targets:
+        spec = entry.leaf.spec
+        assert spec is not None, "a tensor has a spec"
+        if isinstance(target.dtype, torch.dtype) and not torch.can_cast(torch_dtype(spec.dtype), target.dtype):
+            raise MismatchError(
+                ".".join(map(str, entry.path)),
+                expected=f"a dtype that holds numbers of {spec.dtype}",
+                found=f"{target.dtype}",
+                hint="Load it as it was saved, and convert it then",
+            )
         node = tree
         for key in entry.keys[:-1]:
             node = node.setdefault(key, {})

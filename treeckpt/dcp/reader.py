@@ -128,7 +128,9 @@ class Reader(StorageReader):
         comm = as_comm(None, sends_messages=False)
         wanted = {name: entries[name] for name in values}
         loaded = load_values(checkpoint, wanted, comm, allow_pickle=self.allow_pickle)
-        fill_tensors(checkpoint, [(entries[name], _joined(entries[name], found)) for name, found in tensors.items()], comm)
+        fill_tensors(
+            checkpoint, [(entries[name], _joined(entries[name], found)) for name, found in tensors.items()], comm
+        )
         for found in tensors.values():
             for item, tensor in found:
                 planner.commit_tensor(item, tensor)

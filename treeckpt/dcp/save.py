@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, Literal
 
-import torch.distributed.checkpoint as torch_dcp
 import xxhash
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.state_dict_saver import async_save as async_save_through_dcp
+from torch.distributed.checkpoint.state_dict_saver import save as save_through_dcp
 from torch.distributed.checkpoint.utils import _api_bc_check as takes_positional_storage
 
 from .. import api
@@ -63,7 +65,7 @@ def save(
     """
     storage = storage_for(storage_writer, checkpoint_id, reading=False)
     if not isinstance(storage, Writer) or not is_default_planner(planner):
-        return torch_dcp.state_dict_saver.save(
+        return save_through_dcp(
             state_dict, storage_writer=storage, planner=planner, process_group=process_group, no_dist=no_dist
         )
     comm = comm_for(process_group, no_dist=no_dist)
@@ -110,10 +112,10 @@ def async_save(
     See `save` for the other arguments and errors; those after the call are the future's.
     """
     storage = storage_for(storage_writer, checkpoint_id, reading=False)
-    kind = async_checkpointer_type or torch_dcp.state_dict_saver.AsyncCheckpointerType.THREAD
+    kind = async_checkpointer_type or AsyncCheckpointerType.THREAD
     own_stager = async_stager is None or type(async_stager).__module__.startswith("torch.distributed.checkpoint.")
     if not isinstance(storage, Writer) or not is_default_planner(planner) or not own_stager:
-        return torch_dcp.state_dict_saver.async_save(
+        return async_save_through_dcp(
             state_dict,
             storage_writer=storage,
             planner=planner,
@@ -134,13 +136,13 @@ def async_save(
             staging="lazy" if lazy else "copy",
             writer=kind.value,
         )
-    uploaded: Future[Metadata] = _new_future()
+    uploaded: Future[Any] = _new_future()
     pending.add_done_callback(lambda _: _finish(pending, uploaded, storage, comm.rank))
     if not lazy:
         return uploaded
     staged: Future[None] = _new_future()
     threading.Thread(target=_wait_staged, args=(pending, staged, comm.rank), daemon=True).start()
-    return torch_dcp.state_dict_saver.AsyncSaveResponse(staged, uploaded)
+    return AsyncSaveResponse(staged, uploaded)
 
 
 def _new_future() -> Future[Any]:
@@ -230,8 +232,8 @@ def _settled(state: _SavedState, comm: Comm, url: str) -> dict[Any, Any]:
     if differing and comm.rank == 0:
         listed = ", ".join(list(differing)[:5]) + (", ..." if len(differing) > 5 else "")
         warnings.warn(
-            f"{url}: {len(differing)} entries differ between ranks, and the first rank's are saved: {listed}. Mark what "
-            "each rank has of its own with treeckpt.PerRank",
+            f"{url}: {len(differing)} entries differ between ranks, and the first rank's are saved: {listed}. Mark "
+            "what each rank has of its own with treeckpt.PerRank",
             stacklevel=4,
         )
     for path, rank in differing.items():

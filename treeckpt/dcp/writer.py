@@ -19,8 +19,9 @@ from torch.futures import Future
 
 from .. import api
 from ..arrays.sharded import Sharded
+from ..core.format.index import INDEX_NAME
 from ..core.tree.containers import AbsentSubtree
-from ..errors import TreeckptError
+from ..errors import CheckpointExists, TreeckptError
 from ..io.comm.comm import Comm, PrefixComm, as_comm, comm_of_ranks
 from ..io.storage.foreign_formats import DCP_METADATA
 from ..io.storage.open import open_store
@@ -132,7 +133,18 @@ class Writer(StorageWriter):
         """Does nothing: all is done in `write_data`."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Adds this process's rank."""
+        """Adds this process's rank.
+
+        Raises:
+            CheckpointExists: there is a checkpoint that is not to be replaced.
+        """
+        if not self.overwrite and INDEX_NAME in open_store(self.path).sizes():
+            raise CheckpointExists(
+                self.url,
+                expected="no checkpoint",
+                found="one",
+                hint="Checkpoint already exists and self.overwrite=False",
+            )
         return dataclasses.replace(plan, storage_data=dist.get_rank() if dist.is_initialized() else 0)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -228,7 +240,7 @@ class PlannedTree:
 
     def _value(self, item: WriteItem) -> Any:
         """Returns a value itself where the planner lets it be seen, or its bytes hold plain data; else the bytes."""
-        kind = type(self._planner)
+        kind: Any = type(self._planner)
         if (
             isinstance(self._planner, DefaultSavePlanner)
             and kind.resolve_data is DefaultSavePlanner.resolve_data
@@ -250,7 +262,7 @@ def _joined(pieces: list[tuple[torch.Tensor, WriteItem]]) -> Any:
     first, item = pieces[0]
     assert item.tensor_data is not None, "an item of a tensor describes it"
     size = item.tensor_data.size
-    if len(pieces) == 1 and first.size() == size:
+    if item.type == WriteItemType.TENSOR:
         return first
     full = [(tensor, item) for tensor, item in pieces if tensor.numel()] or pieces[:1]
     offsets = [tuple(item.tensor_data.chunk.offsets) for _, item in full if item.tensor_data is not None]
