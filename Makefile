@@ -78,7 +78,7 @@ test-stores: $(STAMP) ## install object stores of other makers (SeaweedFS, rclon
 test-dcp: $(STAMP) ## run PyTorch's own tests of its checkpointing, from Debian's source package, against treeckpt.dcp: half an hour
 	$(call say,PyTorch's tests against treeckpt.dcp)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[pytorch-tests]'
-	@$(BIN)/python -m tests.dcp.pytorch
+	@$(BIN)/python -m tests.pytorch_dcp
 
 fuzz: $(STAMP) ## fuzz every decoder for FUZZ_SECONDS each, 60 unless told; with atheris where it is installed (extra: fuzz)
 	$(call say,Fuzzing)

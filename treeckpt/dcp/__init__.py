@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as _torch_dcp
 
 from .install import install, uninstall
 from .load import load
-from .reader import Reader
+from .reader import DcpReader as Reader
 from .save import async_save, save
-from .writer import Writer
+from .writer import DcpWriter as Writer
 
 __all__ = ["Reader", "Writer", "async_save", "install", "load", "save", "uninstall"]
 

@@ -9,8 +9,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ..io.comm.comm import Comm, as_comm, world_size
-from .reader import Reader
-from .writer import Writer
+from .reader import DcpReader
+from .writer import DcpWriter
 
 FILE_SYSTEM_WRITER, FILE_SYSTEM_READER = filesystem.FileSystemWriter, filesystem.FileSystemReader
 """DCP's own, also after `install`."""
@@ -30,14 +30,14 @@ def storage_for(given: Any, checkpoint_id: Any, *, reading: bool) -> Any:
     if given is None:
         if not checkpoint_id:
             raise RuntimeError("`checkpoint_id` must be specified if storage_reader/storage_writer is None.")
-        return Reader(checkpoint_id) if reading else Writer(checkpoint_id)
+        return DcpReader(checkpoint_id) if reading else DcpWriter(checkpoint_id)
     if checkpoint_id is not None:
         given.reset(checkpoint_id)
     transforms = getattr(getattr(given, "transforms", None), "extensions", None)
     if type(given) is FILE_SYSTEM_READER:
-        return Reader(given.path)
+        return DcpReader(given.path)
     if type(given) is FILE_SYSTEM_WRITER and not transforms:
-        return Writer(given.path, overwrite=given.overwrite)
+        return DcpWriter(given.path, overwrite=given.overwrite)
     return given
 
 

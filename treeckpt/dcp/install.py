@@ -8,12 +8,12 @@ from typing import Any
 
 from torch.distributed.checkpoint import filesystem
 
-from .reader import Reader
-from .writer import Writer
+from .reader import DcpReader
+from .writer import DcpWriter
 
 _SWAPPED: dict[str, tuple[Any, Any]] = {
-    "FileSystemWriter": (filesystem.FileSystemWriter, Writer),
-    "FileSystemReader": (filesystem.FileSystemReader, Reader),
+    "FileSystemWriter": (filesystem.FileSystemWriter, DcpWriter),
+    "FileSystemReader": (filesystem.FileSystemReader, DcpReader),
 }
 
 
@@ -26,14 +26,14 @@ def install(*, marker: bool = False) -> None:
     Args:
         marker: writes a file `.metadata` into each checkpoint, for programs that look for one.
     """
-    Writer.marker_by_default = marker
+    DcpWriter.marker_by_default = marker
     for name, (old, new) in _SWAPPED.items():
         _replace(name, old, new)
 
 
 def uninstall() -> None:
     """Takes back what `install` did."""
-    Writer.marker_by_default = False
+    DcpWriter.marker_by_default = False
     for name, (old, new) in _SWAPPED.items():
         _replace(name, new, old)
 

@@ -17,7 +17,7 @@ from ..loading.consistent_reads import on_one_version
 from .calls import FILE_SYSTEM_READER, comm_for, is_default_planner, states_of, storage_for
 from .failures import ended_together
 from .names import Entry, entries_of, fill_tensors, load_values, places_in
-from .reader import Reader
+from .reader import DcpReader
 
 
 @takes_positional_storage
@@ -48,9 +48,9 @@ def load(
         CheckpointException: the load failed on a rank; on every rank. Tensors may be partly filled.
     """
     storage = storage_for(storage_reader, checkpoint_id, reading=True)
-    if isinstance(storage, Reader) and storage.is_of_dcp():
+    if isinstance(storage, DcpReader) and storage.is_of_dcp():
         storage = FILE_SYSTEM_READER(storage.path)
-    if not isinstance(storage, Reader) or not is_default_planner(planner):
+    if not isinstance(storage, DcpReader) or not is_default_planner(planner):
         load_through_dcp(
             state_dict, storage_reader=storage, planner=planner, process_group=process_group, no_dist=no_dist
         )

@@ -24,12 +24,12 @@ from ..io.storage.open import open_store
 from ..loading.consistent_reads import on_one_version
 from .metadata import metadata_of
 from .names import Entry, entries_of, fill_tensors, load_values
-from .writer import DcpBytes, WholeValue, Writer
+from .writer import DcpBytes, DcpWriter, WholeValue
 
 _DCP_READER = filesystem.FileSystemReader
 
 
-class Reader(StorageReader):
+class DcpReader(StorageReader):
     """Loads through DCP's planner from treeckpt's format, and from directories that DCP has written.
 
         torch.distributed.checkpoint.load(state_dict, storage_reader=treeckpt.dcp.Reader("run/step_00000100"))
@@ -73,7 +73,7 @@ class Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         """Whether it is a path or URL that treeckpt knows."""
-        return Writer.validate_checkpoint_id(checkpoint_id)
+        return DcpWriter.validate_checkpoint_id(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Returns the metadata, with one chunk for each tensor.

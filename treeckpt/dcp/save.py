@@ -27,7 +27,7 @@ from .calls import comm_for, is_default_planner, states_of, storage_for
 from .failures import converted, exception_of
 from .metadata import SavedMetadata
 from .names import Place, places_in
-from .writer import Writer
+from .writer import DcpWriter
 
 OnConflict = Literal["error", "rank0"]
 
@@ -64,7 +64,7 @@ def save(
         CheckpointException: the save failed; on every rank.
     """
     storage = storage_for(storage_writer, checkpoint_id, reading=False)
-    if not isinstance(storage, Writer) or not is_default_planner(planner):
+    if not isinstance(storage, DcpWriter) or not is_default_planner(planner):
         return save_through_dcp(
             state_dict, storage_writer=storage, planner=planner, process_group=process_group, no_dist=no_dist
         )
@@ -114,7 +114,7 @@ def async_save(
     storage = storage_for(storage_writer, checkpoint_id, reading=False)
     kind = async_checkpointer_type or AsyncCheckpointerType.THREAD
     own_stager = async_stager is None or type(async_stager).__module__.startswith("torch.distributed.checkpoint.")
-    if not isinstance(storage, Writer) or not is_default_planner(planner) or not own_stager:
+    if not isinstance(storage, DcpWriter) or not is_default_planner(planner) or not own_stager:
         return async_save_through_dcp(
             state_dict,
             storage_writer=storage,
@@ -124,8 +124,8 @@ def async_save(
             async_stager=async_stager,
             no_dist=no_dist,
         )
-    lazy = getattr(getattr(async_stager, "_config", None), "use_async_staging", False)
     comm = comm_for(process_group, no_dist=no_dist)
+    lazy = getattr(getattr(async_stager, "_config", None), "use_async_staging", False)
     with converted("save", comm.rank):
         pending = api.save_async(
             storage.path,
@@ -136,12 +136,17 @@ def async_save(
             staging="lazy" if lazy else "copy",
             writer=kind.value,
         )
+    return _futures_of(pending, storage, comm.rank, lazy=lazy)
+
+
+def _futures_of(pending: Pending, storage: DcpWriter, rank: int, *, lazy: bool) -> Any:
+    """Returns the future of a background save; of one that stages lazily those of staging and save."""
     uploaded: Future[Any] = _new_future()
-    pending.add_done_callback(lambda _: _finish(pending, uploaded, storage, comm.rank))
+    pending.add_done_callback(lambda _: _finish(pending, uploaded, storage, rank))
     if not lazy:
         return uploaded
     staged: Future[None] = _new_future()
-    threading.Thread(target=_wait_staged, args=(pending, staged, comm.rank), daemon=True).start()
+    threading.Thread(target=_wait_staged, args=(pending, staged, rank), daemon=True).start()
     return AsyncSaveResponse(staged, uploaded)
 
 
@@ -151,7 +156,7 @@ def _new_future() -> Future[Any]:
     return future
 
 
-def _finish(pending: Pending, uploaded: Future[Metadata], storage: Writer, rank: int) -> None:
+def _finish(pending: Pending, uploaded: Future[Metadata], storage: DcpWriter, rank: int) -> None:
     """Gives the future of a background save that has ended its result."""
     try:
         pending.result()
@@ -172,7 +177,7 @@ def _wait_staged(pending: Pending, staged: Future[None], rank: int) -> None:
         staged.set_result(None)
 
 
-class _SavedState:
+class _StateDictToSave:
     """A state dict, as an object with a state: what fails while it is made fails the save on all ranks."""
 
     def __init__(self, state_dict: Any, rank: int) -> None:
@@ -209,11 +214,11 @@ def _tree_for(state_dict: Any, comm: Comm, url: str, on_conflict: OnConflict) ->
     """
     if on_conflict not in ("error", "rank0"):
         raise MismatchError("on_conflict", expected="'error' or 'rank0'", found=f"{on_conflict!r:.40}")
-    state = _SavedState(state_dict, comm.rank)
+    state = _StateDictToSave(state_dict, comm.rank)
     return state if on_conflict == "error" or comm.size == 1 else _settled(state, comm, url)
 
 
-def _settled(state: _SavedState, comm: Comm, url: str) -> dict[Any, Any]:
+def _settled(state: _StateDictToSave, comm: Comm, url: str) -> dict[Any, Any]:
     """Returns the tree of a state dict, in which an entry that differs between ranks is left to the first with it."""
     tree: dict[Any, Any] = {}
     places: dict[str, Place] = {}

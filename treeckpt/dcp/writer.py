@@ -64,7 +64,7 @@ class SaveFacts:
     listed: tuple[ListedEntry, ...]
 
 
-class Writer(StorageWriter):
+class DcpWriter(StorageWriter):
     """Saves through DCP's planner in treeckpt's format.
 
         torch.distributed.checkpoint.save(state_dict, storage_writer=treeckpt.dcp.Writer("run/step_00000100"))

@@ -1,6 +1,6 @@
 """Runs PyTorch's own tests of torch.distributed.checkpoint against it and against both forms of treeckpt.dcp.
 
-    python -m tests.dcp.pytorch [--only NAME ...] [--form FORM ...]
+    python -m tests.pytorch_dcp [--only NAME ...] [--form FORM ...]
 
 They come from Debian's source package of PyTorch 2.6, which apt fetches and checks, and stay in an ignored folder. A
 script adapts them to a machine without a GPU. The table shows each test with each form; the exit status is 1 if one
@@ -17,7 +17,7 @@ import tarfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 HOME = ROOT / ".cache" / "pytorch-dcp"
 FORMS = ("dcp", "treeckpt.dcp", "storage")
 FILES = (
@@ -100,7 +100,7 @@ def adapt(source: Path) -> Path:
         head, future, rest = text.rpartition("from __future__ import annotations\n")
         path = adapted / f"{name.replace('/', '_')}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{head}{future}import tests.dcp.pytorch.form\n{rest}")
+        path.write_text(f"{head}{future}import tests.pytorch_dcp.form\n{rest}")
     return adapted
 
 
@@ -137,7 +137,7 @@ def table(results: dict[str, dict[str, str]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="tests.dcp.pytorch", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tests.pytorch_dcp", description=__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="files whose name contains one of these")
     parser.add_argument("--form", nargs="*", default=FORMS, choices=FORMS)
     parser.add_argument("--keep", action="store_true", help="adds to the results of the run before")
