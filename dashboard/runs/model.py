@@ -18,12 +18,12 @@ from treeckpt.runs.checkpoint_info import CheckpointInfo
 from treeckpt.runs.policy_text import keep_text, parse_keep
 from treeckpt.runs.run import step_info
 
-from ..pages.checkpoints import PAGE, CheckpointRow, checkpoint_row, next_start, status_of
+from ..pages.checkpoints import PAGE, CheckpointRow, Status, checkpoint_row, next_start, status_of
 from ..store.library import Library, Run
 from ..store.watch import ScanProgress
 
 Sort = Literal["newest", "oldest", "bytes", "-bytes", "time", "-time", "step", "-step", "status", "-status"]
-Status = Literal["", "complete", "saving", "partial", "corrupt", "foreign", "reading"]
+StatusFilter = Literal["", Status]
 FIRST = 20
 """Checkpoints of each run on the page of several runs."""
 
@@ -44,6 +44,8 @@ class RunPart(msgspec.Struct, frozen=True):
     newest_step: int | None
     saving: int
     """Saves in progress."""
+    stalled: int
+    """Saves that hang, or were killed where that cannot be seen from here."""
     statuses: dict[str, int]
     """Directories by status."""
     scan: ScanProgress
@@ -82,7 +84,7 @@ class ListQuery(msgspec.Struct, frozen=True):
     start: int = 0
     cursor: str = ""
     sort: Sort = "newest"
-    status: Status = ""
+    status: StatusFilter = ""
     q: str = ""
     """Words that the name, the step or the error must contain."""
     keep: str | None = None
@@ -130,6 +132,7 @@ class _RunSummary(msgspec.Struct, frozen=True):
     nbytes: int
     newest: int | None
     saving: int
+    stalled: int
     statuses: dict[str, int]
     reasons: dict[str, tuple[str, ...]]
     gone: dict[str, int]
@@ -154,15 +157,17 @@ class _ByIdentity(Generic[T]):
 @lru_cache(64)
 def _summarize(items: _ByIdentity[CheckpointInfo], policies: tuple[Policy, ...]) -> _RunSummary:
     infos = items.rows
-    statuses = Counter(map(status_of, infos))
+    statuses = Counter[str](map(status_of, infos))
+    saves = Counter(save.state for info in infos for save in info.saving)
     reasons = reasons_of(infos, policies)
     decided = (info for info in infos if policies and _retention_step(info) is not None)
     gone = {info.name: info.nbytes or 0 for info in decided if info.name not in reasons}
     return _RunSummary(
-        complete=statuses["complete"],
+        complete=sum(info.status == "complete" for info in infos),
         nbytes=sum(info.nbytes or 0 for info in infos if info.status != "foreign"),
         newest=next((info.step for info in infos if info.status == "complete"), None),
-        saving=sum(len(info.under_way) for info in infos),
+        saving=saves["in_progress"],
+        stalled=saves["stalled"],
         statuses=dict(sorted(statuses.items())),
         reasons=reasons,
         gone=gone,
@@ -228,6 +233,7 @@ def _run_part(library: Library, run: Run, query: ListQuery, count: int) -> RunPa
         nbytes=summary.nbytes,
         newest_step=summary.newest,
         saving=summary.saving,
+        stalled=summary.stalled,
         statuses=summary.statuses,
         scan=watch.progress,
         keep=keep_text(policies),
@@ -257,7 +263,7 @@ def _row(checkpoint_id: str, run: Run, info: CheckpointInfo, summary: _RunSummar
 
 
 @lru_cache(64)
-def _select(items: _ByIdentity[tuple[str, CheckpointInfo]], status: Status, q: str, sort: Sort) -> Listed:
+def _select(items: _ByIdentity[tuple[str, CheckpointInfo]], status: StatusFilter, q: str, sort: Sort) -> Listed:
     """Returns the checkpoints that pass a filter, sorted. The cache serves the next pages of the same query."""
     words = q.casefold().split()
     if not words and not status:

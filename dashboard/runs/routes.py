@@ -18,7 +18,7 @@ from ..pages.answers import PageRouter, Start, library_of
 from ..store.library import Run
 from . import live, model, usage
 from .metrics import metrics_text
-from .model import ListQuery, RunPage, RunsPage, Sort, Status
+from .model import ListQuery, RunPage, RunsPage, Sort, StatusFilter
 
 Cursor = Annotated[str, Query(max_length=2000, description="`cursor` of the previous page; it overrides `start`")]
 RunWords = Annotated[str, Query(max_length=500, description="words that the name, the step or the error must contain")]
@@ -29,7 +29,7 @@ def _list_query(
     start: Start = 0,
     cursor: Cursor = "",
     sort: Sort = "newest",
-    status: Status = "",
+    status: StatusFilter = "",
     q: RunWords = "",
     keep: Keep = None,
 ) -> ListQuery:
