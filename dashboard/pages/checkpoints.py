@@ -24,6 +24,8 @@ from ..store.library import Library, NotFound, Run, UnreadInfo
 
 PAGE = 100
 """Rows of one page."""
+MAX_METRICS = 32
+"""Metrics of one checkpoint that are shown."""
 MAX_NAME = 2000
 """Characters of a name or a path that are shown."""
 
@@ -76,6 +78,10 @@ class CheckpointRow(msgspec.Struct, frozen=True):
     error: str | None
     readable: bool
     """Whether there is an index to browse."""
+    metrics: dict[str, float | None] = {}
+    """What was saved with it, the first MAX_METRICS of it."""
+    best: dict[str, str] = {}
+    """By metric: "best" of the run by a policy; where no policy names the metric, "lowest" or "highest"."""
     pinned: bool = False
     kept: list[str] = []
     """Why retention keeps it; empty if nothing keeps it, or if no policies are known."""
@@ -160,6 +166,7 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
         rate=rate,
         error=visible(error) if error else None,
         readable=info.leaves is not None,
+        metrics={shorten(name): value for name, value in list(info.metrics.items())[:MAX_METRICS]},
         pinned=info.pinned,
         verification=_verification_row(found) if found is not None else None,
         saved=open_save.fraction if open_save else None,

@@ -50,10 +50,12 @@ def templates() -> Environment:
         lstrip_blocks=True,
         finalize=_visible_text,
     )
+    environment.globals["metric_heads"] = lambda run: [(f"metric:{name}", name, "n") for name in run.metrics]
     environment.filters |= {
         "ago": partial(_or_dash, _ago),
         "bytes": partial(_or_dash, bytes_text),
         "clock": partial(_or_dash, _local_time),
+        "figure": partial(_or_dash, "{:.5g}".format),
         "json": json.dumps,  # ASCII only, and autoescaped as any text: safe in an attribute, unlike `tojson`
         "number": partial(_or_dash, "{:,}".format),
         "rate": partial(_or_dash, rate_text),
