@@ -13,6 +13,7 @@ from .arrays.stateful import expand_states, state_tree
 from .core.format.file_names import check_step
 from .core.format.records import Index
 from .core.tree.flatten import flatten, replace_leaves
+from .foreign.foreign_checkpoint import open_checkpoint
 from .io.comm.comm import Comm, as_comm, global_rank
 from .io.gc_pause import gc_paused
 from .io.os_errors import wrap_read_error
@@ -319,9 +320,9 @@ def opened(path: Path) -> Iterator[Checkpoint]:
     if isinstance(path, Checkpoint):
         yield path
         return
-    store = open_store(path)
+    store, version = open_checkpoint(path)
     try:
-        yield Checkpoint(store)
+        yield version()
     except OSError as error:
         raise wrap_read_error(error, store.url) from error
     finally:

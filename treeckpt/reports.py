@@ -86,6 +86,9 @@ class LoadReport(msgspec.Struct, frozen=True):
     """For a load from several checkpoints, the report of each."""
     damaged: tuple[DamagedLeaf, ...] = ()
     """Leaves that `on_corrupt="skip"` left out, each with the bytes that are damaged."""
+    unverified_nbytes: int = 0
+    """Bytes of `nbytes` that were compared with no checksum: all with `verify=False` or `mmap=True`; in files of other
+    programs those of entries without a CRC-32, or of which this process read a part alone. safetensors has none."""
 
     def __str__(self) -> str:
         rows = [

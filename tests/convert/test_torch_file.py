@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treeckpt as tc
-from treeckpt.convert.files import read_strided
 from treeckpt.core.sharding.region import Region
+from treeckpt.foreign.file_arrays import read_strided
 
 from .trees import assert_same, training_tree
 

@@ -243,6 +243,7 @@ class _Provided(msgspec.Struct):
         return LoadReport(
             path=", ".join(report.path for report in reports),
             nbytes=sum(report.nbytes for report in reports),
+            unverified_nbytes=sum(report.unverified_nbytes for report in reports),
             read_nbytes=sum(report.read_nbytes for report in reports),
             loaded=sum(report.loaded for report in reports),
             missing=tuple(self.missing),

@@ -107,6 +107,19 @@ class Checkpoint:
             self._checksums[file.name] = Checksums(np.array(shard.hashes, np.uint64), shard.block)
         return self._checksums[file.name]
 
+    def reopened(self) -> Checkpoint:
+        """The version that is at the same place now."""
+        return Checkpoint(self.store)
+
+    @property
+    def repeated_nbytes(self) -> int:
+        """Bytes that its arrays may take beyond those of its files, where views in foreign files repeat bytes."""
+        return 0
+
+    def unverified(self, nbytes: int) -> int:
+        """How many of so many bytes of arrays that were read have been compared with no checksum."""
+        return 0
+
     def is_replaced(self) -> bool:
         """Whether another index was published since this one was read; raises CheckpointNotFound if none is left."""
         if "index_bytes" not in vars(self):
