@@ -289,10 +289,12 @@ def _flat_parts(spec: ArraySpec, parts: Sequence[LazyArray], sizes: Sequence[int
     itemsize, at = dtype_of(spec.dtype).itemsize, 0
     for part, size in zip(parts, sizes, strict=True):
         window = range_of(part)
-        if size and window is None:
+        if not size:
+            continue
+        if window is None:
             return None
         start = 0
-        for region in flat_regions(spec.shape, at, at + size) if window is not None else ():
+        for region in flat_regions(spec.shape, at, at + size):
             nbytes = region.size * itemsize
             found.append(ArrayPart(len(found), region, window.within(start, nbytes)))
             start += nbytes

@@ -10,12 +10,16 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from ..core.format.index import INDEX_NAME
+from ..core.format.shard_header import parse_shard_name
 from ..errors import CheckpointNotFound, CorruptError
-from ..io.storage.foreign_formats import PADDLE_METADATA
+from ..io.storage.bucket import is_url, local_path
+from ..io.storage.foreign_formats import PADDLE_METADATA, format_of_names
 from ..io.storage.local_read import LocalReader
 from ..io.storage.open import open_store
 from ..io.storage.store import LocalStore, Store
@@ -153,3 +157,23 @@ def store_window(store: Store, name: str, sizes: dict[str, int] | None = None) -
     if size is None:
         raise CheckpointNotFound(f"{store.url}/{name}", expected="a file", found="none", hint="Check the path")
     return FileRange(store, name, 0, size)
+
+
+def foreign_at(path: Any) -> FileRange | ForeignStore | None:
+    """Returns the source at a local path, or in a local store, that another program wrote; None for anything else."""
+    if type(path) is LocalStore:
+        place = path.directory
+    elif isinstance(path, (str, os.PathLike)) and os.fspath(path) and not is_url(os.fspath(path)):
+        place = Path(local_path(os.fspath(path)))
+    else:
+        return None
+    try:
+        if place.is_file():
+            return file_window(place)
+        if (place / INDEX_NAME).exists():
+            return None
+        names = [entry.name for entry in place.iterdir()]
+    except (OSError, ValueError):  # what is wrong is said where a checkpoint is expected
+        return None
+    known = format_of_names(names) is not None and not any(map(parse_shard_name, names))
+    return ForeignStore(place) if known else None

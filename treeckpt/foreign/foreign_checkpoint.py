@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,10 +16,11 @@ from ..io.storage.open import open_store
 from ..io.storage.shard_reader import OpenedShard
 from ..io.storage.store import Store
 from .checksums import ArchiveStorages
-from .files import FileRange, ForeignStore
-from .foreign_index import ForeignIndex, index_files, repeated_nbytes
-from .pickle_values import RefusedLeaf
-from .sources import directory_format, file_format, foreign_at, read_foreign
+from .files import FileRange, ForeignStore, foreign_at
+
+if TYPE_CHECKING:
+    from .foreign_index import ForeignIndex
+    from .pickle_values import RefusedLeaf
 
 
 class _EntryChecks(msgspec.Struct, frozen=True):
@@ -62,8 +63,14 @@ class ForeignCheckpoint(Checkpoint):
         Raises:
             CheckpointNotFound, FormatError, CorruptError: the state of the files.
         """
-        one = isinstance(self._source, FileRange)
-        kind = file_format(self._files.directory / self._source.name) if one else directory_format(self._files)
+        from .foreign_index import index_files  # importing the readers takes as long as all the rest of a load
+        from .sources import directory_format, file_format, read_foreign
+
+        source = self._source
+        if isinstance(source, FileRange):
+            kind = file_format(self._files.directory / source.name)
+        else:
+            kind = directory_format(source)
         refused: list[RefusedLeaf] = []
         found = read_foreign(self._source, kind, self._storages, refused)
         sizes = {name: size for name, size in self.sizes.items() if not name.startswith(".")}
@@ -77,7 +84,7 @@ class ForeignCheckpoint(Checkpoint):
 
     @property
     def repeated_nbytes(self) -> int:
-        return repeated_nbytes(self._index)
+        return self._index.repeated_nbytes
 
     def shard(self, file: File, *, whole: bool = True) -> OpenedShard:
         return OpenedShard(

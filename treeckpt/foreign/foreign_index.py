@@ -60,6 +60,11 @@ class ForeignIndex(Index, frozen=True, dict=True):
     def nbytes(self) -> int:
         return sum(leaf.nbytes for leaf in self.entries)
 
+    @property
+    def repeated_nbytes(self) -> int:
+        """Bytes that computed arrays may take beside those of the files, where views show the same bytes repeatedly."""
+        return min(sum(self.computed.values()), FREE + TIMES * int(decode_runs(self.files.nbytes).sum()))
+
     def locate(self, rank: int, start: int, stop: int, path: str) -> tuple[File, int]:
         if rank in self.computed:
             return File(computed_name(rank), rank, 0, 0, self.computed[rank], 0), start
@@ -163,8 +168,3 @@ def index_files(
         records.append(record)
     fields = {name: getattr(index, name) for name in index.__struct_fields__}
     return ForeignIndex(**{**fields, "leaves": tuple(records)}, names=tuple(names), computed=computed)
-
-
-def repeated_nbytes(index: ForeignIndex) -> int:
-    """Returns the bytes that arrays which are computed may take beside those of the files: views repeat bytes."""
-    return min(sum(index.computed.values()), FREE + TIMES * int(decode_runs(index.files.nbytes).sum()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import MAX_NDIM
 from ..core.tree.spec import ArraySpec
 from ..errors import CheckpointNotFound, FormatError
-from ..io.storage.bucket import is_url, local_path
 from ..io.storage.foreign_formats import HEAD, format_of_head, format_of_names
-from ..io.storage.store import LocalStore, Store
+from ..io.storage.store import Store
 from .checksums import ArchiveStorages
 from .dcp_read import read_dcp
-from .files import FileRange, ForeignStore, file_window
+from .files import FileRange, file_window
 from .hfai_read import read_hfai
 from .paddle_read import read_paddle
 from .pickle_values import RefusedLeaf
@@ -77,26 +75,6 @@ def directory_format(store: Store) -> str:
     if (found := format_of_names(names)) is not None:
         return found
     raise FormatError(store.url, expected="a checkpoint", found=f"{sorted(names)[:5] or 'no files'}", hint=_HINT)
-
-
-def foreign_at(path: Any) -> FileRange | ForeignStore | None:
-    """Returns the source at a local path, or in a local store, that another program wrote; None for anything else."""
-    if type(path) is LocalStore:
-        place = path.directory
-    elif isinstance(path, (str, os.PathLike)) and os.fspath(path) and not is_url(os.fspath(path)):
-        place = Path(local_path(os.fspath(path)))
-    else:
-        return None
-    try:
-        if place.is_file():
-            return file_window(place)
-        if (place / INDEX_NAME).exists():
-            return None
-        names = [entry.name for entry in place.iterdir()]
-    except (OSError, ValueError):  # what is wrong is said where a checkpoint is expected
-        return None
-    known = format_of_names(names) is not None and not any(map(parse_shard_name, names))
-    return ForeignStore(place) if known else None
 
 
 def read_foreign(
