@@ -362,9 +362,9 @@ def verify(path: Path, *, repair: bool = False) -> VerifyReport:
         CheckpointNotFound, CorruptError, FormatError: there is no index that can be read.
     """
     if not repair:
-        return on_one_version(path, verify_checkpoint, is_suspect=lambda report: report.problems)
+        return on_one_version(path, lambda one: verify_checkpoint(one.own()), is_suspect=lambda report: report.problems)
     with opened(path) as checkpoint:
-        return repair_store(checkpoint.store)
+        return repair_store(checkpoint.own().store)
 
 
 def rebuild_index(path: Path, *, replace: bool = False) -> Index:
@@ -378,7 +378,7 @@ def rebuild_index(path: Path, *, replace: bool = False) -> Index:
         CheckpointNotFound, CorruptError: the shards are not all there, or not intact.
     """
     with opened(path) as checkpoint:
-        return publish_rebuilt(checkpoint.store, replace=replace)
+        return publish_rebuilt(checkpoint.own().store, replace=replace)
 
 
 def abstract(tree: Any, *, comm: AnyComm = None, namespace: str = "") -> Any:

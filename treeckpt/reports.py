@@ -95,6 +95,8 @@ class LoadReport(msgspec.Struct, frozen=True):
             f"loaded {self.path}  {self.loaded} leaves, {bytes_text(self.nbytes)} in {seconds_text(self.seconds)} "
             f"({rate_text(self.nbytes, self.seconds)}, {bytes_text(self.read_nbytes)} read)"
         ]
+        if self.unverified_nbytes:
+            rows.append(f"  {bytes_text(self.unverified_nbytes)} compared with no checksum")
         rows += [f"  missing     {path}" for path in self.missing]
         rows += [f"  unexpected  {path}" for path in self.unexpected]
         rows += [f"  damaged     {part}" for part in self.damaged]

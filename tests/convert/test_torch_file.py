@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treeckpt as tc
+from tests.helpers.training_trees import assert_same, training_tree
 from treeckpt.core.sharding.region import Region
 from treeckpt.foreign.file_arrays import read_strided
-
-from .trees import assert_same, training_tree
 
 convert = tc.convert.convert
 

@@ -101,6 +101,11 @@ class EntryChecksum:
             self.take(start, data)
         return data
 
+    @property
+    def is_read(self) -> bool:
+        """Whether bytes of it were read since it was opened."""
+        return self._left < self.window.size
+
     def check(self) -> None:
         """Reads and compares all of it, unless it is known to be sound.
 
@@ -212,11 +217,12 @@ class ArchiveStorages:
         for entry in met:
             entry.take(start - entry.window.start, np.frombuffer(data, np.uint8))
 
-    @property
-    def compared_nbytes(self) -> int:
-        """Bytes of the storages that were compared with their CRC-32."""
-        entries = {id(entry): entry for _, entry in self._entries}
-        return sum(entry.window.size for entry in entries.values() if entry.crc and entry.sound)
+    def unverified(self, nbytes: int) -> int:
+        """Returns how many of so many bytes of arrays that were read have been compared with no CRC-32."""
+        entries = list({id(entry): entry for _, entry in self._entries}.values())
+        if entries and all(entry.crc and (entry.sound or not entry.is_read) for entry in entries):
+            return 0
+        return max(0, nbytes - sum(entry.window.size for entry in entries if entry.crc and entry.sound))
 
     def take_entry(self, entry: EntryChecksum) -> int:
         """Returns the first address of a new range for an entry."""

@@ -92,6 +92,7 @@ class ForeignStore(LocalStore):
     def __init__(self, directory: str | os.PathLike[str], only: str = "") -> None:
         super().__init__(directory)
         self.only = only
+        self._places: dict[str, str] = {}
         self.computed: dict[str, ReadComputed] = {}
         """Arrays that are read as if they were files, by a name that no file has: odd strides, values in a pickle."""
 
@@ -138,7 +139,9 @@ class ForeignStore(LocalStore):
         return super()._reader(self._resolved(name))
 
     def _resolved(self, name: str) -> str:
-        return str((self.directory / name).resolve())
+        if name not in self._places:  # links are followed once: it takes several requests to the file system
+            self._places[name] = str((self.directory / name).resolve())
+        return self._places[name]
 
 
 def open_foreign(path: str | os.PathLike[str] | Store) -> Store:

@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ..core.analysis.checksum_diff import Checksums
 from ..core.format.records import File, Index
+from ..core.tree.flatten import flatten
+from ..errors import FormatError
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.far_store import for_reading
+from ..io.storage.foreign_formats import describe_foreign
 from ..io.storage.memory import PAGE
 from ..io.storage.open import open_store
 from ..io.storage.shard_reader import OpenedShard
@@ -46,7 +50,7 @@ class ForeignCheckpoint(Checkpoint):
         self._source: FileRange | ForeignStore = source
         self._files = store
         self.url = source.label if isinstance(source, FileRange) else source.url
-        self._storages = ArchiveStorages()
+        self._storages = ArchiveStorages(alone=False)
 
     @cached_property
     def index_bytes(self) -> bytes:
@@ -74,7 +78,21 @@ class ForeignCheckpoint(Checkpoint):
         refused: list[RefusedLeaf] = []
         found = read_foreign(self._source, kind, self._storages, refused)
         sizes = {name: size for name, size in self.sizes.items() if not name.startswith(".")}
+        for path, leaf in flatten(found.tree)[1]:
+            self._storages.note(path, leaf)
         return index_files(found, sizes, self._files.modified_ns(), refused, self._files)
+
+    def own(self) -> Checkpoint:
+        found, _ = describe_foreign(self.url) or ("files of another program", "")
+        raise FormatError(
+            self.url,
+            expected="a checkpoint of treeckpt, which has checksums of all its bytes",
+            found=found,
+            hint="A load compares the CRC-32s that files of torch.save and DCP have; convert writes all checksums",
+        )
+
+    def checksums(self, file: File) -> Checksums:
+        return self.own().checksums(file)
 
     def reopened(self) -> Checkpoint:
         return ForeignCheckpoint(self._source)
@@ -98,7 +116,7 @@ class ForeignCheckpoint(Checkpoint):
         return False
 
     def unverified(self, nbytes: int) -> int:
-        return max(0, nbytes - self._storages.compared_nbytes)
+        return self._storages.unverified(nbytes)
 
 
 def open_checkpoint(path: Any) -> tuple[Store, Callable[[], Checkpoint]]:

@@ -34,9 +34,9 @@ from .pickle_values import RefusedLeaf
 from .sources import ForeignTree, check_shape
 
 FREE = 64 << 20
-"""Bytes that views may take as arrays of their own, whatever files there are."""
+"""Bytes that arrays may take beyond those of all files, whatever these are: views show bytes repeatedly."""
 TIMES = 16
-"""Times the bytes of all files that they may take beyond those."""
+"""Times the bytes of all files that they may take beyond that."""
 PARTS = 24
 """Bits of a part's number in the rank of an array that is computed."""
 REFUSED = "refused"
@@ -57,13 +57,17 @@ class ForeignIndex(Index, frozen=True, dict=True):
         return tuple(File(name, n, 0, 0, size, 0) for n, (name, size) in enumerate(zip(self.names, sizes, strict=True)))
 
     @property
+    def file_kind(self) -> str:
+        return "files"
+
+    @property
     def nbytes(self) -> int:
         return sum(leaf.nbytes for leaf in self.entries)
 
     @property
     def repeated_nbytes(self) -> int:
-        """Bytes that computed arrays may take beside those of the files, where views show the same bytes repeatedly."""
-        return min(sum(self.computed.values()), FREE + TIMES * int(decode_runs(self.files.nbytes).sum()))
+        """Bytes that arrays may take beside those of the files, where several of them show the same bytes."""
+        return FREE + TIMES * int(decode_runs(self.files.nbytes).sum())
 
     def locate(self, rank: int, start: int, stop: int, path: str) -> tuple[File, int]:
         if rank in self.computed:

@@ -320,7 +320,7 @@ class CheckpointOverlay(msgspec.Struct, frozen=True):
             )
         # all is compared now: not again before the first byte is written
         verify = True if options.verify == "first" else options.verify
-        return msgspec.structs.replace(options, bad=survey(checkpoints[0], comm), verify=verify)
+        return msgspec.structs.replace(options, bad=survey(checkpoints[0].own(), comm), verify=verify)
 
     def load(self, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
         """Loads a new tree; see `treeckpt.load`."""

@@ -107,6 +107,10 @@ class Checkpoint:
             self._checksums[file.name] = Checksums(np.array(shard.hashes, np.uint64), shard.block)
         return self._checksums[file.name]
 
+    def own(self) -> Checkpoint:
+        """Returns itself; raises FormatError for files of another program, which have no checksums of blocks."""
+        return self
+
     def reopened(self) -> Checkpoint:
         """The version that is at the same place now."""
         return Checkpoint(self.store)
