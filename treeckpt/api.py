@@ -205,7 +205,7 @@ def load(
     It holds no lease: where a `Manager` may delete the checkpoint, load with `Manager.restore` or in `Manager.reading`.
 
     Args:
-        path: as given to save; or a `Bank` or list of several, of which later ones win.
+        path: as given to save, or files of other programs; or a `Bank` or list of several, of which later ones win.
         like: what is wanted: tensors, DTensors, `ArraySpec`s, anything with shape and dtype, or `...` for no leaf. None
             gives the tree as it was saved, in host memory, with distributed arrays whole.
         select, exclude: globs over paths as they are in like; a path under a named one counts. What is not wanted comes

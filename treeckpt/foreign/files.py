@@ -19,7 +19,7 @@ from ..core.format.index import INDEX_NAME
 from ..core.format.shard_header import parse_shard_name
 from ..errors import CheckpointNotFound, CorruptError
 from ..io.storage.bucket import is_url, local_path
-from ..io.storage.foreign_formats import PADDLE_METADATA, format_of_names
+from ..io.storage.foreign_formats import HEAD, PADDLE_METADATA, format_of_head, format_of_names
 from ..io.storage.local_read import LocalReader
 from ..io.storage.open import open_store
 from ..io.storage.store import LocalStore, Store
@@ -172,7 +172,9 @@ def foreign_at(path: Any) -> FileRange | ForeignStore | None:
         return None
     try:
         if place.is_file():
-            return file_window(place)
+            with place.open("rb") as file:
+                known = format_of_head(place.name, file.read(HEAD))
+            return None if known in (None, "pickle") else file_window(place)
         if (place / INDEX_NAME).exists():
             return None
         names = [entry.name for entry in place.iterdir()]

@@ -7,6 +7,7 @@ deletes the files of the save before: a reader of the previous index finds files
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 
@@ -106,6 +107,12 @@ class Checkpoint:
             shard = self.shard(file)
             self._checksums[file.name] = Checksums(np.array(shard.hashes, np.uint64), shard.block)
         return self._checksums[file.name]
+
+    def with_index(self, index: Index) -> Checkpoint:
+        """The same files under another index."""
+        found = copy.copy(self)
+        found.index = index
+        return found
 
     def own(self) -> Checkpoint:
         """Returns itself; raises FormatError for files of another program, which have no checksums of blocks."""
