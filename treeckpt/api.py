@@ -103,7 +103,7 @@ def save(
         max_shard_bytes=shard_limit(max_shard_bytes),
         namespace=namespace,
     )
-    return save_tree(open_store(path), tree, as_comm(comm), options, custom_metadata or {}, files=files)
+    return save_tree(open_store(path), tree, as_comm(comm), options, custom_metadata, files=files)
 
 
 def save_async(
@@ -162,7 +162,7 @@ def save_async(
         writer=writer,
         timeout=timeout,
     )
-    return save_async_tree(open_store(path), tree, as_comm(comm), options, custom_metadata or {}, files=files)
+    return save_async_tree(open_store(path), tree, as_comm(comm), options, custom_metadata, files=files)
 
 
 def prewarm(tree: object, *, writer: WriterKind = "process", comm: AnyComm = None) -> None:
@@ -306,7 +306,7 @@ def _load_into(overlay: CheckpointOverlay, tree: Any, comm: Comm, options: LoadO
             return overlay.load_into(tree, comm, options)
 
         def as_saved(at: str) -> Any:
-            own = msgspec.structs.replace(options, select=(at,) if at else None, strict=False, copy=False, read="each")
+            own = msgspec.structs.replace(options, below=at, strict=False, copy=False, read="each")
             return overlay.load(None, comm, own)[0]
 
         report, more = found.restore(as_saved, lambda target: overlay.load_into(target, comm, options))

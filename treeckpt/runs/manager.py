@@ -40,6 +40,7 @@ from ..io.storage.run_store import RunStore
 from ..reports import SaveReport
 from ..saving.background import save_async_tree
 from ..saving.future import Pending
+from ..saving.options import check_metadata
 from ..saving.save import save_tree
 from ..saving.sidecar_files import SidecarContent
 from .catalog import METRICS
@@ -176,7 +177,7 @@ class Manager(RegistrationMixin, RestoreMixin):
         """
         step = check_step(step)
         named = {} if metrics is None else {METRICS: parse_metrics(metrics)}
-        metadata = {**(custom_metadata or {}), **(named if self._comm.rank == 0 else {})}
+        metadata = {**check_metadata(custom_metadata), **(named if self._comm.rank == 0 else {})}
         if self.stopping:
             self._pending.drain()  # an earlier failure must not prevent the last save
         elif self.options.busy == "wait":
