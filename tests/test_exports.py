@@ -45,6 +45,8 @@ NAMES = [
     "inspect",
     "load",
     "load_into",
+    "path_keys",
+    "path_text",
     "policy",
     "prewarm",
     "read_file",

@@ -31,6 +31,7 @@ from .core.sharding.region import Region
 from .core.tree.containers import FromRank
 from .core.tree.flatten import PerRank
 from .core.tree.keyed_table import KeyedTable
+from .core.tree.path_text import path_keys, path_text
 from .core.tree.spec import ArraySpec
 from .errors import (
     CheckpointError,
@@ -87,6 +88,8 @@ __all__ = [
     "inspect",
     "load",
     "load_into",
+    "path_keys",
+    "path_text",
     "policy",
     "prewarm",
     "read_file",
