@@ -23,7 +23,20 @@ import importlib
 from typing import Any
 
 from . import trees
-from .api import abstract, inspect, load, load_into, prewarm, read_file, rebuild_index, save, save_async, verify
+from .api import (
+    abstract,
+    inspect,
+    load,
+    load_abstract,
+    load_async,
+    load_into,
+    prewarm,
+    read_file,
+    rebuild_index,
+    save,
+    save_async,
+    verify,
+)
 from .arrays.sharded import Sharded
 from .core.analysis import retention_policy as policy
 from .core.format.records import Index
@@ -49,6 +62,7 @@ from .errors import (
 from .io.storage.object_store import ObjectRun, ObjectStore
 from .io.storage.store import LocalStore, MemoryStore
 from .loading import transforms as rules
+from .loading.background import PendingLoad
 from .loading.overlay import Bank, From
 from .reports import LoadReport, SaveReport, VerifyReport
 from .runs.manager import Manager
@@ -75,6 +89,7 @@ __all__ = [
     "ObjectRun",
     "ObjectStore",
     "Pending",
+    "PendingLoad",
     "PerRank",
     "RankError",
     "Region",
@@ -87,6 +102,8 @@ __all__ = [
     "abstract",
     "inspect",
     "load",
+    "load_abstract",
+    "load_async",
     "load_into",
     "path_keys",
     "path_text",

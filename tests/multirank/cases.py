@@ -11,6 +11,7 @@ from . import (
     rank_cases,
     relay_cases,
     talk_cases,
+    together_cases,
     training_cases,
 )
 from .registry import PHASES, WHOLE, Case, Rank, of
@@ -29,5 +30,6 @@ __all__ = [
     "rank_cases",
     "relay_cases",
     "talk_cases",
+    "together_cases",
     "training_cases",
 ]

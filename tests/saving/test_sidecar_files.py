@@ -200,3 +200,10 @@ def test_clean_names_files_of_others_and_leaves_them(tmp_path: Path, capsys: pyt
     assert report.foreign == {"step_00000001": ("config.json",)}
     assert "foreign   step_00000001: config.json" in str(report)
     assert list((run / "step_00000001").iterdir()) == [foreign]
+
+
+def test_a_step_that_is_due_takes_files_too(tmp_path: Path) -> None:
+    with tc.Manager(tmp_path / "run", every=2, background=False) as manager:
+        for _ in range(3):
+            manager.step(TREE, files={"config.json": b"{}"})
+    assert manager.steps() == [2] and tc.read_file(manager.path(2), "config.json") == b"{}"

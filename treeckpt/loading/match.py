@@ -59,6 +59,8 @@ class LoadOptions(msgspec.Struct, frozen=True):
     rules: tuple[Rule, ...] = ()
     only: frozenset[str] | None = None
     """Paths to load, of those that are selected."""
+    specs_only: bool = False
+    """Gives the specs of arrays in their place, without like."""
     below: str = ""
     """The path of a container: only what is in it is loaded, of what is selected."""
     bad: tuple[BadBytes, ...] | None = None

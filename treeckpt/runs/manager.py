@@ -131,13 +131,18 @@ class Manager(RegistrationMixin, RestoreMixin):
         return self.schedule.due(step) and (step != self._reached or self.stopping)
 
     def step(
-        self, tree: Any | Callable[[], Any] = ..., *, metrics: Mapping[str, float] | None = None
+        self,
+        tree: Any | Callable[[], Any] = ...,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        files: Mapping[str, SidecarContent] | None = None,
     ) -> SaveReport | Pending | None:
         """Counts a step, from the one that was restored, and saves it if it is due.
 
         Args:
             tree: the tree, or a function that returns it, called only if the step is due; without it only what is
                 registered is saved.
+            metrics, files: as for `save`.
 
         Returns:
             The result of `save`; None if the step was not due.
@@ -145,7 +150,7 @@ class Manager(RegistrationMixin, RestoreMixin):
         self.count += 1
         if not self.should_save(self.count):
             return None
-        return self.save(self.count, tree() if is_factory(tree) else tree, metrics=metrics)
+        return self.save(self.count, tree() if is_factory(tree) else tree, metrics=metrics, files=files)
 
     def save(
         self,

@@ -50,7 +50,12 @@ class Pair(NamedTuple):
 
 
 def test_the_keys_of_an_index_lead_to_the_leaves(tmp_path: Any) -> None:
-    tree = {"model": {"a/b": np.ones(2), "0": 1}, (1, None): [np.zeros(1), Pair(2, b"x")], True: 3, "own": tc.PerRank(4)}
+    tree = {
+        "model": {"a/b": np.ones(2), "0": 1},
+        (1, None): [np.zeros(1), Pair(2, b"x")],
+        True: 3,
+        "own": tc.PerRank(4),
+    }
     tc.save(tmp_path / "c", tree)
     loaded = tc.load(tmp_path / "c")
     for (_, leaf), entry in zip(flatten(tree)[1], tc.inspect(tmp_path / "c").entries, strict=True):
@@ -66,9 +71,9 @@ def test_what_is_no_key_is_named() -> None:
         tc.path_text(("a", {1}))
     with pytest.raises(tc.TreeError, match=r"keys\[0\]: expected PerRank of a rank"):
         tc.path_text((tc.PerRank(-1),))
-    for given in ("model", 3):
+    for wrong in ("model", 3):
         with pytest.raises(tc.TreeError, match="keys: expected the keys of a path, in order"):
-            tc.path_text(given)  # type: ignore[arg-type]
+            tc.path_text(wrong)  # type: ignore[arg-type]
     with pytest.raises(tc.MismatchError, match="path: expected a path as text"):
         tc.path_keys(("a",))  # type: ignore[arg-type]
 

@@ -38,8 +38,8 @@ def path_text(keys: Iterable[object]) -> str:
 def path_keys(text: str) -> tuple[object, ...]:
     """Returns the keys of a path; the inverse of `path_text`: `opt/0/~s1` gives `("opt", 0, "1")`.
 
-    Dict keys have their types (bool, int, float, None, bytes, tuples); positions are integers, fields of namedtuples and
-    dataclasses strings. The steps `~rank3` and `~rank*` below a `PerRank` are `PerRank(3)` and `PerRank(...)`.
+    Dict keys have their types (bool, int, float, None, bytes, tuples); positions are integers, fields of namedtuples
+    and dataclasses strings. The steps `~rank3` and `~rank*` below a `PerRank` are `PerRank(3)` and `PerRank(...)`.
 
     Raises:
         MismatchError: no key has that text.
@@ -84,7 +84,7 @@ _MARKED: dict[str, Callable[[str], object]] = {
     "f": float,
     "x": bytes.fromhex,
 }
-"""By the letter of a mark: the function that returns the key of the rest. Whether that text is the key's is compared."""
+"""By the letter of a mark: the function that returns the key of the rest, of a text that may be of another form."""
 
 
 class _Parser:
