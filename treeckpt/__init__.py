@@ -25,7 +25,20 @@ import importlib
 from typing import Any
 
 from . import trees
-from .api import abstract, inspect, load, load_into, prewarm, read_file, rebuild_index, save, save_async, verify
+from .api import (
+    abstract,
+    inspect,
+    load,
+    load_abstract,
+    load_async,
+    load_into,
+    prewarm,
+    read_file,
+    rebuild_index,
+    save,
+    save_async,
+    verify,
+)
 from .arrays.sharded import Sharded
 from .core.analysis import retention_policy as policy
 from .core.format.records import Index
@@ -33,6 +46,7 @@ from .core.sharding.region import Region
 from .core.tree.containers import FromRank
 from .core.tree.flatten import PerRank
 from .core.tree.keyed_table import KeyedTable
+from .core.tree.path_text import path_keys, path_text
 from .core.tree.spec import ArraySpec
 from .errors import (
     CheckpointError,
@@ -50,6 +64,7 @@ from .errors import (
 from .io.storage.object_store import ObjectRun, ObjectStore
 from .io.storage.store import LocalStore, MemoryStore
 from .loading import transforms as rules
+from .loading.background import PendingLoad
 from .loading.overlay import Bank, From
 from .reports import LoadReport, SaveReport, VerifyReport
 from .runs.manager import Manager
@@ -76,6 +91,7 @@ __all__ = [
     "ObjectRun",
     "ObjectStore",
     "Pending",
+    "PendingLoad",
     "PerRank",
     "RankError",
     "Region",
@@ -88,7 +104,11 @@ __all__ = [
     "abstract",
     "inspect",
     "load",
+    "load_abstract",
+    "load_async",
     "load_into",
+    "path_keys",
+    "path_text",
     "policy",
     "prewarm",
     "read_file",

@@ -27,6 +27,7 @@ from ..core.format.index import INDEX_NAME
 from ..core.format.lineage import Lineage, SavedCheckpoint
 from ..core.format.records import Index
 from ..core.format.shard_header import parse_shard_name
+from ..core.format.sidecars import stored_name
 from ..core.format.timings import Timings
 from ..core.text import visible
 from ..core.tree.value_codec import Value, decode_value
@@ -67,6 +68,7 @@ class Summary(msgspec.Struct, frozen=True):
     metrics: dict[str, float]
     held_nbytes: int
     lineage: Lineage | None = None
+    sidecars: tuple[tuple[str, int], ...] = ()
 
 
 def read_timings(path: str | os.PathLike[str] | Folder, *, save_id: str | None = None) -> Timings:
@@ -284,7 +286,6 @@ def _read_summary(folder: Folder, index: DirectoryEntry, cache: StatCache) -> Su
 
 def summarize_index(index: Index) -> Summary:
     """Extracts from an index what a list of checkpoints needs."""
-    sizes = tuple((file.name, file.header + file.nbytes) for file in index.file_list)
     return Summary(
         save_id=index.save_id,
         step=index.step,
@@ -292,10 +293,11 @@ def summarize_index(index: Index) -> Summary:
         leaves=len(index.leaves),
         nbytes=index.nbytes,
         created_ns=index.created_ns,
-        sizes=sizes,
+        sizes=tuple((file.name, file.header + file.nbytes) for file in index.file_list),
         metrics=_metrics(index.metadata.get(METRICS)),
         held_nbytes=held_nbytes(index),
         lineage=index.lineage,
+        sidecars=tuple((stored_name(index.save_id, one.name), one.nbytes) for one in index.sidecars),
     )
 
 
@@ -340,7 +342,7 @@ def _with_index(folder: Folder, summary: Summary, files: Files, durations: StatC
     with contextlib.suppress(TreeckptError):  # a checkpoint is complete without timings
         if durations is not None:
             took = _save_duration(folder, files, summary.save_id, durations)
-    problem = _shards_problem(summary, files)
+    problem = _problem("shards", summary.sizes, files)
     return CheckpointInfo(
         name=folder.name,
         path=folder.url,
@@ -354,7 +356,7 @@ def _with_index(folder: Folder, summary: Summary, files: Files, durations: StatC
         seconds=took.seconds if took else None,
         blocked_seconds=took.blocked_seconds if took else None,
         held_nbytes=summary.held_nbytes,
-        error=problem,
+        error=problem or _problem("sidecar files", summary.sidecars, files),
         metrics=summary.metrics,
         pinned=PIN_NAME in files,
         saving=saves_under_way(folder, files),
@@ -362,14 +364,13 @@ def _with_index(folder: Folder, summary: Summary, files: Files, durations: StatC
     )
 
 
-def _shards_problem(summary: Summary, files: Files) -> str | None:
-    bad: list[str] = []
-    for shard, size in summary.sizes:
-        if shard not in files:
-            bad.append(f"{shard} is missing")
-        elif files[shard].nbytes != size:
-            bad.append(f"{shard} has {files[shard].nbytes} bytes instead of {size}")
-    return f"{len(bad)} of {len(summary.sizes)} shards are not as saved: {bad[0]}" if bad else None
+def _problem(what: str, sizes: Sequence[tuple[str, int]], files: Files) -> str | None:
+    bad = [(name, size) for name, size in sizes if name not in files or files[name].nbytes != size]
+    if not bad:
+        return None
+    name, size = bad[0]
+    now = f"has {files[name].nbytes} bytes instead of {size}" if name in files else "is missing"
+    return f"{len(bad)} of {len(sizes)} {what} are not as saved: {name} {now}"
 
 
 def _without_index(folder: Folder, files: Files, cache: StatCache) -> CheckpointInfo:

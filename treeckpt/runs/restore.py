@@ -23,10 +23,11 @@ from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.reader_leases import hold_lease
 from ..io.storage.store import Store
 from ..loading.consistent_reads import on_one_version
+from ..loading.keywords import LoadKeywords
 from ..loading.shared_read import open_relay, together, usual_read
 from .checkpoint_info import CheckpointInfo, mark_of
 from .history import SaveHistory
-from .options import LoadKeywords, RestoreKeywords
+from .options import RestoreKeywords
 from .progress_bar import reading_bar
 from .registered_state import RegisteredState
 from .run import RunDirectory, step_info

@@ -48,7 +48,7 @@ from .structure import (
     TupleNode,
     key_text,
 )
-from .value_codec import Value, encode_value, type_name
+from .value_codec import Value, encode_value, refuse_hash_collisions, type_name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -191,6 +191,8 @@ def _keyed_node(
         else:
             key_text(key, path)  # raises for a key that has no text
             encoded.append(encode_value(key, path))
+    if any(type(key) is not str for key in keys):
+        refuse_hash_collisions(keys, path)
     return kind(*fields, tuple(encoded), children)
 
 
