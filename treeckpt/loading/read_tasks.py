@@ -8,7 +8,9 @@ first (`ReadTask`) and then carried out: by this process alone (`run_tasks`), or
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
@@ -29,7 +31,7 @@ from ..core.planning.load_plan import (
 )
 from ..core.sharding.region import byte_runs
 from ..io.storage.checkpoint import ShardReader
-from ..io.storage.memory import PAGE, aligned_buffer, copy_bytes
+from ..io.storage.memory import PAGE, aligned_buffer, copy_bytes, populate
 from ..io.storage.shard_reader import ByteRange, aligned_range
 from ..io.storage.store import Store, SupportsFetching
 from .read_request import BoxDestination, Boxes, ContiguousMemory, NewArray, ReadRequest, Scatter
@@ -41,6 +43,8 @@ DEVICE_READ = 4 << 20
 """The same for local files: a device wants several requests in flight more than large ones."""
 ALONE = 1 << 20
 """Bytes that are read before threads are ready."""
+POPULATED = 2 << 20
+"""Bytes of new memory that get their pages at a time."""
 TURN = 32 << 20
 """Bytes that one rank of a host reads from the device at a time, of what several ranks want."""
 SPARSE = 0.75
@@ -248,7 +252,8 @@ def run_tasks(reader: ShardReader, tasks: Sequence[ReadTask], *, memory: int, wr
         Bytes read from data areas.
     """
     if isinstance(reader.store, SupportsFetching):
-        _fetch(reader, tasks, partial(_put_part, tasks, written, {}), memory)
+        with _populating(tasks) as arrived:
+            _fetch(reader, tasks, partial(_put_part, tasks, written, {}, arrived), memory)
         return sum(task.nbytes for task in tasks)
     largest = max((task.nbytes for task in tasks if task.out is None), default=0)
     threads = max(1, min(READERS, memory // max(largest, 1)))
@@ -300,6 +305,32 @@ def _fetch(
     reader.fetch(ranges, consume, memory=memory, shared=shared)
 
 
+@contextlib.contextmanager
+def _populating(tasks: Sequence[ReadTask]) -> Iterator[threading.Event]:
+    """Gives the memory of tasks its pages while the first bytes are on their way, until the event is set.
+
+    To touch 500 MB of new memory takes as long as to receive them, and nothing else is to be done in the first round
+    trip.
+    """
+    arrived = threading.Event()
+
+    def run() -> None:
+        for task in tasks:
+            for at in range(0, task.nbytes if task.out is not None else 0, POPULATED):
+                if arrived.is_set() or not populate(task.out[at : min(at + POPULATED, task.nbytes)]):
+                    return
+
+    thread = threading.Thread(target=run, name="treeckpt-populate", daemon=True)
+    if any(task.out is not None and task.nbytes >= POPULATED for task in tasks):
+        thread.start()
+    try:
+        yield arrived
+    finally:
+        arrived.set()
+        if thread.ident is not None:
+            thread.join()
+
+
 def _collect_part(
     tasks: Sequence[ReadTask],
     put: Callable[[int, memoryview], object],
@@ -321,6 +352,7 @@ def _put_part(
     tasks: Sequence[ReadTask],
     written: list[ReadTask],
     collected: dict[int, memoryview],
+    arrived: threading.Event,
     number: int,
     at: int,
     data: memoryview,
@@ -329,7 +361,9 @@ def _put_part(
 
     Args:
         collected: the bytes so far of tasks whose destinations are not contiguous, by their numbers.
+        arrived: is set.
     """
+    arrived.set()
     task = tasks[number]
     if task.out is not None:
         copy_bytes(task.out[at:], data)

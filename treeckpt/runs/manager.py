@@ -42,8 +42,8 @@ from ..saving.background import save_async_tree
 from ..saving.future import Pending
 from ..saving.save import save_tree
 from ..saving.sidecar_files import SidecarContent
-from .catalog import METRICS
 from .history import SaveHistory
+from .index_summary import METRICS
 from .notebook import run_html
 from .options import (
     BackgroundSaveKeywords,

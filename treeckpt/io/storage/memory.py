@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
+import sys
 
 import numpy as np
 
@@ -13,6 +15,10 @@ HUGE = 2 << 20
 SLAB = 64 << 20
 """Bytes of address space of one slab; only the pages that are touched take memory."""
 ALIGN = 64
+_POPULATE_WRITE = 23
+_madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+if _madvise is not None:  # not that of mmap: it keeps Python's global lock
+    _madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 def aligned_buffer(nbytes: int, *, huge: bool = False) -> memoryview:
@@ -35,6 +41,16 @@ def advise_huge_pages(memory: mmap.mmap) -> None:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
+
+
+def populate(memory: memoryview) -> bool:
+    """Gives zeroed memory that is not touched yet its pages, without Python's global lock; keeps what is written there.
+
+    Returns whether the system can do that (Linux 5.14 and later).
+    """
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    low = address // PAGE * PAGE
+    return _madvise is not None and not _madvise(low, address + len(memory) - low, _POPULATE_WRITE)
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:

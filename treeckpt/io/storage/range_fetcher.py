@@ -27,6 +27,9 @@ START = 64
 """Requests in flight at first: 8 MiB each, at 40 ms and 90 MB/s a connection, come to 4 GB/s."""
 MOST = 192
 """Requests in flight, at most."""
+SMALL = 1024
+"""A request for up to one part of so many of the memory, as for a header or the end of a shard, takes no place and no
+memory of large ones: the last of 64 would wait for it, and be late by a round trip."""
 WINDOW = 0.25
 """Seconds over which a rate is measured, at least."""
 GAIN = 1.1
@@ -147,7 +150,8 @@ class RangeFetcher:
         After an error nothing is handed over any more; requests that are still in flight then end unheard.
 
         Args:
-            memory: bytes of ranges that have been requested and not consumed, at most, unless one range is longer.
+            memory: bytes of ranges that have been requested and not consumed, at most, unless one range is longer;
+                small ones beside large ones are not counted.
             first: the first so many ranges are consumed before any other, which may be on their way already.
 
         Raises:
@@ -165,6 +169,9 @@ class _Run:
         self._fetcher, self._requests, self._consume, self._memory = fetcher, requests, consume, memory
         self._changed = threading.Condition(fetcher.lock)
         self._left = deque(range(len(requests)))
+        self._small = sum(map(self._is_small, self._left))
+        """Small requests that have not been answered."""
+        self._large = len(requests) - self._small
         self._in_flight: list[_InFlight] = []
         self._held = self._workers = self._consuming = 0
         """Bytes of ranges in flight; threads that take requests; calls of `consume`."""
@@ -201,12 +208,24 @@ class _Run:
         with self._changed:
             if not self._left:
                 return
-            nbytes = max(self._requests[self._left[0]][2], 1)
+            nbytes = max(self._held_by(self._left[0]), 1)
             room = max((self._memory - self._held) // nbytes, 0 if self._held else 1)
-            count = max(min(self._fetcher.depth.depth - self._workers, len(self._left), room), 0)
+            count = max(min(self._places() - self._workers, len(self._left), room), 0)
             self._workers += count
         for _ in range(count):  # without the lock: the first ones send their requests meanwhile
             threading.Thread(target=self._work, name="treeckpt-fetch", daemon=True).start()
+
+    def _places(self) -> int:
+        """Returns the requests that may be in flight."""
+        depth = self._fetcher.depth.depth
+        return depth + min(self._small, self._large, depth)
+
+    def _is_small(self, number: int) -> bool:
+        return self._requests[number][2] <= self._memory // SMALL
+
+    def _held_by(self, number: int) -> int:
+        """Returns the memory that is counted for a request, in bytes."""
+        return 0 if self._is_small(number) else self._requests[number][2]
 
     def _hedge(self) -> None:
         """Sends a second request for each one that is slow."""
@@ -229,9 +248,9 @@ class _Run:
 
     def _take(self) -> _InFlight | None:
         with self._changed:
-            if not self._left or self._error is not None or self._workers > self._fetcher.depth.depth:
+            if not self._left or self._error is not None or self._workers > self._places():
                 return None
-            nbytes = self._requests[self._left[0]][2]
+            nbytes = self._held_by(self._left[0])
             if self._held and self._held + nbytes > self._memory:
                 return None
             self._held += nbytes
@@ -330,5 +349,6 @@ class _Run:
             self._fetcher.depth.add(nbytes, now)
             self._done += 1
             self._first_left -= one.number < self._first
-            self._held -= self._requests[one.number][2]
+            self._held -= self._held_by(one.number)
+            self._small -= self._is_small(one.number)
             self._changed.notify_all()
