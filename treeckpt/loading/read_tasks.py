@@ -45,6 +45,8 @@ ALONE = 1 << 20
 """Bytes that are read before threads are ready."""
 POPULATED = 2 << 20
 """Bytes of new memory that get their pages at a time."""
+SENDING = 0.015
+"""Seconds in which the first requests are sent: each thread for one needs memory, and would wait for these pages."""
 TURN = 32 << 20
 """Bytes that one rank of a host reads from the device at a time, of what several ranks want."""
 SPARSE = 0.75
@@ -315,6 +317,7 @@ def _populating(tasks: Sequence[ReadTask]) -> Iterator[threading.Event]:
     arrived = threading.Event()
 
     def run() -> None:
+        arrived.wait(SENDING)
         for task in tasks:
             for at in range(0, task.nbytes if task.out is not None else 0, POPULATED):
                 if arrived.is_set() or not populate(task.out[at : min(at + POPULATED, task.nbytes)]):

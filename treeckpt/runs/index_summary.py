@@ -36,9 +36,7 @@ class Summary(msgspec.Struct, frozen=True):
     lineage: Lineage | None = None
 
 
-def read_summary(
-    folder: Folder, index: DirectoryEntry, cache: StatCache, newest: NewestIndex | None = None
-) -> Summary:
+def read_summary(folder: Folder, index: DirectoryEntry, cache: StatCache, newest: NewestIndex | None = None) -> Summary:
     """Returns the summary of a folder's index.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,13 +70,15 @@ def test_a_load_with_a_progress_bar_is_as_parallel_and_counts_every_byte(far: Fa
     assert max(row["busy"] for row in far.gets(".safetensors")) >= 12
 
 
-def stages(rows: list[dict[str, Any]]) -> list[list[str]]:
+def stages(
+    rows: list[dict[str, Any]], *, names: Sequence[str] = ("lease", "index", "list-type", "safetensors")
+) -> list[list[str]]:
     """Requests by the first letter of their method and what they ask for; those of a stage were sent before any of it
     was answered, and after all of the stage before was."""
     found: list[list[str]] = []
     answered = -1.0
     for row in sorted(rows, key=lambda row: row["at"]):
-        what = next(n for n in ("lease", "index", "list-type", "safetensors", "") if n in row["path"])
+        what = next(n for n in (*names, "") if n in row["path"])
         what += ", header" if row["range"].startswith("bytes=0-") else ""
         if row["at"] >= answered or not found:
             found.append([])
@@ -312,6 +314,23 @@ def test_a_save_sends_all_parts_at_once_and_asks_for_nothing_else(far: FarS3) ->
     parts = [row for row in shard if "partNumber" in row["path"]]
     assert len(parts) == 13 and len(shard) == 13 + 2, "the beginning of the upload, its parts, its end"
     assert max(row["busy"] for row in parts) >= 13
+
+
+def test_a_save_waits_for_no_answer_that_another_request_does_not_need(far: FarS3) -> None:
+    tc.save(far.store(), {"n": 1})  # whether the store has conditional writes is found out once
+    store = far.store()
+    far.set(latency=LATENCY)
+    tc.save(store, {"w": array(20)})
+    names = ("list-type", "nobody", "progress", "uploads", "partNumber", "uploadId", "timings", "index")
+    assert [sorted(set(stage)) for stage in stages(far.log(), names=names)] == [
+        ["GET list-type", "HEAD nobody"],
+        ["POST uploads", "PUT progress"],
+        ["PUT partNumber"],
+        ["POST uploadId"],
+        ["PUT progress", "PUT timings"],
+        ["PUT index"],
+        ["DELETE progress", "PUT timings"],
+    ]
 
 
 def test_a_small_shard_is_sent_by_one_request(far: FarS3, tree: dict[str, Any]) -> None:

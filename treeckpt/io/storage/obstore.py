@@ -14,6 +14,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
 from ...errors import StoreError
@@ -119,13 +120,23 @@ class ObstoreBucket:
         # obstore repeats the parts of uploads and does not say when the store throttles
         self._uploads = with_retries(**{"max_retries": UPLOAD_RETRIES, **retries})
         self._window = UploadWindow()
+        self._looks: dict[str, Future[None]] = {}
+        """Checks of prefixes that were sent before the listings that need them."""
 
     # listing -------------------------------------------------------------------------------------------------
 
+    def prepare(self, prefix: str) -> None:
+        self._uploads.open_soon()
+        with contextlib.suppress(RuntimeError):  # no thread can be started, as when the interpreter ends
+            pool = ThreadPoolExecutor(1, "treeckpt-look")
+            self._looks[prefix] = pool.submit(self._check_empty_listing, prefix)
+            pool.shutdown(wait=False)
+
     def list(self, prefix: str) -> ObjectListing:
+        look = self._looks.pop(prefix, None)
         found = self._retry("list", prefix, lambda: self._obstore.list_with_delimiter(self._store, prefix or None))
         if not found["objects"] and not found["common_prefixes"]:
-            self._check_empty_listing(prefix)
+            look.result() if look is not None else self._check_empty_listing(prefix)
         files = {meta["path"]: _entry(meta) for meta in found["objects"]}
         return ObjectListing(files, list(found["common_prefixes"]))
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -27,13 +28,19 @@ START = 64
 """Requests in flight at first: 8 MiB each, at 40 ms and 90 MB/s a connection, come to 4 GB/s."""
 MOST = 192
 """Requests in flight, at most."""
-SMALL = 1024
+SMALL = 4096
 """A request for up to one part of so many of the memory, as for a header or the end of a shard, takes no place and no
 memory of large ones: the last of 64 would wait for it, and be late by a round trip."""
 WINDOW = 0.25
 """Seconds over which a rate is measured, at least."""
 GAIN = 1.1
 """Part by which the rate must rise for more requests in flight to stay."""
+KEPT = 0.95
+"""Part of the rate that fewer requests in flight must reach to be enough."""
+FEWEST = 8
+"""Requests in flight below which none is tried to be saved."""
+CHANGED = 2.0
+"""The depth is looked for again when the rate has risen or fallen by this factor since it was found."""
 SAMPLES = 16
 """Requests that must have ended before a slow one is known to be slow."""
 SLOW = 1.5
@@ -51,14 +58,18 @@ HEDGE_SECONDS = 0.05
 
 
 class RequestDepth:
-    """The number of requests in flight: raised while the rate rises with it, halved when the store throttles."""
+    """The number of requests in flight: raised while the rate rises with it, halved when the store throttles.
+
+    Where more gain nothing, fewer are tried: near stores need few, and a store whose refusals are hidden by retries
+    gets slower with too many.
+    """
 
     def __init__(self, depth: int = START, *, most: int = MOST) -> None:
         self.depth, self._most = depth, most
         self._begin, self._nbytes, self._ended = 0.0, 0, 0
-        self._before: tuple[int, float] | None = None
-        """Depth and rate before it was raised last."""
-        self._settled = False
+        self._known: tuple[int, float] | None = None
+        """Depth and rate before it was changed last; the rate of the largest that was worth it while it is lowered."""
+        self._trying: Literal["more", "fewer", "none"] = "more"
         self._halved_at = -1.0
 
     def restart(self, now: float) -> None:
@@ -75,11 +86,27 @@ class RequestDepth:
         self.restart(now)
         if self._halved_at >= 0:
             self.depth = min(self.depth + 1, self._most)
-        elif self._before is not None and rate < self._before[1] * GAIN:
-            self.depth, self._settled = self._before[0], True
-        elif not self._settled and self.depth < self._most:
-            self._before = self.depth, rate
+        else:
+            self._adapt(rate)
+
+    def _adapt(self, rate: float) -> None:
+        """Changes the depth after a window with a rate."""
+        before, best = self._known or (self.depth, 0.0)
+        if self._trying == "none":
+            if not best / CHANGED < rate < best * CHANGED:
+                self._trying, self._known = "more", None
+        elif self._trying == "more" and rate >= best * GAIN:
+            self._known = self.depth, rate
             self.depth = min(self.depth * 3 // 2, self._most)
+            if self.depth == self._known[0]:
+                self._trying = "none"
+        elif self._trying == "more" or rate >= best * KEPT:
+            enough = before if self._trying == "more" else self.depth
+            self._known = enough, best
+            self.depth = max(enough * 2 // 3, min(FEWEST, enough))
+            self._trying = "fewer" if self.depth < enough else "none"
+        else:
+            self.depth, self._trying = before, "none"
 
     def throttle(self, started: float, now: float) -> None:
         """Halves the depth for a refusal; once for all requests that were in flight at the last time."""
