@@ -29,7 +29,7 @@ START = 64
 MOST = 192
 """Requests in flight, at most."""
 SMALL = 4096
-"""A request for up to one part of so many of the memory, as for a header or the end of a shard, takes no place and no
+"""A request for less than one part of so many of the memory, as for a header or the end of a shard, takes no place and no
 memory of large ones: the last of 64 would wait for it, and be late by a round trip."""
 WINDOW = 0.25
 """Seconds over which a rate is measured, at least."""
@@ -248,7 +248,7 @@ class _Run:
         return depth + min(self._small, self._large, depth)
 
     def _is_small(self, number: int) -> bool:
-        return self._requests[number][2] <= self._memory // SMALL
+        return self._requests[number][2] < self._memory // SMALL
 
     def _held_by(self, number: int) -> int:
         """Returns the memory that is counted for a request, in bytes."""
