@@ -316,15 +316,17 @@ def _populating(tasks: Sequence[ReadTask]) -> Iterator[threading.Event]:
     """
     arrived = threading.Event()
 
+    memories = [task.out for task in tasks if task.out is not None]
+
     def run() -> None:
         arrived.wait(SENDING)
-        for task in tasks:
-            for at in range(0, task.nbytes if task.out is not None else 0, POPULATED):
-                if arrived.is_set() or not populate(task.out[at : min(at + POPULATED, task.nbytes)]):
+        for memory in memories:
+            for at in range(0, len(memory), POPULATED):
+                if arrived.is_set() or not populate(memory[at : at + POPULATED]):
                     return
 
     thread = threading.Thread(target=run, name="treeckpt-populate", daemon=True)
-    if any(task.out is not None and task.nbytes >= POPULATED for task in tasks):
+    if sum(map(len, memories)) >= POPULATED:
         thread.start()
     try:
         yield arrived

@@ -29,8 +29,8 @@ START = 64
 MOST = 192
 """Requests in flight, at most."""
 SMALL = 4096
-"""A request for less than one part of so many of the memory, as for a header or the end of a shard, takes no place and no
-memory of large ones: the last of 64 would wait for it, and be late by a round trip."""
+"""A request for less than one part of so many of the memory, as for a header or the end of a shard, takes no place of
+large ones, and no memory: the last of 64 would wait for it, and be late by a round trip."""
 WINDOW = 0.25
 """Seconds over which a rate is measured, at least."""
 GAIN = 1.1
