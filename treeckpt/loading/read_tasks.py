@@ -8,7 +8,6 @@ first (`ReadTask`) and then carried out: by this process alone (`run_tasks`), or
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +30,7 @@ from ..core.planning.load_plan import (
 )
 from ..core.sharding.region import byte_runs
 from ..io.storage.checkpoint import ShardReader
-from ..io.storage.memory import PAGE, aligned_buffer, copy_bytes, populate
+from ..io.storage.memory import PAGE, aligned_buffer, copy_bytes, populating
 from ..io.storage.shard_reader import ByteRange, aligned_range
 from ..io.storage.store import Store, SupportsFetching
 from .read_request import BoxDestination, Boxes, ContiguousMemory, NewArray, ReadRequest, Scatter
@@ -43,10 +42,6 @@ DEVICE_READ = 4 << 20
 """The same for local files: a device wants several requests in flight more than large ones."""
 ALONE = 1 << 20
 """Bytes that are read before threads are ready."""
-POPULATED = 2 << 20
-"""Bytes of new memory that get their pages at a time."""
-SENDING = 0.015
-"""Seconds in which the first requests are sent: each thread for one needs memory, and would wait for these pages."""
 TURN = 32 << 20
 """Bytes that one rank of a host reads from the device at a time, of what several ranks want."""
 SPARSE = 0.75
@@ -254,7 +249,7 @@ def run_tasks(reader: ShardReader, tasks: Sequence[ReadTask], *, memory: int, wr
         Bytes read from data areas.
     """
     if isinstance(reader.store, SupportsFetching):
-        with _populating(tasks) as arrived:
+        with populating([task.out for task in tasks if task.out is not None]) as arrived:
             _fetch(reader, tasks, partial(_put_part, tasks, written, {}, arrived), memory)
         return sum(task.nbytes for task in tasks)
     largest = max((task.nbytes for task in tasks if task.out is None), default=0)
@@ -305,35 +300,6 @@ def _fetch(
     """Fetches the ranges of tasks, through the page cache if other ranks of the host read some of them too."""
     ranges, shared = [task.byte_range for task in tasks], any(task.shared for task in tasks)
     reader.fetch(ranges, consume, memory=memory, shared=shared)
-
-
-@contextlib.contextmanager
-def _populating(tasks: Sequence[ReadTask]) -> Iterator[threading.Event]:
-    """Gives the memory of tasks its pages while the first bytes are on their way, until the event is set.
-
-    To touch 500 MB of new memory takes as long as to receive them, and nothing else is to be done in the first round
-    trip.
-    """
-    arrived = threading.Event()
-
-    memories = [task.out for task in tasks if task.out is not None]
-
-    def run() -> None:
-        arrived.wait(SENDING)
-        for memory in memories:
-            for at in range(0, len(memory), POPULATED):
-                if arrived.is_set() or not populate(memory[at : at + POPULATED]):
-                    return
-
-    thread = threading.Thread(target=run, name="treeckpt-populate", daemon=True)
-    if sum(map(len, memories)) >= POPULATED:
-        thread.start()
-    try:
-        yield arrived
-    finally:
-        arrived.set()
-        if thread.ident is not None:
-            thread.join()
 
 
 def _collect_part(
