@@ -43,8 +43,8 @@ from ..saving.future import Pending
 from ..saving.options import check_metadata
 from ..saving.save import save_tree
 from ..saving.sidecar_files import SidecarContent
-from .catalog import METRICS
 from .history import SaveHistory
+from .index_summary import METRICS
 from .notebook import run_html
 from .options import (
     BackgroundSaveKeywords,

@@ -258,6 +258,7 @@ class _Agreement:
         if self.options.plan_only:
             return
         try:
+            self.store.prepare()
             names = self.store.sizes()
             if INDEX_NAME in names:
                 if not self.options.overwrite:
@@ -270,7 +271,6 @@ class _Agreement:
                 with contextlib.suppress(CheckpointError):
                     # what cannot be read can be overwritten; its shards stay for rebuild-index until then
                     self.replaced = read_index(self.store).save_id
-            self.store.prepare()
             clear_leftovers(self.store, names, known=self.replaced)
         except OSError as error:
             raise CheckpointError(
