@@ -142,6 +142,21 @@ def test_a_conversion_without_rules_is_an_error_that_names_it(monkeypatch: pytes
         hub_rules(model)
 
 
+def test_outputs_and_batches_are_containers_of_their_class() -> None:
+    model = tiny_model("qwen2")
+    batch = transformers.BatchEncoding({"input_ids": torch.arange(12).view(2, 6) + 3})
+    with torch.no_grad():
+        output = model(**batch, output_hidden_states=True)
+    store = tc.MemoryStore()
+    tc.save(store, {"output": output, "batch": batch})
+    loaded = tc.load(store)
+    assert type(loaded["output"]) is type(output) and type(loaded["batch"]) is type(batch)
+    assert list(loaded["output"]) == list(output) and loaded["output"].loss is None
+    assert loaded["output"].logits is loaded["output"]["logits"] and torch.equal(loaded["output"].logits, output.logits)
+    assert torch.equal(loaded["output"].hidden_states[1], output.hidden_states[1])
+    assert torch.equal(model(**loaded["batch"]).logits, output.logits)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [None, "20kB"])
 def test_sharded_directories_and_other_dtypes_load_too(tmp_path: Path, size: str | None) -> None:
