@@ -16,17 +16,19 @@ def test_there_are_notebooks() -> None:
     assert NOTEBOOKS
 
 
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_notebook_runs_twice_and_leaves_no_file(
-    path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+def test_the_notebook_runs_again_and_leaves_no_file(
+    path: pathlib.Path, times: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, temporary = tmp_path / "here", tmp_path / "temporary"
     here.mkdir()
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     notebook = nbformat.read(path, as_version=4)
-    again = [nbformat.from_dict({**copy.deepcopy(cell), "id": f"again-{n}"}) for n, cell in enumerate(notebook.cells)]
-    notebook.cells += again
+    cells = copy.deepcopy(notebook.cells)
+    for time in range(1, times):
+        notebook.cells += [nbformat.from_dict({**cell, "id": f"again-{time}-{n}"}) for n, cell in enumerate(cells)]
     NotebookClient(notebook, timeout=300, startup_timeout=300, resources={"metadata": {"path": str(here)}}).execute()
     assert not list(here.iterdir())
     assert not [file for file in temporary.rglob("*") if file.suffix in {".json", ".safetensors", ".pt", ".py"}]

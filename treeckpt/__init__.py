@@ -10,10 +10,12 @@ Importing it, reading an index and the command line import no torch.
 The package, from top to bottom; imports only go down, and each package says in its first lines where to start:
 
     cli  bench  demo  report  convert   tools: commands, benchmark, example job, HTML reports, other formats
+    dcp                                 the interface of torch.distributed.checkpoint
     integrations                        other libraries' objects in terms of the public names
     runs  training  trees               Manager and retention; models and optimizers as trees; operations on trees
     api                                 save, save_async, load, load_into, inspect, read_file, verify
     saving | loading                    tree to committed checkpoint | bytes to tree, verify, repair, load rules
+    foreign                             files of other programs, read in place
     arrays | io                         an adapter for each array library | comm (ranks), storage (files, objects)
     reports                             what calls return
     core                                pure data: tree, sharding, planning, format, analysis
@@ -101,7 +103,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`treeckpt.training` and `treeckpt.convert`, loaded when first asked for: they are not for every program."""
-    if name in ("training", "convert"):
+    """`treeckpt.training`, `convert` and `dcp`, loaded when first asked for: they are not for every program."""
+    if name in ("training", "convert", "dcp"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -146,7 +146,7 @@ def test_outputs_and_batches_are_containers_of_their_class() -> None:
     model = tiny_model("qwen2")
     batch = transformers.BatchEncoding({"input_ids": torch.arange(12).view(2, 6) + 3})
     with torch.no_grad():
-        output = model(**batch, output_hidden_states=True)
+        output = model(**batch, output_hidden_states=True, use_cache=False)
     store = tc.MemoryStore()
     tc.save(store, {"output": output, "batch": batch})
     loaded = tc.load(store)

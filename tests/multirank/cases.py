@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import (
     background_cases,
     convert_cases,
+    dcp_cases,
     layout_cases,
     layout_groups,
     layout_trees,
@@ -22,6 +23,7 @@ __all__ = [
     "Rank",
     "background_cases",
     "convert_cases",
+    "dcp_cases",
     "layout_cases",
     "layout_groups",
     "layout_trees",

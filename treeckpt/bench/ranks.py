@@ -47,7 +47,7 @@ def run_job(module: str, task: BenchTask, *, ranks: int, result: type[T]) -> Ite
 
 
 def do_task(work: Callable[[BenchTask], Iterator[Any]]) -> None:
-    """Does the task on the command line, with the default process group up; rank 0 prints the results."""
+    """Does the task on the command line in a process group, prints its results on rank 0, and ends the process."""
     dist.init_process_group("gloo")
     try:
         for result in work(msgspec.json.decode(sys.argv[1], type=BenchTask)):
@@ -55,6 +55,8 @@ def do_task(work: Callable[[BenchTask], Iterator[Any]]) -> None:
                 print(MARK + msgspec.json.encode(result).decode(), flush=True)
     finally:
         dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # DTensor's caches keep gloo's threads: one that frees a tensor while the interpreter ends aborts it
 
 
 class _TorchrunGroup(RankGroup):

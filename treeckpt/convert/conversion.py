@@ -15,13 +15,13 @@ from .. import api
 from ..arrays.lazy import LazyArray
 from ..core.format.file_names import step_of
 from ..errors import CheckpointError, MismatchError
+from ..foreign.checksums import ArchiveStorages
 from ..io.comm.comm import Comm, as_comm
 from ..io.storage.bucket import check_path
 from ..io.storage.store import Store
 from ..loading.transforms import Renaming, Rule, Transforms, as_rules
 from . import contents as choosing
 from .cast import cast_floats
-from .checksums import ArchiveStorages
 from .contents import Contents, Finding, tree_of
 from .format_fit import (
     NOTHING,
@@ -163,15 +163,12 @@ def convert(
         exclude: globs over paths that are left out. What cannot be read, or not without running code, is no error then;
             as an element of a list or tuple it becomes None, so that the others stay where they are.
         subtree: a path: what is below it is the tree, and its names begin there.
-        rename: patterns of names and new names, as `load` takes them; names are those below `subtree`.
-        transforms: rules of `treeckpt.rules`, which are applied after `rename`.
-        hub_names: a model of transformers, or its config: the state of its module, after the rules, gets the names and
-            layouts that its `save_pretrained` writes. Needs transformers.
+        rename, transforms: as in `load`; names are those below `subtree`.
+        hub_names: a model of transformers, or its config, whose `save_pretrained` gives names and layouts to its state.
         lossy: goes without what the format cannot hold, instead of refusing it.
         dry_run: writes nothing; the report says what would be lost, and what changes its form.
         overwrite: replaces a file, or a checkpoint of ours. Other directories are never replaced.
-        step: of training, kept in a checkpoint of ours; by default that of the destination's name in a run, or what
-            the source says.
+        step: of training, kept in a checkpoint of ours; by default that of the destination's name, or of the source.
         comm: as in `save`; "alone" writes in this process without talking.
 
     Raises:
@@ -185,10 +182,8 @@ def convert(
     to, directory = _format(text, to)
     budget, limit = _sizes(to, directory, memory, max_shard_size)
     globs = _globs(select), _globs(exclude)
-    rules = as_rules(rename, transforms)
-    options = _Options(
-        text, to, directory, dtype, limit, budget, *globs, subtree, rules, hub_names, lossy, dry_run, overwrite, step
-    )
+    tree = (*globs, subtree, as_rules(rename, transforms), hub_names)
+    options = _Options(text, to, directory, dtype, limit, budget, *tree, lossy, dry_run, overwrite, step)
     return _convert(source, options, as_comm(comm))
 
 

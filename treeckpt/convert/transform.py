@@ -15,13 +15,13 @@ from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region
 from ..core.tree.structure import paths_of
 from ..errors import MismatchError
+from ..foreign.checksums import ArchiveStorages
 from ..loading.transforms.apply_rule import LeafState
 from ..loading.transforms.apply_rules import TransformedLeaves, apply_rules
 from ..loading.transforms.assemble import PermutedWriter, constant_write
 from ..loading.transforms.composed_array import ComposedArray, Constant, SourceBox, parts_in, saved
 from ..loading.transforms.restructure import empty_containers, rebuild_structure
 from ..loading.transforms.rules import Rule
-from .checksums import ArchiveStorages
 from .contents import Contents
 
 WASTE = 2

@@ -206,4 +206,8 @@ def main(argv: Sequence[str], *, rank: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], rank=int(os.environ.get("RANK", "0"))))
+    code = main(sys.argv[1:], rank=int(os.environ.get("RANK", "0")))
+    sys.stdout.flush()
+    # DTensor's caches keep the mesh after destroy_process_group, and so gloo's threads: one of them that frees a
+    # tensor while the interpreter ends aborts the process.
+    os._exit(code)
