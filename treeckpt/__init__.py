@@ -11,6 +11,7 @@ The package, from top to bottom; imports only go down, and each package says in 
 
     cli  bench  demo  report  convert   tools: commands, benchmark, example job, HTML reports, other formats
     dcp                                 the interface of torch.distributed.checkpoint
+    integrations                        other libraries' objects in terms of the public names
     runs  training  trees               Manager and retention; models and optimizers as trees; operations on trees
     api                                 save, save_async, load, load_into, inspect, read_file, verify
     saving | loading                    tree to committed checkpoint | bytes to tree, verify, repair, load rules

@@ -110,8 +110,20 @@ def _encode(value: object, path: str, extra: Callable[[object], TypedValue | Non
         path,
         expected="an array, a container or a plain Python value",
         found=f"{type_name(kind)}: {_short_repr(value)}",
-        hint="Convert it to one of these, register its class with optree.register_pytree_node, "
-        "or pass allow_pickle=True",
+        hint=_mapping_hint(kind)
+        if isinstance(value, Mapping)
+        else "Convert it to one of these, register its class "
+        "with optree.register_pytree_node, or pass allow_pickle=True",
+    )
+
+
+def _mapping_hint(kind: type) -> str:
+    """Returns what makes a container of a mapping class whose state is more than items and plain attributes."""
+    name = kind.__name__
+    return (
+        f"Save dict(...) of it, or register its class: optree.register_pytree_node({name}, "
+        f"lambda m: (list(m.values()), tuple(m), tuple(m)), lambda keys, values: {name}(zip(keys, values)), "
+        "namespace='mine'), and pass namespace='mine' to save and load; or pass allow_pickle=True"
     )
 
 
