@@ -32,6 +32,7 @@ from ..loading.transforms import Renaming, Transforms
 from ..trees.per_rank_state import Policy, policy_of
 from .capture import optimizer_of
 from .check_model import check_entry, resolve_ties, without_ties
+from .foreign_states import as_training_state, has_state_dicts
 from .modules import (
     Modules,
     StateDictEntry,
@@ -135,7 +136,11 @@ def _restore(given: Any, *, comm: Comm, targets: RestoreTargets, options: LoadOp
     opened = CheckpointOverlay(given).checkpoints if isinstance(given, (Checkpoint, Bank)) else []
     relay = open_relay(comm, opened, options.read)
     with together(relay):
-        source = open_source(place_under(given, under) if under else given, comm, options)
+        given = place_under(given, under) if under else given
+        if isinstance(given, Checkpoint) and targets.optimizer is not None and has_state_dicts(given.index):
+            model = collect_entries(targets.model)
+            given = as_training_state(given, name_optimizers(targets.optimizer, model), model.ties, options.rules)
+        source = open_source(given, comm, options)
         job = _Restore(source, comm, targets, options)
         paths = [f"model/{key_path(entry.key)}" for entry in job.entries]
         options.check_used(lambda: [*source.names, *paths])
