@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 import treeckpt as tc
 from tests.helpers.hfai_parts import write_parts
+from tests.helpers.torch_optimizers import OPTIMIZERS, torch_job
 from tests.training.jobs import net, run, same_tensors, stepped
 from treeckpt import training
 
@@ -58,45 +59,6 @@ def test_an_error_says_which_names_there_are(tmp_path: Path) -> None:
 
 
 # optimizers -----------------------------------------------------------------------------------------------------------
-class _Matrices(torch.nn.Module):
-    """A model of matrices alone, as Muon trains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = torch.nn.Linear(5, 7, bias=False), torch.nn.Linear(7, 3, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(x).relu())
-
-
-class _Rows(torch.nn.Module):
-    """A table with sparse gradients, as SparseAdam trains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = torch.nn.Embedding(9, 3, sparse=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.table((x.abs() * 3).long().clamp(max=8))
-
-
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    name: {} for name in torch.optim.__all__ if name[0].isupper() and name not in ("Optimizer", "SGD", "Adam")
-}
-OPTIMIZERS |= {"SGD": {"lr": 0.1}, "SGD with momentum": {"lr": 0.1, "momentum": 0.9}}
-OPTIMIZERS |= {"Adam": {"amsgrad": True}, "RMSprop": {"momentum": 0.5, "centered": True}}
-
-
-def _job(name: str, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    kind = name.partition(" ")[0]
-    model: torch.nn.Module = _Matrices() if kind == "Muon" else _Rows() if kind == "SparseAdam" else net(seed)
-    parameters = list(model.parameters())
-    halves = [{"params": parameters[:1], "lr": 0.01}, {"params": parameters[1:]}]
-    one = kind in ("LBFGS", "SparseAdam")
-    return model, getattr(torch.optim, kind)(parameters if one else halves, **OPTIMIZERS[name])
-
-
 def _write(way: str, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Path:
     """Saves a training as other programs do, and converts it where the way says so."""
     if way.startswith("torch"):
@@ -134,10 +96,10 @@ SLOW = [pytest.param(name, way, marks=pytest.mark.slow) for name in OPTIMIZERS f
 def test_every_optimizer_goes_on_with_the_same_losses(tmp_path: Path, name: str, way: str) -> None:
     if name == "LBFGS" and way in ("dcp", "dcp converted", "dcp flat"):
         pytest.skip("get_state_dict needs an optimizer that steps without a closure")
-    model, optimizer = _job(name, 1)
+    model, optimizer = torch_job(name, 1)
     stepped(model, optimizer, 3)
     source = _write(way, tmp_path, model, optimizer)
-    fresh, theirs = _job(name, 2)
+    fresh, theirs = torch_job(name, 2)
     report = training.restore(source, fresh, theirs, rng=False)
     assert not report.missing and not report.unexpected and not report.ignored, report
     losses = []
@@ -148,14 +110,14 @@ def test_every_optimizer_goes_on_with_the_same_losses(tmp_path: Path, name: str,
 
 
 def test_names_that_rules_change_are_followed_by_the_state_of_numbers(tmp_path: Path) -> None:
-    model, optimizer = _job("AdamW", 1)
+    model, optimizer = torch_job("AdamW", 1)
     stepped(model, optimizer)
     renamed = {f"old.{name}": tensor for name, tensor in model.state_dict().items()}
     torch.save({"model": renamed, "optimizer": optimizer.state_dict()}, tmp_path / "old.pt")
-    fresh, theirs = _job("AdamW", 2)
+    fresh, theirs = torch_job("AdamW", 2)
     training.restore(tmp_path / "old.pt", fresh, theirs, rng=False, rename={"model/old.*": "model/*"})
     assert same_tensors(theirs.state_dict(), optimizer.state_dict())
-    fresh, theirs = _job("AdamW", 2)
+    fresh, theirs = torch_job("AdamW", 2)
     parts = tc.rules.Split("model/old.last.weight", ("model/last.weight", "model/other"), 0, (2, 1))
     rules = [parts, "model/other -> _", "model/old.* -> model/*"]
     with pytest.raises(tc.MismatchError, match=r"parameters under other names at most"):

@@ -19,6 +19,8 @@ from ..foreign.checksums import ArchiveStorages
 from ..io.comm.comm import Comm, as_comm
 from ..io.storage.bucket import check_path
 from ..io.storage.store import Store
+from ..loading.transforms import Renaming, Transforms, as_rules
+from ..loading.transforms.rules import Rule
 from . import contents as choosing
 from .cast import cast_floats
 from .contents import Contents, Finding, tree_of
@@ -36,6 +38,7 @@ from .format_fit import (
 from .output import Output, check_free, run_output
 from .safetensors_write import lay_out_safetensors
 from .sources import detect, open_source
+from .state_dicts import with_state_dicts
 
 FORMATS = ("treeckpt", "torch", "dcp", "safetensors")
 """Formats that can be written."""
@@ -92,6 +95,8 @@ class ConvertOptions(TypedDict, total=False):
     select: str | Sequence[str] | None
     exclude: str | Sequence[str] | None
     subtree: str
+    rename: Renaming
+    transforms: Transforms
     lossy: bool
     dry_run: bool
     overwrite: bool
@@ -116,6 +121,7 @@ class _Options(msgspec.Struct, frozen=True):
     dry_run: bool
     overwrite: bool
     step: int | None
+    rules: tuple[Rule, ...]
 
 
 def convert(
@@ -129,6 +135,8 @@ def convert(
     select: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     subtree: str = "",
+    rename: Renaming = None,
+    transforms: Transforms = None,
     lossy: bool = False,
     dry_run: bool = False,
     overwrite: bool = False,
@@ -152,6 +160,7 @@ def convert(
         select: globs over paths; a path under a named one counts.
         exclude: globs over paths that are left out. What cannot be read, or not without running code, is no error then;
             as an element of a list or tuple it becomes None, so that the others stay where they are.
+        rename, transforms: as for `treeckpt.load`, on the names in the source; all else sees those that they make.
         subtree: a path: what is below it is the tree, and its names begin there.
         lossy: goes without what the format cannot hold, instead of refusing it.
         dry_run: writes nothing; the report says what would be lost, and what changes its form.
@@ -171,7 +180,8 @@ def convert(
     to, directory = _format(text, to)
     budget, limit = _sizes(to, directory, memory, max_shard_size)
     globs = _globs(select), _globs(exclude)
-    options = _Options(text, to, directory, dtype, limit, budget, *globs, subtree, lossy, dry_run, overwrite, step)
+    options = _Options(text, to, directory, dtype, limit, budget, *globs, subtree, lossy, dry_run, overwrite, step,
+        as_rules(rename, transforms))  # fmt: skip
     return _convert(source, options, as_comm(comm))
 
 
@@ -179,9 +189,11 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm) -> ConvertR
     """Opens the source, selects and casts its leaves, checks what the format can hold, and writes."""
     begin = time.perf_counter()
     kind, storages, dry_run = detect(source), ArchiveStorages(alone=comm.size == 1), options.dry_run
-    with open_source(source, kind, storages, options.exclude) as found:
+    with open_source(source, kind, storages, options.exclude, options.rules) as found:
         kept = choosing.exclude(found, options.exclude)
         chosen = choosing.subtree(choosing.select(kept, options.select), options.subtree)
+        if options.to in ("torch", "dcp"):
+            chosen = with_state_dicts(chosen, numbered=options.to == "torch")
         cast = cast_floats(chosen, options.dtype, storages) if options.dtype is not None else chosen
         held = _FITS[options.to](cast)
         contents = held.contents
