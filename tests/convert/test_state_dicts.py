@@ -1,4 +1,4 @@
-"""A training state of ours becomes what torch loads into optimizers, and rules are applied while it is converted."""
+"""A training state of ours becomes what torch loads into optimizers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import treeckpt as tc
 from tests.helpers.torch_optimizers import OPTIMIZERS, torch_job
-from tests.helpers.training_trees import assert_same
 from tests.training.jobs import same_tensors, stepped
 from treeckpt import training
 
@@ -58,37 +57,3 @@ def test_several_optimizers_each_have_a_state_dict(tmp_path: Path) -> None:
     found = torch.load(tmp_path / "file.pt")
     for name, (_, optimizer) in jobs.items():
         assert same_tensors(found["optimizer"][name], optimizer.state_dict())
-
-
-@pytest.mark.parametrize("source", ["file.pt", "ours"])
-def test_rules_are_applied_while_it_is_converted(tmp_path: Path, source: str) -> None:
-    tree = {
-        "model": {"h.0.qkv": torch.arange(36.0).view(12, 3), "h.0.b": torch.ones(3)},
-        "step": 5,
-        "junk": torch.ones(2),
-    }
-    tree["model"]["tied"] = tree["model"]["h.0.b"]
-    torch.save(tree, tmp_path / "file.pt")
-    tc.save(tmp_path / "ours", tree)
-    rules = {
-        "rename": {"model/h.$L.*": "model/layers.$L.*"},
-        "transforms": [tc.rules.Split("model/layers.$L.qkv", ("model/q.$L", "model/k.$L"), 0), "junk -> _"],
-    }
-    expected = tc.load(tmp_path / source, **rules)
-    convert(tmp_path / source, tmp_path / "new", **rules)
-    found = tc.load(tmp_path / "new")
-    assert_same(found, expected)
-    assert found["model"]["tied"].data_ptr() == found["model"]["layers.0.b"].data_ptr()
-    convert(tmp_path / source, tmp_path / "new.pt", **rules)
-    assert_same(torch.load(tmp_path / "new.pt"), expected)
-    convert(tmp_path / source, tmp_path / "m.safetensors", **rules, subtree="model")
-    assert set(tc.load(tmp_path / "m.safetensors")) == {"q.0", "k.0", "layers.0.b", "tied"}
-    with pytest.raises(tc.MismatchError, match=r"no such leaf: there are model/h\.0\.qkv"):
-        convert(tmp_path / source, tmp_path / "other", rename={"x": "y"})
-    assert not (tmp_path / "other").exists()
-
-
-def test_rules_of_a_conversion_need_state_that_ranks_share(tmp_path: Path) -> None:
-    tc.save(tmp_path / "ours", {"w": torch.ones(3), "own": tc.PerRank(torch.ones(2))})
-    with pytest.raises(tc.MismatchError, match=r"own/~rank\*: expected state that all ranks share"):
-        convert(tmp_path / "ours", tmp_path / "new", rename={"w": "v"})

@@ -19,8 +19,7 @@ from ..foreign.checksums import ArchiveStorages
 from ..io.comm.comm import Comm, as_comm
 from ..io.storage.bucket import check_path
 from ..io.storage.store import Store
-from ..loading.transforms import Renaming, Transforms, as_rules
-from ..loading.transforms.rules import Rule
+from ..loading.transforms import Renaming, Rule, Transforms, as_rules
 from . import contents as choosing
 from .cast import cast_floats
 from .contents import Contents, Finding, tree_of
@@ -39,6 +38,7 @@ from .output import Output, check_free, run_output
 from .safetensors_write import lay_out_safetensors
 from .sources import detect, open_source
 from .state_dicts import with_state_dicts
+from .transform import transform
 
 FORMATS = ("treeckpt", "torch", "dcp", "safetensors")
 """Formats that can be written."""
@@ -97,6 +97,7 @@ class ConvertOptions(TypedDict, total=False):
     subtree: str
     rename: Renaming
     transforms: Transforms
+    hub_names: Any
     lossy: bool
     dry_run: bool
     overwrite: bool
@@ -117,11 +118,12 @@ class _Options(msgspec.Struct, frozen=True):
     select: tuple[str, ...]
     exclude: tuple[str, ...]
     subtree: str
+    rules: tuple[Rule, ...]
+    hub_names: Any
     lossy: bool
     dry_run: bool
     overwrite: bool
     step: int | None
-    rules: tuple[Rule, ...]
 
 
 def convert(
@@ -137,6 +139,7 @@ def convert(
     subtree: str = "",
     rename: Renaming = None,
     transforms: Transforms = None,
+    hub_names: Any = None,
     lossy: bool = False,
     dry_run: bool = False,
     overwrite: bool = False,
@@ -160,13 +163,13 @@ def convert(
         select: globs over paths; a path under a named one counts.
         exclude: globs over paths that are left out. What cannot be read, or not without running code, is no error then;
             as an element of a list or tuple it becomes None, so that the others stay where they are.
-        rename, transforms: as for `treeckpt.load`, on the names in the source; all else sees those that they make.
         subtree: a path: what is below it is the tree, and its names begin there.
+        rename, transforms: as in `load`; names are those below `subtree`.
+        hub_names: a model of transformers, or its config, whose `save_pretrained` gives names and layouts to its state.
         lossy: goes without what the format cannot hold, instead of refusing it.
         dry_run: writes nothing; the report says what would be lost, and what changes its form.
         overwrite: replaces a file, or a checkpoint of ours. Other directories are never replaced.
-        step: of training, kept in a checkpoint of ours; by default that of the destination's name in a run, or what
-            the source says.
+        step: of training, kept in a checkpoint of ours; by default that of the destination's name, or of the source.
         comm: as in `save`; "alone" writes in this process without talking.
 
     Raises:
@@ -180,8 +183,8 @@ def convert(
     to, directory = _format(text, to)
     budget, limit = _sizes(to, directory, memory, max_shard_size)
     globs = _globs(select), _globs(exclude)
-    options = _Options(text, to, directory, dtype, limit, budget, *globs, subtree, lossy, dry_run, overwrite, step,
-        as_rules(rename, transforms))  # fmt: skip
+    tree = (*globs, subtree, as_rules(rename, transforms), hub_names)
+    options = _Options(text, to, directory, dtype, limit, budget, *tree, lossy, dry_run, overwrite, step)
     return _convert(source, options, as_comm(comm))
 
 
@@ -189,9 +192,10 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm) -> ConvertR
     """Opens the source, selects and casts its leaves, checks what the format can hold, and writes."""
     begin = time.perf_counter()
     kind, storages, dry_run = detect(source), ArchiveStorages(alone=comm.size == 1), options.dry_run
-    with open_source(source, kind, storages, options.exclude, options.rules) as found:
+    with open_source(source, kind, storages, options.exclude) as found:
         kept = choosing.exclude(found, options.exclude)
         chosen = choosing.subtree(choosing.select(kept, options.select), options.subtree)
+        chosen = _transformed(chosen, options, storages)
         if options.to in ("torch", "dcp"):
             chosen = with_state_dicts(chosen, numbered=options.to == "torch")
         cast = cast_floats(chosen, options.dtype, storages) if options.dtype is not None else chosen
@@ -228,6 +232,18 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm) -> ConvertR
         dry_run=dry_run,
         seconds=time.perf_counter() - begin,
     )
+
+
+def _transformed(contents: Contents, options: _Options, storages: ArchiveStorages) -> Contents:
+    """Returns the contents after all rules, those to the names of the hub last."""
+    if options.rules:
+        contents = transform(contents, options.rules, storages)
+    if options.hub_names is None:
+        return contents
+    from ..integrations.transformers import hub_rules
+
+    specs = {path: leaf.spec if isinstance(leaf, LazyArray) else None for path, leaf in contents.leaves}
+    return transform(contents, hub_rules(options.hub_names, specs), storages)
 
 
 def _write(output: Output, options: _Options, comm: Comm) -> tuple[tuple[str, ...], int]:

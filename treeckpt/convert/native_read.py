@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,17 +17,15 @@ from ..core.format.shard_header import BLOCK
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.int_runs import decode_runs
 from ..core.tree.spec import ArraySpec
-from ..core.tree.structure import Structure
-from ..errors import MismatchError, TreeckptError
+from ..errors import TreeckptError
 from ..foreign.checksums import ArchiveStorages
 from ..foreign.file_arrays import elements_of, strided_array
 from ..foreign.pickle_values import RefusedLeaf
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.metadata_files import read_sidecar
+from ..io.storage.store import Store
 from ..loading.read_batch import read_region
-from ..loading.transforms.rules import Rule
-from ..loading.transforms.view import view_of
-from .contents import Contents, ContentsLeaf, spread_ranks
+from .contents import Contents, spread_ranks
 
 
 class _NativeReader:
@@ -37,11 +34,8 @@ class _NativeReader:
         self._bases: dict[tuple[int, int | None], LazyArray] = {}
 
     def leaf(self, number: int, rank: int | None) -> Any:
-        """Returns the leaf of a number, that of a rank under `PerRank`."""
-        return self.read(self.checkpoint.index.entries[number], rank)
-
-    def read(self, leaf: Leaf, rank: int | None) -> Any:
-        """Returns a leaf; `...` for a value that cannot be decoded."""
+        """Returns a leaf, that of a rank under `PerRank`; `...` for a value that cannot be decoded."""
+        leaf = self.checkpoint.index.entries[number]
         record = leaf.record
         if isinstance(record, AliasRecord):
             return self._alias(leaf, record, rank)
@@ -83,44 +77,21 @@ def _plain_spec(leaf: Leaf) -> ArraySpec:
     return msgspec.structs.replace(leaf.spec, regions=None, device=None)
 
 
-def read_checkpoint(
-    checkpoint: Checkpoint, storages: ArchiveStorages, refused: list[RefusedLeaf], rules: Sequence[Rule] = ()
-) -> Contents:
-    """Returns the contents of a checkpoint, with a dict by rank for state that each rank has of its own.
+def read_native(store: Store, storages: ArchiveStorages, refused: list[RefusedLeaf]) -> Contents:
+    """Returns the contents of a checkpoint of ours, with a dict by rank for state that each rank has of its own.
 
     Args:
-        rules: applied to it, as a load does; then no rank can have state of its own.
         refused: receives values that are pickled, or whose classes are not in this program.
 
     Raises:
         CheckpointNotFound, CorruptError, FormatError: the state of the files.
-        MismatchError: a rule that cannot be applied.
     """
+    checkpoint = Checkpoint(store)
     checkpoint.check_against_files()
-    index, store = checkpoint.index, checkpoint.store
-    reader = _NativeReader(checkpoint, storages, refused)
-    if rules:
-        structure, leaves = _ruled(reader, rules)
-        findings = ()
-    else:
-        structure, leaves, findings = spread_ranks(index.structure, reader.leaf)
+    index = checkpoint.index
+    structure, leaves, findings = spread_ranks(index.structure, _NativeReader(checkpoint, storages, refused).leaf)
     metadata = {
         key: decode(value, f"custom_metadata/{key}", allow_pickle=False) for key, value in index.metadata.items()
     }
     sidecars = tuple((one.name, partial(read_sidecar, store, index, one.name)) for one in index.sidecars)
-    return Contents(structure, leaves, checkpoint.url, index.step, metadata, findings, sidecars)
-
-
-def _ruled(reader: _NativeReader, rules: Sequence[Rule]) -> tuple[Structure, tuple[ContentsLeaf, ...]]:
-    """Returns the structure and the leaves that rules make of a checkpoint."""
-    view = view_of(reader.checkpoint.index, rules, source_rank=0, rank=0)
-    view.check_fills()
-    own = next((leaf.path for leaf in view.entries if leaf.ranks is not None), None)
-    if own is not None:
-        raise MismatchError(
-            own,
-            expected="state that all ranks share, for rules",
-            found="state that each rank has of its own",
-            hint="Drop it by a rule, or convert without rules first",
-        )
-    return view.structure, tuple((leaf.path, reader.read(leaf, None)) for leaf in view.entries)
+    return Contents(structure, leaves, store.url, index.step, metadata, findings, sidecars)

@@ -12,19 +12,15 @@ import numpy as np
 
 from ..arrays.lazy import LazyArray
 from ..core.tree.globs import Globs
-from ..errors import MismatchError
 from ..foreign.checksums import ArchiveStorages
 from ..foreign.file_arrays import memory_array
-from ..foreign.files import FileRange, ForeignStore, file_window, open_foreign
-from ..foreign.foreign_checkpoint import ForeignCheckpoint
+from ..foreign.files import file_window, open_foreign
 from ..foreign.pickle_values import RefusedLeaf, refusal
 from ..foreign.sources import FOREIGN, check_exists, check_shape, directory_format, file_format, read_foreign
-from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.open import open_store
 from ..io.storage.store import Store
-from ..loading.transforms.rules import Rule
 from .contents import Contents, contents_of, map_leaves
-from .native_read import read_checkpoint
+from .native_read import read_native
 
 SOURCES = ("treeckpt", *FOREIGN)
 """Formats that can be read."""
@@ -47,17 +43,12 @@ def detect(path: str | os.PathLike[str] | Store) -> str:
 
 @contextlib.contextmanager
 def open_source(
-    path: str | os.PathLike[str] | Store,
-    kind: str,
-    storages: ArchiveStorages,
-    exclude: Sequence[str],
-    rules: Sequence[Rule] = (),
+    path: str | os.PathLike[str] | Store, kind: str, storages: ArchiveStorages, exclude: Sequence[str]
 ) -> Iterator[Contents]:
     """Yields the contents of a checkpoint, with its arrays left in the files, which are closed at the end.
 
     Args:
         exclude: globs over paths that will be left out: objects there that cannot be read are no error.
-        rules: applied to what is read, before anything else.
 
     Raises:
         CheckpointError: the state of the files.
@@ -67,9 +58,8 @@ def open_source(
     window = file_window(path) if isinstance(path, (str, os.PathLike)) and Path(path).is_file() else None
     store = window.store if window else open_store(path) if kind == "treeckpt" else open_foreign(path)
     with contextlib.closing(store):
-        if kind == "treeckpt" or rules:
-            checkpoint = Checkpoint(store) if kind == "treeckpt" else ForeignCheckpoint(_local(window or store))
-            contents = read_checkpoint(checkpoint, storages, refused, rules)
+        if kind == "treeckpt":
+            contents = read_native(store, storages, refused)
         else:
             found = read_foreign(window or store, kind, storages, refused)
             label = f"{path}" if kind == "safetensors" else found.label
@@ -79,13 +69,6 @@ def open_source(
             if not left_out.match(one.path):
                 raise refusal(one, contents.label)
         yield _with_lazy_arrays(contents)
-
-
-def _local(source: FileRange | Store) -> FileRange | ForeignStore:
-    """Returns a source of local files; raises MismatchError for any other, to which no rules can be applied."""
-    if isinstance(source, (FileRange, ForeignStore)):
-        return source
-    raise MismatchError(source.url, expected="local files, for rules", found="a URL", hint="Copy the files first")
 
 
 def _with_lazy_arrays(contents: Contents) -> Contents:

@@ -19,8 +19,9 @@ from ..io.storage.checkpoint import Checkpoint
 from ..loading.transforms.rules import Carried, Rule
 from ..loading.transforms.view import ComposedLeaf, view_of
 from .groups import ParamGroup, empty_label, label_of
+from .modules import Modules, collect_entries
 from .names import Key, key_path, parse_key
-from .optimizers import NamedOptimizer, groups_of, is_lbfgs, optimizer_names
+from .optimizers import NamedOptimizer, Optimizers, groups_of, is_lbfgs, name_optimizers, optimizer_names
 
 _STATE, _GROUPS = "state", "param_groups"
 _PARAMS, _NAMES = "params", "param_names"
@@ -304,27 +305,25 @@ def _with_tree(index: Index, tree: IndexPart) -> Index:
     return msgspec.structs.replace(index, structure=tree.structure, leaves=tuple(records))
 
 
-def as_training_state(
-    checkpoint: Checkpoint,
-    lives: Sequence[NamedOptimizer],
-    ties: Mapping[int, tuple[Key, ...]],
-    rules: Sequence[Rule],
-) -> Checkpoint:
-    """Returns a checkpoint with state dicts of optimizers as a training state of ours; any other as it is.
+def as_training_state(given: Any, model: Modules, optimizer: Optimizers | None, rules: Sequence[Rule]) -> Any:
+    """Returns a checkpoint with state dicts of optimizers as a training state of ours; any other source as it is.
 
     Args:
-        lives, ties: the live optimizers, and the names of the model's parameters.
+        model, optimizer: the live objects that it is for.
         rules: those that the restore applies to it.
 
     Raises:
         MismatchError: parameters have numbers that do not tell which they are.
     """
-    job = _Rearranged(checkpoint.index, lives, ties, rules)
+    if not isinstance(given, Checkpoint) or optimizer is None or not _has_state_dicts(given.index):
+        return given
+    entries = collect_entries(model)
+    job = _Rearranged(given.index, name_optimizers(optimizer, entries), entries.ties, rules)
     found = job.state_dicts()
-    return checkpoint if found is None else checkpoint.with_index(job.rearranged(found))
+    return given if found is None else given.with_index(job.rearranged(found))
 
 
-def has_state_dicts(index: Index) -> bool:
+def _has_state_dicts(index: Index) -> bool:
     """Whether an index has the state of optimizers, and not that of a training state of ours."""
     node = index.structure
     if node is None or isinstance(node, PerRankNode):

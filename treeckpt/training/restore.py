@@ -30,9 +30,9 @@ from ..loading.read_batch import Verify
 from ..loading.shared_read import open_relay, together
 from ..loading.transforms import Renaming, Transforms
 from ..trees.per_rank_state import Policy, policy_of
-from .capture import optimizer_of
+from .capture import LEFT_OUT, optimizer_of
 from .check_model import check_entry, resolve_ties, without_ties
-from .foreign_states import as_training_state, has_state_dicts
+from .foreign_states import as_training_state
 from .modules import (
     Modules,
     StateDictEntry,
@@ -136,11 +136,8 @@ def _restore(given: Any, *, comm: Comm, targets: RestoreTargets, options: LoadOp
     opened = CheckpointOverlay(given).checkpoints if isinstance(given, (Checkpoint, Bank)) else []
     relay = open_relay(comm, opened, options.read)
     with together(relay):
-        given = place_under(given, under) if under else given
-        if isinstance(given, Checkpoint) and targets.optimizer is not None and has_state_dicts(given.index):
-            model = collect_entries(targets.model)
-            given = as_training_state(given, name_optimizers(targets.optimizer, model), model.ties, options.rules)
-        source = open_source(given, comm, options)
+        placed = place_under(given, under) if under else given
+        source = open_source(as_training_state(placed, targets.model, targets.optimizer, options.rules), comm, options)
         job = _Restore(source, comm, targets, options)
         paths = [f"model/{key_path(entry.key)}" for entry in job.entries]
         options.check_used(lambda: [*source.names, *paths])
@@ -164,6 +161,8 @@ class _Restore:
         self.optimizers: list[NamedOptimizer] = name_optimizers(targets.optimizer, self.model)
         self.plans: list[OptimizerPlan] = []
         self.parts = children_of(source.structure)
+        self.left_out = frozenset[str](source.part(LEFT_OUT) if LEFT_OUT in self.parts else ())
+        self.left_alone: list[str] = []
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.ignored: list[str] = []
@@ -193,6 +192,10 @@ class _Restore:
             path = f"model/{name}"
             if self.source.is_left(path):
                 self.left.add(name)
+                continue
+            if name in self.left_out and name not in saved and self.options.strict is not True:
+                self.left.add(name)
+                self.left_alone.append(path)
                 continue
             if entry.kind == "extra":
                 if name not in saved:
@@ -335,8 +338,8 @@ class _Restore:
             expected="the same parameters and moments here as in the checkpoint",
             found="; ".join(texts),
             hint="Pass strict=False to restore what both have"
-            if self.missing
-            else "Pass strict='missing', or partial=True, if this rank's model is a part of it",
+            if self.missing and not self.left_out.issuperset(path.removeprefix("model/") for path in self.missing)
+            else "Pass strict='missing', or partial=True, if one is a part of the other",
         )
 
     # change ---------------------------------------------------------------------------------------------------------
@@ -376,6 +379,7 @@ class _Restore:
             self.loader,
             self.extra,
             *self.source.ruled,
+            left_alone=tuple(self.left_alone),
         )
 
     def _target(self) -> dict[str, Any]:
