@@ -51,6 +51,22 @@ def test_nobody_asks_when_nobody_follows(watched, serve, tmp_path):
     expect(page.get_by_role("button", name="Follow the newest")).to_have_attribute("aria-pressed", "false")
 
 
+def test_stalled_saves_are_not_asked_for_for_ever(watched, serve, tmp_path):
+    under_way(tmp_path / "run" / "step_00000300", [(500, "write")], world=1, now=time.time_ns() - 10**12)
+    page = watched(serve(tmp_path / "run") + "/live", clock=True)
+    expect(page.get_by_text("It hangs or was killed")).to_be_visible()
+    asked = asked_by(page)
+    page.clock.run_for(20_000)
+    assert asked == []
+    for _ in range(25):
+        page.clock.run_for(30_000)
+        page.wait_for_load_state("networkidle")
+    expect(page.get_by_role("button", name="Follow the saves")).to_have_attribute("aria-pressed", "false")
+    before = len(asked)
+    page.clock.run_for(600_000)
+    assert len(asked) == before <= 20
+
+
 def test_a_hidden_tab_does_not_ask_and_catches_up_when_it_is_seen(watched, serve, tmp_path):
     write_many(tmp_path / "run", 2)
     page = watched(serve(tmp_path / "run"), clock=True)
