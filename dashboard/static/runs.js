@@ -2,7 +2,7 @@
 /**
  * Keeps a page of runs or of saves up to date. It requests the page every two seconds while the person follows it or a
  * save is in progress, twice a second while a run is read for the first time, never while the page is hidden. Where all
- * saves have stalled it asks twice a minute, and stops following after STALLED_POLLS of these. It replaces the parts that are marked `data-live`; these come from the server's page, parsed as a document: no text
+ * saves have stalled it asks once a minute, and stops following after STALLED_POLLS of these. It replaces the parts that are marked `data-live`; these come from the server's page, parsed as a document: no text
  * becomes HTML here.
  */
 
@@ -10,8 +10,8 @@ import { find, reason } from "./dom.js";
 
 const PAUSE = 2000;
 const LOADING_PAUSE = 500;
-const STALLED_PAUSE = 30_000;
-const STALLED_POLLS = 20;
+const STALLED_PAUSE = 60_000;
+const STALLED_POLLS = 10;
 const button = /** @type {HTMLButtonElement} */ (find("#follow"));
 const news = find("#news");
 let tag = "";
