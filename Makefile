@@ -20,7 +20,7 @@ MUTATE_ARGS ?=
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
-.PHONY: help install demo test test-all test-stores fuzz mutate check bench bench-dashboard format chromium strace clean
+.PHONY: help install demo test test-all test-stores test-dcp fuzz mutate check bench bench-dashboard format chromium strace clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -74,6 +74,11 @@ test-stores: $(STAMP) ## install object stores of other makers (SeaweedFS, rclon
 	  npm install --silent --no-audit --no-fund --prefix $(VENV)/azurite azurite@3.37.0; fi
 	$(call say,pytest against them)
 	@$(BIN)/python -m pytest tests/io/storage/test_independent_stores.py $(PYTEST_ARGS)
+
+test-dcp: $(STAMP) ## run PyTorch's own tests of its checkpointing, from Debian's source package, against treeckpt.dcp: half an hour
+	$(call say,PyTorch's tests against treeckpt.dcp)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[pytorch-tests]'
+	@$(BIN)/python -m tests.pytorch_dcp
 
 fuzz: $(STAMP) ## fuzz every decoder for FUZZ_SECONDS each, 60 unless told; with atheris where it is installed (extra: fuzz)
 	$(call say,Fuzzing)

@@ -104,7 +104,18 @@ def test_modules_and_functions_are_short():
 
 # tests ----------------------------------------------------------------------------------------------------------------
 TESTS = ROOT / "tests"
-WHOLE = {"browser", "crash", "dashboard", "fuzz", "golden", "helpers", "integrity", "multirank", "mutate"}
+WHOLE = {
+    "browser",
+    "crash",
+    "dashboard",
+    "fuzz",
+    "golden",
+    "helpers",
+    "integrity",
+    "multirank",
+    "mutate",
+    "pytorch_dcp",
+}
 """Folders of tests of several rooms, of another package, or of helpers; every other one mirrors a room."""
 
 

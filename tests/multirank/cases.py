@@ -5,12 +5,14 @@ from __future__ import annotations
 from . import (
     background_cases,
     convert_cases,
+    dcp_cases,
     layout_cases,
     layout_groups,
     layout_trees,
     rank_cases,
     relay_cases,
     talk_cases,
+    together_cases,
     training_cases,
 )
 from .registry import PHASES, WHOLE, Case, Rank, of
@@ -22,6 +24,7 @@ __all__ = [
     "Rank",
     "background_cases",
     "convert_cases",
+    "dcp_cases",
     "layout_cases",
     "layout_groups",
     "layout_trees",
@@ -29,5 +32,6 @@ __all__ = [
     "rank_cases",
     "relay_cases",
     "talk_cases",
+    "together_cases",
     "training_cases",
 ]

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from ..errors import CheckpointError, TreeckptError
+from ..foreign.foreign_checkpoint import open_checkpoint
 from ..io.os_errors import wrap_read_error
 from ..io.storage.checkpoint import Checkpoint, Replaced
-from ..io.storage.far_store import for_reading
-from ..io.storage.open import open_store
+from ..io.storage.metadata_files import KnownIndex
 from ..io.storage.store import Store
 from .overlay import Bank, as_bank
 
@@ -26,6 +26,7 @@ def on_one_version(
     *,
     together: bool = False,
     is_suspect: Callable[[T], object] = lambda _: False,
+    known: KnownIndex | None = None,
 ) -> T:
     """Does what `on_versions` does, for one checkpoint.
 
@@ -35,7 +36,7 @@ def on_one_version(
 
     if (bank := as_bank(path)) is not None:
         raise CheckpointError("path", expected="one checkpoint", found=f"{bank!r:.200}")
-    return on_versions(path, cast(Any, act), together=together, is_suspect=is_suspect)
+    return on_versions(path, cast(Any, act), together=together, is_suspect=is_suspect, known=known)
 
 
 def on_versions(
@@ -44,6 +45,7 @@ def on_versions(
     *,
     together: bool = False,
     is_suspect: Callable[[T], object] = lambda _: False,
+    known: KnownIndex | None = None,
 ) -> T:
     """Returns what `act` returns for a path, a store or a bank, from one version of each checkpoint.
 
@@ -53,6 +55,8 @@ def on_versions(
             called again if it failed and a version was replaced meanwhile.
         together: the ranks read together, and learn together that a version was replaced.
         is_suspect: whether a result may come from a replaced version, as a report of damage may.
+        known: the index of the first checkpoint, where it has just been read: it is not read again unless the version
+            was replaced.
 
     Raises:
         CheckpointNotFound: a checkpoint was deleted meanwhile.
@@ -64,11 +68,16 @@ def on_versions(
         return act(path if bank is None else bank)
     with contextlib.ExitStack() as stack:
         stores: list[Store] = []
+        versions: list[Callable[[], Checkpoint]] = []
         for one in given:
-            store = one.store if isinstance(one, Checkpoint) else for_reading(open_store(one))
+            store, opened = (one.store, one.reopened) if isinstance(one, Checkpoint) else open_checkpoint(one)
             stores.append(stack.enter_context(contextlib.closing(store)))
+            versions.append(opened)
         for _ in range(TRIES):
-            checkpoints = [Checkpoint(store) for store in stores]
+            checkpoints = [opened() for opened in versions]
+            if known is not None:
+                checkpoints[0].index_bytes, checkpoints[0].index = known.data, known.index
+                known = None
             try:
                 found = act(checkpoints[0] if bank is None else bank.opened(checkpoints))
                 if not is_suspect(found) or not any(one.is_replaced() for one in checkpoints):

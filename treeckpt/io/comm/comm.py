@@ -115,6 +115,14 @@ class PrefixComm(_StoreComm):
         super().__init__(comm, comm.rank, comm.size, comm.timeout, comm.state.of_prefix(prefix), f"{prefix}/")
 
 
+def background_comm(comm: Comm) -> Comm:
+    """Returns a comm of the same ranks for one call in the background, beside others; in the same order on each."""
+    if comm.size == 1:
+        return comm
+    comm.state.loads += 1
+    return PrefixComm(comm, f"load {comm.state.loads}")
+
+
 class ThreadComm(_StoreComm):
     """The comm of a thread that acts as a rank: for tests, and for programs whose ranks are threads of one process."""
 
@@ -231,12 +239,24 @@ def comm_of(group: Any) -> Comm:
     if group is None or group is dist.group.WORLD:
         return default_comm()
     check_group(group, "comm")
-    members = tuple(dist.get_process_group_ranks(group))
+    return comm_of_ranks(tuple(dist.get_process_group_ranks(group)), group.group_name)
+
+
+def comm_of_ranks(members: tuple[int, ...], name: str = "") -> Comm:
+    """Returns the comm of some ranks of the default group, of which this process is one.
+
+    Args:
+        members: the global rank of each rank of the comm.
+        name: tells comms of the same ranks apart.
+    """
     comms = _default_store_comms()
-    key = f"treeckpt/{group.group_name}/{','.join(map(str, members))}"
+    if members == tuple(range(comms.world.size)) and not name:
+        return comms.world
+    key = f"treeckpt/{name}/{','.join(map(str, members))}"
     if key not in comms.groups:
+        rank = members.index(comms.world.rank)
         comms.groups[key] = TorchComm(
-            comms.store, dist.get_rank(group), len(members), timeout=comms.world.timeout, prefix=key, members=members
+            comms.store, rank, len(members), timeout=comms.world.timeout, prefix=key, members=members
         )
     return comms.groups[key]
 

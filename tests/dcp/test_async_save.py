@@ -1,0 +1,60 @@
+"""`treeckpt.dcp.async_save`: futures, both kinds of writer, asynchronous stagers, and failures."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import treeckpt as tc
+import treeckpt.dcp
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.mark.parametrize("kind", AsyncCheckpointerType)
+def test_the_future_ends_with_the_save(kind: AsyncCheckpointerType, tmp_path: Path) -> None:
+    state = {"a": torch.ones(100), "n": 3}
+    future = treeckpt.dcp.async_save(state, checkpoint_id=tmp_path / "one", async_checkpointer_type=kind)
+    assert isinstance(future, concurrent.futures.Future)
+    state["a"].zero_()  # it is copied
+    assert list(future.result().state_dict_metadata) == ["a", "n"]
+    assert tc.load(tmp_path / "one")["a"].sum() == 100
+
+
+def test_the_storage_serves_a_background_save_of_dcp(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    future = dcp.async_save({"a": torch.ones(100), "n": 3}, storage_writer=treeckpt.dcp.Writer(tmp_path / "one"))
+    future.result()
+    assert tc.load(tmp_path / "one")["a"].sum() == 100
+
+
+def test_a_stager_that_stages_asynchronously_gives_both_futures(tmp_path: Path) -> None:
+    stager = DefaultStager(StagingOptions(False, False, True, False))
+    try:
+        response = treeckpt.dcp.async_save({"a": torch.ones(9)}, checkpoint_id=tmp_path / "one", async_stager=stager)
+    finally:
+        stager.close()
+    response.staging_completion.result()
+    response.upload_completion.result()
+    assert tc.load(tmp_path / "one")["a"].sum() == 9
+
+
+def test_a_failure_in_the_background_is_the_futures(tmp_path: Path) -> None:
+    path = tmp_path / "one"
+    state = {"a": torch.ones(1 << 20)}
+    future = treeckpt.dcp.async_save(state, checkpoint_id=path, storage_writer=_Broken(path))
+    with pytest.raises(CheckpointException, match="marker"):
+        future.result()
+    treeckpt.dcp.async_save(state, checkpoint_id=path).result()  # it does not poison the next one
+
+
+class _Broken(treeckpt.dcp.Writer):
+    def publish_marker(self) -> None:
+        raise tc.CheckpointError("marker", expected="a disk", found="none")

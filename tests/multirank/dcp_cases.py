@@ -1,0 +1,135 @@
+"""treeckpt.dcp on four ranks, beside torch.distributed.checkpoint where the two differ."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import treeckpt as tc
+import treeckpt.dcp
+
+from .registry import Rank, case
+
+__all__: list[str] = []
+
+
+def state_on(mesh: Any, placements: Any, factor: int) -> dict[str, Any]:
+    whole = torch.arange(7.0 * 6).reshape(7, 6) * factor
+    return {
+        "model": {"w": distribute_tensor(whole, mesh, placements), "b": torch.full((3,), float(factor))},
+        "optimizer": {"param_groups": [{"lr": factor, "names": ["w"]}, {"lr": 2 * factor, "names": ["b"]}]},
+        "listed": [distribute_tensor(whole[:1], mesh, placements), torch.full((2,), float(factor)), factor],
+    }
+
+
+@case("four")
+def dcp_forms_save_and_load_each_other_in_other_layouts(here: Rank) -> None:
+    flat = init_device_mesh("cpu", (4,))
+    square = init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(42.0).reshape(7, 6) * 3
+    for form in ("treeckpt", "storage"):
+        path = here.directory / f"dcp {form}"
+        state = state_on(flat, [Shard(0)], 3)
+        if form == "treeckpt":
+            treeckpt.dcp.save(state, checkpoint_id=path)
+        else:
+            dcp.save(state, storage_writer=treeckpt.dcp.Writer(path))
+        found = tc.load(path)
+        assert torch.equal(found["model"]["w"], whole) and found["optimizer"] == state["optimizer"]
+        assert torch.equal(found["listed"][0], whole[:1]) and found["listed"][2] == 3
+        for load in ("treeckpt", "storage"):
+            target = state_on(square, [Shard(1), Replicate()], 0)
+            if load == "treeckpt":
+                treeckpt.dcp.load(target, checkpoint_id=path)
+            else:
+                dcp.load(target, storage_reader=treeckpt.dcp.Reader(path))
+            assert torch.equal(target["model"]["w"].full_tensor(), whole)
+            assert torch.equal(target["listed"][0].full_tensor(), whole[:1])
+            assert target["optimizer"] == state["optimizer"] and target["model"]["b"].tolist() == [3.0] * 3
+            dist.barrier()
+
+
+@case("four")
+def dcp_values_that_differ_are_refused_or_the_first_ranks(here: Rank) -> None:
+    state = {"n": here.rank, "same": 5, "t": torch.full((2,), float(here.rank)), "only": {f"r{here.rank}": here.rank}}
+    path = here.directory / "dcp conflict"
+    with pytest.raises(CheckpointException, match=r"(?s)n: .*rank"):
+        treeckpt.dcp.save(state, checkpoint_id=path)
+    assert not (path / "index.json").exists()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        treeckpt.dcp.save(state, checkpoint_id=path, on_conflict="rank0")
+    told = [str(one.message) for one in caught if "differ between ranks" in str(one.message)]
+    assert len(told) == (here.rank == 0) and all("2 entries" in one and ": n, t" in one for one in told)
+    found = tc.load(path)
+    assert (found["n"], found["same"], found["t"].tolist()) == (0, 5, [0, 0])
+    assert found["only"] == {f"r{rank}": rank for rank in range(4)}
+    dcp.save(state, storage_writer=treeckpt.dcp.Writer(here.directory / "dcp silent"))
+    assert tc.load(here.directory / "dcp silent", select="n")["n"] in range(4)  # DCP's planner lets one win silently
+
+
+@case("four")
+def dcp_loads_end_together(here: Rank) -> None:
+    path = here.directory / "dcp together"
+    treeckpt.dcp.save({"a": torch.ones(3), "b": 2}, checkpoint_id=path)
+    target = {"a": torch.zeros(3 if here.rank != 2 else 4), "b": 0}
+    with pytest.raises(CheckpointException, match="Size mismatch") as caught:
+        treeckpt.dcp.load(target, checkpoint_id=path)
+    assert list(caught.value.failures) == [2]
+
+    class Broken:
+        def state_dict(self) -> dict[str, int]:
+            if here.rank == 1:
+                raise ValueError("broken state")
+            return {}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise NotImplementedError
+
+    with pytest.raises(CheckpointException, match="broken state"):
+        treeckpt.dcp.save({"broken": Broken()}, checkpoint_id=here.directory / "dcp broken")
+    with pytest.raises(CheckpointException, match="broken state"):
+        treeckpt.dcp.load({"broken": Broken()}, checkpoint_id=path)
+
+
+@case("four")
+def dcp_allocates_meta_tensors_in_the_callers_dict(here: Rank) -> None:
+    path = here.directory / "dcp meta"
+    treeckpt.dcp.save({"a": {"b": torch.ones(3)}}, checkpoint_id=path)
+    for load in (
+        treeckpt.dcp.load,
+        lambda state, checkpoint_id: dcp.load(state, storage_reader=treeckpt.dcp.Reader(path)),
+    ):
+        target = {"a": {"b": torch.empty(3, device="meta")}}
+        load(target, checkpoint_id=path)
+        assert target["a"]["b"].tolist() == [1, 1, 1]
+
+
+@case("four")
+def dcp_saves_alone_and_in_groups(here: Rank) -> None:
+    half = [0, 1] if here.rank < 2 else [2, 3]
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = groups[here.rank // 2]
+    for form in ("treeckpt", "storage"):
+        alone, ours = here.directory / f"dcp alone {form} {here.rank}", here.directory / f"dcp half {form} {half[0]}"
+        for path, options in ((alone, {"no_dist": True}), (ours, {"process_group": group})):
+            state = {"n": half[0], "rank": {str(here.rank): torch.ones(2)}}
+            if form == "treeckpt":
+                treeckpt.dcp.save(state, checkpoint_id=path, **options)
+            else:
+                dcp.save(state, storage_writer=treeckpt.dcp.Writer(path), **options)
+            found = tc.load(path, comm="alone")
+            assert found["n"] == half[0] and list(found["rank"]) == [
+                str(r) for r in ([here.rank] if path == alone else half)
+            ]
+    for one in groups:
+        if one is group:
+            dist.destroy_process_group(one)

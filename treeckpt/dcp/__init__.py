@@ -1,0 +1,27 @@
+"""The interface of torch.distributed.checkpoint (DCP) on treeckpt: `import treeckpt.dcp as dcp` is the whole change.
+
+`save`, `load` and `async_save` take DCP's arguments and use treeckpt's planner, staging and format; start in `save` and
+`load`. `Writer` and `Reader` are DCP's storage interfaces on treeckpt's format, for programs that take a storage, and
+`install` puts them in the place of DCP's own. All other names are those of torch.distributed.checkpoint.
+
+It may import everything below `runs`, and is the one package on top that imports torch at once.
+"""
+
+from typing import Any
+
+import torch.distributed.checkpoint as _torch_dcp
+
+from .install import install, uninstall
+from .load import load
+from .reader import DcpReader as Reader
+from .save import async_save, save
+from .writer import DcpWriter as Writer
+
+__all__ = ["Reader", "Writer", "async_save", "install", "load", "save", "uninstall"]
+
+FileSystemWriter, FileSystemReader = Writer, Reader
+
+
+def __getattr__(name: str) -> Any:
+    """The names of torch.distributed.checkpoint."""
+    return getattr(_torch_dcp, name)
