@@ -2,8 +2,8 @@
 /**
  * Keeps a page of runs or of saves up to date. It requests the page every two seconds while the person follows it or a
  * save is in progress, twice a second while a run is read for the first time, never while the page is hidden. Where all
- * saves have stalled it asks once a minute, and stops following after STALLED_POLLS of these. It replaces the parts that are marked `data-live`; these come from the server's page, parsed as a document: no text
- * becomes HTML here.
+ * saves have stalled it asks once a minute, and stops following after STALLED_POLLS of these. It replaces the parts
+ * that are marked `data-live`; these come from the server's page, parsed as a document: no text becomes HTML here.
  */
 
 import { find, reason } from "./dom.js";
