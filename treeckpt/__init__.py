@@ -14,6 +14,7 @@ The package, from top to bottom; imports only go down, and each package says in 
     runs  training  trees               Manager and retention; models and optimizers as trees; operations on trees
     api                                 save, save_async, load, load_into, inspect, read_file, verify
     saving | loading                    tree to committed checkpoint | bytes to tree, verify, repair, load rules
+    foreign                             files of other programs, read in place
     arrays | io                         an adapter for each array library | comm (ranks), storage (files, objects)
     reports                             what calls return
     core                                pure data: tree, sharding, planning, format, analysis

@@ -13,6 +13,7 @@ from .arrays.stateful import expand_states, state_tree
 from .core.format.file_names import check_step
 from .core.format.records import Index
 from .core.tree.flatten import flatten, replace_leaves
+from .foreign.foreign_checkpoint import open_checkpoint
 from .io.comm.comm import Comm, as_comm, global_rank
 from .io.gc_pause import gc_paused
 from .io.os_errors import wrap_read_error
@@ -204,7 +205,7 @@ def load(
     It holds no lease: where a `Manager` may delete the checkpoint, load with `Manager.restore` or in `Manager.reading`.
 
     Args:
-        path: as given to save; or a `Bank` or list of several, of which later ones win.
+        path: as given to save, or files of other programs; or a `Bank` or list of several, of which later ones win.
         like: what is wanted: tensors, DTensors, `ArraySpec`s, anything with shape and dtype, or `...` for no leaf. None
             gives the tree as it was saved, in host memory, with distributed arrays whole.
         select, exclude: globs over paths as they are in like; a path under a named one counts. What is not wanted comes
@@ -319,9 +320,9 @@ def opened(path: Path) -> Iterator[Checkpoint]:
     if isinstance(path, Checkpoint):
         yield path
         return
-    store = open_store(path)
+    store, version = open_checkpoint(path)
     try:
-        yield Checkpoint(store)
+        yield version()
     except OSError as error:
         raise wrap_read_error(error, store.url) from error
     finally:
@@ -361,9 +362,9 @@ def verify(path: Path, *, repair: bool = False) -> VerifyReport:
         CheckpointNotFound, CorruptError, FormatError: there is no index that can be read.
     """
     if not repair:
-        return on_one_version(path, verify_checkpoint, is_suspect=lambda report: report.problems)
+        return on_one_version(path, lambda one: verify_checkpoint(one.own()), is_suspect=lambda report: report.problems)
     with opened(path) as checkpoint:
-        return repair_store(checkpoint.store)
+        return repair_store(checkpoint.own().store)
 
 
 def rebuild_index(path: Path, *, replace: bool = False) -> Index:
@@ -377,7 +378,7 @@ def rebuild_index(path: Path, *, replace: bool = False) -> Index:
         CheckpointNotFound, CorruptError: the shards are not all there, or not intact.
     """
     with opened(path) as checkpoint:
-        return publish_rebuilt(checkpoint.store, replace=replace)
+        return publish_rebuilt(checkpoint.own().store, replace=replace)
 
 
 def abstract(tree: Any, *, comm: AnyComm = None, namespace: str = "") -> Any:

@@ -86,12 +86,17 @@ class LoadReport(msgspec.Struct, frozen=True):
     """For a load from several checkpoints, the report of each."""
     damaged: tuple[DamagedLeaf, ...] = ()
     """Leaves that `on_corrupt="skip"` left out, each with the bytes that are damaged."""
+    unverified_nbytes: int = 0
+    """Bytes of `nbytes` that were compared with no checksum: all with `verify=False` or `mmap=True`; in files of other
+    programs those of entries without a CRC-32, or of which this process read a part alone. safetensors has none."""
 
     def __str__(self) -> str:
         rows = [
             f"loaded {self.path}  {self.loaded} leaves, {bytes_text(self.nbytes)} in {seconds_text(self.seconds)} "
             f"({rate_text(self.nbytes, self.seconds)}, {bytes_text(self.read_nbytes)} read)"
         ]
+        if self.unverified_nbytes:
+            rows.append(f"  {bytes_text(self.unverified_nbytes)} compared with no checksum")
         rows += [f"  missing     {path}" for path in self.missing]
         rows += [f"  unexpected  {path}" for path in self.unexpected]
         rows += [f"  damaged     {part}" for part in self.damaged]

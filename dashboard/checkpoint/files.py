@@ -40,6 +40,8 @@ class FileRow(msgspec.Struct, frozen=True):
     header: int
     share: float
     """Its bytes as a share of the largest shard's."""
+    problem: str | None = None
+    """What the last verification found in it."""
 
 
 class FilesPage(msgspec.Struct, frozen=True):
@@ -94,6 +96,7 @@ class ChecksumsPage(msgspec.Struct, frozen=True):
     """The result of comparing a part of a shard's data with its checksums."""
 
     file: int
+    name: str
     start: int
     stop: int
     nbytes: int
@@ -112,9 +115,11 @@ class BalancePage(msgspec.Struct, frozen=True):
     mean: float
 
 
-def _file_row(number: int, file: File, largest: int) -> FileRow:
+def _file_row(number: int, file: File, largest: int, checkpoint: CheckpointRow) -> FileRow:
     share = file.nbytes / largest if largest else 0.0
-    return FileRow(number, file.name, file.rank, file.part, file.nbytes, file.header, share)
+    found = checkpoint.verification.problems if checkpoint.verification is not None else []
+    problem = next((one.text for one in found if one.file == file.name), None)
+    return FileRow(number, file.name, file.rank, file.part, file.nbytes, file.header, share, problem)
 
 
 def _rank_nbytes(files: Sequence[File]) -> tuple[dict[int, int], float]:
@@ -131,7 +136,7 @@ def files_page(checkpoint: CheckpointRow, outline: Outline, start: int) -> Files
     by_rank, mean = _rank_nbytes(files)
     most = max(by_rank, key=lambda rank: (by_rank[rank], -rank), default=None)
     largest = max((file.nbytes for file in files), default=0)
-    rows = [_file_row(n, file, largest) for n, file in enumerate(files[start : start + PAGE], start)]
+    rows = [_file_row(n, file, largest, checkpoint) for n, file in enumerate(files[start : start + PAGE], start)]
     return FilesPage(
         checkpoint=checkpoint,
         total=len(files),
@@ -174,7 +179,7 @@ def file_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: i
     ]
     following = next_start(start, len(extents))
     largest = max(f.nbytes for f in index.file_list)
-    return FilePage(checkpoint, _file_row(number, file, largest), len(extents), start, following, rows)
+    return FilePage(checkpoint, _file_row(number, file, largest, checkpoint), len(extents), start, following, rows)
 
 
 def strip_page(outline: Outline, number: int) -> StripPage:
@@ -245,8 +250,8 @@ def checksums_page(store: Store, outline: Outline, number: int, start: int) -> C
     try:
         verify_shard(store, Checkpoint(store, index).shard(file), start, stop)
     except (TreeckptError, OSError) as error:
-        return ChecksumsPage(number, start, start, file.nbytes, None, visible(str(error)))
-    return ChecksumsPage(number, start, stop, file.nbytes, stop if stop < file.nbytes else None, None)
+        return ChecksumsPage(number, file.name, start, start, file.nbytes, None, visible(str(error)))
+    return ChecksumsPage(number, file.name, start, stop, file.nbytes, stop if stop < file.nbytes else None, None)
 
 
 def balance_page(outline: Outline) -> BalancePage:

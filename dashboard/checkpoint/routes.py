@@ -6,9 +6,10 @@ from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from operator import attrgetter
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from fastapi import Query, Request
+from fastapi.responses import RedirectResponse, Response
 
 from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.analysis.treemap import TreemapKey
@@ -17,13 +18,14 @@ from treeckpt.io.storage.store import Store
 
 from ..pages.answers import PageRouter, Start, Words, library_of
 from ..pages.checkpoints import open_checkpoint
-from ..store.library import Library
+from ..store.library import Library, NotFound
 from . import files, folds, tree
 from .chunks import ChunksPage, chunks_page, leaf_of
 from .leaf import LeafPage, leaf_page
 from .peek import PeekPage, Window, peek_page
 from .shard_map import MapPage, map_page
 from .treemap import TreemapPage, treemap_page
+from .verify_jobs import VerifyJobs, VerifyPage, keep_damage
 
 T = TypeVar("T")
 TRIES = 5
@@ -38,6 +40,7 @@ Size = Annotated[int | None, Query(ge=1, le=1 << 53)]
 PathText = Annotated[str, Query(max_length=20_000)]
 Count = Annotated[int, Query(ge=10, le=100_000, description="boxes, at most")]
 Dtype = Annotated[str, Query(max_length=64)]
+Action = Annotated[Literal["", "start", "cancel"], Query(description="start or cancel a verification")]
 Nbytes = Annotated[int, Query(ge=0, le=1 << 62, description="bytes, at least")]
 
 router = PageRouter()
@@ -171,7 +174,25 @@ def get_strip(request: Request, checkpoint_id: str, number: int) -> files.StripP
 def get_checksums(request: Request, checkpoint_id: str, number: int, start: Position = 0) -> files.ChecksumsPage:
     """Compares a part of a shard with its checksums; `next` is the start of the next part."""
     compare = partial(files.checksums_page, number=number, start=start)
-    return _read_one_version(library_of(request), checkpoint_id, compare, problem_of=attrgetter("problem"))
+    found = _read_one_version(library_of(request), checkpoint_id, compare, problem_of=attrgetter("problem"))
+    if found.problem:
+        keep_damage(library_of(request), checkpoint_id, found.name, found.problem)
+    return found
+
+
+@router.get("/checkpoints/{checkpoint_id}/verify", "verify.html", result_type=VerifyPage)
+def get_verify(request: Request, checkpoint_id: str, action: Action = "") -> VerifyPage | Response:
+    """What is known of the bytes, and the verification that runs; `action` starts or cancels it."""
+    jobs: VerifyJobs = request.app.state.verify_jobs
+    if action and request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        raise NotFound("A page of another site may not start or cancel verifications.")
+    if action == "start":
+        jobs.start(checkpoint_id)
+    elif action == "cancel":
+        jobs.cancel(checkpoint_id)
+    if action and not request.scope["path"].startswith("/api/"):  # so that a reload does not repeat it
+        return RedirectResponse("verify", 303)
+    return jobs.page(checkpoint_id)
 
 
 @router.get("/checkpoints/{checkpoint_id}/balance")

@@ -7,21 +7,51 @@ in time are ISO 8601 texts.
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime
+from typing import Literal
 
 import msgspec
 
 from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.text import visible
+from treeckpt.runs.active_saves import SaveUnderWay, waits_for_text
 from treeckpt.runs.checkpoint_info import CheckpointInfo
+from treeckpt.runs.verification import DamagedPart, Verification
 
 from ..store.index_reader import ReadProgress
 from ..store.library import Library, NotFound, Run, UnreadInfo
 
 PAGE = 100
 """Rows of one page."""
+MAX_METRICS = 32
+"""Metrics of one checkpoint that are shown."""
 MAX_NAME = 2000
 """Characters of a name or a path that are shown."""
+
+
+Status = Literal["committed", "verified", "damaged", "partial", "in_progress", "stalled", "foreign", "reading"]
+
+
+class VerificationRow(msgspec.Struct, frozen=True):
+    """What a verification of a checkpoint found."""
+
+    ok: bool
+    """Whether every byte was compared, and is intact."""
+    complete: bool
+    """Whether every byte was compared."""
+    ended: str | None
+    by: str
+    files: int
+    nbytes: int
+    """Bytes whose checksums match."""
+    seconds: float
+    total: int
+    """How many problems it found."""
+    problems: list[DamagedPart]
+    """The first of them."""
+    changed: bool
+    """Whether the files were written since."""
 
 
 class CheckpointRow(msgspec.Struct, frozen=True):
@@ -31,7 +61,11 @@ class CheckpointRow(msgspec.Struct, frozen=True):
     run: str
     run_name: str
     name: str
-    status: str
+    status: Status
+    """committed: its index is published, and its shards have the right sizes; verified: its bytes were compared since
+    they were written; damaged: something is missing, cut short or differs; partial: no index, and no save that may
+    still publish one; in_progress and stalled: a save that may; foreign: no checkpoint; reading: its index is
+    being read."""
     step: int | None
     save_id: str | None
     world: int | None
@@ -44,15 +78,31 @@ class CheckpointRow(msgspec.Struct, frozen=True):
     error: str | None
     readable: bool
     """Whether there is an index to browse."""
+    metrics: dict[str, float | None] = {}
+    """What was saved with it, the first MAX_METRICS of it."""
+    best: dict[str, str] = {}
+    """By metric: "best" of the run by a policy; where no policy names the metric, "lowest" or "highest"."""
     pinned: bool = False
     kept: list[str] = []
     """Why retention keeps it; empty if nothing keeps it, or if no policies are known."""
     goes: bool = False
     """Whether the next clean-up deletes it."""
+    verification: VerificationRow | None = None
+    """The last verification of its bytes, as far as it still holds."""
     saved: float | None = None
-    """Written share of a save in progress, from 0 to 1."""
+    """Written share of a save in progress or stalled, from 0 to 1: of the ranks that have reported."""
     phase: str | None = None
-    """Phase of a save in progress."""
+    """Phase of that save."""
+    stalled: bool = False
+    """Whether that save has stalled: it hangs, or was killed."""
+    reported: int | None = None
+    """How many ranks of that save have reported."""
+    saving: int | None = None
+    """How many ranks that save has."""
+    progressed: str | None = None
+    """When that save last wrote something."""
+    waits_for: str | None = None
+    """What that save waits for, as a sentence; of a save that was killed, that it was."""
     abandoned: bool = False
     """Whether it is on an abandoned branch: the newest checkpoint does not descend from it."""
     follows: str | None = None
@@ -80,16 +130,25 @@ def shorten(text: str) -> str:
     return text if len(text) <= MAX_NAME else f"{text[:MAX_NAME]}… ({len(text)} characters)"
 
 
-def status_of(info: CheckpointInfo) -> str:
-    """Returns complete, saving, partial, corrupt, foreign, or reading if its large index is read for the first time."""
+def status_of(info: CheckpointInfo) -> Status:
+    """Returns what a directory is; see `CheckpointRow.status`."""
     if isinstance(info, UnreadInfo):
         return "reading"
-    return "saving" if info.status == "partial" and info.under_way else info.status
+    if info.status == "complete":
+        found = info.verification
+        return "committed" if found is None else "verified" if found.ok else "damaged"
+    if info.status == "partial" and (saves := info.under_way):
+        return "in_progress" if any(save.state == "in_progress" for save in saves) else "stalled"
+    return "damaged" if info.status == "corrupt" else info.status
 
 
 def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> CheckpointRow:
     """Returns the row of one directory of a run."""
-    under_way = info.under_way
+    save = _shown_save(info)
+    open_save = save if save is not None and save.state != "killed" else None
+    waits_for = waits_for_text(save, time.time_ns()) if save is not None else None
+    error = _error_of(info) if waits_for is None or info.status != "partial" else waits_for
+    found = info.verification
     rate = info.nbytes / info.seconds if info.nbytes and info.seconds and info.status != "partial" else None
     return CheckpointRow(
         id=checkpoint_id,
@@ -105,13 +164,50 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
         created=_iso_time(info.created_ns),
         seconds=info.seconds,
         rate=rate,
-        error=visible(info.error) if info.error else None,
+        error=visible(error) if error else None,
         readable=info.leaves is not None,
+        metrics={shorten(name): value for name, value in list(info.metrics.items())[:MAX_METRICS]},
         pinned=info.pinned,
-        saved=under_way[-1].fraction if under_way else None,
-        phase=under_way[-1].phase if under_way else None,
+        verification=_verification_row(found) if found is not None else None,
+        saved=open_save.fraction if open_save else None,
+        phase=open_save.phase if open_save else None,
+        stalled=open_save is not None and open_save.state == "stalled",
+        reported=open_save.ranks if open_save else None,
+        saving=open_save.world if open_save else None,
+        progressed=_iso_time(open_save.updated_ns) if open_save else None,
+        waits_for=waits_for,
         abandoned=info.abandoned,
         follows=info.lineage.follows or None if info.lineage is not None else None,
+    )
+
+
+def _shown_save(info: CheckpointInfo) -> SaveUnderWay | None:
+    """Returns the save that a row is about: one in progress, else a stalled one, else one that was killed."""
+    order = ("killed", "stalled", "in_progress")
+    return max(info.saving, key=lambda save: (order.index(save.state), save.started_ns), default=None)
+
+
+def _error_of(info: CheckpointInfo) -> str | None:
+    """Returns what is wrong with a checkpoint; of several problems that a verification found, the first."""
+    found = info.verification
+    if info.error or found is None or not found.problems:
+        return info.error
+    more = f" (and {found.total - 1:,} more)" if found.total > 1 else ""
+    return f"{found.problems[0].file}: {found.problems[0].text}{more}"
+
+
+def _verification_row(found: Verification) -> VerificationRow:
+    return VerificationRow(
+        ok=found.ok,
+        complete=found.complete,
+        ended=_iso_time(found.ended_ns),
+        by=visible(found.by),
+        files=found.files,
+        nbytes=found.nbytes,
+        seconds=found.seconds,
+        total=found.total,
+        problems=[DamagedPart(visible(one.file), visible(one.text)) for one in found.problems],
+        changed=found.changed,
     )
 
 

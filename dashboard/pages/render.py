@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,15 @@ from treeckpt.core.text import bytes_text, rate_text, seconds_text, shape_text, 
 def _local_time(time: str) -> str:
     """Formats an ISO 8601 time in this machine's time zone, in seconds."""
     return datetime.fromisoformat(time).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _ago(time: str) -> str:
+    """Formats how long ago an ISO 8601 time was, in one unit."""
+    seconds = (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds()
+    for unit, name in ((86_400, "day"), (3600, "h"), (60, "min")):
+        if (count := int(seconds // unit)) >= 1:
+            return f"{count:,} {name}{'s' * (name == 'day' and count > 1)} ago"
+    return "just now"
 
 
 def _visible_text(value: object) -> object:
@@ -41,9 +50,12 @@ def templates() -> Environment:
         lstrip_blocks=True,
         finalize=_visible_text,
     )
+    environment.globals["metric_heads"] = lambda run: [(f"metric:{name}", name, "n") for name in run.metrics]
     environment.filters |= {
+        "ago": partial(_or_dash, _ago),
         "bytes": partial(_or_dash, bytes_text),
         "clock": partial(_or_dash, _local_time),
+        "figure": partial(_or_dash, "{:.5g}".format),
         "json": json.dumps,  # ASCII only, and autoescaped as any text: safe in an attribute, unlike `tojson`
         "number": partial(_or_dash, "{:,}".format),
         "rate": partial(_or_dash, rate_text),

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict, deque
-from collections.abc import Sequence
 
 import msgspec
 
 from treeckpt.core.format.save_progress import Progress
 from treeckpt.core.text import visible
 from treeckpt.errors import TreeckptError
-from treeckpt.io.storage.progress_file import read_progress
-from treeckpt.runs.active_saves import STALLED, SaveUnderWay
+from treeckpt.io.storage.progress_file import FAR_PAUSE, read_progress
+from treeckpt.runs.active_saves import SaveState, SaveUnderWay, waits_for_text
 from treeckpt.runs.checkpoint_info import CheckpointInfo
 
 from ..pages.checkpoints import PAGE, next_start
@@ -54,7 +53,9 @@ class SaveRow(msgspec.Struct, frozen=True):
     phase: str
     stuck: str
     """What the save waits for, as a sentence."""
+    state: SaveState
     stalled: bool
+    """Whether it is not in progress: it hangs, or was killed."""
     written: int
     planned: int
     share: float
@@ -64,7 +65,7 @@ class SaveRow(msgspec.Struct, frozen=True):
     rate: float | None
     """Bytes per second over the last seconds."""
     eta: float | None
-    """Seconds until all bytes are written."""
+    """Seconds until all bytes are written; None while a rank has not reported, for its bytes are not known."""
     slowest: list[SavingRank]
     """The ranks with the most bytes left to write."""
 
@@ -74,7 +75,7 @@ class LivePage(msgspec.Struct, frozen=True):
 
     saves: list[SaveRow]
     saving: int
-    """Saves that may still be committed, on all pages: those in progress but for the killed ones."""
+    """Saves in progress, on all pages: neither stalled nor killed."""
     start: int
     next: int | None
 
@@ -85,8 +86,11 @@ class SaveRates:
     def __init__(self) -> None:
         self._seen: OrderedDict[str, deque[tuple[int, int]]] = OrderedDict()
 
-    def rate(self, save: SaveUnderWay) -> float | None:
-        """Returns bytes per second, since the save began if it was requested only once; None if no time has passed."""
+    def rate(self, save: SaveUnderWay, now_ns: int) -> float | None:
+        """Returns bytes per second, since the save began if it was requested only once; None if no time has passed.
+
+        A rank may renew its record every FAR_PAUSE seconds only. Time without news beyond that lowers the rate.
+        """
         seen = self._seen.setdefault(save.save_id, deque(maxlen=64))
         self._seen.move_to_end(save.save_id)
         while len(self._seen) > MAX_SAVES:
@@ -96,7 +100,7 @@ class SaveRates:
         while len(seen) > 2 and seen[0][0] < save.updated_ns - WINDOW * 1e9:
             seen.popleft()
         first_ns, first = seen[0] if len(seen) > 1 else (save.started_ns, 0)
-        seconds = (save.updated_ns - first_ns) / 1e9
+        seconds = (max(save.updated_ns, now_ns - int(FAR_PAUSE * 1e9)) - first_ns) / 1e9
         return max(0, save.written - first) / seconds if seconds > 0 else None
 
 
@@ -111,7 +115,7 @@ def live_page(library: Library, rates: SaveRates, start: int, *, now_ns: int) ->
     ]
     found.sort(key=lambda one: -one[3].started_ns)
     rows = [_save_row(*one, rates, now_ns) for one in found[start : start + PAGE]]
-    saving = sum(save.alive is not False for *_, save in found)
+    saving = sum(save.state == "in_progress" for *_, save in found)
     return LivePage(rows, saving, start, next_start(start, len(found)))
 
 
@@ -119,7 +123,7 @@ def _save_row(
     run: Run, checkpoint_id: str, info: CheckpointInfo, save: SaveUnderWay, rates: SaveRates, now_ns: int
 ) -> SaveRow:
     quiet = _seconds_since(save.updated_ns, now_ns)
-    rate = rates.rate(save)
+    rate = rates.rate(save, now_ns)
     left = max(0, save.planned - save.written)
     ranks = _ranks(run, info, save)
     behind = sorted(ranks, key=lambda one: (one.phase == "commit", one.written - one.planned, one.rank))
@@ -134,15 +138,16 @@ def _save_row(
         ranks=save.ranks,
         done=save.done,
         phase=save.phase,
-        stuck=_stuck(save, behind, quiet),
-        stalled=quiet > STALLED or save.alive is False,
+        stuck=waits_for_text(save, now_ns),
+        state=save.state,
+        stalled=save.state != "in_progress",
         written=save.written,
         planned=save.planned,
         share=save.fraction,
         seconds=_seconds_since(save.started_ns, now_ns),
         quiet=quiet,
         rate=rate,
-        eta=left / rate if rate and save.phase == "write" and quiet <= STALLED and save.alive is not False else None,
+        eta=left / rate if rate and save.phase == "write" and save.reported and save.state == "in_progress" else None,
         slowest=[
             SavingRank(
                 one.rank, one.phase, one.written, one.planned, one.fraction, _seconds_since(one.updated_ns, now_ns)
@@ -161,23 +166,3 @@ def _ranks(run: Run, info: CheckpointInfo, save: SaveUnderWay) -> list[Progress]
 
 def _seconds_since(ns: int, now_ns: int) -> float:
     return max(0.0, (now_ns - ns) / 1e9)
-
-
-def _stuck(save: SaveUnderWay, behind: Sequence[Progress], quiet: float) -> str:
-    """Returns what a save waits for, as a sentence; `behind` are its ranks, those with the most left to write first."""
-    writing = [one.rank for one in behind if one.phase == "write"]
-    if save.alive is False:
-        return "It was killed: the process that was to commit it has ended."
-    if quiet > STALLED:
-        what = f"ranks {_few(writing)} in writing" if writing else "the commit"
-        return f"It hangs or was killed: nothing new from {what}."
-    if not writing:
-        return "Every rank's bytes are durable; the coordinator is to commit."
-    if save.done:
-        return f"{save.done} of {save.world} ranks wait for {_few(writing)}, still writing."
-    return f"{len(writing)} of {save.world} ranks are writing."
-
-
-def _few(ranks: Sequence[int]) -> str:
-    text = ", ".join(map(str, sorted(ranks)[:6]))
-    return text if len(ranks) <= 6 else f"{text} and {len(ranks) - 6} more"

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import get_args
 
-from ..pages.checkpoints import status_of
+from ..pages.checkpoints import Status, status_of
 from ..store.library import Library, Run
-from .model import Status
 from .usage import disk_of, sum_nbytes
 
-_STATUSES = get_args(Status)[1:]
+_STATUSES = get_args(Status)
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 """Of labels."""
 _HELP = {
@@ -21,7 +20,8 @@ _HELP = {
     "newest_timestamp_seconds": "Unix time at which the newest complete checkpoint was begun.",
     "newest_bytes": "Bytes of the newest complete checkpoint.",
     "newest_save_seconds": "Seconds that the newest complete save took.",
-    "saves_under_way": "Saves that have not ended.",
+    "saves_under_way": "Saves in progress.",
+    "saves_stalled": "Saves that hang, or were killed where that cannot be seen.",
     "save_written_bytes": "Bytes that saves in progress have written.",
     "save_planned_bytes": "Bytes that saves in progress have planned.",
     "disk_free_bytes": "Free bytes of the file system that holds the run.",
@@ -30,7 +30,7 @@ _HELP = {
 
 
 def metrics_text(library: Library) -> str:
-    """Returns all metrics. Labels are bounded: the names of the runs that were given, and six statuses."""
+    """Returns all metrics. Labels are bounded: the names of the runs that were given, and eight statuses."""
     rows: dict[str, list[str]] = {}
     library.start_scans(library.runs)
     for run in library.runs:
@@ -62,7 +62,8 @@ def _run_metrics(library: Library, run: Run) -> Iterator[tuple[str, dict[str, st
     ):
         if value is not None:
             yield name, {}, value
-    saves = [save for info in infos for save in info.under_way]
+    saves = [save for info in infos for save in info.saving if save.state == "in_progress"]
+    yield "saves_stalled", {}, sum(save.state == "stalled" for info in infos for save in info.saving)
     yield "saves_under_way", {}, len(saves)
     yield "save_written_bytes", {}, sum(save.written for save in saves)
     yield "save_planned_bytes", {}, sum(save.planned for save in saves)

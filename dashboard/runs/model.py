@@ -18,12 +18,14 @@ from treeckpt.runs.checkpoint_info import CheckpointInfo
 from treeckpt.runs.policy_text import keep_text, parse_keep
 from treeckpt.runs.run import step_info
 
-from ..pages.checkpoints import PAGE, CheckpointRow, checkpoint_row, next_start, status_of
+from ..pages.checkpoints import PAGE, CheckpointRow, Status, checkpoint_row, next_start, status_of
 from ..store.library import Library, Run
 from ..store.watch import ScanProgress
+from .metric_columns import best_marks, condition_of, metric_names, metric_value
 
-Sort = Literal["newest", "oldest", "bytes", "-bytes", "time", "-time", "step", "-step", "status", "-status"]
-Status = Literal["", "complete", "saving", "partial", "corrupt", "foreign", "reading"]
+SORTS = r"newest|oldest|-?(bytes|time|step|status)|-?metric:.{1,500}"
+"""Orders of a list: by age, or by a column; with a minus, the largest first."""
+StatusFilter = Literal["", Status]
 FIRST = 20
 """Checkpoints of each run on the page of several runs."""
 
@@ -44,11 +46,15 @@ class RunPart(msgspec.Struct, frozen=True):
     newest_step: int | None
     saving: int
     """Saves in progress."""
+    stalled: int
+    """Saves that hang, or were killed where that cannot be seen from here."""
     statuses: dict[str, int]
     """Directories by status."""
     scan: ScanProgress
     keep: str
     """The policies from which `kept` and `goes` are computed; empty if none are known."""
+    metrics: list[str]
+    """The metrics that have columns."""
     goes: int
     """Checkpoints that no policy keeps."""
     goes_nbytes: int
@@ -81,10 +87,11 @@ class ListQuery(msgspec.Struct, frozen=True):
 
     start: int = 0
     cursor: str = ""
-    sort: Sort = "newest"
-    status: Status = ""
+    sort: str = "newest"
+    """As SORTS."""
+    status: StatusFilter = ""
     q: str = ""
-    """Words that the name, the step or the error must contain."""
+    """Words that the name, the step, the error or a metric's name must contain, and conditions as `loss<2.5`."""
     keep: str | None = None
     """Policies, as in `policy_text`; None takes those that the dashboard was given."""
 
@@ -130,10 +137,15 @@ class _RunSummary(msgspec.Struct, frozen=True):
     nbytes: int
     newest: int | None
     saving: int
+    stalled: int
     statuses: dict[str, int]
     reasons: dict[str, tuple[str, ...]]
     gone: dict[str, int]
     """Bytes of the checkpoints that no policy keeps, by name."""
+    metrics: list[str]
+    """The metrics that have columns."""
+    best: dict[str, dict[str, str]]
+    """By the name of a checkpoint and of a metric: see `best_marks`."""
     branches: dict[str, tuple[int | None, bool]]
     """By the name of a checkpoint: the step of the one that it follows, and whether a branch begins between them."""
 
@@ -154,18 +166,23 @@ class _ByIdentity(Generic[T]):
 @lru_cache(64)
 def _summarize(items: _ByIdentity[CheckpointInfo], policies: tuple[Policy, ...]) -> _RunSummary:
     infos = items.rows
-    statuses = Counter(map(status_of, infos))
+    statuses = Counter[str](map(status_of, infos))
+    saves = Counter(save.state for info in infos for save in info.saving)
     reasons = reasons_of(infos, policies)
     decided = (info for info in infos if policies and _retention_step(info) is not None)
+    metrics = metric_names(infos, policies)
     gone = {info.name: info.nbytes or 0 for info in decided if info.name not in reasons}
     return _RunSummary(
-        complete=statuses["complete"],
+        complete=sum(info.status == "complete" for info in infos),
         nbytes=sum(info.nbytes or 0 for info in infos if info.status != "foreign"),
         newest=next((info.step for info in infos if info.status == "complete"), None),
-        saving=sum(len(info.under_way) for info in infos),
+        saving=saves["in_progress"],
+        stalled=saves["stalled"],
         statuses=dict(sorted(statuses.items())),
         reasons=reasons,
         gone=gone,
+        metrics=metrics,
+        best=best_marks(infos, metrics, policies),
         branches=_branches(infos),
     )
 
@@ -228,9 +245,11 @@ def _run_part(library: Library, run: Run, query: ListQuery, count: int) -> RunPa
         nbytes=summary.nbytes,
         newest_step=summary.newest,
         saving=summary.saving,
+        stalled=summary.stalled,
         statuses=summary.statuses,
         scan=watch.progress,
         keep=keep_text(policies),
+        metrics=summary.metrics,
         goes=len(summary.gone),
         goes_nbytes=sum(summary.gone.values()),
         sort=query.sort,
@@ -251,39 +270,48 @@ def _row(checkpoint_id: str, run: Run, info: CheckpointInfo, summary: _RunSummar
         row,
         kept=list(summary.reasons.get(info.name, ())),
         goes=info.name in summary.gone,
+        best=summary.best.get(info.name, {}),
         follows_step=step,
         branches=branches,
     )
 
 
 @lru_cache(64)
-def _select(items: _ByIdentity[tuple[str, CheckpointInfo]], status: Status, q: str, sort: Sort) -> Listed:
+def _select(items: _ByIdentity[tuple[str, CheckpointInfo]], status: StatusFilter, q: str, sort: str) -> Listed:
     """Returns the checkpoints that pass a filter, sorted. The cache serves the next pages of the same query."""
-    words = q.casefold().split()
-    if not words and not status:
+    words, conditions = _parse_search(q)
+    if not words and not conditions and not status:
         return _sorted(items.rows, sort)
     found = [
         (checkpoint_id, info)
         for checkpoint_id, info in items.rows
-        if status in ("", status_of(info)) and (not words or all(word in _searched_text(info) for word in words))
+        if status in ("", status_of(info))
+        and all(holds(info) for holds in conditions)
+        and (not words or all(word in _searched_text(info) for word in words))
     ]
     return _sorted(found, sort)
 
 
+def _parse_search(q: str) -> tuple[list[str], list[Callable[[CheckpointInfo], bool]]]:
+    """Returns the words of a search and its conditions on metrics."""
+    parsed = [(word, condition_of(word)) for word in q.casefold().split()]
+    return [word for word, found in parsed if found is None], [found for _, found in parsed if found is not None]
+
+
 def _searched_text(info: CheckpointInfo) -> str:
-    return f"{info.name} {info.step} {info.save_id} {info.error or ''}".casefold()
+    return f"{info.name} {info.step} {info.save_id} {info.error or ''} {' '.join(info.metrics)}".casefold()
 
 
-def _sort_key(info: CheckpointInfo, sort: Sort) -> tuple[Any, ...]:
+def _sort_key(info: CheckpointInfo, sort: str) -> tuple[Any, ...]:
     """Returns the sort key of a row; rows without the value come last in both directions."""
     kind = sort.removeprefix("-")
-    value = _KEYS[kind](info) if kind in _KEYS else 0
+    value = metric_value(info, kind.removeprefix("metric:")) if kind not in _KEYS else _KEYS[kind](info)
     if sort.startswith("-") and isinstance(value, (int, float)):
         value = -value
     return (value is None, value if value is not None else 0, -(info.step or 0), info.name)
 
 
-def _sorted(found: Listed, sort: Sort) -> Listed:
+def _sorted(found: Listed, sort: str) -> Listed:
     if sort == "newest":
         return found
     if sort == "oldest":

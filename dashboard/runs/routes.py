@@ -18,18 +18,22 @@ from ..pages.answers import PageRouter, Start, library_of
 from ..store.library import Run
 from . import live, model, usage
 from .metrics import metrics_text
-from .model import ListQuery, RunPage, RunsPage, Sort, Status
+from .model import SORTS, ListQuery, RunPage, RunsPage, StatusFilter
 
 Cursor = Annotated[str, Query(max_length=2000, description="`cursor` of the previous page; it overrides `start`")]
-RunWords = Annotated[str, Query(max_length=500, description="words that the name, the step or the error must contain")]
+RunWords = Annotated[str, Query(max_length=500, description="words to find, and conditions as `loss<2.5`")]
+SortText = Annotated[
+    str,
+    Query(pattern=f"^({SORTS})$", description="newest, oldest, bytes, time, step, status or metric:NAME; - reverses"),
+]
 Keep = Annotated[str | None, Query(max_length=1000, description="policies, as `last:3 every:1000 best:loss:min:2`")]
 
 
 def _list_query(
     start: Start = 0,
     cursor: Cursor = "",
-    sort: Sort = "newest",
-    status: Status = "",
+    sort: SortText = "newest",
+    status: StatusFilter = "",
     q: RunWords = "",
     keep: Keep = None,
 ) -> ListQuery:

@@ -7,16 +7,22 @@ import { axisStyle, keepFitted } from "./plots.js";
 /**
  * @typedef {{
  *   ids: string[], step: number[], seconds: (number | null)[], blocked: (number | null)[], nbytes: number[],
- *   rate: (number | null)[], dedupe: (number | null)[],
+ *   rate: (number | null)[], dedupe: (number | null)[], metrics: Record<string, (number | null)[]>,
  * }} Trends
  */
 const readout = find("#trends-text");
 const percent = (/** @type {number} */ n) => `${Math.round(n * 100)} %`;
 const rate = (/** @type {number} */ n) => `${bytesText(n)}/s`;
 
+const figure = (/** @type {number} */ n) => String(Number(n.toPrecision(5)));
+
 /**
- * What each chart shows.
- * @type {Record<string, { lines: [string, keyof Trends, string][], text: (n: number) => string, max?: number }>}
+ * What a chart shows: lines of a label, the name of the values and a colour; `max` is the end of the axis, which begins
+ * at zero unless `free`.
+ * @typedef {{
+ *   lines: [string, string, string][], text: (n: number) => string, max?: number, free?: boolean,
+ * }} Shown
+ * @type {Record<string, Shown>}
  */
 const CHARTS = {
   time: {
@@ -31,12 +37,26 @@ const CHARTS = {
   dedupe: { lines: [["written of held", "dedupe", "--c3"]], text: percent, max: 1 },
 };
 
+/** @param {string} name @returns {Shown} */
+const shownMetric = (name) => ({ lines: [[name, name, "--c1"]], text: figure, free: true });
+
+/** The ends of an axis with some room around its values. @param {number | null} low @param {number | null} top */
+function around(low, top) {
+  const room = ((top ?? 1) - (low ?? 0)) * 0.1 || Math.abs(top ?? 0) * 0.1 || 1;
+  return /** @type {[number, number]} */ ([(low ?? 0) - room, (top ?? 1) + room]);
+}
+
+/** The values of a line. @param {Trends} data @param {string} key @param {Shown} shown */
+const valuesOf = (data, key, shown) =>
+  shown.free ? data.metrics[key] : /** @type {Record<string, any>} */ (data)[key];
+
 /** @param {Trends} data @param {number} at */
 function textOf(data, at) {
-  const parts = Object.values(CHARTS).flatMap(({ lines, text }) =>
-    lines.map(([name, key]) => {
-      const n = /** @type {number | null} */ (data[key][at]);
-      return n === null ? null : `${name} ${text(n)}`;
+  const all = [...Object.values(CHARTS), ...Object.keys(data.metrics).map(shownMetric)];
+  const parts = all.flatMap((shown) =>
+    shown.lines.map(([name, key]) => {
+      const n = /** @type {number | null} */ (valuesOf(data, key, shown)[at]);
+      return n === null ? null : `${name} ${shown.text(n)}`;
     }),
   );
   return `step ${numberText(data.step[at])} · ${parts.filter((part) => part !== null).join(" · ")}`;
@@ -44,7 +64,9 @@ function textOf(data, at) {
 
 /** @param {HTMLElement} holder @param {Trends} data */
 function chart(holder, data) {
-  const { lines, text, max } = CHARTS[holder.dataset.chart ?? "time"];
+  const { metric } = holder.dataset;
+  const shown = metric === undefined ? CHARTS[holder.dataset.chart ?? "time"] : shownMetric(JSON.parse(metric));
+  const { lines, text, max } = shown;
   const axis = axisStyle();
   const open = (/** @type {number | null | undefined} */ at) => {
     if (at !== null && at !== undefined) location.href = `${base}checkpoints/${data.ids[at]}/timing`;
@@ -56,7 +78,7 @@ function chart(holder, data) {
       scales: {
         x: { time: false },
         y: {
-          range: (_, __, top) => [0, max ?? (top ? top * 1.08 : 1)],
+          range: (_, low, top) => (shown.free ? around(low, top) : [0, max ?? (top ? top * 1.08 : 1)]),
         },
       },
       legend: { show: false },
@@ -96,7 +118,7 @@ function chart(holder, data) {
         ],
       },
     },
-    [data.step, ...lines.map(([, key]) => /** @type {(number | null)[]} */ (data[key]))],
+    [data.step, ...lines.map(([, key]) => /** @type {(number | null)[]} */ (valuesOf(data, key, shown)))],
     holder,
   );
 

@@ -12,7 +12,6 @@ import hashlib
 import os
 import shutil
 import sqlite3
-import sys
 import tempfile
 import threading
 import weakref
@@ -25,6 +24,7 @@ import msgspec
 from treeckpt.io.storage.run_store import DirectoryEntry
 from treeckpt.runs.catalog import SaveDuration, Summary
 from treeckpt.runs.stat_cache import LruStatCache
+from treeckpt.runs.verification import VerificationStore, cache_directory
 
 from .index_table import SCHEMA
 
@@ -37,17 +37,6 @@ BATCH = 256
 
 T = TypeVar("T")
 _DECODERS: dict[str, Any] = {"summary": msgspec.json.Decoder(Summary), "took": msgspec.json.Decoder(SaveDuration)}
-
-
-def default_directory() -> Path:
-    """Returns $TREECKPT_CACHE if it is set, else the platform's cache directory."""
-    if given := os.environ.get("TREECKPT_CACHE"):
-        return Path(given)
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "treeckpt" / "cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "treeckpt"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treeckpt"
 
 
 def key_of(url: str, entry: DirectoryEntry) -> str:
@@ -65,8 +54,11 @@ class Cache:
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None, *, limit: int = LIMIT) -> None:
-        wanted = Path(directory) if directory is not None else default_directory()
-        self.directory = self._usable(wanted.absolute() / f"dashboard-{SCHEMA}")
+        wanted = (Path(directory) if directory is not None else cache_directory()).absolute()
+        self.directory = self._usable(wanted / f"dashboard-{SCHEMA}")
+        usable = self.directory.parent == wanted
+        self.verifications = VerificationStore(wanted if usable else self.directory)
+        """What verifications found, here or by `treeckpt verify`."""
         self._limit = limit
         self._lock = threading.Lock()
         self._memory = LruStatCache(200_000)

@@ -119,6 +119,8 @@ class Library:
             inspect = partial(self.inspect_directory, run)
             self.watches[run.id] = RunWatcher(run.store, inspect, clock=clock, on_scanned=self.cache.flush)
         self._directories: dict[str, tuple[Run, str]] = {}
+        self._verified = -1
+        """The version of the cache's verifications that the lists show."""
         self._lists: dict[str, tuple[list[CheckpointInfo], list[tuple[str, CheckpointInfo]]]] = {}
 
     def inspect_directory(self, run: Run, folder: Folder) -> DirectoryState:
@@ -134,7 +136,10 @@ class Library:
             return DirectoryState(CheckpointInfo(name, folder.url, "foreign", step_of(name), error=f"{error}"), None)
 
     def _look(self, run: Run, folder: Folder) -> CheckpointInfo:
-        return catalog.read_info_or_corrupt(folder, cache=self.summary_cache(run), follow=not self.is_run(run))
+        info = catalog.read_info_or_corrupt(folder, cache=self.summary_cache(run), follow=not self.is_run(run))
+        if info.status != "complete" or (found := self.cache.verifications.find(folder, info.save_id)) is None:
+            return info
+        return msgspec.structs.replace(info, verification=found)
 
     def run(self, run_id: str) -> Run:
         """Returns the run of an id.
@@ -155,12 +160,28 @@ class Library:
     def checkpoints(self, run: Run, *, wait: float = 0.0) -> list[tuple[str, CheckpointInfo]]:
         """Returns the checkpoints of a run found so far with their ids, newest first; see `RunWatcher.progress`."""
         watch = self.watches[run.id]
+        self._take_verifications()
         watch.refresh(wait=wait)
         watch.inspect([info.name for info in watch.infos if isinstance(info, UnreadInfo)])
         infos, kept = watch.infos, self._lists.get(run.id)
         if kept is None or kept[0] is not infos:
             kept = self._lists[run.id] = (infos, [(_id(str(run.path), info.name), info) for info in infos])
         return kept[1]
+
+    def _take_verifications(self) -> None:
+        """Inspects the checkpoints that were verified since the last call, by this program or by another one."""
+        verifications = self.cache.verifications
+        if (version := verifications.version) == self._verified:
+            return
+        self._verified = version
+        for run in self.runs:
+            infos = [info for info in self.watches[run.id].infos if info.status == "complete"]
+            changed = [
+                info.name
+                for info in infos
+                if verifications.find(run.store.folder(info.name), info.save_id) != info.verification
+            ]
+            self.watches[run.id].inspect(changed)
 
     def checkpoint(self, checkpoint_id: str) -> tuple[Run, CheckpointInfo]:
         """Returns the checkpoint of an id, as it is now.

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+
 import msgspec
 
 from ..pages.checkpoints import next_start
 from ..store.library import Library
+
+MAX_METRICS = 8
+"""Metrics that have a chart."""
 
 
 class TrendsPage(msgspec.Struct, frozen=True):
@@ -22,8 +28,14 @@ class TrendsPage(msgspec.Struct, frozen=True):
     dedupe: list[float | None]
     """Bytes written, as a share of the bytes that all ranks held together."""
     world: list[int]
+    metrics: dict[str, list[float | None]]
+    """The metrics that most checkpoints have, by name."""
     start: int
     next: int | None
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def trends_page(library: Library, run_id: str, start: int) -> TrendsPage:
@@ -50,6 +62,10 @@ def trends_page(library: Library, run_id: str, start: int) -> TrendsPage:
         rate=[info.nbytes / info.seconds if info.nbytes and info.seconds else None for info in infos],
         dedupe=[info.nbytes / info.held_nbytes if info.nbytes and info.held_nbytes else None for info in infos],
         world=[info.world or 0 for info in infos],
+        metrics={
+            name: [_finite(info.metrics.get(name)) for info in infos]
+            for name, _ in Counter(name for info in infos for name in info.metrics).most_common(MAX_METRICS)
+        },
         start=start,
         next=next_start(start, len(found)),
     )

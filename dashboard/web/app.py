@@ -19,8 +19,10 @@ from treeckpt.core.analysis.retention_policy import Policy
 from treeckpt.errors import TreeckptError
 from treeckpt.io.storage.bucket import check_path
 from treeckpt.runs.policy_text import KeepError
+from treeckpt.runs.verification import cache_directory
 
 from ..checkpoint import routes as checkpoint_routes
+from ..checkpoint.verify_jobs import VerifyJobs
 from ..compare import routes as compare_routes
 from ..compare.diff import Comparisons
 from ..pages.answers import describe_responses, json_response, library_of
@@ -30,7 +32,7 @@ from ..runs import routes as runs_routes
 from ..runs.live import SaveRates
 from ..runs.model import CursorError
 from ..runs.routes import NotModified
-from ..store.cache import Cache, default_directory
+from ..store.cache import Cache
 from ..store.index_reader import StillReading
 from ..store.library import Library, NotFound
 from ..timing import routes as timing_routes
@@ -69,6 +71,7 @@ def create_app(
     )
     app.state.library = Library(runs, cache=Cache(cache), policies=policies)
     app.state.comparisons = Comparisons(app.state.library)
+    app.state.verify_jobs = VerifyJobs(app.state.library)
     app.state.boot = secrets.token_hex(8)
     app.state.save_rates = SaveRates()
     app.state.templates = templates()
@@ -93,7 +96,7 @@ def create_app(
 
 def _check_cache(cache: str | Path | None, runs: Sequence[str | Path]) -> None:
     """Raises ValueError if the cache would be inside a run: a run is never written to."""
-    directory = Path(cache) if cache is not None else default_directory()
+    directory = Path(cache) if cache is not None else cache_directory()
     for run in runs:
         check_path(str(run))
         if "://" not in str(run) and directory.resolve().is_relative_to(Path(run).resolve()):
@@ -103,6 +106,7 @@ def _check_cache(cache: str | Path | None, runs: Sequence[str | Path]) -> None:
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
+    app.state.verify_jobs.close()
     app.state.library.close()
 
 

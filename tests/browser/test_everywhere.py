@@ -29,6 +29,7 @@ PLACES = [
     "{c}/files/0",
     "{c}/reshard",
     "{c}/timing",
+    "{c}/verify",
     "live",
     "usage?keep=last:1",
     "diff",

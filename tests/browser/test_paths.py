@@ -235,15 +235,28 @@ def test_a_target_is_typed_and_previewed(page):
     expect(rows).to_have_count(1)
 
 
-def test_checksums_are_compared_on_demand(page):
+def test_one_click_tells_whether_a_checkpoint_is_intact_and_every_page_shows_it(watched, serve, tmp_path, accessible):
+    path = tmp_path / "run" / "step_00000700"
+    index = write_checkpoint(path, step=700)
+    page = watched(serve(tmp_path / "run", cache=tmp_path / "cache"))
     page.get_by_role("link", name="step 700").click()
+    expect(page.get_by_text("contents not verified")).to_be_visible()
+    page.get_by_role("button", name="Verify").click()
+    expect(page.get_by_text("Every checksum of all 4 shards matches")).to_be_visible()
     page.get_by_role("link", name="Files").click()
-    expect(page.get_by_text("not compared")).to_have_count(4)
-    page.get_by_role("button", name="Compare checksums").click()
-    expect(page.get_by_text("every checksum matches")).to_have_count(4)
+    expect(page.locator(".shard").get_by_text("verified", exact=True)).to_have_count(4)
+    expect(page.locator("#balance-text")).to_contain_text("4 ranks")
     page.locator("#balance-chart").focus()
     page.keyboard.press("End")
     expect(page.locator("#balance-text")).to_contain_text("rank 3 wrote")
+    shard = path / index.file_list[1].name
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    page.get_by_role("button", name="Verify again").click()
+    expect(page.get_by_role("table")).to_contain_text("they differ from their checksum")
+    accessible(page, "a damaged checkpoint")
+    page.get_by_role("link", name="Files").click()
+    name = page.locator(".shard").filter(has_text="damaged").locator("h3")
+    assert name.bounding_box()["height"] < 60, "the message leaves room for the file's name"
 
 
 def test_three_dimensions_have_axis_pickers(page):

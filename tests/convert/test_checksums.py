@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treeckpt as tc
-from treeckpt.convert.checksums import EntryChecksum, combine_crcs
-from treeckpt.convert.files import file_window
+from treeckpt.foreign.checksums import EntryChecksum, combine_crcs
+from treeckpt.foreign.files import file_window
 
 convert = tc.convert.convert
 W = torch.arange(300_000, dtype=torch.float32).view(300, 1000)

@@ -18,10 +18,9 @@ import torch
 
 import treeckpt as tc
 from tests.helpers.background import files_open
+from tests.helpers.training_trees import assert_same, training_tree
 from tests.helpers.world import small_tree
 from treeckpt.cli.main import main
-
-from .trees import assert_same, training_tree
 
 convert, detect = tc.convert.convert, tc.convert.detect
 ROOT = Path(__file__).parent.parent.parent

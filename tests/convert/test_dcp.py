@@ -13,8 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 import treeckpt as tc
-
-from .trees import assert_same, training_tree
+from tests.helpers.training_trees import assert_same, training_tree
 
 convert, to_dcp = tc.convert.convert, tc.convert.to_dcp
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")

@@ -9,8 +9,7 @@ import torch
 
 import treeckpt as tc
 from tests.helpers.hfai_parts import trained, write_parts
-
-from .trees import assert_same
+from tests.helpers.training_trees import assert_same
 
 convert = tc.convert.convert
 

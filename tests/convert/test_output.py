@@ -17,10 +17,9 @@ import pytest
 import torch
 
 import treeckpt as tc
+from tests.helpers.training_trees import assert_same, training_tree
 from tests.helpers.world import errors_of, on_ranks
 from treeckpt.convert import output
-
-from .trees import assert_same, training_tree
 
 convert = tc.convert.convert
 TARGETS = ("torch", "dcp", "safetensors", "treeckpt")

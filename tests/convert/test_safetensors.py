@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
 
 import treeckpt as tc
-
-from .trees import assert_same, training_tree
+from tests.helpers.training_trees import assert_same, training_tree
 
 convert, to_safetensors = tc.convert.convert, tc.convert.to_safetensors
 

@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treeckpt as tc
-from treeckpt.convert.files import read_strided
+from tests.helpers.training_trees import assert_same, training_tree
 from treeckpt.core.sharding.region import Region
-
-from .trees import assert_same, training_tree
+from treeckpt.foreign.file_arrays import read_strided
 
 convert = tc.convert.convert
 

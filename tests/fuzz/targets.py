@@ -27,9 +27,6 @@ from hypothesis import strategies as st
 import treeckpt as tc
 from tests.helpers.world import on_ranks, small_tree
 from treeckpt.arrays.registry import decode
-from treeckpt.convert.files import file_window
-from treeckpt.convert.pickle_reader import read_pickle
-from treeckpt.convert.pickle_values import PLAIN, build_tree
 from treeckpt.core.analysis.outline import IndexOutline
 from treeckpt.core.format.byte_map import extents_in_file, locate_chunks
 from treeckpt.core.format.index import INDEX_NAME, decode_index
@@ -39,6 +36,9 @@ from treeckpt.core.format.shard_header import decode_header, header_nbytes
 from treeckpt.core.format.timings import Span, Timings, decode_timings, encode_timings
 from treeckpt.core.tree.structure import Structure, paths_of, tables_of
 from treeckpt.core.tree.value_codec import Value
+from treeckpt.foreign.files import file_window
+from treeckpt.foreign.pickle_reader import read_pickle
+from treeckpt.foreign.pickle_values import PLAIN, build_tree
 
 __all__ = ["TARGETS"]
 

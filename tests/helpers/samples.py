@@ -209,6 +209,14 @@ def spans_of(index: Index, *, slow: int = 2) -> tuple[Span, ...]:
     return tuple(spans)
 
 
+def write_metrics(run: Path, values: Mapping[int, Mapping[str, float]]) -> Path:
+    """A run of small checkpoints with metrics, by step."""
+    for step, metrics in values.items():
+        metadata = {"metrics": encode_value(dict(metrics), "metrics")}
+        write_checkpoint(run / f"step_{step:08d}", {"x": 1}, step=step, world=1, metadata=metadata)
+    return run
+
+
 def write_run(run: Path, *, steps: tuple[int, ...] = (100, 200, 300), **options: Any) -> Path:
     """A run of complete checkpoints."""
     for step in steps:

@@ -207,6 +207,10 @@ def _foreign(path: Path) -> list[Callable[[], object]]:
     return [
         lambda: convert(source, path / "out", overwrite=True, exclude="nothing*"),
         lambda: convert(source, path / "out.safetensors", overwrite=True, lossy=True),
+        lambda: tc.load(source),
+        lambda: tc.load(source, device="original", copy=True, memory=1 << 20),
+        lambda: tc.load_into(source, {"model": {"w": np.empty((4, 6), np.float32)}, "w": np.empty(3)}, strict=False),
+        lambda: _cli("show", str(source)),
     ]
 
 

@@ -258,6 +258,8 @@ def decode(value: Value, path: str, *, allow_pickle: bool) -> object:
     def extra(typed: TypedValue) -> object:
         if typed.kind == "pickle":
             return _unpickle(typed, path, allow_pickle)
+        if typed.kind == "refused":
+            raise _refused(typed, path)
         name = typed.kind.partition(".")[0]
         restore = getattr(_module(name), "decode", None) if name in _LIBRARIES else None
         if restore is None:
@@ -265,6 +267,18 @@ def decode(value: Value, path: str, *, allow_pickle: bool) -> object:
         return restore(typed)
 
     return decode_value(value, path, resolve=resolve, extra=extra)
+
+
+def _refused(typed: TypedValue, path: str) -> TreeError:
+    """Returns the error for an object in a foreign file that only its own code could make."""
+    what, why = typed.items
+    return TreeError(
+        path,
+        expected="tensors, arrays, containers and plain values",
+        found=f"{what}",
+        hint=f"{why}. Leave it out (exclude={path!r}, or `...` in like), or have the program that wrote it save plain "
+        "values; of a module or optimizer, its state_dict()",
+    )
 
 
 def _unpickle(typed: TypedValue, path: str, allow_pickle: bool) -> object:

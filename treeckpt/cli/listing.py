@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import time
 
+import msgspec
+
 from ..core.text import bytes_text, seconds_text, time_text
+from ..io.storage.open import open_folder
 from ..report.terminal import print_json, print_line, print_table
 from ..runs import catalog
 from ..runs.active_saves import under_way_text
 from ..runs.checkpoint_info import CheckpointInfo
 from ..runs.progress_bar import counting_bar
+from ..runs.verification import VerificationStore, cache_directory
 from .command import Commands, no_such_run, usage_error
 
 
@@ -27,6 +31,13 @@ def _ls(options: argparse.Namespace) -> int:
         if not infos and (problem := no_such_run(run)):
             return usage_error(problem)
         found += infos
+    known = VerificationStore(cache_directory())
+    found = [
+        msgspec.structs.replace(info, verification=known.find(open_folder(info.path), info.save_id))
+        if info.status == "complete"
+        else info
+        for info in found
+    ]
     if options.json:
         print_json(found)
         return 0

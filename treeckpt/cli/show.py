@@ -6,11 +6,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from .. import api
 from ..core.analysis.diff import leaf_text
 from ..core.analysis.outline import IndexOutline, Outline, OutlineRow
 from ..core.format.byte_map import layout_of, locate_chunks
-from ..core.format.records import AliasRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
+from ..core.format.chunks import DeferredChunks, NoChunks
+from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
 from ..core.sharding.int_runs import length_of
 from ..core.text import bytes_text, layout_text, region_text, shape_text, time_text, value_text, value_type
 from ..core.tree.spec import ArraySpec
@@ -89,7 +92,7 @@ def _summary_texts(index: Index) -> list[tuple[str, object]]:
         ("save id", index.save_id),
         ("ranks", index.world),
         ("leaves", len(index.leaves)),
-        ("size", f"{bytes_text(index.nbytes)} in {len(index.file_list)} shards"),
+        ("size", f"{bytes_text(index.nbytes)} in {len(index.file_list)} {index.file_kind}"),
         *((f"file {one.name}", bytes_text(one.nbytes)) for one in index.sidecars),
         *((f"metadata {name}", value_text(value)) for name, value in index.metadata.items()),
     ]
@@ -115,7 +118,10 @@ def _show_leaf(index: Index, leaf: Leaf, options: argparse.Namespace) -> int:
     chunks = locate_chunks(index, leaf)
     if options.json:
         layout = layout_of(index, leaf)
-        print_json({"path": leaf.path, "record": leaf.record, "spec": leaf.spec, "layout": layout, "chunks": chunks})
+        record = leaf.record
+        if isinstance(record, ArrayRecord) and isinstance(record.chunks, DeferredChunks):
+            record = msgspec.structs.replace(record, chunks=NoChunks())
+        print_json({"path": leaf.path, "record": record, "spec": leaf.spec, "layout": layout, "chunks": chunks})
         return 0
     print_facts(_leaf_facts(index, leaf))
     if chunks:

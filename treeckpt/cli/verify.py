@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 from .. import api
 from ..core.text import bytes_text, seconds_text
-from ..io.storage.open import open_store
+from ..io.storage.open import open_folder, open_store
+from ..io.storage.store import Store
 from ..report.terminal import print_json, print_line
+from ..reports import VerifyReport
 from ..runs import catalog
 from ..runs.progress_bar import stores_bar
+from ..runs.verification import (
+    VerificationStore,
+    cache_directory,
+    fingerprint_of,
+    this_user,
+    verification_of,
+    verify_folder,
+)
 from .command import Commands
 from .show import index_summary
 
@@ -27,7 +38,7 @@ def _verify(options: argparse.Namespace) -> int:
     known = not (options.json or options.repair)
     nbytes = catalog.read_info(options.checkpoint, follow=True).nbytes if known else None
     with stores_bar("verifying", nbytes, quiet=options.json) as counted:
-        report = api.verify(counted(open_store(options.checkpoint)), repair=options.repair)
+        report = _verified(options.checkpoint, counted, repair=options.repair)
     if options.json:
         print_json({"ok": report.ok, "report": report})
         return 0 if report.ok else 1
@@ -48,6 +59,21 @@ def _verify(options: argparse.Namespace) -> int:
         more = f" and {len(report.lost) - SHOWN} more; --json gives all" if len(report.lost) > SHOWN else ""
         print_line(f"  lost: {', '.join(path or '<root>' for path in report.lost[:SHOWN])}{more}", "red")
     return 0 if report.ok else 1
+
+
+def _verified(checkpoint: str, counted: Callable[[Store], Store], *, repair: bool) -> VerifyReport:
+    """Verifies a checkpoint, and keeps the result for the dashboard and for `ls`."""
+    by, folder = this_user("treeckpt verify"), open_folder(checkpoint)
+    store = counted(open_store(checkpoint))
+    if repair:
+        report = api.verify(store, repair=True)
+        save_id = api.inspect(checkpoint).save_id
+        entries = folder.listed().entries()  # as the repair left them
+        verification = verification_of(report, save_id, fingerprint_of(entries, save_id), by)
+    else:
+        report, verification = verify_folder(folder, store, by)
+    VerificationStore(cache_directory()).record(folder, verification)
+    return report
 
 
 def add_rebuild_index(commands: Commands) -> None:

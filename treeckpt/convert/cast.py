@@ -14,7 +14,7 @@ from ..arrays.registry import library_of
 from ..core.sharding.dtypes import dtype_of, normalize_dtype
 from ..core.sharding.region import Region
 from ..errors import MismatchError
-from .checksums import ArchiveStorages
+from ..foreign.checksums import ArchiveStorages
 from .contents import Contents, map_leaves
 
 FLOATS = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")

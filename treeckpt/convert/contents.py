@@ -33,7 +33,7 @@ from ..core.tree.structure import (
     Structure,
     TableNode,
     TupleNode,
-    key_text,
+    child_path,
     keys_of,
 )
 from ..errors import MismatchError
@@ -82,12 +82,6 @@ def tree_of(contents: Contents) -> Any:
     return unflatten(contents.structure, iter([leaf for _, leaf in contents.leaves]), resolve=resolve)
 
 
-def below(path: str, key: object) -> str:
-    """Returns the path of a child."""
-    text = key_text(key, path)
-    return f"{path}/{text}" if path else text
-
-
 def subtree(contents: Contents, at: str) -> Contents:
     """Returns the subtree at a path, with paths from there.
 
@@ -99,7 +93,7 @@ def subtree(contents: Contents, at: str) -> Contents:
     node, path = contents.structure, ""
     while path != at:
         keys = keys_of(node, path) if node is not None else ()
-        paths = [below(path, key) for key in keys]
+        paths = [child_path(path, key) for key in keys]
         step = next((i for i, text in enumerate(paths) if f"{at}/".startswith(text + "/")), None)
         if step is None or node is None:
             raise MismatchError(
@@ -230,7 +224,7 @@ def lower_containers(contents: Contents, holds: frozenset[type]) -> Contents:
             return None
         found: list[Structure] = []
         for key, child in zip(keys_of(node, path), node.children, strict=True):
-            found.append(None if child is None else (yield walk(child, below(path, key))))
+            found.append(None if child is None else (yield walk(child, child_path(path, key))))
         children = tuple(found)
         if type(node) in holds and _is_known(node):
             return msgspec.structs.replace(node, children=children)
@@ -270,7 +264,7 @@ def spread_ranks(
         if not isinstance(node, PerRankNode):
             children: list[Structure] = []
             for key, child in zip(keys_of(node, path), node.children, strict=True):
-                children.append((yield walk(child, below(path, key))))
+                children.append((yield walk(child, child_path(path, key))))
             return msgspec.structs.replace(node, children=tuple(children))
         by_rank: list[tuple[int, Structure]] = []
         for group, child in zip(node.ranks, node.children, strict=True):

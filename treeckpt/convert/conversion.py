@@ -15,12 +15,12 @@ from .. import api
 from ..arrays.lazy import LazyArray
 from ..core.format.file_names import step_of
 from ..errors import CheckpointError, MismatchError
+from ..foreign.checksums import ArchiveStorages
 from ..io.comm.comm import Comm, as_comm
 from ..io.storage.bucket import check_path
 from ..io.storage.store import Store
 from . import contents as choosing
 from .cast import cast_floats
-from .checksums import ArchiveStorages
 from .contents import Contents, Finding, tree_of
 from .format_fit import (
     NOTHING,

@@ -18,8 +18,8 @@ from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, tiles
 from ..core.tree.flatten import flatten, replace_leaves
 from ..errors import TreeError
+from ..foreign.dcp_read import METADATA
 from .contents import tree_of
-from .dcp_read import METADATA
 from .format_fit import FittedContents
 from .output import Output, OutputFile, OutputPart
 from .torch_write import TorchArchive, build_archive

@@ -17,12 +17,12 @@ from ..arrays.registry import encodable
 from ..core.planning.rank_trees import LeafSpec
 from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.spec import StridedView
-from ..core.tree.structure import DictNode, ListNode, OrderedDictNode, Structure, TupleNode, keys_of
+from ..core.tree.structure import DictNode, ListNode, OrderedDictNode, Structure, TupleNode, child_path, keys_of
 from ..errors import FormatError, TreeError
+from ..foreign.pickle_reader import brief
+from ..foreign.safetensors_read import TAGS
 from ..trees.names import flatten_names
-from .contents import NODES, Contents, Finding, below, lower_containers, map_leaves, tree_of
-from .pickle_reader import brief
-from .safetensors_read import TAGS
+from .contents import NODES, Contents, Finding, lower_containers, map_leaves, tree_of
 
 NOTHING = "nothing"
 """What a leaf becomes that is not written."""
@@ -175,7 +175,7 @@ def _check_keys(node: Structure, path: str, fit: _LeafFit) -> Recursive[None]:
     if node is None:
         return
     for key, child in zip(keys_of(node, path), node.children, strict=True):
-        at = below(path, key)
+        at = child_path(path, key)
         if isinstance(node, DictNode) and type(key) is not str:
             fit.note(at, f"a key of type {type(key).__name__}", "text")
         if isinstance(child, DictNode) and not child.children:

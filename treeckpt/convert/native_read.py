@@ -18,14 +18,14 @@ from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.int_runs import decode_runs
 from ..core.tree.spec import ArraySpec
 from ..errors import TreeckptError
+from ..foreign.checksums import ArchiveStorages
+from ..foreign.file_arrays import elements_of, strided_array
+from ..foreign.pickle_values import RefusedLeaf
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.metadata_files import read_sidecar
 from ..io.storage.store import Store
 from ..loading.read_batch import read_region
-from .checksums import ArchiveStorages
 from .contents import Contents, spread_ranks
-from .files import elements_of, strided_array
-from .pickle_values import RefusedLeaf
 
 
 class _NativeReader:

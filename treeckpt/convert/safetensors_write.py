@@ -14,9 +14,9 @@ from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, tiles
 from ..core.tree.spec import ArraySpec
 from ..errors import TreeError
+from ..foreign.safetensors_read import TAGS
 from .format_fit import FittedContents
 from .output import Output, OutputFile, OutputPart
-from .safetensors_read import TAGS
 
 SHARE = 64 << 20
 """Bytes of a part, at most, where parts can be cut: so that ranks have alike to do."""

@@ -23,10 +23,10 @@ from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, c_strides
 from ..core.tree.flatten import replace_leaves
 from ..core.tree.spec import ArraySpec
+from ..foreign.torch_read import STORAGES
 from .contents import tree_of
 from .format_fit import FittedContents, Tie
 from .output import Output, OutputFile, OutputPart
-from .torch_read import STORAGES
 from .zip_archive import lay_out
 
 _KINDS = {dtype: getattr(torch, name) for name, dtype in STORAGES.items()}

@@ -53,7 +53,8 @@ class Claims:
     def _present(self) -> int:
         """Bytes of all shards that are there."""
         sizes = self._checkpoint.sizes
-        return sum(sizes.get(file.name, 0) for file in self._checkpoint.index.file_list)
+        held = sum(sizes.get(file.name, 0) for file in self._checkpoint.index.file_list)
+        return held + self._checkpoint.repeated_nbytes
 
     def take(self, path: str, leaf: Leaf) -> None:
         """Counts the bytes and chunks of an array, before memory is allocated for it.

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from ..errors import CheckpointError, TreeckptError
+from ..foreign.foreign_checkpoint import open_checkpoint
 from ..io.os_errors import wrap_read_error
 from ..io.storage.checkpoint import Checkpoint, Replaced
-from ..io.storage.far_store import for_reading
-from ..io.storage.open import open_store
 from ..io.storage.store import Store
 from .overlay import Bank, as_bank
 
@@ -64,11 +63,13 @@ def on_versions(
         return act(path if bank is None else bank)
     with contextlib.ExitStack() as stack:
         stores: list[Store] = []
+        versions: list[Callable[[], Checkpoint]] = []
         for one in given:
-            store = one.store if isinstance(one, Checkpoint) else for_reading(open_store(one))
+            store, opened = (one.store, one.reopened) if isinstance(one, Checkpoint) else open_checkpoint(one)
             stores.append(stack.enter_context(contextlib.closing(store)))
+            versions.append(opened)
         for _ in range(TRIES):
-            checkpoints = [Checkpoint(store) for store in stores]
+            checkpoints = [opened() for opened in versions]
             try:
                 found = act(checkpoints[0] if bank is None else bank.opened(checkpoints))
                 if not is_suspect(found) or not any(one.is_replaced() for one in checkpoints):

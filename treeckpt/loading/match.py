@@ -290,6 +290,9 @@ class Load:
             self.recorder.seconds,
             self.view.transformed.dropped,
             tuple((before, now) for before, now in self.view.renamed if self.selected(now)),
+            unverified_nbytes=self.batch.nbytes
+            if self.options.verify is False or self.options.mmap
+            else self.checkpoint.unverified(self.batch.nbytes),
             damaged=tuple(part for path, parts in self.damaged.items() if self.options.selects(path) for part in parts),
         )
 

@@ -243,6 +243,7 @@ class _Provided(msgspec.Struct):
         return LoadReport(
             path=", ".join(report.path for report in reports),
             nbytes=sum(report.nbytes for report in reports),
+            unverified_nbytes=sum(report.unverified_nbytes for report in reports),
             read_nbytes=sum(report.read_nbytes for report in reports),
             loaded=sum(report.loaded for report in reports),
             missing=tuple(self.missing),
@@ -319,7 +320,7 @@ class CheckpointOverlay(msgspec.Struct, frozen=True):
             )
         # all is compared now: not again before the first byte is written
         verify = True if options.verify == "first" else options.verify
-        return msgspec.structs.replace(options, bad=survey(checkpoints[0], comm), verify=verify)
+        return msgspec.structs.replace(options, bad=survey(checkpoints[0].own(), comm), verify=verify)
 
     def load(self, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
         """Loads a new tree; see `treeckpt.load`."""

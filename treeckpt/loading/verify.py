@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -39,8 +39,14 @@ Survey = tuple[OpenedShard | None, list[BadBytes]]
 """A shard, None if its header is bad, and its bad bytes."""
 
 
-def verify_checkpoint(checkpoint: Checkpoint) -> VerifyReport:
-    """See `treeckpt.verify`."""
+def verify_checkpoint(
+    checkpoint: Checkpoint, *, on_shard: Callable[[Sequence[Problem]], object] | None = None
+) -> VerifyReport:
+    """See `treeckpt.verify`.
+
+    Args:
+        on_shard: takes the problems of each shard, as soon as it was compared.
+    """
     recorder = Recorder(0)
     store, index, sizes = checkpoint.store, checkpoint.index, checkpoint.sizes
     checkpoint.check_against_files()
@@ -50,7 +56,10 @@ def verify_checkpoint(checkpoint: Checkpoint) -> VerifyReport:
     for file, (opened, bad) in zip(
         index.file_list, survey_shards(store, index, index.file_list, sizes, keep=True), strict=True
     ):
-        problems += [_problem(index, part) for part in bad]
+        own = [_problem(index, part) for part in bad]
+        problems += own
+        if on_shard is not None:
+            on_shard(own)
         if opened is not None and not bad:
             nbytes += file.nbytes
             try:

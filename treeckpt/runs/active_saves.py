@@ -1,14 +1,17 @@
 """Lists the saves under way in a checkpoint's directory, and their progress, from the records that ranks keep there.
 
 A save that has ended removes its records; one that was killed leaves its last ones. It is reported as killed if its
-coordinator's process is known to have ended; otherwise, `STALLED` seconds after the last change, as hanging or killed.
-Records that do not decode are skipped.
+coordinator's process is known to have ended; otherwise, `STALLED` seconds after the last change, as stalled: it hangs,
+or was killed where that cannot be seen from here. Records that do not decode are skipped. Lists, pages and commands all
+take the state and its sentence from here.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Literal
 
 import msgspec
 
@@ -19,6 +22,10 @@ from ..io.storage.run_store import DirectoryEntry, Folder
 
 STALLED = 60.0
 """Seconds without a change of its record after which a rank counts as hanging or gone."""
+NAMED_RANKS = 6
+"""Ranks that a sentence names."""
+
+SaveState = Literal["in_progress", "stalled", "killed"]
 
 
 class SaveUnderWay(msgspec.Struct, frozen=True):
@@ -42,10 +49,24 @@ class SaveUnderWay(msgspec.Struct, frozen=True):
     alive: bool | None = None
     """Whether it may still be committed: False once its coordinator's process has ended, None if not known."""
 
+    state: SaveState = "in_progress"
+    """killed: it cannot be committed any more, as far as is known; stalled: no record changed for `STALLED` seconds."""
+    heard_ns: int = 0
+    """Unix time at which a rank last renewed its record, whether or not it had written anything."""
+    writing: tuple[int, ...] = ()
+    """The first of the ranks that still write, with the least written share first."""
+    silent: tuple[int, ...] = ()
+    """The first of the ranks without a record."""
+
     @property
     def fraction(self) -> float:
         """The written part of the bytes of these ranks, 0 to 1."""
         return fraction_of(self.written, self.planned)
+
+    @property
+    def reported(self) -> bool:
+        """Whether every rank has a record, so that `planned` is all that will be written."""
+        return self.ranks == self.world
 
 
 def saves_under_way(folder: Folder, files: Mapping[str, DirectoryEntry]) -> tuple[SaveUnderWay, ...]:
@@ -59,6 +80,9 @@ def saves_under_way(folder: Folder, files: Mapping[str, DirectoryEntry]) -> tupl
 def _merge_records(records: Iterable[Progress]) -> SaveUnderWay:
     ranks = {record.rank: record for record in records}
     first = next(iter(ranks.values()))
+    now_ns, updated_ns = time.time_ns(), max(record.updated_ns for record in ranks.values())
+    alive = is_alive(progress_name(0, first.save_id), ranks[0], now_ns) if 0 in ranks else None
+    writing = sorted((r for r in ranks.values() if r.phase == "write"), key=lambda r: (r.fraction, r.rank))
     return SaveUnderWay(
         save_id=first.save_id,
         step=first.step,
@@ -68,10 +92,50 @@ def _merge_records(records: Iterable[Progress]) -> SaveUnderWay:
         written=sum(record.written for record in ranks.values()),
         planned=sum(record.planned for record in ranks.values()),
         started_ns=min(record.started_ns for record in ranks.values()),
-        updated_ns=max(record.updated_ns for record in ranks.values()),
+        updated_ns=updated_ns,
         done=sum(record.phase == "commit" for record in ranks.values()),
-        alive=is_alive(progress_name(0, first.save_id), ranks[0], time.time_ns()) if 0 in ranks else None,
+        alive=alive,
+        state=_state(alive, updated_ns, now_ns),
+        heard_ns=max(max(record.alive_ns, record.updated_ns) for record in ranks.values()),
+        writing=tuple(record.rank for record in writing[: NAMED_RANKS + 1]),
+        silent=tuple(islice((rank for rank in range(first.world) if rank not in ranks), NAMED_RANKS + 1)),
     )
+
+
+def _state(alive: bool | None, updated_ns: int, now_ns: int) -> SaveState:
+    if alive is False:
+        return "killed"
+    return "stalled" if now_ns - updated_ns > STALLED * 1e9 else "in_progress"
+
+
+def waits_for_text(save: SaveUnderWay, now_ns: int) -> str:
+    """Describes in a sentence or two what a save waits for, and what of that is not known."""
+    what = f"ranks {_few(save.writing)} in writing" if save.writing else "the commit"
+    who = f"Rank {save.silent[0]} has" if len(save.silent) == 1 else f"Ranks {_few(save.silent)} have"
+    missing = f" {who} not reported, so whether all is being written is not known." if save.silent else ""
+    if save.alive is False:
+        return "It was killed: the process that was to commit it has ended."
+    quiet, unheard = (max(0.0, (now_ns - ns) / 1e9) for ns in (save.updated_ns, save.heard_ns))
+    if quiet > STALLED and unheard <= STALLED:
+        return (
+            f"It hangs: nothing new from {what} for {seconds_text(quiet)}, but a process of it still reports.{missing}"
+        )
+    if quiet > STALLED:
+        text = f"It hangs or was killed: nothing new from {what} for {seconds_text(quiet)}."
+        return f"{text} Whether its coordinator still runs cannot be seen from here.{missing}"
+    if save.writing and save.done:
+        return f"{save.done} of {save.world} ranks wait for {_few(save.writing)}, still writing.{missing}"
+    if save.writing:
+        still = save.ranks - save.done
+        return f"{still} of {save.world} ranks {'is' if still == 1 else 'are'} writing.{missing}"
+    if save.silent:
+        return f"The bytes of {save.done} of {save.world} ranks are durable.{missing}"
+    return "Every rank's bytes are durable; the coordinator is to commit."
+
+
+def _few(ranks: Sequence[int]) -> str:
+    text = ", ".join(map(str, sorted(ranks[:NAMED_RANKS])))
+    return text if len(ranks) <= NAMED_RANKS else f"{text} and more"
 
 
 def under_way_text(save: SaveUnderWay, now_ns: int) -> str:

@@ -10,6 +10,7 @@ import msgspec
 from ..core.format.file_names import is_step_name, step_of
 from ..core.format.lineage import Lineage, LineageOrder, LineagePosition, SavedCheckpoint
 from .active_saves import SaveUnderWay
+from .verification import Verification
 
 Status = Literal["complete", "partial", "corrupt", "foreign"]
 
@@ -46,6 +47,8 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     """Rises in the order in which the checkpoints of the run were saved; None if that was not computed."""
     abandoned: bool = False
     """Whether it is on an abandoned branch: the newest checkpoint does not descend from it."""
+    verification: Verification | None = None
+    """What a verification on this machine found; None without one, or where it was not looked up."""
 
     @property
     def under_way(self) -> tuple[SaveUnderWay, ...]:
@@ -54,8 +57,10 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
 
     @property
     def state(self) -> str:
-        """The status as text, with whether its branch is abandoned."""
-        return self.status + ", abandoned branch" * self.abandoned
+        """The status as text, with what a verification found, and whether its branch is abandoned."""
+        found = self.verification
+        verified = "" if found is None else ", verified" if found.ok else ", damaged"
+        return self.status + verified + ", abandoned branch" * self.abandoned
 
 
 def mark_of(info: CheckpointInfo) -> SavedCheckpoint | None:

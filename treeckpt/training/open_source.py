@@ -16,20 +16,38 @@ import msgspec
 
 from ..core.tree.merge import merge
 from ..core.tree.spec import ArraySpec
-from ..core.tree.structure import Structure, keys_of
+from ..core.tree.structure import DictNode, Structure, keys_of, parse_path
 from ..errors import MismatchError
 from ..io.comm.comm import Comm
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.aliasing import are_equal
 from ..loading.match import LoadOptions, Strict
 from ..loading.overlay import Bank, From, as_bank, globs_of, members_of, refuse_rules
-from ..loading.transforms import as_rules, carried
-from ..loading.transforms.rules import Drop
+from ..loading.transforms import Renaming, Transforms, as_rules, carried
+from ..loading.transforms.rules import Drop, Rule, placed_below
 from ..reports import LoadReport
 from ..trees.per_rank_state import Policy
 from .sources import CheckpointSource, RestoreSource, TreeSource, children_of, fill_from, load_part, wanted_of
 
 OWN = "/~rank*"
+
+
+def rules_of(rename: Renaming, transforms: Transforms, under: str, *, from_root: bool) -> tuple[Rule, ...]:
+    """Returns the rules of a restore, for what it reads once it is placed; see `restore`."""
+    rules = as_rules(rename, transforms)
+    rules = placed_below(rules, under) if under else rules
+    return (carried(*rules),) if rules and not from_root else rules
+
+
+def place_under(given: Any, under: str) -> Any:
+    """Returns a checkpoint, or a bank of opened ones, as if all that it holds were saved under a path; or a tree."""
+    if isinstance(given, Mapping):
+        return reduce(lambda tree, key: {key: tree}, reversed(parse_path(under)), given)
+    if isinstance(given, Bank):
+        return given.opened([place_under(source.path, under) for source in given.sources])
+    index = given.index
+    structure = reduce(lambda node, key: DictNode((key,), (node,)), reversed(parse_path(under)), index.structure)
+    return given.with_index(msgspec.structs.replace(index, structure=structure))
 
 
 class _OverlaySource:
@@ -158,6 +176,7 @@ def open_source(given: Any, comm: Comm, options: LoadOptions) -> RestoreSource:
             source.url,
             expected="a training state, with `model` at its root",
             found=keys[:200],
-            hint="Save treeckpt.training.state(model, optimizer), or load this with treeckpt.load",
+            hint="Save treeckpt.training.state(model, optimizer), or load this with treeckpt.load. Where the model's "
+            "state dict is the root, pass under='model'; where it has another name, from_root=True with rename=",
         )
     return source

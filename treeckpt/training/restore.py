@@ -28,7 +28,7 @@ from ..loading.match import LoadOptions, Strict
 from ..loading.overlay import Bank, CheckpointOverlay, globs_of
 from ..loading.read_batch import Verify
 from ..loading.shared_read import open_relay, together
-from ..loading.transforms import Renaming, Transforms, as_rules, carried
+from ..loading.transforms import Renaming, Transforms
 from ..trees.per_rank_state import Policy, policy_of
 from .capture import optimizer_of
 from .check_model import check_entry, resolve_ties, without_ties
@@ -42,7 +42,7 @@ from .modules import (
     reset_fsdp_shards,
 )
 from .names import key_path, put_in
-from .open_source import is_stored, open_source
+from .open_source import is_stored, open_source, place_under, rules_of
 from .optimizer_plan import OptimizerPlan, apply_optimizers, plan_optimizers
 from .optimizers import NamedOptimizer, Optimizers, name_optimizers
 from .report import RestoreReport
@@ -67,6 +67,8 @@ def restore(
     exclude: str | Sequence[str] | None = None,
     rename: Renaming = None,
     transforms: Transforms = None,
+    under: str = "",
+    from_root: bool = False,
     strict: Strict = True,
     partial: bool = False,
     cast: bool = False,
@@ -90,9 +92,10 @@ def restore(
             get memory for this rank's share; what no checkpoint has stays there, see `RestoreReport.on_meta`.
         select, exclude: globs over `model/...`: what is not selected stays, as does the optimizers' state of it.
         rename, transforms: as for `treeckpt.load`, on `model/...`; the optimizers' state follows (`rules.Carried`).
+        under: where in a training state the source belongs: "model" for a state dict alone. Rules see its own names.
+        from_root: rules see all names, and can move `state_dict/...` to `model/...`; the optimizers' state stays.
         strict: all that is here must be in the checkpoint, and the reverse for the parts that are asked for; "missing":
-            all that is here alone, as this rank's model may be a part of what was saved (a pipeline stage).
-        partial: the same as strict="missing".
+            all that is here alone, as this rank's model may be a part of what was saved (or `partial=True`).
         keep: hyper-parameters of param groups that stay as they are here, e.g. ("lr",).
         cast, verify, read, allow_pickle, comm: as for `treeckpt.load_into`; fresh moments are cast as parameters are.
         world_changed: what becomes of each rank's own state in a world of another size: "error", "take" (modulo the
@@ -102,15 +105,14 @@ def restore(
     Raises:
         As `treeckpt.load_into`; TreeError for an optimizer with parameters that are not the model's.
     """
-    comm, rules = as_comm(comm, sends_messages=False), as_rules(rename, transforms)
-    rules = (carried(*rules),) if rules else ()
+    comm, rules = as_comm(comm, sends_messages=False), rules_of(rename, transforms, under, from_root=from_root)
     select, exclude = globs_of(select), globs_of(exclude)
     strict = "missing" if strict is True and partial else strict
     options = LoadOptions(
         select, strict, cast, exclude=exclude, verify=verify, allow_pickle=allow_pickle, read=read, rules=rules
     )
     targets = RestoreTargets(model, optimizer, scheduler, loader, rng, extra, tuple(keep), world_changed, device)
-    run = functools.partial(_restore, comm=comm, targets=targets, options=options)
+    run = functools.partial(_restore, comm=comm, targets=targets, options=options, under=under)
     return on_versions(source, run, together=read == "once") if is_stored(source) else run(source)
 
 
@@ -128,12 +130,12 @@ class RestoreTargets(msgspec.Struct, frozen=True):
     device: str | torch.device | None
 
 
-def _restore(given: Any, *, comm: Comm, targets: RestoreTargets, options: LoadOptions) -> RestoreReport:
+def _restore(given: Any, *, comm: Comm, targets: RestoreTargets, options: LoadOptions, under: str) -> RestoreReport:
     """Restores one version of a source: compares everything first, then changes the targets."""
     opened = CheckpointOverlay(given).checkpoints if isinstance(given, (Checkpoint, Bank)) else []
     relay = open_relay(comm, opened, options.read)
     with together(relay):
-        source = open_source(given, comm, options)
+        source = open_source(place_under(given, under) if under else given, comm, options)
         job = _Restore(source, comm, targets, options)
         paths = [f"model/{key_path(entry.key)}" for entry in job.entries]
         options.check_used(lambda: [*source.names, *paths])

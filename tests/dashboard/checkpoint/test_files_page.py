@@ -51,6 +51,8 @@ def test_damage_is_told_by_name(serve, tmp_path):
     found = client.get(f"{at}/files/0/checksums").json()
     assert "a: " in found["problem"] and "checksum" in found["problem"] and found["next"] is None
     assert client.get(f"{at}/leaves/0/peek").status_code == 404
+    [run] = client.get("/api/v1/runs").json()["runs"]
+    assert run["checkpoints"][0]["status"] == "damaged", "what was found once stays found"
     shard.unlink()
     assert "no such file" in client.get(f"{at}/files/0/checksums").json()["problem"]
 

@@ -60,14 +60,14 @@ def test_cursors_of_nobody_are_refused(serve, many, cursor):
 def test_filters_go_by_status_and_words(serve, tmp_path):
     client = serve(write_mixed_run(tmp_path / "run"))
     run = page(client).json()["run"]
-    assert run["statuses"] == {"complete": 2, "corrupt": 2, "foreign": 2, "partial": 2}
-    assert steps(page(client, "?status=corrupt")) == [600, 500]
+    assert run["statuses"] == {"committed": 2, "damaged": 2, "foreign": 2, "partial": 2}
+    assert steps(page(client, "?status=damaged")) == [600, 500]
     assert steps(page(client, "?q=SPACE left")) == [400] and steps(page(client, "?q=00020")) == [200]
     none = page(client, "?q=nothing").json()["run"]
     assert none["matching"] == 0 and none["total"] == 8
     [run] = client.get("/api/v1/runs").json()["runs"]
     assert "None of the 8 directories" in client.get(f"/runs/{run['id']}?q=nothing").text
-    assert client.get(f"/runs/{run['id']}?sort=-time&status=corrupt").status_code == 200
+    assert client.get(f"/runs/{run['id']}?sort=-time&status=damaged").status_code == 200
 
 
 def test_reasons_are_those_of_retention_and_the_rest_goes_next(serve, tmp_path):
@@ -186,8 +186,8 @@ def test_a_cursor_of_a_run_that_went_back_goes_on_where_it_was(serve, tmp_path):
 def test_runs_give_every_checkpoint_newest_first(client):
     [run] = client.get("/api/v1/runs").json()["runs"]
     assert [(c["step"], c["status"]) for c in run["checkpoints"]] == [
-        (700, "complete"), (600, "corrupt"), (500, "corrupt"), (400, "partial"), (300, "partial"), (200, "complete"),
-        (100, "complete"), (None, "foreign"), (None, "foreign"),
+        (700, "committed"), (600, "damaged"), (500, "damaged"), (400, "partial"), (300, "partial"), (200, "committed"),
+        (100, "committed"), (None, "foreign"), (None, "foreign"),
     ]  # fmt: skip
     assert (run["complete"], run["newest_step"], run["total"]) == (3, 700, 9)
     first = run["checkpoints"][0]

@@ -16,7 +16,7 @@ def test_usage_adds_up_and_says_what_would_go(serve, tmp_path):
     size = page(client).json()["run"]["checkpoints"][0]["nbytes"]
     usage = client.get("/api/v1/usage", params={"keep": "last:2 every:300"}).json()
     [run] = usage["runs"]
-    assert usage["nbytes"] == run["nbytes"] == 6 * size and run["statuses"] == {"complete": 6 * size}
+    assert usage["nbytes"] == run["nbytes"] == 6 * size and run["statuses"] == {"committed": 6 * size}
     assert {r["reason"]: (r["steps"], r["nbytes"], r["alone"]) for r in run["reasons"]} == {
         "newest": (1, size, 0),
         "one of the last 2": (2, 2 * size, size),
@@ -63,12 +63,12 @@ def test_metrics_are_prometheus_text_with_bounded_labels(serve, tmp_path):
     for line in answer.text.splitlines():
         if not line.startswith("#"):
             assert re.fullmatch(
-                r'treeckpt_[a-z_]+(\{[a-z]+="([^"\\]|\\.)*"(,[a-z]+="[a-z]+")*\})? -?[0-9.e+]+', line
+                r'treeckpt_[a-z_]+(\{[a-z]+="([^"\\]|\\.)*"(,[a-z]+="[a-z_]+")*\})? -?[0-9.e+]+', line
             ), line
             name, value = line.rsplit(" ", 1)
             seen[name.replace('run="a\\"b\\\\c"', "R")] = float(value)
-    assert seen['treeckpt_checkpoints{R,status="complete"}'] == 2
-    assert seen['treeckpt_checkpoints{R,status="saving"}'] == 1
+    assert seen['treeckpt_checkpoints{R,status="committed"}'] == 2
+    assert seen['treeckpt_checkpoints{R,status="in_progress"}'] == 1
     assert seen["treeckpt_newest_step{R}"] == 200 and seen["treeckpt_save_written_bytes{R}"] == 500
     assert seen["treeckpt_runs"] == 1 and seen["treeckpt_newest_timestamp_seconds{R}"] == START_NS / 1e9 + 200
     assert answer.text.count("# TYPE") == answer.text.count("# HELP")

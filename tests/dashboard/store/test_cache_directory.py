@@ -8,7 +8,8 @@ from tests.dashboard.helpers import client_of
 from tests.helpers.large import large_index
 from tests.helpers.samples import write_run
 from treeckpt.io.storage.run_store import DirectoryEntry
-from treeckpt_dashboard.store.cache import Cache, default_directory, key_of
+from treeckpt.runs.verification import cache_directory
+from treeckpt_dashboard.store.cache import Cache, key_of
 from treeckpt_dashboard.store.index_table import build_table
 from treeckpt_dashboard.web.app import create_app
 
@@ -26,7 +27,7 @@ def test_a_damaged_cache_is_made_again(tmp_path, name):
     [file] = (tmp_path / "cache").glob(f"*/{name}")
     file.write_bytes(b"garbage" * 5000)
     second = client_of(tmp_path / "run", tmp_path / "cache")
-    assert second.get("/api/v1/runs").json()["runs"][0]["checkpoints"][0]["status"] == "complete"
+    assert second.get("/api/v1/runs").json()["runs"][0]["checkpoints"][0]["status"] == "committed"
     assert second.get(at).json() == wanted
 
 
@@ -66,11 +67,11 @@ def test_the_least_used_tables_go_first(tmp_path):
 
 def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.setenv("TREECKPT_CACHE", str(tmp_path))
-    assert default_directory() == tmp_path
+    assert cache_directory() == tmp_path
     monkeypatch.delenv("TREECKPT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("sys.platform", "linux")
-    assert default_directory() == tmp_path / "treeckpt"
+    assert cache_directory() == tmp_path / "treeckpt"
 
 
 def test_another_file_has_another_key():

@@ -32,7 +32,7 @@ def test_a_large_index_is_read_by_another_process_while_pages_answer(large, tmp_
     go_on = hold_readers(monkeypatch, tmp_path / "go on")
     client = client_of(large, tmp_path)
     [run] = client.get("/api/v1/runs").json()["runs"]
-    assert [(c["step"], c["status"]) for c in run["checkpoints"]] == [(2, "reading"), (1, "complete")]
+    assert [(c["step"], c["status"]) for c in run["checkpoints"]] == [(2, "reading"), (1, "committed")]
     at = f"checkpoints/{run['checkpoints'][0]['id']}"
     first = client.get(f"/api/v1/{at}/tree")
     assert first.status_code == 202 and first.headers["retry-after"] == "1"
@@ -47,7 +47,7 @@ def test_a_large_index_is_read_by_another_process_while_pages_answer(large, tmp_
     page = client.get(f"/{at}")
     assert "Still loading" not in page.text and "optimizer" in page.text
     [run] = client.get("/api/v1/runs").json()["runs"]
-    assert [c["status"] for c in run["checkpoints"]] == ["complete"] * 2 and run["checkpoints"][0]["leaves"] == LEAVES
+    assert [c["status"] for c in run["checkpoints"]] == ["committed"] * 2 and run["checkpoints"][0]["leaves"] == LEAVES
 
     again = client_of(large, tmp_path)  # another server, the same cache
     assert again.get(f"/api/v1/{at}/tree").status_code == 200
@@ -66,7 +66,7 @@ def test_a_large_index_that_is_damaged_says_so(tmp_path):
     [run] = client.get("/api/v1/runs").json()["runs"]
     answer, _ = get_when_read(client, f"/api/v1/checkpoints/{run['checkpoints'][0]['id']}")
     found = answer.json()["checkpoint"]
-    assert found["status"] == "corrupt" and "changed after it was written" in found["error"]
+    assert found["status"] == "damaged" and "changed after it was written" in found["error"]
     assert list((tmp_path / "cache").glob("**/*.sqlite")) == []
 
 
@@ -83,7 +83,7 @@ def test_an_index_past_the_cap_is_not_read(large, tmp_path, monkeypatch):
     client = client_of(large, tmp_path)
     [run] = client.get("/api/v1/runs").json()["runs"]
     found = client.get(f"/api/v1/checkpoints/{run['checkpoints'][0]['id']}").json()["checkpoint"]
-    assert found["status"] == "corrupt" and "at most" in found["error"]
+    assert found["status"] == "damaged" and "at most" in found["error"]
 
 
 def test_a_second_start_reads_no_index_again(tmp_path, monkeypatch):

@@ -114,8 +114,8 @@ def test_good_checkpoints_are_shown_beside_hostile_ones(hostile):
     client, run = hostile
     assert len(run["checkpoints"]) == len(HOSTILE) + 1
     rows = {row["name"]: row for row in run["checkpoints"]}
-    assert rows["step_00000099"]["status"] == "complete"
-    assert sum(row["status"] == "corrupt" for row in rows.values()) >= 16
+    assert rows["step_00000099"]["status"] == "committed"
+    assert sum(row["status"] == "damaged" for row in rows.values()) >= 16
     for place in ("/", f"/runs/{run['id']}?sort=-bytes", "/live", "/usage?keep=last:1", "/metrics"):
         assert client.get(place).status_code == 200, place
     everything = client.get(f"/api/v1/checkpoints/{rows['step_00000099']['id']}/tree").json()["rows"]

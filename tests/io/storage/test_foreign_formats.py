@@ -1,4 +1,4 @@
-"""Another program's checkpoint given to a load: it is named as what it is, and the call that converts it works."""
+"""Another program's checkpoint is read in place; what cannot do that names it, and the call that converts it works."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import treeckpt as tc
+from tests.helpers.hfai_parts import write_parts
 from treeckpt.cli.main import main
 from treeckpt.core.format.file_names import step_name
 
@@ -48,8 +49,7 @@ def hub_directory(path: Path) -> Path:
 
 
 def hfai_directory(path: Path) -> Path:
-    (path / "hfai").mkdir()
-    torch.save(STATE, path / "hfai" / "PART_000.pt")
+    write_parts(path / "hfai", {"model": [STATE], "optimizer": []}, {}, 2)
     return path / "hfai"
 
 
@@ -68,25 +68,26 @@ KINDS = {
 }
 WAYS: dict[str, Callable[[Path], Any]] = {
     "load": tc.load,
-    "like": lambda path: tc.load(path, STATE),
-    "load_into": lambda path: tc.load_into(path, dict(STATE)),
-    "inspect": tc.inspect,
-    "verify": tc.verify,
+    "like": lambda path: tc.load(path, dict.fromkeys(tc.load(path), ...)),
+    "load_into": lambda path: tc.load_into(path, {"w": torch.zeros(6)}, strict=False).loaded or path,
+    "inspect": lambda path: tc.inspect(path).by_path,
     "bank": lambda path: tc.load([path, path]),
-    "restore": lambda path: tc.training.restore(path, torch.nn.Linear(2, 2)),
-    "manager": lambda path: tc.Manager(path, background=False).restore(),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_named_with_the_call_that_converts_it(tmp_path: Path, kind: str) -> None:
+def test_it_is_read_in_place_and_a_run_of_it_is_named_with_the_call_that_converts_it(tmp_path: Path, kind: str) -> None:
     path = KINDS[kind](tmp_path)
     for name, way in WAYS.items():
-        with pytest.raises(tc.CheckpointNotFound) as caught:
-            way(path)
-        assert kind in caught.value.found and str(path) in str(caught.value), (name, str(caught.value))
-        call = re.search(r"tc\.convert\.convert\((.*), 'NEW'\)", caught.value.hint)
-        assert call is not None and call[1] == repr(str(path)), (name, caught.value.hint)
+        assert way(path), name
+    with pytest.raises(tc.FormatError) as refused:
+        tc.verify(path)
+    assert kind in refused.value.found and str(path) in str(refused.value)
+    with pytest.raises(tc.CheckpointNotFound) as caught:
+        tc.Manager(path, background=False).restore()
+    assert kind in caught.value.found and str(path) in str(caught.value)
+    call = re.search(r"tc\.convert\.convert\((.*), 'NEW'\)", caught.value.hint)
+    assert call is not None and call[1] == repr(str(path)), caught.value.hint
     assert "Check the path" not in str(caught.value)
 
 
@@ -95,19 +96,24 @@ def test_the_call_that_is_told_works(tmp_path: Path, kind: str, monkeypatch: pyt
     path = KINDS[kind](tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(tc.CheckpointNotFound) as caught:
-        tc.load(path)
+        tc.Manager(path, background=False).restore()
     call = re.search(r"tc\.convert\.convert\(.*\)", caught.value.hint)
     assert call is not None
     exec(call[0], {"tc": tc})
     assert tc.load("NEW")
 
 
-@pytest.mark.parametrize("command", [["show"], ["verify"], ["diff"]])
-def test_the_command_line_tells_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+@pytest.mark.parametrize("command", [["show"], ["verify"], ["diff"], ["diff", "--values"]])
+def test_the_command_line_reads_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     path = str(torch_file(tmp_path))
-    assert main([*command, path, *([path] if command == ["diff"] else [])]) != 0
+    code = main([*command, path, *([path] if command[0] == "diff" else [])])
     told = capsys.readouterr()
-    assert "a file of torch.save" in told.err + told.out and "tc.convert.convert(" in told.err + told.out
+    if command in (["verify"], ["diff", "--values"]):
+        assert code != 0 and "found a file of torch.save" in told.err + told.out
+    elif command == ["show"]:
+        assert code == 0 and "array float32 [6]" in told.out
+    else:
+        assert code == 0 and "2 leaves alike" in told.out
 
 
 def test_a_step_of_a_run_that_another_program_wrote_is_told(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ without expanding the others.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -47,6 +48,14 @@ class NoChunks(msgspec.Struct, frozen=True, tag="n", array_like=True):
     """Not placed yet: in the manifest, which the coordinator's shard holds."""
 
 
+class DeferredChunks(NoChunks, frozen=True):
+    """Chunks whose places are found when they are first asked for; in memory only, never in a file."""
+
+    find: Any = None
+    """Takes a region, or None for all; returns the chunks that share an element with it."""
+    count: int = 0
+
+
 Chunks = WholeChunk | GridChunks | BoxChunks | NoChunks
 
 
@@ -62,6 +71,8 @@ def chunks_in(
     if isinstance(chunks, WholeChunk):
         wanted = rank is None or rank == chunks.rank
         return [Chunk(Region.whole(shape), chunks.rank, chunks.start)] if wanted else []
+    if isinstance(chunks, DeferredChunks):
+        return [chunk for chunk in chunks.find(region) if rank in (None, chunk.rank)]
     if isinstance(chunks, NoChunks):
         return []
     written = None if rank is None else np.flatnonzero(decode_runs(chunks.rank) == rank)
@@ -78,6 +89,8 @@ def count_chunks(chunks: Chunks) -> int:
         return 1
     if isinstance(chunks, GridChunks):
         return math.prod(length_of(cut) - 1 for cut in chunks.cuts)
+    if isinstance(chunks, DeferredChunks):
+        return chunks.count
     return length_of(chunks.rank) if isinstance(chunks, BoxChunks) else 0
 
 

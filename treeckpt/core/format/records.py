@@ -148,6 +148,11 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
     """In a file, deep parts of the structure, see `core.tree.nesting`; empty in a decoded index."""
 
     @property
+    def file_kind(self) -> str:
+        """What its files are, in messages."""
+        return "shards"
+
+    @property
     def custom_metadata(self) -> dict[str, Any]:
         """What `save` was given as `custom_metadata`, as plain values."""
         return {key: decode_value(value, f"custom_metadata/{key}") for key, value in self.metadata.items()}

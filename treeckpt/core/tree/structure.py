@@ -189,6 +189,12 @@ def key_text(key: object, path: str = "") -> str:
     )
 
 
+def child_path(path: str, key: object) -> str:
+    """Returns the path of a child; raises as `key_text`."""
+    text = key_text(key, path)
+    return f"{path}/{text}" if path else text
+
+
 def check_unicode(text: str, path: str) -> None:
     """Checks that JSON can hold a name.
 

@@ -7,6 +7,7 @@ deletes the files of the save before: a reader of the previous index finds files
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 
@@ -106,6 +107,29 @@ class Checkpoint:
             shard = self.shard(file)
             self._checksums[file.name] = Checksums(np.array(shard.hashes, np.uint64), shard.block)
         return self._checksums[file.name]
+
+    def with_index(self, index: Index) -> Checkpoint:
+        """The same files under another index."""
+        found = copy.copy(self)
+        found.index = index
+        return found
+
+    def own(self) -> Checkpoint:
+        """Returns itself; raises FormatError for files of another program, which have no checksums of blocks."""
+        return self
+
+    def reopened(self) -> Checkpoint:
+        """The version that is at the same place now."""
+        return Checkpoint(self.store)
+
+    @property
+    def repeated_nbytes(self) -> int:
+        """Bytes that its arrays may take beyond those of its files, where views in foreign files repeat bytes."""
+        return 0
+
+    def unverified(self, nbytes: int) -> int:
+        """How many of so many bytes of arrays that were read have been compared with no checksum."""
+        return 0
 
     def is_replaced(self) -> bool:
         """Whether another index was published since this one was read; raises CheckpointNotFound if none is left."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -27,8 +28,20 @@ STEP = 8 << 20
 """Bytes that are verified at a time."""
 
 
+class RangeChecks(Protocol):
+    """The checksums of a file that are not those of blocks."""
+
+    def take(self, start: int, data: memoryview) -> None:
+        """Compares what bytes of the file that were read complete; raises CorruptError for bytes that have changed.
+
+        Args:
+            start: where they start in the data area.
+        """
+        ...
+
+
 class OpenedShard(msgspec.Struct, frozen=True):
-    """A shard whose header was read, and is the one that the index describes."""
+    """A shard whose header was read, and is the one that the index describes; or a file of another program."""
 
     file: File
     hashes: tuple[int, ...]
@@ -36,6 +49,8 @@ class OpenedShard(msgspec.Struct, frozen=True):
     index: Index
     header: bytes = b""
     """The bytes of the header, where `keep` was given."""
+    checks: RangeChecks | None = None
+    """Of a file of another program, which has no checksums of blocks."""
 
 
 def read_header(
@@ -157,6 +172,9 @@ def check_blocks(store: Store, shard: OpenedShard, start: int, data: memoryview)
     Args:
         start: where the data starts in the data area, in bytes; a multiple of the block.
     """
+    if shard.checks is not None:
+        shard.checks.take(start, data)
+        return
     for at in range(0, len(data), shard.block):
         block = data[at : at + shard.block]
         check_checksum(store, shard, start + at, len(block), hash_block(block))
@@ -164,8 +182,10 @@ def check_blocks(store: Store, shard: OpenedShard, start: int, data: memoryview)
 
 def check_parts(store: Store, shard: OpenedShard, start: int, parts: Sequence[memoryview]) -> None:
     """Does the same for data that lies in several places of memory, in order."""
-    if len(parts) == 1:
-        check_blocks(store, shard, start, parts[0])
+    if len(parts) == 1 or shard.checks is not None:
+        for part in parts:
+            check_blocks(store, shard, start, part)
+            start += len(part)
         return
     at = start
     block: list[memoryview] = []
@@ -196,6 +216,10 @@ class ArrivingBlocks:
 
     def add(self, data: memoryview) -> None:
         """Takes the next bytes; raises what `check` does."""
+        if self._shard.checks is not None:
+            self._shard.checks.take(self._position, data)
+            self._position += len(data)
+            return
         step, end = self._shard.block, self._shard.file.nbytes
         while len(data):
             stop = min(self._block + step, end)

@@ -18,6 +18,9 @@ from .patterns import Binding, Pattern, bound_numbers, compile_pattern, expand, 
 from .reshape_rules import NOWHERE, ArrayRule
 from .rules import Copy, Drop, Fill, Keep, OneRule, Rename, Renames, Rule
 
+SHOWN = 8
+"""Names that an error lists."""
+
 
 class RuleStep(msgspec.Struct, frozen=True, gc=False):
     """One rule that was applied to a leaf."""
@@ -100,10 +103,12 @@ class RuleContext:
 
     def no_match(self, expected: str) -> MismatchError:
         """Returns the error for a rule that matches nothing."""
+        names = list(self.items)
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         return MismatchError(
             f"rule {self.label}",
             expected=expected,
-            found="no such leaf",
+            found=f"no such leaf: there are {', '.join(names[:SHOWN])[:400] or 'none'}{more}",
             hint="Look at the names with treeckpt show (below a dotted name is `a.*`), or pass optional=True",
         )
 

@@ -6,6 +6,11 @@ touch data: a load reads only the bytes that it needs of their result.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
 from .reshape_rules import ArrayRule, BaseRule, Reshape
 
 
@@ -80,6 +85,28 @@ class Carried(BaseRule, frozen=True, tag="carried"):
 
 OneRule = Rename | Renames | Copy | Drop | Keep | Fill | Reshape
 Rule = OneRule | Carried
+
+
+_NAMES = ("source", "target", "into", "sources", "names")
+"""The fields of rules that hold patterns and names."""
+
+
+def placed_below(rules: Iterable[Rule], prefix: str) -> tuple[Rule, ...]:
+    """Returns the rules for leaves of which each has become `prefix/...`."""
+
+    def placed(name: Any) -> Any:
+        if isinstance(name, str):
+            return f"{prefix}/{name}" if name else prefix
+        return tuple(map(placed, name)) if isinstance(name, tuple) else name
+
+    found: list[Rule] = []
+    for rule in rules:
+        if isinstance(rule, Carried):
+            found.append(Carried(placed_below(rule.rules, prefix)))
+        else:
+            names = {name: placed(getattr(rule, name)) for name in _NAMES if name in rule.__struct_fields__}
+            found.append(msgspec.structs.replace(rule, **names))
+    return tuple(found)
 
 
 def label_of(rule: Rule) -> str:

@@ -22,10 +22,9 @@ from ..core.sharding.dtypes import dtype_of, numpy_dtype
 from ..core.tree.containers import DEFAULT_FACTORIES
 from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.spec import ArraySpec
-from ..core.tree.structure import MAX_DEPTH
+from ..core.tree.structure import MAX_DEPTH, child_path
 from ..errors import CorruptError, FormatError, TreeckptError, TreeError
-from .contents import below
-from .files import flat_array
+from .file_arrays import flat_array
 from .pickle_reader import Constructors, DeferredValue, FileBytes, Symbol, UnbuiltObject, Unpickled, brief
 
 _CODE, _HELD = "Making it would run its code", "It is none of what checkpoints hold"
@@ -229,12 +228,12 @@ class _TreeBuilder:
             return (yield self._mapping(node, path, depth))
         if kind in (list, collections.deque):
             for i, child in enumerate(node):
-                node[i] = yield self.build(child, below(path, i), depth + 1)
+                node[i] = yield self.build(child, child_path(path, i), depth + 1)
             return node
         if kind in (tuple, set, frozenset):
             items: list[Any] = []
             for i, child in enumerate(node):
-                items.append((yield self.build(child, below(path, i) if kind is tuple else path, depth + 1)))
+                items.append((yield self.build(child, child_path(path, i) if kind is tuple else path, depth + 1)))
             return kind(items)
         if isinstance(node, (Symbol, UnbuiltObject, FileBytes, DeferredValue)):
             if id(node) not in self.made:  # built once, so that ties stay
@@ -246,11 +245,11 @@ class _TreeBuilder:
 
     def _mapping(self, node: Any, path: str, depth: int) -> Recursive[Any]:
         try:
-            paths = [below(path, key) for key in node]
+            paths = [child_path(path, key) for key in node]
         except TreeError as error:
             return self._refuse(path, f"a {type(node).__name__} with {error.found}", _HELD)
-        for key, child_path in zip(list(node), paths, strict=True):
-            node[key] = yield self.build(node[key], child_path, depth + 1)
+        for key, below in zip(list(node), paths, strict=True):
+            node[key] = yield self.build(node[key], below, depth + 1)
         return node
 
     def _value(self, node: Any, path: str) -> Any:

@@ -17,10 +17,11 @@ from ..core.sharding.region import Region
 from ..core.tree.spec import ArraySpec
 from ..errors import CorruptError, FormatError
 from .checksums import ArchiveStorages, EntryChecksum
-from .files import FileRange, flat_of, strided_array
+from .file_arrays import flat_of, strided_array, with_spec
+from .files import FileRange
 from .pickle_reader import Constructors, Symbol, UnbuiltObject, brief, read_pickle
 from .pickle_values import PLAIN, RefusedLeaf, build_tree, dtype_named
-from .zip_archive import find_entries
+from .zip_entries import find_entries
 
 STORAGES = {
     "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
@@ -116,7 +117,8 @@ def _tensor(
     # an expanded tensor is written out in full: more than a row expanded to a batch is refused
     if float(np.prod([float(n) for n in shape])) > 1024 * max(reach, 1 << 20):
         raise _misplaced(storage, f"a tensor of shape {spec.shape} over {reach} elements")
-    made = strided_array(spec, flat_of(storage.entry, itemsize), offset, tuple(strides), storage.address)
+    entry = storage.entry
+    made = strided_array(spec, flat_of(entry, itemsize), offset, tuple(strides), storage.address, window=entry.window)
     return _resolved(made, metadata) if metadata else made
 
 
@@ -158,7 +160,7 @@ def _parameter(data: Any, requires_grad: Any = True, hooks: Any = None, state: A
 
 
 def _with(lazy: LazyArray, **changes: Any) -> LazyArray:
-    return LazyArray(msgspec.structs.replace(lazy.spec, **changes), lazy.read, lazy.storage)
+    return with_spec(lazy, msgspec.structs.replace(lazy.spec, **changes))
 
 
 _REBUILD: Constructors = {

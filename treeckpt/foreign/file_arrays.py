@@ -1,16 +1,14 @@
-"""Byte ranges of foreign files, and arrays in them: strided, flat, or in several pieces.
+"""Arrays in byte ranges of foreign files: strided, flat, or in several pieces.
 
-Sizes in a file are not trusted: a range that is not within its file is an error before memory is allocated for it.
+An array knows where its bytes lie, as far as they lie in a file as they are (`FileArray.parts`): a load then reads them
+from there. Any other array is read by its `read`, box by box.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -22,10 +20,8 @@ from ..arrays.numpy import dtype_name
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, any_overlap, c_strides, flat_regions, intersect
 from ..core.tree.spec import ArraySpec
-from ..errors import CheckpointNotFound, CorruptError
-from ..io.storage.local_read import LocalReader
-from ..io.storage.open import open_store
-from ..io.storage.store import LocalStore, Store
+from ..errors import CorruptError
+from .files import FileRange
 
 NARROW = 4096
 """Bytes of a file that cost no more to read than a part of them."""
@@ -36,94 +32,53 @@ FlatReader = Callable[[int, int], np.ndarray]
 """Returns `count` elements from number `start` on, of raw dtype, in one dimension."""
 
 
-class FileRange(msgspec.Struct, frozen=True):
-    """A byte range of a file."""
+class ArrayPart(msgspec.Struct, frozen=True):
+    """A box of an array: a byte range of a file with its elements in C order, or a lazy array of its shape."""
 
-    store: Store
-    name: str
-    start: int
-    size: int
-    """Bytes."""
-
-    @property
-    def label(self) -> str:
-        """The URL of the file, for errors."""
-        return f"{self.store.url}/{self.name}"
-
-    def within(self, start: int, size: int) -> FileRange:
-        """Returns a part of this range.
-
-        Raises:
-            CorruptError: it is not inside.
-        """
-        if start < 0 or size < 0 or start + size > self.size:
-            raise CorruptError(
-                self.label,
-                expected=f"a range of {size} bytes from {start} on",
-                found=f"{self.size} bytes in all",
-                hint="The file is damaged, was cut short, or lies; get it anew from where it was written",
-            )
-        return FileRange(self.store, self.name, self.start + start, size)
-
-    def read(self, start: int, size: int) -> np.ndarray:
-        """Returns bytes of it, as uint8[size]."""
-        inner = self.within(start, size)
-        data = np.empty(size, np.uint8)
-        inner.read_into(0, data)
-        return data
-
-    def read_into(self, start: int, out: np.ndarray, *, shared: bool = False) -> None:
-        """Fills a uint8 array with bytes of it; `shared` as in `Store.read_into`."""
-        inner = self.within(start, len(out))
-        if len(out):
-            self.store.read_into(self.name, inner.start, out.data, shared=shared)
+    number: int
+    """Among the parts of the array."""
+    region: Region
+    data: FileRange | LazyArray
 
 
-def file_window(path: str | os.PathLike[str]) -> FileRange:
-    """Returns a whole local file.
+class FileArray(LazyArray):
+    """A lazy array whose bytes lie in files, as they are.
 
-    Raises:
-        CheckpointNotFound: there is none.
+    Args:
+        parts: returns the parts that share an element with a region; None for all. They may be opened for it.
+        count: the number of all parts.
+        deferred: files are opened to find them.
     """
-    file = Path(path).absolute()
-    return store_window(ForeignStore(file.parent), file.name)
+
+    __slots__ = ("count", "deferred", "parts")
+
+    def __init__(
+        self,
+        spec: ArraySpec,
+        read: Callable[[Region], np.ndarray],
+        storage: Storage | None,
+        parts: Callable[[Region | None], Sequence[ArrayPart]],
+        count: int = 1,
+        *,
+        deferred: bool = False,
+    ) -> None:
+        super().__init__(spec, read, storage)
+        self.parts, self.count, self.deferred = parts, count, deferred
 
 
-class ForeignStore(LocalStore):
-    """A directory of another program; links are followed, because the cache of Hugging Face consists of them."""
-
-    def sizes(self) -> dict[str, int]:
-        try:
-            return {path.name: path.stat().st_size for path in self.directory.iterdir() if path.is_file()}
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-
-    def read(self, name: str, *, limit: int) -> bytes:
-        return super().read(self._resolved(name), limit=limit)
-
-    def _reader(self, name: str) -> AbstractContextManager[LocalReader]:
-        return super()._reader(self._resolved(name))
-
-    def _resolved(self, name: str) -> str:
-        return str((self.directory / name).resolve())
+def with_spec(array: LazyArray, spec: ArraySpec) -> LazyArray:
+    """Returns the same array with another spec of its shape and dtype."""
+    if isinstance(array, FileArray):
+        return FileArray(spec, array.read, array.storage, array.parts, array.count, deferred=array.deferred)
+    return LazyArray(spec, array.read, array.storage)
 
 
-def open_foreign(path: str | os.PathLike[str] | Store) -> Store:
-    """Returns the store of a directory of another program."""
-    store = open_store(path)
-    return ForeignStore(store.directory) if type(store) is LocalStore else store
-
-
-def store_window(store: Store, name: str, sizes: dict[str, int] | None = None) -> FileRange:
-    """Returns a whole file of a store.
-
-    Raises:
-        CheckpointNotFound: there is none.
-    """
-    size = (sizes if sizes is not None else store.sizes()).get(name)
-    if size is None:
-        raise CheckpointNotFound(f"{store.url}/{name}", expected="a file", found="none", hint="Check the path")
-    return FileRange(store, name, 0, size)
+def range_of(array: LazyArray) -> FileRange | None:
+    """Returns the byte range that is all of an array in C order; None if there is no such range."""
+    if not isinstance(array, FileArray) or array.count != 1:
+        return None
+    [part] = array.parts(None)
+    return part.data if isinstance(part.data, FileRange) else None
 
 
 class ReadableRange(Protocol):
@@ -172,22 +127,28 @@ def strided_array(
     address: int | None,
     *,
     narrow: int = NARROW,
+    window: FileRange | None = None,
 ) -> LazyArray:
     """Returns a lazy array over flat elements.
 
     Args:
         offset, strides: of the array, in elements; None for C order.
         address: of the flat elements; None if ties and views of them are not of interest.
+        window: the byte range that the flat elements are, if they are one.
     """
-    itemsize = dtype_of(spec.dtype).itemsize
+    itemsize, size = dtype_of(spec.dtype).itemsize, math.prod(spec.shape)
     usual = c_strides(spec.shape, 1)
     steps = usual if strides is None else strides
+    plain = all(s == c or n == 1 for n, s, c in zip(spec.shape, steps, usual, strict=True))
     storage = None
-    if address is not None and math.prod(spec.shape):
+    if address is not None and size:
         span = 1 + sum((n - 1) * s for n, s in zip(spec.shape, steps, strict=True))
-        plain = all(s == c or n == 1 for n, s, c in zip(spec.shape, steps, usual, strict=True))
         storage = Storage(address + offset * itemsize, span * itemsize, None if plain else steps)
-    return LazyArray(spec, partial(read_strided, flat, itemsize, offset, steps, narrow=narrow), storage)
+    read = partial(read_strided, flat, itemsize, offset, steps, narrow=narrow)
+    if window is None or not plain or not size:
+        return LazyArray(spec, read, storage)
+    part = ArrayPart(0, Region.whole(spec.shape), window.within(offset * itemsize, size * itemsize))
+    return FileArray(spec, read, storage, lambda _: [part])
 
 
 def flat_array(spec: ArraySpec, window: FileRange, address: int | None = None) -> LazyArray:
@@ -198,7 +159,7 @@ def flat_array(spec: ArraySpec, window: FileRange, address: int | None = None) -
     """
     itemsize = dtype_of(spec.dtype).itemsize
     window = window.within(0, math.prod(spec.shape) * itemsize)
-    return strided_array(spec, flat_of(window, itemsize), 0, None, address)
+    return strided_array(spec, flat_of(window, itemsize), 0, None, address, window=window)
 
 
 def flat_of(window: ReadableRange, itemsize: int) -> FlatReader:
@@ -247,8 +208,18 @@ def from_boxes(spec: ArraySpec, pieces: Sequence[tuple[Region, Open]], label: st
             hint="A file of another save may lie among these, or one is missing",
         )
     raw = raw_dtype(dtype_of(spec.dtype).itemsize)
+
+    def parts(region: Region | None) -> list[ArrayPart]:
+        found: list[ArrayPart] = []
+        for number, piece in enumerate(pieces):
+            if piece[0].size and (region is None or intersect(piece[0], region) is not None):
+                opened = _opened(piece, spec, label)
+                window = range_of(opened)
+                found.append(ArrayPart(number, piece[0], opened if window is None else window))
+        return found
+
     if len(pieces) == 1:
-        return LazyArray(spec, lambda region: _opened(pieces[0], spec, label).read(region))
+        return FileArray(spec, lambda region: _opened(pieces[0], spec, label).read(region), None, parts, deferred=True)
 
     def read(region: Region) -> np.ndarray:
         out = np.empty(region.shape, raw)
@@ -258,7 +229,7 @@ def from_boxes(spec: ArraySpec, pieces: Sequence[tuple[Region, Open]], label: st
                 out[common.relative_to(region).slices()] = data
         return out
 
-    return LazyArray(spec, read)
+    return FileArray(spec, read, None, parts, len(pieces), deferred=True)
 
 
 def _opened(piece: tuple[Region, Open], spec: ArraySpec, label: str) -> LazyArray:
@@ -300,4 +271,32 @@ def from_ranges(spec: ArraySpec, parts: Sequence[LazyArray], label: str) -> Lazy
             at += size
         return out
 
-    return strided_array(spec, flat, 0, None, None)
+    made = strided_array(spec, flat, 0, None, None)
+    found = _flat_parts(spec, parts, sizes)
+    if found is None:
+        return made
+
+    def within(region: Region | None) -> list[ArrayPart]:
+        return [part for part in found if region is None or intersect(part.region, region) is not None]
+
+    return FileArray(spec, made.read, None, within, len(found))
+
+
+def _flat_parts(spec: ArraySpec, parts: Sequence[LazyArray], sizes: Sequence[int]) -> list[ArrayPart] | None:
+    """Returns the boxes of an array whose elements are those of others, one after the other; None if some are not
+    ranges of files."""
+    found: list[ArrayPart] = []
+    itemsize, at = dtype_of(spec.dtype).itemsize, 0
+    for part, size in zip(parts, sizes, strict=True):
+        window = range_of(part)
+        if not size:
+            continue
+        if window is None:
+            return None
+        start = 0
+        for region in flat_regions(spec.shape, at, at + size):
+            nbytes = region.size * itemsize
+            found.append(ArrayPart(len(found), region, window.within(start, nbytes)))
+            start += nbytes
+        at += size
+    return found

@@ -6,19 +6,20 @@ inside that file, as is each other value. Only the classes of that metadata are 
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 from ..arrays.lazy import LazyArray
 from ..core.sharding.region import Region
 from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.spec import ArraySpec
-from ..core.tree.structure import MAX_DEPTH
+from ..core.tree.structure import MAX_DEPTH, child_path
 from ..errors import CorruptError, FormatError
 from ..io.storage.foreign_formats import DCP_METADATA
 from ..io.storage.store import Store
 from .checksums import ArchiveStorages
-from .files import FileRange, Open, from_boxes, store_window
+from .file_arrays import Open, from_boxes
+from .files import FileRange, store_window
 from .pickle_reader import UnbuiltObject, brief, read_pickle
 from .pickle_values import PLAIN, RefusedLeaf, dtype_named
 from .torch_read import read_torch
@@ -104,10 +105,20 @@ class DcpDirectory:
         self.storages.note(name, found)
         return found
 
+    def _keys(self, name: str) -> tuple[Any, ...]:
+        """Returns the steps to a leaf in the tree; its name alone where they are not known."""
+        path = self.paths.get(name) if isinstance(self.paths, dict) and self.paths else None
+        return tuple(path) if isinstance(path, (tuple, list)) else (name,)
+
     def leaf(self, name: str, node: Any) -> Any:
         """Returns a tensor, left in its files, or a value."""
         if isinstance(node, UnbuiltObject) and node.symbol == f"{_MODULE} BytesStorageMetadata":
-            return read_torch(self.window(name, None), self.storages, self.refused)
+            inner: list[RefusedLeaf] = []
+            found = read_torch(self.window(name, None), self.storages, inner)
+            for one in inner:
+                at = reduce(child_path, self._keys(name), "")
+                self.refused.append(RefusedLeaf("/".join(filter(None, (at, one.path))), one.what, one.why))
+            return found
         properties, size, chunks = self._fields(node, "TensorStorageMetadata", "properties", "size", "chunks")
         state = _state_of(properties, f"{_MODULE} TensorProperties", tuple, self.label)
         if len(state) < 3 or not isinstance(chunks, list):

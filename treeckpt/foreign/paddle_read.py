@@ -23,7 +23,8 @@ from ..io.storage.foreign_formats import PADDLE_METADATA
 from ..io.storage.store import Store
 from .checksums import ArchiveStorages
 from .dcp_read import nest, sizes_of
-from .files import Open, elements_of, from_boxes, memory_array, store_window, strided_array
+from .file_arrays import Open, elements_of, from_boxes, memory_array, range_of, strided_array
+from .files import store_window
 from .pickle_reader import UnbuiltObject, brief, read_pickle
 from .pickle_values import PLAIN, build_tree
 from .safetensors_read import read_safetensors
@@ -159,7 +160,8 @@ class PaddleDirectory:
 
     def _box(self, name: str, piece: PaddlePiece, spec: ArraySpec, start: int) -> LazyArray:
         """Returns elements of a piece, from number `start` on, as an array."""
-        return strided_array(spec, elements_of(self._data(name, piece)), start, None, None)
+        data = self._data(name, piece)
+        return strided_array(spec, elements_of(data), start, None, None, window=range_of(data))
 
 
 def read_paddle(store: Store, storages: ArchiveStorages, name: str | None = None) -> dict[Any, Any]:

@@ -54,6 +54,10 @@ def _shift(nbytes: int) -> int:
     return found
 
 
+def _start_of(entry: EntryChecksum) -> int:
+    return entry.window.start
+
+
 def combine_crcs(parts: Iterable[tuple[int, int]]) -> int:
     """Returns the CRC-32 of consecutive ranges, given (bytes, CRC-32) of each."""
     crc = 0
@@ -94,8 +98,13 @@ class EntryChecksum:
             self.check()
         data = self.window.read(start, size)
         if not self.sound:
-            self._take(start, data)
+            self.take(start, data)
         return data
+
+    @property
+    def is_read(self) -> bool:
+        """Whether bytes of it were read since it was opened."""
+        return self._left < self.window.size
 
     def check(self) -> None:
         """Reads and compares all of it, unless it is known to be sound.
@@ -114,8 +123,19 @@ class EntryChecksum:
                 crc = zlib.crc32(part.data, crc)
             self._compare(crc)
 
-    def _take(self, start: int, data: np.ndarray) -> None:
-        """Computes the CRCs of the parts of a range that were not claimed before."""
+    def take(self, start: int, data: np.ndarray) -> None:
+        """Computes the CRCs of the parts of a range that were not claimed before.
+
+        Args:
+            start: where in the entry the bytes start; they may begin before it, and end behind it.
+
+        Raises:
+            CorruptError: no part of the entry is left, and bytes of it have changed.
+        """
+        first, last = max(-start, 0), min(len(data), self.window.size - start)
+        if first >= last:
+            return
+        start, data = start + first, data[first:last]
         with self._lock:
             gaps = self._claim(start, start + len(data))
         made = {low: (high - low, zlib.crc32(data[low - start : high - start].data)) for low, high in gaps}
@@ -164,6 +184,8 @@ class ArchiveStorages:
         self._lock = threading.Lock()
         self._entries: list[tuple[int, EntryChecksum]] = []
         """With their addresses, which grow."""
+        self._by_file: dict[str, list[EntryChecksum]] = {}
+        """Those that have a CRC, by the URL of their file and in its order."""
 
     def take(self, nbytes: int) -> int:
         """Returns the first address of a new range."""
@@ -173,7 +195,34 @@ class ArchiveStorages:
 
     def sum_of(self, window: FileRange, crc: int, name: str) -> EntryChecksum:
         """Returns the checksum of an entry: the same, however often its archive is opened."""
-        return self._sums.setdefault((window.label, window.start), EntryChecksum(window, crc, name))
+        with self._lock:
+            found = self._sums.get((window.label, window.start))
+            if found is None:
+                found = self._sums[window.label, window.start] = EntryChecksum(window, crc, name)
+                if not found.sound:
+                    bisect.insort(self._by_file.setdefault(window.label, []), found, key=_start_of)
+            return found
+
+    def take_range(self, file: str, start: int, data: memoryview) -> None:
+        """Computes the CRCs of entries of a file from bytes of it that were read, whatever else these hold.
+
+        Raises:
+            CorruptError: the last bytes of an entry were among them, and bytes of it have changed.
+        """
+        with self._lock:
+            entries = self._by_file.get(file, [])
+            low = max(bisect.bisect_right(entries, start, key=_start_of) - 1, 0)
+            high = bisect.bisect_left(entries, start + len(data), key=_start_of)
+            met = [entry for entry in entries[low:high] if not entry.sound]
+        for entry in met:
+            entry.take(start - entry.window.start, np.frombuffer(data, np.uint8))
+
+    def unverified(self, nbytes: int) -> int:
+        """Returns how many of so many bytes of arrays that were read have been compared with no CRC-32."""
+        entries = list({id(entry): entry for _, entry in self._entries}.values())
+        if entries and all(entry.crc and (entry.sound or not entry.is_read) for entry in entries):
+            return 0
+        return max(0, nbytes - sum(entry.window.size for entry in entries if entry.crc and entry.sound))
 
     def take_entry(self, entry: EntryChecksum) -> int:
         """Returns the first address of a new range for an entry."""

@@ -16,7 +16,8 @@ from ..errors import CheckpointNotFound, CorruptError, FormatError
 from ..io.storage.foreign_formats import HFAI_PART
 from ..io.storage.store import Store
 from .checksums import ArchiveStorages
-from .files import from_ranges, store_window
+from .file_arrays import from_ranges
+from .files import store_window
 from .pickle_reader import brief
 from .pickle_values import RefusedLeaf
 from .torch_read import read_torch

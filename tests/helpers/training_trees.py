@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 __all__ = ["assert_same", "training_tree"]
@@ -42,6 +43,8 @@ def assert_same(found: Any, expected: Any, path: str = "") -> None:
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape), path
         assert found.requires_grad == expected.requires_grad, path
         assert _bits(found) == _bits(expected), path
+    elif isinstance(expected, np.ndarray):
+        assert (found.dtype, found.shape, found.tobytes()) == (expected.dtype, expected.shape, expected.tobytes()), path
     elif isinstance(expected, dict):
         assert list(found) == list(expected), path
         for key in expected:

@@ -1,0 +1,162 @@
+"""Verifications: a job with progress, cancelled or not, whose verdict over all shards every page and command shows."""
+
+import json
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from tests.dashboard.helpers import client_of
+from tests.helpers.background import until
+from tests.helpers.samples import write_checkpoint
+from treeckpt.cli.main import main
+from treeckpt_dashboard.checkpoint import verify_jobs
+
+SHARDS = 120  # more than a page lists
+
+
+@pytest.fixture
+def many_shards(tmp_path):
+    """A checkpoint of SHARDS shards; returns its path and its index."""
+    path = tmp_path / "run" / "step_00000007"
+    tree = {f"w{n}": np.full(512, n, np.float32) for n in range(SHARDS)}
+    return path, write_checkpoint(path, tree, step=7, world=1, max_shard_bytes=2048, layouts=lambda path, array: None)
+
+
+def flip(file, at=-8):
+    """Changes one byte of a file in place, which keeps its size and its modification time."""
+    before = file.stat()
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def the_checkpoint(client):
+    [run] = client.get("/api/v1/runs").json()["runs"]
+    [row] = run["checkpoints"]
+    return row
+
+
+def verified(client):
+    """Starts a verification through the page, as a form does, and waits for its end."""
+    at = f"/checkpoints/{the_checkpoint(client)['id']}/verify"
+    sent = client.get(at, params={"action": "start"}, follow_redirects=False)
+    assert (sent.status_code, sent.headers["location"]) == (303, "verify")
+    assert until(lambda: not client.get(f"/api/v1{at}").json()["running"])
+    return client.get(f"/api/v1{at}").json()
+
+
+def test_a_committed_checkpoint_is_not_called_verified_until_every_shard_was_compared(many_shards, tmp_path):
+    client = client_of(tmp_path / "run", tmp_path / "cache")
+    row = the_checkpoint(client)
+    assert (row["status"], row["verification"]) == ("committed", None)
+    assert "sizes match, contents not verified" in client.get(f"/checkpoints/{row['id']}").text
+    found = verified(client)
+    assert (found["job"]["state"], found["job"]["share"], found["job"]["shards"]) == ("ended", 1.0, SHARDS)
+    verdict = found["checkpoint"]["verification"]
+    assert (verdict["ok"], verdict["files"], verdict["nbytes"]) == (True, SHARDS, SHARDS * 2048)
+    row = the_checkpoint(client)
+    assert row["status"] == "verified" and "dashboard" in row["verification"]["by"] and row["verification"]["ended"]
+    [run] = client.get("/api/v1/runs").json()["runs"]
+    assert run["statuses"] == {"verified": 1} and run["complete"] == 1
+    assert 'status="verified"} 1' in client.get("/metrics").text
+    for page in ("/", f"/runs/{run['id']}", f"/checkpoints/{row['id']}", f"/checkpoints/{row['id']}/files"):
+        assert "just now" in client.get(page).text or "verified" in client.get(page).text
+
+
+def test_a_flipped_byte_in_the_last_shard_is_found_and_stays_found(many_shards, tmp_path):
+    path, index = many_shards
+    assert len(index.file_list) == SHARDS
+    last = path / index.file_list[-1].name
+    flip(last)
+    found = verified(client_of(tmp_path / "run", tmp_path / "cache"))
+    [problem] = found["checkpoint"]["verification"]["problems"]
+    assert problem["file"] == last.name and "differ from their checksum" in problem["text"]
+    again = client_of(tmp_path / "run", tmp_path / "cache")  # another server
+    row = the_checkpoint(again)
+    assert row["status"] == "damaged" and last.name in row["error"]
+    for page in (f"/checkpoints/{row['id']}", f"/checkpoints/{row['id']}/verify"):
+        assert last.name in again.get(page).text
+    listed = again.get(f"/api/v1/checkpoints/{row['id']}/files?start=100").json()["rows"]
+    assert [file["name"] for file in listed if file["problem"]] == [last.name]
+    os.utime(last)  # a copy, a touch: whether the byte is right again is not known
+    row = the_checkpoint(client_of(tmp_path / "run", tmp_path / "cache"))
+    assert row["status"] == "damaged" and row["verification"]["changed"]
+    flip(last)
+    assert verified(again)["checkpoint"]["status"] == "verified", "every byte was compared and found intact"
+
+
+def test_a_verdict_is_that_of_the_files_as_they_were(many_shards, tmp_path):
+    path, index = many_shards
+    client = client_of(tmp_path / "run", tmp_path / "cache")
+    verified(client)
+    os.utime(path / index.file_list[3].name)
+    assert the_checkpoint(client_of(tmp_path / "run", tmp_path / "cache"))["status"] == "committed"
+
+
+def test_the_command_and_the_dashboard_share_their_verdicts(many_shards, serve, tmp_path, monkeypatch, capsys):
+    path, index = many_shards
+    monkeypatch.setenv("TREECKPT_CACHE", str(tmp_path / "shared"))
+    client = serve(tmp_path / "run")
+    assert the_checkpoint(client)["status"] == "committed"
+    assert main(["verify", str(path)]) == 0
+    row = the_checkpoint(client)
+    assert row["status"] == "verified" and "treeckpt verify" in row["verification"]["by"]
+    capsys.readouterr()
+    assert main(["ls", str(tmp_path / "run")]) == 0 and "complete, verified" in capsys.readouterr().out
+    flip(path / index.file_list[0].name)
+    assert main(["verify", str(path)]) == 1
+    assert the_checkpoint(client)["status"] == "damaged"
+    capsys.readouterr()
+    assert main(["ls", str(tmp_path / "run"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["verification"]["total"] == 1
+
+
+def test_a_cancelled_job_keeps_what_it_has_found_and_calls_nothing_verified(many_shards, tmp_path, monkeypatch):
+    path, index = many_shards
+    client = client_of(tmp_path / "run", tmp_path / "cache")
+    at = f"/api/v1/checkpoints/{the_checkpoint(client)['id']}/verify"
+    jobs = client.app.state.verify_jobs
+    with jobs._working:  # as while another checkpoint is verified
+        assert client.get(at, params={"action": "start"}).json()["job"]["state"] == "waiting"
+        client.get(at, params={"action": "cancel"})
+    assert until(lambda: not client.get(at).json()["running"])
+    assert client.get(at).json()["job"]["state"] == "cancelled" and the_checkpoint(client)["status"] == "committed"
+
+    flip(path / index.file_list[0].name)
+    held, go_on = threading.Event(), threading.Event()
+    take = verify_jobs._Job._take
+
+    def hold(job, message):
+        result = take(job, message)
+        if isinstance(message, verify_jobs.Found):
+            held.set()
+            go_on.wait(60)
+        return None if result is None else pytest.fail("it was killed before its end")
+
+    monkeypatch.setattr(verify_jobs, "PROGRAM", verify_jobs.PROGRAM.replace("sys.exit(", "import time\n" + SLOW))
+    monkeypatch.setattr(verify_jobs._Job, "_take", hold)
+    client.get(at, params={"action": "start"})
+    assert held.wait(60) and client.get(at).json()["job"]["total"] == 1, "what was found shows while it runs"
+    client.get(at, params={"action": "cancel"})
+    go_on.set()
+    assert until(lambda: not client.get(at).json()["running"])
+    row = the_checkpoint(client)
+    assert row["status"] == "damaged" and not row["verification"]["complete"]
+
+
+SLOW = """
+from treeckpt_dashboard.checkpoint import verify_process
+add = verify_process._Printer.add_shard
+verify_process._Printer.add_shard = lambda self, problems: (add(self, problems), time.sleep(60))
+sys.exit("""
+
+
+def test_pages_of_other_sites_start_no_job(many_shards, tmp_path):
+    client = client_of(tmp_path / "run", tmp_path / "cache")
+    at = f"/api/v1/checkpoints/{the_checkpoint(client)['id']}/verify"
+    for site in ("cross-site", "same-site"):
+        assert client.get(at, params={"action": "start"}, headers={"Sec-Fetch-Site": site}).status_code == 404
+    assert client.get(at).json()["job"] is None

@@ -1,0 +1,174 @@
+"""An index of files of other programs, in the form of ours: what reads a checkpoint then reads them in place.
+
+Each file stands for the stream of one rank, in which bytes have the offsets that they have in the file. An array whose
+bytes are not in a file as they are (odd strides, values of a pickle) stands for a file of its own, which is computed
+when it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from ..arrays.describe import describe_tree
+from ..arrays.lazy import LazyArray
+from ..arrays.registry import encode
+from ..core.format.build_index import build_index
+from ..core.format.chunks import Chunks, DeferredChunks, WholeChunk
+from ..core.format.records import ArrayRecord, File, Index, LeafRecord, file_table
+from ..core.planning.load_plan import Chunk
+from ..core.planning.rank_trees import RankClass, merge_rank_trees
+from ..core.sharding.dtypes import dtype_of
+from ..core.sharding.int_runs import decode_runs, encode_runs
+from ..core.sharding.region import Region
+from ..core.tree.flatten import flatten, replace_leaves
+from ..core.tree.value_codec import TypedValue
+from .file_arrays import ArrayPart, FileArray, FlatReader, elements_of, memory_array, range_of
+from .files import FileRange, ForeignStore, ReadComputed
+from .pickle_values import RefusedLeaf
+from .sources import ForeignTree, check_shape
+
+FREE = 64 << 20
+"""Bytes that arrays may take beyond those of all files, whatever these are: views show bytes repeatedly."""
+TIMES = 16
+"""Times the bytes of all files that they may take beyond that."""
+PARTS = 24
+"""Bits of a part's number in the rank of an array that is computed."""
+REFUSED = "refused"
+"""The kind of a stored value that could not be read: an error where it is asked for."""
+
+
+class ForeignIndex(Index, frozen=True, dict=True):
+    """The index of files that another program wrote."""
+
+    names: tuple[str, ...] = ()
+    """Of the files; the number of a file is the rank whose stream it is."""
+    computed: dict[int, int] = msgspec.field(default_factory=dict)
+    """Bytes of each array that is computed when it is read, by the rank whose stream it is."""
+
+    @cached_property
+    def file_list(self) -> tuple[File, ...]:
+        sizes = decode_runs(self.files.nbytes).tolist()
+        return tuple(File(name, n, 0, 0, size, 0) for n, (name, size) in enumerate(zip(self.names, sizes, strict=True)))
+
+    @property
+    def file_kind(self) -> str:
+        return "files"
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.entries)
+
+    @property
+    def repeated_nbytes(self) -> int:
+        """Bytes that arrays may take beside those of the files, where several of them show the same bytes."""
+        return FREE + TIMES * int(decode_runs(self.files.nbytes).sum())
+
+    def locate(self, rank: int, start: int, stop: int, path: str) -> tuple[File, int]:
+        if rank in self.computed:
+            return File(computed_name(rank), rank, 0, 0, self.computed[rank], 0), start
+        return super().locate(rank, start, stop, path)
+
+
+def computed_name(rank: int) -> str:
+    """Returns the name under which a store has an array that is computed; no file has it."""
+    return f"{rank}/computed"
+
+
+class _ChunkFinder:
+    """Finds the chunks of arrays, and registers those that are computed.
+
+    Args:
+        add: takes the rank, the size and the reader of an array that is computed.
+    """
+
+    def __init__(self, files: dict[str, int], add: Callable[[int, int, ReadComputed], object]) -> None:
+        self._ranks = {name: number for number, name in enumerate(files)}
+        self._add = add
+
+    def chunks(self, number: int, array: LazyArray) -> Chunks:
+        """Returns the chunks of the array of a leaf."""
+        if isinstance(array, FileArray) and not array.deferred and (window := range_of(array)) is not None:
+            return WholeChunk(self._ranks[window.name], window.start)
+        if not isinstance(array, FileArray):
+            return WholeChunk(self._computed(number, 0, array), 0)
+        return DeferredChunks(partial(self._find, number, array), array.count)
+
+    def _find(self, number: int, array: FileArray, region: Region | None) -> list[Chunk]:
+        return [self._chunk(number, part) for part in array.parts(region)]
+
+    def _chunk(self, number: int, part: ArrayPart) -> Chunk:
+        if isinstance(part.data, FileRange):
+            return Chunk(part.region, self._ranks[part.data.name], part.data.start)
+        return Chunk(part.region, self._computed(number, part.number, part.data), 0)
+
+    def _computed(self, number: int, part: int, array: LazyArray) -> int:
+        """Registers an array under a rank that is the same in every process; returns the rank."""
+        rank = len(self._ranks) + (number << PARTS) + part
+        self._add(rank, array.nbytes, partial(_fill, elements_of(array), dtype_of(array.spec.dtype).itemsize))
+        return rank
+
+
+def _fill(flat: FlatReader, itemsize: int, offset: int, out: memoryview) -> None:
+    """Fills memory with the bytes of elements from byte `offset` on."""
+    first, last = offset // itemsize, -(-(offset + len(out)) // itemsize)
+    data = np.ascontiguousarray(flat(first, last - first)).view(np.uint8).reshape(-1)
+    out[:] = data[offset - first * itemsize :][: len(out)].data
+
+
+def index_files(
+    found: ForeignTree, files: dict[str, int], created_ns: int, refused: Sequence[RefusedLeaf], store: ForeignStore
+) -> ForeignIndex:
+    """Returns the index of a tree whose arrays are in files.
+
+    Args:
+        files: their sizes by name.
+        refused: the leaves that could not be read.
+        store: where arrays that are computed are registered.
+
+    Raises:
+        TreeError, FormatError: a leaf that no checkpoint holds.
+    """
+    names = sorted(files)
+    made: dict[int, LazyArray] = {}
+    arrays: dict[str, LazyArray] = {}
+    leaves: list[Any] = []
+    for path, leaf in flatten(found.tree)[1]:
+        if isinstance(leaf, np.ndarray):
+            leaf = made.setdefault(id(leaf), memory_array(leaf))
+        if isinstance(leaf, LazyArray):
+            check_shape(leaf.spec, path, found.label)
+            arrays[path] = leaf
+        leaves.append(None if leaf is ... else leaf)
+    described = describe_tree(replace_leaves(found.tree, iter(leaves)), rank=0)
+    values = described.values | {one.path: TypedValue(REFUSED, (one.what[:200], one.why)) for one in refused}
+    index = build_index(
+        merge_rank_trees([RankClass(encode_runs([0]), described.inventory)], 1),
+        None,
+        file_table((number, 0, 0, files[name], 0) for number, name in enumerate(names)),
+        values=values,
+        own_values={},
+        save_id=xxhash.xxh3_64_hexdigest(repr([(name, files[name]) for name in names]).encode()),
+        step=None,
+        created_ns=created_ns,
+        metadata={key: encode(value, f"metadata/{key}", allow_pickle=False) for key, value in found.metadata.items()},
+    )
+    computed: dict[int, int] = {}
+
+    def add(rank: int, nbytes: int, read: ReadComputed) -> None:
+        computed[rank] = nbytes
+        store.computed[computed_name(rank)] = read
+
+    finder = _ChunkFinder({name: files[name] for name in names}, add)
+    records: list[LeafRecord] = []
+    for number, ((path, _), record) in enumerate(zip(index.paths, index.leaves, strict=True)):
+        if isinstance(record, ArrayRecord):
+            record = ArrayRecord(record.spec, record.layout, finder.chunks(number, arrays[path]))
+        records.append(record)
+    fields = {name: getattr(index, name) for name in index.__struct_fields__}
+    return ForeignIndex(**{**fields, "leaves": tuple(records)}, names=tuple(names), computed=computed)
