@@ -25,11 +25,13 @@ def storage_for(given: Any, checkpoint_id: Any, *, reading: bool) -> Any:
     """Returns the storage that a call means: treeckpt's own for a path, and for DCP's own file system storage.
 
     Raises:
-        RuntimeError: neither a storage nor a path is given.
+        RuntimeError: no storage is given, nor a path or URL that is known; as DCP says it.
     """
     if given is None:
         if not checkpoint_id:
             raise RuntimeError("`checkpoint_id` must be specified if storage_reader/storage_writer is None.")
+        if not DcpWriter.validate_checkpoint_id(checkpoint_id):
+            raise RuntimeError(f"Cannot detect which StorageReader or StorageWriter to use for {checkpoint_id!r:.200}")
         return DcpReader(checkpoint_id) if reading else DcpWriter(checkpoint_id)
     if checkpoint_id is not None:
         given.reset(checkpoint_id)
