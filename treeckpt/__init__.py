@@ -11,6 +11,7 @@ The package, from top to bottom; imports only go down, and each package says in 
 
     cli  bench  demo  report  convert   tools: commands, benchmark, example job, HTML reports, other formats
     dcp                                 the interface of torch.distributed.checkpoint
+    integrations                        other libraries' objects in terms of the public names
     runs  training  trees               Manager and retention; models and optimizers as trees; operations on trees
     api                                 save, save_async, load, load_into, inspect, read_file, verify
     saving | loading                    tree to committed checkpoint | bytes to tree, verify, repair, load rules
@@ -25,7 +26,20 @@ import importlib
 from typing import Any
 
 from . import trees
-from .api import abstract, inspect, load, load_into, prewarm, read_file, rebuild_index, save, save_async, verify
+from .api import (
+    abstract,
+    inspect,
+    load,
+    load_abstract,
+    load_async,
+    load_into,
+    prewarm,
+    read_file,
+    rebuild_index,
+    save,
+    save_async,
+    verify,
+)
 from .arrays.sharded import Sharded
 from .core.analysis import retention_policy as policy
 from .core.format.records import Index
@@ -33,6 +47,7 @@ from .core.sharding.region import Region
 from .core.tree.containers import FromRank
 from .core.tree.flatten import PerRank
 from .core.tree.keyed_table import KeyedTable
+from .core.tree.path_text import path_keys, path_text
 from .core.tree.spec import ArraySpec
 from .errors import (
     CheckpointError,
@@ -50,6 +65,7 @@ from .errors import (
 from .io.storage.object_store import ObjectRun, ObjectStore
 from .io.storage.store import LocalStore, MemoryStore
 from .loading import transforms as rules
+from .loading.background import PendingLoad
 from .loading.overlay import Bank, From
 from .reports import LoadReport, SaveReport, VerifyReport
 from .runs.manager import Manager
@@ -76,6 +92,7 @@ __all__ = [
     "ObjectRun",
     "ObjectStore",
     "Pending",
+    "PendingLoad",
     "PerRank",
     "RankError",
     "Region",
@@ -88,7 +105,11 @@ __all__ = [
     "abstract",
     "inspect",
     "load",
+    "load_abstract",
+    "load_async",
     "load_into",
+    "path_keys",
+    "path_text",
     "policy",
     "prewarm",
     "read_file",

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, Unpack, cast
 
-import msgspec
-
-from .arrays.stateful import expand_states, state_tree
+from .arrays.stateful import state_tree
 from .core.format.file_names import check_step
-from .core.format.records import Index
 from .core.tree.flatten import flatten, replace_leaves
-from .foreign.foreign_checkpoint import open_checkpoint
-from .io.comm.comm import Comm, as_comm, global_rank
-from .io.gc_pause import gc_paused
-from .io.os_errors import wrap_read_error
-from .io.storage.checkpoint import Checkpoint
-from .io.storage.metadata_files import read_sidecar
+from .errors import MismatchError
+from .io.comm.collective import ending_together
+from .io.comm.comm import Comm, as_comm, background_comm, global_rank
 from .io.storage.open import open_store
 from .io.storage.store import Store
-from .loading.consistent_reads import on_one_version, on_versions
+from .loading.background import PendingLoad, start_load
+from .loading.keywords import LoadAsyncKeywords, LoadKeywords
 from .loading.match import LoadOptions, Strict
-from .loading.overlay import Bank, CheckpointOverlay, globs_of
+from .loading.one_checkpoint import CheckpointPath, inspect, read_file, rebuild_index, verify
+from .loading.overlay import Bank, globs_of
 from .loading.read_batch import Verify
-from .loading.repair import repair_store
+from .loading.run_load import run_load, run_load_into
 from .loading.transforms import Renaming, Transforms, as_rules
-from .loading.verify import publish_rebuilt, verify_checkpoint
-from .reports import LoadReport, SaveReport, VerifyReport
+from .reports import LoadReport, SaveReport
 from .saving.background import prewarm_tree, save_async_tree
 from .saving.future import Pending
 from .saving.options import BusyPolicy, SaveOptions, StagingMode, WriterKind, shard_limit
@@ -39,6 +34,8 @@ __all__ = [
     "abstract",
     "inspect",
     "load",
+    "load_abstract",
+    "load_async",
     "load_into",
     "prewarm",
     "read_file",
@@ -49,7 +46,7 @@ __all__ = [
 ]
 
 SavePath = str | os.PathLike[str] | Store
-Path = SavePath | Checkpoint
+_DROPPED = "This rank's tree, if it was loaded, is dropped"
 AnyComm = Any  # a Comm, a torch.distributed process group, "alone", or None for the default one
 
 
@@ -104,7 +101,7 @@ def save(
         max_shard_bytes=shard_limit(max_shard_bytes),
         namespace=namespace,
     )
-    return save_tree(open_store(path), tree, as_comm(comm), options, custom_metadata or {}, files=files)
+    return save_tree(open_store(path), tree, as_comm(comm), options, custom_metadata, files=files)
 
 
 def save_async(
@@ -163,7 +160,7 @@ def save_async(
         writer=writer,
         timeout=timeout,
     )
-    return save_async_tree(open_store(path), tree, as_comm(comm), options, custom_metadata or {}, files=files)
+    return save_async_tree(open_store(path), tree, as_comm(comm), options, custom_metadata, files=files)
 
 
 def prewarm(tree: object, *, writer: WriterKind = "process", comm: AnyComm = None) -> None:
@@ -178,7 +175,7 @@ def prewarm(tree: object, *, writer: WriterKind = "process", comm: AnyComm = Non
 
 
 def load(
-    path: Path | Bank | Sequence[Any],
+    path: CheckpointPath | Bank | Sequence[Any],
     like: Any = None,
     *,
     select: str | Sequence[str] | None = None,
@@ -198,6 +195,7 @@ def load(
     allow_pickle: bool = False,
     comm: AnyComm = None,
     namespace: str = "",
+    together: bool = False,
     on_report: Callable[[LoadReport], None] | None = None,
 ) -> Any:
     """Loads a checkpoint as a new tree.
@@ -206,53 +204,72 @@ def load(
 
     Args:
         path: as given to save, or files of other programs; or a `Bank` or list of several, of which later ones win.
-        like: what is wanted: tensors, DTensors, `ArraySpec`s, anything with shape and dtype, or `...` for no leaf. None
-            gives the tree as it was saved, in host memory, with distributed arrays whole.
-        select, exclude: globs over paths as they are in like; a path under a named one counts. What is not wanted comes
-            back as `...` (without like) or as it stands in like.
+        like: tensors, DTensors, `ArraySpec`s, anything with shape and dtype, `...` for no leaf. None: as saved, whole.
+        select, exclude: globs over paths as in like, and what is below; the rest comes back as in like, else as `...`.
         rename, transforms: {"h.$L.*": "layers.$L.*"}, then rules or statements of `treeckpt.rules`: as if saved so.
         strict: like and checkpoint must have the same leaves ("missing": like's must be there), rules match some leaf.
         cast: converts dtypes instead of refusing them.
         device: where new tensors go; "original" puts each where it was.
         verify: compares checksums of all that is read; "first" matters to `load_into` alone.
-        on_corrupt: "skip" salvages: leaves with bytes that are missing or changed come back as `...`, and are named in
-            `LoadReport.damaged`. Every rank has to call: they share the comparing. Not of a `Bank`.
+        on_corrupt: "skip" salvages: damaged leaves come back as `...`, and in `LoadReport.damaged`. Every rank has to
+            call: they share the comparing. Not of a `Bank`.
         per_rank: in another world size, refuse `PerRank` state, or take that of rank modulo the old world.
         copy: gives each array memory of its own, where whole ones are views of what a range of a file was read into.
         mmap: maps whole arrays: bytes come when they are touched, without checksums, from a file that must stay.
         read: "once" has what several ranks of a host want read by one and handed on; every rank has to call.
         memory: bytes of buffers, at least 1 MiB; None is 64 MiB, 512 MiB from object stores and network file systems.
         allow_pickle: unpickles values that were saved so, which can run any code: only for files you trust.
-        comm: this rank, and of how many, as for `save` or by the launcher; they talk to salvage or to read "once" only.
+        comm: this rank, and of how many, as for `save` or by the launcher; they talk for `read`, salvage, `together`.
+        together: every rank has to call, and waits for the others; what fails on some is one `RankError` on all.
         on_report: gets the `LoadReport`.
 
     Raises:
-        CheckpointNotFound, CorruptError, FormatError: the state of the files.
-        MismatchError: what is wanted is not what was saved.
+        CheckpointNotFound, CorruptError, FormatError, MismatchError: the state of the files, or what is wanted.
     """
-    wanted, unwanted, rules = globs_of(select), globs_of(exclude), as_rules(rename, transforms)
-    options = LoadOptions(wanted, strict, cast, device, verify, per_rank, copy, mmap, allow_pickle, namespace, read,
-        memory, unwanted, rules)  # fmt: skip
-    tree, report = _load(path, like, as_comm(comm, sends_messages=False), options, on_corrupt)
+    comm = as_comm(comm, sends_messages=together)
+    with _ending(comm, path, together=together, hint=_DROPPED):
+        options = LoadOptions(globs_of(select), strict, cast, device, verify, per_rank, copy, mmap, allow_pickle,
+            namespace, read, memory, globs_of(exclude), as_rules(rename, transforms))  # fmt: skip
+        tree, report = run_load(path, like, comm, options, on_corrupt)
     if on_report is not None:
         on_report(report)
     return tree
 
 
-def _load(path: Any, like: Any, comm: Comm, options: LoadOptions, on_corrupt: Any) -> tuple[Any, LoadReport]:
-    if like is not None:
-        like = state_tree(like, rank=comm.rank, namespace=options.namespace, mappings=not options.allow_pickle)
+def load_abstract(
+    path: CheckpointPath | Bank | Sequence[Any],
+    *,
+    select: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    rename: Renaming = None,
+    transforms: Transforms = None,
+    per_rank: Literal["error", "take"] = "take",
+    allow_pickle: bool = False,
+    comm: AnyComm = None,
+    namespace: str = "",
+) -> Any:
+    """The tree of a checkpoint with its values, and an `ArraySpec` in the place of each array; it reads no array.
 
-    def load_version(version: Checkpoint | Bank) -> tuple[Any, LoadReport]:
-        overlay = CheckpointOverlay(version)
-        with gc_paused():
-            return overlay.load(like, comm, overlay.salvaging(comm, options, on_corrupt))
+    It is what `load` takes as `like` to load the same; `treeckpt show --structure` prints it. The specs name no device.
 
-    return on_versions(path, load_version, together=options.read == "once", is_suspect=lambda found: found[1].damaged)
+    Args:
+        path, select, exclude, rename, transforms, allow_pickle, namespace: as for `load`.
+        per_rank: in another world size, take `PerRank` state of rank modulo the old world, or refuse it.
+        comm: which rank this is, as for `load`.
+
+    Raises:
+        CheckpointNotFound, CorruptError, FormatError: the state of the files.
+        MismatchError: a glob means nothing, or a class is not in this program.
+    """
+    options = LoadOptions(
+        globs_of(select), per_rank=per_rank, allow_pickle=allow_pickle, namespace=namespace, exclude=globs_of(exclude),
+        rules=as_rules(rename, transforms), specs_only=True,
+    )  # fmt: skip
+    return run_load(path, None, as_comm(comm, sends_messages=False), options, "error")[0]
 
 
 def load_into(
-    path: Path | Bank | Sequence[Any],
+    path: CheckpointPath | Bank | Sequence[Any],
     tree: Any,
     *,
     select: str | Sequence[str] | None = None,
@@ -269,6 +286,7 @@ def load_into(
     allow_pickle: bool = False,
     comm: AnyComm = None,
     namespace: str = "",
+    together: bool = False,
 ) -> LoadReport:
     """Fills the arrays of a tree in place, and puts values where their containers can change.
 
@@ -285,100 +303,62 @@ def load_into(
 
     See `load` for the arguments and errors.
     """
-    rules = as_rules(rename, transforms)
-    options = LoadOptions(
-        globs_of(select), strict, cast, None, verify, per_rank, True, False, allow_pickle, namespace, read, memory,
-        globs_of(exclude), rules,
-    )  # fmt: skip
-    comm = as_comm(comm, sends_messages=False)
-    return on_versions(
-        path,
-        lambda version: _load_into(CheckpointOverlay(version), tree, comm, options, on_corrupt),
-        together=read == "once",
-        is_suspect=lambda report: report.damaged,
-    )
+    comm = as_comm(comm, sends_messages=together)
+    with _ending(comm, path, together=together, hint="What was to be filled may be filled on some ranks only"):
+        rules = as_rules(rename, transforms)
+        options = LoadOptions(
+            globs_of(select), strict, cast, None, verify, per_rank, True, False, allow_pickle, namespace, read, memory,
+            globs_of(exclude), rules,
+        )  # fmt: skip
+        return run_load_into(path, tree, comm, options, on_corrupt)
 
 
-def _load_into(overlay: CheckpointOverlay, tree: Any, comm: Comm, options: LoadOptions, on_corrupt: Any) -> LoadReport:
-    with gc_paused():
-        options = overlay.salvaging(comm, options, on_corrupt)
-        found = expand_states(tree, rank=comm.rank, namespace=options.namespace, mappings=not options.allow_pickle)
-        if found is None:
-            return overlay.load_into(tree, comm, options)
-
-        def as_saved(at: str) -> Any:
-            own = msgspec.structs.replace(options, select=(at,) if at else None, strict=False, copy=False, read="each")
-            return overlay.load(None, comm, own)[0]
-
-        report, more = found.restore(as_saved, lambda target: overlay.load_into(target, comm, options))
-        return msgspec.structs.replace(report, loaded=report.loaded + more)
+def _ending(comm: Comm, path: Any, *, together: bool, hint: str) -> AbstractContextManager[None]:
+    """Returns the context in which a rank loads: with `together` its end is that of all ranks."""
+    if not isinstance(together, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise MismatchError("together", expected="True or False", found=f"{together!r:.60}")
+    return ending_together(comm, "load", f"{getattr(path, 'url', path)}", hint=hint) if together else nullcontext()
 
 
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[Checkpoint]:
-    """Opens a checkpoint; what reading has opened is closed at the end."""
-    if isinstance(path, Checkpoint):
-        yield path
-        return
-    store, version = open_checkpoint(path)
-    try:
-        yield version()
-    except OSError as error:
-        raise wrap_read_error(error, store.url) from error
-    finally:
-        store.close()
+def load_async(
+    path: CheckpointPath | Bank | Sequence[Any], like: Any = None, **options: Unpack[LoadAsyncKeywords]
+) -> PendingLoad:
+    """Loads a checkpoint as a new tree in a thread, beside what a program does at its start.
 
-
-def inspect(path: Path) -> Index:
-    """The index of a checkpoint: its tree, every leaf's spec and place, without reading any array.
-
-    Raises:
-        CheckpointNotFound, CorruptError, FormatError: the state of the files.
-    """
-    with opened(path) as checkpoint:
-        return checkpoint.index
-
-
-def read_file(path: Path, name: str) -> bytes:
-    """The content of a file that was saved with `files=`, verified; `inspect(path).sidecars` lists all.
-
-    Raises:
-        MismatchError: there is none of that name.
-        CheckpointNotFound, CorruptError, FormatError: the state of the files.
-    """
-    return on_one_version(path, lambda one: read_sidecar(one.store, one.index, name))
-
-
-def verify(path: Path, *, repair: bool = False) -> VerifyReport:
-    """Reads everything and compares it with its checksums, and the shards with the index.
+    `result()` waits for the tree; what fails is raised there. `like` must not be changed before. The end of the process
+    does not wait for a load: nothing is read any more. CUDA's current device is that of the calling thread.
 
     Args:
-        repair: makes again what can be: the index from the shards' headers, a header from the index where its seal
-            proves it, a shard with something behind its end. Timings that are damaged are taken away. What was there is
-            kept as `<name>.<id>.damaged`. The report says what was done, and what is lost. Nothing else may be saving
-            there.
+        path, like, options: as for `load`. Ranks may exchange messages for `together` alone, beside other loads and
+            saves: call it on every rank in the same order then, and `result` raises the same on all. `read="once"`, and
+            to salvage on several ranks, is refused. `on_report` is called in the thread.
 
     Raises:
-        CheckpointNotFound, CorruptError, FormatError: there is no index that can be read.
+        MismatchError: an option with which ranks would exchange messages.
+        TypeError: `load` has no such option.
     """
-    if not repair:
-        return on_one_version(path, lambda one: verify_checkpoint(one.own()), is_suspect=lambda report: report.problems)
-    with opened(path) as checkpoint:
-        return repair_store(checkpoint.own().store)
+    if unknown := options.keys() - LoadAsyncKeywords.__optional_keys__:
+        raise TypeError(f"{sorted(unknown)[0]!r} is no option of load_async, nor of load")
+    together = options.pop("together", False)
+    comm = as_comm(options.pop("comm", None), sends_messages=together)
+    for name, alone in (("read", "each"), ("on_corrupt", "error")):
+        if comm.size > 1 and options.get(name, alone) != alone:
+            raise MismatchError(
+                name,
+                expected=f"{alone!r}, in the background on {comm.size} ranks",
+                found=f"{options.get(name)!r:.60}, for which the ranks exchange messages while they load",
+                hint="Use load, on every rank",
+            )
+    talk = background_comm(comm) if together else comm
+    ending = _ending(talk, path, together=together, hint=_DROPPED)
 
+    own = cast(LoadKeywords, options)
 
-def rebuild_index(path: Path, *, replace: bool = False) -> Index:
-    """Makes a lost index.json again from the shards alone, and publishes it.
+    def run(source: Any) -> Any:
+        with ending:
+            return load(source, like, comm=comm, **own)
 
-    Args:
-        replace: also where there is an index.
-
-    Raises:
-        CheckpointExists: there is one, and `replace` is not given.
-        CheckpointNotFound, CorruptError: the shards are not all there, or not intact.
-    """
-    with opened(path) as checkpoint:
-        return publish_rebuilt(checkpoint.own().store, replace=replace)
+    return start_load(path, run)
 
 
 def abstract(tree: Any, *, comm: AnyComm = None, namespace: str = "") -> Any:

@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from treeckpt.io.storage.run_store import DirectoryEntry
-from treeckpt.runs.catalog import SaveDuration, Summary
+from treeckpt.runs.catalog import SaveDuration
+from treeckpt.runs.index_summary import Summary
 from treeckpt.runs.stat_cache import LruStatCache
 from treeckpt.runs.verification import VerificationStore, cache_directory
 

@@ -22,7 +22,7 @@ from treeckpt.core.analysis.outline import node_records
 from treeckpt.core.format.records import Index, LeafRecord
 from treeckpt.core.sharding.int_runs import Runs
 from treeckpt.core.tree.nesting import split_structure
-from treeckpt.runs.catalog import Summary, summarize_index
+from treeckpt.runs.index_summary import Summary, summarize_index
 
 SCHEMA = "3"
 """Version of this format, in the name of the cache directory: other versions use other directories."""

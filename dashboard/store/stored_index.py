@@ -20,7 +20,7 @@ from treeckpt.core.format.records import Index, Leaf, LeafRecord, PerRankValues,
 from treeckpt.core.tree.nesting import SplitStructure
 from treeckpt.core.tree.structure import Structure
 from treeckpt.errors import MismatchError
-from treeckpt.runs.catalog import Summary
+from treeckpt.runs.index_summary import Summary
 
 from .index_table import LEAVES, NAMES, NODES, StoredLeaf
 

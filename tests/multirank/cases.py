@@ -12,6 +12,7 @@ from . import (
     rank_cases,
     relay_cases,
     talk_cases,
+    together_cases,
     training_cases,
 )
 from .registry import PHASES, WHOLE, Case, Rank, of
@@ -31,5 +32,6 @@ __all__ = [
     "rank_cases",
     "relay_cases",
     "talk_cases",
+    "together_cases",
     "training_cases",
 ]

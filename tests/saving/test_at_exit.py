@@ -124,3 +124,19 @@ assert tc.load(path + "/own") == {"n": 1}
 """,
         tmp_path,
     )
+
+
+def test_the_writer_process_that_is_kept_is_ended_and_its_socket_closed() -> None:
+    code = """
+import tempfile, warnings
+import numpy as np
+import treeckpt as tc
+from treeckpt.io.comm.comm import SoloComm
+
+warnings.simplefilter("always")
+with tempfile.TemporaryDirectory() as path:
+    comm = SoloComm()
+    tc.save_async(path + "/c", {"w": np.ones(1 << 20)}, comm=comm).result(60)
+"""
+    done = run_program(code)
+    assert done.returncode == 0 and "ResourceWarning" not in done.stderr, done.stderr

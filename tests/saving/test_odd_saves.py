@@ -191,3 +191,34 @@ def test_a_save_into_memory_that_its_ranks_do_not_share_fails() -> None:
         tc.load(stores[0])
     shared = tc.MemoryStore("shared")
     assert errors_of(on_ranks(2, lambda comm: tc.save(shared, tree, comm=comm))) == [None, None]
+
+
+@pytest.mark.parametrize("given", [[1], "note", 0, {1: "a"}, {("a",): 1}], ids=repr)
+def test_metadata_that_is_no_mapping_by_name_is_refused_by_every_save(tmp_path: Path, given: Any) -> None:
+    manager = tc.Manager(tmp_path / "run", background=False)
+    for save in (
+        lambda: tc.save(tmp_path / "c", TREE, custom_metadata=given),
+        lambda: tc.save_async(tmp_path / "c", TREE, custom_metadata=given),
+        lambda: manager.save(1, TREE, custom_metadata=given, metrics={"loss": 1}),
+    ):
+        with pytest.raises(
+            tc.TreeError, match=r"custom_metadata: expected (values by name|names of type str)"
+        ) as caught:
+            save()
+        assert type(next(iter(given)) if isinstance(given, dict) else given).__name__ in caught.value.found
+        assert caught.value.hint
+    assert not (tmp_path / "c" / "index.json").exists() and manager.steps() == []
+
+
+def test_metadata_that_one_rank_gives_wrongly_is_told_to_all() -> None:
+    store = tc.MemoryStore()
+    wrong: dict[int, Any] = {0: None, 1: [1]}
+    errors = errors_of(on_ranks(2, lambda comm: tc.save(store, {"w": 1}, comm=comm, custom_metadata=wrong[comm.rank])))
+    assert all(isinstance(error, tc.RankError) and "custom_metadata" in error.ranks[1] for error in errors)
+
+
+@pytest.mark.parametrize("given", [[b"a"], b"a", 3], ids=repr)
+def test_files_that_are_no_mapping_are_refused(tmp_path: Path, given: Any) -> None:
+    with pytest.raises(tc.TreeError, match=r"files: expected contents or paths by name") as caught:
+        tc.save(tmp_path / "c", TREE, files=given)
+    assert type(given).__name__ in caught.value.found and caught.value.hint

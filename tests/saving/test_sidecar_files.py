@@ -200,3 +200,25 @@ def test_clean_names_files_of_others_and_leaves_them(tmp_path: Path, capsys: pyt
     assert report.foreign == {"step_00000001": ("config.json",)}
     assert "foreign   step_00000001: config.json" in str(report)
     assert list((run / "step_00000001").iterdir()) == [foreign]
+
+
+def test_a_step_that_is_due_takes_files_too(tmp_path: Path) -> None:
+    with tc.Manager(tmp_path / "run", every=2, background=False) as manager:
+        for _ in range(3):
+            manager.step(TREE, files={"config.json": b"{}"})
+    assert manager.steps() == [2] and tc.read_file(manager.path(2), "config.json") == b"{}"
+
+
+def test_a_list_names_a_lost_or_cut_file_of_a_checkpoint_whose_tree_is_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    for step, name in ((1, "config.json"), (2, "vocab.txt"), (3, "a")):
+        tc.save(run / f"step_0000000{step}", TREE, step=step, files={name: b"content", "b": b""})
+    stored(run / "step_00000001", "config.json").unlink()
+    stored(run / "step_00000002", "vocab.txt").write_bytes(b"con")
+    assert main(["ls", str(run)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "step_00000001: 1 of 2 sidecar files are not as saved: file." in text and "config.json is missing" in text
+    assert "vocab.txt has 3 bytes instead of 7" in text and "step_00000003:" not in text
+    assert tc.Manager(run).latest() == 3 and np.array_equal(tc.load(run / "step_00000001")["w"], TREE["w"])

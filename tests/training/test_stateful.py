@@ -115,6 +115,31 @@ def test_a_fresh_optimizer_is_sent_to_restore(tmp_path: Path) -> None:
     tc.load_into(tmp_path / "c", {"optimizer": optimizer})
 
 
+@pytest.mark.parametrize("strict", [True, False, "missing"])
+def test_a_fresh_optimizer_whose_lr_is_a_tensor_is_sent_to_restore_too(tmp_path: Path, strict: Any) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
+    tc.save(tmp_path / "fresh", {"optimizer": optimizer})
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    tc.save(tmp_path / "c", {"optimizer": optimizer})
+    fresh = torch.optim.Adam(nn.Linear(2, 2).parameters(), lr=torch.tensor(0.5))
+    with pytest.raises(tc.MismatchError, match=r"optimizer: expected an optimizer that has state .*training.restore"):
+        tc.load_into(tmp_path / "c", {"optimizer": fresh}, strict=strict)
+    assert fresh.param_groups[0]["lr"] == 0.5 and not fresh.state
+    tc.load_into(tmp_path / "fresh", {"optimizer": fresh}, strict=strict)
+    assert torch.equal(fresh.param_groups[0]["lr"], torch.tensor(0.1))
+
+
+@pytest.mark.parametrize("globs", [{"select": "w"}, {"exclude": "a"}], ids=str)
+def test_an_object_that_is_not_selected_keeps_its_state(tmp_path: Path, globs: Any) -> None:
+    tc.save(tmp_path / "c", {"w": torch.ones(2), "a": Counter(3)})
+    target = {"w": torch.zeros(2), "a": Counter(1)}
+    report = tc.load_into(tmp_path / "c", target, **globs)
+    assert (target["a"].n, target["a"].loads) == (1, 0) and report.loaded == 1
+    assert torch.equal(target["w"], torch.ones(2))
+
+
 def test_an_unexpected_key_is_still_found(tmp_path: Path) -> None:
     tc.save(tmp_path / "c", {"a": Counter(3), "more": 1})
     with pytest.raises(tc.MismatchError, match="not asked for: more"):

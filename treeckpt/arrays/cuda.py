@@ -50,3 +50,10 @@ def pin(address: int, nbytes: int) -> Callable[[], None]:
 def pin_function() -> Callable[[int, int], Callable[[], None]] | None:
     """Returns `pin` in a process that uses CUDA; else None."""
     return pin if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+
+
+def device_setter() -> Callable[[], None]:
+    """Returns a function that makes this thread's current device that of the thread that calls it."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return lambda: None
+    return partial(torch.cuda.set_device, torch.cuda.current_device())

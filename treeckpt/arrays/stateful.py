@@ -220,7 +220,39 @@ class ExpandedTree:
             if found.inside is not None:
                 found.inside._load_states(load)
             elif not found.has_arrays:
-                found.state = _state_at(load(index_path(found.path, self.rank)), found, self.rank, self.namespace)
+                saved = self._saved_state(load, found)
+                if saved is _NOTHING:
+                    raise MismatchError(
+                        found.path,
+                        expected=f"the state of a {type(found.owner).__qualname__}",
+                        found="nothing in the checkpoint",
+                        hint="Leave it out with `...`",
+                    )
+                found.state = saved
+            elif _is_torch_optimizer(found.owner) and not self._has_moments(found.state):  # its lr is a tensor
+                self._saved_state(load, found)
+
+    def _saved_state(self, load: Callable[[str], Any], found: _StatefulLeaf) -> Any:
+        """Returns the saved state of an object, `_NOTHING` where there is none.
+
+        Raises:
+            MismatchError: it holds moments, of a fresh optimizer, whose devices its parameters determine.
+        """
+        tree = load(index_path(found.path, self.rank))
+        node = _node_at(tree, found.path, self.rank, self.namespace)
+        if _is_torch_optimizer(found.owner) and node is not _NOTHING and self._has_moments(node):
+            raise MismatchError(
+                found.path,
+                expected="an optimizer that has state already, to fill in place",
+                found="a fresh one",
+                hint="Use treeckpt.training.restore, which makes the state where its parameters are",
+            )
+        return node
+
+    def _has_moments(self, state: Any) -> bool:
+        """Whether the state of an optimizer holds arrays beside those of its param groups."""
+        _, leaves = flatten(state, rank=self.rank, namespace=self.namespace)
+        return any(hasattr(leaf, "shape") and not path.startswith("param_groups/") for path, leaf in leaves)
 
     def _take_back(self, target: Any) -> int:
         """Passes objects their states, and stores values of a filled tree in containers; returns the further leaves."""
@@ -292,32 +324,23 @@ def state_tree(
     return ExpandedTree(tree, rank, namespace, mappings=mappings, world=world).tree
 
 
-def _state_at(tree: Any, found: _StatefulLeaf, rank: int, namespace: str) -> Any:
-    """Returns the state of an object in a loaded tree.
+_NOTHING = object()
+"""Stands for the state of an object that the checkpoint does not have."""
 
-    Raises:
-        MismatchError: there is none, or it holds arrays of a fresh optimizer, whose devices its parameters determine.
-    """
-    node, steps = tree, found.path.split("/") if found.path else []
+
+def _node_at(tree: Any, path: str, rank: int, namespace: str) -> Any:
+    """Returns what a loaded tree has at a path; `_NOTHING` where it has nothing."""
+    node, steps = tree, path.split("/") if path else []
     for step in steps:
         taken = flatten_one_level(node, "", namespace, rank)
         text = rank_key if type(node) is PerRank else key_text
         keys = [text(key) for key in taken.keys] if taken is not None else []  # pyright: ignore[reportArgumentType]
         if taken is None or step not in keys:
-            raise MismatchError(
-                found.path,
-                expected=f"the state of a {type(found.owner).__qualname__}",
-                found="nothing in the checkpoint",
-                hint="Leave it out with `...`",
-            )
+            return _NOTHING
         node = taken.children[keys.index(step)]
-    if any(f"{k.__module__}.{k.__qualname__}" == "torch.optim.optimizer.Optimizer" for k in type(found.owner).__mro__):
-        _, leaves = flatten(node, rank=rank, namespace=namespace)
-        if any(hasattr(leaf, "shape") for _, leaf in leaves):
-            raise MismatchError(
-                found.path,
-                expected="an optimizer that has state already, to fill in place",
-                found="a fresh one",
-                hint="Use treeckpt.training.restore, which makes the state where its parameters are",
-            )
     return node
+
+
+def _is_torch_optimizer(value: object) -> bool:
+    """Whether an object is an optimizer of torch, without importing torch."""
+    return any(f"{k.__module__}.{k.__qualname__}" == "torch.optim.optimizer.Optimizer" for k in type(value).__mro__)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 
-from ..api import opened
 from ..core.analysis.diff import Added, Diff, Moved, Removed, diff
 from ..io.storage.open import open_store
 from ..loading.compare import ValueChange, value_changes
+from ..loading.one_checkpoint import opened
 from ..report.terminal import print_json, print_line, print_table
 from ..runs.progress_bar import stores_bar
 from .command import Commands

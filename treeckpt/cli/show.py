@@ -11,6 +11,7 @@ import msgspec
 from .. import api
 from ..core.analysis.diff import leaf_text
 from ..core.analysis.outline import IndexOutline, Outline, OutlineRow
+from ..core.analysis.structure_text import structure_lines, structure_rows
 from ..core.format.byte_map import layout_of, locate_chunks
 from ..core.format.chunks import DeferredChunks, NoChunks
 from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
@@ -36,6 +37,7 @@ def add_show(commands: Commands) -> None:
     show.add_argument("checkpoint", metavar="CKPT")
     show.add_argument("leaf", metavar="PATH", nargs="?", default="", help="of a leaf or of a node of the tree")
     show.add_argument("--rules", metavar="FILE", help="show what load rules (JSON, or statements) make of it")
+    show.add_argument("--structure", action="store_true", help="print the whole tree: values, and shapes of arrays")
     show.add_argument("--depth", type=int, default=2, help="levels of the tree to print (default: 2)")
 
 
@@ -49,6 +51,8 @@ def _show(options: argparse.Namespace) -> int:
         return _show_rules(index, options)
     outline = IndexOutline(index)
     row = outline.node_at(options.leaf)
+    if options.structure and row is not None:
+        return _show_structure(index, options)
     if row is None:
         fail(f"treeckpt: {options.leaf}: no such path in {options.checkpoint}")
         for leaf in outline.search(options.leaf.rpartition("/")[2], count=5)[0]:
@@ -67,6 +71,16 @@ def _show(options: argparse.Namespace) -> int:
     depth = options.leaf.count("/") + bool(options.leaf)
     texts = [_row_texts(index, r, r.node.count(".") + 1 - depth) for r in rows]
     print_table(("path", "is", "leaves", "size"), texts, right=("leaves", "size"))
+    return 0
+
+
+def _show_structure(index: Index, options: argparse.Namespace) -> int:
+    rows = structure_rows(index, options.leaf)
+    if options.json:
+        print_json(rows)
+        return 0
+    for line in structure_lines(rows):
+        print_line(line)
     return 0
 
 

@@ -19,6 +19,7 @@ from ..foreign.checksums import ArchiveStorages
 from ..io.comm.comm import Comm, as_comm
 from ..io.storage.bucket import check_path
 from ..io.storage.store import Store
+from ..loading.transforms import Renaming, Rule, Transforms, as_rules
 from . import contents as choosing
 from .cast import cast_floats
 from .contents import Contents, Finding, tree_of
@@ -36,6 +37,7 @@ from .format_fit import (
 from .output import Output, check_free, run_output
 from .safetensors_write import lay_out_safetensors
 from .sources import detect, open_source
+from .transform import transform
 
 FORMATS = ("treeckpt", "torch", "dcp", "safetensors")
 """Formats that can be written."""
@@ -92,6 +94,9 @@ class ConvertOptions(TypedDict, total=False):
     select: str | Sequence[str] | None
     exclude: str | Sequence[str] | None
     subtree: str
+    rename: Renaming
+    transforms: Transforms
+    hub_names: Any
     lossy: bool
     dry_run: bool
     overwrite: bool
@@ -112,6 +117,8 @@ class _Options(msgspec.Struct, frozen=True):
     select: tuple[str, ...]
     exclude: tuple[str, ...]
     subtree: str
+    rules: tuple[Rule, ...]
+    hub_names: Any
     lossy: bool
     dry_run: bool
     overwrite: bool
@@ -129,6 +136,9 @@ def convert(
     select: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     subtree: str = "",
+    rename: Renaming = None,
+    transforms: Transforms = None,
+    hub_names: Any = None,
     lossy: bool = False,
     dry_run: bool = False,
     overwrite: bool = False,
@@ -153,11 +163,12 @@ def convert(
         exclude: globs over paths that are left out. What cannot be read, or not without running code, is no error then;
             as an element of a list or tuple it becomes None, so that the others stay where they are.
         subtree: a path: what is below it is the tree, and its names begin there.
+        rename, transforms: as in `load`; names are those below `subtree`.
+        hub_names: a model of transformers, or its config, whose `save_pretrained` gives names and layouts to its state.
         lossy: goes without what the format cannot hold, instead of refusing it.
         dry_run: writes nothing; the report says what would be lost, and what changes its form.
         overwrite: replaces a file, or a checkpoint of ours. Other directories are never replaced.
-        step: of training, kept in a checkpoint of ours; by default that of the destination's name in a run, or what
-            the source says.
+        step: of training, kept in a checkpoint of ours; by default that of the destination's name, or of the source.
         comm: as in `save`; "alone" writes in this process without talking.
 
     Raises:
@@ -171,7 +182,8 @@ def convert(
     to, directory = _format(text, to)
     budget, limit = _sizes(to, directory, memory, max_shard_size)
     globs = _globs(select), _globs(exclude)
-    options = _Options(text, to, directory, dtype, limit, budget, *globs, subtree, lossy, dry_run, overwrite, step)
+    tree = (*globs, subtree, as_rules(rename, transforms), hub_names)
+    options = _Options(text, to, directory, dtype, limit, budget, *tree, lossy, dry_run, overwrite, step)
     return _convert(source, options, as_comm(comm))
 
 
@@ -182,6 +194,7 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm) -> ConvertR
     with open_source(source, kind, storages, options.exclude) as found:
         kept = choosing.exclude(found, options.exclude)
         chosen = choosing.subtree(choosing.select(kept, options.select), options.subtree)
+        chosen = _transformed(chosen, options, storages)
         cast = cast_floats(chosen, options.dtype, storages) if options.dtype is not None else chosen
         held = _FITS[options.to](cast)
         contents = held.contents
@@ -216,6 +229,18 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm) -> ConvertR
         dry_run=dry_run,
         seconds=time.perf_counter() - begin,
     )
+
+
+def _transformed(contents: Contents, options: _Options, storages: ArchiveStorages) -> Contents:
+    """Returns the contents after all rules, those to the names of the hub last."""
+    if options.rules:
+        contents = transform(contents, options.rules, storages)
+    if options.hub_names is None:
+        return contents
+    from ..integrations.transformers import hub_rules
+
+    specs = {path: leaf.spec if isinstance(leaf, LazyArray) else None for path, leaf in contents.leaves}
+    return transform(contents, hub_rules(options.hub_names, specs), storages)
 
 
 def _write(output: Output, options: _Options, comm: Comm) -> tuple[tuple[str, ...], int]:

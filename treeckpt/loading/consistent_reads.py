@@ -10,6 +10,7 @@ from ..errors import CheckpointError, TreeckptError
 from ..foreign.foreign_checkpoint import open_checkpoint
 from ..io.os_errors import wrap_read_error
 from ..io.storage.checkpoint import Checkpoint, Replaced
+from ..io.storage.metadata_files import KnownIndex
 from ..io.storage.store import Store
 from .overlay import Bank, as_bank
 
@@ -25,6 +26,7 @@ def on_one_version(
     *,
     together: bool = False,
     is_suspect: Callable[[T], object] = lambda _: False,
+    known: KnownIndex | None = None,
 ) -> T:
     """Does what `on_versions` does, for one checkpoint.
 
@@ -34,7 +36,7 @@ def on_one_version(
 
     if (bank := as_bank(path)) is not None:
         raise CheckpointError("path", expected="one checkpoint", found=f"{bank!r:.200}")
-    return on_versions(path, cast(Any, act), together=together, is_suspect=is_suspect)
+    return on_versions(path, cast(Any, act), together=together, is_suspect=is_suspect, known=known)
 
 
 def on_versions(
@@ -43,6 +45,7 @@ def on_versions(
     *,
     together: bool = False,
     is_suspect: Callable[[T], object] = lambda _: False,
+    known: KnownIndex | None = None,
 ) -> T:
     """Returns what `act` returns for a path, a store or a bank, from one version of each checkpoint.
 
@@ -52,6 +55,8 @@ def on_versions(
             called again if it failed and a version was replaced meanwhile.
         together: the ranks read together, and learn together that a version was replaced.
         is_suspect: whether a result may come from a replaced version, as a report of damage may.
+        known: the index of the first checkpoint, where it has just been read: it is not read again unless the version
+            was replaced.
 
     Raises:
         CheckpointNotFound: a checkpoint was deleted meanwhile.
@@ -70,6 +75,9 @@ def on_versions(
             versions.append(opened)
         for _ in range(TRIES):
             checkpoints = [opened() for opened in versions]
+            if known is not None:
+                checkpoints[0].index_bytes, checkpoints[0].index = known.data, known.index
+                known = None
             try:
                 found = act(checkpoints[0] if bank is None else bank.opened(checkpoints))
                 if not is_suspect(found) or not any(one.is_replaced() for one in checkpoints):

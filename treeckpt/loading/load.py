@@ -56,9 +56,29 @@ def _match_saved(job: Load) -> _SavedTree:
     """Adds the selected leaves of the saved tree to what is read; all others are `...`."""
     job.view.check_fills()
     job.options.check_used(lambda: job.view.names)
-    made: dict[int, LeafPlaceholder] = {}
     order = [leaf for leaf in job.view.entries if leaf.ranks is None or job.owns(leaf)]
     taken = [leaf for leaf in order if job.selected(leaf.path) and leaf.number not in job.index.offsets]
+    found = _specs(job, taken) if job.options.specs_only else _arrays(job, taken)
+    structure = job.view.structure
+    if not job.options.rules and any(leaf.ranks is not None for leaf in order):
+        structure = trampoline(_own_structure(structure, job))
+    left_out = LeafPlaceholder(...)
+    return _SavedTree(job, structure, [found.get(leaf.path, left_out) for leaf in order])
+
+
+def _specs(job: Load, taken: Sequence[Leaf]) -> dict[str, LeafPlaceholder]:
+    """Returns the values, and the specs of arrays, which name no device, so that they are wanted on any machine."""
+    return {
+        leaf.path: LeafPlaceholder(
+            job.value(leaf, leaf.path) if leaf.spec is None else msgspec.structs.replace(leaf.spec, device=None)
+        )
+        for leaf in taken
+    }
+
+
+def _arrays(job: Load, taken: Sequence[Leaf]) -> dict[str, LeafPlaceholder]:
+    """Returns the values, and a placeholder for each array, which is added to what is read."""
+    made: dict[int, LeafPlaceholder] = {}
     found: dict[str, LeafPlaceholder] = {}
     if job.index.tables and (job.options.rules or job.options.joined):
         found = {leaf.path: slot for leaf in taken if (slot := slot_as_saved(job, leaf)) is not None}
@@ -81,11 +101,7 @@ def _match_saved(job: Load) -> _SavedTree:
             made[leaf.number] = slot = LeafPlaceholder()
             job.batch.after.append(partial(_tie, job, leaf, slot, made))
         found[leaf.path] = made[leaf.number]
-    structure = job.view.structure
-    if not job.options.rules and any(leaf.ranks is not None for leaf in order):
-        structure = trampoline(_own_structure(structure, job))
-    left_out = LeafPlaceholder(...)
-    return _SavedTree(job, structure, [found.get(leaf.path, left_out) for leaf in order])
+    return found
 
 
 def _tie(job: Load, leaf: Leaf, slot: LeafPlaceholder, made: Mapping[int, LeafPlaceholder]) -> None:

@@ -59,6 +59,10 @@ class LoadOptions(msgspec.Struct, frozen=True):
     rules: tuple[Rule, ...] = ()
     only: frozenset[str] | None = None
     """Paths to load, of those that are selected."""
+    specs_only: bool = False
+    """Gives the specs of arrays in their place, without like."""
+    below: str = ""
+    """The path of a container: only what is in it is loaded, of what is selected."""
     bad: tuple[BadBytes, ...] | None = None
     """What is damaged: leaves with such bytes are not loaded, nor is a shard refused for them; None refuses."""
     joined: Mapping[str, Load] = {}
@@ -77,8 +81,10 @@ class LoadOptions(msgspec.Struct, frozen=True):
 
     def selects(self, path: str) -> bool:
         """Whether a path is wanted: `select` names it or a path above it, and `exclude` does not."""
-        if (self.select is not None and not compile_globs(self.select).match(path)) or (
-            self.only is not None and path not in self.only
+        if self.select is not None and not compile_globs(self.select).match(path):
+            return False
+        if (self.only is not None and path not in self.only) or (
+            self.below and path != self.below and not path.startswith(f"{self.below}/")
         ):
             return False
         return self.exclude is None or not compile_globs(self.exclude).match(path)

@@ -9,6 +9,7 @@ first (`ReadTask`) and then carried out: by this process alone (`run_tasks`), or
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
@@ -29,7 +30,7 @@ from ..core.planning.load_plan import (
 )
 from ..core.sharding.region import byte_runs
 from ..io.storage.checkpoint import ShardReader
-from ..io.storage.memory import PAGE, aligned_buffer, copy_bytes
+from ..io.storage.memory import PAGE, aligned_buffer, copy_bytes, populating
 from ..io.storage.shard_reader import ByteRange, aligned_range
 from ..io.storage.store import Store, SupportsFetching
 from .read_request import BoxDestination, Boxes, ContiguousMemory, NewArray, ReadRequest, Scatter
@@ -248,7 +249,8 @@ def run_tasks(reader: ShardReader, tasks: Sequence[ReadTask], *, memory: int, wr
         Bytes read from data areas.
     """
     if isinstance(reader.store, SupportsFetching):
-        _fetch(reader, tasks, partial(_put_part, tasks, written, {}), memory)
+        with populating([task.out for task in tasks if task.out is not None]) as arrived:
+            _fetch(reader, tasks, partial(_put_part, tasks, written, {}, arrived), memory)
         return sum(task.nbytes for task in tasks)
     largest = max((task.nbytes for task in tasks if task.out is None), default=0)
     threads = max(1, min(READERS, memory // max(largest, 1)))
@@ -321,6 +323,7 @@ def _put_part(
     tasks: Sequence[ReadTask],
     written: list[ReadTask],
     collected: dict[int, memoryview],
+    arrived: threading.Event,
     number: int,
     at: int,
     data: memoryview,
@@ -329,7 +332,9 @@ def _put_part(
 
     Args:
         collected: the bytes so far of tasks whose destinations are not contiguous, by their numbers.
+        arrived: is set.
     """
+    arrived.set()
     task = tasks[number]
     if task.out is not None:
         copy_bytes(task.out[at:], data)

@@ -10,63 +10,42 @@ that.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
-from ..core.analysis.outline import held_nbytes
 from ..core.analysis.profile import profile_of
 from ..core.format.file_names import PIN_NAME, is_step_name, parse_file_name, step_of
 from ..core.format.index import INDEX_NAME
-from ..core.format.lineage import Lineage, SavedCheckpoint
-from ..core.format.records import Index
+from ..core.format.lineage import SavedCheckpoint
 from ..core.format.shard_header import parse_shard_name
 from ..core.format.timings import Timings
 from ..core.text import visible
-from ..core.tree.value_codec import Value, decode_value
 from ..errors import CheckpointNotFound, CorruptError, StoreError, TreeckptError
 from ..io.storage import metadata_files
 from ..io.storage.bucket import is_url, local_path
+from ..io.storage.metadata_files import NewestIndex
 from ..io.storage.open import open_folder, open_run
 from ..io.storage.run_store import DirectoryEntry, Folder, LocalFolder, RunStore, SupportsBulkListing, all_folders
 from .active_saves import saves_under_way
 from .checkpoint_info import CheckpointInfo, in_listing_order
+from .index_summary import Summary, read_summary
 from .stat_cache import LruStatCache, StatCache
 
 CONCURRENT_READS = 64
 """Folders of an object store that are read at a time, at most."""
 READ_MEMORY = 512 << 20
 """Bytes of indexes that are read at a time, at most, unless one is larger."""
-METRICS = "metrics"
-"""The key of custom metadata that holds a checkpoint's metrics: a dict of names and numbers."""
-
 T = TypeVar("T")
 OnRead = Callable[[int, int], object]
 """Takes how many directories of a run were read, and how many there are."""
 Files = dict[str, DirectoryEntry]
 """The regular files of a directory, by name."""
-
-
-class Summary(msgspec.Struct, frozen=True):
-    """The parts of an index that a list of checkpoints needs."""
-
-    save_id: str
-    step: int | None
-    world: int
-    leaves: int
-    nbytes: int
-    created_ns: int
-    sizes: tuple[tuple[str, int], ...]
-    """Every shard and the size of its file."""
-    metrics: dict[str, float]
-    held_nbytes: int
-    lineage: Lineage | None = None
 
 
 def read_timings(path: str | os.PathLike[str] | Folder, *, save_id: str | None = None) -> Timings:
@@ -169,18 +148,20 @@ def read_infos(
     *,
     report_errors: bool = False,
     timings: bool = True,
+    newest: NewestIndex | None = None,
     on_read: OnRead | None = None,
 ) -> list[tuple[Folder, CheckpointInfo]]:
     """Returns every folder of a run with its description.
 
     Args:
         report_errors: reads with `read_info_or_corrupt`.
-        timings: as for `read_info`.
+        timings, newest: as for `read_info`.
 
     Raises:
         StoreError: the run cannot be reached, or refuses.
     """
-    one = partial(read_info_or_corrupt if report_errors else partial(read_info, timings=timings), cache=cache)
+    reader = read_info_or_corrupt if report_errors else partial(read_info, timings=timings, newest=newest)
+    one = partial(reader, cache=cache)
     return _for_each_folder(run, one, on_read)
 
 
@@ -215,7 +196,7 @@ def read_marks(run: RunStore, cache: StatCache) -> list[SavedCheckpoint]:
 def _read_mark(folder: Folder, cache: StatCache) -> SavedCheckpoint | None:
     index = folder.entry(INDEX_NAME) if is_step_name(folder.name) and not folder.is_link else None
     with contextlib.suppress(TreeckptError):
-        summary = _read_summary(folder, index, cache) if index is not None else None
+        summary = read_summary(folder, index, cache) if index is not None else None
         if summary is not None and summary.step in (None, step_of(folder.name)):
             return SavedCheckpoint(step_of(folder.name) or 0, summary.save_id, summary.lineage)
     return None
@@ -240,12 +221,14 @@ def read_info(
     cache: StatCache | None = None,
     follow: bool = False,
     timings: bool = True,
+    newest: NewestIndex | None = None,
 ) -> CheckpointInfo:
     """Describes one directory.
 
     Args:
         follow: follows a symbolic link: for paths that a person gave, not for entries of a run.
         timings: reads how long a complete checkpoint took to save, which is a request of its own.
+        newest: is offered the index, if it is not in the cache.
 
     Raises:
         StoreError: it cannot be reached, or refuses to be read, so that nothing is known about the checkpoint.
@@ -259,7 +242,7 @@ def read_info(
     files = _regular(entries)
     if (index := entries.get(INDEX_NAME)) is not None:
         try:
-            summary = _read_summary(folder, index, cache)
+            summary = read_summary(folder, index, cache, newest)
         except StoreError:  # says nothing about the checkpoint
             raise
         except TreeckptError as error:
@@ -267,50 +250,13 @@ def read_info(
         info = _with_index(folder, summary, files, cache if timings else None)
         if info.status == "corrupt" and (now := folder.listed()).entries().get(INDEX_NAME, index) != index:
             # another save has replaced it since the listing
-            return read_info(now, cache=cache, follow=follow, timings=timings)
+            return read_info(now, cache=cache, follow=follow, timings=timings, newest=newest)
         return info
     exists = folder.modified_ns() is not None
     if any(map(_is_checkpoint_file, files)) or (step_of(name) is not None and exists and not entries):
         return _without_index(folder, files, cache)
     error = "no checkpoint: neither an index nor shards" if exists else "not a directory"
     return CheckpointInfo(name, folder.url, "foreign", error=error)
-
-
-def _read_summary(folder: Folder, index: DirectoryEntry, cache: StatCache) -> Summary:
-    return cache.get_or_read(
-        (folder.url, "summary"), index, lambda: summarize_index(metadata_files.read_index(folder.store))
-    )
-
-
-def summarize_index(index: Index) -> Summary:
-    """Extracts from an index what a list of checkpoints needs."""
-    sizes = tuple((file.name, file.header + file.nbytes) for file in index.file_list)
-    return Summary(
-        save_id=index.save_id,
-        step=index.step,
-        world=index.world,
-        leaves=len(index.leaves),
-        nbytes=index.nbytes,
-        created_ns=index.created_ns,
-        sizes=sizes,
-        metrics=_metrics(index.metadata.get(METRICS)),
-        held_nbytes=held_nbytes(index),
-        lineage=index.lineage,
-    )
-
-
-def _metrics(value: Value) -> dict[str, float]:
-    """Returns the numbers of a dict; empty for other values, which users may keep under this key."""
-    try:
-        found = decode_value(value, METRICS)
-    except TreeckptError:
-        return {}
-    pairs: dict[Any, Any] = found if isinstance(found, dict) else {}
-    return {k: float(v) for k, v in pairs.items() if isinstance(k, str) and _is_number(v)}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, float) or (type(value) is int and math.log2(abs(value) + 1) < 1023)
 
 
 class SaveDuration(msgspec.Struct, frozen=True):
@@ -340,7 +286,7 @@ def _with_index(folder: Folder, summary: Summary, files: Files, durations: StatC
     with contextlib.suppress(TreeckptError):  # a checkpoint is complete without timings
         if durations is not None:
             took = _save_duration(folder, files, summary.save_id, durations)
-    problem = _shards_problem(summary, files)
+    problem = _problem("shards", summary.sizes, files)
     return CheckpointInfo(
         name=folder.name,
         path=folder.url,
@@ -354,7 +300,7 @@ def _with_index(folder: Folder, summary: Summary, files: Files, durations: StatC
         seconds=took.seconds if took else None,
         blocked_seconds=took.blocked_seconds if took else None,
         held_nbytes=summary.held_nbytes,
-        error=problem,
+        error=problem or _problem("sidecar files", summary.sidecars, files),
         metrics=summary.metrics,
         pinned=PIN_NAME in files,
         saving=saves_under_way(folder, files),
@@ -362,14 +308,13 @@ def _with_index(folder: Folder, summary: Summary, files: Files, durations: StatC
     )
 
 
-def _shards_problem(summary: Summary, files: Files) -> str | None:
-    bad: list[str] = []
-    for shard, size in summary.sizes:
-        if shard not in files:
-            bad.append(f"{shard} is missing")
-        elif files[shard].nbytes != size:
-            bad.append(f"{shard} has {files[shard].nbytes} bytes instead of {size}")
-    return f"{len(bad)} of {len(summary.sizes)} shards are not as saved: {bad[0]}" if bad else None
+def _problem(what: str, sizes: Sequence[tuple[str, int]], files: Files) -> str | None:
+    bad = [(name, size) for name, size in sizes if name not in files or files[name].nbytes != size]
+    if not bad:
+        return None
+    name, size = bad[0]
+    now = f"has {files[name].nbytes} bytes instead of {size}" if name in files else "is missing"
+    return f"{len(bad)} of {len(sizes)} {what} are not as saved: {name} {now}"
 
 
 def _without_index(folder: Folder, files: Files, cache: StatCache) -> CheckpointInfo:

@@ -37,6 +37,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     held_nbytes: int | None = None
     """Bytes of the arrays on all ranks together, with every replica counted."""
     error: str | None = None
+    """What is wrong; of a complete checkpoint, whose tree loads, a sidecar file that is lost or of another size."""
     metrics: dict[str, float] = {}
     pinned: bool = False
     saving: tuple[SaveUnderWay, ...] = ()

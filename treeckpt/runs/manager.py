@@ -40,10 +40,11 @@ from ..io.storage.run_store import RunStore
 from ..reports import SaveReport
 from ..saving.background import save_async_tree
 from ..saving.future import Pending
+from ..saving.options import check_metadata
 from ..saving.save import save_tree
 from ..saving.sidecar_files import SidecarContent
-from .catalog import METRICS
 from .history import SaveHistory
+from .index_summary import METRICS
 from .notebook import run_html
 from .options import (
     BackgroundSaveKeywords,
@@ -130,13 +131,18 @@ class Manager(RegistrationMixin, RestoreMixin):
         return self.schedule.due(step) and (step != self._reached or self.stopping)
 
     def step(
-        self, tree: Any | Callable[[], Any] = ..., *, metrics: Mapping[str, float] | None = None
+        self,
+        tree: Any | Callable[[], Any] = ...,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        files: Mapping[str, SidecarContent] | None = None,
     ) -> SaveReport | Pending | None:
         """Counts a step, from the one that was restored, and saves it if it is due.
 
         Args:
             tree: the tree, or a function that returns it, called only if the step is due; without it only what is
                 registered is saved.
+            metrics, files: as for `save`.
 
         Returns:
             The result of `save`; None if the step was not due.
@@ -144,7 +150,7 @@ class Manager(RegistrationMixin, RestoreMixin):
         self.count += 1
         if not self.should_save(self.count):
             return None
-        return self.save(self.count, tree() if is_factory(tree) else tree, metrics=metrics)
+        return self.save(self.count, tree() if is_factory(tree) else tree, metrics=metrics, files=files)
 
     def save(
         self,
@@ -176,7 +182,7 @@ class Manager(RegistrationMixin, RestoreMixin):
         """
         step = check_step(step)
         named = {} if metrics is None else {METRICS: parse_metrics(metrics)}
-        metadata = {**(custom_metadata or {}), **(named if self._comm.rank == 0 else {})}
+        metadata = {**check_metadata(custom_metadata), **(named if self._comm.rank == 0 else {})}
         if self.stopping:
             self._pending.drain()  # an earlier failure must not prevent the last save
         elif self.options.busy == "wait":

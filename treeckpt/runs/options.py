@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Literal, SupportsIndex, TypedDict
 
 from ..arrays.registry import abstract_of, is_value
@@ -16,7 +16,6 @@ from ..errors import TreeckptError, TreeError
 from ..loading.match import Strict
 from ..loading.read_batch import Verify
 from ..loading.transforms import Renaming, Transforms
-from ..reports import LoadReport
 from ..saving.options import BusyPolicy, SaveOptions, StagingMode, WriterKind, shard_limit
 from ..trees.per_rank_state import Policy as RankStatePolicy
 
@@ -38,33 +37,6 @@ class BackgroundSaveKeywords(SaveKeywords, total=False):
     writer: WriterKind
     busy: BusyPolicy
     timeout: float | None
-
-
-class LoadIntoKeywords(TypedDict, total=False):
-    """The options of `treeckpt.load_into` that `Manager.restore` passes on."""
-
-    select: str | Sequence[str] | None
-    exclude: str | Sequence[str] | None
-    rename: Renaming
-    transforms: Transforms
-    strict: Strict
-    cast: bool
-    verify: Verify
-    on_corrupt: Literal["error", "skip"]
-    per_rank: Literal["error", "take"]
-    read: Literal["each", "once"]
-    memory: int | None
-    allow_pickle: bool
-    namespace: str
-
-
-class LoadKeywords(LoadIntoKeywords, total=False):
-    """The options of `treeckpt.load` that `Manager.restore` passes on."""
-
-    device: str | None
-    copy: bool
-    mmap: bool
-    on_report: Callable[[LoadReport], None] | None
 
 
 class RestoreKeywords(TypedDict, total=False):

@@ -26,12 +26,13 @@ from ..core.tree.structure import empty_container_paths, key_text, keys_of
 from ..errors import MismatchError, TreeError
 from ..io.comm.comm import Comm
 from ..io.storage.checkpoint import Checkpoint
+from ..loading.keywords import LoadIntoKeywords
 from ..loading.match import LoadOptions
 from ..loading.overlay import globs_of
 from ..loading.transforms import as_rules
 from ..saving.options import SaveOptions
 from ..trees.per_rank_state import Policy, policy_of, states_of_all_ranks
-from .options import LoadIntoKeywords, check_can_restore
+from .options import check_can_restore
 
 OBJECTS, READERS = "registered", "io"
 """The keys at the root of the tree under which shared objects and readers are saved."""

@@ -2,7 +2,8 @@
 
 Rank 0 chooses a checkpoint, and holds a lease until every rank has reported the result of its load. If the files of the
 checkpoint are at fault on any rank, all ranks skip it, choose again, and fill all of the target again; an error of the
-caller (a wrong target) is raised.
+caller (a wrong target) is raised. In an object store the index by which rank 0 has chosen is not read again, and the
+data is requested while the lease is written: if a clean-up deletes the checkpoint in that moment, files are gone.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from ..io.comm.collective import from_rank0, gather_errors
 from ..io.comm.comm import Comm
 from ..io.comm.failures import raise_faults
 from ..io.storage.checkpoint import Checkpoint
+from ..io.storage.metadata_files import KnownIndex, NewestIndex
 from ..io.storage.reader_leases import hold_lease
-from ..io.storage.store import Store
+from ..io.storage.store import Store, SupportsFetching
 from ..loading.consistent_reads import on_one_version
+from ..loading.keywords import LoadKeywords
 from ..loading.shared_read import open_relay, together, usual_read
 from .checkpoint_info import CheckpointInfo, mark_of
 from .history import SaveHistory
-from .options import LoadKeywords, RestoreKeywords
+from .options import RestoreKeywords
 from .progress_bar import reading_bar
 from .registered_state import RegisteredState
 from .run import RunDirectory, step_info
@@ -87,6 +90,8 @@ class Restorer:
         self.directory, self._selector, self._history = run, selector, history
         self._comm, self._load_comm = comm, load_comm
         self._chosen: CheckpointInfo | None = None
+        self._known: KnownIndex | None = None
+        """Its index, if it was read to choose it."""
 
     def restore(
         self, call: RestoreCall, step: int | None, options: Mapping[str, Any], *, fills: bool, whole: bool = False
@@ -143,15 +148,18 @@ class Restorer:
 
     def _choose(self, step: int | None, tried: set[int]) -> _RestoreChoice:
         passed_over: list[str] = []
-        info = self._chosen = self._selector.choose(step, tried, passed_over)
+        newest = NewestIndex()
+        info = self._chosen = self._selector.choose(step, tried, passed_over, newest)
         if info is None:
             return _RestoreChoice(None, self.directory.url, None, step, ())
+        if newest.found is not None and newest.found.url == info.path:
+            self._known = newest.found
         return _RestoreChoice(step_info(info).step, info.path, info.nbytes, step, tuple(passed_over))
 
     def _lease(self, step: int | None) -> AbstractContextManager[object]:
         if step is None or self._comm.rank:
             return contextlib.nullcontext()
-        return hold_lease(self.directory.folder(step))
+        return hold_lease(self.directory.folder(step), ahead=self._known is not None)
 
     def _different_steps(self, requested: int | None, step: int | None) -> MismatchError:
         return MismatchError(
@@ -172,6 +180,9 @@ class Restorer:
         whole: bool,
     ) -> tuple[Any, Exception | None]:
         store = self.directory.folder(found).store
+        known, self._known = self._known, None
+        if not isinstance(store, SupportsFetching):
+            known = None  # it is read again under the lease, which takes no round trip
         bar = reading_bar(store, f"restoring step {found}", choice.nbytes if self._comm.size == 1 and whole else None)
         read = options.get("read") or usual_read(self._load_comm, store)
 
@@ -186,7 +197,7 @@ class Restorer:
 
         try:
             with bar if self._comm.rank == 0 else contextlib.nullcontext(store) as source:
-                return on_one_version(source, load_version, together=read == "once"), None
+                return on_one_version(source, load_version, together=read == "once", known=known), None
         except Exception as error:
             return None, error
 

@@ -35,6 +35,7 @@ from ..core.format.lineage import SavedCheckpoint
 from ..errors import CheckpointError, CheckpointNotFound, TreeckptError
 from ..io.storage.foreign_formats import describe_foreign
 from ..io.storage.leftovers import GRACE, committed_save_id, deletion_times, file_facts, plan_removal, remove_leftovers
+from ..io.storage.metadata_files import NewestIndex
 from ..io.storage.open import open_folder, open_run
 from ..io.storage.reader_leases import has_readers
 from ..io.storage.run_store import Folder, RunStore
@@ -127,15 +128,18 @@ class RunDirectory:
         """Returns the directory of a step, whether or not it exists."""
         return self.store.folder(step_name(check_step(step)))
 
-    def checkpoints(self) -> list[CheckpointInfo]:
+    def checkpoints(self, *, newest: NewestIndex | None = None) -> list[CheckpointInfo]:
         """Lists every directory with the name of a step, except links and directories without files of a checkpoint.
 
         The newest, which was saved last, comes first. Abandoned branches follow after the lineage of the newest.
-        """
-        return [info for _, info in self._read_infos()]
 
-    def _read_infos(self) -> list[tuple[Folder, CheckpointInfo]]:
-        seen = read_infos(self.store, self._cache, timings=False)
+        Args:
+            newest: is offered the indexes that are not in the cache.
+        """
+        return [info for _, info in self._read_infos(newest)]
+
+    def _read_infos(self, newest: NewestIndex | None = None) -> list[tuple[Folder, CheckpointInfo]]:
+        seen = read_infos(self.store, self._cache, timings=False, newest=newest)
         folders = {folder.name: folder for folder, _ in seen}
         ours = in_listing_order(
             _checked(info) for _, info in seen if info.status != "foreign" and is_step_name(info.name)
@@ -146,14 +150,14 @@ class RunDirectory:
         """Returns the data that orders the checkpoints by lineage."""
         return read_marks(self.store, self._cache)
 
-    def checkpoint(self, step: int) -> CheckpointInfo:
-        """Returns the complete checkpoint of a step.
+    def checkpoint(self, step: int, *, newest: NewestIndex | None = None) -> CheckpointInfo:
+        """Returns the complete checkpoint of a step; `newest` is offered its index, if that is not in the cache.
 
         Raises:
             CheckpointNotFound: there is none.
             CheckpointError: it is corrupt.
         """
-        info = _checked(read_info(self.folder(step), cache=self._cache, timings=False))
+        info = _checked(read_info(self.folder(step), cache=self._cache, timings=False, newest=newest))
         if info.status == "complete":
             return info
         kind = CheckpointError if info.status == "corrupt" else CheckpointNotFound

@@ -13,6 +13,7 @@ from .. import api
 from ..core.analysis.retention_policy import Best, best_of
 from ..errors import CheckpointNotFound, TreeckptError
 from ..io.storage.foreign_formats import describe_foreign
+from ..io.storage.metadata_files import NewestIndex
 from .checkpoint_info import CheckpointInfo
 from .run import RunDirectory, step_info
 
@@ -43,6 +44,7 @@ class CheckpointSelector:
         without: Container[int] = (),
         busy: Container[str] = (),
         passed_over: list[str] | None = None,
+        read: NewestIndex | None = None,
     ) -> CheckpointInfo | None:
         """Returns the newest complete checkpoint, None if there is none.
 
@@ -51,8 +53,9 @@ class CheckpointSelector:
             without: steps to leave out.
             busy: directories in which a save is known to be under way: no warning is logged for them.
             passed_over: gets the path of each corrupt checkpoint that is newer, with what is wrong.
+            read: is offered the indexes that are read.
         """
-        for info in self.directory.checkpoints():
+        for info in self.directory.checkpoints(newest=read):
             if step_info(info).step in without:
                 continue
             why = info.error or info.status if info.status != "complete" else ""
@@ -78,19 +81,21 @@ class CheckpointSelector:
         found = best_of((step_info(info) for info in self.complete()), policy)
         return found[0].step if found else None
 
-    def choose(self, step: int | None, tried: Collection[int], passed_over: list[str]) -> CheckpointInfo | None:
+    def choose(
+        self, step: int | None, tried: Collection[int], passed_over: list[str], read: NewestIndex
+    ) -> CheckpointInfo | None:
         """Returns the checkpoint to restore: that of `step`, or the newest that was not tried yet; None without any.
 
         Args:
-            passed_over: as for `newest`.
+            passed_over, read: as for `newest`.
 
         Raises:
             CheckpointNotFound: there is none of that step, only such as cannot be loaded, or something else.
             CheckpointError: the step is corrupt.
         """
         if step is not None:
-            return self.directory.checkpoint(step)
-        found = self.newest(without=tried, passed_over=passed_over)
+            return self.directory.checkpoint(step, newest=read)
+        found = self.newest(without=tried, passed_over=passed_over, read=read)
         if found is None and (foreign := describe_foreign(self.directory.url)) is not None:
             expected = "a run of checkpoints of treeckpt"
             raise CheckpointNotFound(self.directory.url, expected=expected, found=foreign[0], hint=foreign[1])

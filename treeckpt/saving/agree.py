@@ -38,7 +38,6 @@ from ..arrays.stateful import state_tree
 from ..core.format.index import INDEX_NAME
 from ..core.format.sidecars import Sidecar
 from ..core.planning.rank_trees import GlobalTree, digest_of
-from ..core.tree.structure import check_unicode
 from ..core.tree.value_codec import Value, encode_value
 from ..errors import CheckpointError, CheckpointExists
 from ..io.comm.collective import Conclusion, Exchange, decode_each
@@ -70,7 +69,7 @@ from .messages import (
     plan_key,
     representatives,
 )
-from .options import LineageSource, SaveOptions
+from .options import LineageSource, SaveOptions, check_metadata
 from .plan_cache import GlobalPlan, cached_plan, contested_boxes, get_plan
 from .sidecar_files import SidecarContent, check_files, read_sidecars, sidecar_digests
 
@@ -111,7 +110,7 @@ def agree(
     tree: object,
     comm: Comm,
     options: SaveOptions,
-    metadata: Mapping[str, object],
+    metadata: Mapping[str, object] | None,
     recorder: Recorder,
     previous: PreviousSave,
     lineage: LineageSource | None = None,
@@ -123,7 +122,7 @@ def agree(
         TreeckptError: the ranks cannot agree; on every rank.
     """
     with Exchange(comm, f"{store.url} step {options.step}", path=store.url, hint=NOT_COMMITTED) as exchange:
-        return _Agreement(store, comm, options, recorder, previous, exchange).run(tree, metadata, files or {}, lineage)
+        return _Agreement(store, comm, options, recorder, previous, exchange).run(tree, metadata, files, lineage)
 
 
 @dataclasses.dataclass
@@ -153,8 +152,8 @@ class _Agreement:
     def run(
         self,
         tree: object,
-        metadata: Mapping[str, object],
-        files: Mapping[str, SidecarContent],
+        metadata: Mapping[str, object] | None,
+        files: Mapping[str, SidecarContent] | None,
         lineage: LineageSource | None,
     ) -> AgreedSave | None:
         # 1. Describe this rank's tree
@@ -182,9 +181,10 @@ class _Agreement:
         return self._agreed(merged.global_tree, lineage)
 
     # step 1: proposals ------------------------------------------------------------------------------------------------
-    def _describe(self, tree: object, metadata: Mapping[str, object], files: Mapping[str, SidecarContent]) -> None:
-        for key in metadata:
-            check_unicode(key, "custom_metadata")
+    def _describe(
+        self, tree: object, metadata: Mapping[str, object] | None, files: Mapping[str, SidecarContent] | None
+    ) -> None:
+        metadata, files = check_metadata(metadata), {} if files is None else files
         self.metadata = {key: encode_value(value, f"custom_metadata/{key}") for key, value in metadata.items()}
         if self.comm.rank:
             check_files(files)
@@ -258,6 +258,7 @@ class _Agreement:
         if self.options.plan_only:
             return
         try:
+            self.store.prepare()
             names = self.store.sizes()
             if INDEX_NAME in names:
                 if not self.options.overwrite:
@@ -270,7 +271,6 @@ class _Agreement:
                 with contextlib.suppress(CheckpointError):
                     # what cannot be read can be overwritten; its shards stay for rebuild-index until then
                     self.replaced = read_index(self.store).save_id
-            self.store.prepare()
             clear_leftovers(self.store, names, known=self.replaced)
         except OSError as error:
             raise CheckpointError(

@@ -53,7 +53,7 @@ def save_async_tree(
     tree: object,
     comm: Comm,
     options: SaveOptions,
-    metadata: Mapping[str, object],
+    metadata: Mapping[str, object] | None,
     lineage: LineageSource | None = None,
     files: Mapping[str, SidecarContent] | None = None,
 ) -> Pending:

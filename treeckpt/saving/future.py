@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import threading
-from collections.abc import Callable
 
 import msgspec
 
 from ..errors import CheckpointError, TreeckptError
+from ..io.background_call import BackgroundCall
 from ..reports import SaveReport
-
-_log = logging.getLogger("treeckpt")
 
 
 class PreviousSave(msgspec.Struct, frozen=True):
@@ -24,8 +20,8 @@ class PreviousSave(msgspec.Struct, frozen=True):
     """The path of one that has not ended; empty if none is running."""
 
 
-class Pending:
-    """A background save, returned by `treeckpt.save_async`.
+class Pending(BackgroundCall[SaveReport | None]):
+    """A background save, returned by `treeckpt.save_async`. Its result is the report, None if it was skipped.
 
     Attributes:
         path: where the save goes.
@@ -33,15 +29,13 @@ class Pending:
         limit: seconds that the save waits for another rank.
     """
 
+    words = ("save", "saved", "saves")
+
     def __init__(self, path: str, *, skipped: bool = False, limit: float = 0.0) -> None:
-        self.path, self.skipped, self.limit = path, skipped, limit
-        self._owner = os.getpid()
+        super().__init__(path)
+        self.skipped, self.limit = skipped, limit
         self.staging_error: Exception | None = None
-        self._staged, self._finished = threading.Event(), threading.Event()
-        self._report: SaveReport | None = None
-        self._error: BaseException | None = None
-        self._error_reported = False
-        self._lock, self._callbacks = threading.Lock(), list[Callable[[Pending], object]]()
+        self._staged = threading.Event()
         if skipped:
             self._staged.set()
             self._finished.set()
@@ -62,61 +56,6 @@ class Pending:
         if self.staging_error is not None:
             raise self.staging_error
 
-    def result(self, timeout: float | None = None) -> SaveReport | None:
-        """Waits for the end of the save and returns its report, or None if it was skipped.
-
-        Args:
-            timeout: seconds to wait at most.
-
-        Raises:
-            TimeoutError: it has not ended, and goes on.
-            TreeckptError: it failed, for the reason that this error gives. Or this process was forked meanwhile.
-        """
-        self._check_owner(self._finished)
-        if not self._finished.wait(timeout):
-            raise TimeoutError(f"{self.path}: still being saved after {timeout} s")
-        self._error_reported = True
-        if self._error is not None:
-            raise self._error
-        return self._report
-
-    def done(self) -> bool:
-        """Whether the save has ended, with or without an error.
-
-        Raises:
-            TreeckptError: this process was forked meanwhile, so it cannot know.
-        """
-        self._check_owner(self._finished)
-        return self._finished.is_set()
-
-    def add_done_callback(self, callback: Callable[[Pending], object]) -> None:
-        """Calls a function with this `Pending` once the save has ended, with or without an error, or was skipped.
-
-        It is called in the thread that ends the save, in this one if that has ended already; several in the order in
-        which they were added. An exception of it is logged.
-        """
-        with self._lock:
-            if not self._finished.is_set():
-                self._callbacks.append(callback)
-                return
-        self._call(callback)
-
-    def _call(self, callback: Callable[[Pending], object]) -> None:
-        try:
-            callback(self)
-        except Exception:
-            _log.exception("%s: a callback of the save failed", self.path)
-
-    def _check_owner(self, event: threading.Event) -> None:
-        """Refuses to wait in a forked child, where no thread is left that could end the save."""
-        if os.getpid() != self._owner and not event.is_set():
-            raise CheckpointError(
-                self.path,
-                expected=f"a call in process {self._owner}, which saves",
-                found=f"one in process {os.getpid()}, forked from it while the save was under way",
-                hint="Call it in the process that began the save; a forked child may begin a save of its own",
-            )
-
     def __repr__(self) -> str:
         if self.skipped:
             state = "skipped"
@@ -132,19 +71,10 @@ class Pending:
         self.staging_error = error
         self._staged.set()
 
-    def set_finished(self, report: SaveReport | None, error: BaseException | None) -> None:
+    def set_finished(self, result: SaveReport | None, error: BaseException | None) -> None:
         """Marks the save as ended."""
-        self._report, self._error = report, error
         self._staged.set()
-        with self._lock:
-            self._finished.set()
-        for callback in self._callbacks:
-            self._call(callback)
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Waits for the end, with or without an error; returns False if it did not come in time."""
-        self._check_owner(self._finished)
-        return self._finished.wait(timeout)
+        super().set_finished(result, error)
 
     @property
     def unreported_error(self) -> BaseException | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Literal, Protocol, SupportsIndex
 
 import msgspec
 
 from ..core.format.lineage import Lineage
-from ..errors import TreeckptError
+from ..core.tree.structure import check_unicode
+from ..errors import TreeckptError, TreeError
 
 BusyPolicy = Literal["wait", "skip", "error"]
 StagingMode = Literal["copy", "lazy"]
@@ -52,6 +54,27 @@ class SaveOptions(CommonOptions, frozen=True, kw_only=True):
     def common(self) -> CommonOptions:
         """The options that ranks compare."""
         return msgspec.convert(self, CommonOptions, from_attributes=True)
+
+
+def check_metadata(metadata: object) -> Mapping[str, object]:
+    """Returns the argument `custom_metadata`, an empty mapping for None.
+
+    Raises:
+        TreeError: it is no mapping, or a key is no name.
+    """
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, Mapping):
+        expected, found = 'values by name, as {"commit": "1f3a"}', f"{type(metadata).__name__} {metadata!r:.60}"
+        raise TreeError(
+            "custom_metadata", expected=expected, found=found, hint="Give it a name, as a dict of one entry"
+        )
+    for key in metadata:
+        if not isinstance(key, str):
+            found = f"a key of {type(key).__name__}: {key!r:.60}"
+            raise TreeError("custom_metadata", expected="names of type str", found=found, hint="Use str(key)")
+        check_unicode(key, "custom_metadata")
+    return metadata
 
 
 def shard_limit(limit: object) -> int:

@@ -41,7 +41,7 @@ def save_tree(
     tree: object,
     comm: Comm,
     options: SaveOptions,
-    metadata: Mapping[str, object],
+    metadata: Mapping[str, object] | None,
     lineage: LineageSource | None = None,
     files: Mapping[str, SidecarContent] | None = None,
 ) -> SaveReport:

@@ -23,7 +23,7 @@ class Session:
         self.writer = WriterProcess()
         self.pool = ArenaPool(on_close=self.writer.detach)
         self.current: Pending | None = None
-        weakref.finalize(self, self.writer.end).atexit = False  # the process ends by itself when this one has
+        weakref.finalize(self, self.writer.end)  # at exit too, when `at_exit` has waited for the saves
         at_exit.reset_after_fork(self)
 
     def previous(self, busy: BusyPolicy, timeout: float | None) -> PreviousSave:

@@ -6,8 +6,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from threading import Thread
 from typing import Protocol
 
 import msgspec
@@ -114,6 +113,8 @@ class InlineWriter:
         self._store, self._info, self._plan, self._source = store, info, plan, source
         self._on_progress = on_progress or (lambda written: None)
         self._note: ProgressRecorder | None = None
+        self._timings: Thread | None = None
+        """Writes them to an object store, at the same time as the progress record is removed."""
         self._written = False
         """Whether all shards are written, which the others may know already."""
 
@@ -161,15 +162,8 @@ class InlineWriter:
                     index = complete_index(info, plan, reports)
                     data = encode_index(index)
                     # before the index: should this save die after it, later ones know by them that it had ended
-                    timings = partial(write_timings, store, info, reports, None, recorder)
-                    if isinstance(store, SupportsFetching):  # both take a round trip
-                        with ThreadPoolExecutor(1, "treeckpt-timings") as pool:
-                            written = pool.submit(timings)
-                            check_files_exist(store, index)
-                        written.result()
-                    else:
-                        timings()
-                        check_files_exist(store, index)
+                    write_timings(store, info, reports, None, recorder)
+                    check_files_exist(store, index)
                     publishing = True
                     publish_index(store, data, info)
             except Exception as caught:
@@ -180,8 +174,8 @@ class InlineWriter:
                 self.error = self.error or error
         if not faults:
             # it is committed: the rest may fail without harm
-            with contextlib.suppress(Exception):
-                write_timings(store, info, reports, None, recorder)
+            if not self._start_timings(reports):
+                self._write_timings(reports)
             if info.content is not None and info.content.replaced:
                 with contextlib.suppress(Exception):
                     remove_replaced(store, info.content.replaced)
@@ -191,10 +185,26 @@ class InlineWriter:
             write_timings(store, info, reports, text, recorder)
         return CommitResult(tuple(faults), in_place)
 
+    def _start_timings(self, reports: Mapping[int, WriteReport]) -> bool:
+        """Begins to write the timings to an object store; False elsewhere, or where no thread can be started."""
+        if isinstance(self._store, SupportsFetching):
+            with contextlib.suppress(RuntimeError):  # the interpreter ends
+                thread = Thread(target=self._write_timings, args=[reports], daemon=False)
+                thread.start()
+                self._timings = thread
+        return self._timings is not None
+
+    def _write_timings(self, reports: Mapping[int, WriteReport]) -> None:
+        with contextlib.suppress(Exception):
+            write_timings(self._store, self._info, reports, None, self.recorder)
+
     def end(self) -> None:
+        if self._note is not None:
+            self._note.end()
+        if self._timings is not None:
+            self._timings.join()
         if self._note is None:
             return
-        self._note.end()
         if self._info.rank == 0 and not isinstance(self._store, SupportsCompareAndSwap):
             with contextlib.suppress(Exception):  # the save has ended, with or without an error
                 clear_leftovers(self._store, self._store.sizes(), known=self._info.save_id)

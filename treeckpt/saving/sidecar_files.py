@@ -54,6 +54,9 @@ def read_sidecars(files: Mapping[str, SidecarContent], metadata: Mapping[str, ob
 
 def check_files(files: Mapping[str, SidecarContent]) -> None:
     """Raises TreeError, naming the file, for names and types that are not allowed, and for too many files."""
+    if not isinstance(files, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        expected, found = 'contents or paths by name, as {"config.json": path}', f"{type(files).__name__} {files!r:.60}"
+        raise TreeError("files", expected=expected, found=found, hint="Say under which name each is to be kept")
     if len(files) > MAX_SIDECARS:
         hint = "Pack them into one archive"
         raise TreeError("files", expected=f"at most {MAX_SIDECARS}", found=f"{len(files)}", hint=hint)

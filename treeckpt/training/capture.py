@@ -8,22 +8,34 @@ message is sent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from ..arrays.dtensor import is_dtensor
 from ..arrays.stateful import is_stateful
 from ..core.tree.containers import FromRank
 from ..core.tree.flatten import PerRank
+from ..core.tree.globs import compile_globs
 from ..errors import TreeError
+from ..loading.overlay import globs_of
 from .groups import labels_of
 from .modules import Modules, StateDictEntry, collect_entries
-from .names import nested
+from .names import key_path, nested
 from .optimizers import NamedOptimizer, Optimizers, groups_of, name_optimizers, optimizer_chain, trees_of
 from .rng import rng_state
 from .schedules import to_groups
 
 Buffers = Literal["replicated", "first", "same", "per_rank"]
 """Whose buffers are saved, where several ranks hold a module."""
+LEFT_OUT = "left_out"
+"""The key at the root under which the names of parameters and buffers stand that were left out."""
+
+
+class PartKeywords(TypedDict, total=False):
+    """The arguments of `state` that choose a part of the model."""
+
+    select: str | Sequence[str] | None
+    exclude: str | Sequence[str] | None
+    frozen: bool
 
 
 def state(
@@ -35,6 +47,9 @@ def state(
     rng: bool = True,
     extra: Any = None,
     buffers: Buffers = "replicated",
+    select: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    frozen: bool = True,
 ) -> dict[str, Any]:
     """Returns the state of a training job as a tree for `treeckpt.save`.
 
@@ -52,18 +67,26 @@ def state(
             mesh around the module; without one the save compares them. "first": without one that of rank 0 counts,
             whatever the others have. "same": those of all ranks are compared, as plain tensors are. "per_rank": one for
             each rank.
+        select, exclude: globs over `model/...`: what is not selected is left out, and the optimizers' state of it.
+        frozen: False leaves out parameters that do not require gradients, as beside adapters (LoRA). What is left out
+            is named under "left_out": `restore` takes such a checkpoint with `strict="missing"`, and reports it.
 
     Raises:
-        TreeError: an optimizer has parameters that are not the model's, or two objects have one name.
+        TreeError: parameters of an optimizer that are not the model's, two objects of one name, a glob without meaning.
     """
     found = collect_entries(model)
     optimizers = name_optimizers(optimizer, found)
     if buffers not in get_args(Buffers):
         raise TreeError("buffers", expected=", ".join(map(repr, get_args(Buffers))), found=f"{buffers!r:.60}")
-    kept = [entry for entry in found.entries if entry.owned is not False or buffers in ("per_rank", "same")]
+    left_out = _left_out(found.entries, globs_of(select), globs_of(exclude), frozen=frozen)
+    kept = [
+        entry
+        for entry in found.entries
+        if (entry.owned is not False or buffers in ("per_rank", "same")) and key_path(entry.key) not in left_out
+    ]
     tree: dict[str, Any] = {"model": nested((one.key, _marked(one, buffers)) for one in kept)}
     if optimizers:
-        tree["optimizer"], tree["param_groups"] = trees_of(optimizers)
+        tree["optimizer"], tree["param_groups"] = trees_of(optimizers, left_out)
     if scheduler is not None:
         tree["scheduler"] = _scheduler_states(scheduler, optimizers)
     if loader is not None:
@@ -72,7 +95,46 @@ def state(
         tree["rng"] = PerRank(rng_state())
     if extra is not None:
         tree["extra"] = extra
+    if left_out:
+        tree[LEFT_OUT] = left_out
     return tree
+
+
+def _left_out(
+    entries: Sequence[StateDictEntry],
+    select: tuple[str, ...] | None,
+    exclude: tuple[str, ...] | None,
+    *,
+    frozen: bool,
+) -> dict[str, str]:
+    """Returns the names of what is left out, each with the argument that says so; ranks may have different ones.
+
+    Raises:
+        TreeError: a glob means nothing, or all is left out.
+    """
+    if not isinstance(frozen, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TreeError(
+            "frozen", expected="True or False", found=f"{frozen!r:.60}", hint="False leaves frozen ones out"
+        )
+    names = {key_path(entry.key): entry for entry in entries}
+    paths = [f"model/{name}" for name in names]
+    for what, globs in (("select", select), ("exclude", exclude)):
+        for glob in compile_globs(globs).unused(paths) if globs else ():
+            raise TreeError(
+                f"{what}={glob!r:.80}",
+                expected="a glob that means some of model/...",
+                found=f"none of {len(paths)}, as {', '.join(paths[:3])}",
+                hint="Names begin with model/, as in the checkpoint",
+            )
+    found: dict[str, str] = {}
+    for name, entry in names.items():
+        if select is not None and not compile_globs(select).match(f"model/{name}"):
+            found[name] = "select"
+        elif exclude is not None and compile_globs(exclude).match(f"model/{name}"):
+            found[name] = "exclude"
+        elif not frozen and entry.kind == "parameter" and not entry.value.requires_grad:
+            found[name] = "frozen"
+    return found
 
 
 def _marked(entry: StateDictEntry, buffers: Buffers) -> Any:

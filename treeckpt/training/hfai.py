@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import NoneType
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -23,7 +23,7 @@ from ..core.tree.flatten import PerRank
 from ..errors import MismatchError, TreeError
 from ..io.comm.comm import Comm, as_comm
 from ..reports import SaveReport
-from .capture import Buffers, state
+from .capture import Buffers, PartKeywords, state
 from .groups import labels_by_member
 from .modules import collect_entries
 from .names import get_in, key_path, parse_key
@@ -45,6 +45,7 @@ def save(
     overwrite: bool = True,
     allow_pickle: bool = False,
     buffers: Buffers = "replicated",
+    **parts: Unpack[PartKeywords],
 ) -> SaveReport:
     """Saves models, optimizers and other state; call it on every rank of the group.
 
@@ -57,7 +58,7 @@ def save(
         group: a process group; None for all ranks, or for a single process without torch.distributed; "alone" saves in
             this process without messages.
         allow_pickle: stores others of unknown types (an argparse.Namespace, say) as pickles.
-        buffers: same as for `training.state`.
+        buffers, parts: same as for `training.state`: `select`, `exclude` and `frozen`.
 
     Raises:
         TreeError: `others` is no dict, or has a reserved name.
@@ -70,7 +71,7 @@ def save(
             taken[0], expected="another name in others", found="one that `load` returns something else under"
         )
     models, optimizers = _by_position(model), _by_position(optimizer)
-    tree = state(models, optimizers, rng=False, extra=dict(others or {}), buffers=buffers)
+    tree = state(models, optimizers, rng=False, extra=dict(others or {}), buffers=buffers, **parts)
     named = name_optimizers(optimizers, collect_entries(models))
     # by optimizer, the parameter names of each group in order
     tree["order"] = {one.prefix[0]: [[key_path(key) for key in group.members] for group in one.groups] for one in named}

@@ -10,7 +10,7 @@ as wrappers do, it is the result of `state_dict()`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -213,13 +213,14 @@ def groups_of(lives: Sequence[NamedOptimizer], prefix: Key) -> list[ParamGroup]:
     return [group for live in lives if live.prefix == prefix for group in live.groups]
 
 
-def trees_of(lives: Sequence[NamedOptimizer]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns (state, groups) of all optimizers."""
+def trees_of(lives: Sequence[NamedOptimizer], left_out: Container[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns (state, groups) of all optimizers, without the state of the parameters that are left out, by name."""
     state: dict[str, Any] = {}
     groups: dict[str, Any] = {}
     for live in lives:
         for key, own in live.own.items():
-            put_in(state, (*live.prefix, *key), live.spread(key, own))
+            if key_path(key) not in left_out:
+                put_in(state, (*live.prefix, *key), live.spread(key, own))
     for prefix in optimizer_names(lives):
         parts = [live for live in lives if live.prefix == prefix]
         tree: dict[str, Any] = {**tree_of_groups(groups_of(lives, prefix)), **_beside(parts)}

@@ -45,10 +45,13 @@ class RestoreReport(msgspec.Struct, frozen=True):
     passed_over: tuple[str, ...] = ()
     """Of `Manager.resume`: the newer checkpoints that could not be loaded, each with what is wrong."""
 
+    left_alone: tuple[str, ...] = ()
+    """Leaves of the model that stayed as they were, as they were left out on purpose when the checkpoint was saved."""
+
     def __str__(self) -> str:
         rows = [
             f"restored {self.path}  {self.loaded} leaves, {bytes_text(self.nbytes)} in {seconds_text(self.seconds)}"
         ]
-        for name in ("missing", "on_meta", "ignored", "unexpected", "dropped", "passed_over"):
+        for name in ("missing", "on_meta", "ignored", "unexpected", "dropped", "left_alone", "passed_over"):
             rows += [f"  {name.replace('_', ' '):<10}  {path}" for path in getattr(self, name)]
         return "\n".join(rows + [f"  renamed     {before} -> {now}" for before, now in self.renamed])

@@ -30,7 +30,7 @@ from ..loading.read_batch import Verify
 from ..loading.shared_read import open_relay, together
 from ..loading.transforms import Renaming, Transforms
 from ..trees.per_rank_state import Policy, policy_of
-from .capture import optimizer_of
+from .capture import LEFT_OUT, optimizer_of
 from .check_model import check_entry, resolve_ties, without_ties
 from .modules import (
     Modules,
@@ -159,6 +159,8 @@ class _Restore:
         self.optimizers: list[NamedOptimizer] = name_optimizers(targets.optimizer, self.model)
         self.plans: list[OptimizerPlan] = []
         self.parts = children_of(source.structure)
+        self.left_out = frozenset[str](source.part(LEFT_OUT) if LEFT_OUT in self.parts else ())
+        self.left_alone: list[str] = []
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.ignored: list[str] = []
@@ -188,6 +190,10 @@ class _Restore:
             path = f"model/{name}"
             if self.source.is_left(path):
                 self.left.add(name)
+                continue
+            if name in self.left_out and name not in saved and self.options.strict is not True:
+                self.left.add(name)
+                self.left_alone.append(path)
                 continue
             if entry.kind == "extra":
                 if name not in saved:
@@ -330,8 +336,8 @@ class _Restore:
             expected="the same parameters and moments here as in the checkpoint",
             found="; ".join(texts),
             hint="Pass strict=False to restore what both have"
-            if self.missing
-            else "Pass strict='missing', or partial=True, if this rank's model is a part of it",
+            if self.missing and not self.left_out.issuperset(path.removeprefix("model/") for path in self.missing)
+            else "Pass strict='missing', or partial=True, if one is a part of the other",
         )
 
     # change ---------------------------------------------------------------------------------------------------------
@@ -371,6 +377,7 @@ class _Restore:
             self.loader,
             self.extra,
             *self.source.ruled,
+            left_alone=tuple(self.left_alone),
         )
 
     def _target(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import datetime as dt
 import decimal
 import enum
 import fractions
+import itertools
 import math
 import pathlib
 import uuid
@@ -14,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from treeckpt.core.tree.flatten import flatten
 from treeckpt.core.tree.value_codec import (
     TypedValue,
     Value,
@@ -235,17 +237,31 @@ def test_an_enum_may_be_found_by_value_where_its_members_have_other_names_now():
 
 def test_more_than_64_members_of_one_hash_are_refused():
     same = (1 << 61) - 1  # the hash of a multiple is 0
-    members, spread = [same * n for n in range(66)], list(range(1, 200))
+    members, spread = [same * n for n in range(65)], list(range(1, 200))
     assert check_hash_collisions(members[:64] + spread, "p") == members[:64] + spread
-    with pytest.raises(FormatError, match="66 of one hash") as caught:
+    with pytest.raises(FormatError, match="65 of one hash") as caught:
         check_hash_collisions(members + spread, "a/b")
     assert caught.value.path == "a/b"
+    assert check_hash_collisions(members[:64], "p") == members[:64]
+    with pytest.raises(FormatError, match="65 of one hash"):
+        check_hash_collisions(members, "p")
     pairs = [same * n + rest for rest in range(1, 100) for n in (0, 1)]
     assert check_hash_collisions(pairs, "p") == pairs, "chance"
     assert check_hash_collisions(members[:64] + pairs, "p") == members[:64] + pairs
-    form = t("set", *(encode_value(same * n, "p") for n in range(66)))
+    form = t("set", *(encode_value(same * n, "p") for n in range(65)))
     with pytest.raises(FormatError):
         decode(form)
     with pytest.raises(FormatError):
         decode(t("dict", *(item for member in form.items for item in (member, 1))))
-    assert len(decode(t("list", *form.items))) == 66
+    assert len(decode(t("list", *form.items))) == 65
+
+
+@pytest.mark.parametrize("kind", [set, frozenset, dict.fromkeys, collections.Counter])
+def test_what_a_load_would_refuse_for_its_hashes_is_not_stored(kind):
+    signs = list(itertools.product((-1, -2), repeat=7))  # 128 tuples of one hash
+    with pytest.raises(TreeError, match=r"a/b: expected at most 64 .* of one hash, found 128") as caught:
+        encode_value(kind(signs), "a/b")
+    assert "strings" in caught.value.hint
+    assert decode(encode_value(kind(signs[:64]), "a/b")) == kind(signs[:64])
+    with pytest.raises(TreeError, match=r"x: expected at most 64 .* found 128"):
+        flatten({"x": dict.fromkeys(signs, 1)})

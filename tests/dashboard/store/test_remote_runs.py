@@ -94,7 +94,7 @@ def test_a_store_that_refuses_later_is_said_to(server: FarS3, url: str, tmp_path
     library = opened(server, url, tmp_path)
     watch = library.watches[library.runs[0].id]
     server.set(rules=[{"match": "list-type", "do": "500", "times": 1000}])
-    library.runs[0].store._bucket._store = library.runs[0].store._bucket._once  # type: ignore[attr-defined]
+    library.runs[0].store._bucket._store = library.runs[0].store._bucket._once.get()  # type: ignore[attr-defined]
     watch.refresh(wait=300)
     part = runs_page(library).runs[0]
     assert part.checkpoints == [] and not part.scan.complete

@@ -17,7 +17,7 @@ from treeckpt.core.format.byte_map import extents_in_file, layout_of, locate_chu
 from treeckpt.core.format.records import AliasRecord
 from treeckpt.core.tree.flatten import PerRank
 from treeckpt.errors import FormatError, MismatchError
-from treeckpt.runs.catalog import summarize_index
+from treeckpt.runs.index_summary import summarize_index
 from treeckpt_dashboard.store.index_table import build_table
 from treeckpt_dashboard.store.stored_index import StoredOutline
 

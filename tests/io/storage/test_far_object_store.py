@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.helpers.far_s3 import FarS3, far_s3_server
 from tests.helpers.s3 import MIB, QUICK, array, same
 from treeckpt.io.storage import checkpoint as checkpoint_module
 from treeckpt.io.storage.counting_store import CountingStore
+from treeckpt.runs.restore import Restorer
 
 NEAR: dict[str, Any] = {"latency": 0.0, "rate": 0.0, "page": 1000, "busy_above": 0, "trouble": 0.0, "rules": []}
 
@@ -68,13 +70,15 @@ def test_a_load_with_a_progress_bar_is_as_parallel_and_counts_every_byte(far: Fa
     assert max(row["busy"] for row in far.gets(".safetensors")) >= 12
 
 
-def stages(rows: list[dict[str, Any]]) -> list[list[str]]:
+def stages(
+    rows: list[dict[str, Any]], *, names: Sequence[str] = ("lease", "index", "list-type", "safetensors")
+) -> list[list[str]]:
     """Requests by the first letter of their method and what they ask for; those of a stage were sent before any of it
     was answered, and after all of the stage before was."""
     found: list[list[str]] = []
     answered = -1.0
     for row in sorted(rows, key=lambda row: row["at"]):
-        what = next(n for n in ("lease", "index", "list-type", "safetensors", "") if n in row["path"])
+        what = next(n for n in (*names, "") if n in row["path"])
         what += ", header" if row["range"].startswith("bytes=0-") else ""
         if row["at"] >= answered or not found:
             found.append([])
@@ -121,18 +125,76 @@ def test_a_load_sends_few_requests_and_reads_little_more_than_what_it_wants(
     assert sum(row["sent"] for row in far.gets(".safetensors")) <= 1.02 * wanted
 
 
-def test_a_restore_asks_for_no_more_than_it_needs_before_its_first_data(far: FarS3) -> None:
+@pytest.fixture
+def run(far: FarS3) -> tc.ObjectRun:
+    """A run of two steps of 20 MiB."""
     run = tc.ObjectRun(far.url(), **far.options())
     with tc.Manager(run, comm="alone", background=False) as manager:
         manager.save(1, {"w": array(20)})
         manager.save(2, {"w": array(20)})
+    return run
+
+
+def test_a_restore_waits_only_for_a_listing_the_indexes_and_the_data(far: FarS3, run: tc.ObjectRun) -> None:
     far.set(latency=LATENCY)
     with tc.Manager(run, comm="alone", background=False) as manager:
         manager.restore()
-    found = stages(far.log())
-    assert [sorted(set(stage))[0] for stage in found] == [
-        "GET list-type", "GET index", "PUT lease", "GET index", "GET safetensors", "DELETE lease"
-    ]  # fmt: skip
+        returned = time.monotonic()
+    log = ended_log(far)
+    assert [sorted(set(stage)) for stage in stages(log)] == [
+        ["GET list-type"],
+        ["GET index"],
+        ["GET safetensors", "GET safetensors, header", "PUT lease"],
+        ["DELETE lease"],
+    ]
+    put, deleted = (row for row in log if "lease" in row["path"])
+    assert put["path"] == deleted["path"] and deleted["status"] == 204
+    assert returned < deleted["ended"], "nobody waits for the end of the lease"
+    assert all(row["ended"] <= deleted["at"] for row in log if row is not deleted), "it is held until all is read"
+
+
+def ended_log(far: FarS3) -> list[dict[str, Any]]:
+    """The requests so far, when all have been answered, a DELETE among them."""
+    log: list[dict[str, Any]] = []
+    while not any(row["method"] == "DELETE" for row in log) or not all("ended" in row for row in log):
+        log = far.log()
+    return log
+
+
+def test_a_process_that_has_restored_ends_when_its_lease_is_deleted(far: FarS3, run: tc.ObjectRun) -> None:
+    far.set(latency=LATENCY)
+    code = f"import treeckpt as tc; tc.Manager(tc.ObjectRun({run.url!r}, **{far.options()!r}), comm='alone').restore()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert [row["status"] for row in far.log() if row["method"] == "DELETE" and "lease" in row["path"]] == [204]
+
+
+def test_a_step_can_be_deleted_as_soon_as_it_is_restored(far: FarS3, run: tc.ObjectRun) -> None:
+    far.set(rules=[{"match": "^DELETE .*lease", "do": "slow", "seconds": 1.0}])
+    with tc.Manager(run, comm="alone", background=False) as manager:
+        manager.restore(step=1)
+        manager.delete(1)
+        assert manager.steps() == [2]
+
+
+@pytest.mark.parametrize("what", ["deleted", "replaced"])
+def test_a_step_that_vanishes_before_its_lease_is_written_is_not_restored(
+    far: FarS3, run: tc.ObjectRun, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    writer, real = tc.Manager(run, comm="alone", background=False, keep=None), Restorer._lease
+
+    def lease(self: Restorer, step: int | None) -> Any:
+        monkeypatch.setattr(Restorer, "_lease", real)
+        if what == "replaced":
+            writer.save(2, {"w": array(20) + 1})
+        else:
+            writer.delete(2)
+        return real(self, step)
+
+    monkeypatch.setattr(Restorer, "_lease", lease)
+    with tc.Manager(run, comm="alone", background=False) as manager:
+        restored = manager.restore()
+        assert manager.count == (2 if what == "replaced" else 1)
+    assert np.array_equal(restored["w"], array(20) + (what == "replaced"))
 
 
 @pytest.mark.parametrize("fault", ["gone", "short", "long", "other"])
@@ -252,6 +314,23 @@ def test_a_save_sends_all_parts_at_once_and_asks_for_nothing_else(far: FarS3) ->
     parts = [row for row in shard if "partNumber" in row["path"]]
     assert len(parts) == 13 and len(shard) == 13 + 2, "the beginning of the upload, its parts, its end"
     assert max(row["busy"] for row in parts) >= 13
+
+
+def test_a_save_waits_for_no_answer_that_another_request_does_not_need(far: FarS3) -> None:
+    tc.save(far.store(), {"n": 1})  # whether the store has conditional writes is found out once
+    store = far.store()
+    far.set(latency=LATENCY)
+    tc.save(store, {"w": array(20)})
+    names = ("list-type", "nobody", "progress", "uploads", "partNumber", "uploadId", "timings", "index")
+    assert [sorted(set(stage)) for stage in stages(far.log(), names=names)] == [
+        ["GET list-type", "HEAD nobody"],
+        ["POST uploads", "PUT progress"],
+        ["PUT partNumber"],
+        ["POST uploadId"],
+        ["PUT progress", "PUT timings"],
+        ["PUT index"],
+        ["DELETE progress", "PUT timings"],
+    ]
 
 
 def test_a_small_shard_is_sent_by_one_request(far: FarS3, tree: dict[str, Any]) -> None:

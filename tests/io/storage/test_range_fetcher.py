@@ -254,6 +254,23 @@ def test_the_depth_stays_where_more_requests_gain_nothing() -> None:
     assert set(rated(depth, lambda depth: 1000.0, 12)[2:]) == {8}
 
 
+@pytest.mark.parametrize("enough", [12, 30])
+def test_the_depth_falls_to_what_is_enough(enough: int) -> None:
+    found = rated(RequestDepth(), lambda depth: 100.0 * min(depth, enough), 16)
+    assert enough <= found[-1] < 1.6 * enough and len(set(found[-4:])) == 1
+
+
+def test_the_depth_falls_where_refusals_that_nobody_sees_cost_time() -> None:
+    assert rated(RequestDepth(), lambda depth: 400.0 if depth <= 16 else 6400.0 / depth, 16)[-1] <= 16
+
+
+def test_the_depth_is_looked_for_again_when_the_rate_has_changed() -> None:
+    depth = RequestDepth()
+    assert rated(depth, lambda depth: 10.0 * min(depth, 12), 16)[-1] < 20
+    assert rated(depth, lambda depth: 90.0 * min(depth, 60), 16)[-1] >= 60
+    assert rated(depth, lambda depth: 10.0 * min(depth, 12), 16)[-1] < 20
+
+
 def test_a_pause_between_two_loads_is_not_taken_for_a_low_rate() -> None:
     depth = RequestDepth(8, most=100)
     rated(depth, lambda depth: 100.0 * depth, 2)

@@ -1,8 +1,9 @@
 """Containers, one at a time: which classes are containers, their children, and how their structure node is built.
 
 Containers are dict (any insertion order, keys of str, int, bool, float, None, bytes and tuples of these), OrderedDict,
-defaultdict, list, tuple, namedtuple, struct sequence, deque, dataclass, `PerRank`, `KeyedTable`, and every class
-registered with optree; but no instance of a class with `state_dict` and `load_state_dict`, which is saved by its state.
+defaultdict, list, tuple, namedtuple, struct sequence, deque, dataclass, `PerRank`, `KeyedTable`, mapping classes of
+other libraries (`core.tree.mappings`), and every class registered with optree; but no instance of a class with
+`state_dict` and `load_state_dict`, which is saved by its state.
 Everything else is a leaf.
 
 optree's own flattening is not used: it sorts the keys of a dict unless a process-wide mode is set, and has no place for
@@ -29,6 +30,7 @@ import optree
 from ...errors import TreeError
 from ..sharding.int_runs import encode_runs
 from .keyed_table import KeyedTable, columns_of
+from .mappings import mapping_state
 from .structure import (
     TABLE_KEYS,
     AbsentNode,
@@ -48,7 +50,7 @@ from .structure import (
     TupleNode,
     key_text,
 )
-from .value_codec import Value, encode_value, type_name
+from .value_codec import Value, encode_value, refuse_hash_collisions, type_name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -173,7 +175,10 @@ def flatten_one_level(tree: Any, path: str, namespace: str, rank: int) -> Flatte
             items, hidden = struct_sequence_fields(kind)
             fields, children = (*items, *hidden), (*tree, *(getattr(tree, field) for field in hidden))
             return FlattenedContainer(partial(StructSequenceNode, type_name(kind), fields), fields, children)
-    return _flatten_dataclass(tree, path) if is_plain_dataclass(kind) else None
+    if is_plain_dataclass(kind):
+        return _flatten_dataclass(tree, path)
+    found = mapping_state(tree, path)
+    return None if found is None else _flatten_mapping(tree, *found, path)
 
 
 def _keyed_node(
@@ -191,6 +196,8 @@ def _keyed_node(
         else:
             key_text(key, path)  # raises for a key that has no text
             encoded.append(encode_value(key, path))
+    if any(type(key) is not str for key in keys):
+        refuse_hash_collisions(keys, path)
     return kind(*fields, tuple(encoded), children)
 
 
@@ -232,6 +239,12 @@ def _flatten_registered(tree: Any, entry: Any, path: str) -> FlattenedContainer:
             hint="Look at the flatten function that was registered with optree",
         )
     return FlattenedContainer(partial(_keyed_node, CustomNode, fields, keys, path), keys, children)
+
+
+def _flatten_mapping(tree: Any, items: dict[Any, Any], state: tuple[object, ...], path: str) -> FlattenedContainer:
+    """Flattens an instance of a mapping class of another library."""
+    keys, fields = list(items), (type_name(type(tree)), encode_value(state, path))
+    return FlattenedContainer(partial(_keyed_node, CustomNode, fields, keys, path), keys, list(items.values()))
 
 
 def registry_entry(kind: type, namespace: str) -> Any:

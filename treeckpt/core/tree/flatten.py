@@ -37,6 +37,7 @@ from .containers import (
     struct_sequence_fields,
 )
 from .keyed_table import KeyedTable, restore_table
+from .mappings import MARK, mapping_base, mapping_state, new_mapping
 from .recursion import Recursive, trampoline
 from .structure import (
     DOCUMENT_DEPTH,
@@ -215,7 +216,7 @@ class _Unflattener:
         except LookupError as error:
             raise _class_error(path, node.cls, "no such class in this program") from error
         if isinstance(node, CustomNode):
-            return self._registered(node, kind, children, path)
+            return self._custom(node, kind, keys, children, path)
         _check_fields(node, kind, path)
         if isinstance(node, NamedTupleNode):
             return tuple.__new__(kind, children)  # as `_make` of a namedtuple does, which a subclass may override
@@ -226,12 +227,18 @@ class _Unflattener:
         except (TypeError, AttributeError) as error:  # an abstract class, for example
             raise _class_error(path, node.cls, f"{error}"[:200]) from error
 
-    def _registered(self, node: CustomNode, kind: type, children: list[Any], path: str) -> object:
+    def _custom(self, node: CustomNode, kind: type, keys: Sequence[Any], children: list[Any], path: str) -> object:
+        auxiliary: Any = decode_value(node.auxiliary, path)
+        if type(auxiliary) is tuple and auxiliary[:1] == (MARK,):
+            try:
+                return new_mapping(kind, auxiliary, keys, children)
+            except (TypeError, ValueError, KeyError) as error:
+                raise _class_error(path, f"{node.cls}, a mapping", f"{error!r:.200}") from error
         entry = registry_entry(kind, self._namespace)
         if entry is None:
             raise _class_error(path, node.cls, "a class not registered with optree")
         try:
-            return entry.unflatten_func(decode_value(node.auxiliary, path), tuple(children))
+            return entry.unflatten_func(auxiliary, tuple(children))
         except Exception as error:  # raised by the user's function
             raise _class_error(path, f"{node.cls} of {len(children)} children", f"{error!r:.200}") from error
 
@@ -325,4 +332,6 @@ def rebuild_container(node: Any, keys: Sequence[object], children: list[Any], na
         return entry.unflatten_func(entry.flatten_func(node)[1], tuple(children))
     if isinstance(node, tuple):
         return kind._make(children) if optree.is_namedtuple(node) else new_struct_sequence(kind, children)
+    if mapping_base(kind) is not None and (found := mapping_state(node, "")) is not None:
+        return new_mapping(kind, found[1], keys, children)
     return new_instance(kind, [str(key) for key in keys], children)

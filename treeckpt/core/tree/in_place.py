@@ -9,9 +9,10 @@ import collections
 from collections.abc import Callable
 from typing import Any
 
-from .containers import flatten_one_level, is_leaf_type
+from .containers import flatten_one_level, is_leaf_type, registry_entry
 from .flatten import Leaves, PerRank, flatten, rebuild_container
 from .keyed_table import KeyedTable
+from .mappings import mapping_base, set_item
 from .recursion import Recursive, trampoline
 from .structure import key_text
 
@@ -74,9 +75,12 @@ class _Updater:
                     changed.append(at)
         if not changed:
             return old
-        if isinstance(old, _MUTABLE) or _is_frozen(old) is False:
+        foreign = mapping_base(type(old)) is not None and registry_entry(type(old), self._namespace) is None
+        if foreign or isinstance(old, _MUTABLE) or _is_frozen(old) is False:
             for at in changed if not self._dry else ():
-                if isinstance(old, _MUTABLE):
+                if foreign:
+                    set_item(old, flat.keys[at], children[at])
+                elif isinstance(old, _MUTABLE):
                     old[flat.keys[at]] = children[at]  # pyright: ignore[reportCallIssue, reportArgumentType]
                 else:
                     setattr(old, str(flat.keys[at]), children[at])

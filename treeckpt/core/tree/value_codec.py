@@ -93,6 +93,8 @@ def _encode(value: object, path: str, extra: Callable[[object], TypedValue | Non
         return _encode_str(value)  # pyright: ignore[reportArgumentType]
     if (encoder := _ENCODERS.get(kind)) is not None:
         name, items_of = encoder
+        if kind in _HASHED:
+            refuse_hash_collisions(list(value), path)  # pyright: ignore[reportArgumentType]
         items = [_encode(item, path, extra, depth + 1) for item in items_of(value)]
         if kind in (set, frozenset):
             # the order of a set differs between processes: sorting gives equal sets equal bytes
@@ -108,8 +110,20 @@ def _encode(value: object, path: str, extra: Callable[[object], TypedValue | Non
         path,
         expected="an array, a container or a plain Python value",
         found=f"{type_name(kind)}: {_short_repr(value)}",
-        hint="Convert it to one of these, register its class with optree.register_pytree_node, "
-        "or pass allow_pickle=True",
+        hint=_mapping_hint(kind)
+        if isinstance(value, Mapping)
+        else "Convert it to one of these, register its class "
+        "with optree.register_pytree_node, or pass allow_pickle=True",
+    )
+
+
+def _mapping_hint(kind: type) -> str:
+    """Returns what makes a container of a mapping class whose state is more than items and plain attributes."""
+    name = kind.__name__
+    return (
+        f"Save dict(...) of it, or register its class: optree.register_pytree_node({name}, "
+        f"lambda m: (list(m.values()), tuple(m), tuple(m)), lambda keys, values: {name}(zip(keys, values)), "
+        "namespace='mine'), and pass namespace='mine' to save and load; or pass allow_pickle=True"
     )
 
 
@@ -200,6 +214,8 @@ _ENCODERS: dict[type, tuple[str, Callable[[Any], Sequence[object]]]] = {
     pathlib.WindowsPath: ("WindowsPath", _text),
 }
 """By class: its kind in files, and the function that returns the items to build a value from."""
+_HASHED = frozenset((set, frozenset, dict, collections.OrderedDict, collections.Counter))
+"""Classes whose members, or keys, are found by their hashes."""
 
 
 # decoding ------------------------------------------------------------------------------------------------------------
@@ -313,12 +329,34 @@ def check_hash_collisions(members: list[Any], path: str) -> list[Any]:
         FormatError: naming `path`.
         TypeError: a member cannot be hashed.
     """
-    if len(members) > MAX_COLLISIONS:
-        hashes = list(map(hash, members))
-        collisions = len(members) - len(set(hashes))
-        if collisions > MAX_COLLISIONS and (most := max(collections.Counter(hashes).values())) > MAX_COLLISIONS:
-            raise FormatError(path, expected="members whose hashes differ", found=f"{most} of one hash")
+    if (most := _most_of_one_hash(members)) > MAX_COLLISIONS:
+        raise FormatError(path, expected="members whose hashes differ", found=f"{most} of one hash")
     return members
+
+
+def refuse_hash_collisions(members: Sequence[object], path: str) -> None:
+    """Checks a set or the keys of a dict before it is stored, as a load would refuse it.
+
+    Raises:
+        TreeError: more than `MAX_COLLISIONS` have one hash.
+    """
+    if (most := _most_of_one_hash(members)) > MAX_COLLISIONS:
+        raise TreeError(
+            path,
+            expected=f"at most {MAX_COLLISIONS} members of a set, or keys of a dict, of one hash",
+            found=f"{most}",
+            hint="Numbers and tuples of numbers can have one hash, as -1 and -2 do: use strings, or a list",
+        )
+
+
+def _most_of_one_hash(members: Sequence[object]) -> int:
+    """Returns how many members have the most frequent hash; 0 where these are few for certain."""
+    if len(members) <= MAX_COLLISIONS:
+        return 0
+    hashes = list(map(hash, members))
+    if len(members) - len(set(hashes)) < MAX_COLLISIONS:  # all but one member of each hash
+        return 0
+    return max(collections.Counter(hashes).values())
 
 
 def _decode_enum(

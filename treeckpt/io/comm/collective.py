@@ -8,7 +8,7 @@ same through an all-gather of the caller's, as of a process group.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -164,13 +164,32 @@ def from_rank0(comm: Comm, topic: str, answer: Callable[[], T], kind: type[T]) -
         return exchange.step(None, lambda _: Conclusion(answer()), kind)
 
 
-def gather_errors(comm: Comm, topic: str, error: Exception | None) -> tuple[Fault, ...]:
-    """Returns every rank's failure, this rank's being `error`, on every rank; long waits are not logged."""
+def gather_errors(comm: Comm, topic: str, error: Exception | None, *, log_waits: bool = False) -> tuple[Fault, ...]:
+    """Returns every rank's failure, this rank's being `error`, on every rank."""
     fault = to_fault(error, comm.rank) if error is not None else None
     if comm.size == 1:
         return (fault,) if fault is not None else ()
-    with Exchange(comm, topic, log_waits=False) as exchange:
+    with Exchange(comm, topic, log_waits=log_waits) as exchange:
         return exchange.faults_of(_Report(fault))
+
+
+@contextlib.contextmanager
+def ending_together(comm: Comm, topic: str, path: str, *, hint: str) -> Iterator[None]:
+    """Runs a body that each rank runs alone; at its end every rank waits for the others, and learns of their failures.
+
+    Args:
+        path, hint: of the error.
+
+    Raises:
+        RankError: it failed on some ranks, or these did not come. What failed alike on all is raised as it is.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as failed:
+        error = failed
+    faults = gather_errors(comm, topic, error, log_waits=True)
+    raise_faults(faults, path, comm.size, cause=error, hint=hint)
 
 
 def all_gather(comm: Comm, topic: str, work: Callable[[], T], kind: type[T]) -> list[T]:

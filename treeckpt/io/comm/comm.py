@@ -115,6 +115,14 @@ class PrefixComm(_StoreComm):
         super().__init__(comm, comm.rank, comm.size, comm.timeout, comm.state.of_prefix(prefix), f"{prefix}/")
 
 
+def background_comm(comm: Comm) -> Comm:
+    """Returns a comm of the same ranks for one call in the background, beside others; in the same order on each."""
+    if comm.size == 1:
+        return comm
+    comm.state.loads += 1
+    return PrefixComm(comm, f"load {comm.state.loads}")
+
+
 class ThreadComm(_StoreComm):
     """The comm of a thread that acts as a rank: for tests, and for programs whose ranks are threads of one process."""
 

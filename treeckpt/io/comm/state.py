@@ -18,6 +18,8 @@ class CommState:
     """Keys of messages that some rank may still read, of rounds (False) and of branches (True)."""
     managers: int = 0
     """Managers created so far; the number keeps their messages apart."""
+    loads: int = 0
+    """Loads in the background that end together, so far, likewise."""
     _by_prefix: dict[str, CommState] = dataclasses.field(default_factory=dict[str, "CommState"])
     _values: dict[type, object] = dataclasses.field(default_factory=dict[type, object])
 

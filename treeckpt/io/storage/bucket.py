@@ -65,6 +65,10 @@ class ObjectBucket(Protocol):
     shared: bool
     """Whether another process that opens the same URL sees the same objects."""
 
+    def prepare(self, prefix: str) -> None:
+        """Begins with what a listing of a prefix without objects, and writes below it, will need."""
+        ...
+
     def list(self, prefix: str) -> ObjectListing:
         """Lists the direct children of a prefix, all pages."""
         ...

@@ -150,6 +150,9 @@ class FsspecBucket:
         with self._wrapped_errors("delete", key), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._path(key))
 
+    def prepare(self, prefix: str) -> None:
+        """Does nothing: directories are made with the objects in them."""
+
     def tidy(self, prefix: str) -> None:
         with contextlib.suppress(Exception):  # many have no directories
             self._fs.rmdir(self._path(prefix))

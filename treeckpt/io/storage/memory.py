@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
+import sys
+import threading
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -13,6 +17,12 @@ HUGE = 2 << 20
 SLAB = 64 << 20
 """Bytes of address space of one slab; only the pages that are touched take memory."""
 ALIGN = 64
+SENDING = 0.015
+"""Seconds in which the first requests are sent: each thread for one needs memory, and would wait for these pages."""
+_POPULATE_WRITE = 23
+_madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+if _madvise is not None:  # not that of mmap: it keeps Python's global lock
+    _madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 def aligned_buffer(nbytes: int, *, huge: bool = False) -> memoryview:
@@ -35,6 +45,40 @@ def advise_huge_pages(memory: mmap.mmap) -> None:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
+
+
+@contextlib.contextmanager
+def populating(memories: Sequence[memoryview]) -> Iterator[threading.Event]:
+    """Gives zeroed memory its pages while the first bytes for it are on their way, until the event is set.
+
+    To touch 500 MB of new memory takes as long as to receive them, and nothing else is to be done in the first round
+    trip. What is written there meanwhile stays.
+    """
+    arrived = threading.Event()
+
+    def run() -> None:
+        arrived.wait(SENDING)
+        for memory in memories:
+            for at in range(0, len(memory), HUGE):
+                if arrived.is_set() or not _populate(memory[at : at + HUGE]):
+                    return
+
+    thread = threading.Thread(target=run, name="treeckpt-populate", daemon=True)
+    if sum(map(len, memories)) >= HUGE:
+        thread.start()
+    try:
+        yield arrived
+    finally:
+        arrived.set()
+        if thread.ident is not None:
+            thread.join()
+
+
+def _populate(memory: memoryview) -> bool:
+    """Gives memory its pages, without Python's global lock; returns whether the system can (Linux 5.14 and later)."""
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    low = address // PAGE * PAGE
+    return _madvise is not None and not _madvise(low, address + len(memory) - low, _POPULATE_WRITE)
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+
+import msgspec
+
 from ...core.format.check_index import check_against_files, needs_file_sizes
 from ...core.format.index import INDEX_NAME, MAX_INDEX, decode_index, rebuild
 from ...core.format.records import Index
@@ -13,6 +17,29 @@ from ..os_errors import wrap_read_error
 from .foreign_formats import describe_foreign
 from .shard_reader import read_header
 from .store import Store
+
+
+class KnownIndex(msgspec.Struct, frozen=True):
+    """An index that was read a moment ago."""
+
+    url: str
+    """Of the checkpoint."""
+    data: bytes
+    """As it is stored."""
+    index: Index
+
+
+class NewestIndex:
+    """Keeps, of the indexes that are offered by several threads, the one that was created last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.found: KnownIndex | None = None
+
+    def offer(self, known: KnownIndex) -> None:
+        with self._lock:
+            if self.found is None or self.found.index.created_ns < known.index.created_ns:
+                self.found = known
 
 
 def read_index(store: Store) -> Index:

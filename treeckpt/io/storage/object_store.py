@@ -108,7 +108,8 @@ class ObjectStore:
         return f"{self._prefix}/{name}".lstrip("/")
 
     def prepare(self) -> None:
-        """Does nothing: there are no directories."""
+        """Begins with what a save needs; there are no directories."""
+        self._bucket.prepare(self._prefix)
 
     def entries(self) -> dict[str, DirectoryEntry]:
         """Lists the direct children of the prefix, by name."""

@@ -14,12 +14,14 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
 from ...errors import StoreError
 from .aws_profiles import HOW, check_instance, s3_options
 from .bucket import FetchFailure, ObjectListing, RangeResponse, VersionTag, missing_extra
 from .conditional_put import Condition, find_out, is_known, no_conditional_writes, refuses_conditions, takes_conditions
+from .late_client import LateClient
 from .run_store import DirectoryEntry
 from .upload_window import MOST, UploadWindow
 
@@ -107,22 +109,34 @@ class ObstoreBucket:
         try:
             root = f"{_SCHEMES.get(scheme, scheme)}://{rest}"
             self._store: Any = opened(root, client_options=client, **merged)
-            # what fails is repeated by the caller, who must know when the store throttles
-            once = {**merged, "retry_config": {**retries, "max_retries": 0}}
-            self._once: Any = opened(root, client_options=client, **once)
-            # obstore repeats the parts of uploads and does not say when the store throttles
-            patient = {"max_retries": UPLOAD_RETRIES, **retries}
-            self._uploads: Any = opened(root, client_options=client, **{**merged, "retry_config": patient})
         except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
             raise StoreError(url, expected="options that obstore takes", found=_first_line(error)) from error
+
+        def with_retries(**config: Any) -> LateClient:
+            return LateClient(lambda: opened(root, client_options=client, **{**merged, "retry_config": config}))
+
+        # what fails is repeated by the caller, who must know when the store throttles
+        self._once = with_retries(**{**retries, "max_retries": 0})
+        # obstore repeats the parts of uploads and does not say when the store throttles
+        self._uploads = with_retries(**{"max_retries": UPLOAD_RETRIES, **retries})
         self._window = UploadWindow()
+        self._looks: dict[str, Future[None]] = {}
+        """Checks of prefixes that were sent before the listings that need them."""
 
     # listing -------------------------------------------------------------------------------------------------
 
+    def prepare(self, prefix: str) -> None:
+        self._uploads.open_soon()
+        with contextlib.suppress(RuntimeError):  # no thread can be started, as when the interpreter ends
+            pool = ThreadPoolExecutor(1, "treeckpt-look")
+            self._looks[prefix] = pool.submit(self._check_empty_listing, prefix)
+            pool.shutdown(wait=False)
+
     def list(self, prefix: str) -> ObjectListing:
+        look = self._looks.pop(prefix, None)
         found = self._retry("list", prefix, lambda: self._obstore.list_with_delimiter(self._store, prefix or None))
         if not found["objects"] and not found["common_prefixes"]:
-            self._check_empty_listing(prefix)
+            look.result() if look is not None else self._check_empty_listing(prefix)
         files = {meta["path"]: _entry(meta) for meta in found["objects"]}
         return ObjectListing(files, list(found["common_prefixes"]))
 
@@ -182,14 +196,15 @@ class ObstoreBucket:
             self._check_not_web_page(key, result.attributes, data[:1000])
             return data, tag
 
+        self._once.open_soon()  # data is often fetched after the index
         return self._retry("read", key, get)
 
     def fetch(self, key: str, start: int, nbytes: int) -> RangeResponse:
         with self._wrapped_errors("read", key):
             try:
-                result = self._obstore.get(self._once, key, options={"range": (start, start + nbytes)})
+                result = self._obstore.get(self._once.get(), key, options={"range": (start, start + nbytes)})
             except self._obstore.exceptions.BaseError as error:
-                if _status(error) != 416 or (size := self._obstore.head(self._once, key)["size"]) > start:
+                if _status(error) != 416 or (size := self._obstore.head(self._once.get(), key)["size"]) > start:
                     raise
                 return RangeResponse(size, iter(()))  # the range is behind the end of the object
         return RangeResponse(result.meta["size"], self._pieces(key, result))
@@ -256,7 +271,7 @@ class ObstoreBucket:
 
         def put(mode: Any) -> None:
             try:
-                self._put(self._once, key, data, mode)
+                self._put(self._once.get(), key, data, mode)
             except StoreError as error:
                 if refuses_conditions(error) or not self.judge(error).temporary:
                     raise
@@ -279,7 +294,7 @@ class ObstoreBucket:
         def put() -> None:
             # closed: an error that is kept would keep the part that is not complete
             with contextlib.closing(self._window.stream(counted(), part)) as parts:
-                self._obstore.put(self._uploads, key, parts, chunk_size=part, max_concurrency=MOST)
+                self._obstore.put(self._uploads.get(), key, parts, chunk_size=part, max_concurrency=MOST)
 
         try:
             self._retry("write", key, put, unless=lambda: taken > 0)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -27,10 +28,19 @@ START = 64
 """Requests in flight at first: 8 MiB each, at 40 ms and 90 MB/s a connection, come to 4 GB/s."""
 MOST = 192
 """Requests in flight, at most."""
+SMALL = 4096
+"""A request for less than one part of so many of the memory, as for a header or the end of a shard, takes no place of
+large ones, and no memory: the last of 64 would wait for it, and be late by a round trip."""
 WINDOW = 0.25
 """Seconds over which a rate is measured, at least."""
 GAIN = 1.1
 """Part by which the rate must rise for more requests in flight to stay."""
+KEPT = 0.95
+"""Part of the rate that fewer requests in flight must reach to be enough."""
+FEWEST = 8
+"""Requests in flight below which none is tried to be saved."""
+CHANGED = 2.0
+"""The depth is looked for again when the rate has risen or fallen by this factor since it was found."""
 SAMPLES = 16
 """Requests that must have ended before a slow one is known to be slow."""
 SLOW = 1.5
@@ -48,14 +58,18 @@ HEDGE_SECONDS = 0.05
 
 
 class RequestDepth:
-    """The number of requests in flight: raised while the rate rises with it, halved when the store throttles."""
+    """The number of requests in flight: raised while the rate rises with it, halved when the store throttles.
+
+    Where more gain nothing, fewer are tried: near stores need few, and a store whose refusals are hidden by retries
+    gets slower with too many.
+    """
 
     def __init__(self, depth: int = START, *, most: int = MOST) -> None:
         self.depth, self._most = depth, most
         self._begin, self._nbytes, self._ended = 0.0, 0, 0
-        self._before: tuple[int, float] | None = None
-        """Depth and rate before it was raised last."""
-        self._settled = False
+        self._known: tuple[int, float] | None = None
+        """Depth and rate before it was changed last; the rate of the largest that was worth it while it is lowered."""
+        self._trying: Literal["more", "fewer", "none"] = "more"
         self._halved_at = -1.0
 
     def restart(self, now: float) -> None:
@@ -72,11 +86,27 @@ class RequestDepth:
         self.restart(now)
         if self._halved_at >= 0:
             self.depth = min(self.depth + 1, self._most)
-        elif self._before is not None and rate < self._before[1] * GAIN:
-            self.depth, self._settled = self._before[0], True
-        elif not self._settled and self.depth < self._most:
-            self._before = self.depth, rate
+        else:
+            self._adapt(rate)
+
+    def _adapt(self, rate: float) -> None:
+        """Changes the depth after a window with a rate."""
+        before, best = self._known or (self.depth, 0.0)
+        if self._trying == "none":
+            if not best / CHANGED < rate < best * CHANGED:
+                self._trying, self._known = "more", None
+        elif self._trying == "more" and rate >= best * GAIN:
+            self._known = self.depth, rate
             self.depth = min(self.depth * 3 // 2, self._most)
+            if self.depth == self._known[0]:
+                self._trying = "none"
+        elif self._trying == "more" or rate >= best * KEPT:
+            enough = before if self._trying == "more" else self.depth
+            self._known = enough, best
+            self.depth = max(enough * 2 // 3, min(FEWEST, enough))
+            self._trying = "fewer" if self.depth < enough else "none"
+        else:
+            self.depth, self._trying = before, "none"
 
     def throttle(self, started: float, now: float) -> None:
         """Halves the depth for a refusal; once for all requests that were in flight at the last time."""
@@ -147,7 +177,8 @@ class RangeFetcher:
         After an error nothing is handed over any more; requests that are still in flight then end unheard.
 
         Args:
-            memory: bytes of ranges that have been requested and not consumed, at most, unless one range is longer.
+            memory: bytes of ranges that have been requested and not consumed, at most, unless one range is longer;
+                small ones beside large ones are not counted.
             first: the first so many ranges are consumed before any other, which may be on their way already.
 
         Raises:
@@ -165,6 +196,9 @@ class _Run:
         self._fetcher, self._requests, self._consume, self._memory = fetcher, requests, consume, memory
         self._changed = threading.Condition(fetcher.lock)
         self._left = deque(range(len(requests)))
+        self._small = sum(map(self._is_small, self._left))
+        """Small requests that have not been answered."""
+        self._large = len(requests) - self._small
         self._in_flight: list[_InFlight] = []
         self._held = self._workers = self._consuming = 0
         """Bytes of ranges in flight; threads that take requests; calls of `consume`."""
@@ -201,12 +235,24 @@ class _Run:
         with self._changed:
             if not self._left:
                 return
-            nbytes = max(self._requests[self._left[0]][2], 1)
+            nbytes = max(self._held_by(self._left[0]), 1)
             room = max((self._memory - self._held) // nbytes, 0 if self._held else 1)
-            count = max(min(self._fetcher.depth.depth - self._workers, len(self._left), room), 0)
+            count = max(min(self._places() - self._workers, len(self._left), room), 0)
             self._workers += count
         for _ in range(count):  # without the lock: the first ones send their requests meanwhile
             threading.Thread(target=self._work, name="treeckpt-fetch", daemon=True).start()
+
+    def _places(self) -> int:
+        """Returns the requests that may be in flight."""
+        depth = self._fetcher.depth.depth
+        return depth + min(self._small, self._large, depth)
+
+    def _is_small(self, number: int) -> bool:
+        return self._requests[number][2] < self._memory // SMALL
+
+    def _held_by(self, number: int) -> int:
+        """Returns the memory that is counted for a request, in bytes."""
+        return 0 if self._is_small(number) else self._requests[number][2]
 
     def _hedge(self) -> None:
         """Sends a second request for each one that is slow."""
@@ -229,9 +275,9 @@ class _Run:
 
     def _take(self) -> _InFlight | None:
         with self._changed:
-            if not self._left or self._error is not None or self._workers > self._fetcher.depth.depth:
+            if not self._left or self._error is not None or self._workers > self._places():
                 return None
-            nbytes = self._requests[self._left[0]][2]
+            nbytes = self._held_by(self._left[0])
             if self._held and self._held + nbytes > self._memory:
                 return None
             self._held += nbytes
@@ -330,5 +376,6 @@ class _Run:
             self._fetcher.depth.add(nbytes, now)
             self._done += 1
             self._first_left -= one.number < self._first
-            self._held -= self._requests[one.number][2]
+            self._held -= self._held_by(one.number)
+            self._small -= self._is_small(one.number)
             self._changed.notify_all()

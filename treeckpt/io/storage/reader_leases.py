@@ -21,7 +21,7 @@ from ...core.format.save_progress import Owner
 from ...errors import StoreError, TreeckptError
 from .process_owner import is_running, this_process
 from .run_store import Folder
-from .store import Store
+from .store import Store, SupportsFetching
 
 LEASE = 600.0
 """Seconds for which a lease is valid after it was renewed."""
@@ -29,35 +29,79 @@ RENEW = 60.0
 MAX_LEASE = 4096
 """Bytes of a lease, at most."""
 
+_held: set[str] = set()
+"""The names of the leases that this process holds."""
+
 
 @contextlib.contextmanager
-def hold_lease(folder: Folder, *, renew: float = RENEW) -> Iterator[bool]:
-    """Holds a lease while the body runs, renewed every `renew` seconds; gives False where none can be written."""
+def hold_lease(folder: Folder, *, renew: float = RENEW, ahead: bool = False) -> Iterator[bool]:
+    """Holds a lease while the body runs, renewed every `renew` seconds; gives False where none can be written.
+
+    In an object store the body's end does not wait until the lease is deleted; the end of the process does.
+
+    Args:
+        ahead: the body begins while the lease is being written, in an object store: for a reader that has read the
+            index already, and raises if it finds files gone. Until the lease is written nothing protects it.
+    """
     if folder.has_directory and not folder.entries():  # a lease would create it again
         yield False
         return
-    name, stop = lease_name(secrets.token_hex(8)), threading.Event()
-    text = msgspec.json.encode(this_process())
-
-    def keep() -> None:
-        while not stop.wait(renew):
-            with contextlib.suppress(OSError, StoreError):
-                folder.store.publish(name, text, replace=True)
-
+    far = isinstance(folder.store, SupportsFetching)
+    lease = _Lease(folder.store, renew)
+    held = (far and ahead) or lease.write()
+    if held:
+        lease.start()
     try:
-        folder.store.publish(name, text, replace=True)
-    except (OSError, StoreError):
-        yield False
-        return
-    renewer = threading.Thread(target=keep, name="treeckpt-lease", daemon=True)
-    renewer.start()
-    try:
-        yield True
+        yield held
     finally:
-        stop.set()
-        renewer.join()
+        lease.end(wait=not far)
+
+
+class _Lease:
+    """A lease, and the thread that renews it."""
+
+    def __init__(self, store: Store, renew: float) -> None:
+        self._store, self._renew = store, renew
+        self._name, self._ended, self._written = lease_name(secrets.token_hex(8)), threading.Event(), False
+        self._keeper: threading.Thread | None = None
+        _held.add(self._name)
+
+    def write(self) -> bool:
+        """Writes it; returns whether that was possible."""
         with contextlib.suppress(OSError, StoreError):
-            folder.store.delete(name)
+            self._store.publish(self._name, msgspec.json.encode(this_process()), replace=True)
+            self._written = True
+        return self._written
+
+    def start(self) -> None:
+        """Starts to renew it, and to write it where that is still to be done."""
+        self._keeper = threading.Thread(target=self._keep, name="treeckpt-lease", daemon=True)
+        self._keeper.start()
+
+    def _keep(self) -> None:
+        if self._written or self.write():
+            while not self._ended.wait(self._renew):
+                self.write()
+
+    def end(self, *, wait: bool) -> None:
+        """Deletes it, if it was started; a thread for which the process waits does so unless `wait`."""
+        _held.discard(self._name)
+        self._ended.set()
+        if self._keeper is None:
+            return
+        try:
+            if wait:
+                self._delete(self._keeper)
+            else:
+                threading.Thread(target=self._delete, args=[self._keeper], daemon=False).start()
+        except RuntimeError:  # no thread can be started, as when the interpreter ends
+            self._delete(self._keeper)
+
+    def _delete(self, keeper: threading.Thread) -> None:
+        keeper.join()  # a write that is under way would create it again
+        if self._written:
+            with contextlib.suppress(OSError, StoreError):
+                self._store.delete(self._name)
 
 
 def has_readers(folder: Folder, now_ns: int) -> bool:
@@ -65,7 +109,7 @@ def has_readers(folder: Folder, now_ns: int) -> bool:
     entries = folder.entries().items()
     leases = [(name, entry) for name, entry in entries if (kind := parse_file_name(name)) and kind.kind == "lease"]
     recent = [name for name, entry in leases if now_ns - entry.modified_ns < LEASE * 1e9]
-    return any((owner := lease_owner(folder.store, name)) is None or is_running(owner) is not False for name in recent)
+    return any(is_held(name, lease_owner(folder.store, name)) is not False for name in recent)
 
 
 def lease_owner(store: Store, name: str) -> Owner | None:
@@ -73,3 +117,10 @@ def lease_owner(store: Store, name: str) -> Owner | None:
     with contextlib.suppress(OSError, TreeckptError, msgspec.MsgspecError):
         return msgspec.json.decode(store.read(name, limit=MAX_LEASE), type=Owner)
     return None
+
+
+def is_held(name: str, owner: Owner | None) -> bool | None:
+    """Whether the process that a lease names may still read; None if that cannot be known here."""
+    if owner is None:
+        return None
+    return name in _held if owner == this_process() else is_running(owner)

@@ -50,6 +50,8 @@ __all__ = [
     "fuse_qkv",
     "inverse",
     "parse",
+    "rotary_halves",
+    "rotary_pairs",
     "split_ffn",
     "split_qkv",
 ]
@@ -125,6 +127,42 @@ def split_ffn(source: str, into: tuple[str, str], *, axis: int = 0, groups: int 
 def fuse_ffn(sources: tuple[str, str], target: str, *, axis: int = 0, groups: int = 1) -> Concat:
     """Returns the rule that joins gate and up projections; the inverse of `split_ffn`."""
     return Concat(sources, target, axis, groups)
+
+
+def rotary_halves(
+    source: str, target: str, *, heads: int, head_dim: int, axis: int = 0, optional: bool = False
+) -> tuple[Split, Concat]:
+    """Returns the rules that reorder each head of a query or key projection for rotary embeddings by halves.
+
+    Llama's own checkpoints rotate the pairs (0, 1), (2, 3) ... of a head; transformers rotates (0, d/2), (1, d/2 + 1)
+    ..., so it stores the even rows of each head before the odd ones:
+
+        tc.rules.rotary_halves("layers.$L.attention.wk.weight", "model.layers.$L.self_attn.k_proj.weight",
+                               heads=config.num_key_value_heads, head_dim=config.head_dim)
+
+    Args:
+        heads: number of heads of this projection; of keys, those of keys.
+        head_dim: length of one head along the axis.
+        axis: the axis of the heads: 0 for a weight in torch's layout ([out, in]) and for a bias.
+    """
+    parts = (f"{target}.even", f"{target}.odd")
+    split = Split(source, parts, axis, groups=_pairs_in(heads, head_dim), optional=optional)
+    return split, Concat(parts, target, axis, heads, optional=optional)
+
+
+def rotary_pairs(
+    source: str, target: str, *, heads: int, head_dim: int, axis: int = 0, optional: bool = False
+) -> tuple[Split, Concat]:
+    """Returns the rules that undo `rotary_halves`: from transformers' order to that of Llama's own checkpoints."""
+    parts = (f"{target}.even", f"{target}.odd")
+    split = Split(source, parts, axis, groups=heads, optional=optional)
+    return split, Concat(parts, target, axis, _pairs_in(heads, head_dim), optional=optional)
+
+
+def _pairs_in(heads: int, head_dim: int) -> int:
+    if heads < 1 or head_dim < 2 or head_dim % 2:
+        raise TreeckptError("heads", expected="heads of an even length", found=f"{heads} heads of {head_dim}")
+    return heads * head_dim // 2
 
 
 def inverse(rules: Transforms, leaves: Index | Mapping[str, ArraySpec | None]) -> tuple[Rule, ...]:

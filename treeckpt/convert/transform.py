@@ -1,0 +1,104 @@
+"""Load rules applied to the contents of a conversion: new arrays are composed while they are read, box by box."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..arrays.base import HostArray, Storage, TargetPiece, raw_dtype
+from ..arrays.lazy import LazyArray
+from ..core.sharding.dtypes import dtype_of
+from ..core.sharding.region import Region
+from ..core.tree.structure import paths_of
+from ..errors import MismatchError
+from ..foreign.checksums import ArchiveStorages
+from ..loading.transforms.apply_rule import LeafState
+from ..loading.transforms.apply_rules import TransformedLeaves, apply_rules
+from ..loading.transforms.assemble import PermutedWriter, constant_write
+from ..loading.transforms.composed_array import ComposedArray, Constant, SourceBox, parts_in, saved
+from ..loading.transforms.restructure import empty_containers, rebuild_structure
+from ..loading.transforms.rules import Rule
+from .contents import Contents
+
+WASTE = 2
+"""Elements that are read for one that is needed, at most, where parts of one array are read together."""
+
+
+def transform(contents: Contents, rules: Sequence[Rule], storages: ArchiveStorages) -> Contents:
+    """Returns the contents after rules.
+
+    Raises:
+        MismatchError: a rule that cannot be applied, or one that needs a target.
+    """
+    leaves = dict(contents.leaves)
+    items: dict[str, LeafState] = {}
+    owners: dict[object, str] = {}
+    for number, (path, leaf) in enumerate(contents.leaves):
+        array = None
+        if isinstance(leaf, LazyArray):
+            place = (leaf.storage.address, leaf.storage.strides, leaf.spec) if leaf.storage is not None else path
+            array = saved(owners.setdefault(place, path), leaf.spec)
+        items[path] = LeafState(path, (number,), array)
+    empty = empty_containers(contents.structure)
+    items.update((path, LeafState(path, (before - 1, 1 << 60, i))) for i, (path, before) in enumerate(empty))
+    transformed = apply_rules(items, rules)
+    _check_no_target(transformed)
+    names = [(path, item.of) for path, item in transformed.items.items()]
+    structure = rebuild_structure(contents.structure, names, source_rank=0, rank=0)
+    made: dict[ComposedArray, LazyArray] = {}
+    found: list[tuple[str, Any]] = []
+    for path, _ in paths_of(structure):
+        item = transformed.items[path]
+        if item.array is None or (item.of and item.array == items[item.of].array):
+            found.append((path, leaves[item.of]))
+            continue
+        if item.array not in made:
+            made[item.array] = _composed(item.array, leaves, storages)
+        found.append((path, made[item.array]))
+    return msgspec.structs.replace(contents, structure=structure, leaves=tuple(found))
+
+
+def _check_no_target(transformed: TransformedLeaves) -> None:
+    for name in (*transformed.keeps, *(fill.target for fill in transformed.fills)):
+        raise MismatchError(
+            name,
+            expected="rules that need no target",
+            found="one that takes a value, or a shape, from the target",
+            hint="Leave it for load, or give a fill its shape=",
+        )
+
+
+def _composed(array: ComposedArray, leaves: dict[str, Any], storages: ArchiveStorages) -> LazyArray:
+    def read(region: Region) -> np.ndarray:
+        memory = np.empty(region.shape, raw_dtype(dtype_of(array.spec.dtype).itemsize))
+        piece = TargetPiece(region, HostArray(memory))
+        by_source: dict[str, list[SourceBox]] = {}
+        for part in parts_in(array, region):
+            if isinstance(part, Constant):
+                constant_write(part, piece, array.spec)()
+            elif part.region.size:
+                by_source.setdefault(part.source, []).append(part)
+        for source, parts in by_source.items():
+            for box, together in _boxes(parts):
+                data = leaves[source].read(box)
+                for part in together:
+                    writer = PermutedWriter(piece, part, array.spec)
+                    writer.write(Region.whole(part.box.shape).slices(), data[part.box.relative_to(box).slices()])
+        return memory
+
+    nbytes = math.prod(array.shape) * dtype_of(array.spec.dtype).itemsize
+    return LazyArray(array.spec, read, Storage(storages.take(nbytes), nbytes, None) if nbytes else None)
+
+
+def _boxes(parts: Sequence[SourceBox]) -> list[tuple[Region, list[SourceBox]]]:
+    """Returns the boxes of one source to read, each with its parts: all together, unless too much else lies between."""
+    start = tuple(map(min, zip(*(part.box.offset for part in parts), strict=True)))
+    stop = tuple(map(max, zip(*(part.box.stop for part in parts), strict=True)))
+    around = Region(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
+    if around.size <= WASTE * sum(part.region.size for part in parts):
+        return [(around, list(parts))]
+    return [(part.box, [part]) for part in parts]

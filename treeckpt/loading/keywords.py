@@ -1,0 +1,45 @@
+"""The keyword arguments of loads, for functions that pass them on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypedDict
+
+from ..reports import LoadReport
+from .match import Strict
+from .read_batch import Verify
+from .transforms import Renaming, Transforms
+
+
+class LoadIntoKeywords(TypedDict, total=False):
+    """The options of `treeckpt.load_into` that `Manager.restore` passes on."""
+
+    select: str | Sequence[str] | None
+    exclude: str | Sequence[str] | None
+    rename: Renaming
+    transforms: Transforms
+    strict: Strict
+    cast: bool
+    verify: Verify
+    on_corrupt: Literal["error", "skip"]
+    per_rank: Literal["error", "take"]
+    read: Literal["each", "once"]
+    memory: int | None
+    allow_pickle: bool
+    namespace: str
+
+
+class LoadKeywords(LoadIntoKeywords, total=False):
+    """The options of `treeckpt.load` that `Manager.restore` passes on."""
+
+    device: str | None
+    copy: bool
+    mmap: bool
+    on_report: Callable[[LoadReport], None] | None
+
+
+class LoadAsyncKeywords(LoadKeywords, total=False):
+    """The options of `treeckpt.load` that `treeckpt.load_async` takes."""
+
+    together: bool
+    comm: Any

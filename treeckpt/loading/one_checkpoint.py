@@ -1,0 +1,87 @@
+"""The public functions about one checkpoint that load no tree: inspect, read_file, verify, rebuild_index."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from ..core.format.records import Index
+from ..foreign.foreign_checkpoint import open_checkpoint
+from ..io.os_errors import wrap_read_error
+from ..io.storage.checkpoint import Checkpoint
+from ..io.storage.metadata_files import read_sidecar
+from ..io.storage.store import Store
+from ..reports import VerifyReport
+from .consistent_reads import on_one_version
+from .repair import repair_store
+from .verify import publish_rebuilt, verify_checkpoint
+
+CheckpointPath = str | os.PathLike[str] | Store | Checkpoint
+
+
+@contextlib.contextmanager
+def opened(path: CheckpointPath) -> Iterator[Checkpoint]:
+    """Opens a checkpoint; what reading has opened is closed at the end."""
+    if isinstance(path, Checkpoint):
+        yield path
+        return
+    store, version = open_checkpoint(path)
+    try:
+        yield version()
+    except OSError as error:
+        raise wrap_read_error(error, store.url) from error
+    finally:
+        store.close()
+
+
+def inspect(path: CheckpointPath) -> Index:
+    """The index of a checkpoint: its tree, every leaf's spec and place, without reading any array.
+
+    Raises:
+        CheckpointNotFound, CorruptError, FormatError: the state of the files.
+    """
+    with opened(path) as checkpoint:
+        return checkpoint.index
+
+
+def read_file(path: CheckpointPath, name: str) -> bytes:
+    """The content of a file that was saved with `files=`, verified; `inspect(path).sidecars` lists all.
+
+    Raises:
+        MismatchError: there is none of that name.
+        CheckpointNotFound, CorruptError, FormatError: the state of the files.
+    """
+    return on_one_version(path, lambda one: read_sidecar(one.store, one.index, name))
+
+
+def verify(path: CheckpointPath, *, repair: bool = False) -> VerifyReport:
+    """Reads everything and compares it with its checksums, and the shards with the index.
+
+    Args:
+        repair: makes again what can be: the index from the shards' headers, a header from the index where its seal
+            proves it, a shard with something behind its end. Timings that are damaged are taken away. What was there is
+            kept as `<name>.<id>.damaged`. The report says what was done, and what is lost. Nothing else may be saving
+            there.
+
+    Raises:
+        CheckpointNotFound, CorruptError, FormatError: there is no index that can be read.
+    """
+    if not repair:
+        return on_one_version(path, lambda one: verify_checkpoint(one.own()), is_suspect=lambda report: report.problems)
+    with opened(path) as checkpoint:
+        return repair_store(checkpoint.own().store)
+
+
+def rebuild_index(path: CheckpointPath, *, replace: bool = False) -> Index:
+    """Makes a lost index.json again from the shards alone, and publishes it.
+
+    Args:
+        replace: also where there is an index.
+
+    Raises:
+        CheckpointExists: there is one, and `replace` is not given.
+        CheckpointNotFound, CorruptError: the shards are not all there, or not intact.
+    """
+    with opened(path) as checkpoint:
+        return publish_rebuilt(checkpoint.own().store, replace=replace)

@@ -1,0 +1,54 @@
+"""Carries out one load on one rank: from one version of each checkpoint, with objects that have a state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ..arrays.stateful import expand_states, state_tree
+from ..io.comm.comm import Comm
+from ..io.gc_pause import gc_paused
+from ..io.storage.checkpoint import Checkpoint
+from ..reports import LoadReport
+from .consistent_reads import on_versions
+from .match import LoadOptions
+from .overlay import Bank, CheckpointOverlay
+
+
+def run_load(path: Any, like: Any, comm: Comm, options: LoadOptions, on_corrupt: str) -> tuple[Any, LoadReport]:
+    """Loads a new tree; see `treeckpt.load`."""
+    if like is not None:
+        like = state_tree(like, rank=comm.rank, namespace=options.namespace, mappings=not options.allow_pickle)
+
+    def load_version(version: Checkpoint | Bank) -> tuple[Any, LoadReport]:
+        overlay = CheckpointOverlay(version)
+        with gc_paused():
+            return overlay.load(like, comm, overlay.salvaging(comm, options, on_corrupt))
+
+    return on_versions(path, load_version, together=options.read == "once", is_suspect=lambda found: found[1].damaged)
+
+
+def run_load_into(path: Any, tree: Any, comm: Comm, options: LoadOptions, on_corrupt: str) -> LoadReport:
+    """Fills a tree in place; see `treeckpt.load_into`."""
+    return on_versions(
+        path,
+        lambda version: _fill(CheckpointOverlay(version), tree, comm, options, on_corrupt),
+        together=options.read == "once",
+        is_suspect=lambda report: report.damaged,
+    )
+
+
+def _fill(overlay: CheckpointOverlay, tree: Any, comm: Comm, options: LoadOptions, on_corrupt: str) -> LoadReport:
+    with gc_paused():
+        options = overlay.salvaging(comm, options, on_corrupt)
+        found = expand_states(tree, rank=comm.rank, namespace=options.namespace, mappings=not options.allow_pickle)
+        if found is None:
+            return overlay.load_into(tree, comm, options)
+
+        def as_saved(at: str) -> Any:
+            own = msgspec.structs.replace(options, below=at, strict=False, copy=False, read="each")
+            return overlay.load(None, comm, own)[0]
+
+        report, more = found.restore(as_saved, lambda target: overlay.load_into(target, comm, options))
+        return msgspec.structs.replace(report, loaded=report.loaded + more)
