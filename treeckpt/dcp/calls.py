@@ -35,10 +35,9 @@ def storage_for(given: Any, checkpoint_id: Any, *, reading: bool) -> Any:
         return DcpReader(checkpoint_id) if reading else DcpWriter(checkpoint_id)
     if checkpoint_id is not None:
         given.reset(checkpoint_id)
-    transforms = getattr(getattr(given, "transforms", None), "extensions", None)
     if type(given) is FILE_SYSTEM_READER:
         return DcpReader(given.path)
-    if type(given) is FILE_SYSTEM_WRITER and not transforms:
+    if type(given) is FILE_SYSTEM_WRITER and not given.transforms.extensions:
         return DcpWriter(given.path, overwrite=given.overwrite)
     return given
 
