@@ -8,7 +8,9 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
+from ..errors import TreeckptError
 from ..io.comm.comm import Comm, as_comm, world_size
+from ..io.storage.open import open_store
 from .reader import DcpReader
 from .writer import DcpWriter
 
@@ -30,8 +32,10 @@ def storage_for(given: Any, checkpoint_id: Any, *, reading: bool) -> Any:
     if given is None:
         if not checkpoint_id:
             raise RuntimeError("`checkpoint_id` must be specified if storage_reader/storage_writer is None.")
-        if not DcpWriter.validate_checkpoint_id(checkpoint_id):
-            raise RuntimeError(f"Cannot detect which StorageReader or StorageWriter to use for {checkpoint_id!r:.200}")
+        try:
+            open_store(checkpoint_id)
+        except TreeckptError as error:
+            raise RuntimeError("Cannot detect which StorageReader or StorageWriter to use.") from error
         return DcpReader(checkpoint_id) if reading else DcpWriter(checkpoint_id)
     if checkpoint_id is not None:
         given.reset(checkpoint_id)
