@@ -1,6 +1,8 @@
 """Each command says what is true, with the exit code that a script needs."""
 
 import json
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -150,6 +152,37 @@ def test_unknown_commands_are_usage_errors(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["fly"])
     assert stop.value.code == 2
+
+
+def test_alone_it_shows_every_command_and_the_exit_codes(cli):
+    shown = cli()
+    commands = "ls show verify diff rebuild-index gc pin unpin convert report trace dashboard demo bench completion"
+    assert re.findall(r"^    ([a-z][a-z-]+)\b", shown, re.M) == commands.split() and "exit codes:" in shown
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["sh"], "show"),
+        (["verify", "--rep"], "--repair"),
+        (["convert", "--to", ""], "treeckpt torch dcp safetensors"),
+        (["completion", "z"], "zsh"),
+        (["ls", "--j"], "--json"),
+        (["ls", "ru"], ""),
+    ],
+)
+def test_a_shell_completes_commands_options_and_choices(cli, typed, offered):
+    script, words = cli("completion", "bash"), " ".join(map(shlex.quote, ["treeckpt", *typed]))
+    assert cli("completion", "zsh").endswith(f"bashcompinit\n{script}")
+    ask = f'COMP_WORDS=({words}); COMP_CWORD={len(typed)}; _treeckpt; echo "${{COMPREPLY[*]}}"'
+    done = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == (offered, "")
+
+
+@pytest.mark.parametrize(("command", "target"), [("report", "--html"), ("trace", "--out")])
+def test_what_an_export_wrote_as_json(cli, run, tmp_path, command, target):
+    found = json.loads(cli(command, run / "step_00000100", target, tmp_path / "file", "--json"))
+    assert found["file"] == str(tmp_path / "file") and len(found) == 2
 
 
 def test_dashboard_beyond_loopback_demands_a_token(cli, run):

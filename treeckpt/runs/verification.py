@@ -95,7 +95,7 @@ def this_user(program: str) -> str:
     """Returns the `by` of a verification by this process."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # the user id has no name
+    except (KeyError, OSError, ImportError):  # the user id has no name, or the system no user ids
         user = f"{os.getuid()}" if hasattr(os, "getuid") else "unknown"
     return f"{user}@{socket.gethostname()}, {program}"
 
