@@ -1,6 +1,7 @@
 """Each command says what is true, with the exit code that a script needs."""
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -14,6 +15,8 @@ import pytest
 from tests.helpers.samples import gpt_state, write_checkpoint, write_mixed_run
 from treeckpt.cli.main import main
 from treeckpt.core.format.index import INDEX_NAME
+from treeckpt.runs.verification import this_user
+from treeckpt_dashboard.web.server import _announce
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +196,16 @@ def test_dashboard_refuses_options_without_sense(cli, run):
     assert "no policy" in cli("dashboard", run, "--keep", "last:none", code=2)
     assert "inside the run" in cli("dashboard", run, "--cache", run / "cache", code=2)
     assert not (run / "cache").exists()
+
+
+@pytest.mark.parametrize("error", [KeyError("uid not found: 4711"), ImportError("no module pwd")])
+def test_dashboard_and_verify_name_a_user_without_a_name_by_number(monkeypatch, capsys, error):
+    def fail():
+        raise error
+
+    monkeypatch.setattr("getpass.getuser", fail)
+    _announce("http://127.0.0.1:8265/", "127.0.0.1", 8265)
+    assert f" {os.getuid()}@" in capsys.readouterr().out and this_user("x").startswith(f"{os.getuid()}@")
 
 
 def test_dashboard_serves_on_a_free_port_and_says_where(run):
