@@ -274,7 +274,6 @@ def _clear_litter(parent: Path, name: str) -> None:
     Windows locks no directory: there it stays, as it cannot be told from what is being written.
     """
     for place in parent.glob(f".{glob.escape(name)}.????????????????.tmp") if fcntl is not None else ():
-        with contextlib.suppress(OSError):
-            fd = _lock(place)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            stack.callback(os.close, _lock(place))
             _remove(place)
-            os.close(fd)
