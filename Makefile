@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # python3 first: the machine's own choice is the one its local wheels are for.
-PYTHONS := python3 python3.13 python3.12 python3.11
+PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
 SERVE ?= 1
 PYTEST_ARGS ?=
 JOBS ?= 2

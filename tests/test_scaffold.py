@@ -11,6 +11,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.helpers.samples import write_run
 
@@ -26,14 +27,14 @@ def pyproject() -> dict:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy, so that neither an old build/ nor a parallel run can slip into it."""
+    """A wheel built from the sdist of a copy, so that neither an old build/ nor a parallel run can slip into it."""
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "LICENSE", "README.md"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, source)
     for folder in FOLDERS.values():
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", cwd=source)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", cwd=source)
     [built] = (source / "dist").glob("treeckpt-*.whl")
     return built
 
@@ -85,6 +86,12 @@ def test_wheel_holds_every_source_file(wheel):
         assert source_files() <= set(archive.namelist())
 
 
+def test_wheel_is_small_and_needs_few_packages(wheel, pyproject):
+    assert wheel.stat().st_size < 2 << 20
+    needed = {re.split(r"[<>=]", requirement)[0] for requirement in pyproject["project"]["dependencies"]}
+    assert needed == {"ml_dtypes", "msgspec", "numpy", "optree", "rich", "xxhash"}
+
+
 def test_wheel_works_outside_the_checkout(wheel, tmp_path):
     site = tmp_path / "site"
     run(
@@ -106,6 +113,26 @@ def test_wheel_works_outside_the_checkout(wheel, tmp_path):
     program = str(site / "bin" / "treeckpt")
     assert "dashboard" in run(program, "--help", cwd=tmp_path, PYTHONPATH=str(site))
     assert "step_00000200" in run(program, "ls", "run", cwd=tmp_path, PYTHONPATH=str(site))
+
+
+def test_workflows_are_valid():
+    checked = [str(path) for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))]
+    assert checked and not run(str(Path(sys.executable).with_name("actionlint")), *checked, cwd=ROOT)
+
+
+def test_the_workflow_and_the_metadata_name_the_same_pythons(pyproject):
+    metadata = re.findall(r"Python :: (3\.\d+)", "\n".join(pyproject["project"]["classifiers"]))
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert workflow["jobs"]["linux"]["strategy"]["matrix"]["python"] == metadata
+    assert pyproject["project"]["requires-python"] == f">={metadata[0]}"
+
+
+def test_hooks_run_the_tools_of_make_check():
+    recipe = (ROOT / "Makefile").read_text().partition("\ncheck:")[2].partition("\n\n")[0]
+    tools = re.findall(r"\$\(BIN\)/([\w-]+(?: check| format)?)", recipe)
+    [local] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    hooks = [hook["entry"].removeprefix(".venv/bin/") for hook in local["hooks"]]
+    assert len(tools) == 4 and all(any(hook.startswith(tool) for hook in hooks) for tool in tools), (tools, hooks)
 
 
 def test_editable_install_finds_the_checkout_from_elsewhere(tmp_path):

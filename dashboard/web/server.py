@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import ipaddress
 import secrets
 import socket
@@ -16,6 +15,7 @@ import uvicorn
 
 from treeckpt.errors import TreeckptError
 from treeckpt.runs.policy_text import parse_keep
+from treeckpt.runs.verification import user_name
 
 from .app import create_app
 from .connections import HEAD_SECONDS, protocol_of
@@ -114,7 +114,8 @@ def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family)
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sys.platform != "win32":  # where it would let a second server take the same port
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host.strip("[]"), port))
         listening.listen(128)  # from now on connections wait for the server instead of being refused
     except (OSError, OverflowError) as error:
@@ -138,7 +139,7 @@ def _announce(address: str, host: str, port: int) -> None:
     print(f"treeckpt dashboard: {address}", flush=True)
     if is_loopback(host):
         print(
-            f"from another machine: ssh -L {port}:127.0.0.1:{port} {getpass.getuser()}@{socket.gethostname()}",
+            f"from another machine: ssh -L {port}:127.0.0.1:{port} {user_name()}@{socket.gethostname()}",
             flush=True,
         )
     if sys.stdout.isatty():

@@ -1,6 +1,9 @@
 """Each command says what is true, with the exit code that a script needs."""
 
 import json
+import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,6 +15,8 @@ import pytest
 from tests.helpers.samples import gpt_state, write_checkpoint, write_mixed_run
 from treeckpt.cli.main import main
 from treeckpt.core.format.index import INDEX_NAME
+from treeckpt.runs.verification import this_user
+from treeckpt_dashboard.web.server import _announce
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +157,37 @@ def test_unknown_commands_are_usage_errors(capsys):
     assert stop.value.code == 2
 
 
+def test_alone_it_shows_every_command_and_the_exit_codes(cli):
+    shown = cli()
+    commands = "ls show verify diff rebuild-index gc pin unpin convert report trace dashboard demo bench completion"
+    assert re.findall(r"^    ([a-z][a-z-]+)\b", shown, re.M) == commands.split() and "exit codes:" in shown
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["sh"], "show"),
+        (["verify", "--rep"], "--repair"),
+        (["convert", "--to", ""], "treeckpt torch dcp safetensors"),
+        (["completion", "z"], "zsh"),
+        (["ls", "--j"], "--json"),
+        (["ls", "ru"], ""),
+    ],
+)
+def test_a_shell_completes_commands_options_and_choices(cli, typed, offered):
+    script, words = cli("completion", "bash"), " ".join(map(shlex.quote, ["treeckpt", *typed]))
+    assert cli("completion", "zsh").endswith(f"bashcompinit\n{script}")
+    ask = f'COMP_WORDS=({words}); COMP_CWORD={len(typed)}; _treeckpt; echo "${{COMPREPLY[*]}}"'
+    done = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == (offered, "")
+
+
+@pytest.mark.parametrize(("command", "target"), [("report", "--html"), ("trace", "--out")])
+def test_what_an_export_wrote_as_json(cli, run, tmp_path, command, target):
+    found = json.loads(cli(command, run / "step_00000100", target, tmp_path / "file", "--json"))
+    assert found["file"] == str(tmp_path / "file") and len(found) == 2
+
+
 def test_dashboard_beyond_loopback_demands_a_token(cli, run):
     assert "--token" in cli("dashboard", run, "--host", "0.0.0.0", code=2)
 
@@ -160,6 +196,16 @@ def test_dashboard_refuses_options_without_sense(cli, run):
     assert "no policy" in cli("dashboard", run, "--keep", "last:none", code=2)
     assert "inside the run" in cli("dashboard", run, "--cache", run / "cache", code=2)
     assert not (run / "cache").exists()
+
+
+@pytest.mark.parametrize("error", [KeyError("uid not found: 4711"), ImportError("no module pwd")])
+def test_dashboard_and_verify_name_a_user_without_a_name_by_number(monkeypatch, capsys, error):
+    def fail():
+        raise error
+
+    monkeypatch.setattr("getpass.getuser", fail)
+    _announce("http://127.0.0.1:8265/", "127.0.0.1", 8265)
+    assert f" {os.getuid()}@" in capsys.readouterr().out and this_user("x").startswith(f"{os.getuid()}@")
 
 
 def test_dashboard_serves_on_a_free_port_and_says_where(run):

@@ -19,7 +19,12 @@ class Commands:
     """The commands of a parser."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
-        self._parsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+        self._added = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    @property
+    def parsers(self) -> dict[str, argparse.ArgumentParser]:
+        """The parser of each command, by its name."""
+        return self._added.choices
 
     def add(self, name: str, run: Callable[[Any], int], text: str, *, json: bool = True) -> argparse.ArgumentParser:
         """Adds a command, with the option `--json` unless `json` is False; returns its own parser.
@@ -27,7 +32,7 @@ class Commands:
         Args:
             run: carries the command out; returns its exit code.
         """
-        added = self._parsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        added = self._added.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         added.set_defaults(run=run)
         if json:
             added.add_argument("--json", action="store_true", help="print JSON")

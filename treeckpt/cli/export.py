@@ -7,17 +7,17 @@ from pathlib import Path
 
 from ..core.analysis.perfetto import encode_trace
 from ..core.text import bytes_text
-from ..report.terminal import print_line
+from ..report.terminal import print_json, print_line
 from ..runs import catalog
 from .command import Commands
 
 
 def add_commands(commands: Commands) -> None:
     """Adds `report` and `trace`."""
-    report = commands.add("report", _report, "write one HTML page of a checkpoint or a run", json=False)
+    report = commands.add("report", _report, "write one HTML page of a checkpoint or a run")
     report.add_argument("path", metavar="CKPT_OR_RUN")
     report.add_argument("--html", required=True, metavar="FILE", help="where to; an existing file is replaced")
-    trace = commands.add("trace", _trace, "write the time of a save as a trace for Perfetto", json=False)
+    trace = commands.add("trace", _trace, "write the time of a save as a trace for Perfetto")
     trace.add_argument("checkpoint", metavar="CKPT")
     trace.add_argument("--out", required=True, metavar="FILE", help="where to; an existing file is replaced")
 
@@ -26,6 +26,9 @@ def _report(options: argparse.Namespace) -> int:
     from ..report import report
 
     text = report(options.path, options.html)
+    if options.json:
+        print_json({"file": options.html, "nbytes": len(text.encode())})
+        return 0
     print_line(f"{options.html}: {bytes_text(len(text.encode()))}, needs nothing else to be read")
     return 0
 
@@ -33,5 +36,8 @@ def _report(options: argparse.Namespace) -> int:
 def _trace(options: argparse.Namespace) -> int:
     timings = catalog.read_timings(options.checkpoint)
     Path(options.out).write_bytes(encode_trace(timings))
+    if options.json:
+        print_json({"file": options.out, "spans": len(timings.spans)})
+        return 0
     print_line(f"{options.out}: {len(timings.spans)} spans; open it at https://ui.perfetto.dev")
     return 0

@@ -1,7 +1,7 @@
 """The entry point of the command line: parses the arguments and runs a command.
 
-Exit codes: 0 success, 1 the checkpoint is bad, 2 the command was used wrongly. A `TreeckptError` is printed as one
-message, without a traceback. No module of this package imports torch; the demo does, in processes of its own.
+A `TreeckptError` is printed as one message, without a traceback. No module of this package imports torch; the demo
+does, in processes of its own.
 """
 
 from __future__ import annotations
@@ -14,8 +14,24 @@ from importlib.metadata import PackageNotFoundError, version
 
 from ..errors import CheckpointNotFound, TreeckptError
 from ..report.terminal import fail
-from . import convert, dashboard, diff, export, listing, runs, show, verify
+from . import completion, convert, dashboard, diff, export, listing, runs, show, verify
 from .command import Commands, usage_error
+
+_EPILOG = """\
+for a start:
+  treeckpt demo                          a training on 4 ranks, and its run in the browser
+  treeckpt ls RUN                        the checkpoints of a run
+  treeckpt show CKPT [PATH]              the tree of one, or one leaf of it
+  treeckpt verify CKPT                   whether every byte is as it was saved
+  treeckpt dashboard RUN                 all of it in the browser
+RUN and CKPT are directories or URLs. treeckpt COMMAND --help lists the options of a command.
+
+exit codes:
+  0    done; `verify`: all is intact
+  1    a checkpoint is missing, damaged or incomplete, or what was asked for failed; the message says which and why
+  2    wrong use: an unknown command, option, path or run; nothing was done
+  130  interrupted by Ctrl-C
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .. import bench
 
         return bench.main(arguments[1:])
-    options = new_parser().parse_args(arguments)
+    parser = new_parser()
+    if not arguments:
+        parser.print_help()
+        return 0
+    options = parser.parse_args(arguments)
     try:
         return options.run(options)
     except TreeckptError as error:
@@ -52,7 +72,12 @@ def new_parser() -> argparse.ArgumentParser:
         installed = version("treeckpt")
     except PackageNotFoundError:
         installed = "(not installed)"
-    parser = argparse.ArgumentParser("treeckpt", description="Checkpoints of any tree, from any layout into any other.")
+    parser = argparse.ArgumentParser(
+        "treeckpt",
+        description="Checkpoints of any tree, from any layout into any other.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"treeckpt {installed}")
     commands = Commands(parser)
     listing.add_ls(commands)
@@ -67,6 +92,7 @@ def new_parser() -> argparse.ArgumentParser:
     commands.add("demo", _unreachable, "train on 4 ranks, save, load on 2 and on 1, and browse the run", json=False)
     text = "measure saves and loads beside the disk's limits and other libraries"
     commands.add("bench", _unreachable, text, json=False)
+    completion.add_completion(commands)
     return parser
 
 

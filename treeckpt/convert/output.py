@@ -8,7 +8,6 @@ writes the literals, and renames the files when everything is durable.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import os
 import secrets
@@ -31,6 +30,7 @@ from ..io.comm.collective import Conclusion, Exchange
 from ..io.comm.comm import Comm
 from ..io.comm.failures import os_errors_wrapped
 from ..io.storage.local_write import sync_directory
+from ..io.storage.os_files import BINARY, fcntl, sync_file, write_at
 
 WORKERS = 2
 """Threads that read and write; each has the memory of a tile before and after a cast."""
@@ -166,9 +166,8 @@ class _NewFiles:
             else:
                 self.place.touch(exist_ok=False)
             self.cleanup.callback(_remove, self.place)
-            fd = os.open(self.place, os.O_RDONLY | os.O_CLOEXEC)
-            self.cleanup.callback(os.close, fd)
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # so that it is not taken for litter
+            if fcntl is not None:
+                self.cleanup.callback(os.close, _lock(self.place))  # so that it is not taken for litter
             for file in self.output.files:
                 # before any rank begins: a part's checksum goes into the middle of what is literal
                 with self._path(file).open("wb") as made:
@@ -188,7 +187,7 @@ class _NewFiles:
         ):
             fds: dict[int, int] = {}
             for number in numbers:
-                fds[number] = os.open(self._path(self.output.files[number]), os.O_WRONLY | os.O_CLOEXEC)
+                fds[number] = os.open(self._path(self.output.files[number]), os.O_WRONLY | BINARY)
                 stack.callback(os.close, fds[number])
             jobs = [pool.submit(write_part, fds[part.file], part, tile) for part in parts]
             try:
@@ -198,7 +197,7 @@ class _NewFiles:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
             for fd in fds.values():
-                os.fsync(fd)
+                sync_file(fd)
         return b""
 
     def publish(self, _: dict[int, bytes]) -> Conclusion[None]:
@@ -232,7 +231,7 @@ def write_part(fd: int, part: OutputPart, tile: int) -> None:
 def _pwrite(fd: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
-        done += os.pwrite(fd, data[done:], offset + done)
+        done += write_at(fd, data[done:], offset + done)
 
 
 def _shares(parts: Sequence[OutputPart], world: int) -> list[list[OutputPart]]:
@@ -254,11 +253,27 @@ def _remove(place: Path) -> None:
             place.unlink()
 
 
+def _lock(place: Path) -> int:
+    """Opens and locks a file or directory; returns the descriptor, with which the lock ends.
+
+    Raises:
+        OSError: another process holds the lock, or it cannot be opened.
+    """
+    fd = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | BINARY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
 def _clear_litter(parent: Path, name: str) -> None:
-    """Removes what a conversion to the same destination left that was killed: nobody holds its lock any more."""
-    for place in parent.glob(f".{glob.escape(name)}.????????????????.tmp"):
+    """Removes what a conversion to the same destination left that was killed: nobody holds its lock any more.
+
+    Windows locks no directory: there it stays, as it cannot be told from what is being written.
+    """
+    for place in parent.glob(f".{glob.escape(name)}.????????????????.tmp") if fcntl is not None else ():
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            stack.callback(os.close, fd)
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.callback(os.close, _lock(place))
             _remove(place)

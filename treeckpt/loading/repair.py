@@ -221,7 +221,7 @@ def _keep(store: Store, name: str) -> str:
     """Keeps a file's content under another name, and returns that name."""
     aside = damaged_name(name, secrets.token_hex(8))
     if isinstance(store, LocalStore):
-        with contextlib.suppress(OSError):  # not every file system has hard links
+        with contextlib.suppress(OSError, NotImplementedError):  # not every file system and system has such links
             os.link(store.directory / name, store.directory / aside, follow_symlinks=False)
             sync_directory(store.directory)
             return aside

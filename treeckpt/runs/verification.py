@@ -91,13 +91,17 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treeckpt"
 
 
+def user_name() -> str:
+    """Returns the name of the user of this process; the number of one without a name, as is usual in containers."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError, ImportError):  # the last one on Windows
+        return f"{os.getuid()}" if hasattr(os, "getuid") else "unknown"
+
+
 def this_user(program: str) -> str:
     """Returns the `by` of a verification by this process."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # the user id has no name
-        user = f"{os.getuid()}" if hasattr(os, "getuid") else "unknown"
-    return f"{user}@{socket.gethostname()}, {program}"
+    return f"{user_name()}@{socket.gethostname()}, {program}"
 
 
 def fingerprint_of(entries: Mapping[str, DirectoryEntry], save_id: str) -> str:

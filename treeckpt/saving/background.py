@@ -28,7 +28,7 @@ from .agree import AgreedSave, agree
 from .future import Pending
 from .options import BusyPolicy, LineageSource, SaveOptions, StagingMode, WriterKind
 from .plan_cache import GlobalPlan
-from .process_channel import WriterGone
+from .process_channel import WriterGone, passes_files
 from .save import complete, save_report
 from .session import Session, session_of
 from .shard_writer import InlineWriter, ShardWriter, TreeShardSource
@@ -139,8 +139,8 @@ class _BackgroundSave:
         """Taken for good by the thread that writes, or by `give_up`, whichever comes first."""
 
     def start_process(self) -> None:
-        """Starts the writer process, if it can open the store; keeps the error."""
-        self._address = address_of(self._agreed.store)
+        """Starts the writer process, if there can be one and it can open the store; keeps the error."""
+        self._address = address_of(self._agreed.store) if passes_files else None
         if self._address is not None:
             try:
                 self._session.writer.start()
@@ -221,10 +221,10 @@ def _arena_nbytes(plan: GlobalPlan) -> int:
 
 def prewarm_tree(tree: object, comm: Comm, writer: WriterKind = "process") -> None:
     """Prepares for background saves of trees like this one; see `treeckpt.prewarm`."""
-    session = session_of(comm)
+    session, in_process = session_of(comm), writer == "process" and passes_files
     with gc_paused(), session.starting:
         previous = session.previous("wait", None)
-        if writer == "process":
+        if in_process:
             session.writer.start()
         options, store = SaveOptions(plan_only=True), MemoryStore("prewarm")
         agreed = agree(store, tree, comm, options, {}, Recorder(comm.rank), previous)
@@ -235,7 +235,7 @@ def prewarm_tree(tree: object, comm: Comm, writer: WriterKind = "process") -> No
         lease = session.pool.lease(nbytes, cuda_pinning())
         try:
             lease.arena.populate(nbytes)
-            if writer == "process":
+            if in_process:
                 session.writer.prepare(agreed.plan, lease.arena, timeout=comm.timeout)
                 session.writer.modules()  # answered once the process has imported and planned
         except WriterGone as gone:

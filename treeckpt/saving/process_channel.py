@@ -26,6 +26,8 @@ _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _FRAME = struct.Struct("<QI")
 """(bytes, descriptors) of a message."""
 _MAX_FDS = 4
+passes_files = hasattr(socket, "send_fds")
+"""Whether processes of this system can hand open files on; Windows has no such sockets, and no writer process."""
 
 
 class WriterGone(Exception):

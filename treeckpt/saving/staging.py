@@ -33,7 +33,7 @@ from ..arrays.base import Box, HostArray, HostMemory, SourcePiece
 from ..arrays.threads import WorkerThreads
 from ..core.planning.save_plan import FilePlan, PlannedEntry
 from ..core.sharding.region import Region
-from ..io.storage.memory import PAGE, advise_huge_pages
+from ..io.storage.memory import PAGE, advise_huge_pages, madvise_populate
 from .plan_cache import GlobalPlan
 from .shard_stream import MEMMOVE_LIMIT, ShardSource, append_entry, piece_of
 
@@ -47,8 +47,6 @@ ARENA_GRANULARITY = 2 << 20
 POPULATE_PART = 64 << 20
 """Bytes that a thread populates at a time."""
 POPULATE_THREADS = 2
-_MADV_POPULATE_WRITE = 23
-"""Of Linux 5.14; mmap has no name for it."""
 
 PinMemory = Callable[[int, int], Callable[[], None]]
 """Pins memory at an address, of so many bytes, for a device; returns what unpins it."""
@@ -70,8 +68,9 @@ def _anonymous_file(nbytes: int) -> int:
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("treeckpt-arena", os.MFD_CLOEXEC)
     else:
-        fd, name = tempfile.mkstemp(prefix="treeckpt-arena-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-        os.unlink(name)
+        shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        with tempfile.TemporaryFile(prefix="treeckpt-arena-", dir=shared) as file:  # the name goes with it
+            fd = os.dup(file.fileno())
     try:
         os.ftruncate(fd, nbytes)
         if hasattr(os, "posix_fallocate") and not hasattr(os, "memfd_create"):
@@ -143,15 +142,6 @@ def _release(fd: int, unpin: Callable[[], None] | None, owner: int) -> None:
 def _populate(part: np.ndarray) -> None:
     if not madvise_populate(int(part.__array_interface__["data"][0]), len(part)):
         part[::PAGE] = 0
-
-
-def madvise_populate(address: int, nbytes: int) -> bool:
-    """Allocates pages in one system call, through ctypes, which lets other threads run; returns whether it worked."""
-    try:
-        madvise = ctypes.CDLL(None).madvise
-    except (OSError, AttributeError):
-        return False
-    return madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE) == 0
 
 
 class Lease:

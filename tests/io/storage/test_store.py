@@ -309,11 +309,13 @@ class TestLocalStoreBuffered(StoreSuite):
     @pytest.fixture(params=["at open", "at first use"])
     def store(self, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
         from treeckpt.io.storage import local_read as reader_module
+        from treeckpt.io.storage import os_files
 
         fake = _NoDirect(at_open=request.param == "at open")
         monkeypatch.setattr(store_module, "os", fake)
         monkeypatch.setattr(local_write, "os", fake)
         monkeypatch.setattr(reader_module, "os", fake)
+        monkeypatch.setattr(os_files, "os", fake)
         store = LocalStore(tmp_path / "buffered")
         yield store
         store.close()

@@ -21,6 +21,7 @@ import numpy as np
 
 from ...errors import CorruptError
 from .mapped_read import MappedReader
+from .os_files import BINARY, read_at
 from .page_cache import is_cached
 
 PAGE = 4096
@@ -39,9 +40,11 @@ def open_regular(path: Path, flags: int = 0) -> int:
         FileNotFoundError: there is no file of that name.
         CorruptError: it is not a regular file.
     """
-    flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    if not hasattr(os, "O_NOFOLLOW") and not stat.S_ISREG(mode := os.lstat(path).st_mode):
+        raise _irregular(path, _kind(mode))  # Windows, where an open follows links and says nothing of directories
+    flags |= os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | BINARY
     try:
-        fd = os.open(path, flags | os.O_NONBLOCK)
+        fd = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
     except BlockingIOError:  # another process, such as a Samba server, holds a lease; a blocking open waits for it
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise
@@ -52,8 +55,12 @@ def open_regular(path: Path, flags: int = 0) -> int:
         raise _irregular(path, "a link" if error.errno == errno.ELOOP else "a device or socket") from error
     if not stat.S_ISREG(mode := os.fstat(fd).st_mode):
         os.close(fd)
-        raise _irregular(path, "a directory" if stat.S_ISDIR(mode) else "a FIFO or device")
+        raise _irregular(path, _kind(mode))
     return fd
+
+
+def _kind(mode: int) -> str:
+    return "a directory" if stat.S_ISDIR(mode) else "a link" if stat.S_ISLNK(mode) else "a FIFO or device"
 
 
 def _irregular(path: Path, found: str) -> CorruptError:
@@ -135,7 +142,7 @@ class LocalReader:
         """Reads through the page cache."""
         rest, filled = deque(parts), 0
         while filled < nbytes:
-            count = os.preadv(self.fd, list(islice(rest, VECTORS)), offset + filled)
+            count = read_at(self.fd, list(islice(rest, VECTORS)), offset + filled)
             if count == 0:
                 raise too_short(str(self._path), offset, nbytes, filled)
             filled += count
@@ -151,7 +158,7 @@ class LocalReader:
             return 0
         while start < stop:
             try:
-                count = os.preadv(fd, [out[start:stop]], offset + start)
+                count = read_at(fd, [out[start:stop]], offset + start)
             except OSError as error:
                 if error.errno == errno.EINVAL:
                     break

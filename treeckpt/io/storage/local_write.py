@@ -8,13 +8,16 @@ import os
 from pathlib import Path
 
 from .memory import PAGE, aligned_buffer
+from .os_files import BINARY, fcntl, sync_file, write_at
 
 
 def sync_directory(directory: Path) -> None:
-    """Makes the names in a directory durable."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Makes the names in a directory durable; does nothing on Windows, where no directory can be opened."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | BINARY)
     try:
-        os.fsync(fd)
+        sync_file(fd)
     finally:
         os.close(fd)
 
@@ -40,7 +43,7 @@ class LocalWriter:
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self._path, self._nbytes = path, nbytes
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY
         self.direct = hasattr(os, "O_DIRECT")
         try:
             self._fd = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o644)
@@ -71,14 +74,12 @@ class LocalWriter:
         while written < len(data):
             direct = self.direct  # of this call: another thread may switch it off meanwhile
             try:
-                count = os.pwrite(self._fd, data[written:], offset + written)
+                count = write_at(self._fd, data[written:], offset + written)
             except OSError as error:
                 if error.errno != errno.EINVAL or not direct:
                     error.filename = str(self._path)
                     raise
                 # some file systems accept O_DIRECT at open and refuse it at the first write
-                import fcntl
-
                 flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
                 fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
                 self.direct = False
@@ -89,7 +90,7 @@ class LocalWriter:
 
     def commit(self) -> None:
         os.ftruncate(self._fd, self._nbytes)
-        os.fsync(self._fd)
+        sync_file(self._fd)
         if not self.direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         self._close()

@@ -28,15 +28,10 @@ from typing import Any
 import numpy as np
 
 from .memory import HUGE
+from .os_files import fcntl
 from .page_cache import is_cached
 
-try:
-    import fcntl as _fcntl
-
-    _leases: Any = _fcntl if hasattr(_fcntl, "F_SETLEASE") else None
-except ImportError:
-    _leases = None
-
+_leases: Any = fcntl if hasattr(fcntl, "F_SETLEASE") else None
 PAGE = mmap.PAGESIZE
 POPULATE_READ = 22
 """MADV_POPULATE_READ: makes pages present, or fails."""

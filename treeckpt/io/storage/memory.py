@@ -78,7 +78,12 @@ def _populate(memory: memoryview) -> bool:
     """Gives memory its pages, without Python's global lock; returns whether the system can (Linux 5.14 and later)."""
     address = np.frombuffer(memory, np.uint8).ctypes.data
     low = address // PAGE * PAGE
-    return _madvise is not None and not _madvise(low, address + len(memory) - low, _POPULATE_WRITE)
+    return madvise_populate(low, address + len(memory) - low)
+
+
+def madvise_populate(address: int, nbytes: int) -> bool:
+    """Allocates the pages from a page's address on in one system call, as `_populate`; returns whether it worked."""
+    return _madvise is not None and not _madvise(address, nbytes, _POPULATE_WRITE)
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:

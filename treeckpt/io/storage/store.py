@@ -22,6 +22,7 @@ from ...core.format.seals import check_no_zeros
 from ...errors import CheckpointExists, CorruptError
 from .local_read import LocalReader, ReaderCache, open_regular, too_short
 from .local_write import LocalWriter, make_directory, sync_directory
+from .os_files import sync_file
 from .process_owner import this_process
 
 TEXT = 32 << 20
@@ -271,7 +272,7 @@ class LocalStore:
             with open(temporary, "xb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())
+                sync_file(file.fileno())
             if replace:
                 os.replace(temporary, self.directory / name)
             else:
@@ -295,7 +296,7 @@ def _rename_new(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
             raise
         # no hard links (FAT, some network and FUSE file systems): two writers at one moment may both succeed
         if os.path.lexists(target):
