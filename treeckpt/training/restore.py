@@ -24,7 +24,7 @@ from ..errors import MismatchError
 from ..io.comm.comm import Comm, as_comm
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.consistent_reads import on_versions
-from ..loading.match import LoadOptions, Strict
+from ..loading.match import LoadOptions, Strict, rename_hint
 from ..loading.overlay import Bank, CheckpointOverlay, globs_of
 from ..loading.read_batch import Verify
 from ..loading.shared_read import open_relay, together
@@ -44,7 +44,7 @@ from .modules import (
 from .names import key_path, put_in
 from .open_source import is_stored, open_source, place_under, rules_of
 from .optimizer_plan import OptimizerPlan, apply_optimizers, plan_optimizers
-from .optimizers import NamedOptimizer, Optimizers, name_optimizers
+from .optimizers import OWN_STATE_DICT, NamedOptimizer, Optimizers, name_optimizers
 from .report import RestoreReport
 from .rng import check_rng, set_rng
 from .schedules import from_groups
@@ -282,11 +282,12 @@ class _Restore:
         return False
 
     def _missing_part(self, part: str, how: str) -> None:
+        leave = f"Leave it out: {part}={False if part == 'rng' else None}"
         raise MismatchError(
             part,
             expected=f"a state saved with {how}",
             found=f"one of {', '.join(map(str, self.parts))}",
-            hint=f"Leave it out: {part}={False if part == 'rng' else None}",
+            hint=OWN_STATE_DICT.format(path=self.source.url) if part in self.parts else leave,
         )
 
     def plan_schedulers(self) -> None:
@@ -335,7 +336,8 @@ class _Restore:
             bad[0],
             expected="the same parameters and moments here as in the checkpoint",
             found="; ".join(texts),
-            hint="Pass strict=False to restore what both have"
+            hint=rename_hint(self.missing, self.unexpected)
+            or "Pass strict=False to restore what both have"
             if self.missing and not self.left_out.issuperset(path.removeprefix("model/") for path in self.missing)
             else "Pass strict='missing', or partial=True, if one is a part of the other",
         )

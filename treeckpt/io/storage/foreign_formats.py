@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from ...core.format.file_names import is_step_name
 
 DCP_METADATA = ".metadata"
 HFAI_PART = re.compile(r"PART_([0-9]{3,})\.pt")
@@ -66,3 +68,29 @@ def describe_foreign(url: str) -> tuple[str, str] | None:
     if kind == "pickle":
         return _TEXTS[kind], "Load it with torch, in a place where its code may run, and save it anew"
     return _TEXTS[kind], f"Convert it first: tc.convert.convert({url!r}, 'NEW'), then load 'NEW'"
+
+
+def describe_place(url: str) -> tuple[str, str]:
+    """Describes a place without a checkpoint: (what is there, what to do). Only local paths are looked at."""
+    found, hint, path = "none", "Check the path", Path(url)
+    if "://" in url:
+        return found, hint
+    try:
+        names = sorted(os.listdir(path))
+    except FileNotFoundError:
+        near = next(parent for parent in path.parents if parent.exists())
+        return "nothing at this path", f"{hint}: {near} {_held(sorted(os.listdir(near))) if near.is_dir() else 'is a file'}"
+    except NotADirectoryError:
+        return "a file of no known format", hint
+    except OSError:
+        return found, hint
+    steps = sorted((name for name in names if is_step_name(name)), key=lambda name: (len(name), name))
+    if steps:
+        held = f"a run of {len(steps)} step{'s' * (len(steps) > 1)}"
+        return held, f"Load a step, as {path / steps[-1]}, or take tc.Manager({url!r}), which chooses the newest"
+    return f"a directory that {_held(names)}", hint
+
+
+def _held(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"holds {', '.join(names[-5:])}{more}" if names else "is empty"
