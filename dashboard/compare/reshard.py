@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 import numpy as np
 
 from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.analysis.reshard_preview import RankReads, ReshardPlan, parse_mesh, parse_rules, plan_reshard
-from treeckpt.core.format.records import Index
-from treeckpt.core.sharding.placements import Mesh, MeshLayout
+from treeckpt.core.sharding.placements import Mesh
 from treeckpt.errors import TreeckptError
 
 from ..pages.checkpoints import PAGE, CheckpointRow, next_start
+from .presets import Preset, default_rule, presets_of
 
 MAX_CELLS = 20_000
 """Pairs of a rank and a file that are drawn."""
@@ -36,15 +34,6 @@ class ReaderRow(msgspec.Struct, frozen=True):
     reads: int
     files: list[list[int]]
     """[number of a file, bytes read of it]."""
-
-
-class Preset(msgspec.Struct, frozen=True):
-    """A target mesh that the form offers."""
-
-    text: str
-    mesh: str
-    names: str
-    place: str
 
 
 class ReshardPage(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,14 +71,14 @@ class ReshardPage(msgspec.Struct, frozen=True, kw_only=True):
 def reshard_page(
     checkpoint: CheckpointRow, outline: Outline, mesh: str, names: str, place: str, start: int
 ) -> ReshardPage:
-    """Returns the preview of a target mesh; by default of the mesh of the save, sharded along the first dimension."""
+    """Returns the preview of a target mesh; by default of the mesh and the placements of the save."""
     index = outline.index
-    presets, files = _presets(index), len(index.file_list)
+    presets, files = presets_of(index), len(index.file_list)
     if not mesh.strip():
-        mesh, names = presets[0].mesh, presets[0].names
+        mesh, names, place = presets[0].mesh, presets[0].names, place if place.strip() else presets[0].place
     try:
         target = parse_mesh(mesh, names)
-        place = place if place.strip() else _sharded_first(len(target.shape))
+        place = place if place.strip() else default_rule(index, target)
         plan = plan_reshard(index, target, parse_rules(place, target))
     except TreeckptError as error:
         return ReshardPage(
@@ -128,11 +117,6 @@ def reshard_page(
     )
 
 
-def _sharded_first(dims: int) -> str:
-    """Returns the rule that shards every array along the first dimension of a mesh of `dims` dimensions."""
-    return "*: " + ", ".join(["Shard(0)", *["Replicate"] * (dims - 1)])
-
-
 def _row(mesh: Mesh, rank: RankReads, plan: ReshardPlan) -> ReaderRow:
     most = max(other.read for other in plan.ranks)
     return ReaderRow(
@@ -162,19 +146,3 @@ def _cells(plan: ReshardPlan) -> tuple[list[list[int]], list[int]]:
         ranks.append(rank.rank)
         cells += [[position, number, nbytes] for number, nbytes in rank.files]
     return cells, ranks
-
-
-def _presets(index: Index) -> list[Preset]:
-    """Returns the mesh of the save, and common other meshes."""
-    meshes = [layout.mesh for layout in index.layouts if isinstance(layout, MeshLayout)]
-    saved = max(meshes, key=lambda mesh: (math.prod(mesh.shape) > 1, len(mesh.shape)), default=None)
-    shape = saved.shape if saved is not None else (index.world,)
-    names = ",".join(saved.names) if saved is not None else ""
-    world = max(index.world, 2)
-    return [
-        Preset("the mesh of the save", "x".join(map(str, shape)), names, _sharded_first(len(shape))),
-        Preset("one rank", "1", "", "*: Replicate"),
-        Preset(f"fully sharded over {2 * world}", f"{2 * world}", "dp", "*: Shard(0)"),
-        Preset(f"sharded over {world}, two replicas", f"2x{world}", "replica,dp", "*: Replicate, Shard(0)"),
-        Preset("tensor parallel over 2", "2", "tp", "*: Shard(1)"),
-    ]

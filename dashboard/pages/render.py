@@ -32,6 +32,15 @@ def _ago(time: str) -> str:
     return "just now"
 
 
+def days_text(days: float) -> str:
+    """Formats a time left in minutes, hours or days."""
+    if days >= 1000:
+        return "> 1,000 days"
+    if days >= 2:
+        return f"{days:.1f} days"
+    return f"{days * 24:.1f} h" if days * 24 >= 1 else f"{days * 1440:.0f} min"
+
+
 def _visible_text(value: object) -> object:
     return visible(value) if type(value) is str else value
 
@@ -55,6 +64,7 @@ def templates() -> Environment:
         "ago": partial(_or_dash, _ago),
         "bytes": partial(_or_dash, bytes_text),
         "clock": partial(_or_dash, _local_time),
+        "days": partial(_or_dash, days_text),
         "figure": partial(_or_dash, "{:.5g}".format),
         "json": json.dumps,  # ASCII only, and autoescaped as any text: safe in an attribute, unlike `tojson`
         "number": partial(_or_dash, "{:,}".format),

@@ -67,10 +67,16 @@ class UsageRow(msgspec.Struct, frozen=True):
     """Bytes that the newest saves add per day."""
     between: float | None
     """Seconds between two saves."""
+    disk_runs: int
+    """Runs of the dashboard on the same disk, this one included."""
+    disk_per_day: float | None
+    """Bytes that the newest saves of all these runs add per day."""
     days: float | None
-    """Days until the disk is full if nothing is deleted."""
+    """Days until the disk is full if nothing is deleted, with all runs on it growing as they did."""
     days_after: float | None
-    """Days until the disk is full after a clean-up."""
+    """Days until the disk is full after a clean-up of all these runs."""
+    disk: int | None
+    """Equal for runs on the same disk; None if that is not known, as of object stores."""
     problem: str | None
 
 
@@ -94,7 +100,7 @@ def usage_page(library: Library, keep: str | None, start: int) -> UsagePage:
     library.start_scans(library.runs)
     infos = {run.id: [info for _, info in library.checkpoints(run)] for run in library.runs}
     total = sum(sum_nbytes(found) for found in infos.values())
-    rows = [_usage_row(library, run, infos[run.id], policies, total, start) for run in library.runs]
+    rows = _count_by_disk([_usage_row(library, run, infos[run.id], policies, total, start) for run in library.runs])
     return UsagePage(keep_text(policies), total, sum(row.freed for row in rows), start, rows)
 
 
@@ -116,7 +122,7 @@ def _usage_row(
     growth = growth_of(
         [(i.created_ns, i.nbytes) for i in infos if i.status == "complete" and i.created_ns and i.nbytes]
     )
-    free, disk = disk_of(run)
+    free, disk, number = disk_of(run)
     return UsageRow(
         run=run.id,
         name=run.name,
@@ -135,9 +141,31 @@ def _usage_row(
         disk_total=disk,
         per_day=growth.nbytes_per_day if growth else None,
         between=growth.seconds_between if growth else None,
-        days=days_until(free, growth) if free is not None else None,
-        days_after=days_until(free + freed, growth) if free is not None else None,
+        disk_runs=1,
+        disk_per_day=None,
+        days=None,
+        days_after=None,
+        disk=number,
         problem=problem,
+    )
+
+
+def _count_by_disk(rows: Sequence[UsageRow]) -> list[UsageRow]:
+    """Adds to each run how fast its disk fills: by all runs of the dashboard that are on it."""
+    return [_with_disk(row, [other for other in rows if other.disk == row.disk]) for row in rows]
+
+
+def _with_disk(row: UsageRow, beside: Sequence[UsageRow]) -> UsageRow:
+    if row.disk is None or row.disk_free is None:
+        return row
+    growing = [other.per_day for other in beside if other.per_day is not None]
+    per_day = sum(growing) if growing else None
+    return msgspec.structs.replace(
+        row,
+        disk_runs=len(beside),
+        disk_per_day=per_day,
+        days=days_until(row.disk_free, per_day),
+        days_after=days_until(row.disk_free + sum(other.freed for other in beside), per_day),
     )
 
 
@@ -167,15 +195,15 @@ def _reasons(infos: Sequence[CheckpointInfo], policies: tuple[Policy, ...]) -> l
     return [ReasonRow(visible(reason), *row) for reason, row in sorted(found.items(), key=lambda pair: -pair[1][1])]
 
 
-def disk_of(run: Run) -> tuple[int | None, int | None]:
-    """Returns the free and the total bytes of the file system that holds a local run, else None."""
+def disk_of(run: Run) -> tuple[int | None, int | None, int | None]:
+    """Returns the free and the total bytes and the number of the file system that holds a local run, else None."""
     if run.url:
-        return None, None
+        return None, None, None
     try:
-        usage = shutil.disk_usage(run.path)
+        usage, number = shutil.disk_usage(run.path), run.path.stat().st_dev
     except OSError:
-        return None, None
-    return usage.free, usage.total
+        return None, None, None
+    return usage.free, usage.total, number
 
 
 class Growth(msgspec.Struct, frozen=True):
@@ -202,6 +230,6 @@ def growth_of(saves: Sequence[tuple[int, int]], *, count: int = 50) -> Growth | 
     return Growth(len(newest), written * DAY_NS / span, span / 1e9 / (len(newest) - 1))
 
 
-def days_until(free: int, growth: Growth | None) -> float | None:
-    """Returns the days until the free bytes are used up; None if the run does not grow."""
-    return free / growth.nbytes_per_day if growth is not None and growth.nbytes_per_day > 0 else None
+def days_until(free: int, per_day: float | None) -> float | None:
+    """Returns the days until the free bytes are used up; None if nothing grows."""
+    return free / per_day if per_day is not None and per_day > 0 else None

@@ -1,20 +1,23 @@
 // @ts-check
 /**
  * Keeps a page of runs or of saves up to date. It requests the page every two seconds while the person follows it or a
- * save is in progress, twice a second while a run is read for the first time, never while the page is hidden. It
- * replaces the parts that are marked `data-live`; these come from the server's page, parsed as a document: no text
- * becomes HTML here.
+ * save is in progress, twice a second while a run is read for the first time, never while the page is hidden. Where all
+ * saves have stalled it asks once a minute, and stops following after STALLED_POLLS of these. It replaces the parts
+ * that are marked `data-live`; these come from the server's page, parsed as a document: no text becomes HTML here.
  */
 
 import { find, reason } from "./dom.js";
 
 const PAUSE = 2000;
 const LOADING_PAUSE = 500;
+const STALLED_PAUSE = 60_000;
+const STALLED_POLLS = 10;
 const button = /** @type {HTMLButtonElement} */ (find("#follow"));
 const news = find("#news");
 let tag = "";
 let timer = 0;
 let failed = false;
+let stalledPolls = 0;
 
 const address = new URL(location.href);
 let following =
@@ -24,6 +27,7 @@ let following =
 button.hidden = false;
 
 const loading = () => document.querySelector(".scanning progress") !== null;
+const stalled = () => document.querySelector('[data-live][data-stalled="1"]') !== null;
 const busy = () => document.querySelector('[data-live][data-busy="1"]') !== null;
 
 function showButton() {
@@ -86,8 +90,15 @@ async function ask() {
 }
 
 /** @param {number} [pause] */
-function plan(pause = loading() ? LOADING_PAUSE : PAUSE) {
+function plan(pause = loading() ? LOADING_PAUSE : stalled() ? STALLED_PAUSE : PAUSE) {
   clearTimeout(timer);
+  stalledPolls = stalled() ? stalledPolls + 1 : 0;
+  if (following && stalledPolls > STALLED_POLLS) {
+    following = false;
+    stalledPolls = 0;
+    news.textContent = "No longer followed: nothing new for ten minutes.";
+    showButton();
+  }
   if (document.hidden || !(following || busy())) return;
   timer = window.setTimeout(
     () =>

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path, PurePath
@@ -90,6 +91,21 @@ def _run(given: str | Path | RunStore) -> Run:
     return Run(_id(str(path)), visible(path.name or str(path)), path, store, "")
 
 
+def _with_own_names(runs: tuple[Run, ...]) -> tuple[Run, ...]:
+    """Returns the runs with names of which no two are equal: with as many of their parent directories as that takes."""
+    parts = {run.id: [part for part in PurePath(str(run.path)).parts if part != "/"] for run in runs}
+    names = {run.id: run.name for run in runs}
+    for count in range(2, max(map(len, parts.values()), default=0) + 1):
+        shared = {name for name, times in Counter(names.values()).items() if times > 1}
+        if not shared:
+            break
+        names = {
+            run_id: visible("/".join(parts[run_id][-count:])) if name in shared else name
+            for run_id, name in names.items()
+        }
+    return tuple(msgspec.structs.replace(run, name=names[run.id]) for run in runs)
+
+
 class Library:
     """Runs by id, checkpoints by id, and what they hold.
 
@@ -109,7 +125,7 @@ class Library:
         policies: Sequence[Policy] = (),
     ) -> None:
         found = [_run(path) for path in paths]
-        self.runs = tuple({run.id: run for run in found}.values())
+        self.runs = _with_own_names(tuple({run.id: run for run in found}.values()))
         self.cache = cache or Cache()
         self.policies = tuple(policies)
         self._reader = IndexReader(self.cache)

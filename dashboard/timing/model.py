@@ -22,6 +22,7 @@ from treeckpt.runs.checkpoint_info import CheckpointInfo
 
 from ..pages.checkpoints import CheckpointRow, checkpoint_row, next_start
 from ..store.library import Library
+from .diagnosis import PartRow, RestRow, critical_parts, diagnosis
 
 RANKS = 32
 """Ranks listed on one page."""
@@ -128,7 +129,14 @@ class TimingPage(msgspec.Struct, frozen=True, kw_only=True):
     stragglers: list[StragglerRow] = []
     straggling: int = 0
     """Number of all stragglers, of which the worst are listed."""
+    diagnosis: str = ""
+    """In a sentence: its duration beside the saves before it, and what took the longest."""
+    parts: list[PartRow] = []
+    """The critical path by rank and phase, the longest first."""
+    rest: RestRow | None = None
+    """The parts of it that are too short to be listed."""
     critical: list[CriticalRow] = []
+    """The segments of the critical path in order of time."""
     groups: list[str] = []
     """How ranks can be grouped: by host, and by the names of mesh dimensions."""
     by: str = "rank"
@@ -153,7 +161,9 @@ def timing_page(library: Library, checkpoint_id: str, start: int, by: str) -> Ti
         study = library.study(info)
     except TreeckptError as error:
         return TimingPage(checkpoint=row, problem=visible(str(error)))
-    return _timing_page(row, study, groupings(library, info, study), start, by)
+    page = _timing_page(row, study, groupings(library, info, study), start, by)
+    saves = [other for _, other in library.checkpoints(run)]
+    return msgspec.structs.replace(page, diagnosis=diagnosis(info, saves, page.seconds, page.parts))
 
 
 def groupings(library: Library, info: CheckpointInfo, study: TimingReport) -> tuple[RankGrouping, ...]:
@@ -181,6 +191,7 @@ def _timing_page(
     by, matrix, labels = group_rows(study, groups, by)
     shown = slice(start, start + RANKS) if by == "rank" else slice(0, 100)
     origin = profile.start_ns
+    parts, rest = critical_parts(study.critical, study.timings.hosts, profile.seconds)
     return TimingPage(
         checkpoint=row,
         problem=None if profile.ranks else "The timings of this save hold no spans.",
@@ -198,6 +209,8 @@ def _timing_page(
         spans=_span_rows(study, start, start + len(picked)),
         stragglers=[_straggler_row(straggler, profile) for straggler in study.stragglers[:STRAGGLERS]],
         straggling=len(study.stragglers),
+        parts=parts,
+        rest=rest,
         critical=[_critical_row(segment, origin, profile.seconds) for segment in study.critical],
         groups=[group.name for group in groups],
         by=by,

@@ -84,7 +84,8 @@ def create_app(
     app.add_exception_handler(NotModified, _on_not_modified)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_parameters)
-    for kind, status in ((NotFound, 404), (KeepError, 422), (CursorError, 422)):
+    app.add_exception_handler(KeepError, _on_bad_policies)
+    for kind, status in ((NotFound, 404), (CursorError, 422)):
         app.add_exception_handler(kind, partial(_on_error, status=status))
     # a checkpoint was replaced, or found to be damaged, after it was listed; hostile numbers raise ArithmeticError,
     # hostile depth RecursionError, a full disk OSError or sqlite3.Error
@@ -113,6 +114,10 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 # errors as answers ----------------------------------------------------------------------------------------------------
 
 
+_TITLES = {404: "Not found", 422: "The address of this page is not valid"}
+"""What the pages of errors are called."""
+
+
 def _is_api(request: Request) -> bool:
     return request.scope["path"].startswith("/api/")
 
@@ -120,7 +125,8 @@ def _is_api(request: Request) -> bool:
 def _error_answer(request: Request, status: int, text: str) -> Response:
     if _is_api(request):
         return json_response({"error": text}, status)
-    return render(request, "error.html", {"status": status, "text": text}, status)
+    page = {"status": status, "title": _TITLES.get(status, "This cannot be answered"), "text": text, "keep": None}
+    return render(request, "error.html", page, status)
 
 
 def _on_still_reading(request: Request, error: Exception) -> Response:
@@ -134,6 +140,19 @@ def _on_still_reading(request: Request, error: Exception) -> Response:
 
 def _on_error(request: Request, error: Exception, *, status: int, prefix: str = "") -> Response:
     return _error_answer(request, status, f"{prefix}{error}")
+
+
+def _on_bad_policies(request: Request, error: Exception) -> Response:
+    """Answers with a form in which the policies of the request can be mended."""
+    if _is_api(request):
+        return json_response({"error": f"keep: {error}"}, 422)
+    keep = request.query_params.get("keep", "")
+    return render(
+        request,
+        "error.html",
+        {"status": 422, "title": "These policies cannot be read", "text": f"{error}", "keep": keep},
+        422,
+    )
 
 
 def _on_not_modified(request: Request, error: Exception) -> Response:

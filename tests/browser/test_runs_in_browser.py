@@ -6,6 +6,7 @@ import time
 import pytest
 
 from tests.dashboard.helpers import under_way
+from tests.helpers.background import until
 from tests.helpers.large import hold_readers, write_large_checkpoint, write_many
 from tests.helpers.samples import gpt_state, write_checkpoint
 from treeckpt_dashboard.store import index_reader
@@ -49,6 +50,20 @@ def test_nobody_asks_when_nobody_follows(watched, serve, tmp_path):
     page.reload()
     assert len(asked) == 1
     expect(page.get_by_role("button", name="Follow the newest")).to_have_attribute("aria-pressed", "false")
+
+
+def test_stalled_saves_are_not_asked_for_for_ever(watched, serve, tmp_path):
+    under_way(tmp_path / "run" / "step_00000300", [(500, "write")], world=1, now=time.time_ns() - 10**12)
+    page = watched(serve(tmp_path / "run") + "/live", clock=True)
+    expect(page.get_by_text("It hangs or was killed")).to_be_visible()
+    asked = asked_by(page)
+    page.clock.run_for(20_000)
+    assert asked == []
+    for count in range(1, 11):
+        assert until(lambda count=count: page.clock.run_for(60_000) or len(asked) == count)
+    expect(page.get_by_role("button", name="Follow the saves")).to_have_attribute("aria-pressed", "false")
+    page.clock.run_for(600_000)
+    assert len(asked) == 10
 
 
 def test_a_hidden_tab_does_not_ask_and_catches_up_when_it_is_seen(watched, serve, tmp_path):

@@ -1,6 +1,7 @@
 """Saves in flight are named, with how far they are, from nothing but their records."""
 
 import json
+import os
 import threading
 import time
 
@@ -78,6 +79,18 @@ def test_ls_and_show_name_them(tmp_path, capsys):
     assert [i["saving"][0]["written"] for i in json.loads(capsys.readouterr().out)] == [30, 30]
     assert main(["show", str(tmp_path / "step_00000001"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["saving"][0]["planned"] == 100
+
+
+def test_two_saves_whose_records_are_renewed_in_turn_do_not_change_places(tmp_path):
+    """As the stages of a pipeline that save side by side."""
+    for name, started in (("stage-a", NOW), ("stage-b", NOW + 10**9)):
+        put(tmp_path / name, 0, updated=started)
+    orders = []
+    for nth, renewed in enumerate(("stage-a", "stage-b", "stage-a")):
+        [record] = (tmp_path / renewed).iterdir()
+        os.utime(record, ns=(NOW, NOW + (nth + 2) * 10**10))
+        orders.append([info.name for info in scan(tmp_path)])
+    assert orders == [["stage-a", "stage-b"]] * 3
 
 
 def test_a_real_save_is_seen_on_its_way_and_gone_afterwards(tmp_path):

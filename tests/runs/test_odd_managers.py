@@ -14,6 +14,7 @@ from tests.helpers.background import Gate, GatedRun
 from treeckpt.cli.main import main
 from treeckpt.core.analysis.retention_policy import Best, EveryPeriod, EverySteps, Last, Steps
 from treeckpt.core.format.file_names import step_name
+from treeckpt.loading import keywords
 from treeckpt.runs import options as manager_options
 
 
@@ -216,11 +217,11 @@ def test_an_interval_that_is_no_number_is_refused(tmp_path: Path, options: dict[
 
 
 def test_a_manager_passes_on_every_option_of_saves_and_loads() -> None:
-    own = {"step", "comm", "custom_metadata", "files"}
-    for function, keywords in (
+    own = {"step", "comm", "custom_metadata", "files", "together"}
+    for function, passed_on in (
         (tc.save, manager_options.SaveKeywords),
         (tc.save_async, manager_options.BackgroundSaveKeywords),
-        (tc.load, manager_options.LoadKeywords),
-        (tc.load_into, manager_options.LoadIntoKeywords),
+        (tc.load, keywords.LoadKeywords),
+        (tc.load_into, keywords.LoadIntoKeywords),
     ):
-        assert keywords.__optional_keys__ == function.__kwdefaults__.keys() - own
+        assert passed_on.__optional_keys__ == function.__kwdefaults__.keys() - own

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import treeckpt as tc
-from tests.training.jobs import net, same_tensors
+from tests.helpers.hfai_parts import write_parts
+from tests.helpers.torch_optimizers import OPTIMIZERS, torch_job
+from tests.training.jobs import net, run, same_tensors, stepped
 from treeckpt import training
 
 
@@ -53,3 +56,87 @@ def test_an_error_says_which_names_there_are(tmp_path: Path) -> None:
         training.restore(tmp_path / "model.safetensors", net(2), from_root=True, rng=False, rename={"x": "model"})
     with pytest.raises(tc.MismatchError, match=r"`model` at its root.*under='model'"):
         training.restore(tmp_path / "model.safetensors", net(2), rng=False)
+
+
+# optimizers -----------------------------------------------------------------------------------------------------------
+def _write(way: str, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+    """Saves a training as other programs do, and converts it where the way says so."""
+    if way.startswith("torch"):
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}, path / "old.pt")
+        source = path / "old.pt"
+    elif way.startswith("hfai"):
+        states = {"model": [dict(model.state_dict())], "optimizer": [optimizer.state_dict()]}
+        write_parts(path / "parts", states, {"epoch": 3}, 2)
+        source = path / "parts"
+    else:
+        plain = way.startswith("dcp of numbers")
+        pair = (model.state_dict(), optimizer.state_dict()) if plain else _state_dicts(way, model, optimizer)
+        tree = {"model": pair[0], "optimizer": pair[1]}
+        dcp.save(tree, checkpoint_id=path / "dcp", no_dist=True)
+        source = path / "dcp"
+    if way.endswith("converted"):
+        tc.convert.convert(source, path / "ours")
+        return path / "ours"
+    return source
+
+
+def _state_dicts(way: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    return get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict="flat" in way))
+
+
+WAYS = ("torch", "torch converted", "dcp", "dcp converted", "dcp of numbers", "dcp flat", "hfai", "hfai converted")
+QUICK = [(name, "torch") for name in OPTIMIZERS] + [("AdamW", way) for way in WAYS[1:]]
+SLOW = [pytest.param(name, way, marks=pytest.mark.slow) for name in OPTIMIZERS for way in WAYS[1:] if name != "AdamW"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
+@pytest.mark.parametrize(("name", "way"), QUICK + SLOW)
+def test_every_optimizer_goes_on_with_the_same_losses(tmp_path: Path, name: str, way: str) -> None:
+    if name == "LBFGS" and way in ("dcp", "dcp converted", "dcp flat"):
+        pytest.skip("get_state_dict needs an optimizer that steps without a closure")
+    model, optimizer = torch_job(name, 1)
+    stepped(model, optimizer, 3)
+    source = _write(way, tmp_path, model, optimizer)
+    fresh, theirs = torch_job(name, 2)
+    report = training.restore(source, fresh, theirs, rng=False)
+    assert not report.missing and not report.unexpected and not report.ignored, report
+    losses = []
+    for pair in ((model, optimizer), (fresh, theirs)):
+        torch.manual_seed(7)
+        losses.append(run(*pair, 3))
+    assert losses[0] == losses[1]
+
+
+def test_names_that_rules_change_are_followed_by_the_state_of_numbers(tmp_path: Path) -> None:
+    model, optimizer = torch_job("AdamW", 1)
+    stepped(model, optimizer)
+    renamed = {f"old.{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save({"model": renamed, "optimizer": optimizer.state_dict()}, tmp_path / "old.pt")
+    fresh, theirs = torch_job("AdamW", 2)
+    training.restore(tmp_path / "old.pt", fresh, theirs, rng=False, rename={"model/old.*": "model/*"})
+    assert same_tensors(theirs.state_dict(), optimizer.state_dict())
+    fresh, theirs = torch_job("AdamW", 2)
+    parts = tc.rules.Split("model/old.last.weight", ("model/last.weight", "model/other"), 0, (2, 1))
+    rules = [parts, "model/other -> _", "model/old.* -> model/*"]
+    with pytest.raises(tc.MismatchError, match=r"parameters under other names at most"):
+        training.restore(tmp_path / "old.pt", fresh, theirs, rng=False, transforms=rules, strict=False)
+
+
+def test_numbers_of_other_groups_and_of_names_are_told_apart(tmp_path: Path) -> None:
+    model = net(1)
+    named = torch.optim.AdamW(reversed(list(model.named_parameters())))
+    stepped(model, named)
+    torch.save({"model": model.state_dict(), "optimizer": named.state_dict()}, tmp_path / "named.pt")
+    fresh = net(2)
+    theirs = torch.optim.AdamW(fresh.parameters())
+    training.restore(tmp_path / "named.pt", fresh, theirs, rng=False)
+    first = dict(model.named_parameters())["first.weight"]
+    mine = theirs.state[dict(fresh.named_parameters())["first.weight"]]
+    assert same_tensors(mine, named.state[first]), "names that are saved beside the numbers count"
+    other = torch.optim.AdamW(list(model.parameters())[:2])
+    stepped(model, other)
+    torch.save({"model": model.state_dict(), "optimizer": other.state_dict()}, tmp_path / "other.pt")
+    with pytest.raises(tc.MismatchError, match=r"groups of 6 parameters.*found groups of 2"):
+        training.restore(tmp_path / "other.pt", fresh, theirs, rng=False)

@@ -37,6 +37,7 @@ from .format_fit import (
 from .output import Output, check_free, run_output
 from .safetensors_write import lay_out_safetensors
 from .sources import detect, open_source
+from .state_dicts import with_state_dicts
 from .transform import transform
 
 FORMATS = ("treeckpt", "torch", "dcp", "safetensors")
@@ -195,6 +196,8 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm) -> ConvertR
         kept = choosing.exclude(found, options.exclude)
         chosen = choosing.subtree(choosing.select(kept, options.select), options.subtree)
         chosen = _transformed(chosen, options, storages)
+        if options.to in ("torch", "dcp"):
+            chosen = with_state_dicts(chosen, numbered=options.to == "torch")
         cast = cast_floats(chosen, options.dtype, storages) if options.dtype is not None else chosen
         held = _FITS[options.to](cast)
         contents = held.contents

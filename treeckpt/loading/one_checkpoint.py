@@ -68,7 +68,7 @@ def verify(path: CheckpointPath, *, repair: bool = False) -> VerifyReport:
         CheckpointNotFound, CorruptError, FormatError: there is no index that can be read.
     """
     if not repair:
-        return on_one_version(path, lambda one: verify_checkpoint(one.own()), is_suspect=lambda report: report.problems)
+        return on_one_version(path, verify_checkpoint, is_suspect=lambda report: report.problems)
     with opened(path) as checkpoint:
         return repair_store(checkpoint.own().store)
 

@@ -48,6 +48,7 @@ def verify_checkpoint(
         on_shard: takes the problems of each shard, as soon as it was compared.
     """
     recorder = Recorder(0)
+    checkpoint = checkpoint.own()
     store, index, sizes = checkpoint.store, checkpoint.index, checkpoint.sizes
     checkpoint.check_against_files()
     problems: list[Problem] = []

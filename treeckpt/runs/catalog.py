@@ -23,6 +23,7 @@ from ..core.analysis.profile import profile_of
 from ..core.format.file_names import PIN_NAME, is_step_name, parse_file_name, step_of
 from ..core.format.index import INDEX_NAME
 from ..core.format.lineage import SavedCheckpoint
+from ..core.format.save_progress import parse_progress_name
 from ..core.format.shard_header import parse_shard_name
 from ..core.format.timings import Timings
 from ..core.text import visible
@@ -327,6 +328,10 @@ def _without_index(folder: Folder, files: Files, cache: StatCache) -> Checkpoint
         text = f"no index: the save failed: {took.error}" if took.error else text
     if any((kind := parse_file_name(name)) and kind.kind == "deleted" for name in files):
         text = "no index: it is being deleted, or that was cut short and the next clean-up will finish it"
+    saving = saves_under_way(folder, files)
+    # a record is replaced as long as its save lasts: by its time, two saves would change places in a list
+    begun = [save.started_ns for save in saving]
+    begun += [entry.modified_ns for name, entry in files.items() if parse_progress_name(name) is None]
     return CheckpointInfo(
         name=folder.name,
         path=folder.url,
@@ -335,9 +340,9 @@ def _without_index(folder: Folder, files: Files, cache: StatCache) -> Checkpoint
         save_id=shards[newest][0] if newest else None,
         world=shards[newest][2] if newest else None,
         nbytes=sum(files[n].nbytes for n in shards),
-        created_ns=min((entry.modified_ns for entry in files.values()), default=None),
+        created_ns=min(begun, default=None),
         seconds=seconds,
         error=text,
         pinned=PIN_NAME in files,
-        saving=saves_under_way(folder, files),
+        saving=saving,
     )

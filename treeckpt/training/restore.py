@@ -32,6 +32,7 @@ from ..loading.transforms import Renaming, Transforms
 from ..trees.per_rank_state import Policy, policy_of
 from .capture import LEFT_OUT, optimizer_of
 from .check_model import check_entry, resolve_ties, without_ties
+from .foreign_states import as_training_state
 from .modules import (
     Modules,
     StateDictEntry,
@@ -135,7 +136,8 @@ def _restore(given: Any, *, comm: Comm, targets: RestoreTargets, options: LoadOp
     opened = CheckpointOverlay(given).checkpoints if isinstance(given, (Checkpoint, Bank)) else []
     relay = open_relay(comm, opened, options.read)
     with together(relay):
-        source = open_source(place_under(given, under) if under else given, comm, options)
+        placed = place_under(given, under) if under else given
+        source = open_source(as_training_state(placed, targets.model, targets.optimizer, options.rules), comm, options)
         job = _Restore(source, comm, targets, options)
         paths = [f"model/{key_path(entry.key)}" for entry in job.entries]
         options.check_used(lambda: [*source.names, *paths])

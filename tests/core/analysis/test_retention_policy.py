@@ -15,9 +15,11 @@ from treeckpt.core.analysis.retention_policy import (
     StepInfo,
     Steps,
     best_of,
+    check_policies,
     kept,
     unmeasured,
 )
+from treeckpt.errors import TreeckptError
 
 
 @st.composite
@@ -29,6 +31,33 @@ def runs(draw):
         metrics = draw(st.dictionaries(st.sampled_from(["loss", "accuracy"]), st.floats() | st.just(1.0)))
         infos.append(StepInfo(step, at, metrics, draw(st.integers(0, 9)) == 0))
     return infos
+
+
+VALID = [All(), Last(1), EverySteps(1), Steps((0, 7)), EveryPeriod(0), EveryPeriod(3600.5), Best("loss", 2, "max")]
+INVALID = {
+    "a count of 1 or more": [Last(0), Last(True), Best("loss", 0)],
+    "the name of a metric": [Best("")],
+    "a number of steps, 1 or more": [EverySteps(0)],
+    "steps, each 0 or more": [Steps((-1,)), Steps((True,))],
+    "a number of seconds": [EveryPeriod(-1.0), EveryPeriod(math.inf), EveryPeriod(math.nan)],
+    "policies that keep something": [Steps(())],
+    "policies, or a number of checkpoints": [3],
+}
+
+
+@pytest.mark.parametrize("policy", VALID, ids=str)
+def test_a_valid_policy_is_accepted_alone_and_beside_one_that_keeps_nothing(policy):
+    check_policies([policy])
+    check_policies([policy, Steps(())])
+
+
+@pytest.mark.parametrize(
+    ("expected", "policy"), [(text, policy) for text, found in INVALID.items() for policy in found]
+)
+def test_an_invalid_policy_is_refused_with_what_it_should_have(expected, policy):
+    with pytest.raises(TreeckptError) as caught:
+        check_policies([All(), policy] if policy != Steps(()) else [policy])
+    assert caught.value.expected == expected
 
 
 POLICIES = st.one_of(

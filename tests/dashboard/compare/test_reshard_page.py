@@ -1,9 +1,16 @@
 """The preview of a load into another mesh."""
 
+import numpy as np
 import pytest
 
+from tests.helpers.large import large_index
+from tests.helpers.samples import write_checkpoint
 from treeckpt.api import inspect as read_index
+from treeckpt.core.analysis import reshard_preview
 from treeckpt.core.analysis.reshard_preview import parse_mesh, parse_rules, plan_reshard
+from treeckpt.core.sharding.int_runs import encode_runs
+from treeckpt.core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
+from treeckpt.errors import LayoutError
 
 
 def test_a_reshard_is_the_plan_of_the_core(asked, path):
@@ -39,3 +46,39 @@ def test_a_target_that_is_none_is_told_on_the_page(asked, query):
     assert asked("/reshard", **query)["problem"]
     page = asked.client.get(f"{asked.page}/reshard", params=query)
     assert page.status_code == 200 and "no preview" in page.text and "<b>" not in page.text
+
+
+HSDP = Mesh((2, 4), encode_runs(range(8)), ("dp_replicate", "dp_shard"))
+
+
+def test_the_presets_are_of_the_real_mesh_and_tensor_parallel_is_rules_by_name(serve, tmp_path):
+    names = ("q_proj.weight", "o_proj.weight", "up_proj.weight", "down_proj.weight", "norm.weight")
+    tree = {"model": {f"layers.0.{n}": np.zeros((64,) if "norm" in n else (64, 64), np.float32) for n in names}}
+    layouts = lambda path, array: MeshLayout(HSDP, (Replicate(), Shard(0)))  # noqa: E731
+    write_checkpoint(tmp_path / "c", tree, world=8, layouts=layouts)
+    client = serve(tmp_path / "c")
+    [run] = client.get("/api/v1/runs").json()["runs"]
+    at = f"/api/v1/checkpoints/{run['checkpoints'][0]['id']}/reshard"
+    page = client.get(at).json()
+    saved = {"mesh": "2x4", "names": "dp_replicate,dp_shard", "place": "*: Replicate, Shard(0)"}
+    assert {key: page[key] for key in saved} == saved and page["amplification"] < 1.5
+    presets = {preset["text"]: preset for preset in page["presets"]}
+    assert {key: presets["the mesh of the save"][key] for key in saved} == saved
+    hsdp = presets["HSDP, 2 replicas of 8 shards"]
+    assert (hsdp["mesh"], hsdp["place"]) == ("2x8", "*: Replicate, Shard(0)")
+    rules = presets["tensor parallel over 2"]["place"].split("\n")
+    assert rules == [
+        "*o_proj*: Shard(1)", "*down_proj*: Shard(1)", "*q_proj*: Shard(0)", "*up_proj*: Shard(0)", "*: Replicate",
+    ]  # fmt: skip
+    typed = client.get(at, params={"mesh": "2x2"}).json()
+    assert typed["place"] == "*: Replicate, Shard(0)", "as it was saved"
+
+
+def test_too_many_arrays_are_refused_without_reading_all_of_them(monkeypatch):
+    index, read = large_index(20_000), []
+    leaves = list(index.entries)
+    monkeypatch.setattr(reshard_preview, "_target_arrays", lambda *_: read.append(1))
+    mesh = parse_mesh("2", "dp")
+    with pytest.raises(LayoutError, match="Narrow the rules"):
+        plan_reshard(index, mesh, parse_rules("*: Shard(0)", mesh), chunks=len(leaves) // 2)
+    assert read == []

@@ -7,6 +7,7 @@ import pytest
 from tests.dashboard.helpers import page, under_way
 from tests.helpers.large import write_many
 from tests.helpers.samples import START_NS, write_mixed_run
+from treeckpt_dashboard.pages.render import days_text
 from treeckpt_dashboard.runs.usage import Growth, days_until, growth_of
 
 
@@ -49,8 +50,50 @@ def test_growth_is_of_the_newest_saves():
     assert growth_of([(0, 5), (day, 10), (2 * day, 30)]) == Growth(3, 20.0, 86_400.0)
     assert growth_of([(n * day, n) for n in range(100)], count=2) == Growth(2, 99.0, 86_400.0)
     assert growth_of([]) is None is growth_of([(5, 1)]) and growth_of([(5, 1), (5, 1)]) is None
-    assert days_until(100, Growth(2, 50.0, 1.0)) == 2 and days_until(100, None) is None
-    assert days_until(100, Growth(2, 0.0, 1.0)) is None
+    assert days_until(100, 50.0) == 2 and days_until(100, None) is None and days_until(100, 0.0) is None
+
+
+def test_runs_on_one_disk_fill_it_together(serve, tmp_path):
+    write_many(tmp_path / "a" / "run", 6)
+    write_many(tmp_path / "b" / "run", 6)
+    client = serve(tmp_path / "a" / "run", tmp_path / "b" / "run")
+    rows = client.get("/api/v1/usage", params={"keep": "last:2"}).json()["runs"]
+    for row in rows:
+        assert row["disk_runs"] == 2 and row["disk_per_day"] == pytest.approx(2 * row["per_day"])
+        assert row["days"] == pytest.approx(row["disk_free"] / row["disk_per_day"])
+        freed = sum(other["freed"] for other in rows)
+        assert row["days_after"] == pytest.approx((row["disk_free"] + freed) / row["disk_per_day"])
+    assert "with the other run on this disk" in client.get("/usage").text
+
+
+def test_time_left_is_told_in_units_that_are_not_zero():
+    texts = {0.0: "0 min", 0.004: "6 min", 0.2: "4.8 h", 1.5: "36.0 h", 3.25: "3.2 days", 5000.0: "> 1,000 days"}
+    assert {days: days_text(days) for days in texts} == texts
+
+
+def test_series_of_runs_of_equal_names_do_not_repeat(serve, tmp_path):
+    runs = [write_many(tmp_path / stage / "model" / "run", 1) for stage in ("pretrain", "tune")]
+    client = serve(*runs, write_many(tmp_path / "other", 1))
+    lines = [line.rpartition(" ")[0] for line in client.get("/metrics").text.splitlines() if not line.startswith("#")]
+    assert len(lines) == len(set(lines)) and any('run="pretrain/model/run"' in line for line in lines)
+    names = [run["name"] for run in client.get("/api/v1/runs").json()["runs"]]
+    assert names == ["pretrain/model/run", "tune/model/run", "other"]
+    assert client.get("/").text.count("tune/model/run</a>") == 1
+
+
+@pytest.mark.parametrize("place", ["/usage", "/runs/{run}"])
+def test_policies_that_are_none_are_told_on_a_page_that_lets_them_be_mended(serve, tmp_path, place):
+    client = serve(write_many(tmp_path / "run", 1))
+    run = page(client).json()["run"]["id"]
+    answer = client.get(place.format(run=run), params={"keep": "lats:3", "q": "x"})
+    assert answer.status_code == 422 and answer.headers["content-type"].startswith("text/html")
+    assert (
+        "These policies cannot be read" in answer.text
+        and "lats:3" in answer.text
+        and "last:3 every:1000" in answer.text
+    )
+    assert 'name="keep" value="lats:3"' in answer.text and answer.text.count("<h1") == 1
+    assert client.get(f"/api/v1{place.format(run=run)}", params={"keep": "lats:3"}).status_code == 422
 
 
 def test_metrics_are_prometheus_text_with_bounded_labels(serve, tmp_path):

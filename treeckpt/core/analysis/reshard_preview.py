@@ -38,6 +38,10 @@ MAX_DIMS = 8
 MAX_RULES = 100
 MAX_PLANNED_CHUNKS = 60_000
 """Chunks that are planned for one preview, which takes a few seconds."""
+SAMPLES = 256
+"""Leaves from which the number of arrays is estimated."""
+CERTAIN = 1.5
+"""The multiple of what can be planned from which an estimate is enough to refuse it."""
 
 
 class PlacementRule(msgspec.Struct, frozen=True):
@@ -180,6 +184,8 @@ def plan_reshard(
     Raises:
         LayoutError: not even one rank can be planned within that number.
     """
+    if (estimate := _estimated_arrays(index, rules)) > chunks * CERTAIN:
+        raise _too_many(f"about {estimate} arrays", chunks)
     wanted, whole, unmatched, left_out = _target_arrays(index, mesh, rules)
     world = math.prod(mesh.shape)
     numbers = {file.name: number for number, file in enumerate(index.file_list)}
@@ -191,12 +197,7 @@ def plan_reshard(
         chunks -= used
         ranks.append(_rank_reads(index, rank, wants, numbers))
     if not ranks:
-        raise LayoutError(
-            f"{len(wanted)} arrays",
-            expected=f"a rank that reads at most {chunks} pieces",
-            found="more",
-            hint="Narrow the rules, so that they match a part of the tree only, such as model/*",
-        )
+        raise _too_many(f"{len(wanted)} arrays", chunks)
     return ReshardPlan(
         tuple(sorted(ranks, key=lambda reads: reads.rank)),
         world,
@@ -206,6 +207,30 @@ def plan_reshard(
         unmatched,
         left_out,
     )
+
+
+def _too_many(arrays: str, chunks: int) -> LayoutError:
+    return LayoutError(
+        arrays,
+        expected=f"a rank that reads at most {chunks} pieces",
+        found="more",
+        hint="Narrow the rules, so that they match a part of the tree only, such as model/*",
+    )
+
+
+def sampled_leaves(index: Index) -> list[Leaf]:
+    """Returns at most about SAMPLES leaves, evenly spread: to read all of a million takes seconds."""
+    count = len(index.entries)
+    return [index.entries[number] for number in range(0, count, max(1, count // SAMPLES))]
+
+
+def _estimated_arrays(index: Index, rules: Sequence[PlacementRule]) -> int:
+    """Estimates how many arrays the rules match, each of which is at least one piece for each rank."""
+    matchers = [re.compile(fnmatch.translate(rule.glob)) for rule in rules]
+    sample = sampled_leaves(index)
+    arrays = (leaf for leaf in sample if isinstance(leaf.record, ArrayRecord))
+    matching = sum(any(matcher.match(leaf.path) for matcher in matchers) for leaf in arrays)
+    return matching * len(index.entries) // max(1, len(sample))
 
 
 def bit_reversed_order(count: int) -> Iterator[int]:
