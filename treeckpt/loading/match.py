@@ -6,7 +6,6 @@ any memory is touched.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
@@ -323,8 +322,7 @@ def check_same(missing: Sequence[str], unexpected: Sequence[str], strict: Strict
         if strict is True
         else "every leaf of like to be in the checkpoint",
         found="; ".join(text for text in texts if text),
-        hint=hint
-        or f"Pass strict=False to load what both have, or {others}"
+        hint=hint or f"Pass strict=False to load what both have, or {others}"
         if missing
         else f'Pass strict="missing" to leave the rest of the checkpoint unread, or {others}',
     )
@@ -334,7 +332,8 @@ def rename_hint(missing: Sequence[str], unexpected: Iterable[str]) -> str:
     """Returns what to do where all missing names are in the checkpoint behind another prefix, "" where they are not."""
     saved = set(unexpected)
     for path in sorted(saved) if missing else ():
-        head = re.sub("[^/.]*$", "", os.path.commonprefix([missing[0], path]))
+        same = next((i for i, (a, b) in enumerate(zip(missing[0], path, strict=False)) if a != b), 0)
+        head = re.sub("[^/.]*$", "", path[:same])
         wanted, there = missing[0].removeprefix(head), path.removeprefix(head)
         prefix = max(wanted, there, key=len).removesuffix(min(wanted, there, key=len))
         if prefix[-1:] not in ("/", ".") or prefix in (wanted, there):

@@ -29,12 +29,6 @@ from .state_dicts import STATE_DICT_KEY, ParameterNumbering, has_own_forms, spli
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 
-OWN_STATE_DICT = (
-    "The checkpoint has the optimizer's own state_dict: pass optimizer=None here, then "
-    "optimizer.load_state_dict(tc.load({path!r}, select='optimizer/*')['optimizer'])"
-)
-"""What to do with a state that `optimizer.state_dict()` gave, which numbers the parameters."""
-
 
 class NamedOptimizer(msgspec.Struct):
     """A live optimizer, with names for its parameters."""

@@ -45,7 +45,7 @@ from .modules import (
 from .names import key_path, put_in
 from .open_source import is_stored, open_source, place_under, rules_of
 from .optimizer_plan import OptimizerPlan, apply_optimizers, plan_optimizers
-from .optimizers import OWN_STATE_DICT, NamedOptimizer, Optimizers, name_optimizers
+from .optimizers import NamedOptimizer, Optimizers, name_optimizers
 from .report import RestoreReport
 from .rng import check_rng, set_rng
 from .schedules import from_groups
@@ -284,12 +284,11 @@ class _Restore:
         return False
 
     def _missing_part(self, part: str, how: str) -> None:
-        leave = f"Leave it out: {part}={False if part == 'rng' else None}"
         raise MismatchError(
             part,
             expected=f"a state saved with {how}",
             found=f"one of {', '.join(map(str, self.parts))}",
-            hint=OWN_STATE_DICT.format(path=self.source.url) if part in self.parts else leave,
+            hint=f"Leave it out: {part}={False if part == 'rng' else None}",
         )
 
     def plan_schedulers(self) -> None:
@@ -326,8 +325,7 @@ class _Restore:
             MismatchError: they have not, by `strict`.
         """
         unexpected = self.unexpected if self.options.strict is True else []
-        bad = self.missing + unexpected
-        if not self.options.strict or not bad:
+        if not self.options.strict or not (bad := self.missing + unexpected):
             return
         texts = [
             f"{len(paths)} {what}: {', '.join(paths[:5])}{f' and {len(paths) - 5} more' if len(paths) > 5 else ''}"
@@ -338,8 +336,7 @@ class _Restore:
             bad[0],
             expected="the same parameters and moments here as in the checkpoint",
             found="; ".join(texts),
-            hint=rename_hint(self.missing, self.unexpected)
-            or "Pass strict=False to restore what both have"
+            hint=rename_hint(self.missing, self.unexpected) or "Pass strict=False to restore what both have"
             if self.missing and not self.left_out.issuperset(path.removeprefix("model/") for path in self.missing)
             else "Pass strict='missing', or partial=True, if one is a part of the other",
         )

@@ -79,7 +79,10 @@ def describe_place(url: str) -> tuple[str, str]:
         names = sorted(os.listdir(path))
     except FileNotFoundError:
         near = next(parent for parent in path.parents if parent.exists())
-        return "nothing at this path", f"{hint}: {near} {_held(sorted(os.listdir(near))) if near.is_dir() else 'is a file'}"
+        return (
+            "nothing at this path",
+            f"{hint}: {near} {_held(sorted(os.listdir(near))) if near.is_dir() else 'is a file'}",
+        )
     except NotADirectoryError:
         return "a file of no known format", hint
     except OSError:
