@@ -1,4 +1,4 @@
-"""A training with all that a loop has beside its model continues, after its end, with the losses of one that never ended."""
+"""A training with all that a loop has beside its model continues with the losses of one that never ended."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from ...core.format.file_names import is_step_name
@@ -72,28 +72,26 @@ def describe_foreign(url: str) -> tuple[str, str] | None:
 
 def describe_place(url: str) -> tuple[str, str]:
     """Describes a place without a checkpoint: (what is there, what to do). Only local paths are looked at."""
-    found, hint, path = "none", "Check the path", Path(url)
-    if "://" in url:
-        return found, hint
+    path, hint = Path(url), "Check the path"
     try:
-        names = sorted(os.listdir(path))
-    except FileNotFoundError:
-        near = next(parent for parent in path.parents if parent.exists())
-        return (
-            "nothing at this path",
-            f"{hint}: {near} {_held(sorted(os.listdir(near))) if near.is_dir() else 'is a file'}",
-        )
-    except NotADirectoryError:
-        return "a file of no known format", hint
+        if "://" in url:
+            return "none", hint
+        if not path.exists():
+            near = next(parent for parent in path.parents if parent.exists())
+            return "nothing at this path", f"{hint}: {near} {_held(near)}"
+        steps = [name for name in os.listdir(path) if is_step_name(name)] if path.is_dir() else []
+        if not steps:
+            return (f"a directory that {_held(path)}" if path.is_dir() else "a file of no known format"), hint
     except OSError:
-        return found, hint
-    steps = sorted((name for name in names if is_step_name(name)), key=lambda name: (len(name), name))
-    if steps:
-        held = f"a run of {len(steps)} step{'s' * (len(steps) > 1)}"
-        return held, f"Load a step, as {path / steps[-1]}, or take tc.Manager({url!r}), which chooses the newest"
-    return f"a directory that {_held(names)}", hint
+        return "none", hint
+    newest = path / max(steps, key=lambda name: (len(name), name))
+    found = f"a run of {len(steps)} step{'s' * (len(steps) > 1)}"
+    return found, f"Load a step, as {newest}, or take tc.Manager({url!r}), which chooses the newest"
 
 
-def _held(names: Sequence[str]) -> str:
+def _held(path: Path) -> str:
+    if not path.is_dir():
+        return "is a file"
+    names = sorted(os.listdir(path))
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return f"holds {', '.join(names[-5:])}{more}" if names else "is empty"
