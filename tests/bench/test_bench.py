@@ -24,9 +24,10 @@ from treeckpt.cli.main import main as command_line
 def one_of_each() -> list[Trial]:
     names = {scenario.name for scenario in SCENARIOS}
     everyone = ("treeckpt", "treeckpt dense", "treeckpt one rank", "dcp", "dcp-4", "safetensors")
+    forms = ("treeckpt.dcp", "treeckpt.dcp storage")
     return [
-        trial(who, phase, 1.0 if who == "treeckpt" else 20.0, scenario=name)
-        for name, who, phase in itertools.product(sorted(names), everyone, PHASES)
+        trial(who, phase, 1.0 if who in ("treeckpt", *forms) else 20.0, scenario=name)
+        for name, who, phase in itertools.product(sorted(names), everyone + forms, PHASES)
     ] + [
         trial(who, phase, 1.0 if who == "treeckpt" else 20.0, scenario=link.scenario)
         for link, who, phase in itertools.product((FAR, NEAR), ("treeckpt", "fsspec DCP"), REMOTE_PHASES)
@@ -141,11 +142,12 @@ def test_saves_in_the_background_are_judged_by_the_warm_ones():
     first = [stay("treeckpt", 2.0, repetition=0, interference=0.9), stay("dcp thread", 9.0, repetition=0)]
     warm = [stay("treeckpt"), stay("dcp thread", 4.0), stay("treeckpt lazy", 0.05), stay("torch_checkpointing", 1.5)]
     ticks = [stay("treeckpt", scenario="async-tiny", copy_rate=None, interference=None, gap=0.002, idle_gap=0.001)]
-    rows = summarize_async([*warm, *first, *ticks])
+    through = [stay("treeckpt.dcp thread", 0.5, scenario="dcp-async"), stay("dcp thread", scenario="dcp-async")]
+    rows = summarize_async([*warm, *first, *ticks, *through])
     assert (rows[0].contender, rows[0].first, rows[0].blocked, rows[0].stall) == ("treeckpt", 2.0, 1.0, 1.0)
     bars = compare_async_with_targets(rows)
     assert {bar.state for bar in bars} == {"ok"}
-    assert [round(bar.figure or 0, 3) for bar in bars] == [4.0, 1.5, 2.0, 1.0, 0.05, 0.1, 4.0, 2.0]
+    assert [round(bar.figure or 0, 3) for bar in bars] == [4.0, 1.5, 2.0, 1.0, 0.05, 0.1, 4.0, 2.0, 0.5]
     assert {bar.state for bar in compare_async_with_targets([])} == {"not measured"}
     slow = summarize_async([stay("treeckpt", 3.0), stay("dcp thread", 4.0)])
     assert {bar.state for bar in compare_async_with_targets(slow)} == {"short", "ok", "not measured"}

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -28,10 +30,21 @@ def test_the_future_ends_with_the_save(kind: AsyncCheckpointerType, tmp_path: Pa
 
 
 def test_the_storage_serves_a_background_save_of_dcp(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
     future = dcp.async_save({"a": torch.ones(100), "n": 3}, storage_writer=treeckpt.dcp.Writer(tmp_path / "one"))
     future.result()
+    assert tc.load(tmp_path / "one")["a"].sum() == 100
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_storage_serves_a_process_of_dcp(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        writer = treeckpt.dcp.Writer(tmp_path / "one")
+        state, kind = {"a": torch.ones(100), "n": 3}, AsyncCheckpointerType.PROCESS
+        dcp.async_save(state, storage_writer=writer, async_checkpointer_type=kind).result()
+    finally:
+        dist.destroy_process_group()
     assert tc.load(tmp_path / "one")["a"].sum() == 100
 
 

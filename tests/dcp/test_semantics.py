@@ -278,6 +278,23 @@ def test_what_dcp_has_written_still_loads(tmp_path: Path) -> None:
     assert not (tmp_path / "one" / ".metadata").exists() and tc.load(tmp_path / "one") == {"a": 1}
 
 
+def test_files_of_other_formats_load_by_their_names(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(3)}, "step": 5}, tmp_path / "one.pt")
+    for form in OURS:
+        target = {"model.w": torch.zeros(3), "step": 0}
+        FORMS[form][1](target, checkpoint_id=tmp_path / "one.pt")
+        assert target["model.w"].tolist() == [1, 1, 1] and target["step"] == 5
+
+
+@pytest.mark.parametrize("form", ["dcp", "treeckpt"])
+def test_a_path_that_no_storage_knows_is_refused(form: str) -> None:
+    for act in FORMS[form]:
+        with pytest.raises(RuntimeError, match="Cannot detect"):
+            act({"a": 1}, checkpoint_id="abc://abc.abc")
+        with pytest.raises(RuntimeError, match="must be specified"):
+            act({"a": 1}, checkpoint_id=None)
+
+
 def test_both_forms_save_one_tree(tmp_path: Path) -> None:
     for form in OURS:
         FORMS[form][0](training_state(8), checkpoint_id=tmp_path / form)

@@ -50,6 +50,7 @@ ADAPTATIONS = (
     (r"cpu:gloo,cuda:nccl", "gloo"),
     (r'"nccl"', '"gloo"'),
     (r"with_comms\(init_rpc=False\)", 'with_comms(init_rpc=False, backend="gloo")'),
+    (r"device=(self\.rank|dist\.get_rank\(\))", 'device="cpu"'),
     (r", device='cuda:0'", ""),
     (r'f"cuda:\{dist\.get_rank\(\)\}"', '"cpu"'),
     (r"/cuda:(\{r\}|\d)", "/cpu"),

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 __all__ = ["Report", "main"]
 
 NAMES = ("gpt2", "tiny", "one", "slice", "replicated", "reshard", "host-2", "host-4", "host-8", "table", "remote",
-    "async", "async-tiny")  # fmt: skip
+    "async", "async-tiny", "dcp", "dcp-small", "dcp-async")  # fmt: skip
 QUICK_SCALE, QUICK_REPETITIONS = 1 / 8, 2
 _LINK_HELP = "only this link of remote: ms before an answer / MB/s a connection, as 40/90"
+_ONLY_HELP = f"of: {', '.join(NAMES)}; dcp has all that begin so"
 MARGIN = 1 << 30
 """Bytes of disk to leave free."""
 
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="1/8 of the sizes, 2 repetitions")
     parser.add_argument("--scale", type=_positive, help="of the sizes (default: 1)")
     parser.add_argument("--repetitions", type=_count, metavar="N", help="of everything (default: 5)")
-    parser.add_argument("--only", action="append", choices=NAMES, metavar="SCENARIO", help=f"of: {', '.join(NAMES)}")
+    parser.add_argument("--only", action="append", choices=NAMES, metavar="SCENARIO", help=_ONLY_HELP)
     parser.add_argument("--contender", action="append", metavar="NAME", help="only this one, as named in the table")
     parser.add_argument("--link", action="append", type=_link, metavar="MS/MBPS", help=_LINK_HELP)
     parser.add_argument("--dir", type=Path, help="where to write (default: a new directory here, removed at the end)")
@@ -132,7 +133,7 @@ def _run(options: argparse.Namespace, scale: float, repetitions: int) -> int:
             tuple(options.link or LINKS),
         )
         for scenario in SCENARIOS
-        if not options.only or scenario.name in options.only
+        if not options.only or scenario.name in options.only or (scenario.dcp and "dcp" in options.only)
     ]
     try:
         _check_space(tasks)
@@ -208,6 +209,7 @@ def run_tasks(tasks: Sequence[BenchTask]) -> tuple[list[Trial], list[AsyncTrial]
 def run_task(task: BenchTask) -> Iterator[list[Trial] | AsyncTrial]:
     """Yields the trials of each turn of a scenario."""
     from .checkpointers import sync_checkpointers
+    from .dcp_forms import sync_dcp_forms
     from .measure import run_alone, run_slice
     from .measure_remote import run_remote
     from .ranks import run_job
@@ -224,4 +226,5 @@ def run_task(task: BenchTask) -> Iterator[list[Trial] | AsyncTrial]:
         return run_table(task)
     if scenario.part > 1:
         return run_slice(task)
-    return run_alone(task, [c for c in sync_checkpointers() if task.selects(c.name)])
+    contenders = sync_dcp_forms() if scenario.dcp else sync_checkpointers()
+    return run_alone(task, [c for c in contenders if task.selects(c.name)])

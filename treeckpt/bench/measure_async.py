@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from .async_checkpointers import AsyncCheckpointer, async_checkpointers
+from .dcp_forms import async_dcp_forms
 from .meter import release_memory
 from .ranks import do_task
 from .raw_limits import LEAST, RawLimits
@@ -127,7 +128,8 @@ class _AsyncMeasurement:
 def _measure_async(task: BenchTask) -> Iterator[AsyncTrial]:
     torch.set_num_threads(1)
     measurement = _AsyncMeasurement(task)
-    checkpointers = [c for c in async_checkpointers() if task.selects(c.name)]
+    contenders = async_dcp_forms() if task.scenario.dcp else async_checkpointers()
+    checkpointers = [c for c in contenders if task.selects(c.name)]
     # one repetition more: the first save of each is reported by itself
     for repetition, checkpointer in msgspec.structs.replace(task, repetitions=task.repetitions + 1).turns(
         checkpointers

@@ -70,6 +70,11 @@ def tiny(scale: float) -> Shapes:
     return {f"leaf.{number:05}": (1,) for number in range(max(16, round(20_000 * scale)))}
 
 
+def small(scale: float) -> Shapes:
+    """5,000 tensors of 1 KiB."""
+    return {f"leaf.{number:04}": (256,) for number in range(max(16, round(5_000 * scale)))}
+
+
 def one(scale: float) -> Shapes:
     """One tensor of 2 GB."""
     return {"weight": _rows((125_000, 4_000), scale)}
@@ -111,6 +116,8 @@ class Scenario(msgspec.Struct, frozen=True):
     """Rows by id."""
     remote: bool = False
     """Saved to and loaded from an object store."""
+    dcp: bool = False
+    """Saved and loaded by both forms of treeckpt.dcp, beside DCP alone."""
 
 
 SCENARIOS: tuple[Scenario, ...] = (
@@ -130,6 +137,9 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("remote", "32 tensors of 16 MiB in an object store", layers, remote=True),
     Scenario("async", "GPT-2 small and Adam, saved in the background of training steps", gpt2, beside=True),
     Scenario("async-tiny", "20,000 tensors of one element, saved in the background", tiny, beside=True, ticks=True),
+    Scenario("dcp", "GPT-2 small and Adam through the interface of DCP", gpt2, dcp=True),
+    Scenario("dcp-small", "5,000 tensors of 1 KiB through the interface of DCP", small, dcp=True),
+    Scenario("dcp-async", "GPT-2 small and Adam by async_save of DCP's interface", gpt2, dcp=True, beside=True),
 )
 
 

@@ -89,14 +89,33 @@ def compare_with_targets(rows: Sequence[TrialSummary]) -> list[BenchTarget]:
         for phase in phases:
             figure = _times_faster(table, scenario, phase, peer)
             targets.append(_at_least(scenario, f"{phase}, times faster than {peer}", figure, times))
-    return [*targets, *_host(table), *_bytes_read(table), *_tables(table), *_memory(table), *_remote(table)]
+    return [
+        *targets,
+        *_dcp_forms(table),
+        *_host(table),
+        *_bytes_read(table),
+        *_tables(table),
+        *_memory(table),
+        *_remote(table),
+    ]
 
 
-def _times_faster(rows: Rows, scenario: str, phase: Phase, peer: str) -> float | None:
-    own = rows.get((scenario, "treeckpt", phase))
+def _times_faster(rows: Rows, scenario: str, phase: Phase, peer: str, contender: str = "treeckpt") -> float | None:
+    own = rows.get((scenario, contender, phase))
     same: dict[Phase, Phase] = {"first cold": "fill cold", "first warm": "fill warm"}  # others fill in one way only
     other = rows.get((scenario, peer, same.get(phase, phase)))
     return other.summed / own.summed if own and other else None
+
+
+def _dcp_forms(rows: Rows) -> list[BenchTarget]:
+    return [
+        _at_least(
+            scenario, f"{form}, save, times faster than {peer}", _times_faster(rows, scenario, "save", peer, form), n
+        )
+        for scenario in ("dcp", "dcp-small")
+        for form, n in (("treeckpt.dcp", 3.0), ("treeckpt.dcp storage", 2.0))
+        for peer in ("dcp", "dcp-4")
+    ]
 
 
 def _host(rows: Rows) -> list[BenchTarget]:
@@ -186,6 +205,7 @@ def compare_async_with_targets(rows: Sequence[AsyncSummary]) -> list[BenchTarget
     own, lazy = table.get(("async", "treeckpt")), table.get(("async", "treeckpt lazy"))
     dcp, rival = table.get(("async", "dcp thread")), table.get(("async", "torch_checkpointing"))
     tiny = table.get(("async-tiny", "treeckpt"))
+    through, beside = table.get(("dcp-async", "treeckpt.dcp thread")), table.get(("dcp-async", "dcp thread"))
     slower, dcp_slower = own.interference if own else None, dcp.interference if dcp else None
     return [
         _at_least("async", "blocked, times shorter than dcp's", dcp.blocked / own.blocked if own and dcp else None, 2),
@@ -211,5 +231,11 @@ def compare_async_with_targets(rows: Sequence[AsyncSummary]) -> list[BenchTarget
             max(0.0, tiny.gap) * 1e3 if tiny and tiny.gap is not None else None,
             20,
             "ms",
+        ),
+        _at_most(
+            "dcp-async",
+            "blocked, times as long as dcp's",
+            through.blocked / beside.blocked if through and beside else None,
+            0.5,
         ),
     ]

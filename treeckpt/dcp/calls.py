@@ -8,7 +8,9 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
+from ..errors import TreeckptError
 from ..io.comm.comm import Comm, as_comm, world_size
+from ..io.storage.open import open_store
 from .reader import DcpReader
 from .writer import DcpWriter
 
@@ -25,18 +27,21 @@ def storage_for(given: Any, checkpoint_id: Any, *, reading: bool) -> Any:
     """Returns the storage that a call means: treeckpt's own for a path, and for DCP's own file system storage.
 
     Raises:
-        RuntimeError: neither a storage nor a path is given.
+        RuntimeError: no storage is given, nor a path or URL that is known; as DCP says it.
     """
     if given is None:
         if not checkpoint_id:
             raise RuntimeError("`checkpoint_id` must be specified if storage_reader/storage_writer is None.")
+        try:
+            open_store(checkpoint_id)
+        except TreeckptError as error:
+            raise RuntimeError("Cannot detect which StorageReader or StorageWriter to use.") from error
         return DcpReader(checkpoint_id) if reading else DcpWriter(checkpoint_id)
     if checkpoint_id is not None:
         given.reset(checkpoint_id)
-    transforms = getattr(getattr(given, "transforms", None), "extensions", None)
     if type(given) is FILE_SYSTEM_READER:
         return DcpReader(given.path)
-    if type(given) is FILE_SYSTEM_WRITER and not transforms:
+    if type(given) is FILE_SYSTEM_WRITER and not given.transforms.extensions:
         return DcpWriter(given.path, overwrite=given.overwrite)
     return given
 

@@ -10,16 +10,18 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from ..api import inspect
 from ..arrays.torch import torch_dtype
+from ..core.format.records import Index
 from .names import Entry, entries_of
 
 
-def metadata_of(entries: dict[str, Entry], path: Any) -> dcp.Metadata:
+def metadata_of(index: Index, path: Any, load_id: str | None = None) -> dcp.Metadata:
     """Returns the metadata: one chunk for each tensor, as treeckpt itself finds the parts that a reader wants."""
+    entries = entries_of(index)
     found = {
         name: _of_tensor(entry) if entry.is_tensor else dcp.BytesStorageMetadata() for name, entry in entries.items()
     }
     planned = {name: entry.path for name, entry in entries.items()}
-    return dcp.Metadata(found, planned, {}, dcp.StorageMeta(checkpoint_id=path))
+    return dcp.Metadata(found, planned, {}, dcp.StorageMeta(path, index.save_id, load_id))
 
 
 def _of_tensor(entry: Entry) -> dcp.TensorStorageMetadata:
@@ -39,7 +41,7 @@ class SavedMetadata(dcp.Metadata):
 
     @cached_property
     def _read(self) -> dcp.Metadata:
-        return metadata_of(entries_of(inspect(self._path)), self._path)
+        return metadata_of(inspect(self._path), self._path)
 
     def __getattribute__(self, name: str) -> Any:
         if name in _FIELDS:

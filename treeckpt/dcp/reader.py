@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import uuid
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.futures import Future
 
 from ..arrays.sharded import Sharded
 from ..core.format.index import INDEX_NAME
-from ..errors import CheckpointNotFound
+from ..errors import CheckpointNotFound, TreeckptError
 from ..io.comm.comm import as_comm
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.foreign_formats import DCP_METADATA
@@ -47,7 +48,7 @@ class DcpReader(StorageReader):
         self.path, self.allow_pickle = path, allow_pickle
         self._unused, self._ignored = unused, ignored
         self._dcp: filesystem.FileSystemReader | None = None
-        self._entries: dict[str, Entry] = {}
+        self.load_id = uuid.uuid4().hex
 
     @property
     def url(self) -> str:
@@ -55,15 +56,18 @@ class DcpReader(StorageReader):
         return open_store(self.path).url
 
     def is_of_dcp(self) -> bool:
-        """Whether DCP has written what is at the path."""
-        names = open_store(self.path).sizes()
+        """Whether DCP has written what is at the path; also False where that cannot be seen, which a read will say."""
+        try:
+            names = open_store(self.path).sizes()
+        except (OSError, TreeckptError):
+            return False
         return DCP_METADATA in names and INDEX_NAME not in names
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Takes another path, if one is given."""
         if checkpoint_id:
             self.path = checkpoint_id
-        self._dcp, self._entries = None, {}
+        self._dcp, self.load_id = None, uuid.uuid4().hex
 
     @property
     def checkpoint_id(self) -> Any:
@@ -85,11 +89,7 @@ class DcpReader(StorageReader):
             self._dcp = _DCP_READER(self.path, *self._unused, **self._ignored)
             return self._dcp.read_metadata(*args, **kwargs)
 
-        def entries(checkpoint: Checkpoint) -> dict[str, Entry]:
-            return entries_of(checkpoint.index)
-
-        self._entries = on_one_version(self.path, entries)
-        return metadata_of(self._entries, self.path)
+        return on_one_version(self.path, lambda found: metadata_of(found.index, self.path, self.load_id))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Passes the metadata on to DCP's reader, where that reads."""

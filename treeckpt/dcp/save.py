@@ -70,13 +70,14 @@ def save(
         )
     comm = comm_for(process_group, no_dist=no_dist)
     with converted("save", comm.rank):
-        api.save(
+        report = api.save(
             storage.path,
             _tree_for(state_dict, comm, storage.url, on_conflict),
             comm=comm,
             overwrite=storage.overwrite,
             allow_pickle=storage.allow_pickle,
         )
+        storage.save_id = report.save_id
         if comm.rank == 0:
             storage.publish_marker()
     return SavedMetadata(storage.path)

@@ -100,6 +100,7 @@ class DcpWriter(StorageWriter):
             raise TreeckptError("_extensions", expected="none", found="some", hint="treeckpt stores bytes as they are")
         self.path, self.overwrite, self.allow_pickle = path, overwrite, allow_pickle
         self.marker = self.marker_by_default if marker is None else marker
+        self.save_id = ""  # of the last save, once it is there
 
     @property
     def url(self) -> str:
@@ -126,8 +127,8 @@ class DcpWriter(StorageWriter):
         return True
 
     def storage_meta(self) -> StorageMeta | None:
-        """Returns the path."""
-        return StorageMeta(checkpoint_id=self.path)
+        """Returns path and save id."""
+        return StorageMeta(self.path, self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Does nothing: all is done in `write_data`."""
@@ -168,7 +169,8 @@ class DcpWriter(StorageWriter):
         facts: SaveFacts = plan.storage_data
         comm = _comm_of(facts.members)
         tree = PlannedTree(plan, planner, facts.listed, comm.rank)
-        api.save(self.path, tree, comm=comm, overwrite=self.overwrite, allow_pickle=self.allow_pickle)
+        report = api.save(self.path, tree, comm=comm, overwrite=self.overwrite, allow_pickle=self.allow_pickle)
+        self.save_id = report.save_id
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(item.index, _nbytes(item), None) for item in plan.items])
         return done
