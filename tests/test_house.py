@@ -129,7 +129,14 @@ def test_test_modules_stand_in_the_folder_of_what_they_test():
     """At the root stand tests of the public functions, of errors, and of the project's own files."""
     there = {path.stem for path in TESTS.glob("test_*.py")}
     project = {"test_house", "test_notebooks", "test_readme", "test_scaffold"}
-    assert there - project == {"test_error_classes", "test_errors", "test_exports", "test_peers", "test_roundtrip"}
+    assert there - project == {
+        "test_error_classes",
+        "test_errors",
+        "test_exports",
+        "test_mistakes",
+        "test_peers",
+        "test_roundtrip",
+    }
 
 
 def test_no_test_module_imports_another():

@@ -38,7 +38,7 @@ def test_links_and_pictures_exist() -> None:
 
 def test_places_on_the_page_exist() -> None:
     headings = {
-        re.sub(r"[^a-z -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^## (.*)$", README, re.M)
+        re.sub(r"[^a-z -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^#{2,} (.*)$", README, re.M)
     }
     assert set(re.findall(r"\]\(#([^)]+)\)", README)) <= headings
 

@@ -6,6 +6,7 @@ any memory is touched.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -314,16 +315,34 @@ def check_same(missing: Sequence[str], unexpected: Sequence[str], strict: Strict
         return
     texts = [_some("missing in the checkpoint", missing), _some("not asked for", unexpected)]
     others = "`...` in like for what you do not want"
+    hint = rename_hint(missing, unexpected)
     raise MismatchError(
         [*missing, *unexpected][0],
         expected="the leaves of like and of the checkpoint to be the same"
         if strict is True
         else "every leaf of like to be in the checkpoint",
         found="; ".join(text for text in texts if text),
-        hint=f"Pass strict=False to load what both have, or {others}"
+        hint=hint or f"Pass strict=False to load what both have, or {others}"
         if missing
         else f'Pass strict="missing" to leave the rest of the checkpoint unread, or {others}',
     )
+
+
+def rename_hint(missing: Sequence[str], unexpected: Iterable[str]) -> str:
+    """Returns what to do where all missing names are in the checkpoint behind another prefix, "" where they are not."""
+    saved = set(unexpected)
+    for path in sorted(saved) if missing else ():
+        same = next((i for i, (a, b) in enumerate(zip(missing[0], path, strict=False)) if a != b), 0)
+        head = re.sub("[^/.]*$", "", path[:same])
+        wanted, there = missing[0].removeprefix(head), path.removeprefix(head)
+        prefix = max(wanted, there, key=len).removesuffix(min(wanted, there, key=len))
+        if prefix[-1:] not in ("/", ".") or prefix in (wanted, there):
+            continue
+        now, before = (head, head + prefix) if len(there) > len(wanted) else (head + prefix, head)
+        if all(name.startswith(now) and before + name.removeprefix(now) in saved for name in missing):
+            rest = ", strict='missing'" if len(saved) > len(missing) else ""
+            return f"They are in the checkpoint, {missing[0]} as {path}: pass rename={{'{before}*': '{now}*'}}{rest}"
+    return ""
 
 
 def _some(what: str, paths: Sequence[str]) -> str:

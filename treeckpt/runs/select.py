@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Container
+from pathlib import Path
 
 from .. import api
 from ..core.analysis.retention_policy import Best, best_of
+from ..core.format.index import INDEX_NAME
 from ..errors import CheckpointNotFound, TreeckptError
 from ..io.storage.foreign_formats import describe_foreign
 from ..io.storage.metadata_files import NewestIndex
@@ -94,8 +96,20 @@ class CheckpointSelector:
             CheckpointError: the step is corrupt.
         """
         if step is not None:
-            return self.directory.checkpoint(step, newest=read)
+            try:
+                return self.directory.checkpoint(step, newest=read)
+            except CheckpointNotFound as error:
+                steps = sorted(step_info(info).step for info in self.complete())
+                error.add_hint(f"Steps that can be loaded: {', '.join(map(str, steps[-10:])) or 'none'}")
+                raise
         found = self.newest(without=tried, passed_over=passed_over, read=read)
+        if found is None and (Path(self.directory.url) / INDEX_NAME).is_file():
+            raise CheckpointNotFound(
+                self.directory.url,
+                expected="a run, the directory that holds the checkpoints",
+                found="one checkpoint",
+                hint="Give the directory above it, or load it with tc.load or tc.training.restore",
+            )
         if found is None and (foreign := describe_foreign(self.directory.url)) is not None:
             expected = "a run of checkpoints of treeckpt"
             raise CheckpointNotFound(self.directory.url, expected=expected, found=foreign[0], hint=foreign[1])

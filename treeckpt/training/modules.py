@@ -81,6 +81,7 @@ def named_objects(given: Any, kind: type, what: str) -> list[tuple[Key, Any]]:
                 "/".join((what, *key)),
                 expected=f"a {kind.__module__}.{kind.__qualname__}, a list of its parts, or a dict of several",
                 found=f"{type(part).__module__}.{type(part).__qualname__}",
+                hint="The order is state(model, optimizer), restore(path, model, optimizer)",
             )
     return pairs
 

@@ -168,6 +168,7 @@ def open_source(given: Any, comm: Comm, options: LoadOptions) -> RestoreSource:
             "",
             expected="a path, a store, a bank of them, or a tree as training.state gives it",
             found=f"{type(given).__name__}",
+            hint="The path comes first: restore(path, model, optimizer)",
         )
     root = source.structure
     if "model" not in children_of(root) and not any(name.startswith("model/") for name in source.names):

@@ -24,7 +24,7 @@ from ..errors import MismatchError
 from ..io.comm.comm import Comm, as_comm
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.consistent_reads import on_versions
-from ..loading.match import LoadOptions, Strict
+from ..loading.match import LoadOptions, Strict, rename_hint
 from ..loading.overlay import Bank, CheckpointOverlay, globs_of
 from ..loading.read_batch import Verify
 from ..loading.shared_read import open_relay, together
@@ -325,8 +325,7 @@ class _Restore:
             MismatchError: they have not, by `strict`.
         """
         unexpected = self.unexpected if self.options.strict is True else []
-        bad = self.missing + unexpected
-        if not self.options.strict or not bad:
+        if not self.options.strict or not (bad := self.missing + unexpected):
             return
         texts = [
             f"{len(paths)} {what}: {', '.join(paths[:5])}{f' and {len(paths) - 5} more' if len(paths) > 5 else ''}"
@@ -337,7 +336,7 @@ class _Restore:
             bad[0],
             expected="the same parameters and moments here as in the checkpoint",
             found="; ".join(texts),
-            hint="Pass strict=False to restore what both have"
+            hint=rename_hint(self.missing, self.unexpected) or "Pass strict=False to restore what both have"
             if self.missing and not self.left_out.issuperset(path.removeprefix("model/") for path in self.missing)
             else "Pass strict='missing', or partial=True, if one is a part of the other",
         )

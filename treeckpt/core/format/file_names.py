@@ -111,7 +111,8 @@ def check_step(step: object) -> int:
     except TypeError:
         number = None
     if number is None:
-        raise TreeError("step", expected="an integer", found=f"{step!r:.60}", hint=_STEP_HINT)
+        found = text if len(text := repr(step)) <= 60 else type(step).__qualname__
+        raise TreeError("step", expected="an integer", found=found, hint=_STEP_HINT)
     if not 0 <= number <= MAX_STEP:
         expected = "a step, 0 or more" if number < 0 else f"a step, at most {MAX_STEP}"
         found = f"{number}" if abs(number) < 10**24 else "a number of more than 24 digits"

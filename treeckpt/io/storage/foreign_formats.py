@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from ...core.format.file_names import is_step_name
+
 DCP_METADATA = ".metadata"
 HFAI_PART = re.compile(r"PART_([0-9]{3,})\.pt")
 PADDLE_METADATA = re.compile(r"[0-9]+\.metadata")
@@ -66,3 +68,30 @@ def describe_foreign(url: str) -> tuple[str, str] | None:
     if kind == "pickle":
         return _TEXTS[kind], "Load it with torch, in a place where its code may run, and save it anew"
     return _TEXTS[kind], f"Convert it first: tc.convert.convert({url!r}, 'NEW'), then load 'NEW'"
+
+
+def describe_place(url: str) -> tuple[str, str]:
+    """Describes a place without a checkpoint: (what is there, what to do). Only local paths are looked at."""
+    path, hint = Path(url), "Check the path"
+    try:
+        if "://" in url:
+            return "none", hint
+        if not path.exists():
+            near = next(parent for parent in path.parents if parent.exists())
+            return "nothing at this path", f"{hint}: {near} {_held(near)}"
+        steps = [name for name in os.listdir(path) if is_step_name(name)] if path.is_dir() else []
+        if not steps:
+            return (f"a directory that {_held(path)}" if path.is_dir() else "a file of no known format"), hint
+    except OSError:
+        return "none", hint
+    newest = path / max(steps, key=lambda name: (len(name), name))
+    found = f"a run of {len(steps)} step{'s' * (len(steps) > 1)}"
+    return found, f"Load a step, as {newest}, or take tc.Manager({url!r}), which chooses the newest"
+
+
+def _held(path: Path) -> str:
+    if not path.is_dir():
+        return "is a file"
+    names = sorted(os.listdir(path))
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"holds {', '.join(names[-5:])}{more}" if names else "is empty"

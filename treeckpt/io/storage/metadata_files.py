@@ -14,7 +14,7 @@ from ...core.format.sidecars import checksum, stored_name
 from ...core.format.timings import Timings, decode_timings, timings_name
 from ...errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError
 from ..os_errors import wrap_read_error
-from .foreign_formats import describe_foreign
+from .foreign_formats import describe_foreign, describe_place
 from .shard_reader import read_header
 from .store import Store
 
@@ -65,12 +65,14 @@ def read_index_bytes(store: Store) -> bytes:
     try:
         return store.read(INDEX_NAME, limit=MAX_INDEX)
     except (FileNotFoundError, NotADirectoryError) as error:
-        expected, found, hint = f"a checkpoint ({INDEX_NAME})", "none", "Check the path"
+        expected = f"a checkpoint ({INDEX_NAME})"
         if shards := sum(parse_shard_name(name) is not None for name in store.sizes()):
             found = f"{shards} shards of a save that never finished, or lost its index"
             hint = "Load another step; if the index was lost, treeckpt rebuild-index makes it again"
         elif (foreign := describe_foreign(store.url)) is not None:
             expected, (found, hint) = f"a checkpoint of treeckpt ({INDEX_NAME})", foreign
+        else:
+            found, hint = describe_place(store.url)
         raise CheckpointNotFound(store.url, expected=expected, found=found, hint=hint) from error
     except OSError as error:
         raise wrap_read_error(error, f"{store.url}/{INDEX_NAME}", kind=CorruptError) from error

@@ -1,0 +1,101 @@
+"""The likely mistakes of a first day: each error says what is wrong, what is there, and what to do."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import treeckpt as tc
+from treeckpt import training
+
+
+@pytest.fixture
+def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """A model, in a directory with checkpoints of it: `state`, `weights`, `ddp` and the steps 10 and 20 of `run`."""
+    monkeypatch.chdir(tmp_path)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    tc.save("state", training.state(model, torch.optim.AdamW(model.parameters())))
+    tc.save("weights", model.state_dict())
+    tc.save("ddp", {"model": {f"module.{name}": leaf for name, leaf in model.state_dict().items()}})
+    with tc.Manager("run", background=False) as manager:
+        manager.save(10, {"a": 1})
+        manager.save(20, {"a": 2})
+    os.mkdir("empty")
+    Path("notes.txt").write_text("hello")
+    return model
+
+
+MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a path where nothing is": (
+        lambda net: tc.load("run/step_00000030"),
+        r"step_00000030: expected .*, found nothing at this path\. Check the path: .*run holds .*_00000020",
+    ),
+    "a run for a checkpoint": (
+        lambda net: tc.load("run"),
+        r"run: .*found a run of 2 steps. Load a step, as .*run/step_00000020, or take tc.Manager\('.*run'\)",
+    ),
+    "an empty directory": (lambda net: tc.load("empty"), r"empty: .*found a directory that is empty. Check the path"),
+    "a text file": (lambda net: tc.load("notes.txt"), r"notes.txt: .*found a file of no known format. Check the path"),
+    "a checkpoint for a run": (
+        lambda net: tc.Manager("state").resume(net),
+        r"state: expected a run, .*found one checkpoint. Give the directory above it, or load it with tc.load",
+    ),
+    "a step that was not saved": (
+        lambda net: tc.Manager("run").restore(step=15),
+        r"step_00000015: expected a complete checkpoint.*Steps that can be loaded: 10, 20",
+    ),
+    "a tree for a step": (
+        lambda net: tc.Manager("run").save(net.state_dict(), 5),
+        r"step: expected an integer, found (collections\.)?OrderedDict. Pass the number of training steps",
+    ),
+    "a training state into a model": (
+        lambda net: tc.load_into("state", net),
+        r"4 missing in the checkpoint.*0.weight as model/0.weight: pass rename=\{'model/\*': '\*'\}, strict='missing'$",
+    ),
+    "a model's state into a tree": (
+        lambda net: tc.load("weights", {"model": net.state_dict()}),
+        r"model/0.weight as 0.weight: pass rename=\{'\*': 'model/\*'\}$",
+    ),
+    "names of DDP": (
+        lambda net: training.restore("ddp", net, rng=False),
+        r"model/0.weight as model/module.0.weight: pass rename=\{'model/module.\*': 'model/\*'\}$",
+    ),
+    "a model for a path": (
+        lambda net: training.restore(net, "state"),
+        r"expected a path.*found Sequential. The path comes first: restore\(path, model, optimizer\)",
+    ),
+    "an optimizer for a model": (
+        lambda net: training.state(torch.optim.AdamW(net.parameters()), net),
+        r"model: expected a .*Module.*found .*AdamW. The order is state\(model, optimizer\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named_with_what_to_do(net: nn.Module, name: str) -> None:
+    act, words = MISTAKES[name]
+    with pytest.raises(tc.TreeckptError) as caught:
+        act(net)
+    assert re.search(words, str(caught.value)), str(caught.value)
+
+
+def test_what_the_errors_advise_works(net: nn.Module) -> None:
+    saved = {name: leaf.clone() for name, leaf in net.state_dict().items()}
+
+    def comes_back(load: Callable[[], Any]) -> None:
+        with torch.no_grad():
+            for leaf in net.parameters():
+                leaf.zero_()
+        load()
+        assert all(torch.equal(leaf, saved[name]) for name, leaf in net.state_dict().items())
+
+    comes_back(lambda: tc.load_into("state", net, rename={"model/*": "*"}, strict="missing"))
+    comes_back(lambda: tc.load_into("weights", {"model": net}, rename={"*": "model/*"}))
+    comes_back(lambda: training.restore("ddp", net, rng=False, rename={"model/module.*": "model/*"}))
