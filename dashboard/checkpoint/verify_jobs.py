@@ -71,6 +71,7 @@ class _Job:
         self.save_id, self.nbytes = info.save_id or "", info.nbytes or 0
         self.fingerprint = fingerprint_of(folder.entries(), self.save_id)
         self.state: JobState = "waiting"
+        self.cancelled = False
         self.at = BytesRead(0, 0)
         self.problems: list[DamagedPart] = []
         self.total = 0
@@ -100,7 +101,7 @@ class _Job:
                 with contextlib.suppress(msgspec.MsgspecError):
                     found = self._take(_MESSAGE.decode(line)) or found
         self.ended = time.monotonic()
-        if found is None and self.state == "running" and not self.error:
+        if found is None and not self.cancelled and not self.error:
             self.error = f"the process that verified it ended with status {process.returncode}"
         return found or self._partial()
 
@@ -122,7 +123,8 @@ class _Job:
 
     def cancel(self) -> None:
         with self._lock:
-            if self.open:
+            self.cancelled = self.cancelled or self.open
+            if self.state == "waiting":
                 self.state = "cancelled"
             if self._process is not None:
                 self._process.kill()
@@ -198,8 +200,8 @@ class VerifyJobs:
                 job.error, found = f"{error}", None
             if found is not None and not self._library.cache.verifications.record(job.folder, found):
                 job.error = "the result could not be written to the cache"
-            if job.state != "cancelled":  # a page that shows the end shows the result, too
-                job.state = "failed" if job.error else "ended"
+            # a page that shows the end shows the result, too
+            job.state = "cancelled" if job.cancelled else "failed" if job.error else "ended"
 
     def cancel(self, checkpoint_id: str) -> None:
         """Ends the job of a checkpoint, if there is one."""

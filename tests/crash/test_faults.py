@@ -26,13 +26,13 @@ from tests.helpers.background import files_open
 from tests.helpers.world import Faulty, Switch, assert_holds, seed_of, small_tree, whole_tree
 from treeckpt.core.format.file_names import step_name
 from treeckpt.core.format.index import INDEX_NAME
-from treeckpt.io.storage import local_write
+from treeckpt.io.storage import local_write, os_files
 from treeckpt.io.storage import store as store_module
 from treeckpt.saving.commit import PUBLISHED_HINT
 
 ROOT = Path(__file__).parents[2]
 SYSTEM_CALLS = ("open", "pwrite", "ftruncate", "fsync", "link", "replace", "posix_fallocate")
-MODULES = [store_module, local_write]
+MODULES = [store_module, local_write, os_files]
 PAGE = 4096
 
 

