@@ -71,7 +71,7 @@ def test_a_place_behind_a_proxys_path_works_as_well(watched, serve, run):
     assert "/proxy/8265/checkpoints/" in page.url
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_nothing_is_wider_than_a_phone(watched, address, scheme):
     page = watched(address, color_scheme=scheme)
     page.set_viewport_size({"width": 390, "height": 844})

@@ -20,7 +20,11 @@ LONG = 120.0
 """Seconds: far more than the survivors take, far less than the 600 of a comm."""
 
 
-@pytest.mark.parametrize(("where", "victim"), [("save", 2), ("save", 0), ("should_save", 0), ("close", 1)])
+SLOW = pytest.mark.slow
+ENDINGS = [("save", 0), ("should_save", 0), pytest.param("save", 2, marks=SLOW), pytest.param("close", 1, marks=SLOW)]
+
+
+@pytest.mark.parametrize(("where", "victim"), ENDINGS)
 def test_survivors_of_a_killed_rank_end_soon_after_the_signal(tmp_path: Path, where: str, victim: int) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=300))
     run = tmp_path / "run"

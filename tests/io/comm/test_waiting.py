@@ -135,7 +135,7 @@ def ending() -> Iterator[waiting.Termination]:
     waiting.TERMINATION.stop_listening(ended=True)
 
 
-@pytest.mark.parametrize("tiers", [(), (2,)])
+@pytest.mark.parametrize("tiers", [(), pytest.param((2,), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("slow", [0, 1, 3])
 @pytest.mark.parametrize("background", [False, True])
 def test_a_rank_that_still_writes_is_waited_for_after_a_signal(
