@@ -10,6 +10,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -51,7 +52,7 @@ def replace_file(store: Store, name: str, data: bytes) -> None:
     if not isinstance(store, LocalStore):
         store.publish(name, data, replace=True)
         return
-    temporary = store.directory / f".{name}.tmp"
+    temporary = store.directory / f".{name}.{this_process().tag}{secrets.token_hex(4)}.tmp"
     try:
         with open(temporary, "wb") as file:
             file.write(data)
