@@ -37,11 +37,10 @@ _held: set[str] = set()
 def hold_lease(folder: Folder, *, renew: float = RENEW, ahead: bool = False) -> Iterator[bool]:
     """Holds a lease while the body runs, renewed every `renew` seconds; gives False where none can be written.
 
-    In an object store the body's end does not wait until the lease is deleted; the end of the process does.
-
     Args:
-        ahead: the body begins while the lease is being written, in an object store: for a reader that has read the
-            index already, and raises if it finds files gone. Until the lease is written nothing protects it.
+        ahead: in an object store the body begins while the lease is being written, for a reader that has read the index
+            already and raises if it finds files gone: until the lease is written nothing protects it. Nor does the
+            body's end wait until the lease is deleted; the end of the process does.
     """
     if folder.has_directory and not folder.entries():  # a lease would create it again
         yield False
@@ -54,7 +53,7 @@ def hold_lease(folder: Folder, *, renew: float = RENEW, ahead: bool = False) -> 
     try:
         yield held
     finally:
-        lease.end(wait=not far)
+        lease.end(wait=not (far and ahead))
 
 
 class _Lease:
