@@ -16,19 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treeckpt as tc
+from tests.helpers.torch_storages import STORAGE_TREES, W, flip_in_file
 from treeckpt.foreign.checksums import EntryChecksum, combine_crcs
 from treeckpt.foreign.files import file_window
 
 convert = tc.convert.convert
-W = torch.arange(300_000, dtype=torch.float32).view(300, 1000)
-
-
-def flip(path: Path, tensor: torch.Tensor, byte: int = -5) -> None:
-    """Changes one bit of a tensor's bytes in a file."""
-    data, wanted = bytearray(path.read_bytes()), tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    assert data.count(wanted) == 1
-    data[data.index(wanted) + byte % len(wanted)] ^= 0x40
-    path.write_bytes(data)
 
 
 @pytest.fixture
@@ -39,21 +31,12 @@ def plain_crcs() -> Iterator[None]:
     torch.serialization.set_crc32_options(True)
 
 
-TREES: dict[str, dict[str, Any]] = {
-    "whole": {"model": {"w": W}, "n": torch.ones(3)},
-    "ties and views": {"a": W[3:9], "model": {"w": W, "t": W.t()}, "n": torch.ones(3)},
-    "parts": {"model": {"w": W[:, 10:20], "v": W[250:]}, "n": torch.ones(3)},
-    "transposed": {"model": {"w": W.t()}, "n": torch.ones(3)},
-    "overlapping": {"model": {"w": W[:200], "v": W[100:]}, "n": torch.ones(3)},
-}
-
-
 @pytest.mark.parametrize("to", ["treeckpt", "torch", "dcp", "safetensors"])
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", STORAGE_TREES)
 def test_a_changed_bit_of_a_storage_is_named_and_nothing_is_written(tmp_path: Path, name: str, to: str) -> None:
-    torch.save(TREES[name], tmp_path / "file.pt")
+    torch.save(STORAGE_TREES[name], tmp_path / "file.pt")
     convert(tmp_path / "file.pt", tmp_path / "sound", to=to)
-    flip(tmp_path / "file.pt", W)
+    flip_in_file(tmp_path / "file.pt", W)
     with pytest.raises(
         tc.CorruptError, match=r"(a|model/[wv]): .*file\.pt: expected CRC-32 .* of the entry 'file/data/"
     ):
@@ -65,7 +48,7 @@ def test_a_changed_bit_of_a_storage_is_named_and_nothing_is_written(tmp_path: Pa
 
 def test_the_path_in_the_error_can_be_left_out(tmp_path: Path) -> None:
     torch.save({"model": {"w": W, "b": torch.ones(3)}, "half": torch.ones(4).half()}, tmp_path / "file.pt")
-    flip(tmp_path / "file.pt", W, 7)
+    flip_in_file(tmp_path / "file.pt", W, 7)
     with pytest.raises(tc.CorruptError, match=r"^model/w: .*exclude='model/w'"):
         convert(tmp_path / "file.pt", tmp_path / "one", subtree="model", dtype="bfloat16")
     convert(tmp_path / "file.pt", tmp_path / "two", subtree="model", dtype="bfloat16", exclude="model/w")
@@ -98,7 +81,7 @@ def test_a_changed_bit_of_a_chunk_in_a_dcp_directory_is_named(tmp_path: Path) ->
     dcp.save({"model": {"w": W}, "other": torch.ones(3), "values": [1, "x"]}, checkpoint_id=tmp_path / "dcp")
     convert(tmp_path / "dcp", tmp_path / "sound")
     [file] = (tmp_path / "dcp").glob("*.distcp")
-    flip(file, W)
+    flip_in_file(file, W)
     with pytest.raises(tc.CorruptError, match=r"model\.w: .*__0_0\.distcp: expected CRC-32"):
         convert(tmp_path / "dcp", tmp_path / "one")
     assert not (tmp_path / "one" / "index.json").exists()
@@ -111,7 +94,7 @@ def test_our_own_files_of_torch_are_checked_too(tmp_path: Path) -> None:
     convert(tmp_path / "one", tmp_path / "file.pt")
     convert(tmp_path / "file.pt", tmp_path / "two")
     shutil.rmtree(tmp_path / "two")
-    flip(tmp_path / "file.pt", W, 0)
+    flip_in_file(tmp_path / "file.pt", W, 0)
     with pytest.raises(tc.CorruptError, match="CRC-32"):
         convert(tmp_path / "file.pt", tmp_path / "two")
 

@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 
 import treeckpt as tc
 from tests.helpers.hfai_parts import trained, write_parts
+from tests.helpers.torch_storages import STORAGE_TREES, W, flip_in_file
 from tests.helpers.training_trees import assert_same, training_tree
 from tests.helpers.world import on_ranks
 from treeckpt.cli.main import main
 
 convert = tc.convert.convert
 GOLDEN = Path(__file__).parents[1] / "golden"
-W = torch.arange(300_000, dtype=torch.float32).view(300, 1000)
 
 
 def _torch(path: Path) -> Path:
@@ -159,29 +159,13 @@ def test_several_sources_of_several_formats_win_over_one_another(tmp_path: Path)
 
 
 # checksums ------------------------------------------------------------------------------------------------------------
-def _flip(path: Path, tensor: torch.Tensor) -> None:
-    """Changes one bit of a tensor's bytes in a file."""
-    data, wanted = bytearray(path.read_bytes()), tensor.contiguous().numpy().tobytes()
-    data[data.index(wanted) + len(wanted) - 5] ^= 0x40
-    path.write_bytes(data)
-
-
-TREES: dict[str, dict[str, Any]] = {
-    "whole": {"model": {"w": W}, "n": torch.ones(3)},
-    "ties and views": {"a": W[3:9], "model": {"w": W, "t": W.t()}, "n": torch.ones(3)},
-    "parts": {"model": {"w": W[:, 10:20], "v": W[250:]}, "n": torch.ones(3)},
-    "transposed": {"model": {"w": W.t()}, "n": torch.ones(3)},
-    "overlapping": {"model": {"w": W[:200], "v": W[100:]}, "n": torch.ones(3)},
-}
-
-
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", STORAGE_TREES)
 def test_a_changed_bit_is_named_by_the_crc_of_what_was_read_whole(tmp_path: Path, name: str) -> None:
-    torch.save(TREES[name], tmp_path / "file.pt")
+    torch.save(STORAGE_TREES[name], tmp_path / "file.pt")
     reports: list[tc.LoadReport] = []
-    assert_same(tc.load(tmp_path / "file.pt", on_report=reports.append), TREES[name])
+    assert_same(tc.load(tmp_path / "file.pt", on_report=reports.append), STORAGE_TREES[name])
     assert not reports[0].unverified_nbytes
-    _flip(tmp_path / "file.pt", W)
+    flip_in_file(tmp_path / "file.pt", W)
     tc.load(tmp_path / "file.pt", select="n")
     with pytest.raises(
         tc.CorruptError, match=r"(a|model/[wv]): .*file\.pt: expected CRC-32 .* of the entry 'file/data/"
@@ -189,7 +173,7 @@ def test_a_changed_bit_is_named_by_the_crc_of_what_was_read_whole(tmp_path: Path
         tc.load(tmp_path / "file.pt")
     if name not in ("transposed", "parts"):  # what is no range of the file is compared in any case
         tc.load(tmp_path / "file.pt", verify=False)
-    target = {"model": {key: torch.zeros_like(value) for key, value in TREES[name]["model"].items()}}
+    target = {"model": {key: torch.zeros_like(value) for key, value in STORAGE_TREES[name]["model"].items()}}
     with pytest.raises(tc.CorruptError, match="CRC-32"):
         tc.load_into(tmp_path / "file.pt", target, strict="missing", verify="first")
     assert not any(tensor.any() for tensor in target["model"].values())

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
+from tests.helpers.corruption import flip
 from tests.helpers.world import assert_equal, errors_of, on_ranks, shards_of
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.core.format.shard_header import BLOCK, parse_shard_name
@@ -143,10 +144,6 @@ def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 # the damage -----------------------------------------------------------------------------------------------------------
-def flip(data: bytes, at: int) -> bytes:
-    return data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
-
-
 def zero(data: bytes, at: int) -> bytes:
     """A sector, as a disk loses it."""
     low = at // 512 * 512

@@ -32,7 +32,7 @@ from .metadata_files import read_index, read_timings
 from .object_store import ObjectFolder, ObjectStore
 from .process_owner import is_running
 from .progress_file import is_alive, read_record
-from .reader_leases import LEASE, is_held, lease_owner
+from .reader_leases import LEASE, read_lease
 from .run_store import DirectoryEntry, Folder, LocalFolder
 from .store import LocalStore, Store
 
@@ -70,8 +70,7 @@ def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[F
 def _owner_state(store: Store, name: str, entry: DirectoryEntry, now_ns: int) -> tuple[Owner | None, bool | None]:
     """Returns the owner of a progress record or lease, and whether that process may still run; None if not known."""
     if parse_progress_name(final_name(name)) is None:
-        owner = lease_owner(store, name)
-        return owner, is_held(name, owner)
+        return read_lease(store, name)
     if (record := read_record(store, name)) is None:
         return None, None
     renewed = msgspec.structs.replace(record, alive_ns=max(record.alive_ns, entry.modified_ns))

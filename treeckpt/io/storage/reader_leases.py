@@ -39,8 +39,9 @@ def hold_lease(folder: Folder, *, renew: float = RENEW, ahead: bool = False) -> 
 
     Args:
         ahead: in an object store the body begins while the lease is being written, for a reader that has read the index
-            already and raises if it finds files gone: until the lease is written nothing protects it. Nor does the
-            body's end wait until the lease is deleted; the end of the process does.
+            already and raises if it finds files gone: until the lease is written nothing protects it.
+
+    In an object store the end of the body does not wait until the lease is deleted; the end of the process does.
     """
     if folder.has_directory and not folder.entries():  # a lease would create it again
         yield False
@@ -53,7 +54,7 @@ def hold_lease(folder: Folder, *, renew: float = RENEW, ahead: bool = False) -> 
     try:
         yield held
     finally:
-        lease.end(wait=not (far and ahead))
+        lease.end(wait=not far)
 
 
 class _Lease:
@@ -108,18 +109,18 @@ def has_readers(folder: Folder, now_ns: int) -> bool:
     entries = folder.entries().items()
     leases = [(name, entry) for name, entry in entries if (kind := parse_file_name(name)) and kind.kind == "lease"]
     recent = [name for name, entry in leases if now_ns - entry.modified_ns < LEASE * 1e9]
-    return any(is_held(name, lease_owner(folder.store, name)) is not False for name in recent)
+    return any(read_lease(folder.store, name)[1] is not False for name in recent)
 
 
-def lease_owner(store: Store, name: str) -> Owner | None:
-    """Returns the process that holds a lease; None if the lease names none or cannot be read."""
-    with contextlib.suppress(OSError, TreeckptError, msgspec.MsgspecError):
-        return msgspec.json.decode(store.read(name, limit=MAX_LEASE), type=Owner)
-    return None
+def read_lease(store: Store, name: str) -> tuple[Owner | None, bool | None]:
+    """Returns the process that a lease names, and whether it may still read: None where that is not known here.
 
-
-def is_held(name: str, owner: Owner | None) -> bool | None:
-    """Whether the process that a lease names may still read; None if that cannot be known here."""
-    if owner is None:
-        return None
-    return name in _held if owner == this_process() else is_running(owner)
+    A lease that was deleted since it was listed is not held.
+    """
+    try:
+        owner = msgspec.json.decode(store.read(name, limit=MAX_LEASE), type=Owner)
+    except FileNotFoundError:
+        return None, False
+    except (OSError, TreeckptError, msgspec.MsgspecError):
+        return None, None
+    return owner, name in _held if owner == this_process() else is_running(owner)

@@ -1,0 +1,43 @@
+"""A reader's lease: which process holds it, and whether that process may still read."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+import treeckpt as tc
+from treeckpt.core.format.file_names import lease_name
+from treeckpt.io.storage.process_owner import this_process
+from treeckpt.io.storage.reader_leases import has_readers, hold_lease, read_lease
+from treeckpt.io.storage.run_store import Folder
+from treeckpt.runs.run import RunDirectory
+
+NAME = lease_name("0" * 16)
+
+
+@pytest.fixture(params=["local", "s3", "memory"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+    """The folder of a checkpoint, on a disk and in buckets."""
+    run = request.getfixturevalue("s3").url() if request.param == "s3" else f"{tmp_path}/run"
+    run = f"memory://{run}" if request.param == "memory" else run
+    with tc.Manager(run, background=False) as manager:
+        manager.save(1, {"n": 1})
+    return RunDirectory(run).folder(1)
+
+
+def test_a_lease_of_this_process_is_held_until_its_reader_ends(folder: Folder) -> None:
+    with hold_lease(folder):
+        [name] = [name for name in folder.entries() if name.startswith("lease.")]
+        assert read_lease(folder.store, name) == (this_process(), True) and has_readers(folder, time.time_ns())
+    assert not has_readers(folder, time.time_ns()), "whether its file is deleted by now or not"
+
+
+def test_a_lease_deleted_since_it_was_listed_is_not_held(folder: Folder) -> None:
+    assert read_lease(folder.store, NAME) == (None, False)
+
+
+def test_a_lease_that_names_no_process_may_be_held(folder: Folder) -> None:
+    folder.store.publish(NAME, b"{", replace=True)
+    assert read_lease(folder.store, NAME) == (None, None) and has_readers(folder, time.time_ns())
