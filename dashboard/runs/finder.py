@@ -45,6 +45,8 @@ class FindPage(msgspec.Struct, frozen=True):
 
     q: str
     items: list[FoundItem]
+    more: bool
+    """Whether more runs, steps or leaves are called so."""
     complete: bool
     """Whether the leaves of every run were searched: a large index may still be read, and time is limited."""
 
@@ -62,15 +64,21 @@ def find_page(library: Library, q: str, at: str) -> FindPage:
     library.start_scans(library.runs)
     runs, shown = _ordered_runs(library, at)
     listed = {run.id: library.checkpoints(run) for run in runs}
-    items = list(islice(_found_runs(library.runs, words), MAX_RUNS))
-    items += list(islice(_found_steps(runs if words else runs[: 1 if at else 0], listed, words), MAX_STEPS))
+    found = [
+        list(islice(_found_runs(library.runs, words), MAX_RUNS + 1)),
+        list(islice(_found_steps(runs if words else runs[: 1 if at else 0], listed, words), MAX_STEPS + 1)),
+    ]
     trees = [shown] if shown is not None else []
     for run in runs:
         newest = summarize_run(listed[run.id], library.policies).resume.newest
         if newest is not None and (shown is None or newest[0] != shown[1]):
             trees.append((run, *newest))
     leaves, complete = _found_leaves(library, trees, words) if words else ([], True)
-    return FindPage(q, items + leaves, complete)
+    found.append(leaves)
+    limits = (MAX_RUNS, MAX_STEPS, MAX_LEAVES)
+    items = [item for kind, limit in zip(found, limits, strict=True) for item in kind[:limit]]
+    more = any(len(kind) > limit for kind, limit in zip(found, limits, strict=True))
+    return FindPage(q, items, more, complete)
 
 
 def _ordered_runs(library: Library, at: str) -> tuple[Sequence[Run], tuple[Run, str, CheckpointInfo] | None]:
@@ -125,15 +133,17 @@ def _found_steps(runs: Sequence[Run], listed: dict[str, Listed], words: Sequence
 def _found_leaves(
     library: Library, trees: Sequence[tuple[Run, str, CheckpointInfo]], words: Sequence[str]
 ) -> tuple[list[FoundItem], bool]:
-    """Returns leaves of these checkpoints, and whether all of them were searched."""
+    """Returns leaves of these checkpoints until there are more than MAX_LEAVES, and whether none was left out."""
     found: list[FoundItem] = []
     complete, end = True, time.monotonic() + LEAF_SECONDS
     for run, checkpoint_id, info in trees:
-        if len(found) >= MAX_LEAVES or time.monotonic() > end:
-            return found[:MAX_LEAVES], False
+        if len(found) > MAX_LEAVES:
+            break
+        if time.monotonic() > end:
+            return found, False
         rest = [word for word in words if not _is_of_run(word, run)] or words
         try:
-            leaves, _ = library.outline(info).search(" ".join(rest), count=MAX_LEAVES)
+            leaves, _ = library.outline(info).search(" ".join(rest), count=MAX_LEAVES + 1)
         except _UNREADABLE:
             complete = False
             continue
@@ -144,4 +154,4 @@ def _found_leaves(
             )
             for leaf in leaves
         ]
-    return found[:MAX_LEAVES], complete
+    return found, complete

@@ -145,7 +145,7 @@ def runs_page(library: Library, q: str = "") -> RunsPage:
 
 def _text_of_run(part: RunPart) -> str:
     state = (part.state or "").replace("_", " ")
-    return f"{part.name} {part.path} {state} {'late' * part.pace.late} {part.metric}".casefold()
+    return f"{part.name} {part.path} {state} {'late' * part.pace.late} {part.metric or ''}".casefold()
 
 
 def run_page(library: Library, run_id: str, query: ListQuery | None = None) -> RunPage:

@@ -18,7 +18,7 @@ let palette = null;
 function build() {
   const input = /** @type {HTMLInputElement} */ (
     make("input", {
-      type: "search",
+      type: "text",
       role: "combobox",
       "aria-label": "Find runs, steps and leaves",
       "aria-expanded": "true",
@@ -64,7 +64,7 @@ const optionOf = (item, number) =>
     make("span", { class: "where" }, item.detail),
   );
 
-/** @param {{ items: Item[], complete: boolean }} page @param {string} q */
+/** @param {{ items: Item[], more: boolean, complete: boolean }} page @param {string} q */
 function show(page, q) {
   if (!palette) return;
   options = page.items.map(optionOf);
@@ -77,7 +77,8 @@ function show(page, q) {
   });
   palette.list.replaceChildren(...groups.filter((group) => group !== null));
   const count = page.items.length;
-  const found = count ? `${count} found, Enter opens one` : q ? "Nothing is called so." : "There is no run.";
+  const some = page.more ? `The first ${count}` : `${count} found`;
+  const found = count ? `${some}, Enter opens one` : q ? "Nothing is called so." : "There is no run.";
   palette.tell.textContent = page.complete ? found : `${found}. Not every leaf was searched.`;
   choose(0);
 }
