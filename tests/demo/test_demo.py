@@ -219,7 +219,7 @@ def test_default_run_is_a_new_directory_below_the_current_one(tmp_path, monkeypa
 def test_a_taken_port_is_replaced_by_a_free_one(tmp_path, monkeypatch):
     ports: list[int | None] = []
 
-    def serve(runs, *, port=None):
+    def serve(runs, *, port=None, started=None):
         ports.append(port)
         if port is None:
             raise server.ServeError("taken")
