@@ -155,9 +155,9 @@ def _print_leaf(
         known = {"path": leaf.path, "record": record, "spec": leaf.spec, "layout": layout, "chunks": chunks}
         print_json({**known, "values": values})
         return
-    print_facts(_leaf_facts(index, leaf))
-    if values is not None:
-        _print_values(values)
+    print_facts(_leaf_facts(index, leaf) + (_value_facts(values) if values else []))
+    for line in values.text.splitlines() if values else ():
+        print_line(line)
     if chunks:
         print_line("")
         rows = [
@@ -169,8 +169,8 @@ def _print_leaf(
             print_line(f"... and {len(chunks) - MAX_ROWS} more; --json gives all")
 
 
-def _print_values(values: LeafValues) -> None:
-    found, part = values.statistics, values.sampled < values.elements
+def _value_facts(values: LeafValues) -> list[tuple[str, str]]:
+    found, part, facts = values.statistics, values.sampled < values.elements, list[tuple[str, str]]()
     if found is not None:
         of = f"of the first {values.sampled:,} of {values.elements:,} elements: " if part else ""
         numbers = ("minimum", "maximum", "mean", "deviation", "norm")
@@ -179,12 +179,10 @@ def _print_values(values: LeafValues) -> None:
         texts += [
             f"{n} {name}" for name, n in (("NaN", found.nan), ("infinite", found.infinite), ("zero", found.zero)) if n
         ]
-        print_facts([("numbers", of + ", ".join(texts))])
+        facts.append(("numbers", of + ", ".join(texts)))
     where = f" of rank {values.rank}" * (values.rank is not None) + f" at {[*values.at]}" * bool(values.at)
     checked = "match their checksums" if values.verified else "not compared with checksums"
-    print_facts([("values", f"{checked}{where}")])
-    for line in values.text.splitlines():
-        print_line(line)
+    return [*facts, ("values", f"{checked}{where}")]
 
 
 def _leaf_facts(index: Index, leaf: Leaf) -> list[tuple[str, str]]:
