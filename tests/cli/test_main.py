@@ -1,5 +1,6 @@
 """Each command says what is true, with the exit code that a script needs."""
 
+import io
 import json
 import os
 import re
@@ -66,6 +67,21 @@ def test_ls_shows_what_a_checkpoint_follows_its_metrics_pins_and_verification(cl
     assert cells["step_00000003"][1] == "complete, abandoned branch"
     assert cells["step_00000003"][-4:] == ["not here", "intact, just now", "-", "-"]
     assert cells["step_00000001"][-4:] == ["-", "-", "-", "-"]
+
+
+def test_a_narrow_terminal_shows_the_columns_that_tell_most(cli, run, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    heads = {}
+    for columns in ("72", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", screen := Terminal())
+            cli("ls", run)
+        heads[columns] = re.sub("\x1b[^m]*m", "", screen.getvalue()).splitlines()[0].split()
+    assert set(heads["200"]) - set(heads["72"]) == {"leaves", "ranks", "took", "saved"}
 
 
 def test_ls_as_json(cli, run):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
 
@@ -20,6 +22,8 @@ from .command import Commands, no_such_run, progress_of, usage_error
 
 METRICS = 4
 """Metrics of a checkpoint that are listed, at most."""
+LEFT_OUT_FIRST = ("leaves", "ranks", "took", "saved", "pinned", "after")
+"""Columns that a narrow terminal does not show, in this order."""
 
 
 def add_ls(commands: Commands) -> None:
@@ -49,7 +53,7 @@ def _ls(options: argparse.Namespace) -> int:
     if not found:
         print_line("no checkpoints")
         return 0
-    columns = _columns(found)
+    columns = _fitting(_columns(found))
     rows = list(zip(*columns.values(), strict=True))
     print_table(list(columns), rows, right=("step", "size", "leaves", "ranks", "took", "after"))
     for info in found:
@@ -80,6 +84,20 @@ def _columns(found: Sequence[CheckpointInfo]) -> dict[str, list[str]]:
         "metrics": [_metrics_text(info) for info in found],
     }
     return columns | {name: cells for name, cells in more.items() if any(cell != "-" for cell in cells)}
+
+
+def _fitting(columns: Mapping[str, list[str]]) -> Mapping[str, list[str]]:
+    """Leaves out the columns that a terminal is too narrow for; a file or a pipe gets all."""
+    if not sys.stdout.isatty():
+        return columns
+    for name in LEFT_OUT_FIRST:
+        if (
+            sum(max(map(len, (head, *cells))) + 2 for head, cells in columns.items()) - 2
+            <= shutil.get_terminal_size()[0]
+        ):
+            break
+        columns = {head: cells for head, cells in columns.items() if head != name}
+    return columns
 
 
 def _after_text(info: CheckpointInfo, steps: Mapping[str | None, int | None]) -> str:
