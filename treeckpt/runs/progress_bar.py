@@ -140,7 +140,7 @@ class _Lines(_Progress):
             if self._closed:
                 return
             self._shown = threading.Thread(target=self._run, name="treeckpt-progress", daemon=True)
-        self._shown.start()
+            self._shown.start()
 
     def close(self) -> None:
         with self._lock:
