@@ -90,11 +90,9 @@ def _fitting(columns: Mapping[str, list[str]]) -> Mapping[str, list[str]]:
     """Leaves out the columns that a terminal is too narrow for; a file or a pipe gets all."""
     if not sys.stdout.isatty():
         return columns
+    space = shutil.get_terminal_size().columns
     for name in LEFT_OUT_FIRST:
-        if (
-            sum(max(map(len, (head, *cells))) + 2 for head, cells in columns.items()) - 2
-            <= shutil.get_terminal_size()[0]
-        ):
+        if sum(max(map(len, (head, *cells))) + 2 for head, cells in columns.items()) - 2 <= space:
             break
         columns = {head: cells for head, cells in columns.items() if head != name}
     return columns

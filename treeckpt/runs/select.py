@@ -12,11 +12,10 @@ from pathlib import Path
 
 from .. import api
 from ..core.analysis.retention_policy import Best, best_of, unmeasured_text
+from ..core.format.index import INDEX_NAME
 from ..errors import CheckpointNotFound, TreeckptError
-from ..io.storage.bucket import is_url
 from ..io.storage.foreign_formats import describe_foreign
 from ..io.storage.metadata_files import NewestIndex
-from .catalog import is_checkpoint
 from .checkpoint_info import CheckpointInfo
 from .run import RunDirectory, step_info
 
@@ -47,7 +46,7 @@ class CheckpointSelector:
     def _listed(self, read: NewestIndex | None = None) -> list[CheckpointInfo]:
         """Returns the checkpoints of the run; refuses the path of one checkpoint, which has none below it."""
         infos, url = self.directory.checkpoints(newest=read), self.directory.url
-        if not infos and not is_url(url) and is_checkpoint(url):
+        if not infos and (Path(url) / INDEX_NAME).is_file():
             raise CheckpointNotFound(
                 url,
                 expected="a run, the directory that holds the checkpoints",

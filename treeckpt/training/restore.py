@@ -324,7 +324,8 @@ class _Restore:
         Raises:
             MismatchError: they have not, by `strict`; without it, not one of the model's is in both.
         """
-        if not self.options.strict and self.missing and self.unexpected and not (self.wanted or self.left):
+        alike = self.wanted or self.left or not self.entries
+        if not self.options.strict and self.missing and self.unexpected and not alike:
             raise disjoint(self.missing, self.unexpected)
         unexpected = self.unexpected if self.options.strict is True else []
         if not self.options.strict or not (bad := self.missing + unexpected):
