@@ -15,7 +15,7 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from treeckpt.core.text import bytes_text, rate_text, seconds_text, shape_text, visible
+from treeckpt.core.text import ago_text, bytes_text, rate_text, seconds_text, shape_text, visible
 
 
 def _local_time(time: str) -> str:
@@ -25,11 +25,7 @@ def _local_time(time: str) -> str:
 
 def _ago(time: str) -> str:
     """Formats how long ago an ISO 8601 time was, in one unit."""
-    seconds = (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds()
-    for unit, name in ((86_400, "day"), (3600, "h"), (60, "min")):
-        if (count := int(seconds // unit)) >= 1:
-            return f"{count:,} {name}{'s' * (name == 'day' and count > 1)} ago"
-    return "just now"
+    return ago_text((datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds())
 
 
 def days_text(days: float) -> str:

@@ -11,7 +11,7 @@ from .command import Commands, no_such_run, usage_error
 
 def add_dashboard(commands: Commands) -> None:
     """Adds `dashboard`."""
-    parser = commands.add("dashboard", _dashboard, "browse runs in a web browser", json=False)
+    parser = commands.add("dashboard", _dashboard, "browse runs in a web browser")
     parser.add_argument("runs", metavar="RUN", nargs="+")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8265, help="0 takes a free one (default: 8265)")
@@ -39,7 +39,7 @@ def _dashboard(options: argparse.Namespace) -> int:
         return usage_error(problem)
     gc.disable()  # imports create no garbage, and collections take a tenth of the start
     try:
-        from treeckpt_dashboard.web.server import ServeError, serve
+        from treeckpt_dashboard.web.server import ServeError, announce_json, serve
     except ModuleNotFoundError as error:
         return usage_error(f"the dashboard needs {error.name}; install it with: pip install 'treeckpt[dashboard]'")
     finally:
@@ -55,6 +55,7 @@ def _dashboard(options: argparse.Namespace) -> int:
             allowed_hosts=options.allow_host,
             cache=options.cache,
             keep=options.keep,
+            started=announce_json if options.json else None,
         )
     except ServeError as error:
         return usage_error(str(error))
