@@ -209,8 +209,8 @@ def _listed_by_all(plan: SavePlan, comm: Comm, url: str) -> dict[ListedEntry, in
             path = _path_of(plan, item.index.fqn)
             if any(type(key) is int for key in path):
                 data = item.tensor_data if item.type == WriteItemType.SHARD else None
-                whole = () if data is None else (tuple(data.size), str(data.properties.dtype).removeprefix("torch."))
-                found.setdefault(path, ListedEntry(path, *whole))
+                size, dtype = (tuple(data.size), data.properties.dtype) if data is not None else (None, "")
+                found.setdefault(path, ListedEntry(path, size, str(dtype).removeprefix("torch.")))
         return list(found.values())
 
     listed: dict[DcpPath, tuple[ListedEntry, int]] = {}
