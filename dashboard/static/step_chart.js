@@ -17,7 +17,8 @@ import { axisStyle, keepFitted } from "./plots.js";
 /**
  * What a chart is asked for: to open a save, to tell of the one under the cursor, to show the steps of a range, or all.
  * @typedef {{
- *   open: (at: number) => void, tell: (at: number | null) => void, zoom: (low: number | null, high: number | null) => void,
+ *   open: (at: number) => void, tell: (at: number | null) => void,
+ *   zoom: (low: number | null, high: number | null) => void,
  * }} Asked
  */
 

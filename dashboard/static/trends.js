@@ -61,7 +61,10 @@ function contents(data, { dataset }) {
   }
 }
 
-/** All figures of a save, as a person reads them. @param {Trends} data @param {{ lines: Line[], text: (n: number) => string }[]} charts @param {number} at */
+/**
+ * All figures of a save, as a person reads them.
+ * @param {Trends} data @param {{ lines: Line[], text: (n: number) => string }[]} charts @param {number} at
+ */
 function textOf(data, charts, at) {
   const parts = charts.flatMap(({ lines, text }) =>
     lines.map(({ label, values }) => {
@@ -124,10 +127,8 @@ function phaseChart() {
 
 /** @param {Bins} bins @param {number} at */
 function phasesText(bins, at) {
-  const many = bins.counts[at] > 1;
-  const whole = many
-    ? `${secondsText(bins.seconds[at])} on average, at most ${secondsText(bins.longest[at])} in step ${numberText(bins.step[at])}`
-    : secondsText(bins.seconds[at]);
+  const most = `, at most ${secondsText(bins.longest[at])} in step ${numberText(bins.step[at])}`;
+  const whole = secondsText(bins.seconds[at]) + (bins.counts[at] > 1 ? ` on average${most}` : "");
   const parts = bins.phases.map((name, n) => ({ name, seconds: bins.stack[n][at] })).filter((part) => part.seconds);
   parts.sort((a, b) => b.seconds - a.seconds);
   return [`${binText(bins, at)}: ${whole}`, ...parts.map((p) => `${p.name} ${secondsText(p.seconds)}`)].join(" · ");
@@ -153,12 +154,15 @@ async function redraw() {
 /** @param {Bins} bins */
 function aboutBins({ saves, counts }) {
   if (!saves) return "No save in this range has timings.";
-  return counts[0] > 1 ? `${numberText(saves)} saves, ${numberText(counts[0])} in each bin` : `${numberText(saves)} saves`;
+  return `${numberText(saves)} saves${counts[0] > 1 ? `, ${numberText(counts[0])} in each bin` : ""}`;
 }
 
 let asked = false;
 
-/** Shows the steps of a range; charts that follow each other's cursor all ask for it. @param {number | null} low @param {number | null} high */
+/**
+ * Shows the steps of a range; charts that follow each other's cursor all ask for it.
+ * @param {number | null} low @param {number | null} high
+ */
 function zoom(low, high) {
   if (asked) return;
   asked = true;

@@ -23,7 +23,7 @@ declare namespace uPlot {
   interface Axis {
     splits?: (u: uPlot, axis: number, low: number, high: number, step: number) => number[];
     filter?: (u: uPlot, splits: number[]) => (number | null)[];
-    values?: (u: uPlot, splits: (number | null)[]) => string[];
+    values?: (u: uPlot, splits: number[]) => string[];
     [style: string]: unknown;
   }
   interface Scale {
