@@ -117,7 +117,8 @@ def _changed_phase(last: Sequence[ReducedTimings], before: Sequence[ReducedTimin
     def usual(saves: Sequence[ReducedTimings], name: str) -> float:
         return median(one.phases.get(name, 0.0) for one in saves)
 
-    changes = {name: usual(last, name) - usual(before, name) for one in (*last, *before) for name in one.phases}
+    names = {name for one in (*last, *before) for name in one.phases}
+    changes = {name: usual(last, name) - usual(before, name) for name in sorted(names)}
     name = max(changes, key=lambda name: changes[name] if slower else -changes[name], default=None)
     if name is None or changes[name] == 0:
         return ""
@@ -132,18 +133,20 @@ def _rank_text(rank: int, host: str) -> str:
 def repeated(save: ReducedTimings, before: Sequence[ReducedTimings]) -> str:
     """Says whether what slowed a save was there in the saves before it; empty where there are too few of them.
 
-    It is the straggler that lost the most time, or without one the phase that takes most of the critical path.
+    It is the straggler that lost the most time. Without one it is the phase that takes most of the critical path, if
+    the save took longer than usual.
     """
     before = before[-SAVES:]
     if len(before) < LEAST:
         return ""
+    phase = save.longest_phase
     if save.slow:
         slow = save.slow[0]
         count = sum(any(other.rank == slow.rank for other in one.slow) for one in before)
         what = f"{_rank_text(slow.rank, slow.host)} stood out"
-    elif save.longest_phase is not None:
-        count = sum(one.longest_phase == save.longest_phase for one in before)
-        what = f"{visible(save.longest_phase)} was the longest phase"
+    elif phase is not None and save.seconds > USUAL * median(one.seconds for one in before):
+        count = sum(one.phases.get(phase, 0.0) * USUAL >= save.phases[phase] for one in before)
+        what = f"{visible(phase)} took about as long"
     else:
         return ""
     kind = "A trend" if count >= OFTEN * len(before) else "It happens at times" if count > 1 else "Not a trend"

@@ -130,6 +130,15 @@ def test_the_timing_of_a_save_says_whether_it_is_a_trend(trends):
     assert texts[38] == "Not a trend: rank 1 (host node0) stood out in 0 of the 20 saves before."
 
 
+def test_a_phase_that_was_slow_on_all_ranks_is_a_trend_if_it_was_before(trends):
+    ask = trends(30, lambda n: spans_of(PHASES | {"fsync": 500 if n in (8, 20, 24, 29, 30) else 20}))
+    ids = ask()["ids"]
+    texts = {n: ask(f"/checkpoints/{ids[n - 1]}/timing")["trend"] for n in (7, 8, 30)}
+    assert texts[7] == ""
+    assert texts[8] == "Not a trend: fsync took about as long in 0 of the 7 saves before."
+    assert texts[30] == "It happens at times: fsync took about as long in 3 of the 20 saves before."
+
+
 def test_hostile_names_of_phases_and_hosts_are_escaped(trends):
     hostile = "<b>write\u202e"
     ask = trends(5, lambda n: spans_of({"plan": 10, hostile: 40}, slow=[5], phase=hostile))
