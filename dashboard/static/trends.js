@@ -27,14 +27,14 @@ const figure = (/** @type {number} */ n) => String(Number(n.toPrecision(5)));
 const CHARTS = {
   time: {
     lines: [
-      ["took", "seconds", "--c0"],
-      ["blocked", "blocked", "--c5"],
+      ["duration", "seconds", "--c0"],
+      ["training blocked", "blocked", "--c5"],
     ],
     text: secondsText,
   },
   rate: { lines: [["rate", "rate", "--c2"]], text: rate },
   nbytes: { lines: [["bytes", "nbytes", "--c4"]], text: bytesText },
-  dedupe: { lines: [["written of held", "dedupe", "--c3"]], text: percent, max: 1 },
+  dedupe: { lines: [["dedup ratio", "dedupe", "--c3"]], text: percent, max: 1 },
 };
 
 /** @param {string} name @returns {Shown} */

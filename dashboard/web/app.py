@@ -27,6 +27,7 @@ from ..compare import routes as compare_routes
 from ..compare.diff import Comparisons
 from ..pages.answers import describe_responses, json_response, library_of
 from ..pages.checkpoints import loading_page
+from ..pages.csv_table import TableTooLong
 from ..pages.render import render, templates
 from ..runs import routes as runs_routes
 from ..runs.live import SaveRates
@@ -36,9 +37,10 @@ from ..store.cache import Cache
 from ..store.index_reader import StillReading
 from ..store.library import Library, NotFound
 from ..timing import routes as timing_routes
+from . import api_page
 from .security import LOOPBACK_HOSTS, RequestGuard
 
-ROOMS = tuple(room.router for room in (runs_routes, checkpoint_routes, compare_routes, timing_routes))
+ROOMS = tuple(room.router for room in (runs_routes, checkpoint_routes, compare_routes, timing_routes, api_page))
 """The addresses of all rooms."""
 
 
@@ -85,7 +87,7 @@ def create_app(
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_parameters)
     app.add_exception_handler(KeepError, _on_bad_policies)
-    for kind, status in ((NotFound, 404), (CursorError, 422)):
+    for kind, status in ((NotFound, 404), (CursorError, 422), (TableTooLong, 422)):
         app.add_exception_handler(kind, partial(_on_error, status=status))
     # a checkpoint was replaced, or found to be damaged, after it was listed; hostile numbers raise ArithmeticError,
     # hostile depth RecursionError, a full disk OSError or sqlite3.Error

@@ -266,7 +266,7 @@ def test_three_dimensions_have_axis_pickers(page):
     page.get_by_role("treeitem").get_by_role("link").click()
     expect(page.locator("#map-text")).to_contain_text("1 region")
     page.get_by_label("down").select_option("0")
-    expect(page.locator("#map-text")).to_contain_text("2 regions · dim 0 down")
+    expect(page.locator("#map-text")).to_contain_text("2 regions · rows: dim 0")
     page.get_by_label("dim 1 at").fill("3")
     expect(page.locator("#map-text")).to_contain_text("2 regions")
     page.get_by_role("button", name="by file").click()

@@ -45,11 +45,11 @@ def wide(watched, timing):
 
 
 def test_the_slow_rank_among_many_is_one_key_away(wide):
-    expect(wide.locator(".tile", has_text="It blocked")).to_contain_text("50 ms")
+    expect(wide.locator(".tile", has_text="Training blocked")).to_contain_text("50 ms")
     wide.get_by_role("button", name="slowest first").click()
     wide.locator("#waterfall-canvas").focus()
     wide.keyboard.press("ArrowDown")
-    expect(wide.locator("#waterfall-text")).to_contain_text(f"rank {SLOW} · own work 300 ms · straggler")
+    expect(wide.locator("#waterfall-text")).to_contain_text(f"rank {SLOW} · active time 300 ms · straggler")
     wide.keyboard.press("Enter")  # into its spans
     expect(wide).to_have_url(re.compile(r"r=0-24.*order=slow|order=slow.*r=0-24"))
     wide.keyboard.press("ArrowRight")
