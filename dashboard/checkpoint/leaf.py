@@ -14,7 +14,6 @@ from treeckpt.core.sharding.int_runs import decode_runs
 from treeckpt.core.sharding.placements import MeshLayout, mesh_ranks
 from treeckpt.core.sharding.region import Region
 from treeckpt.core.text import layout_text, placement_text, value_text, value_type
-
 from treeckpt.core.tree.spec import ArraySpec
 from treeckpt.loading.peek import MAX_NBYTES
 

@@ -81,7 +81,7 @@ def _encode(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> Any:
-    if value is None or isinstance(value, (int, float)) and not isinstance(value, bool):
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
         return value
     if not isinstance(value, str):
         return msgspec.json.encode(value).decode()

@@ -201,7 +201,7 @@ def test_the_treemap_leads_to_what_is_large(page):
     expect(page).to_have_url(re.compile(r"map=part"))
     page.reload()
     expect(page.get_by_role("button", name="part", exact=True)).to_have_attribute("aria-pressed", "true")
-    page.locator("summary", has_text="The largest as a table").click()
+    page.locator("summary", has_text="Areas as a table").click()
     expect(page.get_by_role("region", name="The largest")).to_contain_text("optimizer … exp_avg_sq")
     page.locator("#treemap-canvas").focus()
     page.keyboard.press("Home")

@@ -17,8 +17,8 @@ import numpy as np
 from treeckpt.core.format.build_index import build_index
 from treeckpt.core.format.index import INDEX_NAME, encode_index, encode_manifest
 from treeckpt.core.format.records import FileTable, Index, file_table
-from treeckpt.core.format.sidecars import FILES_KEY, Sidecar, checksum, encode_sidecars, stored_name
 from treeckpt.core.format.shard_header import BLOCK, ShardEntry, ShardHeader, encode_header, hash_block, shard_name
+from treeckpt.core.format.sidecars import FILES_KEY, Sidecar, checksum, encode_sidecars, stored_name
 from treeckpt.core.format.timings import Span, Timings, encode_timings, timings_name
 from treeckpt.core.planning.rank_trees import GlobalTree, Inventory, LeafSpec, RankClass, array_leaves, merge_rank_trees
 from treeckpt.core.planning.save_plan import FilePlan, assign_offsets, plan_save

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+from pathlib import Path
 
 from ..io.storage.foreign_formats import describe_foreign
 from .command import Commands, no_such_run, usage_error
@@ -38,7 +39,7 @@ def add_dashboard(commands: Commands) -> None:
 
 
 def _dashboard(options: argparse.Namespace) -> int:
-    files = [run for run in options.runs if os.path.isfile(run) and describe_foreign(run)]
+    files = [run for run in options.runs if Path(run).is_file() and describe_foreign(run)]
     if problem := next(filter(None, (no_such_run(run) for run in options.runs if run not in files)), ""):
         return usage_error(problem)
     gc.disable()  # imports create no garbage, and collections take a tenth of the start

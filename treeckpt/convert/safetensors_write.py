@@ -81,7 +81,9 @@ def _cut(part: OutputPart) -> Iterable[OutputPart]:
         at += region.size * part.itemsize
 
 
-def encode_safetensors_header(specs: Sequence[tuple[str, ArraySpec]], metadata: dict[str, str]) -> tuple[bytes, list[int]]:
+def encode_safetensors_header(
+    specs: Sequence[tuple[str, ArraySpec]], metadata: dict[str, str]
+) -> tuple[bytes, list[int]]:
     """Returns the bytes before the data of a new file, and the offset of each tensor in the file.
 
     Raises:

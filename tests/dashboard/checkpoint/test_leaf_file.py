@@ -128,11 +128,11 @@ def test_each_page_with_a_table_links_to_it(client, ids):
 
 
 def test_a_text_that_a_spreadsheet_would_run_is_quoted(serve, tmp_path):
-    tc.save(tmp_path / "c", {"=cmd|' /C calc'!A0": np.ones(2), "-x": 3, "a,b\n\"c": 4})
+    tc.save(tmp_path / "c", {"=cmd|' /C calc'!A0": np.ones(2), "-x": 3, 'a,b\n"c': 4})
     client = serve(tmp_path / "c")
     [run] = client.get("/api/v1/runs").json()["runs"]
     rows = table(client, f"/api/v1/checkpoints/{run['checkpoints'][0]['id']}/leaves")
-    assert {row["path"] for row in rows} == {"'=cmd|' ~1C calc'!A0", "'-x", "a,b\n\"c"}
+    assert {row["path"] for row in rows} == {"'=cmd|' ~1C calc'!A0", "'-x", 'a,b\n"c'}
 
 
 def test_a_table_that_is_too_long_is_an_error_and_not_cut(client, newest, monkeypatch):
