@@ -11,6 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
+from urllib.parse import quote
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Query, Request
@@ -28,6 +29,8 @@ CSV = "text/csv"
 MAX_FILE_NAME = 150
 """Characters of the name of a file to be saved."""
 
+Answer = Callable[[Request, Any], Response]
+"""Makes the response of a result."""
 F = TypeVar("F", bound=Callable[..., Any])
 Start = Annotated[int, Query(ge=0, le=1 << 53, description="number of the first row")]
 Words = Annotated[str, Query(max_length=500, description="words that a path must contain")]
@@ -106,29 +109,17 @@ class PageRouter:
         """
 
         def register(function: F) -> F:
-            signature = inspect.signature(function, eval_str=True)
             if media_type:
                 self.media_types[API + path] = media_type
             else:
-                self.result_types[API + path] = result_type or signature.return_annotation
-            signature = signature.replace(return_annotation=Response)
+                annotation = inspect.signature(function, eval_str=True).return_annotation
+                self.result_types[API + path] = result_type or annotation
             links = self.links[path] = {"json": API + path} | ({"csv": f"{API}{path}/{TABLE}"} if table else {})
 
-            def add(router: APIRouter, path: str, answer: Callable[[Request, Any], Response], text: str) -> None:
-                @functools.wraps(function)
-                def respond(request: Request, **parameters: Any) -> Response:
-                    request.state.links = {kind: link.format(**request.path_params) for kind, link in links.items()}
-                    build = functools.partial(function, request=request, **parameters)
-                    result = csv_text(build, table) if path.endswith(TABLE) else build()
-                    response = result if isinstance(result, Response) else answer(request, result)
-                    if etag := getattr(request.state, "etag", None):
-                        response.headers["ETag"] = etag
-                    return response
-
-                respond.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
-                router.add_api_route(
-                    path, respond, methods=["GET"], response_model=None, response_class=Response, description=text
-                )
+            def add(router: APIRouter, path: str, answer: Answer, text: str, table: str = "") -> None:
+                respond = _responder(function, links, answer, table)
+                options: Any = {"methods": ["GET"], "response_model": None, "response_class": Response}
+                router.add_api_route(path, respond, description=text, **options)
 
             text = inspect.getdoc(function) or ""
             add(self.api, path, lambda _, result: json_response(result), text)
@@ -137,10 +128,32 @@ class PageRouter:
             if table:
                 self.media_types[links["csv"]] = CSV
                 text = f"The rows of {path} as CSV, from the first that is asked for to the last of all."
-                add(self.api, f"{path}/{TABLE}", lambda _, text: file_response(text.encode(), TABLE, CSV), text)
+                name = f"{next(part for part in reversed(path.split('/')) if '{' not in part)}.csv"
+                add(self.api, f"{path}/{TABLE}", lambda _, text: file_response(text.encode(), name, CSV), text, table)
             return function
 
         return register
+
+
+def _responder(
+    function: Callable[..., Any], links: Mapping[str, str], answer: Answer, table: str
+) -> Callable[..., Response]:
+    """Returns the endpoint that answers with the result of a function; with a `table`, with those rows of it as CSV."""
+
+    @functools.wraps(function)
+    def respond(request: Request, **parameters: Any) -> Response:
+        ids = {name: quote(str(value), safe="") for name, value in request.path_params.items()}
+        request.state.links = {kind: link.format(**ids) for kind, link in links.items()}
+        build = functools.partial(function, request=request, **parameters)
+        result = csv_text(build, table) if table else build()
+        response = result if isinstance(result, Response) else answer(request, result)
+        if etag := getattr(request.state, "etag", None):
+            response.headers["ETag"] = etag
+        return response
+
+    signature = inspect.signature(function, eval_str=True).replace(return_annotation=Response)
+    respond.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
+    return respond
 
 
 def describe_responses(app: FastAPI, routers: Sequence[PageRouter]) -> None:

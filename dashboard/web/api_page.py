@@ -1,4 +1,4 @@
-"""The page of the API: every address with its parameters and its result, from the OpenAPI document of the application."""
+"""The page of the API: every address with its parameters and its result, as the OpenAPI document has them."""
 
 from __future__ import annotations
 

@@ -127,6 +127,7 @@ def _is_api(request: Request) -> bool:
 def _error_answer(request: Request, status: int, text: str) -> Response:
     if _is_api(request):
         return json_response({"error": text}, status)
+    request.state.links = {}
     page = {"status": status, "title": _TITLES.get(status, "This cannot be answered"), "text": text, "keep": None}
     return render(request, "error.html", page, status)
 
@@ -148,6 +149,7 @@ def _on_bad_policies(request: Request, error: Exception) -> Response:
     """Answers with a form in which the policies of the request can be mended."""
     if _is_api(request):
         return json_response({"error": f"keep: {error}"}, 422)
+    request.state.links = {}
     keep = request.query_params.get("keep", "")
     return render(
         request,
