@@ -10,6 +10,13 @@ from fastapi import Request
 from ..pages.answers import PageRouter
 
 router = PageRouter()
+UNLIMITED = 1 << 53
+"""Numbers from here on are no limits that a person wants to know."""
+_IDS = {
+    "run_id": "id of a run, as /api/v1/runs has it",
+    "checkpoint_id": "id of a checkpoint, as a run's list has it",
+    "number": "number of the leaf, shard or file",
+}
 _LIMITS = {"minimum": "from", "maximum": "to", "maxLength": "of length up to"}
 
 
@@ -59,7 +66,7 @@ def _endpoint(path: str, about: dict[str, Any]) -> Endpoint:
 def _parameter(about: dict[str, Any]) -> Parameter:
     schema = about["schema"]
     default = msgspec.json.encode(schema["default"]).decode() if "default" in schema else None
-    text = about.get("description", "")
+    text = about.get("description") or _IDS.get(about["name"], "")
     return Parameter(about["name"], about["in"], type_text(schema), about.get("required", False), default, text)
 
 
@@ -74,5 +81,5 @@ def type_text(schema: dict[str, Any]) -> str:
     kind = schema.get("type", "any")
     if kind == "array":
         return f"array of {type_text(schema.get('items', {}))}"
-    limits = [f"{word} {schema[key]:,}" for key, word in _LIMITS.items() if key in schema]
+    limits = [f"{word} {schema[key]:,}" for key, word in _LIMITS.items() if schema.get(key, UNLIMITED) < UNLIMITED]
     return " ".join([kind, *limits])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import RedirectResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
@@ -80,6 +80,8 @@ def create_app(
     for room in ROOMS:
         app.include_router(room.api)
         app.include_router(room.pages)
+    # a browser asks for it beside JSON, which names no icon
+    app.add_route("/favicon.ico", lambda _: RedirectResponse("static/mark.svg"), include_in_schema=False)
     describe_responses(app, ROOMS)
     app.mount("/static", StaticFiles(packages=[("treeckpt_dashboard", "static")]), name="static")
     app.add_exception_handler(StillReading, _on_still_reading)

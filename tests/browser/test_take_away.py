@@ -38,7 +38,10 @@ def test_a_leaf_a_region_of_it_its_table_and_its_picture_are_downloaded(leaf):
     assert name == "model.wte.weight.npy"
     np.testing.assert_array_equal(np.load(path), expected)
     path, _ = download(leaf, leaf.get_by_role("link", name="Table as CSV"))
-    assert [row["region"] for row in csv.DictReader(path.open())] == ["[0:500, 0:96]", "[500:1000, 0:96]"]
+    assert [row["region"] for row in csv.DictReader(path.read_text().splitlines())] == [
+        "[0:500, 0:96]",
+        "[500:1000, 0:96]",
+    ]
     path, name = download(leaf, leaf.get_by_role("button", name="Shard map as PNG"))
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and name.endswith("Shard_map.png")
     leaf.get_by_role("textbox", name="Region").fill("10:20")
