@@ -80,15 +80,15 @@ def leaf_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: i
     leaf = leaf_of(index, number)
     base = stored_leaf(index, leaf)
     layout = layout_of(index, base)
-    chunks = chunks_page(index, leaf, start) if leaf.spec else None
-    # another program's array whose bytes are in no file as they are has no place on a map
-    drawn = checkpoint.format is None or (chunks is not None and all(row.file != NO_FILE for row in chunks.rows))
-    dims, sizes = map_dims(index, leaf) if drawn else ([], [])
     wanted, problem = None, None
     try:
         wanted = parse_region(region, base.spec.shape) if base.spec else None
     except ValueError as error:
         problem = str(error)
+    chunks = chunks_page(index, leaf, start, wanted) if leaf.spec else None
+    # another program's array whose bytes are in no file as they are has no place on a map
+    drawn = checkpoint.format is None or (chunks is not None and all(row.file != NO_FILE for row in chunks.rows))
+    dims, sizes = map_dims(index, leaf) if drawn else ([], [])
     return LeafPage(
         checkpoint=checkpoint,
         leaf=number,
@@ -103,7 +103,7 @@ def leaf_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: i
         mesh=_mesh(layout) if layout else [],
         mesh_ranks=mesh_ranks(layout.mesh).tolist()[:MAX_HOLDERS] if layout else [],
         values=_values(leaf),
-        chunks=chunks_page(index, leaf, start, wanted) if wanted else chunks,
+        chunks=chunks,
         dims=dims,
         dim_sizes=sizes,
         previous=number - 1 if number else None,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import msgspec
+
 from treeckpt.core.analysis.outline import IndexOutline, Outline
 from treeckpt.core.format.file_names import is_step_name
 from treeckpt.core.text import bytes_text, visible
@@ -39,17 +41,29 @@ class ForeignFile(LocalFolder):
 
 def is_foreign(path: Path) -> bool:
     """Whether a path is a checkpoint of another program, and no run of such."""
-    if describe_foreign(str(path)) is None:
+    if not (path.is_file() or path.is_dir()) or describe_foreign(str(path)) is None:
         return False
     return path.is_file() or not any(is_step_name(child.name) for child in path.iterdir() if child.is_dir())
 
 
-def look_at_foreign(folder: Folder, info: CheckpointInfo) -> CheckpointInfo:
-    """Returns what a folder without a checkpoint of ours is: its own description, or that of another program's."""
+def look_at_foreign(folder: Folder, info: CheckpointInfo, inside: Path | None) -> CheckpointInfo:
+    """Returns what a folder without a checkpoint of ours is: its own description, or that of another program's.
+
+    Args:
+        inside: the directory of the run, which links in the folder must not leave; None for a path that a person gave.
+    """
     if not isinstance(folder, LocalFolder) or (found := describe_foreign(folder.url)) is None:
         return info
+    if inside is not None and (link := _link_out(folder, inside.resolve())) is not None:
+        error = f"{found[0]} with a link out of the run, {link}, which is not followed; open it by itself"
+        return msgspec.structs.replace(info, error=error)
     error = f"{found[0]}, not of treeckpt"
     return ForeignInfo(info.name, info.path, "foreign", info.step, error=error, format=found[0])
+
+
+def _link_out(folder: LocalFolder, root: Path) -> str | None:
+    names = (name for name, entry in folder.entries().items() if not entry.regular)
+    return next((name for name in names if not (folder.path / name).resolve().is_relative_to(root)), None)
 
 
 class ForeignTrees:

@@ -156,7 +156,7 @@ class Library:
     def _look(self, run: Run, folder: Folder) -> CheckpointInfo:
         info = catalog.read_info_or_corrupt(folder, cache=self.summary_cache(run), follow=not self.is_run(run))
         if info.status == "foreign" and (not folder.is_link or not self.is_run(run)):
-            return look_at_foreign(folder, info)
+            return look_at_foreign(folder, info, run.path if self.is_run(run) else None)
         if info.status != "complete" or (found := self.cache.verifications.find(folder, info.save_id)) is None:
             return info
         return msgspec.structs.replace(info, verification=found)

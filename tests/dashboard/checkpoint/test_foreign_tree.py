@@ -1,5 +1,6 @@
 """Checkpoints of other programs are browsed: their names, shapes, dtypes and sizes."""
 
+import os
 import pickle
 import warnings
 
@@ -96,6 +97,22 @@ def test_a_run_with_steps_stays_a_run_beside_a_model(serve, tmp_path, run):
     safetensors_numpy.save_file({"a": np.ones(3)}, tmp_path / "run" / "model.safetensors")
     (tmp_path / "run" / "step_00000001").mkdir()
     assert [c["name"] for c in run_page(serve(tmp_path / "run")).json()["run"]["checkpoints"]] == ["step_00000001"]
+
+
+def test_links_out_of_a_run_and_pipes_are_not_followed(serve, tmp_path):
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    safetensors_numpy.save_file({"secret": np.ones(3)}, tmp_path / "secret.safetensors")
+    (tmp_path / "run" / "model" / "model.safetensors").symlink_to(tmp_path / "secret.safetensors")
+    (tmp_path / "run" / "pipe").mkdir()
+    os.mkfifo(tmp_path / "run" / "pipe" / "model.safetensors")
+    client = serve(tmp_path / "run")
+    rows = {row["name"]: row for row in run_page(client).json()["run"]["checkpoints"]}
+    assert "a link out of the run" in rows["model"]["error"] and rows["model"]["format"] is None
+    for row in rows.values():
+        for prefix in ("", "/api/v1"):
+            assert "secret" not in client.get(f"{prefix}/checkpoints/{row['id']}").text
+    # the cache of Hugging Face consists of links: what a person names is read through them
+    assert leaves_of(serve(tmp_path / "run" / "model")) == {"model": {"secret": "array float64 [3]"}}
 
 
 class Touch:
