@@ -192,8 +192,8 @@ function summary() {
   if (!map) return "";
   const count = `${numberText(map.boxes.length)} ${map.boxes.length === 1 ? "region" : "regions"}`;
   const names = [
-    map.y !== null ? `rows: ${map.dims[map.y]}` : "",
-    map.x !== null ? `columns: ${map.dims[map.x]}` : "",
+    map.y !== null ? `vertical: ${map.dims[map.y]}` : "",
+    map.x !== null ? `horizontal: ${map.dims[map.x]}` : "",
   ].filter(Boolean);
   const troubles = [
     map.missing ? `${numberText(map.missing)} elements are in no chunk` : "",
