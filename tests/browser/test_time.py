@@ -123,7 +123,7 @@ def test_of_large_pictures_no_more_is_drawn_than_is_seen(wide):
 def test_a_step_of_the_trends_leads_to_its_waterfall(page):
     page.get_by_role("link", name="Trends over steps").click()
     expect(page.get_by_role("heading", name="Trends of gpt")).to_be_visible()
-    chart = page.get_by_role("img", name=re.compile("Time of a save"))
+    chart = page.get_by_role("img", name=re.compile("^Duration"))
     over = chart.locator(".u-over")
     expect(over).to_be_visible()
     chart.focus()
