@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
+from urllib.parse import urlencode
 
 from fastapi import Request
 from fastapi.responses import HTMLResponse
@@ -95,4 +96,8 @@ def render(request: Request, name: str, page: Any, status: int = 200) -> HTMLRes
     """Renders a page as an HTML response; `base` leads from the page to the dashboard's root: `./`, `../` ..."""
     base = "../" * max(0, request.scope["path"].count("/") - 1) or "./"
     template = request.app.state.templates.get_template(name)
-    return HTMLResponse(template.render(page=page, base=base), status)
+    asked = [pair for pair in request.query_params.multi_items() if pair[0] not in ("start", "cursor")]
+    links = getattr(request.state, "links", {})
+    queries = {"json": request.url.query, "csv": urlencode(asked)}
+    take = {kind: f"{base}{link[1:]}{'?' * bool(queries[kind])}{queries[kind]}" for kind, link in links.items()}
+    return HTMLResponse(template.render(page=page, base=base, take=take), status)
