@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
+from urllib.parse import urlencode
 
 from fastapi import Request
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from treeckpt.core.text import bytes_text, rate_text, seconds_text, shape_text, visible
+from treeckpt.core.text import ago_text, bytes_text, rate_text, seconds_text, shape_text, visible
 
 
 def _local_time(time: str) -> str:
@@ -26,11 +27,7 @@ def _local_time(time: str) -> str:
 
 def _ago(time: str) -> str:
     """Formats how long ago an ISO 8601 time was, in one unit."""
-    seconds = (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds()
-    for unit, name in ((86_400, "day"), (3600, "h"), (60, "min")):
-        if (count := int(seconds // unit)) >= 1:
-            return f"{count:,} {name}{'s' * (name == 'day' and count > 1)} ago"
-    return "just now"
+    return ago_text((datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds())
 
 
 def days_text(days: float) -> str:
@@ -99,4 +96,8 @@ def render(request: Request, name: str, page: Any, status: int = 200) -> HTMLRes
     """Renders a page as an HTML response; `base` leads from the page to the dashboard's root: `./`, `../` ..."""
     base = "../" * max(0, request.scope["path"].count("/") - 1) or "./"
     template = request.app.state.templates.get_template(name)
-    return HTMLResponse(template.render(page=page, base=base), status)
+    asked = [pair for pair in request.query_params.multi_items() if pair[0] not in ("start", "cursor")]
+    links = getattr(request.state, "links", {})
+    queries = {"json": request.url.query, "csv": urlencode(asked)}
+    take = {kind: f"{base}{link[1:]}{'?' * bool(queries[kind])}{queries[kind]}" for kind, link in links.items()}
+    return HTMLResponse(template.render(page=page, base=base, take=take), status)

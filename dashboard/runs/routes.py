@@ -87,7 +87,7 @@ def get_found(request: Request, q: Words = "", at: Place = "") -> FindPage:
     return find_page(library_of(request), q, at)
 
 
-@router.get("/runs/{run_id}", "run.html")
+@router.get("/runs/{run_id}", "run.html", table="run.checkpoints")
 def get_run(request: Request, run_id: str, query: RunQuery) -> RunPage:
     """The checkpoints of one run, by default newest first."""
     _check_tag(request, [library_of(request).run(run_id)])
@@ -100,7 +100,7 @@ def get_live(request: Request, start: Start = 0) -> live.LivePage:
     return live.live_page(library_of(request), request.app.state.save_rates, start, now_ns=time.time_ns())
 
 
-@router.get("/usage", "usage.html")
+@router.get("/usage", "usage.html", table="runs")
 def get_usage(request: Request, keep: Keep = None, start: Start = 0) -> usage.UsagePage:
     """Bytes by run and by policy, and what a clean-up would free. Nothing is deleted."""
     return usage.usage_page(library_of(request), keep, start)

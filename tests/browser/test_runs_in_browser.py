@@ -104,7 +104,7 @@ def test_filters_and_orders_are_in_the_address(watched, serve, tmp_path):
     page.get_by_role("button", name="Show").click()
     expect(page.get_by_role("row")).to_have_count(11)  # and the header
     page.get_by_label("Find").fill("")
-    page.get_by_label("Kept by").fill("every:6000")
+    page.get_by_label("Retained by").fill("every:6000")
     page.get_by_role("button", name="Show").click()
     expect(page.get_by_text("a multiple of 6000 steps")).to_have_count(2)
     page.get_by_role("link", name="Duration").click()
@@ -113,8 +113,8 @@ def test_filters_and_orders_are_in_the_address(watched, serve, tmp_path):
     page.get_by_role("link", name="next").click()
     expect(page.get_by_role("row")).to_have_count(21)
     page.get_by_role("link", name="Usage").click()
-    page.get_by_label("Kept by").fill("last:2")
-    page.get_by_role("button", name="Show what would go").click()
+    page.get_by_label("Retained by").fill("last:2")
+    page.get_by_role("button", name="Preview").click()
     expect(page.locator(".tile", has_text="Would be freed")).to_contain_text("118 removals")
 
 

@@ -18,7 +18,7 @@ from treeckpt.core.format.chunks import GridChunks, WholeChunk
 from treeckpt.core.format.index import INDEX_NAME, encode_index
 from treeckpt.core.format.records import ArrayRecord, Index, LeafRecord, ValueRecord, file_table
 from treeckpt.core.format.shard_header import BLOCK, ShardEntry, ShardHeader, encode_header, hash_block
-from treeckpt.core.format.timings import Span, Timings, encode_timings, timings_name
+from treeckpt.core.format.timings import Host, Span, Timings, encode_timings, timings_name
 from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
 from treeckpt.core.sharding.region import Region
@@ -34,6 +34,7 @@ __all__ = [
     "write_many",
     "write_spans",
     "write_sparse",
+    "write_timed",
 ]
 
 HEADER = 4096
@@ -122,6 +123,22 @@ def hold_readers(monkeypatch: Any, gate: Path) -> Callable[[], None]:
     wait = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
     monkeypatch.setattr(index_reader, "_PROGRAM", wait + index_reader._PROGRAM)
     return gate.touch
+
+
+def write_timed(run: Path, count: int, spans: Callable[[int], Iterable[Span]], *, per_host: int = 8) -> Path:
+    """A run of so many small checkpoints; `spans` gives those of the save of a number, from 1 on."""
+    first = large_index(12, world=2, width=8)
+    for n in range(1, count + 1):
+        index = msgspec.structs.replace(first, save_id=f"{n:016x}", step=n, created_ns=START_NS + n * 60 * 10**9)
+        own = tuple(spans(n))
+        world = 1 + max(span.rank for span in own)
+        hosts = tuple(
+            Host(f"node{at // per_host}", encode_runs(range(at, min(world, at + per_host))))
+            for at in range(0, world, per_host)
+        )
+        timings = Timings(index.save_id, n, world, own, None, hosts)
+        _put(run / f"step_{n:08d}", index, encode_index(index), encode_timings(timings))
+    return run
 
 
 def write_many(

@@ -32,7 +32,7 @@ def test_usage_adds_up_and_says_what_would_go(serve, tmp_path):
     assert len(list((tmp_path / "run").iterdir())) == 6
     html = client.get("/usage", params={"keep": "last:2 every:300"}).text
     assert "step_00000100" in html and "would free" in html
-    assert "No policies are named" in client.get("/usage").text
+    assert "Without policies" in client.get("/usage").text
 
 
 def test_usage_of_bad_directories_and_of_single_checkpoints(serve, tmp_path):
