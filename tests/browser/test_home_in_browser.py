@@ -94,6 +94,7 @@ def test_any_run_step_or_leaf_is_reached_by_keys_alone(watched, place):
     expect(page.get_by_role("option").first).to_contain_text("step 100")
     page.get_by_role("option").filter(has_text="late").click()
     expect(page.get_by_role("heading", name="Step 100")).to_be_visible()
+    expect(page.get_by_role("button", name="Go to a run, a step or a leaf")).to_be_visible()
     page.keyboard.press("Control+k")
     page.keyboard.type("late 300")
     page.keyboard.press("Enter")  # before the list has followed

@@ -115,7 +115,7 @@ def test_filters_and_orders_are_in_the_address(watched, serve, tmp_path):
     page.get_by_role("link", name="Usage").click()
     page.get_by_label("Retained by").fill("last:2")
     page.get_by_role("button", name="Preview").click()
-    expect(page.locator(".tile", has_text="Would be freed")).to_contain_text("118 removals")
+    expect(page.locator(".tile", has_text="Would be freed")).to_contain_text("118 directories")
 
 
 def test_a_large_index_shows_that_it_is_loading_and_then_its_tree(watched, serve, tmp_path, monkeypatch):
