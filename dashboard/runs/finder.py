@@ -16,7 +16,7 @@ from treeckpt.runs.checkpoint_info import CheckpointInfo
 
 from ..pages.checkpoints import shorten, status_of
 from ..store.index_reader import StillReading
-from ..store.library import Library, NotFound, Run
+from ..store.library import Library, Run
 from .resume import Listed
 from .summary import summarize_run
 
@@ -62,13 +62,16 @@ def find_page(library: Library, q: str, at: str) -> FindPage:
     """
     words = q.casefold().split()
     library.start_scans(library.runs)
-    runs, shown = _ordered_runs(library, at)
-    listed = {run.id: library.checkpoints(run) for run in runs}
+    listed = {run.id: library.checkpoints(run) for run in library.runs}
+    pairs = ((run, *pair) for run in library.runs for pair in listed[run.id])
+    shown = next((one for one in pairs if one[1] == at), None)
+    first = shown[0].id if shown is not None else at
+    runs = sorted(library.runs, key=lambda run: run.id != first)
     found = [
         list(islice(_found_runs(library.runs, words), MAX_RUNS + 1)),
         list(islice(_found_steps(runs if words else runs[: 1 if at else 0], listed, words), MAX_STEPS + 1)),
     ]
-    trees = [shown] if shown is not None else []
+    trees = [shown] if shown is not None and shown[2].leaves is not None else []
     for run in runs:
         newest = summarize_run(run, listed[run.id], library.policies).resume.newest
         if newest is not None and (shown is None or newest[0] != shown[1]):
@@ -81,18 +84,12 @@ def find_page(library: Library, q: str, at: str) -> FindPage:
     return FindPage(q, items, more, complete)
 
 
-def _ordered_runs(library: Library, at: str) -> tuple[Sequence[Run], tuple[Run, str, CheckpointInfo] | None]:
-    """Returns the runs, that of the id first, and the checkpoint of the id."""
-    try:
-        run, info = library.checkpoint(at)
-        shown = (run, at, info)
-    except (NotFound, *_UNREADABLE):
-        run, shown = next((run for run in library.runs if run.id == at), None), None
-    return sorted(library.runs, key=lambda one: one is not run), shown
-
-
 def _is_of_run(word: str, run: Run) -> bool:
     return word in f"step {run.name.casefold()}"
+
+
+def _title(info: CheckpointInfo) -> str:
+    return f"step {info.step:,}" if info.step is not None else visible(info.name)
 
 
 def _found_runs(runs: Sequence[Run], words: Sequence[str]) -> Iterator[FoundItem]:
@@ -118,15 +115,12 @@ def _found_steps(runs: Sequence[Run], listed: dict[str, Listed], words: Sequence
                 for word in rest
             ):
                 continue
-            text = f"step {info.step:,}" if info.step is not None else visible(info.name)
             detail = f"{status_of(info).replace('_', ' ')} · {run.name}"
-            item = FoundItem("step", text, detail, f"checkpoints/{checkpoint_id}")
-            if numbers and step not in numbers.values():
-                later.append(item)
-                if len(later) > MAX_STEPS:
-                    break
-            else:
+            item = FoundItem("step", _title(info), detail, f"checkpoints/{checkpoint_id}")
+            if not numbers or step in numbers.values():
                 yield item
+            elif len(later) <= MAX_STEPS:
+                later.append(item)
     yield from later
 
 
@@ -147,11 +141,6 @@ def _found_leaves(
         except _UNREADABLE:
             complete = False
             continue
-        name = f"step {info.step:,}" if info.step is not None else visible(info.name)
-        found += [
-            FoundItem(
-                "leaf", shorten(leaf.path), f"{name} · {run.name}", f"checkpoints/{checkpoint_id}/leaves/{leaf.number}"
-            )
-            for leaf in leaves
-        ]
+        place, at = f"{_title(info)} · {run.name}", f"checkpoints/{checkpoint_id}/leaves"
+        found += [FoundItem("leaf", shorten(leaf.path), place, f"{at}/{leaf.number}") for leaf in leaves]
     return found, complete
