@@ -314,6 +314,13 @@ def test_dashboard_beyond_loopback_demands_a_token(cli, run):
     assert "--token" in cli("dashboard", run, "--host", "0.0.0.0", code=2)
 
 
+def test_dashboard_takes_a_file_of_another_program_and_no_other_file(cli, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    assert "--token" in cli("dashboard", tmp_path / "model.safetensors", "--host", "0.0.0.0", code=2)
+    assert "no such directory" in cli("dashboard", tmp_path / "notes.txt", "--host", "0.0.0.0", code=2)
+
+
 def test_dashboard_refuses_options_without_sense(cli, run):
     assert "no policy" in cli("dashboard", run, "--keep", "last:none", code=2)
     assert "inside the run" in cli("dashboard", run, "--cache", run / "cache", code=2)
