@@ -24,12 +24,15 @@ import msgspec
 
 from ..core.format.file_names import parse_file_name
 from ..core.format.index import INDEX_NAME
-from ..io.storage.bucket import is_url, local_path
+from ..core.format.records import Index
+from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.run_store import DirectoryEntry, Folder
 from ..io.storage.store import Store
 from ..loading.consistent_reads import on_one_version
+from ..loading.leaf_moments import LeafMoments
 from ..loading.verify import verify_checkpoint
 from ..reports import Problem, VerifyReport
+from .statistics_store import StatisticsStore, file_name
 
 MAX_PROBLEMS = 100
 """Problems that are kept of one verification."""
@@ -115,24 +118,34 @@ def fingerprint_of(entries: Mapping[str, DirectoryEntry], save_id: str) -> str:
 
 
 def verify_folder(
-    folder: Folder, store: Store, by: str, *, on_shard: OnShard | None = None
+    folder: Folder,
+    store: Store,
+    by: str,
+    *,
+    on_shard: OnShard | None = None,
+    statistics: StatisticsStore | None = None,
 ) -> tuple[VerifyReport, Verification]:
     """Verifies a checkpoint; see `treeckpt.verify`.
 
     Args:
         store: reads the files of the folder.
         by: as in `Verification`.
+        statistics: where the statistics of all arrays are kept, computed from the same bytes; only if all are intact.
 
     Raises:
         CheckpointNotFound, CorruptError, FormatError: there is no index that can be read.
     """
     entries = folder.listed().entries()
-    report, save_id = on_one_version(
-        store,
-        lambda one: (verify_checkpoint(one, on_shard=on_shard), one.index.save_id),
-        is_suspect=lambda found: found[0].problems,
-    )
-    return report, verification_of(report, save_id, fingerprint_of(entries, save_id), by)
+
+    def verify(one: Checkpoint) -> tuple[VerifyReport, Index, LeafMoments | None]:
+        moments = LeafMoments(one.index) if statistics is not None else None
+        return verify_checkpoint(one, on_shard=on_shard, moments=moments), one.index, moments
+
+    report, index, moments = on_one_version(store, verify, is_suspect=lambda found: found[0].problems)
+    found = verification_of(report, index.save_id, fingerprint_of(entries, index.save_id), by)
+    if statistics is not None and moments is not None and found.ok:
+        statistics.record(folder.url, index, found.fingerprint, found.ended_ns, moments.found())
+    return report, found
 
 
 def verification_of(
@@ -169,7 +182,7 @@ class VerificationStore:
 
     def find(self, folder: Folder, save_id: str | None) -> Verification | None:
         """Returns what is known of a save's bytes in a folder; None if that is nothing, or no longer holds."""
-        if save_id is None or (found := self._find(_name(folder.url, save_id))) is None or found.save_id != save_id:
+        if save_id is None or (found := self._find(file_name(folder.url, save_id, ".json"))) is None or found.save_id != save_id:
             return None
         changed = fingerprint_of(folder.entries(), save_id) != found.fingerprint
         return None if changed and not found.total else msgspec.structs.replace(found, changed=changed)
@@ -207,7 +220,7 @@ class VerificationStore:
 
         One that was incomplete replaces no known damage of the same files, and is kept only for what it found.
         """
-        name = _name(folder.url, verification.save_id)
+        name = file_name(folder.url, verification.save_id, ".json")
         before = self._find(name)
         known = before is not None and before.complete and before.total
         if not verification.complete and (not verification.total or known):
@@ -220,9 +233,3 @@ class VerificationStore:
         except OSError:
             return False
         return True
-
-
-def _name(url: str, save_id: str) -> str:
-    place = url if is_url(url) else os.path.realpath(local_path(url))
-    digest = hashlib.blake2s(f"{place}\0{save_id}".encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-    return f"{digest}.json"
