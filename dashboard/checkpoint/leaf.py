@@ -13,9 +13,11 @@ from treeckpt.core.sharding.dtypes import dtype_of
 from treeckpt.core.sharding.int_runs import decode_runs
 from treeckpt.core.sharding.placements import MeshLayout, mesh_ranks
 from treeckpt.core.text import layout_text, placement_text, value_text, value_type
+from treeckpt.runs.statistics_store import LeafStatistics
 
 from ..pages.checkpoints import PAGE, CheckpointRow, shorten
 from .chunks import MAX_HOLDERS, ChunksPage, chunks_page, leaf_of, parse_region, stored_leaf
+from .leaf_numbers import LeafNumbers, leaf_numbers
 from .shard_map import map_dims
 from .tree import Fact, NodeRow, node_row
 
@@ -58,9 +60,18 @@ class LeafPage(msgspec.Struct, frozen=True):
     """The same region as [offset per dimension, then size per dimension]; empty for all chunks."""
     problem: str | None
     """Why the typed text is no region."""
+    numbers: LeafNumbers | None
+    """The statistics of all its elements; None if they are not known."""
 
 
-def leaf_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: int, region: str = "") -> LeafPage:
+def leaf_page(
+    checkpoint: CheckpointRow,
+    outline: Outline,
+    number: int,
+    start: int,
+    region: str = "",
+    statistics: LeafStatistics | None = None,
+) -> LeafPage:
     """Returns the page of one leaf; with a `region` such as `100:200`, only chunks with elements of it.
 
     Raises:
@@ -76,6 +87,7 @@ def leaf_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: i
         wanted = parse_region(region, base.spec.shape) if base.spec else None
     except ValueError as error:
         problem = str(error)
+    row = statistics.row_of(base.path) if statistics is not None else None
     return LeafPage(
         checkpoint=checkpoint,
         leaf=number,
@@ -98,6 +110,7 @@ def leaf_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: i
         region=region,
         found=[*wanted.offset, *wanted.shape] if wanted else [],
         problem=problem,
+        numbers=leaf_numbers(statistics.row(row)) if statistics is not None and row is not None else None,
     )
 
 

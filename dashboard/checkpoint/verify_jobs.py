@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -23,6 +24,7 @@ from treeckpt.runs.verification import DamagedPart, Verification, fingerprint_of
 
 from ..pages.checkpoints import CheckpointRow, checkpoint_row
 from ..store.library import Library, NotFound, Run
+from .leaf_numbers import ContentsSummary, summary_of
 from .verify_process import PROGRAM, BytesRead, Found, Message, Result, Unreadable
 
 JobState = Literal["waiting", "running", "ended", "cancelled", "failed"]
@@ -63,11 +65,13 @@ class VerifyPage(msgspec.Struct, frozen=True):
     running: bool
     """Whether a job waits or runs: ask again."""
     job: VerifyJob | None
+    contents: ContentsSummary | None
+    """What the statistics that it computed say; None if none are known."""
 
 
 class _Job:
-    def __init__(self, run: Run, info: CheckpointInfo, folder: Folder) -> None:
-        self.run, self.name, self.folder = run, info.name, folder
+    def __init__(self, run: Run, info: CheckpointInfo, folder: Folder, cache: Path) -> None:
+        self.run, self.name, self.folder, self.cache = run, info.name, folder, cache
         self.save_id, self.nbytes = info.save_id or "", info.nbytes or 0
         self.fingerprint = fingerprint_of(folder.entries(), self.save_id)
         self.state: JobState = "waiting"
@@ -92,7 +96,7 @@ class _Job:
             self.state, self.started = "running", time.monotonic()
             local = isinstance(self.folder, LocalFolder)
             place = ["", self.folder.url] if local else [self.run.url, self.name]
-            command = [sys.executable, "-I", "-c", PROGRAM, json.dumps(sys.path), *place]
+            command = [sys.executable, "-I", "-c", PROGRAM, json.dumps(sys.path), *place, str(self.cache)]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
         found: Verification | None = None
         with self._process as process:
@@ -186,7 +190,7 @@ class VerifyJobs:
         with self._lock:
             if (before := self._jobs.get(checkpoint_id)) is not None and before.open:
                 return
-            job = self._jobs[checkpoint_id] = _Job(run, info, folder)
+            job = self._jobs[checkpoint_id] = _Job(run, info, folder, self._library.cache.shared)
             self._jobs.move_to_end(checkpoint_id)
             for key in [key for key, one in self._jobs.items() if not one.open][: len(self._jobs) - MAX_JOBS]:
                 del self._jobs[key]
@@ -219,7 +223,8 @@ class VerifyJobs:
         run, info = self._library.checkpoint(checkpoint_id)
         shards = len(self._library.outline(info).index.file_list) if info.leaves is not None else None
         running = shown is not None and shown.state in ("waiting", "running")
-        return VerifyPage(checkpoint_row(checkpoint_id, run, info), shards, running, shown)
+        row = checkpoint_row(checkpoint_id, run, info)
+        return VerifyPage(row, shards, running, shown, summary_of(self._library, info))
 
     def close(self) -> None:
         """Kills all jobs."""

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -18,6 +19,7 @@ from treeckpt.io.storage.far_store import for_reading
 from treeckpt.io.storage.open import open_run
 from treeckpt.io.storage.run_store import LocalFolder
 from treeckpt.reports import Problem
+from treeckpt.runs.statistics_store import StatisticsStore
 from treeckpt.runs.verification import MAX_PROBLEMS, MAX_TEXT, DamagedPart, Verification, this_user, verify_folder
 
 PAUSE = 0.2
@@ -86,16 +88,18 @@ def main(arguments: Sequence[str]) -> int:
     """Verifies a checkpoint.
 
     Args:
-        arguments: the URL of a run, empty for a local folder, and the name of the folder in it, or its path.
+        arguments: the URL of a run, empty for a local folder; the name of the folder in it, or its path; the cache
+            directory, in which the statistics of all arrays are kept.
     """
-    run, name = arguments
+    run, name, cache = arguments
     if hasattr(signal, "SIGINT"):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which kills this process
     printer = _Printer()
     try:
         folder = open_run(run).folder(name) if run else LocalFolder(name)
         store = CountingStore(for_reading(folder.store), printer.add)
-        _, verification = verify_folder(folder, store, this_user("dashboard"), on_shard=printer.add_shard)
+        by, statistics = this_user("dashboard"), StatisticsStore(Path(cache))
+        _, verification = verify_folder(folder, store, by, on_shard=printer.add_shard, statistics=statistics)
         send(Result(verification))
     except (TreeckptError, OSError) as error:
         send(Unreadable(f"{error}"))

@@ -30,6 +30,7 @@ PLACES = [
     "{c}/reshard",
     "{c}/timing",
     "{c}/verify",
+    "{c}/contents",
     "live",
     "usage?keep=last:1",
     "diff",

@@ -11,6 +11,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -18,14 +19,19 @@ import numpy as np
 import xxhash
 
 from ..core.analysis.moments import Moments
+from ..core.analysis.unusual import Ranking, rank_unusual
 from ..core.format.records import Index
 from ..io.storage.bucket import is_url, local_path
 
 LIMIT = 1 << 30
 """Bytes of all files; beyond that the oldest are deleted."""
 MOMENTS = ("count", "nan", "infinite", "low", "high", "mean", "spread", "norm")
-COLUMNS = {"leaf": "<i8", "key": "<u8"} | {name: "<i8" if name in MOMENTS[:3] else "<f8" for name in MOMENTS}
-"""The number of the leaf, a hash of its path, and the fields of `Moments`."""
+COLUMNS = (
+    {"leaf": "<i8", "key": "<u8"}
+    | {name: "<i8" if name in MOMENTS[:3] else "<f8" for name in MOMENTS}
+    | {"order": "<i8", "score": "<f8", "factor": "<f8", "peak": "<f8"}
+)
+"""The number of the leaf, a hash of its path, and the fields of `Moments` and of `Ranking`."""
 
 
 class StatisticsHead(msgspec.Struct, frozen=True):
@@ -50,10 +56,15 @@ class LeafStatistics:
         """Returns the statistics in one row."""
         return Moments(*(self.columns[name][at].item() for name in MOMENTS))
 
-    def of_path(self, path: str) -> Moments | None:
-        """Returns the statistics of the array at a path; None if there is none, or none of numbers."""
+    @cached_property
+    def ranking(self) -> Ranking:
+        """The order of the rows, the most unusual first."""
+        return Ranking(*(self.columns[name] for name in Ranking.__struct_fields__))
+
+    def row_of(self, path: str) -> int | None:
+        """Returns the row of the array at a path; None if there is none, or none of numbers."""
         found = np.flatnonzero(self.columns["key"] == np.uint64(_key(path)))
-        return self.row(int(found[0])) if len(found) else None
+        return int(found[0]) if len(found) else None
 
 
 def _key(path: str) -> int:
@@ -94,18 +105,17 @@ class StatisticsStore:
     def record(self, url: str, index: Index, fingerprint: str, ended_ns: int, found: Mapping[int, Moments]) -> bool:
         """Keeps the statistics of the arrays of a save, by leaf number; returns whether they could be written."""
         head = StatisticsHead(index.save_id, fingerprint, ended_ns, len(found))
-        rows = list(found.values())
-        columns: dict[str, list[int] | list[float]] = {
-            "leaf": list(found),
-            "key": [_key(index.entries[number].path) for number in found],
-        } | {name: [getattr(row, name) for row in rows] for name in MOMENTS}
+        paths = [index.entries[number].path for number in found]
+        columns = {"leaf": np.array(list(found), np.int64), "key": np.array([_key(path) for path in paths], np.uint64)}
+        columns |= {name: np.array([getattr(row, name) for row in found.values()], COLUMNS[name]) for name in MOMENTS}
+        columns |= msgspec.structs.asdict(rank_unusual(paths, columns))
         try:
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.NamedTemporaryFile(dir=self.directory, delete=False) as file:
                 line = msgspec.json.encode(head)
                 file.write(line + b" " * (-(len(line) + 1) % 8) + b"\n")
                 for name, dtype in COLUMNS.items():
-                    file.write(np.array(columns[name], dtype).tobytes())
+                    file.write(columns[name].astype(dtype).tobytes())
             Path(file.name).replace(self.directory / file_name(url, index.save_id, ".columns"))
             self._tidy()
         except OSError:
@@ -113,10 +123,11 @@ class StatisticsStore:
         return True
 
     def _tidy(self) -> None:
-        files = sorted(self.directory.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-        over = sum(path.stat().st_size for path in files) - self._limit
-        for path in files:
-            if over <= 0:
-                return
-            over -= path.stat().st_size
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another program deletes there, too
+            files = sorted(self.directory.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+            over = sum(path.stat().st_size for path in files) - self._limit
+            for path in files:
+                if over <= 0:
+                    return
+                over -= path.stat().st_size
+                path.unlink()

@@ -7,7 +7,7 @@ its numbers are, and how far the largest one stands out, is measured by decimal 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import msgspec
 import numpy as np
@@ -39,12 +39,15 @@ def group_of(path: str) -> str:
     return re.sub("[0-9]+", "#", path)
 
 
-def rank_unusual(paths: Sequence[str], columns: Mapping[str, np.ndarray]) -> Ranking:
+def rank_unusual(paths: Iterable[str], columns: Mapping[str, np.ndarray]) -> Ranking:
     """Ranks rows of statistics.
 
     Args:
+        paths: of the rows.
         columns: `count`, `nan`, `infinite`, `low`, `high` and `norm` of each row, see `Moments`.
     """
+    groups: dict[str, int] = {}
+    group = np.array([groups.setdefault(group_of(path), len(groups)) for path in paths], np.int64)
     finite = columns["count"] - columns["nan"] - columns["infinite"]
     some = np.maximum(finite, 1)
     with np.errstate(all="ignore"):
@@ -52,10 +55,8 @@ def rank_unusual(paths: Sequence[str], columns: Mapping[str, np.ndarray]) -> Ran
         largest = np.where(finite > 0, np.maximum(np.abs(columns["low"]), np.abs(columns["high"])), 0.0)
         peak = np.where(rms > 0, np.minimum(largest / rms, np.sqrt(some)), 0.0)
         zero = (finite > 0) & (largest == 0)
-        names, group = np.unique([group_of(path) for path in paths] or [""], return_inverse=True)
-        group = group[: len(paths)]
         size_typical, peak_typical, zeros = (
-            _typical(values, group, len(names), use)
+            _typical(values, group, len(groups), use)
             for values, use in ((np.log10(rms), rms > 0), (np.log10(peak), peak > 0), (zero * 1.0, finite > 0))
         )
         factor = np.where((rms > 0) & np.isfinite(size_typical), 10.0 ** (np.log10(rms) - size_typical), 1.0)

@@ -1,0 +1,128 @@
+"""The page of the numbers in a checkpoint: the statistics of its arrays, the most unusual first.
+
+A verification computes them from the bytes that it compares, and ranks them; nothing is read here but the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from treeckpt.core.analysis.unusual import reason_of
+from treeckpt.core.format.records import Index
+from treeckpt.core.text import shape_text
+from treeckpt.runs.checkpoint_info import CheckpointInfo
+from treeckpt.runs.statistics_store import LeafStatistics
+
+from ..pages.checkpoints import PAGE, CheckpointRow, shorten
+from ..store.library import Library
+from .leaf_numbers import ContentsSummary, LeafNumbers, leaf_numbers, statistics_of, summarize
+from .tree import SCANNED
+from .verify_jobs import VerifyPage
+
+ContentsOrder = Literal["unusual", "norm", "deviation", "largest", "tree"]
+
+
+class ContentsRow(msgspec.Struct, frozen=True):
+    """The statistics of one array."""
+
+    leaf: int
+    path: str
+    dtype: str
+    shape: str
+    numbers: LeafNumbers
+    unusual: str
+    """Why it is unusual, in a few words; empty if it is not."""
+
+
+class ContentsPage(msgspec.Struct, frozen=True):
+    """The statistics of a checkpoint's arrays."""
+
+    checkpoint: CheckpointRow
+    running: bool
+    """Whether a verification waits or runs, which computes them: ask again."""
+    share: float
+    """How much of it is done, from 0 to 1."""
+    error: str | None
+    """Why the last one failed."""
+    summary: ContentsSummary | None
+    """None if no statistics are known."""
+    sort: ContentsOrder
+    q: str
+    start: int
+    next: int | None
+    rows: list[ContentsRow]
+
+
+def contents_page(
+    library: Library, checkpoint_id: str, job: VerifyPage, sort: ContentsOrder, q: str, start: int
+) -> ContentsPage:
+    """Returns the statistics of a checkpoint's arrays from position `start` of an order on.
+
+    Args:
+        job: the state of the checkpoint's verification.
+        q: words that a path must contain.
+    """
+    _, info = library.checkpoint(checkpoint_id)
+    found = _fitting(library, info)
+    rows, following = _rows(library.outline(info).index, found, sort, q, start) if found is not None else ([], None)
+    shown = job.job
+    return ContentsPage(
+        checkpoint=job.checkpoint,
+        running=job.running,
+        share=shown.share if shown is not None else 0.0,
+        error=shown.error if shown is not None else None,
+        summary=summarize(found) if found is not None else None,
+        sort=sort,
+        q=q,
+        start=start,
+        next=following,
+        rows=rows,
+    )
+
+
+def _fitting(library: Library, info: CheckpointInfo) -> LeafStatistics | None:
+    """Returns the statistics of a checkpoint; None if none are known, or if a file of the cache is damaged."""
+    if (found := statistics_of(library, info)) is None or not found.head.rows:
+        return found
+    leaves, order, entries = found.columns["leaf"], found.columns["order"], len(library.outline(info).index.entries)
+    fits = 0 <= leaves.min() <= leaves.max() < entries and 0 <= order.min() <= order.max() < len(order)
+    return found if fits else None
+
+
+def _rows(
+    index: Index, found: LeafStatistics, sort: ContentsOrder, q: str, start: int
+) -> tuple[list[ContentsRow], int | None]:
+    words = q.casefold().split()
+    rows: list[ContentsRow] = []
+    order = _order(found, sort)
+    for at in range(start, len(order)):
+        if len(rows) == PAGE or at == start + SCANNED:
+            return rows, at
+        row = int(order[at])
+        leaf = index.entries[int(found.columns["leaf"][row])]
+        if leaf.spec is None or not all(word in leaf.path.casefold() for word in words):
+            continue
+        moments = found.row(row)
+        reason = reason_of(found.ranking, row, moments.nan, moments.infinite)
+        shape = shape_text(leaf.spec.shape)
+        rows.append(
+            ContentsRow(leaf.number, shorten(leaf.path), leaf.spec.dtype, shape, leaf_numbers(moments), reason)
+        )
+    return rows, None
+
+
+def _order(found: LeafStatistics, sort: ContentsOrder) -> np.ndarray:
+    """Returns the numbers of the rows in an order."""
+    columns = found.columns
+    if sort in ("unusual", "tree"):
+        return columns["order"] if sort == "unusual" else np.arange(found.head.rows)
+    finite = columns["count"] - columns["nan"] - columns["infinite"]
+    values = {
+        "norm": columns["norm"],
+        "largest": np.maximum(np.abs(columns["low"]), np.abs(columns["high"])),
+        "deviation": columns["spread"] / np.sqrt(np.maximum(finite, 1)),
+    }[sort]
+    return np.argsort(-np.where(finite > 0, values, -1.0), kind="stable")
