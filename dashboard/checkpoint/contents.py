@@ -108,9 +108,7 @@ def _rows(
         moments = found.row(row)
         reason = reason_of(found.ranking, row, moments.nan, moments.infinite)
         shape = shape_text(leaf.spec.shape)
-        rows.append(
-            ContentsRow(leaf.number, shorten(leaf.path), leaf.spec.dtype, shape, leaf_numbers(moments), reason)
-        )
+        rows.append(ContentsRow(leaf.number, shorten(leaf.path), leaf.spec.dtype, shape, leaf_numbers(moments), reason))
     return rows, None
 
 

@@ -1,13 +1,11 @@
 """The process that verifies one checkpoint: it reads every byte without holding up the server, and can be killed.
 
-It prints one JSON message per line: how many bytes it has read, what it found in each shard, and its result.
+It prints how many bytes it has read, what it found in each shard, and its result.
 """
 
 from __future__ import annotations
 
-import os
 import signal
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,21 +20,7 @@ from treeckpt.reports import Problem
 from treeckpt.runs.statistics_store import StatisticsStore
 from treeckpt.runs.verification import MAX_PROBLEMS, MAX_TEXT, DamagedPart, Verification, this_user, verify_folder
 
-PAUSE = 0.2
-"""Seconds between two messages about the bytes that were read."""
-PROGRAM = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from treeckpt_dashboard.checkpoint.verify_process import main
-sys.exit(main(sys.argv[2:]))
-"""
-
-
-class BytesRead(msgspec.Struct, tag="read"):
-    """How many bytes were read so far, and how many shards were compared."""
-
-    nbytes: int
-    shards: int
+from ..store.jobs import BytesRead, ReadPrinter, Unreadable, send
 
 
 class Found(msgspec.Struct, tag="found"):
@@ -52,36 +36,16 @@ class Result(msgspec.Struct, tag="result"):
     verification: Verification
 
 
-class Unreadable(msgspec.Struct, tag="error"):
-    """The checkpoint could not be read."""
-
-    text: str
-
-
 Message = BytesRead | Found | Result | Unreadable
 
 
-class _Printer:
-    def __init__(self) -> None:
-        self._nbytes, self._shards, self._printed = 0, 0, 0.0
-
-    def add(self, nbytes: int) -> None:
-        self._nbytes += nbytes
-        if (now := time.monotonic()) - self._printed >= PAUSE:
-            self._printed = now
-            send(BytesRead(self._nbytes, self._shards))
-
+class _Printer(ReadPrinter):
     def add_shard(self, problems: Sequence[Problem]) -> None:
-        self._shards += 1
+        self.shards += 1
         if problems:
             shown = [DamagedPart(one.file, one.text[:MAX_TEXT]) for one in problems[:MAX_PROBLEMS]]
             send(Found(shown, len(problems)))
-        send(BytesRead(self._nbytes, self._shards))
-
-
-def send(message: Message) -> None:
-    """Prints a message."""
-    os.write(1, msgspec.json.encode(message) + b"\n")
+        self.print()
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -183,7 +183,7 @@ def previous_of(library: Library, checkpoint_id: str) -> str | None:
     return max(older)[1] if older else None
 
 
-def _find_both(library: Library, a: str, b: str) -> tuple[list[CheckpointRow], list[CheckpointInfo]]:
+def find_both(library: Library, a: str, b: str) -> tuple[list[CheckpointRow], list[CheckpointInfo]]:
     """Returns the rows of both checkpoints, and what the scan found of them.
 
     Raises:
@@ -223,7 +223,7 @@ def diff_page(
     Raises:
         NotFound: there is no such checkpoint, or it has no index.
     """
-    rows, infos = _find_both(library, a, b)
+    rows, infos = find_both(library, a, b)
     comparison = comparisons.compare(*infos)
     delta, problem = None, None
     with comparison.reading():

@@ -60,7 +60,7 @@ function draw(data) {
   const plot = new uPlot(
     {
       width: chart.clientWidth,
-      height: 190,
+      height: 215,
       scales: { x: { time: false } },
       legend: { show: false },
       cursor: { y: false, drag: { x: true, y: false } },

@@ -23,6 +23,7 @@ import msgspec
 
 from treeckpt.io.storage.run_store import DirectoryEntry
 from treeckpt.runs.catalog import SaveDuration
+from treeckpt.runs.change_store import ChangeStore
 from treeckpt.runs.index_summary import Summary
 from treeckpt.runs.stat_cache import LruStatCache
 from treeckpt.runs.statistics_store import StatisticsStore
@@ -65,6 +66,8 @@ class Cache:
         """What verifications found, here or by `treeckpt verify`."""
         self.statistics = StatisticsStore(self.shared)
         """The statistics of arrays that verifications computed."""
+        self.changes = ChangeStore(self.shared)
+        """By how much arrays of two saves differ."""
         self._limit = limit
         self._lock = threading.Lock()
         self._memory = LruStatCache(200_000)

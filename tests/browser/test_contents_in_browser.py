@@ -17,9 +17,13 @@ def trained(tmp_path_factory):
     """A run of three steps: one layer grows fast, and the last step has a NaN."""
     run = tmp_path_factory.mktemp("trained") / "run"
     random = np.random.default_rng(0)
-    tree = {f"layers.{n}.{part}": random.standard_normal((48, 64)).astype(np.float32) for n in range(4) for part in "qkv"}
+    tree = {
+        f"layers.{n}.{part}": random.standard_normal((48, 64)).astype(np.float32) for n in range(4) for part in "qkv"
+    }
     for step in (1, 2, 3):
-        tree = {path: (array * (2 if path == "layers.2.k" else 1.01)).astype(np.float32) for path, array in tree.items()}
+        tree = {
+            path: (array * (2 if path == "layers.2.k" else 1.01)).astype(np.float32) for path, array in tree.items()
+        }
         tree["head"] = np.ones(5, np.float32)
         if step == 3:
             tree["layers.1.v"][3, 4] = np.nan

@@ -34,6 +34,7 @@ PLACES = [
     "live",
     "usage?keep=last:1",
     "diff",
+    "diff/changes",
     "{r}",
     "{r}/trends",
 ]

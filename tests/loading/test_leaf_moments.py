@@ -1,6 +1,7 @@
 """A verification gives the statistics of every array from the bytes that it compares, in whatever pieces these come."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -65,7 +66,7 @@ def test_pieces_may_come_in_any_order_and_cut_elements(written, data):
         content = (path / file.name).read_bytes()[file.header :]
         cuts = sorted(data.draw(st.sets(st.integers(1, len(content) - 1), max_size=20)))
         bounds = [0, *cuts, len(content)]
-        pieces += [(file, low, content[low:high]) for low, high in zip(bounds, bounds[1:], strict=False)]
+        pieces += [(file, low, content[low:high]) for low, high in pairwise(bounds)]
     for file, start, piece in data.draw(st.permutations(pieces)):
         moments.add(file, start, memoryview(piece))
     expect_statistics(index, moments.found(), state)

@@ -29,9 +29,7 @@ from .command import Commands
 from .show import index_summary
 
 SHOWN = 20
-_STATISTICS = (
-    "from the same bytes, NaN, infinity, norm, mean, standard deviation and range of every array, the most unusual first"
-)
+_STATISTICS = "NaN, infinity, norm, mean, deviation and range of every array, from the same bytes; unusual ones first"
 
 
 def add_verify(commands: Commands) -> None:

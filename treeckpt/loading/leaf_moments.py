@@ -69,7 +69,9 @@ class LeafMoments:
             extents = self._extents.get(file.name, ([], [], []))
         parts = range(0, len(data), max(-(-len(data) // THREADS), SHARE))
         step = parts.step
-        for done in self._pool.map(lambda low: self._add(file.name, extents, start + low, data[low : low + step]), parts):
+        for done in self._pool.map(
+            lambda low: self._add(file.name, extents, start + low, data[low : low + step]), parts
+        ):
             assert done is None, "an error is raised here"
 
     def _add(self, name: str, extents: Extents, start: int, data: memoryview) -> None:

@@ -32,7 +32,8 @@ from ..loading.consistent_reads import on_one_version
 from ..loading.leaf_moments import LeafMoments
 from ..loading.verify import verify_checkpoint
 from ..reports import Problem, VerifyReport
-from .statistics_store import StatisticsStore, file_name
+from .column_files import key_of_parts, place_of
+from .statistics_store import StatisticsStore
 
 MAX_PROBLEMS = 100
 """Problems that are kept of one verification."""
@@ -182,7 +183,8 @@ class VerificationStore:
 
     def find(self, folder: Folder, save_id: str | None) -> Verification | None:
         """Returns what is known of a save's bytes in a folder; None if that is nothing, or no longer holds."""
-        if save_id is None or (found := self._find(file_name(folder.url, save_id, ".json"))) is None or found.save_id != save_id:
+        found = self._find(_name(folder.url, save_id)) if save_id is not None else None
+        if save_id is None or found is None or found.save_id != save_id:
             return None
         changed = fingerprint_of(folder.entries(), save_id) != found.fingerprint
         return None if changed and not found.total else msgspec.structs.replace(found, changed=changed)
@@ -220,7 +222,7 @@ class VerificationStore:
 
         One that was incomplete replaces no known damage of the same files, and is kept only for what it found.
         """
-        name = file_name(folder.url, verification.save_id, ".json")
+        name = _name(folder.url, verification.save_id)
         before = self._find(name)
         known = before is not None and before.complete and before.total
         if not verification.complete and (not verification.total or known):
@@ -233,3 +235,7 @@ class VerificationStore:
         except OSError:
             return False
         return True
+
+
+def _name(url: str, save_id: str) -> str:
+    return f"{key_of_parts(place_of(url), save_id)}.json"

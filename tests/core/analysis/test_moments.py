@@ -56,7 +56,9 @@ def test_parts_in_any_order_merge_to_the_whole(array, cuts, random):
     expect_of_numpy(found, as_float(array))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float4_e2m1fn", "int4"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float4_e2m1fn", "int4"]
+)
 def test_low_precision_counts_as_what_it_encodes(dtype):
     codes = np.arange(65536, dtype=np.uint16) if dtype == "bfloat16" else np.arange(16, dtype=np.uint8)
     codes = np.arange(256, dtype=np.uint8) if dtype.startswith("float8") else codes

@@ -1,4 +1,4 @@
-"""Arrays are ranked by how unusual their numbers are: NaN and infinity, zeros, then what differs from arrays like it."""
+"""Arrays are ranked by how unusual their numbers are: NaN and infinity, zeros, what differs from arrays like it."""
 
 import numpy as np
 from hypothesis import given
@@ -57,7 +57,9 @@ NUMBERS = st.floats(0, 1e300)
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 3), NUMBERS, NUMBERS, NUMBERS)))
 def test_every_row_is_ranked_once_whatever_the_numbers_are(drawn):
-    rows = [(count + nan + infinite, nan, infinite, -low, high, norm) for count, nan, infinite, low, high, norm in drawn]
+    rows = [
+        (count + nan + infinite, nan, infinite, -low, high, norm) for count, nan, infinite, low, high, norm in drawn
+    ]
     found = reasons(rows)
     assert sorted(row for row, _ in found) == list(range(len(rows)))
     bad = [row for row, _ in found if rows[row][1] + rows[row][2]]

@@ -73,8 +73,8 @@ def test_the_command_and_the_dashboard_share_them_and_show_one_array_over_steps(
     found = client.get(f"/api/v1{at[1]}/leaves/{number}/steps").json()
     assert (found["step"], found["unknown"]) == ([1, 2], 1)
     assert [numbers["mean"] for numbers in found["numbers"]] == pytest.approx([1.2, 2.2])
-    assert "All its numbers" in client.get(f"{at[1]}/leaves/{number}").text
-    assert "All its numbers" not in client.get(f"{at[3]}/leaves/{number}").text
+    assert "Statistics" in client.get(f"{at[1]}/leaves/{number}").text
+    assert "Statistics" not in client.get(f"{at[3]}/leaves/{number}").text
     assert main(["verify", "--statistics", "--json", str(run / "step_00000002")]) == 0
     shown = json.loads(capsys.readouterr().out)["statistics"]
     assert shown[0]["path"] == "model/loss_scale" and shown[0]["nan"] == 1

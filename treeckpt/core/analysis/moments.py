@@ -1,7 +1,7 @@
-"""Statistics of many elements that are computed in parts and in any order: the parts' statistics merge to the whole's.
+"""Statistics of many elements, computed in parts and in any order: those of the parts merge to those of the whole.
 
-Elements of every dtype are converted to float64, so that neither 16-bit sums nor 8-bit squares overflow. Instead of sums
-of squares, their roots are kept: they overflow only where the result itself does.
+Elements of every dtype are converted to float64, so that neither sums of 16 bits nor squares of 8 bits overflow. Not
+sums of squares are kept, but their roots: they overflow only where the result itself does.
 """
 
 from __future__ import annotations
@@ -145,6 +145,15 @@ def _batch(numbers: np.ndarray) -> Moments:
         values -= mean
         spread = _sum_of_squares(values)
     return Moments(count, nan, infinite, low, high, scale * mean, scale * math.sqrt(spread), scale * math.sqrt(squares))
+
+
+def norm_of(values: np.ndarray) -> float:
+    """Computes the Euclidean norm of float64[n] without overflow and underflow of the squares."""
+    squares = _sum_of_squares(values)
+    if TINY < squares < math.inf or not len(values):
+        return math.sqrt(squares)
+    scale = float(np.abs(values).max())
+    return scale * math.sqrt(_sum_of_squares(values / scale)) if 0 < scale < math.inf else scale
 
 
 def _sum_of_squares(values: np.ndarray) -> float:

@@ -1,4 +1,4 @@
-"""Orders the arrays of a checkpoint by how unusual their numbers are: NaN and infinity first, then all zeros, then others.
+"""Orders the arrays of a checkpoint by how unusual their numbers are: NaN and infinity first, then zeros, then others.
 
 An array is compared with those whose paths differ in numbers only, as the weights of one kind in all layers. How large
 its numbers are, and how far the largest one stands out, is measured by decimal logarithms, against the group's medians.
