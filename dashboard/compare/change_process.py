@@ -6,7 +6,7 @@ It prints how many bytes it has read, and why it failed.
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from treeckpt.core.analysis.diff import comparable, diff
@@ -14,7 +14,7 @@ from treeckpt.errors import TreeckptError
 from treeckpt.io.storage.counting_store import CountingStore
 from treeckpt.io.storage.far_store import for_reading
 from treeckpt.io.storage.open import open_run
-from treeckpt.io.storage.run_store import Folder, LocalFolder
+from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder
 from treeckpt.loading.compare import measured_pairs
 from treeckpt.loading.one_checkpoint import opened
 from treeckpt.runs.change_store import ChangeStore, ComparedSave
@@ -41,16 +41,17 @@ def main(arguments: Sequence[str]) -> int:
         with opened(first) as a, opened(second) as b:
             a.check_against_files()
             b.check_against_files()
-            saves = [
-                ComparedSave(folder.url, side.index.save_id, fingerprint_of(entries, side.index.save_id))
-                for folder, side, entries in zip(folders, (a, b), before, strict=True)
-            ]
+            saves = (_save(folders[0], before[0], a.index.save_id), _save(folders[1], before[1], b.index.save_id))
             pairs = comparable(a.index, b.index, diff(a.index, b.index))
             if not ChangeStore(Path(cache)).record(*saves, measured_pairs(a, b, pairs)):
                 send(Unreadable("the result could not be written to the cache"))
     except (TreeckptError, OSError) as error:
         send(Unreadable(f"{error}"))
     return 0
+
+
+def _save(folder: Folder, entries: Mapping[str, DirectoryEntry], save_id: str) -> ComparedSave:
+    return ComparedSave(folder.url, save_id, fingerprint_of(entries, save_id))
 
 
 def _folder(run: str, name: str) -> Folder:

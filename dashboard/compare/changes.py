@@ -160,12 +160,14 @@ class ChangeJobs(JobQueue[_ChangeJob]):
         self._ranked: OrderedDict[tuple[ComparedSave, ComparedSave], _Ranked] = OrderedDict()
 
     def start(self, a: str, b: str) -> None:
-        """Starts to measure two checkpoints, unless it was started before.
+        """Starts to measure two checkpoints, unless a job does, or what it finds is known.
 
         Raises:
             NotFound: there is no such checkpoint, or none with an index that another process can open.
         """
         _, infos = find_both(self._library, a, b)
+        if self.ranked(a, b, infos) is not None:
+            return
         places: list[str] = []
         for checkpoint_id, info in zip((a, b), infos, strict=True):
             run = self._library.checkpoint(checkpoint_id)[0]

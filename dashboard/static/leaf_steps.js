@@ -10,7 +10,11 @@ import { axisStyle, keepFitted } from "./plots.js";
  *   mean: number | null, deviation: number | null, norm: number | null, largest: number | null,
  * }} Numbers
  */
-/** @typedef {{ path: string, ids: string[], leaves: number[], step: number[], numbers: Numbers[], unknown: number }} Steps */
+/**
+ * @typedef {{
+ *   path: string, ids: string[], leaves: number[], step: number[], numbers: Numbers[], unknown: number,
+ * }} Steps
+ */
 
 const holder = find("#steps");
 const chart = find("#steps-chart");

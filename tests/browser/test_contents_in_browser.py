@@ -74,3 +74,18 @@ def test_an_array_is_drawn_over_the_steps(watched, address, accessible):
     page.keyboard.press("Home")
     page.keyboard.press("Enter")
     expect(page.get_by_role("link", name="step_00000001")).to_be_visible()
+
+
+def test_what_changed_most_is_two_clicks_away(watched, address, accessible):
+    page = watched(address)
+    page.get_by_role("link", name="step 2").click()
+    page.get_by_role("link", name="Diff").click()
+    page.get_by_role("button", name="What changed most").click()
+    rows = page.get_by_role("region", name="What changed most").locator("tbody tr")
+    expect(rows.first).to_contain_text("model/layers.2.k")
+    expect(rows.first).to_contain_text("100 %")
+    accessible(page, "what changed most")
+    page.get_by_role("link", name="layers", exact=True).click()
+    expect(rows.first.get_by_role("link")).to_have_text("model/layers.2")
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
