@@ -117,8 +117,18 @@ class _Job(ProcessJob):
 
 def _partial_verification(save_id: str, fingerprint: str, problems: list[DamagedPart], total: int) -> Verification:
     """Returns what is kept of the problems that were found before every byte was compared."""
-    by = this_user("dashboard")
-    return Verification(save_id, False, time.time_ns(), by, 0, 0, 0.0, total, problems, fingerprint)
+    return Verification(
+        save_id=save_id,
+        complete=False,
+        ended_ns=time.time_ns(),
+        by=this_user("dashboard"),
+        files=0,
+        nbytes=0,
+        seconds=0.0,
+        total=total,
+        problems=problems,
+        fingerprint=fingerprint,
+    )
 
 
 def keep_damage(library: Library, checkpoint_id: str, file: str, text: str) -> None:

@@ -8,6 +8,7 @@ import { colour, follow, legend, selectable } from "./canvas.js";
 
 const BAD = -128;
 const LARGEST = 26;
+const HEIGHT = 420;
 const readout = find("#peek-cell");
 const figure = (/** @type {number} */ n) => String(Number(n.toPrecision(3)));
 
@@ -52,7 +53,7 @@ const canvas = /** @type {HTMLCanvasElement} */ (find("#peek-image"));
 /** @param {number} width */
 function sizes(width) {
   const picture = shown?.picture ?? { rows: 1, columns: 1 };
-  const side = Math.min(width / picture.columns, LARGEST);
+  const side = Math.min(width / picture.columns, HEIGHT / picture.rows, LARGEST);
   return { w: side * picture.columns, h: Math.max(side * picture.rows, Math.min(16, LARGEST)) };
 }
 

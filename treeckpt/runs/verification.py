@@ -55,14 +55,11 @@ class DamagedPart(msgspec.Struct, frozen=True):
     text: str
 
 
-class Verification(msgspec.Struct, frozen=True):
-    """What a verification found."""
+class VerificationResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a verification found, as it is kept and as the dashboard shows it."""
 
-    save_id: str
     complete: bool
     """Whether every byte was compared; False if it was cancelled, or compared a part only."""
-    ended_ns: int
-    """Unix time of its end."""
     by: str
     """The program, user and host that did it."""
     files: int
@@ -73,10 +70,18 @@ class Verification(msgspec.Struct, frozen=True):
     """How many problems it found."""
     problems: list[DamagedPart]
     """The first of them."""
+    changed: bool = False
+    """Whether the files were written since. Never stored."""
+
+
+class Verification(VerificationResult, frozen=True, kw_only=True):
+    """What is kept of a verification."""
+
+    save_id: str
+    ended_ns: int
+    """Unix time of its end."""
     fingerprint: str
     """Of the names, sizes and modification times of the save's files before the first byte was read."""
-    changed: bool = False
-    """Whether these are different now: the files were written since. Never stored."""
 
     @property
     def ok(self) -> bool:
