@@ -16,10 +16,9 @@ from treeckpt.core.text import shape_text
 from treeckpt.runs.checkpoint_info import CheckpointInfo
 from treeckpt.runs.statistics_store import LeafStatistics
 
-from ..pages.checkpoints import PAGE, CheckpointRow, shorten
+from ..pages.checkpoints import PAGE, CheckpointRow, next_start, shorten
 from ..store.library import Library
 from .leaf_numbers import ContentsSummary, LeafNumbers, leaf_numbers, statistics_of, summarize
-from .tree import SCANNED
 from .verify_jobs import VerifyPage
 
 ContentsOrder = Literal["unusual", "norm", "deviation", "largest", "tree"]
@@ -66,8 +65,12 @@ def contents_page(
         q: words that a path must contain.
     """
     _, info = library.checkpoint(checkpoint_id)
-    found = _fitting(library, info)
-    rows, following = _rows(library.outline(info).index, found, sort, q, start) if found is not None else ([], None)
+    found, outline = _fitting(library, info), library.outline(info)
+    order = _order(found, sort) if found is not None else np.empty(0, np.int64)
+    if found is not None and q.strip():
+        order = order[np.isin(found.columns["leaf"][order], np.fromiter(outline.matches(q), np.int64))]
+    numbers = order[start : start + PAGE].tolist()
+    rows = [_row(outline.index, found, row) for row in numbers] if found is not None else []
     shown = job.job
     return ContentsPage(
         checkpoint=job.checkpoint,
@@ -78,7 +81,7 @@ def contents_page(
         sort=sort,
         q=q,
         start=start,
-        next=following,
+        next=next_start(start, len(order)),
         rows=rows,
     )
 
@@ -92,24 +95,12 @@ def _fitting(library: Library, info: CheckpointInfo) -> LeafStatistics | None:
     return found if fits else None
 
 
-def _rows(
-    index: Index, found: LeafStatistics, sort: ContentsOrder, q: str, start: int
-) -> tuple[list[ContentsRow], int | None]:
-    words = q.casefold().split()
-    rows: list[ContentsRow] = []
-    order = _order(found, sort)
-    for at in range(start, len(order)):
-        if len(rows) == PAGE or at == start + SCANNED:
-            return rows, at
-        row = int(order[at])
-        leaf = index.entries[int(found.columns["leaf"][row])]
-        if leaf.spec is None or not all(word in leaf.path.casefold() for word in words):
-            continue
-        moments = found.row(row)
-        reason = reason_of(found.ranking, row, moments.nan, moments.infinite)
-        shape = shape_text(leaf.spec.shape)
-        rows.append(ContentsRow(leaf.number, shorten(leaf.path), leaf.spec.dtype, shape, leaf_numbers(moments), reason))
-    return rows, None
+def _row(index: Index, found: LeafStatistics, row: int) -> ContentsRow:
+    leaf, moments = index.entries[int(found.columns["leaf"][row])], found.row(row)
+    spec = leaf.spec
+    dtype, shape = (spec.dtype, shape_text(spec.shape)) if spec is not None else ("", "")
+    reason = reason_of(found.ranking, row, moments.nan, moments.infinite)
+    return ContentsRow(leaf.number, shorten(leaf.path), dtype, shape, leaf_numbers(moments), reason)
 
 
 def _order(found: LeafStatistics, sort: ContentsOrder) -> np.ndarray:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from treeckpt.core.analysis.layer_changes import LayerChange, layer_changes, relative_changes
-from treeckpt.core.format.records import Index
+from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.text import visible
 from treeckpt.io.storage.run_store import LocalFolder
 from treeckpt.runs.change_store import ComparedSave
@@ -104,30 +104,31 @@ class _ChangeJob(ProcessJob):
 class _Ranked:
     """What was measured of two checkpoints, with the order of its arrays and layers."""
 
-    def __init__(self, columns: dict[str, np.ndarray], a: Index, b: Index) -> None:
+    def __init__(self, columns: dict[str, np.ndarray], a: Outline, b: Outline) -> None:
         self.columns, self._a, self._b = columns, a, b
         self._relative = relative_changes(columns["before"], columns["change"], columns["not_finite"])
+        self._order = np.lexsort((-columns["changed"], -self._relative))
 
-    @cached_property
-    def order(self) -> list[int]:
-        return np.lexsort((-self.columns["changed"], -self._relative)).tolist()
+    def order(self, q: str) -> np.ndarray:
+        """Returns the rows whose path contains all words, the largest relative change first."""
+        if not q.strip():
+            return self._order
+        wanted = np.fromiter(self._b.matches(q), np.int64)
+        return self._order[np.isin(self.columns["leaf_b"][self._order], wanted)]
 
     @cached_property
     def layers(self) -> list[LayerChange]:
-        entries = self._a.entries
+        entries = self._a.index.entries
         return layer_changes((entries[number].path for number in self.columns["leaf_a"].tolist()), self.columns)
 
     @cached_property
     def changed(self) -> int:
         return int(np.count_nonzero(self.columns["changed"]))
 
-    def path(self, row: int) -> str:
-        return self._b.entries[int(self.columns["leaf_b"][row])].path
-
     def array_row(self, row: int) -> ChangeRow:
         values = {name: column[row].item() for name, column in self.columns.items()}
         return ChangeRow(
-            path=shorten(self.path(row)),
+            path=shorten(self._b.index.entries[values["leaf_b"]].path),
             leaf_a=values["leaf_a"],
             leaf_b=values["leaf_b"],
             arrays=1,
@@ -185,10 +186,10 @@ class ChangeJobs(JobQueue[_ChangeJob]):
         columns = self._library.cache.changes.find(*key)
         if columns is None:
             return None
-        first, second = (self._library.outline(info).index for info in infos)
-        for name, index in (("leaf_a", first), ("leaf_b", second)):
+        first, second = (self._library.outline(info) for info in infos)
+        for name, outline in (("leaf_a", first), ("leaf_b", second)):
             numbers = columns[name]
-            if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(index.entries):
+            if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(outline.index.entries):
                 return None  # a damaged file of the cache
         ranked = self._ranked[key] = _Ranked(columns, first, second)
         while len(self._ranked) > KEPT:
@@ -223,15 +224,15 @@ def changes_page(
     """
     sides, infos = find_both(library, a, b)
     job, ranked = changes.get(f"{a} {b}"), changes.ranked(a, b, infos)
-    words = q.casefold().split()
     rows: list[ChangeRow] = []
     total = 0
     if ranked is not None and by == "array":
-        matching = ranked.order if not words else [row for row in ranked.order if _has(ranked.path(row), words)]
+        matching = ranked.order(q)
         total = len(matching)
-        rows = [ranked.array_row(row) for row in matching[start : start + PAGE]]
+        rows = [ranked.array_row(row) for row in matching[start : start + PAGE].tolist()]
     elif ranked is not None:
-        layers = [one for one in ranked.layers if _has(one.layer, words)]
+        words = q.casefold().split()
+        layers = [one for one in ranked.layers if all(word in one.layer.casefold() for word in words)]
         total = len(layers)
         rows = [_layer_row(one) for one in layers[start : start + PAGE]]
     return ChangesPage(
@@ -245,12 +246,8 @@ def changes_page(
         q=q,
         start=start,
         next=next_start(start, total),
-        arrays=len(ranked.order) if ranked is not None else 0,
+        arrays=len(ranked.columns["change"]) if ranked is not None else 0,
         changed=ranked.changed if ranked is not None else 0,
         layers=len(ranked.layers) if ranked is not None else 0,
         rows=rows,
     )
-
-
-def _has(path: str, words: Sequence[str]) -> bool:
-    return all(word in path.casefold() for word in words)

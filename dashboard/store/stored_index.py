@@ -226,15 +226,15 @@ class StoredOutline:
         return None
 
     def search(self, text: str, *, start: int = 0, count: int = 100) -> tuple[list[Leaf], int | None]:
-        words = sorted(text.casefold().split(), key=len, reverse=True)
         found: list[Leaf] = []
-        for number in self._matches(words, start):
+        for number in self.matches(text, start=start):
             if len(found) == count:
                 return found, number
             found.append(self.index.entries[number])
         return found, None
 
-    def _matches(self, words: Sequence[str], start: int) -> Iterator[int]:
+    def matches(self, text: str, *, start: int = 0) -> Iterator[int]:
+        words = sorted(text.casefold().split(), key=len, reverse=True)
         start = min(start, len(self.index.entries))
         with self._pool.connection() as connection:
             blocks = connection.execute("SELECT block, text FROM name WHERE block >= ? ORDER BY block",

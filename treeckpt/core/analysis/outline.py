@@ -117,6 +117,10 @@ class Outline(Protocol):
         """
         ...
 
+    def matches(self, text: str, *, start: int = 0) -> Iterator[int]:
+        """Yields the numbers of such leaves."""
+        ...
+
 
 class IndexOutline:
     """The outline of an index in memory. It caches what it computes."""
@@ -217,14 +221,18 @@ class IndexOutline:
         return row
 
     def search(self, text: str, *, start: int = 0, count: int = 100) -> tuple[list[Leaf], int | None]:
-        words = text.casefold().split()
         found: list[Leaf] = []
+        for number in self.matches(text, start=start):
+            if len(found) == count:
+                return found, number
+            found.append(self.index.entries[number])
+        return found, None
+
+    def matches(self, text: str, *, start: int = 0) -> Iterator[int]:
+        words = text.casefold().split()
         for number in range(start, len(self._folded)):
             if all(word in self._folded[number] for word in words):
-                if len(found) == count:
-                    return found, number
-                found.append(self.index.entries[number])
-        return found, None
+                yield number
 
 
 def _no_node(name: str) -> MismatchError:
