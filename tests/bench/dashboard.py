@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from tests.bench.dashboard_contents import measure_changes, measure_contents
 from tests.helpers.large import PHASES, write_large_checkpoint, write_many, write_spans, write_sparse
 from tests.helpers.samples import gpt_state, write_checkpoint
 
@@ -50,9 +51,11 @@ class Size:
     treemap: int = 100_000
     tensor: int = 100 << 30
     asks: int = 60
+    contents: int = 1_500 << 20
+    changed: int = 100_000
 
 
-SMALL = Size(300, 20_000, 256, 20, 512, 2_000, 1 << 30, 10)
+SMALL = Size(300, 20_000, 256, 20, 512, 2_000, 1 << 30, 10, 32 << 20, 2_000)
 
 
 @dataclass
@@ -365,7 +368,16 @@ def _weights(table: Table, folder: Path, size: Size, browser: Browser) -> None:
         table.add("the first page with 100 checkpoints, compressed", 60, "kB", lambda: weight)
 
 
-PARTS = {"weights": _weights, "runs": _runs, "leaves": _leaves, "treemap": _treemap, "timings": _timings, "peek": _peek}
+PARTS = {
+    "weights": _weights,
+    "runs": _runs,
+    "leaves": _leaves,
+    "treemap": _treemap,
+    "timings": _timings,
+    "peek": _peek,
+    "contents": partial(measure_contents, serving),
+    "changes": partial(measure_changes, serving),
+}
 
 
 def main(arguments: list[str] | None = None) -> Table:

@@ -17,7 +17,8 @@ from .element_stats import as_numbers
 
 BATCH = 1 << 16
 """Elements that are converted at a time: as float64 they stay in a processor's cache."""
-SHORT = 4096
+SHORT = 8192
+"""Elements of a dot product that BLAS computes in one thread."""
 TINY, EXACT = 1e-280, 1e-3
 """A sum of squares below TINY has lost elements to underflow. A sum of squared deviations below EXACT times the sum of
 squares has lost digits if it was computed from that."""
@@ -157,5 +158,6 @@ def norm_of(values: np.ndarray) -> float:
 
 
 def _sum_of_squares(values: np.ndarray) -> float:
-    """Returns a sum in this thread; BLAS, which divides long arrays among threads, is faster for short ones."""
-    return float(values @ values if len(values) <= SHORT else np.einsum("i,i->", values, values))
+    """Returns a sum in this thread: BLAS, three times as fast as numpy, divides longer arrays among threads."""
+    parts = (values[start : start + SHORT] for start in range(0, len(values), SHORT))
+    return float(sum(part @ part for part in parts))
