@@ -368,16 +368,8 @@ def _weights(table: Table, folder: Path, size: Size, browser: Browser) -> None:
         table.add("the first page with 100 checkpoints, compressed", 60, "kB", lambda: weight)
 
 
-PARTS = {
-    "weights": _weights,
-    "runs": _runs,
-    "leaves": _leaves,
-    "treemap": _treemap,
-    "timings": _timings,
-    "peek": _peek,
-    "contents": partial(measure_contents, serving),
-    "changes": partial(measure_changes, serving),
-}
+PARTS = {"weights": _weights, "runs": _runs, "leaves": _leaves, "treemap": _treemap, "timings": _timings, "peek": _peek}
+PARTS |= {"contents": partial(measure_contents, serving), "changes": partial(measure_changes, serving)}
 
 
 def main(arguments: list[str] | None = None) -> Table:

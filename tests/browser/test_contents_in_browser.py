@@ -27,7 +27,7 @@ def trained(tmp_path_factory):
         tree["head"] = np.ones(5, np.float32)
         if step == 3:
             tree["layers.1.v"][3, 4] = np.nan
-        write_checkpoint(run / f"step_{step:08d}", {"model": tree, "step": step}, step=step, world=2)
+        write_checkpoint(run / f"step_{step:08d}", {"model": tree, "step": step}, step=step)
     return run
 
 
@@ -69,7 +69,15 @@ def test_an_array_is_drawn_over_the_steps(watched, address, accessible):
     expect(page).to_have_url(re.compile("measure=deviation"))
     page.get_by_text("Steps as a table").click()
     expect(page.get_by_role("region", name="This array over steps").locator("tbody tr")).to_have_count(2)
+    page.get_by_role("button", name="Whole array").click()
+    expect(page.locator("#peek-legend")).to_contain_text("0")
+    expect_colours(page, "#peek-image", 20)
+    page.locator("#peek-image").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#peek-cell")).to_contain_text("row 0, column 0 · about")
     accessible(page, "a leaf over steps")
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.locator("#steps-chart").focus()
     page.keyboard.press("Home")
     page.keyboard.press("Enter")
