@@ -10,8 +10,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from treeckpt.core.analysis.unusual import reason_of
 from treeckpt.core.format.records import Index
+from treeckpt.core.numbers.unusual import reason_of
 from treeckpt.core.text import shape_text
 from treeckpt.runs.checkpoint_info import CheckpointInfo
 from treeckpt.runs.statistics_store import LeafStatistics

@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from treeckpt.core.analysis.moments import Moments
+from treeckpt.core.numbers.moments import Moments
 from treeckpt.runs.checkpoint_info import CheckpointInfo
 from treeckpt.runs.statistics_store import LeafStatistics
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from treeckpt.core.analysis.element_stats import element_stats, element_texts
-from treeckpt.core.analysis.number_image import number_image
 from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.format.records import AliasRecord, Leaf, PerRankArrays
+from treeckpt.core.numbers.element_stats import element_stats, element_texts
+from treeckpt.core.numbers.number_image import number_image
 from treeckpt.core.sharding.dtypes import dtype_of
 from treeckpt.core.sharding.int_runs import decode_runs
 from treeckpt.core.sharding.region import Region

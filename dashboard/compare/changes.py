@@ -14,8 +14,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from treeckpt.core.analysis.layer_changes import LayerChange, layer_changes, relative_changes
 from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.numbers.layer_changes import LayerChange, layer_changes, relative_changes
 from treeckpt.core.text import visible
 from treeckpt.io.storage.run_store import LocalFolder
 from treeckpt.runs.change_store import ComparedSave

@@ -1,7 +1,7 @@
 """Statistics are kept by save and place, within a limit; a damaged file is none."""
 
 from tests.helpers.samples import write_checkpoint
-from treeckpt.core.analysis.moments import Moments
+from treeckpt.core.numbers.moments import Moments
 from treeckpt.runs.statistics_store import StatisticsStore
 
 

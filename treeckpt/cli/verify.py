@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from .. import api
-from ..core.analysis.unusual import reason_of
+from ..core.numbers.unusual import reason_of
 from ..core.text import bytes_text, seconds_text
 from ..io.storage.open import open_folder, open_store
 from ..io.storage.store import Store

@@ -14,9 +14,9 @@ import numpy as np
 
 from ..core.analysis.checksum_diff import ByteComparison, compare_checksums
 from ..core.analysis.diff import Diff, comparable, diff
-from ..core.analysis.element_stats import as_numbers
-from ..core.analysis.moments import norm_of
 from ..core.format.records import Leaf
+from ..core.numbers.element_stats import as_numbers
+from ..core.numbers.moments import norm_of
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.int_runs import decode_runs
 from ..core.sharding.region import Region, flat_regions

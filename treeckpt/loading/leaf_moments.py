@@ -13,9 +13,9 @@ from functools import cached_property
 
 import numpy as np
 
-from ..core.analysis.moments import Moments, merged, moments_of
 from ..core.format.byte_map import locate_chunks
 from ..core.format.records import AliasRecord, File, Index
+from ..core.numbers.moments import Moments, merged, moments_of
 from ..core.sharding.dtypes import dtype_of
 from ..errors import TreeckptError
 

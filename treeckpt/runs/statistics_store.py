@@ -10,9 +10,9 @@ import numpy as np
 import xxhash
 from msgspec.structs import asdict
 
-from ..core.analysis.moments import Moments
-from ..core.analysis.unusual import Ranking, rank_unusual
 from ..core.format.records import Index
+from ..core.numbers.moments import Moments
+from ..core.numbers.unusual import Ranking, rank_unusual
 from .column_files import LIMIT, Columns, key_of_parts, place_of, read_columns, write_columns
 
 MOMENTS = ("count", "nan", "infinite", "low", "high", "mean", "spread", "norm")

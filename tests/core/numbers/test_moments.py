@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from treeckpt.core.analysis.moments import BATCH, Moments, merged, moments_of
+from treeckpt.core.numbers.moments import BATCH, Moments, merged, moments_of
 from treeckpt.core.sharding.dtypes import numpy_dtype
 
 

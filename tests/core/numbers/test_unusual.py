@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.analysis.unusual import group_of, rank_unusual, reason_of
+from treeckpt.core.numbers.unusual import group_of, rank_unusual, reason_of
 
 
 def columns(rows):
