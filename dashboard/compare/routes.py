@@ -33,7 +33,7 @@ CHOICES = 200
 router = PageRouter()
 
 
-@router.get("/diff")
+@router.get("/diff", table="rows")
 def get_diff(
     request: Request,
     a: Id,
@@ -106,6 +106,8 @@ def show_diff(
     library = library_of(request)
     a = a or (previous_of(library, b) or "" if b else "")
     found = get_diff(request, a, b, show, q, start, pair, read) if a and b else None
+    if found is not None:
+        request.state.links = router.links["/diff"]
     if not (a or b):  # the form offers these
         a, b = _newest_two(library, a, b)
     return render(request, "diff.html", {"diff": found, "a": a, "b": b, "choices": _choices(library, {a, b})})
@@ -128,7 +130,7 @@ def _choices(library: Library, chosen: set[str]) -> list[dict[str, Any]]:
     return runs
 
 
-@router.get("/checkpoints/{checkpoint_id}/reshard", "reshard.html")
+@router.get("/checkpoints/{checkpoint_id}/reshard", "reshard.html", table="rows")
 def get_reshard(
     request: Request, checkpoint_id: str, mesh: MeshText = "", names: Names = "", place: Place = "", start: Start = 0
 ) -> ReshardPage:
