@@ -246,7 +246,7 @@ def get_verify(
     return jobs.page(checkpoint_id)
 
 
-@router.get("/checkpoints/{checkpoint_id}/contents", "contents.html")
+@router.get("/checkpoints/{checkpoint_id}/contents", "contents.html", table="rows")
 def get_contents(
     request: Request, checkpoint_id: str, sort: ContentsOrder = "unusual", q: Words = "", start: Start = 0
 ) -> ContentsPage:

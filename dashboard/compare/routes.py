@@ -68,7 +68,7 @@ def _start_or_cancel(request: Request, a: str, b: str, action: str) -> None:
         changes.cancel(f"{a} {b}")
 
 
-@router.get("/diff/changes")
+@router.get("/diff/changes", table="rows")
 def get_changes(
     request: Request, a: Id, b: Id, by: By = "array", q: Words = "", start: Start = 0, action: Action = ""
 ) -> ChangesPage:
@@ -88,6 +88,7 @@ def show_changes(
     if action:  # so that a reload does not repeat it
         _start_or_cancel(request, a, b, action)
         return RedirectResponse(f"changes?{urlencode({'a': a, 'b': b})}", 303)
+    request.state.links = router.links["/diff/changes"]
     return render(request, "changes.html", get_changes(request, a, b, by, q, start))
 
 
