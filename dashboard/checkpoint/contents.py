@@ -24,14 +24,13 @@ from .verify_jobs import VerifyPage
 ContentsOrder = Literal["unusual", "norm", "deviation", "largest", "tree"]
 
 
-class ContentsRow(msgspec.Struct, frozen=True):
-    """The statistics of one array."""
+class ContentsRow(LeafNumbers, frozen=True, kw_only=True):
+    """The statistics of one array of a list."""
 
     leaf: int
     path: str
     dtype: str
     shape: str
-    numbers: LeafNumbers
     unusual: str
     """Why it is unusual, in a few words; empty if it is not."""
 
@@ -100,7 +99,8 @@ def _row(index: Index, found: LeafStatistics, row: int) -> ContentsRow:
     spec = leaf.spec
     dtype, shape = (spec.dtype, shape_text(spec.shape)) if spec is not None else ("", "")
     reason = reason_of(found.ranking, row, moments.nan, moments.infinite)
-    return ContentsRow(leaf.number, shorten(leaf.path), dtype, shape, leaf_numbers(moments), reason)
+    numbers = msgspec.structs.asdict(leaf_numbers(moments))
+    return ContentsRow(leaf=leaf.number, path=shorten(leaf.path), dtype=dtype, shape=shape, unusual=reason, **numbers)
 
 
 def _order(found: LeafStatistics, sort: ContentsOrder) -> np.ndarray:

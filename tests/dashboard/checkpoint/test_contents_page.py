@@ -52,12 +52,14 @@ def test_one_click_computes_them_and_leads_to_what_is_not_finite(client, run):
     first, zeros, second = page["rows"][:3]
     assert (zeros["path"], zeros["unusual"]) == ("<b>", "all zero")
     assert (first["path"], first["unusual"]) == ("model/loss_scale", "1 NaN, 1 Inf")
-    assert (first["numbers"]["norm"], first["numbers"]["count"]) == (1.0, 3)
+    assert (first["norm"], first["count"]) == (1.0, 3)
     assert second["path"] == "model/layers.3.w" and "× that of like arrays" in second["unusual"]
     text = client.get(f"{at}/contents").text
     assert "&lt;b&gt;" in text and "<b>" not in text and "in 1 array" in client.get(at).text
     [only] = client.get(f"/api/v1{at}/contents", params={"q": "LAYERS.4", "sort": "norm"}).json()["rows"]
-    assert only["path"] == "model/layers.4.w" and only["numbers"]["mean"] == pytest.approx(2.4)
+    assert only["path"] == "model/layers.4.w" and only["mean"] == pytest.approx(2.4)
+    table = client.get(f"/api/v1{at}/contents/table.csv").text.splitlines()
+    assert len(table) == 9 and "model/loss_scale" in table[1] and "deviation" in table[0]
     norms = client.get(f"/api/v1{at}/contents", params={"sort": "norm"}).json()["rows"]
     assert norms[0]["path"] == "model/layers.3.w"
     assert client.get(f"/api/v1{at}/contents", params={"sort": "other"}).status_code == 422
