@@ -65,6 +65,8 @@ def main(arguments: Sequence[str]) -> int:
         by, statistics = this_user("dashboard"), StatisticsStore(Path(cache))
         _, verification = verify_folder(folder, store, by, on_shard=printer.add_shard, statistics=statistics)
         send(Result(verification))
+        if verification.ok and statistics.find(folder.url, verification.save_id) is None:
+            send(Unreadable("the statistics of its arrays could not be written to the cache"))
     except (TreeckptError, OSError) as error:
         send(Unreadable(f"{error}"))
     return 0

@@ -20,6 +20,7 @@ from ..core.sharding.dtypes import dtype_of
 from ..errors import TreeckptError
 
 THREADS = 2
+"""Threads that compute, beside one that reads and compares: a disk is rarely faster than they are."""
 SHARE = 1 << 20
 """Bytes that one thread takes, at least."""
 Extents = tuple[list[int], list[int], list[int]]

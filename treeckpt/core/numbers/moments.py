@@ -50,11 +50,6 @@ class Moments(msgspec.Struct, frozen=True):
         return self.spread / math.sqrt(self.finite) if self.finite else 0.0
 
     @property
-    def rms(self) -> float:
-        """Root of the mean square."""
-        return self.norm / math.sqrt(self.finite) if self.finite else 0.0
-
-    @property
     def largest(self) -> float:
         """The largest absolute value."""
         return max(abs(self.low), abs(self.high)) if self.finite else 0.0
