@@ -15,7 +15,7 @@ from typing import Any, overload
 
 import msgspec
 
-from treeckpt.core.analysis.outline import NodeRecord, OutlineRow
+from treeckpt.core.analysis.outline import NodeRecord, Outline, OutlineRow
 from treeckpt.core.format.records import Index, Leaf, LeafRecord, PerRankValues, ValueRecord
 from treeckpt.core.tree.nesting import SplitStructure
 from treeckpt.core.tree.structure import Structure
@@ -145,7 +145,7 @@ class StoredIndex(Index, frozen=True, dict=True):
         return msgspec.json.decode(vars(self)["pool"].part("structure"), type=SplitStructure).whole()
 
 
-class StoredOutline:
+class StoredOutline(Outline):
     """The `Outline` of an index in a file.
 
     Raises:
@@ -224,14 +224,6 @@ class StoredOutline:
                     if node[0] == key and start <= number < stop:
                         return number
         return None
-
-    def search(self, text: str, *, start: int = 0, count: int = 100) -> tuple[list[Leaf], int | None]:
-        found: list[Leaf] = []
-        for number in self.matches(text, start=start):
-            if len(found) == count:
-                return found, number
-            found.append(self.index.entries[number])
-        return found, None
 
     def matches(self, text: str, *, start: int = 0) -> Iterator[int]:
         words = sorted(text.casefold().split(), key=len, reverse=True)

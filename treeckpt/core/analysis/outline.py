@@ -115,14 +115,19 @@ class Outline(Protocol):
         Returns:
             At most `count` leaves, and the number at which to continue, None at the end.
         """
-        ...
+        found: list[Leaf] = []
+        for number in self.matches(text, start=start):
+            if len(found) == count:
+                return found, number
+            found.append(self.index.entries[number])
+        return found, None
 
     def matches(self, text: str, *, start: int = 0) -> Iterator[int]:
         """Yields the numbers of such leaves."""
         ...
 
 
-class IndexOutline:
+class IndexOutline(Outline):
     """The outline of an index in memory. It caches what it computes."""
 
     def __init__(self, index: Index) -> None:
@@ -219,14 +224,6 @@ class IndexOutline:
                 return None
             node, row = self._child(node, row, keys.index(step))
         return row
-
-    def search(self, text: str, *, start: int = 0, count: int = 100) -> tuple[list[Leaf], int | None]:
-        found: list[Leaf] = []
-        for number in self.matches(text, start=start):
-            if len(found) == count:
-                return found, number
-            found.append(self.index.entries[number])
-        return found, None
 
     def matches(self, text: str, *, start: int = 0) -> Iterator[int]:
         words = text.casefold().split()
