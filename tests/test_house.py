@@ -112,6 +112,7 @@ WHOLE = {
     "golden",
     "helpers",
     "integrity",
+    "gpu",
     "multirank",
     "mutate",
     "pytorch_dcp",

@@ -207,8 +207,7 @@ def load(
         like: tensors, DTensors, `ArraySpec`s, anything with shape and dtype, `...` for no leaf. None: as saved, whole.
         select, exclude: globs over paths as in like, and what is below; the rest comes back as in like, else as `...`.
         rename, transforms: {"h.$L.*": "layers.$L.*"}, then rules or statements of `treeckpt.rules`: as if saved so.
-        strict: like and checkpoint must have the same leaves ("missing": like's must be there), rules match some leaf.
-            False takes what both have, and refuses only that this is not a single leaf.
+        strict: both have the same leaves, and rules match; "missing": like's are there; False: one leaf is in common.
         cast: converts dtypes instead of refusing them.
         device: where new tensors go; "original" puts each where it was.
         verify: compares checksums of all that is read; "first" matters to `load_into` alone.
