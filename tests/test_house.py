@@ -110,6 +110,7 @@ WHOLE = {
     "dashboard",
     "fuzz",
     "golden",
+    "gpu",
     "helpers",
     "integrity",
     "multirank",

@@ -45,7 +45,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a text file": (lambda net: tc.load("notes.txt"), r"notes.txt: .*found a file of no known format. Check the path"),
     "a checkpoint for a run": (
         lambda net: tc.Manager("state").resume(net),
-        r"state: expected a run, .*found one checkpoint. Give the directory above it, or load it with tc.load",
+        r"state: expected a run, .*found one checkpoint. Give the directory above it, .*, or load it with tc.load",
     ),
     "a step that was not saved": (
         lambda net: tc.Manager("run").restore(step=15),

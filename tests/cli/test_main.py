@@ -304,7 +304,10 @@ def test_dashboard_prints_its_address_as_json(run):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         found = json.loads(process.stdout.readline())
-        assert found["pid"] == process.pid and httpx.get(found["url"], timeout=60).status_code == 200
+        assert (
+            found["pid"] == process.pid
+            and httpx.get(found["url"], timeout=60, follow_redirects=True).status_code == 200
+        )
     finally:
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=300)[0] == ""

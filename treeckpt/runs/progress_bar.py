@@ -78,7 +78,7 @@ def counting_bar(
 @contextlib.contextmanager
 def _shown_bar(
     text: str, total: int | None, of_bytes: bool, shown: bool | None, patience: float | None, stream: TextIO | None
-) -> Iterator[_Progress | None]:
+) -> Iterator[_ShownProgress | None]:
     """Gives a bar, or lines, None where nothing is shown."""
     stream = stream or sys.stderr  # pyright: ignore[reportAssignmentType] (it is None where there is no console)
     if stream is None or not (stream.isatty() if shown is None else shown):
@@ -99,7 +99,7 @@ def _shown_bar(
         bar.close()
 
 
-class _Progress:
+class _ShownProgress:
     """What is done of a total, and how fast."""
 
     def __init__(self, text: str, total: int | None, of_bytes: bool, stream: TextIO) -> None:
@@ -127,7 +127,7 @@ class _Progress:
         raise NotImplementedError
 
 
-class _Lines(_Progress):
+class _Lines(_ShownProgress):
     """A line every few seconds."""
 
     def __init__(self, text: str, total: int | None, of_bytes: bool, stream: TextIO) -> None:
@@ -169,7 +169,7 @@ class _Lines(_Progress):
         print(f"{self._text}: {', '.join(parts)}", file=self._stream, flush=True)
 
 
-class _Bar(_Progress):
+class _Bar(_ShownProgress):
     """A bar on a terminal."""
 
     def __init__(self, text: str, total: int | None, of_bytes: bool, stream: TextIO) -> None:
