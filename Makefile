@@ -20,7 +20,7 @@ MUTATE_ARGS ?=
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
-.PHONY: help install demo test test-all test-stores test-dcp test-frameworks fuzz mutate check bench bench-dashboard format chromium strace clean
+.PHONY: help install demo test test-all test-gpu test-stores test-dcp test-frameworks fuzz mutate check bench bench-dashboard format chromium strace clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -65,6 +65,10 @@ test: check chromium strace ## everything that checks the project in JOBS proces
 test-all: check chromium strace ## the same with the slow tests
 	$(call say,pytest and notebooks with the slow tests)
 	@$(BIN)/python -m pytest -n $(JOBS) -m 'slow or not slow' $(PYTEST_ARGS)
+
+test-gpu: $(STAMP) ## the tests that need a CUDA device; skipped, and said so, where torch sees none
+	$(call say,pytest on CUDA)
+	@$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 test-stores: $(STAMP) ## install object stores of other makers (SeaweedFS, rclone, and Azurite by npm: 365 MB), and test against them
 	$(call say,Installing SeaweedFS, rclone and Azurite)

@@ -208,11 +208,11 @@ def load(
         select, exclude: globs over paths as in like, and what is below; the rest comes back as in like, else as `...`.
         rename, transforms: {"h.$L.*": "layers.$L.*"}, then rules or statements of `treeckpt.rules`: as if saved so.
         strict: like and checkpoint must have the same leaves ("missing": like's must be there), rules match some leaf.
+            False takes what both have, which must be at least one leaf.
         cast: converts dtypes instead of refusing them.
         device: where new tensors go; "original" puts each where it was.
         verify: compares checksums of all that is read; "first" matters to `load_into` alone.
-        on_corrupt: "skip" salvages: damaged leaves come back as `...`, and in `LoadReport.damaged`. Every rank has to
-            call: they share the comparing. Not of a `Bank`.
+        on_corrupt: "skip" salvages, no `Bank`: damaged leaves become `...`, see `report.damaged`. Every rank calls.
         per_rank: in another world size, refuse `PerRank` state, or take that of rank modulo the old world.
         copy: gives each array memory of its own, where whole ones are views of what a range of a file was read into.
         mmap: maps whole arrays: bytes come when they are touched, without checksums, from a file that must stay.
@@ -296,10 +296,10 @@ def load_into(
     checksums before the first byte is written, at the price of reading twice, the second time from the page cache
     where there is room; each block is compared again when it is put in place, in case the file changes meanwhile.
     Arrays of the tree that share memory (ties, views) take arrays that are one in the checkpoint, or whose bytes agree.
-    Keys of dicts are matched by name, also under `strict=False`. A list or tuple that holds values only is one value:
-    one of another length takes the whole saved content, a list in place; a tuple is replaced in what holds it.
-    Objects with `load_state_dict` are given their state after all else. With `on_corrupt="skip"` what is damaged stays
-    as it was, an object of which a value would be missing as a whole.
+    Keys of dicts are matched by name, also under `strict=False`; the report lists what is `missing` then. A list or
+    tuple that holds values only is one value: one of another length takes the whole saved content, a list in place; a
+    tuple is replaced in what holds it. Objects with `load_state_dict` are given their state after all else. With
+    `on_corrupt="skip"` what is damaged stays as it was, an object of which a value would be missing as a whole.
 
     See `load` for the arguments and errors.
     """

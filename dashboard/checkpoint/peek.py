@@ -8,13 +8,15 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from treeckpt.core.analysis.element_stats import element_stats, element_texts
 from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.format.records import AliasRecord, Leaf, PerRankArrays
+from treeckpt.core.format.records import AliasRecord, Index, Leaf, PerRankArrays
+from treeckpt.core.numbers.element_stats import element_stats, element_texts
+from treeckpt.core.numbers.number_image import number_image
 from treeckpt.core.sharding.dtypes import dtype_of
 from treeckpt.core.sharding.int_runs import decode_runs
 from treeckpt.core.sharding.region import Region
 from treeckpt.core.text import region_text
+from treeckpt.core.tree.spec import ArraySpec
 from treeckpt.io.storage.store import Store
 from treeckpt.loading.peek import MAX_NBYTES, Peek, peek
 
@@ -56,6 +58,17 @@ class StatisticsPart(msgspec.Struct, frozen=True):
     bins: list[int]
 
 
+class ImagePart(msgspec.Struct, frozen=True):
+    """A picture of the plane of the slice; of each cell the element with the largest absolute value."""
+
+    rows: int
+    columns: int
+    limit: float
+    """The absolute value that 127 stands for."""
+    cells: bytes
+    """int8[rows, columns], in JSON as base64; -128 for a cell with an element that is NaN or infinite."""
+
+
 class PeekPage(msgspec.Struct, frozen=True):
     """A slice of an array."""
 
@@ -80,6 +93,8 @@ class PeekPage(msgspec.Struct, frozen=True):
     """The first rows and columns, as text."""
     limit: int
     """Bytes of the largest slice."""
+    image: ImagePart | None
+    """None if the elements are no numbers."""
 
 
 def peek_page(store: Store, outline: Outline, number: int, window: Window) -> PeekPage:
@@ -90,26 +105,44 @@ def peek_page(store: Store, outline: Outline, number: int, window: Window) -> Pe
         TreeckptError: the slice is too large, or its bytes are damaged.
     """
     index = outline.index
+    leaf, spec = array_of(index, number)
+    if not math.prod(spec.shape):
+        raise NotFound("This leaf has no elements to look at.")
+    rank, window = _pick_rank(leaf, window)
+    region, y, x = _region(spec.shape, dtype_of(spec.dtype).itemsize, window)
+    return _page(peek(store, index, leaf, region, rank=rank), spec.dtype, rank, y, x)
+
+
+def array_of(index: Index, number: int) -> tuple[Leaf, ArraySpec]:
+    """Returns the leaf whose bytes are those of leaf `number`, which is an array.
+
+    Raises:
+        NotFound: it is none, or a view of another leaf.
+    """
     leaf = leaf_of(index, number)
     if isinstance(leaf.record, AliasRecord) and leaf.record.view is None:
         leaf = index.entries[leaf.record.of]
-    if leaf.spec is None or not math.prod(leaf.spec.shape):
-        raise NotFound("This leaf has no elements to look at.")
+    if leaf.spec is None:
+        raise NotFound("This leaf is no array: it has no elements.")
     if isinstance(leaf.record, AliasRecord):
         raise NotFound(f"This is a view of {index.entries[leaf.record.of].path}; look at that one.")
-    rank, window = _pick_rank(leaf, window)
-    region, y, x = _region(leaf.spec.shape, dtype_of(leaf.spec.dtype).itemsize, window)
-    return _page(peek(store, index, leaf, region, rank=rank), leaf.spec.dtype, rank, y, x)
+    return leaf, leaf.spec
+
+
+def rank_at(leaf: Leaf, which: int) -> int | None:
+    """Returns the rank whose array comes at a position, the last one beyond the end; None if ranks have no own ones."""
+    if not isinstance(leaf.record, PerRankArrays):
+        return None
+    ranks = decode_runs(leaf.ranks or ()).tolist()
+    return ranks[min(max(which, 0), len(ranks) - 1)]
 
 
 def _pick_rank(leaf: Leaf, window: Window) -> tuple[int | None, Window]:
     """Returns the rank of a per-rank array, else None, and the window without the dimension of ranks."""
-    if not isinstance(leaf.record, PerRankArrays):
+    if (rank := rank_at(leaf, window.at[0] if window.at else 0)) is None:
         return None, window
-    ranks = decode_runs(leaf.ranks or ()).tolist()
-    which = window.at[0] if window.at else 0
     y, x = (d - 1 if d else None for d in (window.y, window.x))
-    return ranks[min(max(which, 0), len(ranks) - 1)], window._replace(y=y, x=x, at=window.at[1:])
+    return rank, window._replace(y=y, x=x, at=window.at[1:])
 
 
 def _region(shape: tuple[int, ...], itemsize: int, window: Window) -> tuple[Region, int | None, int | None]:
@@ -134,7 +167,7 @@ def _region(shape: tuple[int, ...], itemsize: int, window: Window) -> tuple[Regi
 
 
 def _page(found: Peek, dtype: str, rank: int | None, y: int | None, x: int | None) -> PeekPage:
-    region = found.region
+    region, plane = found.region, _plane(found, y, x)
     return PeekPage(
         region=region_text(region),
         rank=rank,
@@ -150,8 +183,9 @@ def _page(found: Peek, dtype: str, rank: int | None, y: int | None, x: int | Non
         read=found.read,
         verified=found.verified,
         statistics=_statistics(found.data, dtype),
-        values=_values(found, dtype, y, x),
+        values=[element_texts(row, dtype) for row in plane[:ROWS, :COLUMNS]],
         limit=MAX_NBYTES,
+        image=_image(plane, dtype),
     )
 
 
@@ -180,12 +214,17 @@ def _number(number: float | None) -> str | None:
     return None if number is None else f"{number:.5g}"
 
 
-def _values(found: Peek, dtype: str, y: int | None, x: int | None) -> list[list[str]]:
-    """Returns the values of the table; of a whole array with more dimensions, those of the first plane."""
+def _plane(found: Peek, y: int | None, x: int | None) -> np.ndarray:
+    """Returns uint8[rows, columns, itemsize]; of a whole array with more dimensions, the first plane."""
     grid = found.data.reshape(*found.region.shape, -1)
-    picked = tuple(slice(0, ROWS if d == y else COLUMNS) if d in (y, x) else 0 for d in range(grid.ndim - 1))
-    plane = grid[picked]
+    plane = grid[tuple(slice(None) if d in (y, x) else 0 for d in range(grid.ndim - 1))]
     if y is not None and x is not None and y > x:
         plane = plane.swapaxes(0, 1)
-    plane = plane.reshape(-1 if y is not None else 1, plane.shape[-2] if x is not None else 1, plane.shape[-1])
-    return [element_texts(row, dtype) for row in plane]
+    return plane.reshape(-1 if y is not None else 1, plane.shape[-2] if x is not None else 1, plane.shape[-1])
+
+
+def _image(plane: np.ndarray, dtype: str) -> ImagePart | None:
+    found = number_image(plane, dtype)
+    if found is None or not math.isfinite(found.limit):
+        return None
+    return ImagePart(found.rows, found.columns, found.limit, found.cells)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections import Counter
 
 from ..core.analysis.diff import Added, Diff, Moved, Removed, diff
@@ -11,7 +12,7 @@ from ..loading.compare import ValueChange, value_changes
 from ..loading.one_checkpoint import opened
 from ..report.terminal import print_json, print_line, print_table
 from ..runs.progress_bar import stores_bar
-from .command import Commands
+from .command import Commands, progress_of
 
 _VALUES = (
     "compare contents too: by the checksums recorded when they were saved, number by number where these "
@@ -23,7 +24,9 @@ _BY_CHECKSUMS = "contents too, by their recorded checksums; treeckpt verify comp
 
 def add_diff(commands: Commands) -> None:
     """Adds `diff`."""
-    parser = commands.add("diff", _diff, "say in what two checkpoints differ, by their indexes or by every number")
+    parser = commands.add(
+        "diff", _diff, "say in what two checkpoints differ, by their indexes or by every number", progress=True
+    )
     parser.add_argument("--values", action="store_true", help=_VALUES)
     parser.add_argument("first", metavar="A")
     parser.add_argument("second", metavar="B")
@@ -31,12 +34,12 @@ def add_diff(commands: Commands) -> None:
 
 def _diff(options: argparse.Namespace) -> int:
     with (
-        stores_bar("comparing", quiet=options.json) as counted,
+        stores_bar("comparing", shown=progress_of(options)) as counted,
         opened(counted(open_store(options.first))) as a,
         opened(counted(open_store(options.second))) as b,
     ):
         found = diff(a.index, b.index)
-        values = list(value_changes(a, b, found)) if options.values else None
+        values = sorted(value_changes(a, b, found), key=_rank) if options.values else None
     if options.json:
         compared = {"changes": found.changes, "same": found.same, "values": values, "equal_by": "recorded checksums"}
         print_json(found if values is None else compared)
@@ -53,12 +56,21 @@ def _diff(options: argparse.Namespace) -> int:
     return 0
 
 
+def _rank(change: ValueChange) -> tuple[float, str]:
+    """The key that sorts what changed most, relative to its norm, to the front."""
+    delta = change.delta
+    assert delta is not None, "every difference was measured"
+    return -math.inf if delta.not_finite else -delta.relative, change.path
+
+
 def _delta_text(change: ValueChange) -> str:
     delta = change.delta
     assert delta is not None, "every difference was measured"
     text = f"{delta.changed} of {delta.elements} differ"
     if delta.max_abs is not None and delta.mean_abs is not None:
         text += f", at most by {delta.max_abs:.6g}, by {delta.mean_abs:.6g} in the mean"
+    if delta.cosine is not None:
+        text += f"; relative change {delta.relative:.4g}, cosine {delta.cosine:.6f}"
     return text + (f", {delta.not_finite} of them not finite" if delta.not_finite else "")
 
 
