@@ -133,7 +133,7 @@ export function heatGrid(canvas, note, grid) {
   return redraw;
 }
 
-/** The ramp of colours from quiet to loud. @param {HTMLElement} element */
+/** The ramp of colours from short to long. @param {HTMLElement} element */
 export function scaleBar(element) {
   const canvas = /** @type {HTMLCanvasElement} */ (element);
   follow(canvas, {

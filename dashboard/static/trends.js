@@ -52,7 +52,7 @@ function contents(data, { dataset }) {
     case "nbytes":
       return { lines: [line("bytes", data.nbytes, "--c4")], text: bytesText };
     case "dedupe":
-      return { lines: [line("written of held", data.dedupe, "--c3")], text: percent, max: 1 };
+      return { lines: [line("dedup ratio", data.dedupe, "--c3")], text: percent, max: 1 };
     default:
       return {
         lines: [line("duration", data.seconds, "--c0"), line("training blocked", data.blocked, "--c5", true)],

@@ -32,6 +32,7 @@ from treeckpt.runs.checkpoint_info import CheckpointInfo
 from treeckpt.runs.stat_cache import LruStatCache, StatCache
 
 from .cache import Cache
+from .foreign_trees import ForeignFile, ForeignInfo, ForeignTrees, is_foreign, look_at_foreign
 from .index_reader import IndexReader, StillReading, is_large
 from .reduced_timings import ReducedTimings, read_reduced
 from .watch import DirectoryState, RunWatcher
@@ -66,10 +67,10 @@ class _SingleCheckpoint:
         self.url, self._path = str(path), path
 
     def names(self) -> list[str]:
-        return [self._path.name] if self._path.is_dir() else []
+        return [self._path.name] if self._path.exists() else []
 
     def folder(self, name: str) -> LocalFolder:
-        return LocalFolder(self._path)
+        return ForeignFile(self._path) if self._path.is_file() else LocalFolder(self._path)
 
 
 def _unread(folder: Folder) -> UnreadInfo:
@@ -88,7 +89,7 @@ def _run(given: str | Path | RunStore) -> Run:
         name = store.url.rstrip("/").rpartition("/")[2] or store.url
         return Run(_id(store.url), visible(name), Path(store.url), store, store.url)
     path = Path(given).absolute()
-    store = _SingleCheckpoint(path) if catalog.is_checkpoint(path) else open_run(path)
+    store = _SingleCheckpoint(path) if catalog.is_checkpoint(path) or is_foreign(path) else open_run(path)
     return Run(_id(str(path)), visible(path.name or str(path)), path, store, "")
 
 
@@ -131,6 +132,7 @@ class Library:
         self.policies = tuple(policies)
         self._reader = IndexReader(self.cache)
         self._studies = LruStatCache(6)
+        self._foreign = ForeignTrees()
         self.watches: dict[str, RunWatcher] = {}
         for run in self.runs:
             inspect = partial(self.inspect_directory, run)
@@ -155,6 +157,8 @@ class Library:
 
     def _look(self, run: Run, folder: Folder) -> CheckpointInfo:
         info = catalog.read_info_or_corrupt(folder, cache=self.summary_cache(run), follow=not self.is_run(run))
+        if info.status == "foreign" and (not folder.is_link or not self.is_run(run)):
+            return look_at_foreign(folder, info, run.path if self.is_run(run) else None)
         if info.status != "complete" or (found := self.cache.verifications.find(folder, info.save_id)) is None:
             return info
         return msgspec.structs.replace(info, verification=found)
@@ -247,8 +251,10 @@ class Library:
 
         Raises:
             StillReading: its index is being read for the first time.
-            CheckpointError: the index cannot be read.
+            CheckpointError: the index, or the files of another program, cannot be read.
         """
+        if isinstance(info, ForeignInfo):
+            return self._foreign.outline(info)
         run, folder = self._folder_of(info)
         entry = folder.entries().get(INDEX_NAME)
         if entry is None:

@@ -51,7 +51,7 @@ class TrendBins(msgspec.Struct, frozen=True):
     unit: float = 1.0
     """Seconds of one unit of `work`."""
     work: list[list[int]] = []
-    """Own work by bin and line: the longest of any save and rank; -1 for none."""
+    """Active time by bin and line: the longest of any save and rank; -1 for none."""
     times: list[list[int]] = []
     """The same as hundredths of the work of the median rank in the same save."""
 

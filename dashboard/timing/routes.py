@@ -39,7 +39,7 @@ def _timings_of(request: Request, checkpoint_id: str) -> tuple[CheckpointInfo, T
     return info, library_of(request).study(info)
 
 
-@router.get("/checkpoints/{checkpoint_id}/timing", "timing.html")
+@router.get("/checkpoints/{checkpoint_id}/timing", "timing.html", table="ranks")
 def get_timing(
     request: Request, checkpoint_id: str, start: Start = 0, by: By = "rank", sort: Sort = "slow"
 ) -> TimingPage:

@@ -50,7 +50,7 @@ def test_the_slow_rank_among_many_is_one_key_away(wide):
     wide.get_by_role("button", name="slowest first").click()
     wide.locator("#waterfall-canvas").focus()
     wide.keyboard.press("ArrowDown")
-    expect(wide.locator("#waterfall-text")).to_contain_text(f"rank {SLOW} · own work 300 ms · straggler")
+    expect(wide.locator("#waterfall-text")).to_contain_text(f"rank {SLOW} · active time 300 ms · straggler")
     wide.keyboard.press("Enter")  # into its spans
     expect(wide).to_have_url(re.compile(r"r=0-24.*order=slow|order=slow.*r=0-24"))
     wide.keyboard.press("ArrowRight")

@@ -24,7 +24,7 @@ from treeckpt.core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
 from treeckpt.core.sharding.region import Region
 from treeckpt.core.tree.spec import ArraySpec
 from treeckpt.core.tree.structure import DictNode, Structure
-from treeckpt.core.tree.value_codec import Value
+from treeckpt.core.tree.value_codec import Value, encode_value
 
 __all__ = [
     "hold_readers",
@@ -141,12 +141,23 @@ def write_timed(run: Path, count: int, spans: Callable[[int], Iterable[Span]], *
     return run
 
 
-def write_many(run: Path, count: int, *, leaves: int = 12, world: int = 2, every: int = 100) -> Path:
-    """A run of so many small checkpoints: about half a second a thousand."""
+def write_many(
+    run: Path,
+    count: int,
+    *,
+    leaves: int = 12,
+    world: int = 2,
+    every: int = 100,
+    start_ns: int = START_NS,
+    metrics: Callable[[int], dict[str, float]] = lambda step: {},
+) -> Path:
+    """A run of so many small checkpoints, one a minute: about half a second a thousand."""
     first = large_index(leaves, world=world, width=8)
     for n in range(1, count + 1):
-        step, created = n * every, START_NS + n * 60 * 10**9
-        index = msgspec.structs.replace(first, save_id=f"{n:016x}", step=step, created_ns=created)
+        step, created = n * every, start_ns + n * 60 * 10**9
+        values = metrics(step)
+        metadata = {"metrics": encode_value(values, "metrics")} if values else {}
+        index = msgspec.structs.replace(first, save_id=f"{n:016x}", step=step, created_ns=created, metadata=metadata)
         seconds = 1 + (n % 7) / 3
         spans = tuple(Span("save", rank, created, created + int(seconds * 1e9)) for rank in range(world))
         timings = Timings(index.save_id, step, world, spans)
