@@ -96,15 +96,17 @@ class TrendTables:
             NotFound: there is no such run.
         """
         found = self._trends(run_id)
-        if (low, high) not in found.bins:
+        if (bins := found.bins.get((low, high))) is None:
             page = found.page
-            rows = [
-                (page.ids[n], page.step[n], reduced)
-                for n, reduced in enumerate(found.reduced)
-                if reduced is not None and low <= page.step[n] <= high
-            ]
-            found.bins = {(low, high): trend_bins(rows)}  # the last view alone is kept
-        return found.bins[low, high]
+            bins = trend_bins(
+                [
+                    (page.ids[n], page.step[n], reduced)
+                    for n, reduced in enumerate(found.reduced)
+                    if reduced is not None and low <= page.step[n] <= high
+                ]
+            )
+            found.bins = {(low, high): bins}  # the last view alone is kept
+        return bins
 
     def _trends(self, run_id: str) -> RunTrends:
         run = self._library.run(run_id)
