@@ -164,7 +164,7 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
         world=info.world,
         leaves=info.leaves,
         nbytes=info.nbytes,
-        created=_iso_time(info.created_ns),
+        created=iso_time(info.created_ns),
         seconds=info.seconds,
         rate=rate,
         error=visible(error) if error else None,
@@ -178,7 +178,7 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
         stalled=open_save is not None and open_save.state == "stalled",
         reported=open_save.ranks if open_save else None,
         saving=open_save.world if open_save else None,
-        progressed=_iso_time(open_save.updated_ns) if open_save else None,
+        progressed=iso_time(open_save.updated_ns) if open_save else None,
         waits_for=waits_for,
         abandoned=info.abandoned,
         follows=info.lineage.follows or None if info.lineage is not None else None,
@@ -204,7 +204,7 @@ def _verification_row(found: Verification) -> VerificationRow:
     return VerificationRow(
         ok=found.ok,
         complete=found.complete,
-        ended=_iso_time(found.ended_ns),
+        ended=iso_time(found.ended_ns),
         by=visible(found.by),
         files=found.files,
         nbytes=found.nbytes,
@@ -215,7 +215,7 @@ def _verification_row(found: Verification) -> VerificationRow:
     )
 
 
-def _iso_time(ns: int | None) -> str | None:
+def iso_time(ns: int | None) -> str | None:
     """Converts Unix nanoseconds to ISO 8601 in milliseconds; None if no calendar has them."""
     if ns is None:
         return None

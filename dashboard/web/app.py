@@ -37,6 +37,7 @@ from ..store.cache import Cache
 from ..store.index_reader import StillReading
 from ..store.library import Library, NotFound
 from ..timing import routes as timing_routes
+from ..timing.trends import TrendTables
 from . import api_page
 from .security import LOOPBACK_HOSTS, RequestGuard
 
@@ -76,6 +77,7 @@ def create_app(
     app.state.verify_jobs = VerifyJobs(app.state.library)
     app.state.boot = secrets.token_hex(8)
     app.state.save_rates = SaveRates()
+    app.state.trends = TrendTables(app.state.library)
     app.state.templates = templates()
     for room in ROOMS:
         app.include_router(room.api)

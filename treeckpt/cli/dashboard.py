@@ -13,7 +13,7 @@ from .command import Commands, no_such_run, usage_error
 
 def add_dashboard(commands: Commands) -> None:
     """Adds `dashboard`."""
-    parser = commands.add("dashboard", _dashboard, "browse runs in a web browser", json=False)
+    parser = commands.add("dashboard", _dashboard, "browse runs in a web browser")
     parser.add_argument(
         "runs", metavar="RUN", nargs="+", help="a run, a checkpoint, or one of another program: a directory or a file"
     )
@@ -44,7 +44,7 @@ def _dashboard(options: argparse.Namespace) -> int:
         return usage_error(problem)
     gc.disable()  # imports create no garbage, and collections take a tenth of the start
     try:
-        from treeckpt_dashboard.web.server import ServeError, serve
+        from treeckpt_dashboard.web.server import ServeError, announce_json, serve
     except ModuleNotFoundError as error:
         return usage_error(f"the dashboard needs {error.name}; install it with: pip install 'treeckpt[dashboard]'")
     finally:
@@ -60,6 +60,7 @@ def _dashboard(options: argparse.Namespace) -> int:
             allowed_hosts=options.allow_host,
             cache=options.cache,
             keep=options.keep,
+            started=announce_json if options.json else None,
         )
     except ServeError as error:
         return usage_error(str(error))
