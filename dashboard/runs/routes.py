@@ -71,7 +71,7 @@ def _check_tag(request: Request, runs: Sequence[Run]) -> None:
     request.state.etag = tag
 
 
-@router.get("/runs", "runs.html", page="/", result_type=RunsPage)
+@router.get("/runs", "runs.html", page="/", result_type=RunsPage, table="runs")
 def get_runs(request: Request, q: RunName = "") -> RunsPage | Response:
     """The runs, each with its newest checkpoints. The page of a single run is shown at once."""
     runs = library_of(request).runs

@@ -118,6 +118,20 @@ def test_the_table_of_a_run_has_numbers_as_they_are(client, ids):
     )
 
 
+def test_columns_over_the_steps_of_a_run_are_a_table(client):
+    [run] = client.get("/api/v1/runs").json()["runs"]
+    rows = table(client, f"/api/v1/runs/{run['id']}/trends")
+    page = client.get(f"/api/v1/runs/{run['id']}/trends").json()
+    assert [int(row["step"]) for row in rows] == page["step"]
+    assert [float(row["seconds"]) for row in rows] == page["seconds"] and "hosts" not in rows[0]
+
+
+def test_the_table_of_all_runs_has_a_row_for_each(serve, run, path):
+    client = serve(run, path)
+    assert {row["name"] for row in table(client, "/api/v1/runs")} == {"gpt", path.name}
+    assert "table.csv" in client.get("/").text
+
+
 def test_each_page_with_a_table_links_to_it(client, ids):
     at = f"/checkpoints/{ids['step_00000700']}"
     for path in (f"{at}/files", f"{at}/files/0", f"{at}/leaves/0", f"{at}/timing", f"{at}/reshard?mesh=2"):
