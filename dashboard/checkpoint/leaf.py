@@ -111,7 +111,7 @@ def leaf_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: i
         region=region,
         found=[*wanted.offset, *wanted.shape] if wanted else [],
         problem=problem,
-        forms=file_forms(index, number) if checkpoint.readable else [],
+        forms=file_forms(index, number),
         wanted=_nbytes(base.spec, wanted) if base.spec else 0,
         limit=MAX_NBYTES,
     )

@@ -63,7 +63,7 @@ def leaf_file(store: Store, outline: Outline, number: int, form: FileForm, regio
     path = outline.index.entries[number].path.replace("~rank*", f"~rank{rank}")
     spec = msgspec.structs.replace(spec, shape=box.shape)
     data = _npy(found.data, spec) if form == "npy" else _safetensors(found.data, spec, path, region_text(box))
-    return LeafFile(data, f"{path.replace('/', '.')}.{form}", found.verified)
+    return LeafFile(data, f"{path.replace('/', '.')}.{form}", found.verified or not nbytes)
 
 
 def file_forms(index: Index, number: int) -> list[FileForm]:
