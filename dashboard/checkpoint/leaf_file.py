@@ -10,7 +10,7 @@ import numpy as np
 
 from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.format.records import Index
-from treeckpt.core.sharding.dtypes import dtype_of
+from treeckpt.core.sharding.dtypes import dtype_of, numpy_dtype
 from treeckpt.core.sharding.region import Region
 from treeckpt.core.text import bytes_text, region_text
 from treeckpt.core.tree.spec import ArraySpec
@@ -78,7 +78,7 @@ def file_forms(index: Index, number: int) -> list[FileForm]:
 
 def _npy(data: np.ndarray, spec: ArraySpec) -> bytes:
     file = io.BytesIO()
-    np.save(file, data.reshape(-1).view(dtype_of(spec.dtype).numpy).reshape(spec.shape), allow_pickle=False)
+    np.save(file, data.reshape(-1).view(numpy_dtype(spec.dtype)).reshape(spec.shape), allow_pickle=False)
     return file.getvalue()
 
 

@@ -42,9 +42,9 @@ def csv_text(build: partial[Any], where: str) -> str:
     rows: list[dict[str, Any]] = []
     end = time.monotonic() + MAX_SECONDS
     while True:
-        holder = build()
+        holder: Any = build()
         for step in outer:
-            holder = getattr(holder, step, None)
+            holder = getattr(holder, step)
         found = getattr(holder, name, ())
         if found and not isinstance(found[0], msgspec.Struct):
             return _encode(_rows_of_columns(holder, len(found)))
