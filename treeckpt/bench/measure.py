@@ -55,7 +55,9 @@ class Measurement:
         rates: dict[AnyLimit, float] = {name: self._raw.measure(name) for name in names} if self._raw else {}
         if self._device is not None:
             copies = self._device.measure()
-            copy = {name: copies["D2H" if name.startswith("W") else "H2D"] for name in names if name != "C"}
+            copy: dict[AnyLimit, float] = {
+                name: copies["D2H" if name.startswith("W") else "H2D"] for name in names if name != "C"
+            }
             rates |= {**copies, **{name: min(rates[name], rate) for name, rate in copy.items()}}
         return rates
 
