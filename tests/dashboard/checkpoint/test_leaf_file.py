@@ -10,7 +10,7 @@ import pytest
 import treeckpt as tc
 from tests.dashboard.helpers import number_of
 from tests.helpers.samples import FILES
-from treeckpt_dashboard.checkpoint import leaf_file, sidecars
+from treeckpt_dashboard.checkpoint import leaf, leaf_file, sidecars
 from treeckpt_dashboard.pages import csv_table
 
 torch = pytest.importorskip("torch")
@@ -90,6 +90,14 @@ def test_the_page_of_a_leaf_offers_the_files_of_the_region_it_shows(client, newe
     number = number_of(client, newest, "model/wte.weight")
     page = client.get(f"{newest.removeprefix('/api/v1')}/leaves/{number}?region=10:20").text
     assert f"leaves/{number}/file?form=npy&amp;region=10%3A20" in page and "form=safetensors" in page
+
+
+def test_the_page_of_a_leaf_above_the_limit_says_how_to_take_a_part_of_it(client, newest, monkeypatch):
+    monkeypatch.setattr(leaf, "MAX_NBYTES", 8000)
+    page = f"{newest.removeprefix('/api/v1')}/leaves/{number_of(client, newest, 'model/wte.weight')}"
+    html = client.get(page).text
+    assert "larger than 8 kB" in html and "treeckpt.load" in html and "form=npy" not in html
+    assert "form=npy" in client.get(f"{page}?region=10:20").text
 
 
 # tables -------------------------------------------------------------------------------------------------------------
