@@ -39,9 +39,9 @@ def taken(asked, tmp_path):
 
 
 def test_an_npy_file_has_the_array_of_a_leaf(taken, tree):
-    for leaf in ("model/h.1.w", "odd", "deep", "empty"):
-        expected = tree["model"]["h.1.w"] if leaf.startswith("model") else tree[leaf]
-        found = taken(leaf, "npy")
+    for name in ("model/h.1.w", "odd", "deep", "empty"):
+        expected = tree["model"]["h.1.w"] if name.startswith("model") else tree[name]
+        found = taken(name, "npy")
         assert found.dtype == expected.dtype
         np.testing.assert_array_equal(found, expected)
 
