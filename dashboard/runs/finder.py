@@ -70,7 +70,7 @@ def find_page(library: Library, q: str, at: str) -> FindPage:
     ]
     trees = [shown] if shown is not None else []
     for run in runs:
-        newest = summarize_run(listed[run.id], library.policies).resume.newest
+        newest = summarize_run(run, listed[run.id], library.policies).resume.newest
         if newest is not None and (shown is None or newest[0] != shown[1]):
             trees.append((run, *newest))
     leaves, complete = _found_leaves(library, trees, words) if words else ([], True)
