@@ -123,7 +123,7 @@ def leaf_page(
         region=region,
         found=[*wanted.offset, *wanted.shape] if wanted else [],
         problem=problem,
-        forms=file_forms(index, number) if checkpoint.readable else [],
+        forms=file_forms(index, number),
         wanted=_nbytes(base.spec, wanted) if base.spec else 0,
         limit=MAX_NBYTES,
         numbers=leaf_numbers(statistics.row(row)) if statistics is not None and row is not None else None,

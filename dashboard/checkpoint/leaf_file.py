@@ -10,7 +10,7 @@ import numpy as np
 
 from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.format.records import Index
-from treeckpt.core.sharding.dtypes import dtype_of
+from treeckpt.core.sharding.dtypes import dtype_of, numpy_dtype
 from treeckpt.core.sharding.region import Region
 from treeckpt.core.text import bytes_text, region_text
 from treeckpt.core.tree.spec import ArraySpec
@@ -63,7 +63,7 @@ def leaf_file(store: Store, outline: Outline, number: int, form: FileForm, regio
     path = outline.index.entries[number].path.replace("~rank*", f"~rank{rank}")
     spec = msgspec.structs.replace(spec, shape=box.shape)
     data = _npy(found.data, spec) if form == "npy" else _safetensors(found.data, spec, path, region_text(box))
-    return LeafFile(data, f"{path.replace('/', '.')}.{form}", found.verified)
+    return LeafFile(data, f"{path.replace('/', '.')}.{form}", found.verified or not nbytes)
 
 
 def file_forms(index: Index, number: int) -> list[FileForm]:
@@ -77,9 +77,8 @@ def file_forms(index: Index, number: int) -> list[FileForm]:
 
 
 def _npy(data: np.ndarray, spec: ArraySpec) -> bytes:
-    file, dtype = io.BytesIO(), dtype_of(spec.dtype).numpy
-    assert dtype is not None, "`file_forms` offers it for these only"
-    np.save(file, data.reshape(-1).view(dtype).reshape(spec.shape), allow_pickle=False)
+    file = io.BytesIO()
+    np.save(file, data.reshape(-1).view(numpy_dtype(spec.dtype)).reshape(spec.shape), allow_pickle=False)
     return file.getvalue()
 
 

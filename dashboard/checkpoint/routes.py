@@ -17,7 +17,7 @@ from treeckpt.errors import CheckpointError
 from treeckpt.io.storage.store import Store
 
 from ..pages.answers import PageRouter, Start, Words, file_response, library_of
-from ..pages.checkpoints import open_checkpoint, open_tree
+from ..pages.checkpoints import CheckpointRow, open_checkpoint, open_tree
 from ..store.library import Library, NotFound
 from . import files, folds, sidecars, tree
 from .chunks import ChunksPage, chunks_page, leaf_of, stored_leaf
@@ -159,7 +159,8 @@ def get_peek(
 ) -> PeekPage:
     """A slice of the values of an array: `rows` x `columns` of the plane of dimensions `y` and `x`, or all of it."""
     window = Window(y, x, tuple(_positions(at)), top, left, rows, columns, whole)
-    return _read_one_version(library_of(request), checkpoint_id, partial(peek_page, number=number, window=window))
+    read = partial(peek_page, number=number, window=window)
+    return _read_one_version(library_of(request), checkpoint_id, read, open_outline=open_tree)
 
 
 @router.get("/checkpoints/{checkpoint_id}/leaves/{number}/file", media_type="application/octet-stream")
@@ -173,7 +174,7 @@ def get_leaf_file(
 ) -> Response:
     """An array, or a region of it, as a file of 64 MiB at most. `X-Checksums` says whether all of it was verified."""
     read = partial(leaf_file, number=number, form=form, region=region, which=which)
-    found = _read_one_version(library_of(request), checkpoint_id, read)
+    found = _read_one_version(library_of(request), checkpoint_id, read, open_outline=open_tree)
     response = file_response(found.data, found.name)
     response.headers["X-Checksums"] = "match" if found.verified else "not compared"
     return response
@@ -276,13 +277,14 @@ def _read_one_version(
     checkpoint_id: str,
     read: Callable[[Store, Outline], T],
     *,
+    open_outline: Callable[[Library, str], tuple[CheckpointRow, Outline]] = open_checkpoint,
     problem_of: Callable[[T], object] = lambda _: None,
 ) -> T:
     """Returns the result of `read`; reads again after a problem if a save has replaced the checkpoint meanwhile."""
     for tries_left in reversed(range(TRIES)):
-        _, outline = open_checkpoint(library, checkpoint_id)
-        run, info = library.checkpoint(checkpoint_id)
-        with closing(run.store.folder(info.name).store) as store:
+        _, outline = open_outline(library, checkpoint_id)
+        _, info = library.checkpoint(checkpoint_id)
+        with closing(library.store(info)) as store:
             try:
                 result = read(store, outline)
             except (CheckpointError, OSError):
@@ -295,4 +297,4 @@ def _read_one_version(
 
 
 def _is_replaced(library: Library, checkpoint_id: str, outline: Outline) -> bool:
-    return open_checkpoint(library, checkpoint_id)[1].index.save_id != outline.index.save_id
+    return open_tree(library, checkpoint_id)[1].index.save_id != outline.index.save_id

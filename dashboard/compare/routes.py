@@ -88,7 +88,7 @@ def show_changes(
     if action:  # so that a reload does not repeat it
         _start_or_cancel(request, a, b, action)
         return RedirectResponse(f"changes?{urlencode({'a': a, 'b': b})}", 303)
-    request.state.links = router.links["/diff/changes"]
+    request.state.links, request.state.chosen = router.links["/diff/changes"], {"a": a, "b": b}
     return render(request, "changes.html", get_changes(request, a, b, by, q, start))
 
 
@@ -108,7 +108,7 @@ def show_diff(
     a = a or (previous_of(library, b) or "" if b else "")
     found = get_diff(request, a, b, show, q, start, pair, read) if a and b else None
     if found is not None:
-        request.state.links = router.links["/diff"]
+        request.state.links, request.state.chosen = router.links["/diff"], {"a": a, "b": b}
     if not (a or b):  # the form offers these
         a, b = _newest_two(library, a, b)
     return render(request, "diff.html", {"diff": found, "a": a, "b": b, "choices": _choices(library, {a, b})})

@@ -76,7 +76,7 @@ class CheckpointRow(msgspec.Struct, frozen=True):
     goes: bool = False
     """Whether the next clean-up deletes it."""
     format: str | None = None
-    """Of a checkpoint of another program, what it is: its tree can be browsed, and nothing else."""
+    """Of a checkpoint of another program, what it is: its tree and values can be browsed, and nothing else."""
     verification: VerificationRow | None = None
     """The last verification of its bytes, as far as it still holds."""
     saved: float | None = None
@@ -213,7 +213,9 @@ def open_checkpoint(library: Library, checkpoint_id: str) -> tuple[CheckpointRow
     """
     row, outline = open_tree(library, checkpoint_id)
     if row.format is not None:
-        raise NotFound(f"This is {row.format}: only its tree is shown. treeckpt convert writes it anew with the rest.")
+        raise NotFound(
+            f"This is {row.format}: only its tree and values are shown. treeckpt convert makes a checkpoint of it."
+        )
     return row, outline
 
 

@@ -28,11 +28,12 @@ def csv_text(build: partial[Any], where: str) -> str:
     """A table as CSV: from the first row that is asked for to the last one of all.
 
     Fields that hold a mapping become a column for each key; lists become JSON. A text that a spreadsheet would take as
-    a formula gets an apostrophe before it.
+    a formula gets an apostrophe before it. A page with its numbers in columns has all of them at once.
 
     Args:
         build: builds the page; it takes the first row as `start`, or as that field of its `query`.
-        where: the names of the fields that lead to the list of rows; `next` beside it is the row of the next page.
+        where: the names of the fields that lead to the list of rows, or to one of the columns; `next` beside a list
+            of rows is the first row of the next page.
 
     Raises:
         TableTooLong: more than MAX_ROWS rows, or more than MAX_SECONDS seconds.
@@ -41,10 +42,13 @@ def csv_text(build: partial[Any], where: str) -> str:
     rows: list[dict[str, Any]] = []
     end = time.monotonic() + MAX_SECONDS
     while True:
-        holder = build()
+        holder: Any = build()
         for step in outer:
-            holder = getattr(holder, step, None)
-        rows += [_flat(row) for row in getattr(holder, name, ())]
+            holder = getattr(holder, step)
+        found = getattr(holder, name, ())
+        if found and not isinstance(found[0], msgspec.Struct):
+            return _encode(_rows_of_columns(holder, len(found)))
+        rows += [_flat(row) for row in found]
         if (start := getattr(holder, "next", None)) is None:
             return _encode(rows)
         if len(rows) >= MAX_ROWS or time.monotonic() > end:
@@ -57,6 +61,16 @@ def _from_row(parameters: Mapping[str, Any], start: int) -> dict[str, Any]:
     if "query" in parameters:
         return {"query": msgspec.structs.replace(parameters["query"], start=start, cursor="")}
     return {"start": start}
+
+
+def _rows_of_columns(page: msgspec.Struct, count: int) -> list[dict[str, Any]]:
+    """Returns the rows of a page whose fields are columns of this length, among others."""
+    columns = {
+        name: values
+        for name, values in _flat(page).items()
+        if isinstance(values, list) and len(values) == count and not isinstance(values[0], msgspec.Struct)
+    }
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _flat(row: msgspec.Struct) -> dict[str, Any]:

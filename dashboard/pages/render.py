@@ -93,11 +93,16 @@ def templates() -> Environment:
 
 
 def render(request: Request, name: str, page: Any, status: int = 200) -> HTMLResponse:
-    """Renders a page as an HTML response; `base` leads from the page to the dashboard's root: `./`, `../` ..."""
+    """Renders a page as an HTML response; `base` leads from the page to the dashboard's root: `./`, `../` ...
+
+    The page links to its JSON and CSV (`request.state.links`) with its own query, and with the parameters that it chose
+    itself (`request.state.chosen`).
+    """
     base = "../" * max(0, request.scope["path"].count("/") - 1) or "./"
     template = request.app.state.templates.get_template(name)
-    asked = [pair for pair in request.query_params.multi_items() if pair[0] not in ("start", "cursor")]
-    links = getattr(request.state, "links", {})
-    queries = {"json": request.url.query, "csv": urlencode(asked)}
+    links, chosen = getattr(request.state, "links", {}), getattr(request.state, "chosen", {})
+    asked = [*chosen.items(), *(pair for pair in request.query_params.multi_items() if pair[0] not in chosen)]
+    table = [pair for pair in asked if pair[0] not in ("start", "cursor")]
+    queries = {"json": urlencode(asked), "csv": urlencode(table)}
     take = {kind: f"{base}{link[1:]}{'?' * bool(queries[kind])}{queries[kind]}" for kind, link in links.items()}
     return HTMLResponse(template.render(page=page, base=base, take=take), status)

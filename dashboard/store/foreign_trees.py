@@ -1,4 +1,4 @@
-"""The trees of checkpoints that other programs wrote: their names, shapes, dtypes and sizes, without their values."""
+"""The trees of checkpoints that other programs wrote, and the stores from which their values are read."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from treeckpt.core.text import bytes_text, visible
 from treeckpt.errors import FormatError
 from treeckpt.io.storage.foreign_formats import DCP_METADATA, describe_foreign
 from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder
+from treeckpt.io.storage.store import Store
 from treeckpt.runs.checkpoint_info import CheckpointInfo
 from treeckpt.runs.stat_cache import LruStatCache
 
@@ -23,7 +24,7 @@ KEPT = 2
 
 
 class ForeignInfo(CheckpointInfo, frozen=True):
-    """A checkpoint of another program. Its tree can be browsed."""
+    """A checkpoint of another program. Its tree and its values can be browsed."""
 
     format: str = ""
     """What it is, in words."""
@@ -64,6 +65,19 @@ def look_at_foreign(folder: Folder, info: CheckpointInfo, inside: Path | None) -
 def _link_out(folder: LocalFolder, root: Path) -> str | None:
     names = (name for name, entry in folder.entries().items() if not entry.regular)
     return next((name for name in names if not (folder.path / name).resolve().is_relative_to(root)), None)
+
+
+def foreign_store(info: ForeignInfo) -> Store:
+    """Returns the store that reads the files of a checkpoint in place.
+
+    Raises:
+        FormatError: it is none any more.
+    """
+    from treeckpt.foreign.files import FileRange, foreign_at
+
+    if (found := foreign_at(info.path)) is None:
+        raise FormatError(visible(info.path), expected=info.format, found="other files")
+    return found.store if isinstance(found, FileRange) else found
 
 
 class ForeignTrees:

@@ -27,12 +27,13 @@ from treeckpt.core.text import visible
 from treeckpt.errors import CheckpointNotFound
 from treeckpt.io.storage.open import open_run
 from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder, RunStore
+from treeckpt.io.storage.store import Store
 from treeckpt.runs import catalog
 from treeckpt.runs.checkpoint_info import CheckpointInfo
 from treeckpt.runs.stat_cache import LruStatCache, StatCache
 
 from .cache import Cache
-from .foreign_trees import ForeignFile, ForeignInfo, ForeignTrees, is_foreign, look_at_foreign
+from .foreign_trees import ForeignFile, ForeignInfo, ForeignTrees, foreign_store, is_foreign, look_at_foreign
 from .index_reader import IndexReader, StillReading, is_large
 from .reduced_timings import ReducedTimings, read_reduced
 from .watch import DirectoryState, RunWatcher
@@ -260,6 +261,14 @@ class Library:
         if entry is None:
             raise CheckpointNotFound(visible(folder.url), expected=f"a checkpoint ({INDEX_NAME})", found="none")
         return self._reader.outline(run.url if run else "", folder, entry)
+
+    def store(self, info: CheckpointInfo) -> Store:
+        """Returns the store of the files of a checkpoint.
+
+        Raises:
+            CheckpointError: another program wrote it, and it is gone.
+        """
+        return foreign_store(info) if isinstance(info, ForeignInfo) else self._folder_of(info)[1].store
 
     def study(self, info: CheckpointInfo) -> TimingReport:
         """Returns the timings of a checkpoint, with what is computed from them.

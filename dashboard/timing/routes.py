@@ -68,7 +68,7 @@ def get_trace(request: Request, checkpoint_id: str) -> Response:
     return Response(encode_trace(timings), media_type="application/json", headers=headers)
 
 
-@router.get("/runs/{run_id}/trends", "trends.html")
+@router.get("/runs/{run_id}/trends", "trends.html", table="step")
 def get_trends(request: Request, run_id: str, start: Start = 0) -> TrendsPage:
     """The saves of a run by step, in columns, and the ranks that were slow again and again."""
     return request.app.state.trends.page(run_id, start)

@@ -67,7 +67,7 @@ def test_forty_runs_fit_a_screen_and_are_filtered_as_one_types(watched, place):
     expect(page.locator("#news")).to_have_text("")
     page.get_by_label("Filter runs").fill("none such")
     page.clock.run_for(200)
-    expect(page.get_by_text("None of the 40 runs is like that")).to_be_visible()
+    expect(page.get_by_text("None of the 40 runs matches")).to_be_visible()
     page.reload()
     expect(page.get_by_label("Filter runs")).to_have_value("none such")
 

@@ -1,5 +1,6 @@
-"""Checkpoints of other programs are browsed: their names, shapes, dtypes and sizes."""
+"""Checkpoints of other programs are browsed: their names, shapes, dtypes, sizes and values."""
 
+import io
 import os
 import pickle
 import warnings
@@ -64,12 +65,12 @@ def test_each_page_of_it_answers_and_what_there_is_not_says_so(serve, models, na
     for leaf in range(client.get(f"/api/v1{at}").json()["leaves"]):
         page = client.get(f"{at}/leaves/{leaf}")
         assert page.status_code == 200
-        assert "Peek" not in page.text and " rank" not in page.text.partition("<main")[2]
+        assert " rank" not in page.text.partition("<main")[2]
         client.get(f"/api/v1{at}/leaves/{leaf}/map").raise_for_status()
     assert client.get(f"/api/v1{at}/treemap").json()["total"] > 0
-    for rest in ("/files", "/reshard", "/leaves/0/peek", "/leaves/0/file", "/files/0/strip", "/balance"):
+    for rest in ("/files", "/reshard", "/files/0/strip", "/files/0/checksums", "/balance", "/sidecars/0"):
         got = client.get(f"/api/v1{at}{rest}")
-        assert got.status_code == 404 and "only its tree is shown" in got.json()["error"], rest
+        assert got.status_code == 404 and "only its tree and values are shown" in got.json()["error"], rest
     for rest in ("/timing", "/verify"):
         assert client.get(at + rest).status_code == 200
 
@@ -81,6 +82,29 @@ def test_the_map_of_an_array_in_a_file_shows_its_bytes(serve, models):
     [row] = page["chunks"]["rows"]
     data = (models / "hub" / row["name"]).read_bytes()[row["start"] : row["stop"]]
     np.testing.assert_array_equal(np.frombuffer(data, np.float16).reshape(8, 4), 1)
+
+
+def test_values_are_shown_and_downloaded(serve, models):
+    expected = {"hub": np.ones((8, 4), np.float16), "saved.pt": np.ones((5, 4), np.float32)}
+    for name, array in expected.items():
+        client = serve(models / name)
+        [found] = run_page(client).json()["run"]["checkpoints"]
+        leaf = f"/api/v1/checkpoints/{found['id']}/leaves/0"
+        peeked = client.get(f"{leaf}/peek").json()
+        assert peeked["statistics"]["mean"] == "1" and not peeked["verified"]
+        got = client.get(f"{leaf}/file?form=npy")
+        np.testing.assert_array_equal(np.load(io.BytesIO(got.content)), array)
+        assert got.headers["x-checksums"] == "not compared"
+
+
+def test_an_array_that_is_in_no_file_as_it_is_says_so(serve, models):
+    client = serve(models / "saved.pt")
+    [found] = run_page(client).json()["run"]["checkpoints"]
+    rows = client.get(f"/api/v1/checkpoints/{found['id']}/leaves").json()["rows"]
+    number = next(row["leaf"] for row in rows if row["path"] == "model/t")
+    assert "in no file as they are" in client.get(f"/checkpoints/{found['id']}/leaves/{number}").text
+    got = client.get(f"/api/v1/checkpoints/{found['id']}/leaves/{number}/peek")
+    assert got.status_code == 404 and "computed as a whole" in got.json()["error"]
 
 
 def test_a_change_of_the_files_shows(serve, tmp_path):

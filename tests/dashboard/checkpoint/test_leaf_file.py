@@ -10,7 +10,7 @@ import pytest
 import treeckpt as tc
 from tests.dashboard.helpers import number_of
 from tests.helpers.samples import FILES
-from treeckpt_dashboard.checkpoint import leaf_file, sidecars
+from treeckpt_dashboard.checkpoint import leaf, leaf_file, sidecars
 from treeckpt_dashboard.pages import csv_table
 
 torch = pytest.importorskip("torch")
@@ -39,9 +39,9 @@ def taken(asked, tmp_path):
 
 
 def test_an_npy_file_has_the_array_of_a_leaf(taken, tree):
-    for leaf in ("model/h.1.w", "odd", "deep", "empty"):
-        expected = tree["model"]["h.1.w"] if leaf.startswith("model") else tree[leaf]
-        found = taken(leaf, "npy")
+    for name in ("model/h.1.w", "odd", "deep", "empty"):
+        expected = tree["model"]["h.1.w"] if name.startswith("model") else tree[name]
+        found = taken(name, "npy")
         assert found.dtype == expected.dtype
         np.testing.assert_array_equal(found, expected)
 
@@ -92,6 +92,14 @@ def test_the_page_of_a_leaf_offers_the_files_of_the_region_it_shows(client, newe
     assert f"leaves/{number}/file?form=npy&amp;region=10%3A20" in page and "form=safetensors" in page
 
 
+def test_the_page_of_a_leaf_above_the_limit_says_how_to_take_a_part_of_it(client, newest, monkeypatch):
+    monkeypatch.setattr(leaf, "MAX_NBYTES", 8000)
+    page = f"{newest.removeprefix('/api/v1')}/leaves/{number_of(client, newest, 'model/wte.weight')}"
+    html = client.get(page).text
+    assert "larger than 8 kB" in html and "treeckpt.load" in html and "form=npy" not in html
+    assert "form=npy" in client.get(f"{page}?region=10:20").text
+
+
 # tables -------------------------------------------------------------------------------------------------------------
 
 
@@ -116,6 +124,20 @@ def test_the_table_of_a_run_has_numbers_as_they_are(client, ids):
     assert int(rows["step_00000700"]["nbytes"]) == next(
         c["nbytes"] for c in run["checkpoints"] if c["name"] == "step_00000700"
     )
+
+
+def test_columns_over_the_steps_of_a_run_are_a_table(client):
+    [run] = client.get("/api/v1/runs").json()["runs"]
+    rows = table(client, f"/api/v1/runs/{run['id']}/trends")
+    page = client.get(f"/api/v1/runs/{run['id']}/trends").json()
+    assert [int(row["step"]) for row in rows] == page["step"]
+    assert [float(row["seconds"]) for row in rows] == page["seconds"] and "hosts" not in rows[0]
+
+
+def test_the_table_of_all_runs_has_a_row_for_each(serve, run, path):
+    client = serve(run, path)
+    assert {row["name"] for row in table(client, "/api/v1/runs")} == {"gpt", path.name}
+    assert "table.csv" in client.get("/").text
 
 
 def test_each_page_with_a_table_links_to_it(client, ids):

@@ -68,6 +68,13 @@ def test_runs_on_one_disk_fill_it_together(serve, tmp_path):
     assert "with the other run on this disk" in client.get("/usage").text
 
 
+def test_of_several_runs_only_the_first_is_unfolded(serve, tmp_path):
+    for name in "abc":
+        write_many(tmp_path / name, 2)
+    html = serve(*(tmp_path / name for name in "abc")).get("/usage").text
+    assert html.count('<details class="run usage" open>') == 1 and html.count('<details class="run usage">') == 2
+
+
 def test_time_left_is_told_in_units_that_are_not_zero():
     texts = {0.0: "0 min", 0.004: "6 min", 0.2: "4.8 h", 1.5: "36.0 h", 3.25: "3.2 days", 5000.0: "> 1,000 days"}
     assert {days: days_text(days) for days in texts} == texts

@@ -30,10 +30,12 @@ def test_types_are_described_in_words():
 
 def test_every_page_links_to_its_json_with_its_query(client, ids):
     [run] = client.get("/api/v1/runs").json()["runs"]
+    query = "start=1&q=%22%3E"
     names = {"run_id": run["id"], "checkpoint_id": ids["step_00000700"], "number": 0}
-    for path in set(PAGES) - {"/metrics", "/diff"}:
-        page = client.get(path.format(**names) + "?start=1&q=%22%3E").text
+    for path in set(PAGES) - {"/", "/metrics"}:  # of one run alone, `/` leads to its page
+        other = f"b={names['checkpoint_id']}&" if "diff" in path else ""  # such a page chooses the first one itself
+        page = client.get(f"{path.format(**names)}?{other}{query}").text
         [link] = re.findall(r'<a href="([^"]*)">This page as JSON', page)
-        assert link.endswith("?start=1&amp;q=%22%3E"), link
+        assert link.endswith("start=1&amp;q=%22%3E"), link
         answer = client.get("/" + link.replace("../", "").removeprefix("./").replace("&amp;", "&"))
         assert answer.status_code == 200 and answer.headers["content-type"] == "application/json", path
