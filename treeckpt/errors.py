@@ -14,6 +14,32 @@
 
 Each error has four parts: `path` (the leaf or file), `expected`, `found`, and `hint` (what to do next).
 `treeckpt.dcp` wraps them in the `CheckpointException` of torch.distributed.checkpoint, with the cause of each rank.
+
+What is refused, because it would be lost or changed in silence, and what to do instead:
+
+- Values of unknown kinds, which would need pickle, and pickle runs code on load: convert them, register the class with
+  optree, or pass `allow_pickle=True` on both sides.
+- Mapping classes with a storage of their own, because only their code knows what they hold: the error has the line that
+  registers the class.
+- `Partial` placements, where each rank holds a part of a sum: redistribute first.
+- Sparse, nested and quantised tensors and unknown tensor subclasses, whose bytes mean nothing without library
+  internals: save their parts.
+- Replicas, and pieces that hold the same elements, that differ (values, and up to 64 KiB each): `PerRank`, `FromRank`,
+  or find out why. `verify_replicas=True` compares all.
+- numpy dtypes with fields, of extended precision, or of packages other than `ml_dtypes`, because a name does not say
+  what their bytes mean: save the fields, or `astype`.
+- Trees deeper than 1,000 levels, because walks of a file's structure are bounded: nest less, or save parts.
+- `custom_metadata` and `files` that rank 0 does not give, or that others give differently: give them on rank 0 alone.
+- A save by one of several ranks that a launcher started, without a process group or `comm=`, because the ranks would
+  overwrite each other: `init_process_group` first, or `comm="alone"`.
+- Another dtype than was saved: `cast=True`.
+- Missing or unexpected leaves, because a typo would look like success: `strict="missing"` where the rest of the
+  checkpoint is not yours, `strict=False`, or `...` in `like`.
+- An existing checkpoint at the path: `overwrite=True`, with which the old one stays valid until the new one is
+  committed.
+- Classes that the program has not imported, because importing a module by a file's word runs code: import it first, or
+  pass `like`.
+- `PerRank` state in another world size, of which nobody knows whose it is: `per_rank="take"`, or leave it out.
 """
 
 from __future__ import annotations

@@ -23,15 +23,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 _TIME = re.compile(r"(?<![\w.])[0-9][0-9.,]* ?(?:ns|µs|us|ms|s|min)\b(?! each)")
+_COLOR = re.compile(r"\x1b\[[0-9;]*m| +$", re.MULTILINE)
 _ID = re.compile(r"\b[0-9a-f]{16}\b")
 
 
 def settled(text: str, *directories: str) -> str:
-    """Returns an output without what differs from run to run and machine to machine: places, save ids, durations."""
+    """Returns an output without what differs between runs and machines: places, save ids, durations, colours."""
     for directory in directories:
         text = text.replace(directory + "/", "").replace(directory, ".")
     text = re.sub(r"/tmp/tmp\w+/?", "", text)
-    return _TIME.sub("… s", _ID.sub("<id>", text))
+    return _TIME.sub("… s", _ID.sub("<id>", _COLOR.sub("", text)))
 
 
 def text_of(cell: Any) -> str:
@@ -130,13 +131,13 @@ def run_in_kernel(path: Path, directory: Path) -> Any:
 
 
 def main() -> None:
-    """Renews the stored outputs of all notebooks."""
+    """Renews the stored outputs of the notebooks that are named, or of all."""
     import nbformat
 
-    for path in NOTEBOOKS:
+    for path in [Path(name) for name in sys.argv[1:]] or NOTEBOOKS:
         with tempfile.TemporaryDirectory() as directory:
             nbformat.write(run_in_kernel(path, Path(directory)), path)
-        print(f"{path.relative_to(ROOT)}  {path.stat().st_size / 1e3:.0f} kB")
+        print(f"{path}  {path.stat().st_size / 1e3:.0f} kB")
 
 
 if __name__ == "__main__":
