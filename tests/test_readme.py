@@ -11,6 +11,7 @@ import tomllib
 import pytest
 
 from treeckpt.cli import main
+from treeckpt.cli.command import EXIT_CODES
 from treeckpt.convert import FORMATS, SOURCES, conversion
 from treeckpt.core.format import shard_header
 from treeckpt.io.storage import obstore
@@ -51,6 +52,13 @@ def test_commands_exist() -> None:
     assert {"ls", "show", "verify", "bench", "report"} <= named <= set(subparsers.choices)
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.M))
     assert {"demo", "test"} <= set(re.findall(r"(?:^|`)make ([a-z-]+)", README, re.M)) <= targets
+
+
+def test_exit_codes_are_those_of_the_help() -> None:
+    rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", README, re.M))
+    codes = dict(re.findall(r"^  (\d+) +(.*)$", EXIT_CODES, re.M))
+    assert codes.keys() == rows.keys() == {"0", "1", "2", "130"}
+    assert all(rows[code].startswith(text.partition(";")[0]) for code, text in codes.items())
 
 
 def test_the_dependencies_are_those_that_are_installed() -> None:

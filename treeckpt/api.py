@@ -218,6 +218,7 @@ def load(
         select, exclude: globs over paths as in like, and what is below; the rest comes back as in like, else as `...`.
         rename, transforms: {"h.$L.*": "layers.$L.*"}, then rules or statements of `treeckpt.rules`: as if saved so.
         strict: like and checkpoint must have the same leaves ("missing": like's must be there), rules match some leaf.
+            False takes what both have, and refuses only that this is not a single leaf.
         cast, device: converts dtypes instead of refusing them; where new tensors go, "original" for where each was.
         verify: compares checksums of all that is read; "first" matters to `load_into` alone.
         on_corrupt: "skip" salvages (no `Bank`): damaged leaves are `...`, and in `LoadReport.damaged`; all ranks call.
@@ -234,8 +235,7 @@ def load(
     Raises:
         CheckpointNotFound, CorruptError, FormatError, MismatchError: the state of the files, or what is wanted.
     """
-    comm = as_comm(comm, sends_messages=together)
-    with _ending(comm, path, together=together, hint=_DROPPED):
+    with _ending(comm := as_comm(comm, sends_messages=together), path, together=together, hint=_DROPPED):
         options = LoadOptions(globs_of(select), strict, cast, device, verify, per_rank, copy, mmap, allow_pickle,
             namespace, read, memory, globs_of(exclude), as_rules(rename, transforms))  # fmt: skip
         tree, report = run_load(path, like, comm, options, on_corrupt)
@@ -307,10 +307,10 @@ def load_into(
     checksums before the first byte is written, at the price of reading twice, the second time from the page cache
     where there is room; each block is compared again when it is put in place, in case the file changes meanwhile.
     Arrays of the tree that share memory (ties, views) take arrays that are one in the checkpoint, or whose bytes agree.
-    Keys of dicts are matched by name, also under `strict=False`. A list or tuple that holds values only is one value:
-    one of another length takes the whole saved content, a list in place; a tuple is replaced in what holds it.
-    Objects with `load_state_dict` are given their state after all else. With `on_corrupt="skip"` what is damaged stays
-    as it was, an object of which a value would be missing as a whole.
+    Keys of dicts are matched by name, also under `strict=False`; the report lists what is `missing` then. A list or
+    tuple that holds values only is one value: one of another length takes the whole saved content, a list in place; a
+    tuple is replaced in what holds it. Objects with `load_state_dict` are given their state after all else. With
+    `on_corrupt="skip"` what is damaged stays as it was, an object of which a value would be missing as a whole.
 
     See `load` for the arguments and errors.
 

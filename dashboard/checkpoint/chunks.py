@@ -21,6 +21,9 @@ MAX_HOLDERS = 256
 """Ranks of a mesh up to which the holders of each region are listed."""
 
 
+NO_FILE = -1
+
+
 class ChunkRow(msgspec.Struct, frozen=True):
     """A chunk and where its bytes are."""
 
@@ -31,6 +34,7 @@ class ChunkRow(msgspec.Struct, frozen=True):
     holders: list[int] | None
     """Ranks that held all of it; None if the index does not record it, or if they are too many to list."""
     file: int
+    """The number of the shard; NO_FILE for bytes that are computed from those of another program's file."""
     name: str
     start: int
     stop: int
@@ -123,7 +127,7 @@ def chunks_page(index: Index, leaf: Leaf, start: int, region: Region | None = No
             shape=list(at.region.shape),
             rank=at.rank,
             holders=holders(index, leaf, at.region),
-            file=numbers[at.file.name],
+            file=numbers.get(at.file.name, NO_FILE),
             name=at.file.name,
             start=at.start,
             stop=at.stop,

@@ -12,10 +12,14 @@ from treeckpt.core.format.records import AliasRecord, Index, Leaf, PerRankArrays
 from treeckpt.core.sharding.dtypes import dtype_of
 from treeckpt.core.sharding.int_runs import decode_runs
 from treeckpt.core.sharding.placements import MeshLayout, mesh_ranks
+from treeckpt.core.sharding.region import Region
 from treeckpt.core.text import layout_text, placement_text, value_text, value_type
+from treeckpt.core.tree.spec import ArraySpec
+from treeckpt.loading.peek import MAX_NBYTES
 
 from ..pages.checkpoints import PAGE, CheckpointRow, shorten
-from .chunks import MAX_HOLDERS, ChunksPage, chunks_page, leaf_of, parse_region, stored_leaf
+from .chunks import MAX_HOLDERS, NO_FILE, ChunksPage, chunks_page, leaf_of, parse_region, stored_leaf
+from .leaf_file import FileForm, file_forms
 from .shard_map import map_dims
 from .tree import Fact, NodeRow, node_row
 
@@ -58,6 +62,12 @@ class LeafPage(msgspec.Struct, frozen=True):
     """The same region as [offset per dimension, then size per dimension]; empty for all chunks."""
     problem: str | None
     """Why the typed text is no region."""
+    forms: list[FileForm]
+    """The formats in which the array, or the region, can be downloaded."""
+    wanted: int
+    """Bytes of the array, or of the region."""
+    limit: int
+    """Bytes of the largest download."""
 
 
 def leaf_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: int, region: str = "") -> LeafPage:
@@ -70,12 +80,15 @@ def leaf_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: i
     leaf = leaf_of(index, number)
     base = stored_leaf(index, leaf)
     layout = layout_of(index, base)
-    dims, sizes = map_dims(index, leaf)
     wanted, problem = None, None
     try:
         wanted = parse_region(region, base.spec.shape) if base.spec else None
     except ValueError as error:
         problem = str(error)
+    chunks = chunks_page(index, leaf, start, wanted) if leaf.spec else None
+    # another program's array whose bytes are in no file as they are has no place on a map
+    drawn = checkpoint.format is None or (chunks is not None and all(row.file != NO_FILE for row in chunks.rows))
+    dims, sizes = map_dims(index, leaf) if drawn else ([], [])
     return LeafPage(
         checkpoint=checkpoint,
         leaf=number,
@@ -90,7 +103,7 @@ def leaf_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: i
         mesh=_mesh(layout) if layout else [],
         mesh_ranks=mesh_ranks(layout.mesh).tolist()[:MAX_HOLDERS] if layout else [],
         values=_values(leaf),
-        chunks=chunks_page(index, leaf, start, wanted) if leaf.spec else None,
+        chunks=chunks,
         dims=dims,
         dim_sizes=sizes,
         previous=number - 1 if number else None,
@@ -98,7 +111,14 @@ def leaf_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: i
         region=region,
         found=[*wanted.offset, *wanted.shape] if wanted else [],
         problem=problem,
+        forms=file_forms(index, number) if checkpoint.readable else [],
+        wanted=_nbytes(base.spec, wanted) if base.spec else 0,
+        limit=MAX_NBYTES,
     )
+
+
+def _nbytes(spec: ArraySpec, region: Region | None) -> int:
+    return (math.prod(spec.shape) if region is None else region.size) * dtype_of(spec.dtype).itemsize
 
 
 def _ancestors(outline: Outline, path: str) -> list[NodeRow]:
@@ -128,16 +148,16 @@ def _facts(index: Index, leaf: Leaf) -> list[Fact]:
     spec = leaf.spec
     if spec is None:
         return []
-    facts = [Fact("elements", "", f"{math.prod(spec.shape):,}"), Fact("kept as", "", spec.kind)]
-    facts.append(Fact("bytes an element", "", f"{dtype_of(spec.dtype).itemsize}"))
+    facts = [Fact("elements", "", f"{math.prod(spec.shape):,}"), Fact("type", "", spec.kind)]
+    facts.append(Fact("bytes per element", "", f"{dtype_of(spec.dtype).itemsize}"))
     if spec.requires_grad:
         facts.append(Fact("requires grad", "", "yes"))
     if spec.device:
-        facts.append(Fact("device when saved", "", spec.device))
+        facts.append(Fact("device at save", "", spec.device))
     if isinstance(leaf.record, AliasRecord):
         target, view = shorten(index.entries[leaf.record.of].path), leaf.record.view
-        text = f"the storage of {target}" if view is None else f"a view of {target} at {view.offset}, {view.strides}"
-        facts.append(Fact("shares", "", text))
+        text = target if view is None else f"{target}: a view at offset {view.offset}, strides {view.strides}"
+        facts.append(Fact("shares storage with", "", text))
     return facts
 
 

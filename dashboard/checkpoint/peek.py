@@ -10,11 +10,12 @@ import numpy as np
 
 from treeckpt.core.analysis.element_stats import element_stats, element_texts
 from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.format.records import AliasRecord, Leaf, PerRankArrays
+from treeckpt.core.format.records import AliasRecord, Index, Leaf, PerRankArrays
 from treeckpt.core.sharding.dtypes import dtype_of
 from treeckpt.core.sharding.int_runs import decode_runs
 from treeckpt.core.sharding.region import Region
 from treeckpt.core.text import region_text
+from treeckpt.core.tree.spec import ArraySpec
 from treeckpt.io.storage.store import Store
 from treeckpt.loading.peek import MAX_NBYTES, Peek, peek
 
@@ -90,26 +91,44 @@ def peek_page(store: Store, outline: Outline, number: int, window: Window) -> Pe
         TreeckptError: the slice is too large, or its bytes are damaged.
     """
     index = outline.index
+    leaf, spec = array_of(index, number)
+    if not math.prod(spec.shape):
+        raise NotFound("This leaf has no elements to look at.")
+    rank, window = _pick_rank(leaf, window)
+    region, y, x = _region(spec.shape, dtype_of(spec.dtype).itemsize, window)
+    return _page(peek(store, index, leaf, region, rank=rank), spec.dtype, rank, y, x)
+
+
+def array_of(index: Index, number: int) -> tuple[Leaf, ArraySpec]:
+    """Returns the leaf whose bytes are those of leaf `number`, which is an array.
+
+    Raises:
+        NotFound: it is none, or a view of another leaf.
+    """
     leaf = leaf_of(index, number)
     if isinstance(leaf.record, AliasRecord) and leaf.record.view is None:
         leaf = index.entries[leaf.record.of]
-    if leaf.spec is None or not math.prod(leaf.spec.shape):
-        raise NotFound("This leaf has no elements to look at.")
+    if leaf.spec is None:
+        raise NotFound("This leaf is no array: it has no elements.")
     if isinstance(leaf.record, AliasRecord):
         raise NotFound(f"This is a view of {index.entries[leaf.record.of].path}; look at that one.")
-    rank, window = _pick_rank(leaf, window)
-    region, y, x = _region(leaf.spec.shape, dtype_of(leaf.spec.dtype).itemsize, window)
-    return _page(peek(store, index, leaf, region, rank=rank), leaf.spec.dtype, rank, y, x)
+    return leaf, leaf.spec
+
+
+def rank_at(leaf: Leaf, which: int) -> int | None:
+    """Returns the rank whose array comes at a position, the last one beyond the end; None if ranks have no own ones."""
+    if not isinstance(leaf.record, PerRankArrays):
+        return None
+    ranks = decode_runs(leaf.ranks or ()).tolist()
+    return ranks[min(max(which, 0), len(ranks) - 1)]
 
 
 def _pick_rank(leaf: Leaf, window: Window) -> tuple[int | None, Window]:
     """Returns the rank of a per-rank array, else None, and the window without the dimension of ranks."""
-    if not isinstance(leaf.record, PerRankArrays):
+    if (rank := rank_at(leaf, window.at[0] if window.at else 0)) is None:
         return None, window
-    ranks = decode_runs(leaf.ranks or ()).tolist()
-    which = window.at[0] if window.at else 0
     y, x = (d - 1 if d else None for d in (window.y, window.x))
-    return ranks[min(max(which, 0), len(ranks) - 1)], window._replace(y=y, x=x, at=window.at[1:])
+    return rank, window._replace(y=y, x=x, at=window.at[1:])
 
 
 def _region(shape: tuple[int, ...], itemsize: int, window: Window) -> tuple[Region, int | None, int | None]:

@@ -16,12 +16,13 @@ from treeckpt.core.analysis.treemap import TreemapKey
 from treeckpt.errors import CheckpointError
 from treeckpt.io.storage.store import Store
 
-from ..pages.answers import PageRouter, Start, Words, library_of
-from ..pages.checkpoints import open_checkpoint
+from ..pages.answers import PageRouter, Start, Words, file_response, library_of
+from ..pages.checkpoints import open_checkpoint, open_tree
 from ..store.library import Library, NotFound
-from . import files, folds, tree
+from . import files, folds, sidecars, tree
 from .chunks import ChunksPage, chunks_page, leaf_of
 from .leaf import LeafPage, leaf_page
+from .leaf_file import FileForm, leaf_file
 from .peek import PeekPage, Window, peek_page
 from .shard_map import MapPage, map_page
 from .treemap import TreemapPage, treemap_page
@@ -41,13 +42,16 @@ PathText = Annotated[str, Query(max_length=20_000)]
 Count = Annotated[int, Query(ge=10, le=100_000, description="boxes, at most")]
 Dtype = Annotated[str, Query(max_length=64)]
 Action = Annotated[Literal["", "start", "cancel"], Query(description="start or cancel a verification")]
+Which = Annotated[int, Query(ge=0, le=1 << 53, description="of arrays of ranks, whose: a position among these ranks")]
+Form = Annotated[FileForm, Query(description="the format of the file")]
 Nbytes = Annotated[int, Query(ge=0, le=1 << 62, description="bytes, at least")]
 
 router = PageRouter()
 
 
 def _outline(request: Request, checkpoint_id: str) -> Outline:
-    return open_checkpoint(library_of(request), checkpoint_id)[1]
+    """Returns the tree of a checkpoint, also of one that another program wrote."""
+    return open_tree(library_of(request), checkpoint_id)[1]
 
 
 def _positions(at: str) -> list[int]:
@@ -77,7 +81,7 @@ def get_search(request: Request, checkpoint_id: str, q: Words, start: Start = 0)
     return tree.search_page(_outline(request, checkpoint_id), q, start)
 
 
-@router.get("/checkpoints/{checkpoint_id}/leaves")
+@router.get("/checkpoints/{checkpoint_id}/leaves", table="rows")
 def get_leaves(
     request: Request, checkpoint_id: str, q: Words = "", dtype: Dtype = "", larger: Nbytes = 0, start: Position = 0
 ) -> tree.SearchPage:
@@ -109,10 +113,10 @@ def get_snippet(request: Request, checkpoint_id: str, path: PathText = "") -> tr
 # one leaf -------------------------------------------------------------------------------------------------------------
 
 
-@router.get("/checkpoints/{checkpoint_id}/leaves/{number}", "leaf.html")
+@router.get("/checkpoints/{checkpoint_id}/leaves/{number}", "leaf.html", table="chunks.rows")
 def get_leaf(request: Request, checkpoint_id: str, number: int, start: Start = 0, region: RegionText = "") -> LeafPage:
     """One leaf, with a page of its chunks, or of those with elements of a region."""
-    row, outline = open_checkpoint(library_of(request), checkpoint_id)
+    row, outline = open_tree(library_of(request), checkpoint_id)
     return leaf_page(row, outline, number, start, region)
 
 
@@ -149,16 +153,52 @@ def get_peek(
     return _read_one_version(library_of(request), checkpoint_id, partial(peek_page, number=number, window=window))
 
 
+@router.get("/checkpoints/{checkpoint_id}/leaves/{number}/file", media_type="application/octet-stream")
+def get_leaf_file(
+    request: Request,
+    checkpoint_id: str,
+    number: int,
+    form: Form = "safetensors",
+    region: RegionText = "",
+    which: Which = 0,
+) -> Response:
+    """An array, or a region of it, as a file of 64 MiB at most. `X-Checksums` says whether all of it was verified."""
+    read = partial(leaf_file, number=number, form=form, region=region, which=which)
+    found = _read_one_version(library_of(request), checkpoint_id, read)
+    response = file_response(found.data, found.name)
+    response.headers["X-Checksums"] = "match" if found.verified else "not compared"
+    return response
+
+
+# sidecar files --------------------------------------------------------------------------------------------------------
+
+
+@router.get("/checkpoints/{checkpoint_id}/sidecars/{number}", "sidecar.html")
+def get_sidecar(request: Request, checkpoint_id: str, number: int) -> sidecars.SidecarPage:
+    """A file that was saved with the checkpoint: its name, its checksum, and its text, if it is one."""
+    row, _ = open_checkpoint(library_of(request), checkpoint_id)
+    read = partial(sidecars.sidecar_page, row=row, number=number)
+    return _read_one_version(library_of(request), checkpoint_id, read)
+
+
+@router.get("/checkpoints/{checkpoint_id}/sidecars/{number}/content", media_type="application/octet-stream")
+def get_sidecar_content(request: Request, checkpoint_id: str, number: int) -> Response:
+    """The bytes of a file that was saved with the checkpoint; they match its checksum."""
+    read = partial(sidecars.sidecar_file, number=number)
+    sidecar, data = _read_one_version(library_of(request), checkpoint_id, read)
+    return file_response(data, sidecar.name)
+
+
 # shards ---------------------------------------------------------------------------------------------------------------
 
 
-@router.get("/checkpoints/{checkpoint_id}/files", "files.html")
+@router.get("/checkpoints/{checkpoint_id}/files", "files.html", table="rows")
 def get_files(request: Request, checkpoint_id: str, start: Start = 0) -> files.FilesPage:
     """The shards."""
     return files.files_page(*open_checkpoint(library_of(request), checkpoint_id), start)
 
 
-@router.get("/checkpoints/{checkpoint_id}/files/{number}", "file.html")
+@router.get("/checkpoints/{checkpoint_id}/files/{number}", "file.html", table="rows")
 def get_file(request: Request, checkpoint_id: str, number: int, start: Start = 0) -> files.FilePage:
     """One shard, with a page of its extents."""
     return files.file_page(*open_checkpoint(library_of(request), checkpoint_id), number, start)
@@ -167,7 +207,7 @@ def get_file(request: Request, checkpoint_id: str, number: int, start: Start = 0
 @router.get("/checkpoints/{checkpoint_id}/files/{number}/strip")
 def get_strip(request: Request, checkpoint_id: str, number: int) -> files.StripPage:
     """The extents of a shard as few segments, to be drawn."""
-    return files.strip_page(_outline(request, checkpoint_id), number)
+    return files.strip_page(open_checkpoint(library_of(request), checkpoint_id)[1], number)
 
 
 @router.get("/checkpoints/{checkpoint_id}/files/{number}/checksums")
@@ -198,7 +238,7 @@ def get_verify(request: Request, checkpoint_id: str, action: Action = "") -> Ver
 @router.get("/checkpoints/{checkpoint_id}/balance")
 def get_balance(request: Request, checkpoint_id: str) -> files.BalancePage:
     """The bytes that each rank wrote."""
-    return files.balance_page(_outline(request, checkpoint_id))
+    return files.balance_page(open_checkpoint(library_of(request), checkpoint_id)[1])
 
 
 def _read_one_version(

@@ -9,7 +9,7 @@ from treeckpt.core.format.byte_map import ChunkLocation, chunk_count, locate_chu
 from treeckpt.core.format.records import Index, Leaf, PerRankArrays
 from treeckpt.core.sharding.region import Region
 
-from .chunks import file_numbers, holders, locate, stored_leaf
+from .chunks import NO_FILE, file_numbers, holders, locate, stored_leaf
 
 MAX_BOXES = 4096
 """Regions drawn on one map."""
@@ -71,7 +71,7 @@ def map_page(index: Index, leaf: Leaf, y: int | None, x: int | None, at: list[in
     for region, chunk in found[:MAX_BOXES]:
         top, rows = (region.offset[y], region.shape[y]) if y is not None else (0, 1)
         left, columns = (region.offset[x], region.shape[x]) if x is not None else (0, 1)
-        number = numbers[chunk.file.name]
+        number = numbers.get(chunk.file.name, NO_FILE)
         files[number] = chunk.file.name
         held_by = holders(index, leaf, chunk.region) if len(found) <= MAX_BOXES_WITH_HOLDERS else None
         count = len(held_by) if held_by is not None else 1

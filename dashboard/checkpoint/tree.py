@@ -80,6 +80,9 @@ class CheckpointPage(msgspec.Struct, frozen=True):
 
     checkpoint: CheckpointRow
     files: int | None
+    leaves: int | None
+    nbytes: int | None
+    """Bytes of all arrays."""
     metadata: list[Fact]
     groups: list[Group]
     tree: TreePage | None
@@ -187,13 +190,15 @@ def checkpoint_page(library: Library, checkpoint_id: str, node: str, query: str,
     """Returns the page of one checkpoint; without an index to browse it holds only the row."""
     run, info = library.checkpoint(checkpoint_id)
     row = checkpoint_row(checkpoint_id, run, info)
-    if not row.readable:
-        return CheckpointPage(row, None, [], [], None, None)
+    if not row.readable and row.format is None:
+        return CheckpointPage(row, None, None, None, [], [], None, None)
     outline = library.outline(info)
     metadata = list(outline.index.metadata.items())[:PAGE]
     return CheckpointPage(
         checkpoint=row,
         files=len(outline.index.file_list),
+        leaves=len(outline.index.entries),
+        nbytes=outline.index.nbytes,
         metadata=[Fact(shorten(name), value_type(value), value_text(value, 1000)) for name, value in metadata],
         groups=_groups(outline),
         tree=tree_page(outline, node, 0 if query else start),

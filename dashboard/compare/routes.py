@@ -29,7 +29,7 @@ CHOICES = 200
 router = PageRouter()
 
 
-@router.get("/diff")
+@router.get("/diff", table="rows")
 def get_diff(
     request: Request,
     a: Id,
@@ -69,6 +69,8 @@ def show_diff(
     library = library_of(request)
     a = a or (previous_of(library, b) or "" if b else "")
     found = get_diff(request, a, b, show, q, start, pair, read) if a and b else None
+    if found is not None:
+        request.state.links = router.links["/diff"]
     if not (a or b):  # the form offers the newest one and the one before it
         b = next((i for run in library.runs for i, info in library.checkpoints(run) if info.status == "complete"), "")
         a = previous_of(library, b) or "" if b else ""
@@ -85,7 +87,7 @@ def _choices(library: Library, chosen: set[str]) -> list[dict[str, Any]]:
     return runs
 
 
-@router.get("/checkpoints/{checkpoint_id}/reshard", "reshard.html")
+@router.get("/checkpoints/{checkpoint_id}/reshard", "reshard.html", table="rows")
 def get_reshard(
     request: Request, checkpoint_id: str, mesh: MeshText = "", names: Names = "", place: Place = "", start: Start = 0
 ) -> ReshardPage:

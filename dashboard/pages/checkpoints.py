@@ -19,6 +19,7 @@ from treeckpt.runs.active_saves import SaveUnderWay, waits_for_text
 from treeckpt.runs.checkpoint_info import CheckpointInfo
 from treeckpt.runs.verification import DamagedPart, Verification
 
+from ..store.foreign_trees import ForeignInfo
 from ..store.index_reader import ReadProgress
 from ..store.library import Library, NotFound, Run, UnreadInfo
 
@@ -87,6 +88,8 @@ class CheckpointRow(msgspec.Struct, frozen=True):
     """Why retention keeps it; empty if nothing keeps it, or if no policies are known."""
     goes: bool = False
     """Whether the next clean-up deletes it."""
+    format: str | None = None
+    """Of a checkpoint of another program, what it is: its tree can be browsed, and nothing else."""
     verification: VerificationRow | None = None
     """The last verification of its bytes, as far as it still holds."""
     saved: float | None = None
@@ -161,20 +164,21 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
         world=info.world,
         leaves=info.leaves,
         nbytes=info.nbytes,
-        created=_iso_time(info.created_ns),
+        created=iso_time(info.created_ns),
         seconds=info.seconds,
         rate=rate,
         error=visible(error) if error else None,
         readable=info.leaves is not None,
         metrics={shorten(name): value for name, value in list(info.metrics.items())[:MAX_METRICS]},
         pinned=info.pinned,
+        format=info.format if isinstance(info, ForeignInfo) else None,
         verification=_verification_row(found) if found is not None else None,
         saved=open_save.fraction if open_save else None,
         phase=open_save.phase if open_save else None,
         stalled=open_save is not None and open_save.state == "stalled",
         reported=open_save.ranks if open_save else None,
         saving=open_save.world if open_save else None,
-        progressed=_iso_time(open_save.updated_ns) if open_save else None,
+        progressed=iso_time(open_save.updated_ns) if open_save else None,
         waits_for=waits_for,
         abandoned=info.abandoned,
         follows=info.lineage.follows or None if info.lineage is not None else None,
@@ -200,7 +204,7 @@ def _verification_row(found: Verification) -> VerificationRow:
     return VerificationRow(
         ok=found.ok,
         complete=found.complete,
-        ended=_iso_time(found.ended_ns),
+        ended=iso_time(found.ended_ns),
         by=visible(found.by),
         files=found.files,
         nbytes=found.nbytes,
@@ -211,7 +215,7 @@ def _verification_row(found: Verification) -> VerificationRow:
     )
 
 
-def _iso_time(ns: int | None) -> str | None:
+def iso_time(ns: int | None) -> str | None:
     """Converts Unix nanoseconds to ISO 8601 in milliseconds; None if no calendar has them."""
     if ns is None:
         return None
@@ -225,12 +229,20 @@ def open_checkpoint(library: Library, checkpoint_id: str) -> tuple[CheckpointRow
     """Returns the row and the tree of a checkpoint.
 
     Raises:
-        NotFound: there is no such checkpoint, or it has no index to browse.
+        NotFound: there is no such checkpoint, it has no index to browse, or another program wrote it.
         StillReading: its index is being read for the first time.
     """
+    row, outline = open_tree(library, checkpoint_id)
+    if row.format is not None:
+        raise NotFound(f"This is {row.format}: only its tree is shown. treeckpt convert writes it anew with the rest.")
+    return row, outline
+
+
+def open_tree(library: Library, checkpoint_id: str) -> tuple[CheckpointRow, Outline]:
+    """Same as `open_checkpoint`, but also of a checkpoint that another program wrote."""
     run, info = library.checkpoint(checkpoint_id)
     row = checkpoint_row(checkpoint_id, run, info)
-    if not row.readable:
+    if not row.readable and row.format is None:
         raise NotFound(f"This checkpoint is {row.status}: {row.error}")
     return row, library.outline(info)
 

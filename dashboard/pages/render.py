@@ -6,16 +6,18 @@ Links are relative to the page's own address, so pages work under any root path,
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
+from urllib.parse import urlencode
 
 from fastapi import Request
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from treeckpt.core.text import bytes_text, rate_text, seconds_text, shape_text, visible
+from treeckpt.core.text import ago_text, bytes_text, rate_text, seconds_text, shape_text, visible
 
 
 def _local_time(time: str) -> str:
@@ -25,11 +27,7 @@ def _local_time(time: str) -> str:
 
 def _ago(time: str) -> str:
     """Formats how long ago an ISO 8601 time was, in one unit."""
-    seconds = (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds()
-    for unit, name in ((86_400, "day"), (3600, "h"), (60, "min")):
-        if (count := int(seconds // unit)) >= 1:
-            return f"{count:,} {name}{'s' * (name == 'day' and count > 1)} ago"
-    return "just now"
+    return ago_text((datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds())
 
 
 def days_text(days: float) -> str:
@@ -39,6 +37,22 @@ def days_text(days: float) -> str:
     if days >= 2:
         return f"{days:.1f} days"
     return f"{days * 24:.1f} h" if days * 24 >= 1 else f"{days * 1440:.0f} min"
+
+
+def _span_text(seconds: float) -> str:
+    """Formats a time between two events in one unit, to two digits."""
+    units = ((86_400, "days"), (3600, "h"), (60, "min"), (1, "s"))
+    unit, name = next((pair for pair in units if seconds >= 1.5 * pair[0]), units[-1])
+    count = seconds / unit
+    return f"{count:,.0f} {name}" if count >= 10 else f"{count:.1f}".removesuffix(".0") + f" {name}"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Returns the points of a line through values, oldest first, in a box of 100 x 20; its lower edge is zero."""
+    finite = [value if math.isfinite(value) else 0.0 for value in values]
+    top = max(finite, default=0.0) or 1.0
+    across = 100 / max(1, len(finite) - 1)
+    return " ".join(f"{n * across:.1f},{19 - 18 * max(0.0, value) / top:.1f}" for n, value in enumerate(finite))
 
 
 def _visible_text(value: object) -> object:
@@ -71,6 +85,8 @@ def templates() -> Environment:
         "rate": partial(_or_dash, rate_text),
         "seconds": partial(_or_dash, seconds_text),
         "shape": shape_text,
+        "span": partial(_or_dash, _span_text),
+        "sparkline": sparkline,
         "visible": visible,
     }
     return environment
@@ -80,4 +96,8 @@ def render(request: Request, name: str, page: Any, status: int = 200) -> HTMLRes
     """Renders a page as an HTML response; `base` leads from the page to the dashboard's root: `./`, `../` ..."""
     base = "../" * max(0, request.scope["path"].count("/") - 1) or "./"
     template = request.app.state.templates.get_template(name)
-    return HTMLResponse(template.render(page=page, base=base), status)
+    asked = [pair for pair in request.query_params.multi_items() if pair[0] not in ("start", "cursor")]
+    links = getattr(request.state, "links", {})
+    queries = {"json": request.url.query, "csv": urlencode(asked)}
+    take = {kind: f"{base}{link[1:]}{'?' * bool(queries[kind])}{queries[kind]}" for kind, link in links.items()}
+    return HTMLResponse(template.render(page=page, base=base, take=take), status)

@@ -31,6 +31,11 @@ def metric_names(infos: Iterable[CheckpointInfo], policies: Sequence[Policy]) ->
     return list(dict.fromkeys([*named, *(name for name, _ in found.most_common(COLUMNS))]))[:COLUMNS]
 
 
+def first_metric(names: Sequence[str]) -> str | None:
+    """Returns the metric that stands for a run: its loss, or the first that has a column."""
+    return "loss" if "loss" in names else next(iter(names), None)
+
+
 def best_marks(
     infos: Sequence[CheckpointInfo], names: Sequence[str], policies: Sequence[Policy]
 ) -> dict[str, dict[str, str]]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import get_args
 
 from ..pages.checkpoints import Status, status_of
 from ..store.library import Library, Run
+from .resume import save_pace
+from .summary import summarize_run
 from .usage import disk_of, sum_nbytes
 
 _STATUSES = get_args(Status)
@@ -20,6 +23,9 @@ _HELP = {
     "newest_timestamp_seconds": "Unix time at which the newest complete checkpoint was begun.",
     "newest_bytes": "Bytes of the newest complete checkpoint.",
     "newest_save_seconds": "Seconds that the newest complete save took.",
+    "newest_good_step": "Step of the newest checkpoint that is complete and not known to be damaged.",
+    "newest_good_age_seconds": "Seconds since that checkpoint was begun.",
+    "save_interval_seconds": "Usual seconds from one save to the next: the median of the newest.",
     "saves_under_way": "Saves in progress.",
     "saves_stalled": "Saves that hang, or were killed where that cannot be seen.",
     "save_written_bytes": "Bytes that saves in progress have written.",
@@ -47,17 +53,23 @@ def metrics_text(library: Library) -> str:
 
 
 def _run_metrics(library: Library, run: Run) -> Iterator[tuple[str, dict[str, str], float]]:
-    infos = [info for _, info in library.checkpoints(run, wait=1.0)]
+    listed = library.checkpoints(run, wait=1.0)
+    infos = [info for _, info in listed]
     statuses = [status_of(info) for info in infos]
     for status in _STATUSES:
         yield "checkpoints", {"status": status}, statuses.count(status)
     yield "checkpoint_bytes", {}, sum_nbytes(infos)
     newest = next((info for info in infos if info.status == "complete"), None)
+    resume = summarize_run(listed, library.policies).resume
+    pace = save_pace(resume, time.time_ns())
     for name, value in (
         ("newest_step", newest.step if newest else None),
         ("newest_timestamp_seconds", newest.created_ns / 1e9 if newest and newest.created_ns else None),
         ("newest_bytes", newest.nbytes if newest else None),
         ("newest_save_seconds", newest.seconds if newest else None),
+        ("newest_good_step", resume.newest[1].step if resume.newest else None),
+        ("newest_good_age_seconds", pace.age),
+        ("save_interval_seconds", pace.interval),
         ("disk_free_bytes", disk_of(run)[0]),
     ):
         if value is not None:

@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import base64
-from collections import Counter
+import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
-from treeckpt.core.analysis.retention_policy import Policy, kept
-from treeckpt.core.format.file_names import step_name, step_of
 from treeckpt.core.text import visible
 from treeckpt.runs.checkpoint_info import CheckpointInfo
-from treeckpt.runs.policy_text import keep_text, parse_keep
-from treeckpt.runs.run import step_info
+from treeckpt.runs.policy_text import keep_text
 
-from ..pages.checkpoints import PAGE, CheckpointRow, Status, checkpoint_row, next_start, status_of
+from ..pages.checkpoints import PAGE, CheckpointRow, Status, checkpoint_row, next_start, shorten, status_of
 from ..store.library import Library, Run
 from ..store.watch import ScanProgress
-from .metric_columns import best_marks, condition_of, metric_names, metric_value
+from .metric_columns import condition_of, metric_value
+from .resume import Listed, ResumePanel, SavePace, resume_panel, save_pace
+from .summary import ByIdentity, RunSummary, policies_of, summarize_run
 
 SORTS = r"newest|oldest|-?(bytes|time|step|status)|-?metric:.{1,500}"
 """Orders of a list: by age, or by a column; with a minus, the largest first."""
 StatusFilter = Literal["", Status]
-FIRST = 20
-"""Checkpoints of each run on the page of several runs."""
-
-T = TypeVar("T")
-Listed = Sequence[tuple[str, CheckpointInfo]]
-"""Checkpoints with their ids."""
+FIRST = 5
+"""Checkpoints of each run in the answer about several runs."""
 
 
 class RunPart(msgspec.Struct, frozen=True):
@@ -44,6 +39,17 @@ class RunPart(msgspec.Struct, frozen=True):
     complete: int
     nbytes: int
     newest_step: int | None
+    state: Status | None
+    """Of a save in progress, of a stalled one, else of the newest directory; None if there is none."""
+    good: CheckpointRow | None
+    """The newest checkpoint that is complete, not damaged as far as known, and on no abandoned branch."""
+    pace: SavePace
+    metric: str | None
+    """The metric that stands for the run: its loss, or the first of `metrics`."""
+    value: float | None
+    """The newest value of that metric."""
+    durations: list[float]
+    """Seconds that the newest DURATIONS complete saves took, oldest first."""
     saving: int
     """Saves in progress."""
     stalled: int
@@ -71,8 +77,12 @@ class RunPart(msgspec.Struct, frozen=True):
 
 
 class RunsPage(msgspec.Struct, frozen=True):
-    """Every run that the dashboard was given."""
+    """The runs that the dashboard was given."""
 
+    q: str
+    """Words that the name, the path or the state of a run must contain."""
+    total: int
+    """How many runs there are, whatever they are called."""
     runs: list[RunPart]
 
 
@@ -80,6 +90,7 @@ class RunPage(msgspec.Struct, frozen=True):
     """One run."""
 
     run: RunPart
+    resume: ResumePanel
 
 
 class ListQuery(msgspec.Struct, frozen=True):
@@ -108,114 +119,33 @@ _KEYS: dict[str, Callable[[CheckpointInfo], Any]] = {
 }
 
 
-def policies_of(library: Library, keep: str | None) -> tuple[Policy, ...]:
-    """Returns the policies of a request, or those that the dashboard was given.
-
-    Raises:
-        KeepError: `keep` is not valid.
-    """
-    return library.policies if keep is None else parse_keep(keep)
-
-
-def reasons_of(infos: Sequence[CheckpointInfo], policies: Sequence[Policy]) -> dict[str, tuple[str, ...]]:
-    """Returns why complete checkpoints are kept, by name, without those that nothing keeps."""
-    by_step = {step: info for info in infos if (step := _retention_step(info)) is not None}
-    found = kept((step_info(info) for info in by_step.values()), policies)
-    return {by_step[step].name: reasons for step, reasons in found.items()}
-
-
-def _retention_step(info: CheckpointInfo) -> int | None:
-    """Returns the step of a checkpoint that retention decides about, None for any other directory."""
-    step = step_of(info.name)
-    return step if info.status == "complete" and step is not None and step_name(step) == info.name else None
-
-
-class _RunSummary(msgspec.Struct, frozen=True):
-    """What one pass over the checkpoints of a run computes."""
-
-    complete: int
-    nbytes: int
-    newest: int | None
-    saving: int
-    stalled: int
-    statuses: dict[str, int]
-    reasons: dict[str, tuple[str, ...]]
-    gone: dict[str, int]
-    """Bytes of the checkpoints that no policy keeps, by name."""
-    metrics: list[str]
-    """The metrics that have columns."""
-    best: dict[str, dict[str, str]]
-    """By the name of a checkpoint and of a metric: see `best_marks`."""
-    branches: dict[str, tuple[int | None, bool]]
-    """By the name of a checkpoint: the step of the one that it follows, and whether a branch begins between them."""
-
-
-class _ByIdentity(Generic[T]):
-    """A list that is hashed by identity: results in an `lru_cache` are valid until another list replaces it."""
-
-    def __init__(self, rows: Sequence[T]) -> None:
-        self.rows = rows
-
-    def __hash__(self) -> int:
-        return id(self.rows)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByIdentity) and other.rows is self.rows
-
-
-@lru_cache(64)
-def _summarize(items: _ByIdentity[CheckpointInfo], policies: tuple[Policy, ...]) -> _RunSummary:
-    infos = items.rows
-    statuses = Counter[str](map(status_of, infos))
-    saves = Counter(save.state for info in infos for save in info.saving)
-    reasons = reasons_of(infos, policies)
-    decided = (info for info in infos if policies and _retention_step(info) is not None)
-    metrics = metric_names(infos, policies)
-    gone = {info.name: info.nbytes or 0 for info in decided if info.name not in reasons}
-    return _RunSummary(
-        complete=sum(info.status == "complete" for info in infos),
-        nbytes=sum(info.nbytes or 0 for info in infos if info.status != "foreign"),
-        newest=next((info.step for info in infos if info.status == "complete"), None),
-        saving=saves["in_progress"],
-        stalled=saves["stalled"],
-        statuses=dict(sorted(statuses.items())),
-        reasons=reasons,
-        gone=gone,
-        metrics=metrics,
-        best=best_marks(infos, metrics, policies),
-        branches=_branches(infos),
-    )
-
-
-def _branches(infos: Sequence[CheckpointInfo]) -> dict[str, tuple[int | None, bool]]:
-    """Returns the step that each checkpoint follows, and whether another one was saved between them."""
-    steps = {info.save_id: info.step for info in infos if info.save_id is not None and info.sequence is not None}
-    found: dict[str, tuple[int | None, bool]] = {}
-    before: str | None = None
-    for info in sorted((i for i in infos if i.lineage is not None), key=lambda i: (i.sequence or 0, i.step or 0)):
-        assert info.lineage is not None, "others are filtered out above"
-        follows = info.lineage.follows
-        found[info.name] = steps.get(follows), before is not None and follows != before
-        before = info.save_id
-    return found
-
-
 def run_tag(library: Library, runs: Sequence[Run], *, wait: float = 0.0) -> str:
     """Returns a text that changes whenever the pages of these runs do."""
     parts: list[str] = []
     library.start_scans(runs)
     for run in runs:
-        library.checkpoints(run, wait=wait)
+        found = library.checkpoints(run, wait=wait)
         watch = library.watches[run.id]
         progress = watch.progress
-        parts.append(f"{watch.version}.{(progress.seen, progress.total) if not progress.complete else ''}")
+        late = save_pace(summarize_run(found, library.policies).resume, time.time_ns()).late
+        parts.append(f"{watch.version}.{(progress.seen, progress.total) if not progress.complete else ''}.{late:d}")
     return "-".join(parts)
 
 
-def runs_page(library: Library) -> RunsPage:
-    """Returns every run with its newest checkpoints."""
-    count = PAGE if len(library.runs) == 1 else FIRST
-    return RunsPage([_run_part(library, run, ListQuery(), count) for run in library.runs])
+def runs_page(library: Library, q: str = "") -> RunsPage:
+    """Returns the runs of whose name, path, state or metric every word of `q` is a part, with their newest checkpoints.
+
+    A run whose newest good checkpoint is late has `late` in its state.
+    """
+    count, words = PAGE if len(library.runs) == 1 else FIRST, q.casefold().split()
+    library.start_scans(library.runs)
+    parts = [_run_part(library, run, ListQuery(), count)[0] for run in library.runs]
+    return RunsPage(q, len(parts), [part for part in parts if all(word in _text_of_run(part) for word in words)])
+
+
+def _text_of_run(part: RunPart) -> str:
+    state = (part.state or "").replace("_", " ")
+    return f"{part.name} {part.path} {state} {'late' * part.pace.late} {part.metric or ''}".casefold()
 
 
 def run_page(library: Library, run_id: str, query: ListQuery | None = None) -> RunPage:
@@ -225,18 +155,22 @@ def run_page(library: Library, run_id: str, query: ListQuery | None = None) -> R
         NotFound: there is no such run.
         KeepError, CursorError: the query is not valid.
     """
-    return RunPage(_run_part(library, library.run(run_id), query or ListQuery(), PAGE))
+    run, query = library.run(run_id), query or ListQuery()
+    part, summary = _run_part(library, run, query, PAGE)
+    return RunPage(part, resume_panel(library, run, summary.resume))
 
 
-def _run_part(library: Library, run: Run, query: ListQuery, count: int) -> RunPart:
+def _run_part(library: Library, run: Run, query: ListQuery, count: int) -> tuple[RunPart, RunSummary]:
     found, watch = library.checkpoints(run), library.watches[run.id]
     policies = policies_of(library, query.keep)
-    summary = _summarize(_ByIdentity(watch.infos), policies)
-    matching = _select(_ByIdentity(found), query.status, query.q, query.sort)
+    summary = summarize_run(found, policies)
+    state: Status | None = "in_progress" if summary.saving else "stalled" if summary.stalled else None
+    good = summary.resume.newest
+    matching = _select(ByIdentity(found), query.status, query.q, query.sort)
     start = _position_after(matching, query) if query.cursor else query.start
     shown = matching[start : start + count]
     following = next_start(start, len(matching), count)
-    return RunPart(
+    part = RunPart(
         id=run.id,
         name=run.name,
         path=visible(run.store.url),
@@ -244,6 +178,12 @@ def _run_part(library: Library, run: Run, query: ListQuery, count: int) -> RunPa
         complete=summary.complete,
         nbytes=summary.nbytes,
         newest_step=summary.newest,
+        state=state or (status_of(found[0][1]) if found else None),
+        good=_row(good[0], run, good[1], summary) if good else None,
+        pace=save_pace(summary.resume, time.time_ns()),
+        metric=shorten(summary.metric) if summary.metric is not None else None,
+        value=summary.value,
+        durations=summary.durations,
         saving=summary.saving,
         stalled=summary.stalled,
         statuses=summary.statuses,
@@ -261,9 +201,10 @@ def _run_part(library: Library, run: Run, query: ListQuery, count: int) -> RunPa
         cursor=_cursor(shown[-1][1]) if following is not None else None,
         checkpoints=[_row(i, run, info, summary) for i, info in shown],
     )
+    return part, summary
 
 
-def _row(checkpoint_id: str, run: Run, info: CheckpointInfo, summary: _RunSummary) -> CheckpointRow:
+def _row(checkpoint_id: str, run: Run, info: CheckpointInfo, summary: RunSummary) -> CheckpointRow:
     row = checkpoint_row(checkpoint_id, run, info)
     step, branches = summary.branches.get(info.name, (None, False))
     return msgspec.structs.replace(
@@ -277,7 +218,7 @@ def _row(checkpoint_id: str, run: Run, info: CheckpointInfo, summary: _RunSummar
 
 
 @lru_cache(64)
-def _select(items: _ByIdentity[tuple[str, CheckpointInfo]], status: StatusFilter, q: str, sort: str) -> Listed:
+def _select(items: ByIdentity[tuple[str, CheckpointInfo]], status: StatusFilter, q: str, sort: str) -> Listed:
     """Returns the checkpoints that pass a filter, sorted. The cache serves the next pages of the same query."""
     words, conditions = _parse_search(q)
     if not words and not conditions and not status:

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import Depends, Query, Request
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import PlainTextResponse, RedirectResponse, Response
 
-from ..pages.answers import PageRouter, Start, library_of
+from ..pages.answers import PageRouter, Start, Words, library_of
 from ..store.library import Run
 from . import live, model, usage
+from .finder import FindPage, find_page
 from .metrics import metrics_text
 from .model import SORTS, ListQuery, RunPage, RunsPage, StatusFilter
 
@@ -26,6 +27,8 @@ SortText = Annotated[
     str,
     Query(pattern=f"^({SORTS})$", description="newest, oldest, bytes, time, step, status or metric:NAME; - reverses"),
 ]
+RunName = Annotated[str, Query(max_length=500, description="words of the name, the path or the state of a run")]
+Place = Annotated[str, Query(max_length=64, description="the id of a run or a checkpoint, whose leaves come first")]
 Keep = Annotated[str | None, Query(max_length=1000, description="policies, as `last:3 every:1000 best:loss:min:2`")]
 
 
@@ -68,14 +71,23 @@ def _check_tag(request: Request, runs: Sequence[Run]) -> None:
     request.state.etag = tag
 
 
-@router.get("/runs", "runs.html", page="/")
-def get_runs(request: Request) -> RunsPage:
-    """Every run with its newest checkpoints."""
-    _check_tag(request, library_of(request).runs)
-    return model.runs_page(library_of(request))
+@router.get("/runs", "runs.html", page="/", result_type=RunsPage)
+def get_runs(request: Request, q: RunName = "") -> RunsPage | Response:
+    """The runs, each with its newest checkpoints. The page of a single run is shown at once."""
+    runs = library_of(request).runs
+    if len(runs) == 1 and not request.scope["path"].startswith("/api/"):
+        return RedirectResponse(f"runs/{runs[0].id}", 307)
+    _check_tag(request, runs)
+    return model.runs_page(library_of(request), q)
 
 
-@router.get("/runs/{run_id}", "run.html")
+@router.get("/find")
+def get_found(request: Request, q: Words = "", at: Place = "") -> FindPage:
+    """Runs, steps and leaves whose names have all words of `q`."""
+    return find_page(library_of(request), q, at)
+
+
+@router.get("/runs/{run_id}", "run.html", table="run.checkpoints")
 def get_run(request: Request, run_id: str, query: RunQuery) -> RunPage:
     """The checkpoints of one run, by default newest first."""
     _check_tag(request, [library_of(request).run(run_id)])
@@ -88,7 +100,7 @@ def get_live(request: Request, start: Start = 0) -> live.LivePage:
     return live.live_page(library_of(request), request.app.state.save_rates, start, now_ns=time.time_ns())
 
 
-@router.get("/usage", "usage.html")
+@router.get("/usage", "usage.html", table="runs")
 def get_usage(request: Request, keep: Keep = None, start: Start = 0) -> usage.UsagePage:
     """Bytes by run and by policy, and what a clean-up would free. Nothing is deleted."""
     return usage.usage_page(library_of(request), keep, start)

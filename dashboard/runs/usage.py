@@ -17,7 +17,7 @@ from treeckpt.runs.run import CleanReport, RunDirectory
 
 from ..pages.checkpoints import PAGE, next_start, status_of
 from ..store.library import Library, Run
-from .model import policies_of, reasons_of
+from .summary import policies_of, reasons_of
 
 DAY_NS = 86_400 * 10**9
 

@@ -11,7 +11,7 @@ function parts(name) {
   return (text.match(/[\d.]+/g) ?? ["0", "0", "0"]).slice(0, 3).map(Number);
 }
 
-/** 256 colours from quiet to loud, as the bytes of pixels; the last entry is for no value. @returns {Uint32Array} */
+/** 256 colours from short to long, as the bytes of pixels; the last entry is for no value. @returns {Uint32Array} */
 export function ramp() {
   const stops = ["--soft", "--c1", "--c5", "--gap"].map(parts);
   const at = [0, 0.45, 0.8, 1];

@@ -17,7 +17,9 @@ const EDGE = { left: 54, top: 22, right: 10, bottom: 6 };
  * } | null}
  */
 let map = null;
-let by = recalled("by") === "file" ? "file" : "rank";
+/** Another program's files say nothing of ranks. */
+const foreign = holder.hasAttribute("data-foreign");
+let by = foreign || recalled("by") === "file" ? "file" : "rank";
 let chosen = -1;
 /** The region that was asked for: an offset, then a size per dimension. @type {number[]} */
 const asked = JSON.parse(holder.dataset.found ?? "[]");
@@ -182,15 +184,16 @@ function select(item) {
   const held = box[8] > 1 ? `, held by ${box[8]} ranks` : "";
   const [rank, file, start, stop] = box.slice(4);
   const bytes = `bytes ${numberText(start)} to ${numberText(stop)} (${bytesText(stop - start)})`;
-  readout.textContent = `[${ranges.join(", ")}] written by rank ${rank}${held} · file ${file}, ${bytes}`;
+  const where = `[${ranges.join(", ")}]${foreign ? "" : ` written by rank ${rank}${held}`}`;
+  readout.textContent = `${where} · file ${file}, ${bytes}`;
 }
 
 function summary() {
   if (!map) return "";
   const count = `${numberText(map.boxes.length)} ${map.boxes.length === 1 ? "region" : "regions"}`;
   const names = [
-    map.y !== null ? `${map.dims[map.y]} down` : "",
-    map.x !== null ? `${map.dims[map.x]} across` : "",
+    map.y !== null ? `vertical: ${map.dims[map.y]}` : "",
+    map.x !== null ? `horizontal: ${map.dims[map.x]}` : "",
   ].filter(Boolean);
   const troubles = [
     map.missing ? `${numberText(map.missing)} elements are in no chunk` : "",

@@ -12,7 +12,7 @@ export const axisStyle = () => ({
 
 /**
  * Keeps a chart as wide as its holder, and in the colours of the scheme that is shown. The label of the holder stands
- * for the chart.
+ * for the chart. Returns what ends that.
  * @param {uPlot} plot @param {HTMLElement} holder
  */
 export function keepFitted(plot, holder) {
@@ -21,8 +21,14 @@ export function keepFitted(plot, holder) {
     const width = holder.clientWidth;
     if (width && width !== plot.width) plot.setSize({ width, height: plot.height });
   };
-  new ResizeObserver(fit).observe(holder);
-  document.addEventListener("theme", () => plot.redraw(true, true));
+  const observer = new ResizeObserver(fit);
+  observer.observe(holder);
+  const redraw = () => plot.redraw(true, true);
+  document.addEventListener("theme", redraw);
+  return () => {
+    observer.disconnect();
+    document.removeEventListener("theme", redraw);
+  };
 }
 
 /**

@@ -6,7 +6,8 @@
  * that are marked `data-live`; these come from the server's page, parsed as a document: no text becomes HTML here.
  */
 
-import { find, reason } from "./dom.js";
+import "./ago.js";
+import { find, reason, remember } from "./dom.js";
 
 const PAUSE = 2000;
 const LOADING_PAUSE = 500;
@@ -14,16 +15,16 @@ const STALLED_PAUSE = 60_000;
 const STALLED_POLLS = 10;
 const button = /** @type {HTMLButtonElement} */ (find("#follow"));
 const news = find("#news");
+/** Milliseconds without a key after which the list is filtered. */
+const TYPING_PAUSE = 120;
 let tag = "";
+let shown = location.href;
 let timer = 0;
 let failed = false;
 let stalledPolls = 0;
 
-const address = new URL(location.href);
-let following =
-  address.searchParams.get("follow") !== "0" &&
-  !address.searchParams.has("start") &&
-  !address.searchParams.has("cursor");
+const query = new URLSearchParams(location.search);
+let following = query.get("follow") !== "0" && !query.has("start") && !query.has("cursor");
 button.hidden = false;
 
 const loading = () => document.querySelector(".scanning progress") !== null;
@@ -36,8 +37,7 @@ function showButton() {
 
 button.addEventListener("click", () => {
   following = !following;
-  following ? address.searchParams.delete("follow") : address.searchParams.set("follow", "0");
-  history.replaceState(null, "", address);
+  remember({ follow: following ? null : "0" });
   showButton();
   plan(0);
 });
@@ -51,9 +51,9 @@ const rows = (root) =>
     ]),
   );
 
-/** @param {Document} page */
-function take(page) {
-  const before = loading() ? new Map() : rows(document);
+/** @param {Document} page @param {boolean} other whether the page is another one than the one that is shown */
+function take(page, other) {
+  const before = loading() || other ? new Map() : rows(document);
   const focused = document.activeElement?.getAttribute("href");
   for (const old of document.querySelectorAll("[data-live]")) {
     const now = page.getElementById(old.id);
@@ -78,16 +78,29 @@ function take(page) {
 
 async function ask() {
   const headers = { accept: "text/html", ...(tag ? { "If-None-Match": tag } : {}) };
-  const response = await fetch(location.href, { headers, cache: "no-store" });
+  const asked = location.href;
+  const response = await fetch(asked, { headers, cache: "no-store" });
   if (failed) {
     failed = false;
     news.textContent = "";
   }
   if (response.status === 304) return;
   if (!response.ok) throw new Error(`the server answered ${response.status}`);
+  const text = await response.text();
+  if (asked !== location.href) return; // the filter has changed meanwhile
   tag = response.headers.get("ETag") ?? "";
-  take(new DOMParser().parseFromString(await response.text(), "text/html"));
+  take(new DOMParser().parseFromString(text, "text/html"), shown !== asked);
+  shown = asked;
 }
+
+/** Requests the page, tells what went wrong, and plans the next request. */
+const refresh = () =>
+  ask()
+    .catch((error) => {
+      failed = true;
+      news.textContent = `No news: ${reason(error)}`;
+    })
+    .finally(() => plan());
 
 /** @param {number} [pause] */
 function plan(pause = loading() ? LOADING_PAUSE : stalled() ? STALLED_PAUSE : PAUSE) {
@@ -100,16 +113,19 @@ function plan(pause = loading() ? LOADING_PAUSE : stalled() ? STALLED_PAUSE : PA
     showButton();
   }
   if (document.hidden || !(following || busy())) return;
-  timer = window.setTimeout(
-    () =>
-      ask()
-        .catch((error) => {
-          failed = true;
-          news.textContent = `No news: ${reason(error)}`;
-        })
-        .finally(() => plan()),
-    pause,
-  );
+  timer = window.setTimeout(refresh, pause);
+}
+
+const filter = document.querySelector("input[data-filter]");
+if (filter instanceof HTMLInputElement) {
+  let typing = 0;
+  filter.addEventListener("input", () => {
+    clearTimeout(typing);
+    typing = window.setTimeout(() => {
+      remember({ q: filter.value.trim() });
+      refresh();
+    }, TYPING_PAUSE);
+  });
 }
 
 document.addEventListener("visibilitychange", () => plan(0));

@@ -325,6 +325,13 @@ holder.addEventListener("scroll", () => requestAnimationFrame(render));
 new ResizeObserver(render).observe(holder);
 copiers(picked, checkpoint, () => current?.row()?.path ?? "");
 
+addEventListener("pagehide", () => {
+  try {
+    sessionStorage.setItem(`tree ${checkpoint}`, location.search); // the tab of a leaf's page leads back to this view
+  } catch {
+    /* storage may be forbidden */
+  }
+});
 larger.value = [...larger.options].some((option) => option.value === recalled("larger"))
   ? (recalled("larger") ?? "")
   : "";

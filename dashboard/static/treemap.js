@@ -3,6 +3,7 @@
 import { api, base, buttonGroup, bytesText, find, make, numberText } from "./dom.js";
 import { reason, recalled, remember, tableOf, visible } from "./dom.js";
 import { colour, fillOf, follow, ink, selectable } from "./canvas.js";
+import { noter } from "./tip.js";
 import { hierarchy, treemap } from "./vendor/d3-hierarchy-3.1.3.min.js";
 
 /**
@@ -23,6 +24,7 @@ const readout = find("#treemap-text");
 const trail = find("#treemap-trail");
 const checkpoint = holder.dataset.checkpoint ?? "";
 const TITLE = 17;
+const LISTED = 500; // areas in the table
 
 /** @type {Page | null} */
 let page = null;
@@ -172,6 +174,16 @@ function summary() {
     : "No arrays here.";
 }
 
+const note = noter(/** @type {HTMLElement} */ (canvas.parentElement), readout);
+/** Where the pointer is on the picture; null while the keys choose. @type {{ x: number, y: number } | null} */
+let pointer = null;
+canvas.addEventListener("pointermove", ({ offsetX, offsetY }) => {
+  pointer = { x: offsetX, y: offsetY };
+});
+canvas.addEventListener("keydown", () => {
+  pointer = null;
+});
+
 selectable(canvas, {
   count: () => areas.leaves.length,
   at: (x, y) => areas.leaves.findIndex((a) => x >= a.x0 && x < a.x1 && y >= a.y0 && y < a.y1),
@@ -180,12 +192,12 @@ selectable(canvas, {
     redraw();
     const area = areas.leaves[item];
     if (!area || !page) {
-      readout.textContent = summary();
+      note(summary());
       return;
     }
     const nbytes = page.nbytes[area.box];
     const percent = ((100 * nbytes) / page.total).toPrecision(3);
-    readout.textContent = `${visible(pathOf(area.box))} · ${bytesText(nbytes)}, ${percent} %`;
+    note(`${pathOf(area.box)} · ${bytesText(nbytes)}, ${percent} %`, pointer);
   },
 });
 
@@ -243,7 +255,7 @@ function hrefOf({ by, node, leaves, nodes }, box) {
 function showTable(page) {
   const { parents, nbytes, total } = page;
   const first = parents.flatMap((parent, box) => (parent === 0 ? [box] : []));
-  const boxes = [...first, ...areas.leaves.map((a) => a.box).filter((box) => parents[box] !== 0)].slice(0, 100);
+  const boxes = [...first, ...areas.leaves.map((a) => a.box).filter((box) => parents[box] !== 0)].slice(0, LISTED);
   const head = [make("th", {}, "Where"), make("th", { class: "n" }, "Bytes"), make("th", { class: "n" }, "Share")];
   const rows = boxes.map((box) => {
     const href = hrefOf(page, box);

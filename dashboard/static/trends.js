@@ -1,174 +1,206 @@
 // @ts-check
-/** Lines over the steps of a run: time, rate, bytes. A step leads to the timing of its save. */
-import { api, base, bytesText, find, numberText, reason, secondsText } from "./dom.js";
-import { colour, legend } from "./canvas.js";
-import { axisStyle, keepFitted } from "./plots.js";
+/** The page of trends: phases, ranks and figures over the steps of a run. A step leads to the timing of its save. */
+import { api, base, buttonGroup, bytesText, find, numberText, reason, recalled, remember, secondsText } from "./dom.js";
+import { binText, rankHeat } from "./rank_heat.js";
+import { nameLines, stepChart } from "./step_chart.js";
 
 /**
  * @typedef {{
  *   ids: string[], step: number[], seconds: (number | null)[], blocked: (number | null)[], nbytes: number[],
  *   rate: (number | null)[], dedupe: (number | null)[], metrics: Record<string, (number | null)[]>,
+ *   scan: { complete: boolean },
  * }} Trends
+ * @typedef {{
+ *   saves: number, ids: string[], step: number[], longest: number[], first: number[], last: number[],
+ *   counts: number[], seconds: number[], phases: string[], stack: number[][], block: number, world: number,
+ *   unit: number, work: number[][], times: number[][],
+ * }} Bins
+ * @typedef {import("./step_chart.js").Line} Line
+ * @typedef {import("./step_chart.js").Shown} Shown
  */
+
+/** Milliseconds after which a page of a run that is still being read is loaded again. */
+const AGAIN = 2000;
+/** The colours of phases, the longest first; the last is for all others. */
+const PHASES = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7"];
+
+const run = find("#trends").dataset.run;
 const readout = find("#trends-text");
 const percent = (/** @type {number} */ n) => `${Math.round(n * 100)} %`;
 const rate = (/** @type {number} */ n) => `${bytesText(n)}/s`;
-
 const figure = (/** @type {number} */ n) => String(Number(n.toPrecision(5)));
+const numberOf = (/** @type {string} */ name) => (recalled(name) === null ? null : Number(recalled(name)));
 
-/**
- * What a chart shows: lines of a label, the name of the values and a colour; `max` is the end of the axis, which begins
- * at zero unless `free`.
- * @typedef {{
- *   lines: [string, string, string][], text: (n: number) => string, max?: number, free?: boolean,
- * }} Shown
- * @type {Record<string, Shown>}
- */
-const CHARTS = {
-  time: {
-    lines: [
-      ["took", "seconds", "--c0"],
-      ["blocked", "blocked", "--c5"],
-    ],
-    text: secondsText,
-  },
-  rate: { lines: [["rate", "rate", "--c2"]], text: rate },
-  nbytes: { lines: [["bytes", "nbytes", "--c4"]], text: bytesText },
-  dedupe: { lines: [["written of held", "dedupe", "--c3"]], text: percent, max: 1 },
+/** The steps that are shown, null for all, and how their values are drawn. */
+const view = { low: numberOf("low"), high: numberOf("high"), log: recalled("axis") === "log" };
+
+const open = (/** @type {string} */ id) => {
+  location.href = `${base}checkpoints/${id}/timing`;
 };
 
-/** @param {string} name @returns {Shown} */
-const shownMetric = (name) => ({ lines: [[name, name, "--c1"]], text: figure, free: true });
-
-/** The ends of an axis with some room around its values. @param {number | null} low @param {number | null} top */
-function around(low, top) {
-  const room = ((top ?? 1) - (low ?? 0)) * 0.1 || Math.abs(top ?? 0) * 0.1 || 1;
-  return /** @type {[number, number]} */ ([(low ?? 0) - room, (top ?? 1) + room]);
+/** The lines of a chart, and what its values are. @param {Trends} data @param {HTMLElement} holder */
+function contents(data, { dataset }) {
+  /** @param {string} label @param {(number | null)[]} values @param {string} colour @param {boolean} [dash] */
+  const line = (label, values, colour, dash) => ({ label, values, colour, dash });
+  if (dataset.metric !== undefined) {
+    const name = JSON.parse(dataset.metric);
+    return { lines: [line(name, data.metrics[name], "--c1")], text: figure, free: true };
+  }
+  switch (dataset.chart) {
+    case "rate":
+      return { lines: [line("rate", data.rate, "--c2")], text: rate };
+    case "nbytes":
+      return { lines: [line("bytes", data.nbytes, "--c4")], text: bytesText };
+    case "dedupe":
+      return { lines: [line("dedup ratio", data.dedupe, "--c3")], text: percent, max: 1 };
+    default:
+      return {
+        lines: [line("duration", data.seconds, "--c0"), line("training blocked", data.blocked, "--c5", true)],
+        text: secondsText,
+      };
+  }
 }
 
-/** The values of a line. @param {Trends} data @param {string} key @param {Shown} shown */
-const valuesOf = (data, key, shown) =>
-  shown.free ? data.metrics[key] : /** @type {Record<string, any>} */ (data)[key];
-
-/** @param {Trends} data @param {number} at */
-function textOf(data, at) {
-  const all = [...Object.values(CHARTS), ...Object.keys(data.metrics).map(shownMetric)];
-  const parts = all.flatMap((shown) =>
-    shown.lines.map(([name, key]) => {
-      const n = /** @type {number | null} */ (valuesOf(data, key, shown)[at]);
-      return n === null ? null : `${name} ${shown.text(n)}`;
+/**
+ * All figures of a save, as a person reads them.
+ * @param {Trends} data @param {{ lines: Line[], text: (n: number) => string }[]} charts @param {number} at
+ */
+function textOf(data, charts, at) {
+  const parts = charts.flatMap(({ lines, text }) =>
+    lines.map(({ label, values }) => {
+      const n = values[at];
+      return n === null ? null : `${label} ${text(n)}`;
     }),
   );
   return `step ${numberText(data.step[at])} · ${parts.filter((part) => part !== null).join(" · ")}`;
 }
 
-/** @param {HTMLElement} holder @param {Trends} data */
-function chart(holder, data) {
-  const { metric } = holder.dataset;
-  const shown = metric === undefined ? CHARTS[holder.dataset.chart ?? "time"] : shownMetric(JSON.parse(metric));
-  const { lines, text, max } = shown;
-  const axis = axisStyle();
-  const open = (/** @type {number | null | undefined} */ at) => {
-    if (at !== null && at !== undefined) location.href = `${base}checkpoints/${data.ids[at]}/timing`;
-  };
-  const plot = new uPlot(
-    {
-      width: holder.clientWidth,
-      height: 210,
-      scales: {
-        x: { time: false },
-        y: {
-          range: (_, low, top) => (shown.free ? around(low, top) : [0, max ?? (top ? top * 1.08 : 1)]),
-        },
+/** Draws the charts of all saves. Returns what draws them again. @param {Trends} data */
+function drawLines(data) {
+  const holders = /** @type {HTMLElement[]} */ ([...document.querySelectorAll(".chart:not(#phases-chart)")]);
+  const charts = holders.map((holder) => contents(data, holder));
+  const draws = holders.map((holder) =>
+    stepChart(holder, 210, {
+      open: (at) => open(data.ids[at]),
+      tell: (at) => {
+        readout.textContent = at === null ? "\u00a0" : textOf(data, charts, at);
       },
-      legend: { show: false },
-      cursor: {
-        y: false,
-        points: { size: 9 },
-        drag: { x: true, y: false },
-        sync: { key: "steps", setSeries: false },
-      },
-      axes: [
-        {
-          ...axis,
-          values: (_, steps) => steps.map((n) => (Number.isInteger(n) ? numberText(n) : "")),
-        },
-        {
-          ...axis,
-          size: 74,
-          values: (_, ticks) => ticks.map((n) => text(n)),
-        },
-      ],
-      series: [
-        { label: "step" },
-        ...lines.map(([label, , stroke], n) => ({
-          label,
-          stroke: () => colour(stroke),
-          width: 2,
-          dash: n ? [7, 5] : [],
-          points: { show: data.step.length < 60, size: 6, fill: () => colour(stroke) },
-        })),
-      ],
-      hooks: {
-        setCursor: [
-          (u) => {
-            const at = u.cursor.idx;
-            readout.textContent = at === null || at === undefined ? "\u00a0" : textOf(data, at);
-          },
-        ],
-      },
-    },
-    [data.step, ...lines.map(([, key]) => /** @type {(number | null)[]} */ (valuesOf(data, key, shown)))],
-    holder,
+      zoom,
+    }),
   );
-
-  const list = holder.parentElement?.querySelector("ul");
-  if (list) {
-    legend(
-      list,
-      lines.map(([label, , stroke]) => ({
-        text: label,
-        draw: (/** @type {CanvasRenderingContext2D} */ g) => {
-          g.fillStyle = colour(stroke);
-          g.fillRect(0, 5, 13, 3);
-        },
-      })),
-    );
-  }
-  let from = 0;
-  plot.over.addEventListener("pointerdown", (/** @type {PointerEvent} */ event) => {
-    from = event.clientX;
-  });
-  plot.over.addEventListener("click", (/** @type {PointerEvent} */ event) => {
-    if (Math.abs(event.clientX - from) < 4) open(plot.cursor.idx);
-  });
-  holder.addEventListener("keydown", (event) => {
-    const last = data.step.length - 1;
-    const at = plot.cursor.idx;
-    /** @type {Record<string, number>} */
-    const steps = {
-      ArrowRight: Math.min(last, (at ?? -1) + 1),
-      ArrowLeft: Math.max(0, (at ?? last + 1) - 1),
-      Home: 0,
-      End: last,
-    };
-    if (event.key === "Enter") {
-      open(at);
-      return;
-    }
-    if (!(event.key in steps)) return;
-    event.preventDefault();
-    plot.setCursor({ left: plot.valToPos(data.step[steps[event.key]], "x"), top: 20 });
-  });
-  keepFitted(plot, holder);
+  const list = holders[0].parentElement?.querySelector("ul");
+  if (list) nameLines(list, charts[0].lines);
+  return () => draws.forEach((draw, n) => draw({ steps: data.step, ...charts[n], ...view }));
 }
+
+/** The sums of each phase and those below it, the largest first. @param {Bins} bins @returns {Line[]} */
+function sums({ phases, stack }) {
+  /** @type {number[]} */
+  let below = [];
+  const lines = phases.map((label, n) => {
+    below = stack[n].map((seconds, at) => seconds + (below[at] ?? 0));
+    return { label, colour: PHASES[n], values: below };
+  });
+  return lines.reverse();
+}
+
+/** Draws the phases of saves in bins. @returns {(bins: Bins) => void} */
+function phaseChart() {
+  const text = find("#phases-text");
+  /** @type {Bins | null} */
+  let bins = null;
+  const draw = stepChart(find("#phases-chart"), 260, {
+    open: (at) => bins && open(bins.ids[at]),
+    tell: (at) => {
+      text.textContent = at === null || !bins ? "\u00a0" : phasesText(bins, at);
+    },
+    zoom,
+  });
+  return (shown) => {
+    bins = shown;
+    const apart = bins.phases.map((label, n) => ({ label, colour: PHASES[n], values: shown.stack[n] }));
+    const lines = view.log ? apart : sums(bins);
+    draw({ steps: bins.step, lines, text: secondsText, stacked: !view.log, ...view });
+    nameLines(find("#phases-legend"), apart);
+  };
+}
+
+/** @param {Bins} bins @param {number} at */
+function phasesText(bins, at) {
+  const most = `, at most ${secondsText(bins.longest[at])} in step ${numberText(bins.step[at])}`;
+  const whole = secondsText(bins.seconds[at]) + (bins.counts[at] > 1 ? ` on average${most}` : "");
+  const parts = bins.phases.map((name, n) => ({ name, seconds: bins.stack[n][at] })).filter((part) => part.seconds);
+  parts.sort((a, b) => b.seconds - a.seconds);
+  return [`${binText(bins, at)}: ${whole}`, ...parts.map((p) => `${p.name} ${secondsText(p.seconds)}`)].join(" · ");
+}
+
+/** @type {(() => void) | null} */
+let drawn = null;
+/** @type {Trends | null} */
+let trends = null;
+const showPhases = phaseChart();
+const showRanks = rankHeat();
+
+/** Draws what the view shows. */
+async function redraw() {
+  const bins = /** @type {Bins} */ (await api(`runs/${run}/trends/bins`, { low: view.low, high: view.high }));
+  find("#bins-about").textContent = aboutBins(bins);
+  find("#range-all").toggleAttribute("disabled", view.low === null && view.high === null);
+  showPhases(bins);
+  showRanks(bins);
+  drawn?.();
+}
+
+/** @param {Bins} bins */
+function aboutBins({ saves, counts }) {
+  if (!saves) return "No save in this range has timings.";
+  return `${numberText(saves)} saves${counts[0] > 1 ? `, ${numberText(counts[0])} in each bin` : ""}`;
+}
+
+let asked = false;
+
+/**
+ * Shows the steps of a range; charts that follow each other's cursor all ask for it.
+ * @param {number | null} low @param {number | null} high
+ */
+function zoom(low, high) {
+  if (asked) return;
+  asked = true;
+  [view.low, view.high] = [low === null ? null : Math.floor(low), high === null ? null : Math.ceil(high)];
+  remember({ low: view.low, high: view.high });
+  requestAnimationFrame(() => {
+    asked = false;
+    redraw().catch(fail);
+  });
+}
+
+/** @param {unknown} error */
+function fail(error) {
+  readout.textContent = `The charts cannot be drawn: ${reason(error)}`;
+}
+
+for (const button of document.querySelectorAll("button[data-last]"))
+  button.addEventListener("click", () => {
+    const steps = trends?.step ?? [];
+    const count = Number(button.getAttribute("data-last"));
+    if (steps.length > count) zoom(steps[steps.length - count], steps[steps.length - 1]);
+    else zoom(null, null);
+  });
+find("#range-all").addEventListener("click", () => zoom(null, null));
+buttonGroup("data-axis", (value) => {
+  view.log = value === "log";
+  remember({ axis: view.log ? value : null });
+  redraw().catch(fail);
+})(view.log ? "log" : "linear");
 
 async function start() {
-  const data = /** @type {Trends} */ (await api(`runs/${find("#trends").dataset.run}/trends`));
-  for (const holder of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll(".chart")))
-    chart(holder, data);
+  trends = /** @type {Trends} */ (await api(`runs/${run}/trends`));
+  drawn = drawLines(trends);
+  await redraw();
+  if (!trends.scan.complete)
+    setInterval(() => {
+      if (!document.hidden) location.reload();
+    }, AGAIN);
 }
 
-start().catch((error) => {
-  readout.textContent = `The lines cannot be drawn: ${reason(error)}`;
-});
+start().catch(fail);

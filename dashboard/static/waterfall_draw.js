@@ -96,6 +96,22 @@ function drawSpans(g, band, scale, scene) {
 }
 
 /**
+ * Marks a line of the overview: a wedge that is as high however thin the line is, and a strip behind all of it.
+ * @param {CanvasRenderingContext2D} g @param {number} width @param {Band} band
+ */
+function drawStrip(g, width, band) {
+  const [middle, high] = [band.top + band.height / 2, Math.max(4, band.height)];
+  g.fillStyle = colour("--warn-soft");
+  g.fillRect(LEFT, middle - high / 2, width - LEFT - RIGHT, high);
+  g.fillStyle = colour("--bad");
+  g.beginPath();
+  g.moveTo(LEFT - 12, middle - 5);
+  g.lineTo(LEFT - 2, middle);
+  g.lineTo(LEFT - 12, middle + 5);
+  g.fill();
+}
+
+/**
  * Draws the names of ranks beside their bands, and marks the slow ones.
  * @param {CanvasRenderingContext2D} g @param {number} width @param {Scene} scene
  */
@@ -109,10 +125,7 @@ function drawNames(g, width, scene) {
       g.fillStyle = colour("--warn-soft");
       g.fillRect(0, band.top - 4, width, band.height + 6);
     }
-    if (!layout.detail && odd) {
-      g.fillStyle = colour("--warn");
-      g.fillRect(LEFT - 7, band.top - 0.5, 5, Math.max(2, band.height));
-    }
+    if (!layout.detail && odd) drawStrip(g, width, band);
     if (!layout.detail && at === scene.chosen) {
       g.fillStyle = colour("--accent-soft");
       g.fillRect(0, band.top - 2, width, band.height + 4);

@@ -41,7 +41,7 @@ export function textOf({ data, edges, layout, stragglers }, item) {
     const { from, to, rank, row } = layout.bands[item];
     const more = to - from > 1 ? `, the slowest of ${to - from}` : "";
     const straggler = stragglers.has(rank) ? " · straggler" : "";
-    return `rank ${rank}${more} · own work ${secondsText(data.busy[row] * data.unit)}${straggler}`;
+    return `rank ${rank}${more} · active time ${secondsText(data.busy[row] * data.unit)}${straggler}`;
   }
   const band = layout.bands.find(({ row }) => item >= edges[row] && item < edges[row + 1]);
   const took = data.length[item] * data.unit;

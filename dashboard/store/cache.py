@@ -1,8 +1,8 @@
 """The dashboard's cache: files in the user's cache directory, never inside a run.
 
 There are two kinds: one table for each index (`index_table`), whose name is a hash of the index file's URL, size and
-modification time, and one database of the summaries that lists of checkpoints show. Everything may be deleted at any
-time, and is then computed again; so is a damaged file.
+modification time, and one database of what lists of checkpoints and trends show: summaries and reduced timings.
+Everything may be deleted at any time, and is then computed again; so is a damaged file.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from treeckpt.io.storage.run_store import DirectoryEntry
-from treeckpt.runs.catalog import SaveDuration
 from treeckpt.runs.index_summary import Summary
 from treeckpt.runs.stat_cache import LruStatCache
 from treeckpt.runs.verification import VerificationStore, cache_directory
 
 from .index_table import SCHEMA
+from .reduced_timings import ReducedTimings
 
 LIMIT = 8 << 30
 """Bytes of all tables."""
@@ -37,7 +37,7 @@ BATCH = 256
 """Summaries that are written in one transaction."""
 
 T = TypeVar("T")
-_DECODERS: dict[str, Any] = {"summary": msgspec.json.Decoder(Summary), "took": msgspec.json.Decoder(SaveDuration)}
+_DECODERS: dict[str, Any] = {"summary": msgspec.json.Decoder(Summary), "took": msgspec.json.Decoder(ReducedTimings)}
 
 
 def key_of(url: str, entry: DirectoryEntry) -> str:

@@ -32,7 +32,9 @@ from treeckpt.runs.checkpoint_info import CheckpointInfo
 from treeckpt.runs.stat_cache import LruStatCache, StatCache
 
 from .cache import Cache
+from .foreign_trees import ForeignFile, ForeignInfo, ForeignTrees, is_foreign, look_at_foreign
 from .index_reader import IndexReader, StillReading, is_large
+from .reduced_timings import ReducedTimings, read_reduced
 from .watch import DirectoryState, RunWatcher
 
 T = TypeVar("T")
@@ -65,10 +67,10 @@ class _SingleCheckpoint:
         self.url, self._path = str(path), path
 
     def names(self) -> list[str]:
-        return [self._path.name] if self._path.is_dir() else []
+        return [self._path.name] if self._path.exists() else []
 
     def folder(self, name: str) -> LocalFolder:
-        return LocalFolder(self._path)
+        return ForeignFile(self._path) if self._path.is_file() else LocalFolder(self._path)
 
 
 def _unread(folder: Folder) -> UnreadInfo:
@@ -87,7 +89,7 @@ def _run(given: str | Path | RunStore) -> Run:
         name = store.url.rstrip("/").rpartition("/")[2] or store.url
         return Run(_id(store.url), visible(name), Path(store.url), store, store.url)
     path = Path(given).absolute()
-    store = _SingleCheckpoint(path) if catalog.is_checkpoint(path) else open_run(path)
+    store = _SingleCheckpoint(path) if catalog.is_checkpoint(path) or is_foreign(path) else open_run(path)
     return Run(_id(str(path)), visible(path.name or str(path)), path, store, "")
 
 
@@ -130,6 +132,7 @@ class Library:
         self.policies = tuple(policies)
         self._reader = IndexReader(self.cache)
         self._studies = LruStatCache(6)
+        self._foreign = ForeignTrees()
         self.watches: dict[str, RunWatcher] = {}
         for run in self.runs:
             inspect = partial(self.inspect_directory, run)
@@ -137,6 +140,7 @@ class Library:
         self._directories: dict[str, tuple[Run, str]] = {}
         self._verified = -1
         """The version of the cache's verifications that the lists show."""
+        self._reduced: dict[str, dict[str, ReducedTimings]] = {run.id: {} for run in self.runs}
         self._lists: dict[str, tuple[list[CheckpointInfo], list[tuple[str, CheckpointInfo]]]] = {}
 
     def inspect_directory(self, run: Run, folder: Folder) -> DirectoryState:
@@ -153,6 +157,8 @@ class Library:
 
     def _look(self, run: Run, folder: Folder) -> CheckpointInfo:
         info = catalog.read_info_or_corrupt(folder, cache=self.summary_cache(run), follow=not self.is_run(run))
+        if info.status == "foreign" and (not folder.is_link or not self.is_run(run)):
+            return look_at_foreign(folder, info, run.path if self.is_run(run) else None)
         if info.status != "complete" or (found := self.cache.verifications.find(folder, info.save_id)) is None:
             return info
         return msgspec.structs.replace(info, verification=found)
@@ -182,6 +188,8 @@ class Library:
         infos, kept = watch.infos, self._lists.get(run.id)
         if kept is None or kept[0] is not infos:
             kept = self._lists[run.id] = (infos, [(_id(str(run.path), info.name), info) for info in infos])
+            if len(reduced := self._reduced[run.id]) > 2 * len(infos) + 1000:  # most are of checkpoints that are gone
+                reduced.clear()
         return kept[1]
 
     def _take_verifications(self) -> None:
@@ -243,8 +251,10 @@ class Library:
 
         Raises:
             StillReading: its index is being read for the first time.
-            CheckpointError: the index cannot be read.
+            CheckpointError: the index, or the files of another program, cannot be read.
         """
+        if isinstance(info, ForeignInfo):
+            return self._foreign.outline(info)
         run, folder = self._folder_of(info)
         entry = folder.entries().get(INDEX_NAME)
         if entry is None:
@@ -273,7 +283,16 @@ class Library:
 
     def summary_cache(self, run: Run) -> StatCache:
         """Returns the cache with which `catalog` inspects directories of a run."""
-        return _SummaryCache(self.cache, self._reader, run)
+        return _SummaryCache(self.cache, self._reader, run, self._reduced[run.id])
+
+    def reduced_timings(self, run: Run, info: CheckpointInfo) -> ReducedTimings | None:
+        """Returns the reduced timings of a listed checkpoint; None if it has none that can be read."""
+        if info.save_id is None or info.seconds is None:
+            return None
+        found = self._reduced[run.id]
+        if info.save_id not in found:  # it was dropped: the cache still has it
+            self._look(run, run.store.folder(info.name).listed())
+        return found.get(info.save_id)
 
     def close(self) -> None:
         """Ends the processes that read indexes, and writes the cache."""
@@ -282,12 +301,21 @@ class Library:
 
 
 class _SummaryCache:
-    """The cache that `catalog` uses. A large index is never decoded in the server: its summary is in its table."""
+    """The cache that `catalog` uses. A large index is never decoded in the server: its summary is in its table.
 
-    def __init__(self, cache: Cache, reader: IndexReader, run: Run) -> None:
-        self._cache, self._reader, self._run = cache, reader, run
+    Timings are not only read for the duration of the save: they are reduced, and put into `reduced` by save id.
+    """
+
+    def __init__(self, cache: Cache, reader: IndexReader, run: Run, reduced: dict[str, ReducedTimings]) -> None:
+        self._cache, self._reader, self._run, self._reduced = cache, reader, run, reduced
 
     def get_or_read(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
+        if key[1] == "took":
+            url, _, name = key[0].rpartition("/")
+            from_file: Any = partial(read_reduced, self._run.store.folder(PurePath(url).name), name)
+            found: Any = self._cache.get_or_read(key, entry, from_file)
+            self._reduced[name.split(".")[1]] = found
+            return found
         if key[1] != "summary" or not is_large(entry) or not entry.regular:
             return self._cache.get_or_read(key, entry, read)
         from_table: Any = partial(self._read_summary, key[0], entry)

@@ -28,7 +28,7 @@ class WaterfallData(msgspec.Struct, frozen=True):
     counts: list[int]
     """Number of spans of each rank."""
     busy: list[int]
-    """Own work of each rank."""
+    """Active time of each rank."""
     blocked: list[int | None]
     """When the call of each rank returned."""
     phase: list[int]

@@ -5,17 +5,18 @@ The parts are those of the critical path, added up by rank and phase: what had t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from heapq import nlargest
 from statistics import median
 
 import msgspec
-import numpy as np
 
 from treeckpt.core.analysis.critical_path import CriticalSegment
 from treeckpt.core.format.timings import Host
-from treeckpt.core.sharding.int_runs import decode_runs
 from treeckpt.core.text import seconds_text, visible
 from treeckpt.runs.checkpoint_info import CheckpointInfo
+
+from ..store.reduced_timings import host_names
 
 SAVES = 20
 """Saves before this one that it is compared with."""
@@ -49,14 +50,6 @@ class RestRow(msgspec.Struct, frozen=True):
     share: float
 
 
-def _host_names(hosts: Sequence[Host], ranks: Iterable[int]) -> dict[int, str]:
-    """Returns the hosts of these ranks, where they are known."""
-    wanted = np.array(sorted(set(ranks)), np.int64)
-    return {
-        rank: visible(host.name) for host in hosts for rank in np.intersect1d(wanted, decode_runs(host.ranks)).tolist()
-    }
-
-
 def critical_parts(
     path: Sequence[CriticalSegment], hosts: Sequence[Host], total: float
 ) -> tuple[list[PartRow], RestRow | None]:
@@ -65,7 +58,7 @@ def critical_parts(
     Args:
         total: seconds of the whole save.
     """
-    names = _host_names(hosts, (segment.rank for segment in path))
+    names = host_names(hosts, (segment.rank for segment in path))
     found: dict[tuple[int, str], list[int]] = {}
     for segment in path:
         found.setdefault((segment.rank, segment.phase), []).append(segment.stop_ns - segment.start_ns)
@@ -93,15 +86,18 @@ def diagnosis(info: CheckpointInfo, saves: Sequence[CheckpointInfo], seconds: fl
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
+def saves_before(info: CheckpointInfo, saves: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Returns the last SAVES checkpoints of a run, oldest first, that were saved before one and have a duration."""
+    at = info.created_ns or 0
+    found = [other for other in saves if other.seconds and other.created_ns is not None and other.created_ns < at]
+    return nlargest(SAVES, found, key=lambda other: other.created_ns or 0)[::-1]
+
+
 def _beside(info: CheckpointInfo, saves: Sequence[CheckpointInfo], seconds: float) -> str:
     if info.created_ns is None:
         return ""
-    before = sorted(
-        (other.created_ns, other.seconds)
-        for other in saves
-        if other.seconds and other.created_ns is not None and other.created_ns < info.created_ns
-    )[-SAVES:]
-    if len(before) < LEAST or not (usual := median(duration for _, duration in before)):
+    before = [other.seconds for other in saves_before(info, saves) if other.seconds]
+    if len(before) < LEAST or not (usual := median(before)):
         return f"{seconds_text(seconds)}, with too few saves before it to compare with"
     times = seconds / usual
     what = f"the median of the last {len(before)} saves, {seconds_text(usual)}"

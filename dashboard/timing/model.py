@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
+import numpy as np
 
 from treeckpt.core.analysis.critical_path import CriticalSegment
-from treeckpt.core.analysis.profile import WAITING_PHASES, PhaseTime, RankTime, SaveProfile
+from treeckpt.core.analysis.profile import COORDINATOR_PHASES, WAITING_PHASES, PhaseTime, RankTime, SaveProfile
 from treeckpt.core.analysis.stragglers import PhaseMatrix, RankGrouping, Straggler, group_phase_matrix, rank_groupings
 from treeckpt.core.analysis.timing_report import TimingReport
 from treeckpt.core.format.records import Index
@@ -22,12 +24,18 @@ from treeckpt.runs.checkpoint_info import CheckpointInfo
 
 from ..pages.checkpoints import CheckpointRow, checkpoint_row, next_start
 from ..store.library import Library
-from .diagnosis import PartRow, RestRow, critical_parts, diagnosis
+from ..store.reduced_timings import reduce_timings
+from .diagnosis import PartRow, RestRow, critical_parts, diagnosis, saves_before
+from .offenders import repeated
 
 RANKS = 32
 """Ranks listed on one page."""
+GROUPS = 100
+"""Groups of ranks listed on the page."""
 STRAGGLERS = 50
 """Stragglers listed on the page, the worst first."""
+
+Sort = Literal["slow", "rank"]
 
 
 class PhaseRow(msgspec.Struct, frozen=True):
@@ -131,6 +139,8 @@ class TimingPage(msgspec.Struct, frozen=True, kw_only=True):
     """Number of all stragglers, of which the worst are listed."""
     diagnosis: str = ""
     """In a sentence: its duration beside the saves before it, and what took the longest."""
+    trend: str = ""
+    """In a sentence: whether what slowed it was there in the saves before it."""
     parts: list[PartRow] = []
     """The critical path by rank and phase, the longest first."""
     rest: RestRow | None = None
@@ -140,6 +150,8 @@ class TimingPage(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[str] = []
     """How ranks can be grouped: by host, and by the names of mesh dimensions."""
     by: str = "rank"
+    sort: Sort = "slow"
+    """The order of the tables of ranks and groups: the slowest first, or by number."""
     columns: list[str] = []
     """The phases of the heat map."""
     heat: list[HeatRow] = []
@@ -147,11 +159,12 @@ class TimingPage(msgspec.Struct, frozen=True, kw_only=True):
     """Number of rows of the whole heat map."""
 
 
-def timing_page(library: Library, checkpoint_id: str, start: int, by: str) -> TimingPage:
+def timing_page(library: Library, checkpoint_id: str, start: int, by: str, sort: Sort) -> TimingPage:
     """Returns the timing of a save, also of a failed one, with the spans of ranks from position `start` on.
 
     Args:
         by: the rows of the heat map: "rank", or one of the page's groups.
+        sort: the order of ranks and groups in tables.
     """
     run, info = library.checkpoint(checkpoint_id)
     row = checkpoint_row(checkpoint_id, run, info)
@@ -161,9 +174,14 @@ def timing_page(library: Library, checkpoint_id: str, start: int, by: str) -> Ti
         study = library.study(info)
     except TreeckptError as error:
         return TimingPage(checkpoint=row, problem=visible(str(error)))
-    page = _timing_page(row, study, groupings(library, info, study), start, by)
+    page = _timing_page(row, study, groupings(library, info, study), start, by, sort)
     saves = [other for _, other in library.checkpoints(run)]
-    return msgspec.structs.replace(page, diagnosis=diagnosis(info, saves, page.seconds, page.parts))
+    before = [library.reduced_timings(run, other) for other in saves_before(info, saves)]
+    return msgspec.structs.replace(
+        page,
+        diagnosis=diagnosis(info, saves, page.seconds, page.parts),
+        trend=repeated(reduce_timings(study), [one for one in before if one is not None]),
+    )
 
 
 def groupings(library: Library, info: CheckpointInfo, study: TimingReport) -> tuple[RankGrouping, ...]:
@@ -184,12 +202,15 @@ def group_rows(study: TimingReport, groups: Sequence[RankGrouping], by: str) -> 
 
 
 def _timing_page(
-    row: CheckpointRow, study: TimingReport, groups: Sequence[RankGrouping], start: int, by: str
+    row: CheckpointRow, study: TimingReport, groups: Sequence[RankGrouping], start: int, by: str, sort: Sort
 ) -> TimingPage:
     profile = study.profile
-    picked = profile.ranks[start : start + RANKS]
+    positions = list(range(len(profile.ranks)))
+    if sort == "slow":
+        positions.sort(key=lambda at: -profile.ranks[at].busy_ns)
+    picked = positions[start : start + RANKS]
     by, matrix, labels = group_rows(study, groups, by)
-    shown = slice(start, start + RANKS) if by == "rank" else slice(0, 100)
+    shown = picked if by == "rank" else _group_order(matrix, sort)[:GROUPS]
     origin = profile.start_ns
     parts, rest = critical_parts(study.critical, study.timings.hosts, profile.seconds)
     return TimingPage(
@@ -205,8 +226,9 @@ def _timing_page(
         start=start,
         next=next_start(start, len(profile.ranks), RANKS),
         phases=[_phase_row(phase) for phase in profile.phases],
-        ranks=[_rank_row(rank, profile.median_ns, origin) for rank in picked],
-        spans=_span_rows(study, start, start + len(picked)),
+        sort=sort,
+        ranks=[_rank_row(profile.ranks[at], profile.median_ns, origin) for at in picked],
+        spans=_span_rows(study, picked),
         stragglers=[_straggler_row(straggler, profile) for straggler in study.stragglers[:STRAGGLERS]],
         straggling=len(study.stragglers),
         parts=parts,
@@ -252,25 +274,31 @@ def _critical_row(segment: CriticalSegment, origin: int, total: float) -> Critic
     return CriticalRow(segment.rank, segment.phase, start, seconds, seconds / total if total else 0.0)
 
 
-def _heat_rows(matrix: PhaseMatrix, labels: Sequence[str], shown: slice) -> list[HeatRow]:
+def _group_order(matrix: PhaseMatrix, sort: Sort) -> list[int]:
+    """Returns the rows of the heat map in order; the worst is the one whose work in any phase is the longest."""
+    if sort == "rank":
+        return list(range(len(matrix.times)))
+    work = matrix.times[:, [name not in WAITING_PHASES | COORDINATOR_PHASES for name in matrix.phases]]
+    return np.argsort(-work.max(axis=1, initial=-1), kind="stable").tolist()
+
+
+def _heat_rows(matrix: PhaseMatrix, labels: Sequence[str], shown: Sequence[int]) -> list[HeatRow]:
+    times, slowest = matrix.times[shown].tolist(), matrix.slowest[shown].tolist()
     return [
-        HeatRow(label, [None if ns < 0 else ns / 1e9 for ns in times], slowest)
-        for label, times, slowest in zip(
-            labels[shown], matrix.times[shown].tolist(), matrix.slowest[shown].tolist(), strict=True
-        )
+        HeatRow(labels[row], [None if ns < 0 else ns / 1e9 for ns in own], ranks)
+        for row, own, ranks in zip(shown, times, slowest, strict=True)
     ]
 
 
-def _span_rows(study: TimingReport, first: int, last: int) -> list[SpanRow]:
-    """Returns the spans of the ranks at positions `first` to `last` of the profile."""
-    if first >= last:
-        return []
+def _span_rows(study: TimingReport, positions: Sequence[int]) -> list[SpanRow]:
+    """Returns the spans of the ranks at these positions of the profile."""
     spans, origin = study.spans, study.profile.start_ns
-    part = slice(int(study.edges[first]), int(study.edges[last]))
     columns = (spans.name, spans.rank, spans.start, spans.stop, spans.nbytes, spans.depth, study.lanes)
     rows: list[SpanRow] = []
-    for name, rank, start, stop, nbytes, depth, lane in zip(*(c[part].tolist() for c in columns), strict=True):
-        seconds = (stop - start) / 1e9
-        rate = nbytes / seconds if nbytes and seconds > 0 else None
-        rows.append(SpanRow(spans.names[name], rank, (start - origin) / 1e9, seconds, nbytes, rate, depth, lane))
+    for at in positions:
+        part = slice(int(study.edges[at]), int(study.edges[at + 1]))
+        for name, rank, start, stop, nbytes, depth, lane in zip(*(c[part].tolist() for c in columns), strict=True):
+            seconds = (stop - start) / 1e9
+            rate = nbytes / seconds if nbytes and seconds > 0 else None
+            rows.append(SpanRow(spans.names[name], rank, (start - origin) / 1e9, seconds, nbytes, rate, depth, lane))
     return rows

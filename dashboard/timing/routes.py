@@ -13,11 +13,15 @@ from treeckpt.runs.checkpoint_info import CheckpointInfo
 
 from ..pages.answers import PageRouter, Start, library_of
 from ..store.library import NotFound
+from .bins import TrendBins
 from .charts import HeatData, WaterfallData, heat_data, waterfall_data
-from .model import TimingPage, groupings, timing_page
-from .trends import TrendsPage, trends_page
+from .model import Sort, TimingPage, groupings, timing_page
+from .trends import TrendsPage
 
 By = Annotated[str, Query(max_length=200, description="rows of the heat map: rank, host, or a mesh dimension's name")]
+MAX_STEP = 1 << 62
+LowStep = Annotated[int, Query(ge=-MAX_STEP, le=MAX_STEP, description="the first step")]
+HighStep = Annotated[int, Query(ge=-MAX_STEP, le=MAX_STEP, description="the last step")]
 
 router = PageRouter()
 
@@ -35,10 +39,12 @@ def _timings_of(request: Request, checkpoint_id: str) -> tuple[CheckpointInfo, T
     return info, library_of(request).study(info)
 
 
-@router.get("/checkpoints/{checkpoint_id}/timing", "timing.html")
-def get_timing(request: Request, checkpoint_id: str, start: Start = 0, by: By = "rank") -> TimingPage:
+@router.get("/checkpoints/{checkpoint_id}/timing", "timing.html", table="ranks")
+def get_timing(
+    request: Request, checkpoint_id: str, start: Start = 0, by: By = "rank", sort: Sort = "slow"
+) -> TimingPage:
     """The spans of a save and their summary."""
-    return timing_page(library_of(request), checkpoint_id, start, by)
+    return timing_page(library_of(request), checkpoint_id, start, by, sort)
 
 
 @router.get("/checkpoints/{checkpoint_id}/timing/waterfall")
@@ -64,5 +70,11 @@ def get_trace(request: Request, checkpoint_id: str) -> Response:
 
 @router.get("/runs/{run_id}/trends", "trends.html")
 def get_trends(request: Request, run_id: str, start: Start = 0) -> TrendsPage:
-    """The saves of a run by step, in columns."""
-    return trends_page(library_of(request), run_id, start)
+    """The saves of a run by step, in columns, and the ranks that were slow again and again."""
+    return request.app.state.trends.page(run_id, start)
+
+
+@router.get("/runs/{run_id}/trends/bins")
+def get_bins(request: Request, run_id: str, low: LowStep = -MAX_STEP, high: HighStep = MAX_STEP) -> TrendBins:
+    """The time of phases and ranks over the saves of a run between two steps, in bins of consecutive saves."""
+    return request.app.state.trends.bins(run_id, low, high)

@@ -1,15 +1,26 @@
-"""The page of trends: how saves of a run changed from step to step."""
+"""The page of trends: how saves of a run changed from step to step, and which ranks were slow again and again."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
-from ..pages.checkpoints import next_start
-from ..store.library import Library
+from treeckpt.core.text import visible
+from treeckpt.runs.checkpoint_info import CheckpointInfo
 
+from ..pages.checkpoints import next_start
+from ..store.library import Library, Run
+from ..store.reduced_timings import ReducedTimings
+from ..store.watch import ScanProgress
+from .bins import TrendBins, trend_bins
+from .offenders import HostRow, offenders, trend_text
+
+T = TypeVar("T")
 MAX_METRICS = 8
 """Metrics that have a chart."""
 
@@ -19,6 +30,14 @@ class TrendsPage(msgspec.Struct, frozen=True):
 
     run: str
     name: str
+    scan: ScanProgress
+    """Until the first scan is complete, saves are still missing."""
+    text: str
+    """In a sentence: how long the last saves took beside those before them, and which rank stood out."""
+    timed: int
+    """Saves whose timings could be read."""
+    hosts: list[HostRow]
+    """Hosts with stragglers, those of the most saves first."""
     ids: list[str]
     step: list[int]
     seconds: list[float | None]
@@ -28,44 +47,112 @@ class TrendsPage(msgspec.Struct, frozen=True):
     dedupe: list[float | None]
     """Bytes written, as a share of the bytes that all ranks held together."""
     world: list[int]
+    phase: list[str | None]
+    """The phase that takes most of the critical path."""
+    slow: list[int | None]
+    """The straggler that lost the most time."""
     metrics: dict[str, list[float | None]]
     """The metrics that most checkpoints have, by name."""
     start: int
     next: int | None
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+@dataclass
+class RunTrends:
+    """The complete checkpoints of a run that have a step, sorted by step, and what is computed from them."""
+
+    listed: list[tuple[str, CheckpointInfo]]
+    """The list of checkpoints from which this is."""
+    page: TrendsPage
+    reduced: list[ReducedTimings | None]
+    bins: dict[tuple[int, int], TrendBins] = field(default_factory=dict)
 
 
-def trends_page(library: Library, run_id: str, start: int) -> TrendsPage:
-    """Returns the complete checkpoints of a run that have a step, sorted by step.
+class TrendTables:
+    """The trends of each run, computed once for each state of its list of checkpoints."""
 
-    Args:
-        start: the first row of the page's table.
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._kept: dict[str, RunTrends] = {}
 
-    Raises:
-        NotFound: there is no such run.
-    """
-    run = library.run(run_id)
-    found = [(i, c) for i, c in library.checkpoints(run) if c.status == "complete" and c.step is not None]
+    def page(self, run_id: str, start: int) -> TrendsPage:
+        """Returns the page of a run.
+
+        Args:
+            start: the first row of the page's table.
+
+        Raises:
+            NotFound: there is no such run.
+        """
+        found = self._trends(run_id)
+        scan = self._library.watches[found.page.run].progress
+        last = next_start(start, len(found.page.ids))
+        return msgspec.structs.replace(found.page, start=start, next=last, scan=scan)
+
+    def bins(self, run_id: str, low: int, high: int) -> TrendBins:
+        """Returns the phases and ranks of the saves between two steps, in bins.
+
+        Raises:
+            NotFound: there is no such run.
+        """
+        found = self._trends(run_id)
+        if (low, high) not in found.bins:
+            page = found.page
+            rows = [
+                (page.ids[n], page.step[n], reduced)
+                for n, reduced in enumerate(found.reduced)
+                if reduced is not None and low <= page.step[n] <= high
+            ]
+            found.bins = {(low, high): trend_bins(rows)}  # the last view alone is kept
+        return found.bins[low, high]
+
+    def _trends(self, run_id: str) -> RunTrends:
+        run = self._library.run(run_id)
+        listed, kept = self._library.checkpoints(run), self._kept.get(run_id)
+        if kept is None or kept.listed is not listed:
+            kept = self._kept[run_id] = _run_trends(self._library, run, listed)
+        return kept
+
+
+def _run_trends(library: Library, run: Run, listed: list[tuple[str, CheckpointInfo]]) -> RunTrends:
+    found = [(i, c) for i, c in listed if c.status == "complete" and c.step is not None]
     found.sort(key=lambda pair: (pair[1].step or 0, pair[1].created_ns or 0))
     infos = [info for _, info in found]
-    return TrendsPage(
+    reduced = [library.reduced_timings(run, info) for info in infos]
+    ids = [checkpoint_id for checkpoint_id, _ in found]
+    step = [info.step or 0 for info in infos]
+    timed = [(ids[n], step[n], one) for n, one in enumerate(reduced) if one is not None]
+    hosts = offenders(timed)
+    page = TrendsPage(
         run=run.id,
         name=run.name,
-        ids=[checkpoint_id for checkpoint_id, _ in found],
-        step=[info.step or 0 for info in infos],
+        scan=library.watches[run.id].progress,
+        text=trend_text([one for _, _, one in timed], hosts),
+        timed=len(timed),
+        hosts=hosts,
+        ids=ids,
+        step=step,
         seconds=[info.seconds for info in infos],
         blocked=[info.blocked_seconds for info in infos],
         nbytes=[info.nbytes or 0 for info in infos],
         rate=[info.nbytes / info.seconds if info.nbytes and info.seconds else None for info in infos],
         dedupe=[info.nbytes / info.held_nbytes if info.nbytes and info.held_nbytes else None for info in infos],
         world=[info.world or 0 for info in infos],
+        phase=_column(reduced, lambda one: None if one.longest_phase is None else visible(one.longest_phase)),
+        slow=_column(reduced, lambda one: one.slow[0].rank if one.slow else None),
         metrics={
             name: [_finite(info.metrics.get(name)) for info in infos]
             for name, _ in Counter(name for info in infos for name in info.metrics).most_common(MAX_METRICS)
         },
-        start=start,
-        next=next_start(start, len(found)),
+        start=0,
+        next=None,
     )
+    return RunTrends(listed, page, reduced)
+
+
+def _column(reduced: list[ReducedTimings | None], value: Callable[[ReducedTimings], T | None]) -> list[T | None]:
+    return [value(one) if one is not None else None for one in reduced]
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

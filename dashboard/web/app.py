@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import RedirectResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
@@ -27,6 +27,7 @@ from ..compare import routes as compare_routes
 from ..compare.diff import Comparisons
 from ..pages.answers import describe_responses, json_response, library_of
 from ..pages.checkpoints import loading_page
+from ..pages.csv_table import TableTooLong
 from ..pages.render import render, templates
 from ..runs import routes as runs_routes
 from ..runs.live import SaveRates
@@ -36,9 +37,11 @@ from ..store.cache import Cache
 from ..store.index_reader import StillReading
 from ..store.library import Library, NotFound
 from ..timing import routes as timing_routes
+from ..timing.trends import TrendTables
+from . import api_page
 from .security import LOOPBACK_HOSTS, RequestGuard
 
-ROOMS = tuple(room.router for room in (runs_routes, checkpoint_routes, compare_routes, timing_routes))
+ROOMS = tuple(room.router for room in (runs_routes, checkpoint_routes, compare_routes, timing_routes, api_page))
 """The addresses of all rooms."""
 
 
@@ -74,10 +77,13 @@ def create_app(
     app.state.verify_jobs = VerifyJobs(app.state.library)
     app.state.boot = secrets.token_hex(8)
     app.state.save_rates = SaveRates()
+    app.state.trends = TrendTables(app.state.library)
     app.state.templates = templates()
     for room in ROOMS:
         app.include_router(room.api)
         app.include_router(room.pages)
+    # a browser asks for it beside JSON, which names no icon
+    app.add_route("/favicon.ico", lambda _: RedirectResponse("static/mark.svg"), include_in_schema=False)
     describe_responses(app, ROOMS)
     app.mount("/static", StaticFiles(packages=[("treeckpt_dashboard", "static")]), name="static")
     app.add_exception_handler(StillReading, _on_still_reading)
@@ -85,7 +91,7 @@ def create_app(
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_parameters)
     app.add_exception_handler(KeepError, _on_bad_policies)
-    for kind, status in ((NotFound, 404), (CursorError, 422)):
+    for kind, status in ((NotFound, 404), (CursorError, 422), (TableTooLong, 422)):
         app.add_exception_handler(kind, partial(_on_error, status=status))
     # a checkpoint was replaced, or found to be damaged, after it was listed; hostile numbers raise ArithmeticError,
     # hostile depth RecursionError, a full disk OSError or sqlite3.Error
@@ -125,6 +131,7 @@ def _is_api(request: Request) -> bool:
 def _error_answer(request: Request, status: int, text: str) -> Response:
     if _is_api(request):
         return json_response({"error": text}, status)
+    request.state.links = {}
     page = {"status": status, "title": _TITLES.get(status, "This cannot be answered"), "text": text, "keep": None}
     return render(request, "error.html", page, status)
 
@@ -146,6 +153,7 @@ def _on_bad_policies(request: Request, error: Exception) -> Response:
     """Answers with a form in which the policies of the request can be mended."""
     if _is_api(request):
         return json_response({"error": f"keep: {error}"}, 422)
+    request.state.links = {}
     keep = request.query_params.get("keep", "")
     return render(
         request,

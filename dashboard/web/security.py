@@ -21,6 +21,8 @@ from starlette.requests import cookie_parser
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .login_page import POLICY, login_page
+
 TIMEOUT = 60.0
 """Seconds after which a request gets status 503 instead of its answer."""
 MAX_REQUESTS = 256
@@ -130,25 +132,18 @@ class RequestGuard:
             return None
         if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._token):
             return None
-        return HTMLResponse(_LOGIN, 401, {"WWW-Authenticate": "Bearer", "Cache-Control": "no-store"})
+        headers = {"WWW-Authenticate": "Bearer", "Cache-Control": "no-store", "Content-Security-Policy": POLICY}
+        return HTMLResponse(login_page(wrong=bool(offered)), 401, headers)
 
     def _set_cookie(self, scope: Scope, query: list[tuple[str, str]]) -> Response:
         """Sets the cookie on a page that leads on: after a redirect, browsers may not send a Strict cookie."""
         last = quote(scope["path"].rpartition("/")[2])
         target = html.escape(f"./{last}?{urlencode(query)}" if query else f"./{last}", quote=True)
-        page = f'<!doctype html><meta http-equiv="refresh" content="0;url={target}"><a href="{target}">Go on</a>'
+        page = f'<!doctype html><meta http-equiv="refresh" content="0;url={target}"><a href="{target}">Continue</a>'
         response = HTMLResponse(page, headers={"Cache-Control": "no-store"})
         assert self._session is not None, "it is called only if there is a token"
         response.set_cookie(self._cookie, self._session, httponly=True, samesite="strict", path=self._root_path or "/")
         return response
-
-
-_LOGIN = """<!doctype html><html lang="en"><meta charset="utf-8"><title>treeckpt</title>
-<h1>This dashboard needs its token</h1>
-<p>Open the address that <code>treeckpt dashboard</code> printed, or give the token here.</p>
-<form method="get"><label>Token <input name="token" type="password" autocomplete="off" required></label>
-<button>Open</button></form></html>
-"""
 
 
 async def _answer_in_time(app: ASGIApp, scope: Scope, receive: Receive, sender: _Sender) -> None:

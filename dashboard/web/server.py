@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import secrets
 import socket
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+import msgspec
 import uvicorn
 
 from treeckpt.errors import TreeckptError
@@ -62,7 +64,7 @@ def serve(
         cache: the cache directory; None takes the user's own.
         keep: the retention policies of the runs, as in `treeckpt.runs.policy_text`.
         head_seconds: seconds in which a client has to send the request line and headers.
-        started: is called with the address to open, once connections are accepted.
+        started: is called with the address to open, once connections are accepted; by default it is printed.
 
     Raises:
         ServeError: another machine can reach the address and there is no token, the address is not available, or an
@@ -93,8 +95,9 @@ def serve(
     # threads that read directories and indexes must not delay answers: by default each runs for 5 ms at a time
     sys.setswitchinterval(0.001)
     with listening:
-        _announce(address, host, port)
-        if started is not None:
+        if started is None:
+            _announce(address, host, port)
+        else:
             started(address)
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listening])
@@ -133,6 +136,11 @@ def _address(host: str, port: int, token: str | None) -> str:
     unspecified = host in ("0.0.0.0", "::")
     name = socket.gethostname() if unspecified else f"[{host.strip('[]')}]" if ":" in host else host
     return f"http://{name}:{port}/" + (f"?token={quote(token, safe='')}" if token else "")
+
+
+def announce_json(address: str) -> None:
+    """Prints the address as one line of JSON: what `--json` passes to `serve` as `started`."""
+    print(msgspec.json.encode({"url": address, "pid": os.getpid()}).decode(), flush=True)
 
 
 def _announce(address: str, host: str, port: int) -> None:

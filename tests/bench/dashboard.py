@@ -30,7 +30,15 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from tests.helpers.large import PHASES, write_large_checkpoint, write_many, write_spans, write_sparse
+from tests.helpers.large import (
+    PHASES,
+    spans_of_ranks,
+    write_large_checkpoint,
+    write_many,
+    write_spans,
+    write_sparse,
+    write_timed,
+)
 from tests.helpers.samples import gpt_state, write_checkpoint
 
 __all__ = ["main"]
@@ -50,9 +58,11 @@ class Size:
     treemap: int = 100_000
     tensor: int = 100 << 30
     asks: int = 60
+    trends: int = 10_000
+    trend_ranks: int = 64
 
 
-SMALL = Size(300, 20_000, 256, 20, 512, 2_000, 1 << 30, 10)
+SMALL = Size(300, 20_000, 256, 20, 512, 2_000, 1 << 30, 10, 300, 8)
 
 
 @dataclass
@@ -333,6 +343,39 @@ def _timings(table: Table, folder: Path, size: Size, browser: Browser) -> None:
             table.add(name + ", drawn", bar, "ms", partial(browser.redrawn, server.address + at, canvas, button))
 
 
+def _trends(table: Table, folder: Path, size: Size, browser: Browser) -> None:
+    kinds = [tuple(spans_of_ranks(size.trend_ranks, slow=rank)) for rank in range(20)]
+    run = write_timed(folder / "trends", size.trends, lambda n: kinds[n % len(kinds)])
+    name = f"trends of {size.trends:,} saves x {size.trend_ranks}"
+    with serving(run, folder / "cache") as server:
+        table.add(f"{name}, nothing read: first page", 1000, "ms", lambda: browser.first_paint(_trends_of(server)))
+        _settled(server)
+    time.sleep(0.2)
+    with serving(run, folder / "cache") as server:
+        at = _trends_of(server).removeprefix(server.address)
+        _settled(server)
+        pages = [at, f"api/v1/{at}", f"api/v1/{at}/bins"]
+        table.add(f"{name}, reduced: first page and data", 1000, "ms", lambda: _answered(server, pages))
+        assert server.json(f"{at}/bins")["saves"] == size.trends, "every save was reduced"
+        views = [f"api/v1/{at}/bins?low={n * size.trends // 40}" for n in range(20)]
+        table.add("the same, warm: p95 of each page", 100, "ms", lambda: server.p95(pages * 7))
+        table.add("the same, another range of steps: p95", 100, "ms", lambda: server.p95(views))
+        table.add("the same: first paint", 300, "ms", lambda: _median(lambda: browser.first_paint(server.address + at)))
+        table.add("the same: memory of the server", 400, "MB", server.memory)
+
+
+def _trends_of(server: Server) -> str:
+    return f"{server.address}runs/{server.json('runs')['runs'][0]['id']}/trends"
+
+
+def _answered(server: Server, paths: list[str]) -> float:
+    """Milliseconds until all of these are answered, one after the other."""
+    start = time.perf_counter()
+    for path in paths:
+        assert server.get(path)[0] == 200, path
+    return (time.perf_counter() - start) * 1e3
+
+
 def _peek(table: Table, folder: Path, size: Size, browser: Browser) -> None:
     write_sparse(folder / "sparse" / "step_00000001", nbytes=size.tensor)
     with serving(folder / "sparse", folder / "cache") as server:
@@ -365,7 +408,15 @@ def _weights(table: Table, folder: Path, size: Size, browser: Browser) -> None:
         table.add("the first page with 100 checkpoints, compressed", 60, "kB", lambda: weight)
 
 
-PARTS = {"weights": _weights, "runs": _runs, "leaves": _leaves, "treemap": _treemap, "timings": _timings, "peek": _peek}
+PARTS = {
+    "weights": _weights,
+    "runs": _runs,
+    "leaves": _leaves,
+    "treemap": _treemap,
+    "timings": _timings,
+    "trends": _trends,
+    "peek": _peek,
+}
 
 
 def main(arguments: list[str] | None = None) -> Table:

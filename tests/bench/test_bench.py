@@ -143,11 +143,16 @@ def test_saves_in_the_background_are_judged_by_the_warm_ones():
     warm = [stay("treeckpt"), stay("dcp thread", 4.0), stay("treeckpt lazy", 0.05), stay("torch_checkpointing", 1.5)]
     ticks = [stay("treeckpt", scenario="async-tiny", copy_rate=None, interference=None, gap=0.002, idle_gap=0.001)]
     through = [stay("treeckpt.dcp thread", 0.5, scenario="dcp-async"), stay("dcp thread", scenario="dcp-async")]
-    rows = summarize_async([*warm, *first, *ticks, *through])
+    fields = {"scenario": "device-async", "interference": 0.01}
+    there = [stay("treeckpt", 1.1, **fields), stay("treeckpt lazy", 0.15, **fields)]
+    rows = summarize_async([*warm, *first, *ticks, *through, *there])
     assert (rows[0].contender, rows[0].first, rows[0].blocked, rows[0].stall) == ("treeckpt", 2.0, 1.0, 1.0)
     bars = compare_async_with_targets(rows)
     assert {bar.state for bar in bars} == {"ok"}
-    assert [round(bar.figure or 0, 3) for bar in bars] == [4.0, 1.5, 2.0, 1.0, 0.05, 0.1, 4.0, 2.0, 0.5]
+    assert [round(bar.figure or 0, 3) for bar in bars] == [
+        *(4.0, 1.5, 2.0, 1.0, 0.05, 0.1, 4.0, 2.0, 0.5),
+        *(0.909, 0.15, 0.01),
+    ]
     assert {bar.state for bar in compare_async_with_targets([])} == {"not measured"}
     slow = summarize_async([stay("treeckpt", 3.0), stay("dcp thread", 4.0)])
     assert {bar.state for bar in compare_async_with_targets(slow)} == {"short", "ok", "not measured"}
@@ -167,6 +172,42 @@ def test_saves_in_the_background_are_measured_beside_steps_or_ticks(name, tmp_pa
         assert (one["gap"] is None) == (name == "async") == (one["interference"] is not None)
     assert {row["contender"] for row in found["stay_rows"]} >= names
     assert found["trials"] == found["rows"] == []
+
+
+def test_a_state_on_a_device_is_measured_beside_copies_to_and_from_there(tmp_path, capsys):
+    options = ["--device", "cpu", "--scale", "0.006", "--repetitions", "1", "--only", "device", "--json", "-"]
+    options += ["--contender", "treeckpt", "--contender", "torch.save"]
+    assert bench.main([*options, "--dir", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert "the smaller of the disk and the copy" in err, "with JSON on stdout tables go to stderr"
+    contenders = {"treeckpt", "torch.save"}
+    assert {(t["scenario"], t["contender"]) for t in report["trials"]} == {("device", name) for name in contenders}
+    for one in report["trials"]:
+        limits = one["limits"]
+        copied = limits["D2H" if one["phase"] == "save" else "H2D"]
+        assert copied > 0 and all(rate <= copied for name, rate in limits.items() if name[0] in "WRp")
+    assert {bar["state"] for bar in report["bars"] if bar["scenario"] == "device"} <= {"ok", "short"}
+
+
+@pytest.mark.slow
+def test_every_library_is_measured_from_and_to_a_device_and_beside_steps_there(tmp_path):
+    out = tmp_path / "out.json"
+    options = ["--device", "cpu", "--scale", "0.01", "--repetitions", "1"]
+    assert bench.main([*options, "--dir", str(tmp_path), "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert {t["contender"] for t in found["trials"]} == {"treeckpt", "torch.save", "safetensors", "dcp"}
+    assert {"treeckpt", "treeckpt lazy", "dcp thread"} <= {one["contender"] for one in found["stays"]}
+    assert all(one["copy_rate"] > 0 and one["interference"] is not None for one in found["stays"])
+    assert {bar["state"] for bar in found["bars"] if bar["scenario"].startswith("device")} <= {"ok", "short"}
+
+
+@pytest.mark.parametrize(
+    "options", ["--device cuda:99", "--device nowhere", "--only device", "--device cpu --only tiny"]
+)
+def test_a_device_that_is_not_here_or_not_named_is_wrong_use(options, tmp_path, capsys):
+    assert bench.main([*options.split(), "--dir", str(tmp_path)]) == 2
+    assert "--device" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
 
 
 def test_a_bar_that_is_missed_is_short():

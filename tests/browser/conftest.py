@@ -8,7 +8,7 @@ import pytest
 import uvicorn
 from axe_playwright_python.sync_playwright import Axe
 
-from tests.helpers.samples import write_checkpoint, write_mixed_run
+from tests.helpers.samples import FILES, write_checkpoint, write_mixed_run
 from treeckpt_dashboard.web.app import create_app
 
 playwright_api = pytest.importorskip("playwright.sync_api")
@@ -51,7 +51,7 @@ def serve():
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
     run = write_mixed_run(tmp_path_factory.mktemp("browser") / "gpt")
-    write_checkpoint(run / "step_00000700", step=700, metadata={"note": "warm-up done"})
+    write_checkpoint(run / "step_00000700", step=700, metadata={"note": "warm-up done"}, files=FILES)
     return run
 
 

@@ -27,12 +27,14 @@ PLACES = [
     "{c}/leaves/0?peek=1&region=10:20",
     "{c}/files",
     "{c}/files/0",
+    "{c}/sidecars/0",
     "{c}/reshard",
     "{c}/timing",
     "{c}/verify",
     "live",
     "usage?keep=last:1",
     "diff",
+    "api",
     "{r}",
     "{r}/trends",
 ]
@@ -40,8 +42,8 @@ PLACES = [
 
 
 def addresses(page, address, places=PLACES):
-    checkpoint = page.get_by_role("link", name="step 200").get_attribute("href").removeprefix("./")
-    run = page.get_by_role("heading", name="gpt").get_by_role("link").get_attribute("href").removeprefix("./")
+    checkpoint = page.get_by_role("link", name="step 200").get_attribute("href").removeprefix("../")
+    run = page.url.removeprefix(f"{address}/")  # the page of a single run is shown at once
     return [f"{address}/{place.format(c=checkpoint, r=run)}" for place in places]
 
 

@@ -100,12 +100,11 @@ def test_a_save_under_way_is_watched_until_it_is_done(watched, serve, tmp_path):
 
 def test_filters_and_orders_are_in_the_address(watched, serve, tmp_path):
     page = watched(serve(write_many(tmp_path / "run", 120)))
-    page.get_by_role("link", name="All 120 of run").click()
     page.get_by_label("Find").fill("step_00011")
     page.get_by_role("button", name="Show").click()
     expect(page.get_by_role("row")).to_have_count(11)  # and the header
     page.get_by_label("Find").fill("")
-    page.get_by_label("Kept by").fill("every:6000")
+    page.get_by_label("Retained by").fill("every:6000")
     page.get_by_role("button", name="Show").click()
     expect(page.get_by_text("a multiple of 6000 steps")).to_have_count(2)
     page.get_by_role("link", name="Duration").click()
@@ -114,8 +113,8 @@ def test_filters_and_orders_are_in_the_address(watched, serve, tmp_path):
     page.get_by_role("link", name="next").click()
     expect(page.get_by_role("row")).to_have_count(21)
     page.get_by_role("link", name="Usage").click()
-    page.get_by_label("Kept by").fill("last:2")
-    page.get_by_role("button", name="Show what would go").click()
+    page.get_by_label("Retained by").fill("last:2")
+    page.get_by_role("button", name="Preview").click()
     expect(page.locator(".tile", has_text="Would be freed")).to_contain_text("118 removals")
 
 

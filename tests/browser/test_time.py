@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from tests.browser.helpers import expect_colours
+from tests.helpers.large import write_timed
 from tests.helpers.samples import START_NS, write_checkpoint
 from treeckpt.core.format.timings import BLOCKING, Host, Span, Timings, encode_timings, timings_name
 from treeckpt.core.sharding.int_runs import encode_runs
@@ -45,11 +46,11 @@ def wide(watched, timing):
 
 
 def test_the_slow_rank_among_many_is_one_key_away(wide):
-    expect(wide.locator(".tile", has_text="It blocked")).to_contain_text("50 ms")
+    expect(wide.locator(".tile", has_text="Training blocked")).to_contain_text("50 ms")
     wide.get_by_role("button", name="slowest first").click()
     wide.locator("#waterfall-canvas").focus()
     wide.keyboard.press("ArrowDown")
-    expect(wide.locator("#waterfall-text")).to_contain_text(f"rank {SLOW} · own work 300 ms · straggler")
+    expect(wide.locator("#waterfall-text")).to_contain_text(f"rank {SLOW} · active time 300 ms · straggler")
     wide.keyboard.press("Enter")  # into its spans
     expect(wide).to_have_url(re.compile(r"r=0-24.*order=slow|order=slow.*r=0-24"))
     wide.keyboard.press("ArrowRight")
@@ -123,7 +124,7 @@ def test_of_large_pictures_no_more_is_drawn_than_is_seen(wide):
 def test_a_step_of_the_trends_leads_to_its_waterfall(page):
     page.get_by_role("link", name="Trends over steps").click()
     expect(page.get_by_role("heading", name="Trends of gpt")).to_be_visible()
-    chart = page.get_by_role("img", name=re.compile("Time of a save"))
+    chart = page.get_by_role("img", name=re.compile("^Duration by step"))
     over = chart.locator(".u-over")
     expect(over).to_be_visible()
     chart.focus()
@@ -136,11 +137,99 @@ def test_a_step_of_the_trends_leads_to_its_waterfall(page):
     expect(page.get_by_role("heading", name="Step 700")).to_be_visible()
     expect(page.locator("#phase-legend")).to_contain_text("write")
     page.go_back()
-    expect(page.locator(".u-over")).to_have_count(4)
+    expect(page.locator(".u-over")).to_have_count(5)
     page.get_by_role("img", name=re.compile("^Rate")).focus()
     page.keyboard.press("Home")
     page.keyboard.press("Enter")
     expect(page.get_by_role("heading", name="Step 100")).to_be_visible()
+
+
+SAVES = 60
+
+
+@pytest.fixture(scope="module")
+def trending(serve, tmp_path_factory):
+    """The address of a run of 60 saves of 16 ranks: rank 11 is slow in fsync in each third save and in the last two."""
+
+    def spans_of(n):
+        for rank in range(16):
+            slow = rank == 11 and (n % 3 == 0 or n > 58)
+            fsync = (800 if n == SAVES else 90) if slow else 10 + rank % 3
+            for name, start, stop in (("write", 0, 40), ("fsync", 40, 40 + fsync)):
+                yield Span(name, rank, START_NS + start * 10**6, START_NS + stop * 10**6, 64)
+
+    return serve(write_timed(tmp_path_factory.mktemp("trending") / "run", SAVES, spans_of))
+
+
+def test_why_a_save_was_slow_which_rank_which_phase_and_whether_it_is_a_trend_takes_two_clicks(watched, trending):
+    page = watched(trending)
+    row = page.get_by_role("row").filter(has=page.get_by_role("link", name="step 60", exact=True))
+    row.get_by_role("link", name="840 ms").click()  # the first: why, which rank, which phase
+    told = page.locator(".diagnosis")
+    expect(told).to_contain_text("16 x the median of the last 20 saves")
+    expect(told).to_contain_text("95 % of it is fsync on rank 11 (host node1)")
+    expect(told).to_contain_text("It happens at times: rank 11 (host node1) stood out in 7 of the 20 saves before.")
+    told.get_by_role("link", name="Trends of the run").click()  # the second: what it looked like before
+    expect(page.locator(".diagnosis")).to_contain_text("Rank 11 (host node1) stood out in 8 of them")
+    region = page.get_by_role("region", name="Hosts and ranks that were stragglers")
+    slow = region.get_by_role("row").filter(has_text="rank 11")
+    expect(slow).to_contain_text("fsync")
+    expect(slow.get_by_role("link", name="step 60")).to_be_visible()
+    expect_colours(page, "#ranks-canvas", 5)
+
+
+@pytest.fixture
+def trends(watched, trending):
+    page = watched(trending)
+    page.get_by_role("link", name="Trends over steps").click()
+    expect(page.locator("#bins-about")).to_have_text("60 saves")
+    expect(page.locator("#phases-legend")).to_contain_text("fsync")
+    return page
+
+
+def test_the_ranks_of_all_saves_are_walked_by_keys_and_lead_to_a_save(trends):
+    trends.locator("#ranks-canvas").focus()
+    for key in ("Home", "ArrowRight", "ArrowRight", *["ArrowDown"] * 11):
+        trends.keyboard.press(key)
+    expect(trends.locator("#ranks-text")).to_have_text("step 3 · rank 11 · 130 ms, 2.5× the median rank")
+    trends.get_by_role("button", name="duration", exact=True).click()
+    expect(trends.locator("#heat-high")).to_have_text("840 ms")
+    expect(trends).to_have_url(re.compile("work=seconds"))
+    trends.locator("#ranks-canvas").focus()
+    trends.keyboard.press("Enter")
+    expect(trends.get_by_role("heading", name="Step 3", exact=True)).to_be_visible()
+
+
+def test_a_range_of_steps_is_dragged_and_its_address_leads_back(trends):
+    over = trends.locator("#phases-chart .u-over")
+    box = over.bounding_box()
+    trends.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 50)
+    trends.mouse.down()
+    trends.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 60, steps=4)
+    trends.mouse.up()
+    expect(trends).to_have_url(re.compile(r"low=\d+.*high=\d+"))
+    shown = trends.locator("#bins-about")
+    expect(shown).to_have_text(re.compile(r"^1[67] saves$"))
+    text = shown.inner_text()
+    trends.goto(trends.url)
+    expect(trends.locator("#bins-about")).to_have_text(text)
+    trends.get_by_role("button", name="all steps").click()
+    expect(trends.locator("#bins-about")).to_have_text("60 saves")
+    trends.get_by_role("button", name="last 20").click()
+    expect(trends.locator("#bins-about")).to_have_text("20 saves")
+    trends.locator("#phases-chart .u-over").dblclick(position={"x": 300, "y": 3})
+    expect(trends).not_to_have_url(re.compile("low="))
+
+
+def test_a_logarithmic_axis_shows_phases_apart(trends):
+    trends.get_by_role("button", name="logarithmic").click()
+    expect(trends).to_have_url(re.compile("axis=log"))
+    trends.locator("#phases-chart").focus()
+    trends.keyboard.press("End")
+    expect(trends.locator("#phases-text")).to_contain_text("step 60: 840 ms · fsync 800 ms · write 40 ms")
+    trends.reload()
+    expect(trends.get_by_role("button", name="logarithmic")).to_have_attribute("aria-pressed", "true")
+    expect(trends.locator("#phases-legend")).to_contain_text("fsync")
 
 
 def test_two_steps_are_compared(page):

@@ -1,5 +1,6 @@
 """Each command says what is true, with the exit code that a script needs."""
 
+import io
 import json
 import os
 import re
@@ -10,10 +11,15 @@ import sys
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+import treeckpt as tc
+from tests.crash.disks import fill, small_disk
 from tests.helpers.samples import gpt_state, write_checkpoint, write_mixed_run
-from treeckpt.cli.main import main
+from treeckpt.cli.command import EXIT_CODES
+from treeckpt.cli.main import main, new_parser
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.runs.verification import this_user
 from treeckpt_dashboard.web.server import _announce
@@ -38,9 +44,45 @@ def cli(capsys):
 
 def test_ls_lists_every_state(cli, run):
     lines = cli("ls", run).splitlines()
-    assert lines[0].split() == ["name", "status", "step", "size", "leaves", "ranks", "saved", "took"]
+    assert lines[0].split()[:9] == ["name", "status", "step", "size", "leaves", "ranks", "saved", "age", "took"]
     assert lines[1].split()[:3] == ["step_00000600", "corrupt", "600"]
     assert any(line.startswith("step_00000400: no index: the save failed") for line in lines)
+
+
+def test_ls_shows_what_a_checkpoint_follows_its_metrics_pins_and_verification(cli, tmp_path, monkeypatch):
+    monkeypatch.setenv("TREECKPT_CACHE", str(tmp_path / "cache"))
+    manager = tc.Manager(tmp_path / "run", keep=None, background=False)
+    for step in (1, 2, 3):
+        manager.save(step, {"s": step})
+    columns = ["name", "status", "step", "size", "leaves", "ranks", "saved", "age", "took", "after"]
+    assert cli("ls", tmp_path / "run").splitlines()[0].split() == columns, "no column without a cell"
+    manager.restore(step=1)
+    manager.save(4, {"s": 4}, metrics=dict.fromkeys(("acc", "loss", "a", "b", "c"), 0.25), pin=True)
+    manager.delete(2)
+    cli("verify", tmp_path / "run" / "step_00000003")
+    head, *rows = cli("ls", tmp_path / "run").splitlines()
+    assert head.split() == [*columns, "verified", "pinned", "metrics"]
+    cells = {row.split()[0]: [cell.strip() for cell in re.split("  +", row)] for row in rows}
+    assert cells["step_00000004"][-4:] == ["1", "-", "yes", "a=0.25 acc=0.25 b=0.25 c=0.25 and 1 more"]
+    assert cells["step_00000003"][1] == "complete, abandoned branch"
+    assert cells["step_00000003"][-4:] == ["not here", "intact, just now", "-", "-"]
+    assert cells["step_00000001"][-4:] == ["-", "-", "-", "-"]
+
+
+def test_a_narrow_terminal_shows_the_columns_that_tell_most(cli, run, tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TREECKPT_CACHE", str(tmp_path))
+    heads = {}
+    for columns in ("60", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", screen := Terminal())
+            cli("ls", run)
+        heads[columns] = re.sub("\x1b[^m]*m", "", screen.getvalue()).splitlines()[0].split()
+    assert set(heads["200"]) - set(heads["60"]) == {"leaves", "ranks", "took", "saved"}
 
 
 def test_ls_as_json(cli, run):
@@ -60,6 +102,55 @@ def test_show_of_a_node_and_of_leaves(cli, run):
     assert "float32" in array and "dp: Shard(0), tp: Replicate" in array and ".safetensors" in array
     assert "'cosine'" in cli("show", run / "step_00000200", "scheduler/name")
     assert "one for each of 4 ranks" in cli("show", run / "step_00000200", "rng/~rank*")
+
+
+SHOWN = {
+    "row": np.arange(2000),
+    "rows": np.arange(3_000_000).reshape(5000, 600) / 8,
+    "deep": np.arange(2 * 9 * 8 * 7 * 300, dtype=np.int16).reshape(2, 1, 9, 8, 7, 300),
+    "small": np.array([[1.5, np.nan], [np.inf, 0]]),
+    "text": np.array(["a", "bc"]),
+    "scalar": np.array(2.5),
+    "none": np.zeros((0, 3)),
+}
+
+
+def test_show_of_an_array_prints_it_as_numpy_does_after_bounded_reads(cli, tmp_path):
+    tc.save(tmp_path / "c", SHOWN)
+    for name, array in SHOWN.items():
+        out = cli("show", tmp_path / "c", name)
+        found = json.loads(cli("show", tmp_path / "c", name, "--json"))["values"]
+        if not array.size:
+            assert found is None and "values" not in out
+            continue
+        shown = array[0, 0] if name == "deep" else array
+        text = np.array2string(shown, edgeitems=3, threshold=1000, max_line_width=100)
+        assert text in out and found["text"] == text and "match their checksums" in out
+        assert found["at"] == ([0, 0] if name == "deep" else []) and found["elements"] == array.size
+        assert found["read"] < 9_500_000, "of 24 MB: 4 MiB, and four corners in blocks of 256 KiB"
+    out = cli("show", tmp_path / "c", "rows")
+    assert "of the first 523,800 of 3,000,000 elements: minimum 0, maximum 65474.9" in out
+    assert "minimum 0, maximum 1.5, mean 0.75, deviation 0.75, norm 1.5, 1 NaN, 1 infinite, 1 zero" in cli(
+        "show", tmp_path / "c", "small"
+    )
+
+
+def test_show_prints_values_of_other_programs_files_and_of_one_rank(cli, run, tmp_path):
+    save_file({"w": SHOWN["rows"]}, tmp_path / "x.safetensors")
+    out = cli("show", tmp_path / "x.safetensors", "w")
+    assert np.array2string(SHOWN["rows"], edgeitems=3, max_line_width=100) in out
+    assert "not compared with checksums" in out
+    out = cli("show", run / "step_00000200", "rng/~rank*")
+    assert re.search("^values .* of rank 0$", out, re.M)
+
+
+def test_show_says_which_bytes_are_damaged_beside_what_it_knows(cli, tmp_path):
+    index = write_checkpoint(tmp_path / "c", gpt_state(layers=1))
+    [name] = {file.name for file in index.file_list if file.rank == 0}
+    with open(tmp_path / "c" / name, "r+b") as file:
+        file.truncate(5000)
+    text = cli("show", tmp_path / "c", "model/wte.weight", code=1)
+    assert "dp: Shard(0)" in text and "treeckpt: " in text and name in text and "bytes" in text
 
 
 def test_show_of_a_leaf_as_json_gives_every_chunk(cli, run):
@@ -157,8 +248,14 @@ def test_unknown_commands_are_usage_errors(capsys):
     assert stop.value.code == 2
 
 
-def test_alone_it_shows_every_command_and_the_exit_codes(cli):
+def test_alone_it_shows_every_command_and_the_exit_codes(cli, capsys):
     shown = cli()
+    for name, parser in new_parser()._subparsers._group_actions[0].choices.items():
+        assert EXIT_CODES in parser.format_help(), name
+        assert name in ("demo", "bench", "completion") or "--json" in parser.format_help(), name
+    with pytest.raises(SystemExit, match="0"):
+        main(["verify", "--help"])
+    assert EXIT_CODES in capsys.readouterr().out
     commands = "ls show verify diff rebuild-index gc pin unpin convert report trace dashboard demo bench completion"
     assert re.findall(r"^    ([a-z][a-z-]+)\b", shown, re.M) == commands.split() and "exit codes:" in shown
 
@@ -183,13 +280,45 @@ def test_a_shell_completes_commands_options_and_choices(cli, typed, offered):
 
 
 @pytest.mark.parametrize(("command", "target"), [("report", "--html"), ("trace", "--out")])
+def test_an_export_onto_a_full_disk_is_one_message_and_leaves_nothing(cli, run, tmp_path, command, target):
+    with small_disk(tmp_path / "disk", 1 << 16) as disk:
+        filler = fill(disk, 0)
+        text = cli(command, run / "step_00000100", target, disk / "file", code=1)
+        assert re.search(rf"^treeckpt: {disk}/file: expected files that can be written, found .*No space left", text)
+        assert "Free space on the disk, or save elsewhere" in text and list(disk.iterdir()) == [filler]
+
+
+def test_an_error_of_the_system_is_one_message(cli, run, tmp_path):
+    text = cli("report", run, "--html", tmp_path / "no" / "x.html", code=1)
+    assert "No such file or directory" in text and "Traceback" not in text
+
+
+@pytest.mark.parametrize(("command", "target"), [("report", "--html"), ("trace", "--out")])
 def test_what_an_export_wrote_as_json(cli, run, tmp_path, command, target):
     found = json.loads(cli(command, run / "step_00000100", target, tmp_path / "file", "--json"))
     assert found["file"] == str(tmp_path / "file") and len(found) == 2
 
 
+def test_dashboard_prints_its_address_as_json(run):
+    command = [sys.executable, "-m", "treeckpt", "dashboard", str(run), "--port", "0", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        found = json.loads(process.stdout.readline())
+        assert found["pid"] == process.pid and httpx.get(found["url"], timeout=60).status_code == 200
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=300)[0] == ""
+
+
 def test_dashboard_beyond_loopback_demands_a_token(cli, run):
     assert "--token" in cli("dashboard", run, "--host", "0.0.0.0", code=2)
+
+
+def test_dashboard_takes_a_file_of_another_program_and_no_other_file(cli, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    assert "--token" in cli("dashboard", tmp_path / "model.safetensors", "--host", "0.0.0.0", code=2)
+    assert "no such directory" in cli("dashboard", tmp_path / "notes.txt", "--host", "0.0.0.0", code=2)
 
 
 def test_dashboard_refuses_options_without_sense(cli, run):
@@ -227,7 +356,8 @@ def test_dashboard_serves_on_a_free_port_and_says_where(run):
 def test_neither_the_command_line_nor_the_dashboard_imports_torch(run):
     code = f"""
 import sys
-from treeckpt.cli.main import main
+from treeckpt.cli.command import EXIT_CODES
+from treeckpt.cli.main import main, new_parser
 one, two = {str(run / "step_00000100")!r}, {str(run / "step_00000200")!r}
 for command in (["ls", {str(run)!r}], ["show", one], ["verify", one], ["diff", one, two]):
     assert main(command) == 0

@@ -1,7 +1,8 @@
-"""Commands that may take long show a bar on a terminal: not with --json, and not in a file or a pipe."""
+"""Commands that may take long show a bar on a terminal; elsewhere, and with --json, nothing unless it is asked for."""
 
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -16,6 +17,8 @@ COMMANDS = [
     ("verifying", "verify", "RUN/step_00000001"),
     ("verifying", "verify", "RUN/step_00000001", "--repair"),
     ("comparing", "diff", "RUN/step_00000001", "RUN/step_00000001", "--values"),
+    ("reading values", "show", "RUN/step_00000001", "model/wte.weight"),
+    ("reading the shards", "rebuild-index", "RUN/step_00000001", "--replace"),
     ("converting", "convert", "RUN/step_00000001", "RUN-converted", "--to", "treeckpt", "--overwrite"),
 ]
 
@@ -51,4 +54,8 @@ def test_a_command_shows_a_bar_on_a_terminal_only(errors_of, capsys, text, comma
     assert errors_of(io.StringIO(), *command) == ""
     capsys.readouterr()
     assert errors_of(Terminal(), *command, "--json") == ""
+    json.loads(capsys.readouterr().out)
+    lines = errors_of(io.StringIO(), *command, "--json", "--progress").splitlines()
+    assert any(line.startswith(text) for line in lines), lines
+    assert all(re.fullmatch(r".+: .+/s, (.+ left|after .+)", line) for line in lines), lines
     json.loads(capsys.readouterr().out)

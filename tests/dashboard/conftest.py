@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from tests.helpers.samples import BFloat16, mesh_layout, write_checkpoint, write_mixed_run
+from tests.helpers.samples import FILES, BFloat16, mesh_layout, write_checkpoint, write_mixed_run
 from treeckpt.api import inspect as read_index
 from treeckpt.core.tree.flatten import PerRank
 from treeckpt_dashboard.web.app import create_app
@@ -14,7 +14,7 @@ from treeckpt_dashboard.web.app import create_app
 def run(tmp_path_factory):
     """Good, partial, corrupt and foreign directories, and a larger checkpoint on a 2x2 mesh as the newest."""
     run = write_mixed_run(tmp_path_factory.mktemp("runs") / "gpt")
-    write_checkpoint(run / "step_00000700", step=700, metadata={"note": "warm-up done", "seed": 7})
+    write_checkpoint(run / "step_00000700", step=700, metadata={"note": "warm-up done", "seed": 7}, files=FILES)
     return run
 
 

@@ -1,4 +1,7 @@
-"""Unmodified frameworks on treeckpt's format after `treeckpt.dcp.install()`: each trains, is killed, and resumes."""
+"""Unmodified frameworks on treeckpt's format after `treeckpt.dcp.install()`: each trains, is killed, and resumes.
+
+`make test-frameworks` installs them and runs these tests.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,22 +18,60 @@ import torch
 import treeckpt as tc
 
 ROOT = Path(__file__).parents[2]
+STEPS = 7
 
 
-def launch(job: str, *arguments: object) -> int:
+class Job(NamedTuple):
+    """How a framework is tested."""
+
+    package: str
+    module: str
+    saved: str
+    """A checkpoint that is there when the run is killed, at the start of step 5."""
+    steps: frozenset[int] = frozenset({4})
+    """Those from which the run may resume."""
+    options: tuple[str, ...] = ()
+
+
+JOBS = (
+    Job("pytorch_lightning", "lightning_job", "step=4.ckpt"),
+    Job("accelerate", "accelerate_job", "checkpoints/checkpoint_1/pytorch_model_fsdp_0"),
+    Job("torchtitan", "torchtitan_job", "checkpoint/step-4"),
+    Job(
+        "torchtitan", "torchtitan_job", "checkpoint/step-2", frozenset({2, 4}), ("--async-mode", "async")
+    ),  # killed while it saves step 4, or after
+)
+
+
+def launch(job: Job, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    directory.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "tests" / "dcp" / job), *map(str, arguments)]
+    command += ["-m", f"tests.dcp.{job.module}", str(directory), str(STEPS), *job.options, *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, timeout=300, check=False).returncode
+    out, err = subprocess.PIPE, subprocess.STDOUT
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, timeout=300, check=False, text=True, stdout=out, stderr=err
+    )
+
+
+def outcomes(directory: Path) -> list[dict[str, Any]]:
+    return [torch.load(directory / f"outcome-{rank}.pt") for rank in range(2)]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("pytorch_lightning") is None, reason="Lightning is not installed")
-def test_lightning_resumes_bit_for_bit(tmp_path: Path) -> None:
-    assert launch("lightning_job.py", tmp_path / "whole", 7) == 0
-    assert launch("lightning_job.py", tmp_path / "killed", 7, 5) != 0
-    assert "state_dict" in tc.load(tmp_path / "killed" / "step=4.ckpt")
-    assert launch("lightning_job.py", tmp_path / "killed", 7) == 0
-    whole, resumed = (torch.load(tmp_path / name / "final.pt") for name in ("whole", "killed"))
-    assert resumed["from"] == "step=4.ckpt" and whole["from"] is None
-    assert all(torch.equal(resumed["weights"][name], weight) for name, weight in whole["weights"].items())
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: "-".join((job.package, *job.options[1:])))
+def test_a_killed_run_resumes_bit_for_bit(job: Job, tmp_path: Path) -> None:
+    if importlib.util.find_spec(job.package) is None:
+        pytest.skip(f"{job.package} is not installed: `make test-frameworks` installs it")
+    whole = launch(job, tmp_path / "whole")
+    assert whole.returncode == 0, whole.stdout
+    killed = launch(job, tmp_path / "killed", "--kill-at", "5")
+    assert "SIGKILL" in killed.stdout and not list((tmp_path / "killed").glob("outcome-*.pt")), killed.stdout
+    assert tc.verify(tmp_path / "killed" / job.saved).ok
+    resumed = launch(job, tmp_path / "killed")
+    assert resumed.returncode == 0, resumed.stdout
+    for one, other in zip(outcomes(tmp_path / "whole"), outcomes(tmp_path / "killed"), strict=True):
+        assert one["resumed_from"] == 0 and other["resumed_from"] in job.steps
+        assert list(other["losses"]) == list(range(other["resumed_from"], STEPS))
+        assert all(one["losses"][step] == loss for step, loss in other["losses"].items())
+        assert all(torch.equal(other["weights"][key], weight) for key, weight in one["weights"].items())

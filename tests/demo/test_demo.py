@@ -190,6 +190,21 @@ def test_a_job_that_takes_too_long_is_ended(tmp_path):
 # main -------------------------------------------------------------------------------------------------------------
 
 
+def test_comparisons_are_json_and_all_else_goes_to_the_error_stream(tmp_path, monkeypatch, capsys):
+    verdict = compare_runs(TRAINED, Resumed(10, 0.1, EQUAL, (1.0,)), TASK)
+
+    def jobs(console, run, steps):
+        console.print("the table")
+        return [verdict]
+
+    monkeypatch.setattr(demo, "run_jobs", jobs)
+    assert demo.main(["--run", str(tmp_path / "run"), "--no-serve", "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["run"] == str(tmp_path / "run") and found["ok"] and found["comparisons"][0]["leaves"] == 8
+    assert "the table" in err and "bit for bit" in err
+
+
 def test_torch_missing_is_said(monkeypatch, capsys):
     monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
     assert demo.main(["--no-serve"]) == 2
@@ -219,7 +234,7 @@ def test_default_run_is_a_new_directory_below_the_current_one(tmp_path, monkeypa
 def test_a_taken_port_is_replaced_by_a_free_one(tmp_path, monkeypatch):
     ports: list[int | None] = []
 
-    def serve(runs, *, port=None):
+    def serve(runs, *, port=None, started=None):
         ports.append(port)
         if port is None:
             raise server.ServeError("taken")

@@ -18,13 +18,13 @@ from treeckpt.core.format.chunks import GridChunks, WholeChunk
 from treeckpt.core.format.index import INDEX_NAME, encode_index
 from treeckpt.core.format.records import ArrayRecord, Index, LeafRecord, ValueRecord, file_table
 from treeckpt.core.format.shard_header import BLOCK, ShardEntry, ShardHeader, encode_header, hash_block
-from treeckpt.core.format.timings import Span, Timings, encode_timings, timings_name
+from treeckpt.core.format.timings import Host, Span, Timings, encode_timings, timings_name
 from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
 from treeckpt.core.sharding.region import Region
 from treeckpt.core.tree.spec import ArraySpec
 from treeckpt.core.tree.structure import DictNode, Structure
-from treeckpt.core.tree.value_codec import Value
+from treeckpt.core.tree.value_codec import Value, encode_value
 
 __all__ = [
     "hold_readers",
@@ -34,6 +34,7 @@ __all__ = [
     "write_many",
     "write_spans",
     "write_sparse",
+    "write_timed",
 ]
 
 HEADER = 4096
@@ -124,12 +125,39 @@ def hold_readers(monkeypatch: Any, gate: Path) -> Callable[[], None]:
     return gate.touch
 
 
-def write_many(run: Path, count: int, *, leaves: int = 12, world: int = 2, every: int = 100) -> Path:
-    """A run of so many small checkpoints: about half a second a thousand."""
+def write_timed(run: Path, count: int, spans: Callable[[int], Iterable[Span]], *, per_host: int = 8) -> Path:
+    """A run of so many small checkpoints; `spans` gives those of the save of a number, from 1 on."""
+    first = large_index(12, world=2, width=8)
+    for n in range(1, count + 1):
+        index = msgspec.structs.replace(first, save_id=f"{n:016x}", step=n, created_ns=START_NS + n * 60 * 10**9)
+        own = tuple(spans(n))
+        world = 1 + max(span.rank for span in own)
+        hosts = tuple(
+            Host(f"node{at // per_host}", encode_runs(range(at, min(world, at + per_host))))
+            for at in range(0, world, per_host)
+        )
+        timings = Timings(index.save_id, n, world, own, None, hosts)
+        _put(run / f"step_{n:08d}", index, encode_index(index), encode_timings(timings))
+    return run
+
+
+def write_many(
+    run: Path,
+    count: int,
+    *,
+    leaves: int = 12,
+    world: int = 2,
+    every: int = 100,
+    start_ns: int = START_NS,
+    metrics: Callable[[int], dict[str, float]] = lambda step: {},
+) -> Path:
+    """A run of so many small checkpoints, one a minute: about half a second a thousand."""
     first = large_index(leaves, world=world, width=8)
     for n in range(1, count + 1):
-        step, created = n * every, START_NS + n * 60 * 10**9
-        index = msgspec.structs.replace(first, save_id=f"{n:016x}", step=step, created_ns=created)
+        step, created = n * every, start_ns + n * 60 * 10**9
+        values = metrics(step)
+        metadata = {"metrics": encode_value(values, "metrics")} if values else {}
+        index = msgspec.structs.replace(first, save_id=f"{n:016x}", step=step, created_ns=created, metadata=metadata)
         seconds = 1 + (n % 7) / 3
         spans = tuple(Span("save", rank, created, created + int(seconds * 1e9)) for rank in range(world))
         timings = Timings(index.save_id, step, world, spans)

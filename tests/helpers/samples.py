@@ -18,6 +18,7 @@ from treeckpt.core.format.build_index import build_index
 from treeckpt.core.format.index import INDEX_NAME, encode_index, encode_manifest
 from treeckpt.core.format.records import FileTable, Index, file_table
 from treeckpt.core.format.shard_header import BLOCK, ShardEntry, ShardHeader, encode_header, hash_block, shard_name
+from treeckpt.core.format.sidecars import FILES_KEY, Sidecar, checksum, encode_sidecars, stored_name
 from treeckpt.core.format.timings import Span, Timings, encode_timings, timings_name
 from treeckpt.core.planning.rank_trees import GlobalTree, Inventory, LeafSpec, RankClass, array_leaves, merge_rank_trees
 from treeckpt.core.planning.save_plan import FilePlan, assign_offsets, plan_save
@@ -31,6 +32,8 @@ from treeckpt.core.tree.spec import ArraySpec
 from treeckpt.core.tree.value_codec import Value, encode_value
 
 MESH = Mesh((2, 2), encode_runs(range(4)), ("dp", "tp"))
+FILES = {"config.json": b'{\n\t"width": 32\n}\n', "tokenizer.model": bytes(range(256))}
+"""Sidecar files: a text, and one that is none."""
 START_NS = 1_750_000_000_000_000_000
 Layouts = Callable[[str, np.ndarray], Layout | None]
 
@@ -119,6 +122,7 @@ def write_checkpoint(
     publish: bool = True,
     error: str | None = None,
     max_shard_bytes: int = 1 << 62,
+    files: Mapping[str, bytes] | None = None,
 ) -> Index:
     """Writes a checkpoint; without `publish` all but its index."""
     tree = gpt_state(seed=step or 0) if tree is None else tree
@@ -137,10 +141,13 @@ def write_checkpoint(
     }
     own = {(p.replace("~rank0", "~rank*"), r): v for p, v in values.items() if "~rank0" in p for r in range(world)}
 
+    sidecars = tuple(Sidecar(name, len(content), checksum(content)) for name, content in (files or {}).items())
+    listed = {FILES_KEY: encode_sidecars(sidecars)} if sidecars else {}
+
     def build(placed: Any, files: FileTable) -> Index:
         return build_index(
             plenum, placed, files, values=values, own_values=own, save_id=save_id, step=step,
-            created_ns=START_NS + (step or 0) * 10**9, metadata=metadata or {},
+            created_ns=START_NS + (step or 0) * 10**9, metadata={**(metadata or {}), **listed},
         )  # fmt: skip
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -157,6 +164,8 @@ def write_checkpoint(
             )
             (directory / shard_name(save_id, rank, world, file.part)).write_bytes(header + area)
             rows.append((rank, file.part, file.stream, file.nbytes, len(header)))
+    for name, content in (files or {}).items():
+        (directory / stored_name(save_id, name)).write_bytes(content)
     index = build(placed, file_table(rows))
     timings = Timings(save_id, step, world, spans_of(index), error)
     (directory / timings_name(save_id)).write_bytes(encode_timings(timings))
@@ -228,7 +237,7 @@ def write_mixed_run(run: Path) -> Path:
     """Good checkpoints beside a partial, a failed, two corrupt and two foreign ones."""
     small: dict[str, Any] = {"layers": 1, "width": 32, "vocabulary": 64}
     for step in (100, 200):
-        write_checkpoint(run / f"step_{step:08d}", gpt_state(**small, seed=step), step=step)
+        write_checkpoint(run / f"step_{step:08d}", gpt_state(**small, seed=step), step=step, files=FILES)
     write_checkpoint(run / "step_00000300", gpt_state(**small), step=300, publish=False)
     failed = write_checkpoint(
         run / "step_00000400", gpt_state(**small), step=400, publish=False, error="rank 3: No space left on device"

@@ -112,11 +112,16 @@ def _names(index: Any) -> None:
     index["leaves"] = [["v", 0]] * 100_000
 
 
-def _groups(index: Any) -> None:
-    index["world"] = 1 << 16
-    index["files"] |= {name: [[0, int(name == "rank"), 1 << 16]] for name in index["files"]}
-    index["structure"] = ["per_rank", [[[n]] for n in range(1 << 16)], [None] * (1 << 16)]
-    index["leaves"] = [["pv", [n]] for n in range(1 << 16)]
+def _groups(world: int) -> Callable[[Path], None]:
+    """A group of its own for each rank."""
+
+    def change(index: Any) -> None:
+        index["world"] = world
+        index["files"] |= {name: [[0, int(name == "rank"), world]] for name in index["files"]}
+        index["structure"] = ["per_rank", [[[n]] for n in range(world)], [None] * world]
+        index["leaves"] = [["pv", [n]] for n in range(world)]
+
+    return _index(change)
 
 
 def _sparse(file: Callable[[Path], Path], front: int, nbytes: int = 1 << 30) -> Callable[[Path], None]:
@@ -165,7 +170,8 @@ CASES: dict[str, Callable[[Path], None]] = {
     "a tie of 2^40 elements": _index(_broadcast),
     "200 arrays of 2^24 ranks": _index(_ranks),
     "200 arrays of 2^20 ranks": _index(_own),
-    "2^16 groups of ranks": _index(_groups),
+    "2^12 groups of ranks": _groups(1 << 12),
+    "2^16 groups of ranks": _groups(1 << 16),
     "a mesh of 2^24 ranks": _index(_mesh),
     "a set of fractions of one hash": _members("set", lambda n: [_fraction(n)]),
     "a set of integers of one hash": _members("frozenset", lambda n: [["int", [hex((n + 9) * PRIME)]]]),

@@ -89,3 +89,29 @@ def test_words_that_mean_nothing_are_refused(tmp_path: Path, options: Any) -> No
     for load in (tc.load, tc.load_into):
         with pytest.raises(tc.MismatchError, match=f"{name}: expected .*, found {options[name]!r}"):
             load(tmp_path / "c", copy_of_tree(), **options)
+
+
+@pytest.mark.parametrize(
+    ("tree", "hint"),
+    [
+        ({"w": np.zeros(3, int), "blocks[0]": {"w": np.zeros(2, int)}}, r"rename=\{'model/\*': '\*'\}"),
+        ({"module": {"w": np.zeros(3, int)}}, "outer keys of the saved one"),
+    ],
+)
+def test_not_one_name_in_common_is_refused_without_strict_too(tmp_path: Path, tree: Any, hint: str) -> None:
+    tc.save(tmp_path / "c", {"model": TREE["model"]})
+    bank = [tmp_path / "c", tc.From(tmp_path / "c", select="model/w")]
+    for load in (tc.load, tc.load_into):
+        for source in (tmp_path / "c", bank):
+            with pytest.raises(tc.MismatchError, match=rf"missing in the checkpoint: .*not asked for: model/.*{hint}"):
+                load(source, tree, strict=False)
+    assert not any(leaf.any() for leaf in (tree.get("w", np.zeros(1)),))
+
+
+def test_one_name_in_common_is_enough_and_so_is_nothing_on_one_side(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", TREE)
+    tc.save(tmp_path / "empty", {"model": {}})
+    report = tc.load_into(tmp_path / "c", {"model": {"w": np.zeros(3, int)}, "head": np.zeros(2)}, strict=False)
+    assert report.missing == ("head",) and report.loaded == 1
+    for source, tree in (("empty", {"head": np.zeros(2)}), ("c", {"model": {}}), ("c", {"model": ..., "head": 0})):
+        assert tc.load_into(tmp_path / source, tree, strict=False).loaded == 0

@@ -133,3 +133,43 @@ def dcp_saves_alone_and_in_groups(here: Rank) -> None:
     for one in groups:
         if one is group:
             dist.destroy_process_group(one)
+
+
+@case("four")
+def dcp_plan_caching_serves_the_storage_also_where_one_rank_alone_has_changed(here: Rank) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    for step, changed in enumerate((False, False, True, True, False)):
+        state = state_on(mesh, [Shard(0)], step)
+        if changed and here.rank == 1:
+            state["listed"] += [torch.full((2,), 7.0), {"step": step}]
+        path = here.directory / f"dcp cached {step}"
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(state, storage_writer=treeckpt.dcp.Writer(path), planner=planner)
+        found = tc.load(path)
+        assert torch.equal(found["model"]["w"], torch.arange(42.0).reshape(7, 6) * step)
+        assert found["model"]["b"].tolist() == [step] * 3 and found["optimizer"] == state["optimizer"]
+        assert found["listed"][1].tolist() == [step] * 2 and found["listed"][2] == step
+        assert len(found["listed"]) == (5 if changed else 3)
+        assert not changed or (found["listed"][3].tolist() == [7.0, 7.0] and found["listed"][4] == {"step": step})
+
+
+@case("four")
+def dcp_plan_caching_in_a_group_is_refused_where_one_rank_alone_has_changed(here: Rank) -> None:
+    class Planner(dcp.DefaultSavePlanner):
+        """With a cache of its own, which DCP keeps by the name of the class."""
+
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group, path = groups[here.rank // 2], here.directory / f"dcp cached half {here.rank // 2}"
+
+    def save(state: dict[str, Any]) -> None:
+        planner = Planner(enable_plan_caching=True)
+        dcp.save(state, storage_writer=treeckpt.dcp.Writer(path), planner=planner, process_group=group)
+
+    own = str(here.rank)
+    for factor in (1, 2):
+        save({own: torch.full((3,), float(factor))})
+        assert sum(tensor.sum() for tensor in tc.load(path, comm="alone").values()) == 6 * factor
+        dist.barrier()
+    with pytest.raises(CheckpointException, match="enable_plan_caching=False"):
+        save({own: torch.full((3 + here.rank % 2,), 1.0)})
+    dist.destroy_process_group(group)

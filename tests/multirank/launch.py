@@ -1,4 +1,4 @@
-"""Starts the ranks of some phases with torchrun, and gathers what each case came to."""
+"""Starts the ranks of some phases with torchrun's agent, and gathers what each case came to."""
 
 from __future__ import annotations
 
@@ -21,18 +21,15 @@ ROOT = Path(__file__).resolve().parents[2]
 Results = dict[str, dict[str, str]]
 
 
-def launch(
-    phases: Phases, directory: Path, *, timeout: float = 800.0, worker: str = "tests.multirank.worker"
-) -> Results:
+def launch(phases: Phases, directory: Path, *, timeout: float = 800.0, cases: str = "tests.multirank.cases") -> Results:
     """What each case of each phase came to, by name: empty if it passed on all ranks, else the errors.
 
     `""` has the ranks' output, if they did not end well.
+
+    Args:
+        cases: the module that has the phases.
     """
-    ranks = max(world for world, _ in phases.values())
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
-        *("-m", worker, str(directory), *phases),
-    ]
+    command = [sys.executable, "-m", "tests.multirank.agent", cases, str(directory), *phases]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True

@@ -32,5 +32,5 @@ def test_ranks(
         with far_s3_server() as server:
             for name, value in server.environment().items():
                 monkeypatch.setenv(name, value)
-            results |= launch({phase: PHASES[phase]}, directory, worker="tests.multirank.host_worker")
+            results |= launch({phase: PHASES[phase]}, directory, cases="tests.multirank.host_cases")
     check_case(results[phase], case)

@@ -24,7 +24,7 @@ def _phase(shared: tuple[Path, Results], phase: str) -> tuple[Path, dict[str, st
     """What became of a phase; the first to ask has all of them run."""
     directory, results = shared
     if not results:
-        results |= launch(PHASES, directory, worker="tests.multirank.training_worker")
+        results |= launch(PHASES, directory, cases="tests.multirank.training_state_cases")
     return directory, results[phase]
 
 

@@ -1,16 +1,13 @@
 """One rank of a launch: runs the cases of one phase after another, and leaves what became of each as JSON.
 
-python -m torch.distributed.run --standalone --nproc-per-node 8 -m tests.multirank.worker DIRECTORY PHASE...
-
 A phase of fewer ranks than the launch has is a default process group of the first ones, made for it and destroyed after
-it: to import torch in each process takes longer than most phases, so a process lives through many.
+it: to start a process takes longer than most phases, so a process lives through many.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import traceback
 from collections.abc import Mapping
 from datetime import timedelta
@@ -21,8 +18,8 @@ import torch.distributed as dist
 
 from treeckpt.io.comm.comm import TorchComm, default_comm
 
-from . import cases
 from .layouts import forget_meshes
+from .registry import Case, Phases, Rank
 
 LIMIT = 120.0
 """Seconds: a rank that waits longer than this for another one waits for ever."""
@@ -30,22 +27,19 @@ PHASE_LIMIT = timedelta(seconds=600)
 """How long the ranks that a phase has no use for wait until it ends."""
 
 
-def main(arguments: list[str], phases: cases.Phases | None = None) -> int:
+def run_phases(directory: Path, phases: Phases) -> None:
     torch.set_num_threads(1)
-    known = cases.PHASES | cases.WHOLE if phases is None else phases
-    directory, rank = Path(arguments[0]), int(os.environ["RANK"])
+    rank = int(os.environ["RANK"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    for phase in arguments[1:]:
-        world, found = known[phase]
+    for phase, (world, found) in phases.items():
         done = [f"{phase}/{other}" for other in range(world)]
         if rank < world:
-            _run_phase(dist.PrefixStore(phase, store), cases.Rank(rank, world, directory), phase, found)
+            _run_phase(dist.PrefixStore(phase, store), Rank(rank, world, directory), phase, found)
             store.set(done[rank], "")
         store.wait(done, PHASE_LIMIT)
-    return 0
 
 
-def _run_phase(store: dist.Store, here: cases.Rank, phase: str, found: Mapping[str, cases.Case]) -> None:
+def _run_phase(store: dist.Store, here: Rank, phase: str, found: Mapping[str, Case]) -> None:
     dist.init_process_group(
         "gloo", store=store, rank=here.rank, world_size=here.world, timeout=timedelta(seconds=LIMIT)
     )
@@ -65,7 +59,3 @@ def _run_phase(store: dist.Store, here: cases.Rank, phase: str, found: Mapping[s
     dist.barrier()
     forget_meshes()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

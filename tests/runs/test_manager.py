@@ -140,6 +140,15 @@ def test_a_misspelt_metric_deletes_nothing_and_is_said_once(run, caplog):
     assert "no checkpoint has the metric 'los' as a number (metrics there are: loss)" in text
 
 
+def test_the_best_by_a_misspelt_metric_is_none_and_the_metrics_there_are_get_logged(run, caplog):
+    made = manager(run)
+    assert made.best("los") is None and not caplog.records, "a run without checkpoints has no metrics yet"
+    made.save(1, {"s": 1}, metrics={"loss": 0.5, "acc": 1})
+    assert (made.best("los"), made.best("los"), made.best("loss")) == (None, None, 1)
+    [text] = [record.getMessage() for record in caplog.records]
+    assert "no checkpoint has the metric 'los' as a number (metrics there are: acc, loss)" in text
+
+
 def test_a_metric_that_is_measured_later_chooses_from_then_on(run):
     with manager(run, keep=[Last(2), Best("loss")]) as made:
         for step, metrics in enumerate([None, None, None, {"loss": 1.0}, None, {"loss": 2.0}, None]):

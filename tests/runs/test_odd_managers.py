@@ -29,6 +29,14 @@ def test_a_step_of_nine_digits_is_newer_than_one_of_eight(tmp_path: Path) -> Non
     assert made.latest() == 100_000_000 and made.restore() == {"s": 100_000_000}
 
 
+def test_a_checkpoint_in_the_place_of_its_run_is_refused_with_the_name_of_the_run(tmp_path: Path) -> None:
+    manager(tmp_path).save(4, {"w": np.zeros(2)})
+    made = manager(tmp_path / step_name(4))
+    for call in (made.latest, made.steps, lambda: made.best("loss"), made.restore):
+        with pytest.raises(tc.CheckpointNotFound, match=rf"found one checkpoint\. .*above it, {tmp_path},"):
+            call()
+
+
 def test_steps_may_be_integers_of_numpy(tmp_path: Path) -> None:
     made = manager(tmp_path)
     made.save(np.int64(4), {"s": 4})  # pyright: ignore[reportArgumentType]

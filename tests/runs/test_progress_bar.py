@@ -1,13 +1,17 @@
 """A bar follows a long read on a terminal, and there is nothing of it anywhere else."""
 
 import io
+import re
 import sys
+import threading
 
 import numpy as np
 import pytest
 
 import treeckpt as tc
-from treeckpt.runs.progress_bar import reading_bar
+from tests.helpers.background import until
+from treeckpt.runs import progress_bar
+from treeckpt.runs.progress_bar import reading_bar, stores_bar
 
 
 class Terminal(io.StringIO):
@@ -61,6 +65,17 @@ def test_elsewhere_the_store_is_passed_through(store, monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     with reading_bar(store, "restoring", patience=0) as source:
         assert source is store
+
+
+def test_lines_have_the_rate_and_the_time_left(store, monkeypatch):
+    monkeypatch.setattr(progress_bar, "LINE_INTERVAL", 0.01)
+    stream = io.StringIO()
+    with stores_bar("verifying", 1_600_000, shown=True, patience=0, stream=stream) as counted:
+        assert tc.verify(counted(store)).ok
+        until(lambda: " left" in stream.getvalue())
+    assert re.search(r"^verifying: 80. kB of 1.6 MB, .+ .?B/s, .+ left$", stream.getvalue(), re.M)
+    threads = [thread.name for thread in threading.enumerate()]
+    assert "treeckpt-progress" not in threads
 
 
 def test_the_bar_goes_when_the_read_fails(store):

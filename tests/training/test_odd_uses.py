@@ -103,6 +103,16 @@ def test_an_extra_that_lacks_something_or_has_more_is_an_error(tmp_path: Path, k
     training.restore(source, net(), extra={"a": torch.zeros(2), "b": ...})
 
 
+def test_a_model_of_which_nothing_was_saved_is_refused_without_strict_too(tmp_path: Path) -> None:
+    for kind in SOURCES:
+        source = _source(tmp_path, kind, net())
+        other = torch.nn.Sequential(torch.nn.Linear(5, 7))
+        before = other[0].weight.detach().clone()
+        with pytest.raises(tc.MismatchError, match=r"model/0\.bias.*not asked for: model/first\."):
+            training.restore(source, other, strict=False)
+        assert torch.equal(other[0].weight, before)
+
+
 def test_a_value_in_a_tuple_is_not_passed_over(tmp_path: Path) -> None:
     for kind in SOURCES:
         source = _source(tmp_path, kind, net(), extra={"t": (torch.ones(2), 7)})

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler
 
 import treeckpt as tc
 from treeckpt import training
@@ -38,8 +40,8 @@ class Batches:
 
 
 def _torchdata(data: torch.Tensor) -> Any:
-    loader = pytest.importorskip("torchdata.stateful_dataloader")
-    return loader.StatefulDataLoader(data, batch_size=6, shuffle=True)
+    # each new iterator of a loader draws from its generator, which by default is the global one
+    return StatefulDataLoader(data, batch_size=6, sampler=RandomSampler(data), generator=torch.Generator())  # pyright: ignore[reportArgumentType]
 
 
 class Loop:
@@ -76,6 +78,7 @@ class Loop:
         return losses
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 @pytest.mark.parametrize("loader", [Batches, _torchdata], ids=["an object with state_dict", "torchdata"])
 def test_a_loop_continues_with_the_same_losses(tmp_path: Path, loader: Callable[[torch.Tensor], Any]) -> None:
     calm = Loop(tmp_path / "calm", loader, 0)

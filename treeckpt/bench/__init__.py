@@ -7,13 +7,14 @@ reported. This module reads the options and runs the scenarios; torch is importe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import msgspec
 
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
 __all__ = ["Report", "main"]
 
 NAMES = ("gpt2", "tiny", "one", "slice", "replicated", "reshard", "host-2", "host-4", "host-8", "table", "remote",
-    "async", "async-tiny", "dcp", "dcp-small", "dcp-async")  # fmt: skip
+    "async", "async-tiny", "dcp", "dcp-small", "dcp-async", "device", "device-async")  # fmt: skip
 QUICK_SCALE, QUICK_REPETITIONS = 1 / 8, 2
 _LINK_HELP = "only this link of remote: ms before an answer / MB/s a connection, as 40/90"
+_DEVICE_HELP = "measure saves from and loads to this device of torch, as cuda: the scenarios device and device-async"
 _ONLY_HELP = f"of: {', '.join(NAMES)}; dcp has all that begin so"
 MARGIN = 1 << 30
 """Bytes of disk to leave free."""
@@ -67,8 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     quick_or = (QUICK_SCALE, QUICK_REPETITIONS) if options.quick else (1.0, 5)
     scale = options.scale if options.scale is not None else quick_or[0]
     repetitions = options.repetitions if options.repetitions is not None else quick_or[1]
+    output = sys.stdout
+    alone = options.json is not None and str(options.json) == "-"  # then the tables go to the error stream
     try:
-        return _run(options, scale, repetitions)
+        with contextlib.redirect_stdout(sys.stderr if alone else output):
+            return _run(options, scale, repetitions, output)
     except KeyboardInterrupt:
         return 130
 
@@ -82,9 +87,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repetitions", type=_count, metavar="N", help="of everything (default: 5)")
     parser.add_argument("--only", action="append", choices=NAMES, metavar="SCENARIO", help=_ONLY_HELP)
     parser.add_argument("--contender", action="append", metavar="NAME", help="only this one, as named in the table")
+    parser.add_argument("--device", metavar="DEVICE", help=_DEVICE_HELP)
     parser.add_argument("--link", action="append", type=_link, metavar="MS/MBPS", help=_LINK_HELP)
     parser.add_argument("--dir", type=Path, help="where to write (default: a new directory here, removed at the end)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all trials, medians and bars")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all trials, medians and bars; -: to stdout")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the medians: .svg, .png or .pdf")
     parser.add_argument("--strict", action="store_true", help="end with exit code 1 where a bar is not reached")
     return parser
@@ -112,10 +118,13 @@ def _count(text: str) -> int:
     return number
 
 
-def _run(options: argparse.Namespace, scale: float, repetitions: int) -> int:
+def _run(options: argparse.Namespace, scale: float, repetitions: int, output: TextIO) -> int:
     from .measure import BenchError
     from .states import SCENARIOS, BenchTask
 
+    if options.device is not None and (problem := _no_device(options.device)):
+        fail(f"treeckpt bench: {problem}")
+        return 2
     try:
         if options.dir is not None:
             options.dir.mkdir(parents=True, exist_ok=True)
@@ -131,10 +140,16 @@ def _run(options: argparse.Namespace, scale: float, repetitions: int) -> int:
             repetitions,
             tuple(options.contender or ()),
             tuple(options.link or LINKS),
+            options.device or "cpu",
         )
         for scenario in SCENARIOS
+        if scenario.device == (options.device is not None)
         if not options.only or scenario.name in options.only or (scenario.dcp and "dcp" in options.only)
     ]
+    if not tasks:
+        fail("treeckpt bench: the scenarios device and device-async take --device, and all others do not")
+        shutil.rmtree(directory, ignore_errors=True)
+        return 2
     try:
         _check_space(tasks)
         trials, async_trials, failed = run_tasks(tasks)
@@ -149,14 +164,30 @@ def _run(options: argparse.Namespace, scale: float, repetitions: int) -> int:
     machine = describe_machine()
     report = Report("treeckpt.bench/3", scale, repetitions, machine, trials, rows, async_trials, async_rows, targets)
     if options.json:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-        print_line(f"wrote {options.json}")
+        text = msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n"
+        if str(options.json) == "-":
+            output.write(text)
+        else:
+            options.json.write_text(text)
+            print_line(f"wrote {options.json}")
     if options.plot:
         from .plot import draw
 
         for path in draw(rows, options.plot):
             print_line(f"wrote {path}")
     return 1 if failed or (options.strict and any(target.state == "short" for target in targets)) else 0
+
+
+def _no_device(device: str) -> str:
+    """Returns why torch has no such device here, empty if it has."""
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises an AssertionError
+        found = f"{error}".splitlines()[0]
+        return f"--device {device}: expected a device of torch that is here, as cpu or cuda, found: {found}"
+    return ""
 
 
 def _check_space(tasks: Sequence[BenchTask]) -> None:
@@ -208,7 +239,7 @@ def run_tasks(tasks: Sequence[BenchTask]) -> tuple[list[Trial], list[AsyncTrial]
 
 def run_task(task: BenchTask) -> Iterator[list[Trial] | AsyncTrial]:
     """Yields the trials of each turn of a scenario."""
-    from .checkpointers import sync_checkpointers
+    from .checkpointers import device_checkpointers, sync_checkpointers
     from .dcp_forms import sync_dcp_forms
     from .measure import run_alone, run_slice
     from .measure_remote import run_remote
@@ -226,5 +257,6 @@ def run_task(task: BenchTask) -> Iterator[list[Trial] | AsyncTrial]:
         return run_table(task)
     if scenario.part > 1:
         return run_slice(task)
-    contenders = sync_dcp_forms() if scenario.dcp else sync_checkpointers()
+    contenders = device_checkpointers(task.device) if scenario.device else sync_checkpointers()
+    contenders = sync_dcp_forms() if scenario.dcp else contenders
     return run_alone(task, [c for c in contenders if task.selects(c.name)])

@@ -68,14 +68,14 @@ class SyncTreeckpt(SyncCheckpointer):
     name = "treeckpt"
     kinds = ("save", "load", "fill", "first", "rows")
 
-    def __init__(self, *, alone: bool = True) -> None:
-        self._alone = alone
+    def __init__(self, *, alone: bool = True, device: str | None = None) -> None:
+        self._alone, self._device = alone, device
 
     def save(self, directory: Path, prepared: Any) -> None:
         treeckpt.save(directory / "step", prepared)
 
     def load(self, directory: Path, like: State) -> State:
-        return treeckpt.load(directory / "step", None if self._alone else like)
+        return treeckpt.load(directory / "step", None if self._alone else like, device=self._device)
 
     def load_into(self, directory: Path, state: State) -> None:
         """Fills in one pass: by default each block's checksum is compared as its bytes are put in place."""
@@ -127,12 +127,15 @@ class SyncTorchSave(SyncCheckpointer):
     name = "torch.save"
     kinds = ("save", "load", "fill", "rows")
 
+    def __init__(self, *, device: str | None = None) -> None:
+        self._device = device
+
     def save(self, directory: Path, prepared: Any) -> None:
         torch.save(prepared, directory / "state.pt")
         sync_files(directory)
 
     def load(self, directory: Path, like: State) -> State:
-        return torch.load(directory / "state.pt")
+        return torch.load(directory / "state.pt", map_location=self._device)
 
     def load_into(self, directory: Path, state: State) -> None:
         mapped = torch.load(directory / "state.pt", mmap=True)
@@ -149,6 +152,9 @@ class SyncSafetensors(SyncCheckpointer):
     name = "safetensors"
     kinds = ("save", "load", "fill", "rows")
 
+    def __init__(self, *, device: str | None = None) -> None:
+        self._device = device or "cpu"
+
     def save(self, directory: Path, prepared: Any) -> None:
         from safetensors.torch import save_file
 
@@ -158,7 +164,7 @@ class SyncSafetensors(SyncCheckpointer):
     def load(self, directory: Path, like: State) -> State:
         from safetensors.torch import load_file
 
-        return load_file(directory / "state.safetensors")
+        return load_file(directory / "state.safetensors", device=self._device)
 
     def load_into(self, directory: Path, state: State) -> None:
         for name, tensor in self.load(directory, state).items():
@@ -248,6 +254,12 @@ def is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False
+
+
+def device_checkpointers(device: str) -> list[SyncCheckpointer]:
+    """Returns the installed checkpointers that are compared for a state on a device."""
+    found: list[SyncCheckpointer] = [SyncTreeckpt(device=device), SyncTorchSave(device=device), SyncDcp()]
+    return [*found, SyncSafetensors(device=device)] if is_installed("safetensors") else found
 
 
 def sync_checkpointers(ranks: int = 1) -> list[SyncCheckpointer]:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from .checkpointers import SyncCheckpointer, sync_checkpointers
+from .device_limits import DeviceLimits
 from .meter import Meter, Usage, cached_fraction, drop_cache, files_of, fill_cache, pretouch_memory, release_memory
 from .raw_limits import LEAST, RawLimits
 from .results import HUGE, LIMITS, PHASES, AnyLimit, DiskPhase, Limit, Trial
@@ -45,11 +46,18 @@ class Measurement:
     def __init__(self, task: BenchTask, nbytes: int, group: RankGroup | None = None) -> None:
         self.scenario, self.nbytes, self.group = task.scenario, nbytes, group or RankGroup()
         self.directory = task.path / "checkpoint"
-        self._raw = RawLimits(task.path / "raw.bin", nbytes) if self.group.rank == 0 and nbytes >= LEAST else None
+        measured = self.group.rank == 0 and nbytes >= LEAST
+        self._raw = RawLimits(task.path / "raw.bin", nbytes) if measured else None
+        self._device = DeviceLimits(task.device, nbytes) if measured and task.scenario.device else None
 
     def limits(self, names: Sequence[Limit]) -> dict[AnyLimit, float]:
-        """Measures raw rates, on rank 0."""
-        return {name: self._raw.measure(name) for name in names} if self._raw is not None else {}
+        """Measures raw rates, on rank 0; of a state on a device, none is above the rate of the copy."""
+        rates: dict[AnyLimit, float] = {name: self._raw.measure(name) for name in names} if self._raw else {}
+        if self._device is not None:
+            copies = self._device.measure()
+            copy = {name: copies["D2H" if name.startswith("W") else "H2D"] for name in names if name != "C"}
+            rates |= {**copies, **{name: min(rates[name], rate) for name, rate in copy.items()}}
+        return rates
 
     def begin(self) -> None:
         """Creates the empty directory of a checkpoint."""
@@ -193,7 +201,7 @@ def run_alone(task: BenchTask, contenders: Sequence[SyncCheckpointer]) -> Iterat
     Raises:
         BenchError: what came back differs from what was saved.
     """
-    state = make_state(task.shapes)
+    state = make_state(task.shapes, device=task.device)
     target = {name: leaf.clone() for name, leaf in state.items()}
     measurement = Measurement(task, shapes_bytes(task.shapes))
     for repetition, contender in task.turns(contenders):

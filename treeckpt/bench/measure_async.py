@@ -19,22 +19,26 @@ import torch
 
 from .async_checkpointers import AsyncCheckpointer, async_checkpointers
 from .dcp_forms import async_dcp_forms
+from .device_limits import DeviceLimits
 from .meter import release_memory
 from .ranks import do_task
 from .raw_limits import LEAST, RawLimits
 from .results import AsyncTrial
-from .states import BenchTask, make_state, shapes_bytes
+from .states import BenchTask, make_state, shapes_bytes, synchronize
 
 TICK = 0.001
 STEP = 0.02
 """Seconds of a training step, about."""
+WIDTH, DEVICE_WIDTH = 256, 4096
+"""Rows of the matrices that are multiplied, on the host and on a device."""
 
 
 class _Trainer:
-    """Training steps: matrix products on one core."""
+    """Training steps: matrix products on one core, or on a device."""
 
-    def __init__(self) -> None:
-        self._a = torch.rand(256, 256)
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
+        self._a = torch.rand(2 * (WIDTH if self._device.type == "cpu" else DEVICE_WIDTH,), device=self._device)
         self._products = 20
         self._products = max(1, round(STEP * 20 / self.step()))
         self.idle = statistics.median(self.step() for _ in range(25))
@@ -44,6 +48,7 @@ class _Trainer:
         begin = time.perf_counter()
         for _ in range(self._products):
             torch.mm(self._a, self._a)
+        synchronize(self._device)
         return time.perf_counter() - begin
 
 
@@ -76,9 +81,18 @@ class _AsyncMeasurement:
     def __init__(self, task: BenchTask) -> None:
         self.scenario = task.scenario
         self.nbytes = shapes_bytes(task.shapes)
-        self.state = make_state(task.shapes)
+        self.device = task.device
+        self.state = make_state(task.shapes, device=task.device)
         self.directory = task.path / "beside"
-        self._raw = RawLimits(task.path / "raw.bin", self.nbytes) if self.nbytes >= LEAST else None
+        large = self.nbytes >= LEAST
+        self._raw = RawLimits(task.path / "raw.bin", self.nbytes) if large and not task.scenario.device else None
+        self._limits = DeviceLimits(task.device, self.nbytes) if large and task.scenario.device else None
+
+    def _copy_rate(self) -> float | None:
+        """Measures a copy into warm memory: of a state on a device, from there to the host."""
+        if self._limits is not None:
+            return self._limits.measure()["D2H"]
+        return self._raw.measure("C") if self._raw is not None else None
 
     def measure_save(self, checkpointer: AsyncCheckpointer, repetition: int) -> AsyncTrial:
         """Measures one save."""
@@ -87,13 +101,13 @@ class _AsyncMeasurement:
         if repetition == 0:
             checkpointer.prewarm(self.state)
         release_memory()
-        copy = self._raw.measure("C") if self._raw is not None else None
+        copy = self._copy_rate()
         idle_gap = None
         if self.scenario.ticks:
             ticker = _Ticker()
             time.sleep(0.5)
             idle_gap = ticker.stop()
-        trainer = _Trainer()
+        trainer = _Trainer(self.device)
         begin = time.perf_counter()
         wait = checkpointer.start(self.directory, self.state)
         blocked = time.perf_counter() - begin

@@ -18,7 +18,8 @@ RemotePhase = Literal["save remote", "load remote", "fill remote", "restore remo
 Phase = DiskPhase | RemotePhase
 Limit = Literal["W", "R", "R_fresh", "C", "plain", "plain_fresh", "W_huge", "R_huge"]
 RemoteLimit = Literal["put", "get", "get_fresh"]
-AnyLimit = Limit | RemoteLimit
+DeviceLimit = Literal["D2H", "H2D"]
+AnyLimit = Limit | RemoteLimit | DeviceLimit
 
 PHASES: tuple[DiskPhase, ...] = get_args(DiskPhase)
 """`load` makes a new tree, `fill` fills one that exists, `first` does so once all checksums were compared (treeckpt's
@@ -126,7 +127,7 @@ class AsyncTrial(msgspec.Struct, frozen=True):
     durable: float
     """Seconds until the save is durable."""
     copy_rate: float | None
-    """C, measured right before."""
+    """C, measured right before; of a state on a device, D2H."""
     interference: float | None
     """Time lost by the steps beside the save, as a part of `durable`."""
     gap: float | None

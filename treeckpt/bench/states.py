@@ -116,6 +116,8 @@ class Scenario(msgspec.Struct, frozen=True):
     """Rows by id."""
     remote: bool = False
     """Saved to and loaded from an object store."""
+    device: bool = False
+    """Saved from and loaded to a device; measured only where one is named."""
     dcp: bool = False
     """Saved and loaded by both forms of treeckpt.dcp, beside DCP alone."""
 
@@ -139,6 +141,16 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("async-tiny", "20,000 tensors of one element, saved in the background", tiny, beside=True, ticks=True),
     Scenario("dcp", "GPT-2 small and Adam through the interface of DCP", gpt2, dcp=True),
     Scenario("dcp-small", "5,000 tensors of 1 KiB through the interface of DCP", small, dcp=True),
+    Scenario(
+        "device", "GPT-2 small and Adam on a device; limits are the smaller of the disk and the copy", gpt2, device=True
+    ),
+    Scenario(
+        "device-async",
+        "GPT-2 small and Adam on a device, saved in the background of training steps there; a copy is one to the host",
+        gpt2,
+        device=True,
+        beside=True,
+    ),
     Scenario("dcp-async", "GPT-2 small and Adam by async_save of DCP's interface", gpt2, dcp=True, beside=True),
 )
 
@@ -155,6 +167,8 @@ class BenchTask(msgspec.Struct, frozen=True):
     """Names, or their first words; all if there are none."""
     links: tuple[Link, ...] = LINKS
     """Those to object stores."""
+    device: str = "cpu"
+    """Where the state lies, in scenarios of devices."""
 
     @property
     def scenario(self) -> Scenario:
@@ -187,9 +201,9 @@ def make_leaf(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def make_state(shapes: Shapes, mesh: DeviceMesh | None = None, dim: int = 0) -> State:
+def make_state(shapes: Shapes, mesh: DeviceMesh | None = None, dim: int = 0, device: str = "cpu") -> State:
     """Returns leaves of random numbers; on a mesh, DTensors of the same numbers that are cut along `dim`."""
-    leaves = ((name, make_leaf(shape, seed)) for seed, (name, shape) in enumerate(shapes.items()))
+    leaves = ((name, make_leaf(shape, seed).to(device)) for seed, (name, shape) in enumerate(shapes.items()))
     return {name: leaf if mesh is None else _cut(leaf, mesh, dim) for name, leaf in leaves}
 
 
@@ -223,9 +237,16 @@ def _words(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [leaf.reshape(-1).view(torch.uint8) for leaf in large]
 
 
+def synchronize(device: torch.device) -> None:
+    """Waits until a device has done all that it was given; on the host there is nothing to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def touch(state: State) -> int:
     """Reads a byte of every page, so that nothing is left to be read later; returns their sum."""
-    return sum(int(data.numpy()[::PAGE].sum()) for data in _words(_locals(state)))
+    words = _words(_locals(state))
+    return sum(int((data.numpy() if data.is_cpu else data)[::PAGE].sum()) for data in words)
 
 
 def sum_bytes(state: State) -> int:

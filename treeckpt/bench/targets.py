@@ -56,6 +56,7 @@ def _at_most(
 
 _COLD: tuple[Phase, ...] = ("fill cold", "first cold", "load cold")
 _WARM: tuple[Phase, ...] = ("fill warm", "first warm", "load warm")
+_TO_DEVICE: tuple[Phase, ...] = ("load cold", "fill cold")
 _LIMITS: tuple[tuple[Phase, str, float], ...] = (
     ("save", "W", 0.90),
     ("fill cold", "R", 0.90),
@@ -82,6 +83,10 @@ def compare_with_targets(rows: Sequence[TrialSummary]) -> list[BenchTarget]:
     """Returns every target; targets of scenarios that were not run have no figure."""
     table: Rows = {(row.scenario, row.contender, row.phase): row for row in rows}
     targets: list[BenchTarget] = []
+    for phase in _TO_DEVICE:
+        row = table.get(("device", "treeckpt", phase))
+        text = f"{phase}, rate / the smaller of the disk's and of a copy to the device"
+        targets.append(_at_least("device", text, row.ratio if row else None, 0.9))
     for phase, limit, least in _LIMITS:
         row = table.get(("gpt2", "treeckpt", phase))
         targets.append(_at_least("gpt2", f"{phase}, rate / {limit}", row.ratio if row else None, least))
@@ -238,4 +243,16 @@ def compare_async_with_targets(rows: Sequence[AsyncSummary]) -> list[BenchTarget
             through.blocked / beside.blocked if through and beside else None,
             0.5,
         ),
+        *_from_device(table),
+    ]
+
+
+def _from_device(table: Mapping[tuple[str, str], AsyncSummary]) -> list[BenchTarget]:
+    own, lazy = table.get(("device-async", "treeckpt")), table.get(("device-async", "treeckpt lazy"))
+    rate = 1 / own.stall if own and own.stall else None
+    slower = lazy.interference if lazy else None
+    return [
+        _at_least("device-async", "copied to the host, rate / that of one copy", rate, 0.9),
+        _at_most("device-async", "lazy, blocked, times as long as a copy", lazy.stall if lazy else None, 0.15),
+        _at_most("device-async", "lazy, time lost by training steps / time until durable", slower, 0.01),
     ]

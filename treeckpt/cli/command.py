@@ -13,6 +13,13 @@ from ..runs import catalog
 
 SHOWN = 12
 """Names that an error lists, at most."""
+EXIT_CODES = """\
+exit codes:
+  0    done; `verify`: all is intact
+  1    a checkpoint is missing, damaged or incomplete, or what was asked for failed; the message says which and why
+  2    wrong use: an unknown command, option, path or run; nothing was done
+  130  interrupted by Ctrl-C
+"""
 
 
 class Commands:
@@ -26,17 +33,35 @@ class Commands:
         """The parser of each command, by its name."""
         return self._added.choices
 
-    def add(self, name: str, run: Callable[[Any], int], text: str, *, json: bool = True) -> argparse.ArgumentParser:
-        """Adds a command, with the option `--json` unless `json` is False; returns its own parser.
+    def add(
+        self, name: str, run: Callable[[Any], int], text: str, *, json: bool = True, progress: bool = False
+    ) -> argparse.ArgumentParser:
+        """Adds a command; returns its own parser.
 
         Args:
             run: carries the command out; returns its exit code.
+            json: whether it has the option `--json`.
+            progress: whether it has the option `--progress`; `progress_of` gives its value.
         """
-        added = self._added.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        added = self._added.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=EXIT_CODES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         added.set_defaults(run=run)
         if json:
             added.add_argument("--json", action="store_true", help="print JSON")
+        if progress:
+            help_text = "show progress with --json and where the error stream is no terminal too"
+            added.add_argument("--progress", action="store_true", help=help_text)
         return added
+
+
+def progress_of(options: argparse.Namespace) -> bool | None:
+    """Returns the argument `shown` of a progress bar: True with `--progress`, else False with `--json`."""
+    return True if options.progress else False if options.json else None
 
 
 def no_such_run(run: str) -> str:

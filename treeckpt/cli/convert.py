@@ -12,8 +12,9 @@ from ..core.text import bytes_text, seconds_text
 from ..io.comm.waiting import log_if_slow
 from ..io.storage.open import open_store
 from ..report.terminal import print_json, print_line
+from ..runs import catalog
 from ..runs.progress_bar import stores_bar
-from .command import Commands
+from .command import Commands, progress_of
 
 FORMATS = ("treeckpt", "torch", "dcp", "safetensors")
 SHOWN = 12
@@ -23,7 +24,10 @@ SHOWN = 12
 def add_convert(commands: Commands) -> None:
     """Adds `convert`."""
     parser = commands.add(
-        "convert", _convert, "write a checkpoint in another format: torch.save, DCP, safetensors, or ours"
+        "convert",
+        _convert,
+        "write a checkpoint in another format: torch.save, DCP, safetensors, or ours",
+        progress=True,
     )
     parser.add_argument("source", metavar="SRC", help="also of hfai or Paddle; its format is found by looking")
     parser.add_argument("destination", metavar="DST", help="appears when it is whole")
@@ -43,8 +47,11 @@ def add_convert(commands: Commands) -> None:
 def _convert(options: argparse.Namespace) -> int:
     from ..convert import convert, detect
 
-    with _ranks() as rank, stores_bar("converting", quiet=options.json or rank > 0) as counted:
-        ours = detect(options.source) == "treeckpt"  # of other formats the bar shows the time only
+    ours = detect(options.source) == "treeckpt"  # of other formats the bar shows the time only
+    with (
+        _ranks() as rank,
+        stores_bar("converting", _nbytes(options, ours=ours), shown=False if rank else progress_of(options)) as counted,
+    ):
         report = convert(
             counted(open_store(options.source)) if ours else options.source,
             options.destination,
@@ -63,6 +70,15 @@ def _convert(options: argparse.Namespace) -> int:
     if rank == 0:
         _print_report(report, options)
     return 0
+
+
+def _nbytes(options: argparse.Namespace, *, ours: bool) -> int | None:
+    """Returns how many bytes this process will read, None if that is not known."""
+    alone = int(os.environ.get("WORLD_SIZE", "1")) < 2
+    whole = not (options.select or options.exclude or options.subtree or options.dry_run)
+    if not (ours and alone and whole) or progress_of(options) is False:
+        return None
+    return catalog.read_info(options.source, follow=True).nbytes
 
 
 def _print_report(report: Any, options: argparse.Namespace) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+from pathlib import Path
 
+from ..io.storage.foreign_formats import describe_foreign
 from .command import Commands, no_such_run, usage_error
 
 
 def add_dashboard(commands: Commands) -> None:
     """Adds `dashboard`."""
-    parser = commands.add("dashboard", _dashboard, "browse runs in a web browser", json=False)
-    parser.add_argument("runs", metavar="RUN", nargs="+")
+    parser = commands.add("dashboard", _dashboard, "browse runs in a web browser")
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", help="a run, a checkpoint, or one of another program: a directory or a file"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8265, help="0 takes a free one (default: 8265)")
     parser.add_argument(
@@ -35,11 +39,12 @@ def add_dashboard(commands: Commands) -> None:
 
 
 def _dashboard(options: argparse.Namespace) -> int:
-    if problem := next(filter(None, map(no_such_run, options.runs)), ""):
+    files = [run for run in options.runs if Path(run).is_file() and describe_foreign(run)]
+    if problem := next(filter(None, (no_such_run(run) for run in options.runs if run not in files)), ""):
         return usage_error(problem)
     gc.disable()  # imports create no garbage, and collections take a tenth of the start
     try:
-        from treeckpt_dashboard.web.server import ServeError, serve
+        from treeckpt_dashboard.web.server import ServeError, announce_json, serve
     except ModuleNotFoundError as error:
         return usage_error(f"the dashboard needs {error.name}; install it with: pip install 'treeckpt[dashboard]'")
     finally:
@@ -55,6 +60,7 @@ def _dashboard(options: argparse.Namespace) -> int:
             allowed_hosts=options.allow_host,
             cache=options.cache,
             keep=options.keep,
+            started=announce_json if options.json else None,
         )
     except ServeError as error:
         return usage_error(str(error))

@@ -11,7 +11,7 @@ from ..loading.compare import ValueChange, value_changes
 from ..loading.one_checkpoint import opened
 from ..report.terminal import print_json, print_line, print_table
 from ..runs.progress_bar import stores_bar
-from .command import Commands
+from .command import Commands, progress_of
 
 _VALUES = (
     "compare contents too: by the checksums recorded when they were saved, number by number where these "
@@ -23,7 +23,9 @@ _BY_CHECKSUMS = "contents too, by their recorded checksums; treeckpt verify comp
 
 def add_diff(commands: Commands) -> None:
     """Adds `diff`."""
-    parser = commands.add("diff", _diff, "say in what two checkpoints differ, by their indexes or by every number")
+    parser = commands.add(
+        "diff", _diff, "say in what two checkpoints differ, by their indexes or by every number", progress=True
+    )
     parser.add_argument("--values", action="store_true", help=_VALUES)
     parser.add_argument("first", metavar="A")
     parser.add_argument("second", metavar="B")
@@ -31,7 +33,7 @@ def add_diff(commands: Commands) -> None:
 
 def _diff(options: argparse.Namespace) -> int:
     with (
-        stores_bar("comparing", quiet=options.json) as counted,
+        stores_bar("comparing", shown=progress_of(options)) as counted,
         opened(counted(open_store(options.first))) as a,
         opened(counted(open_store(options.second))) as b,
     ):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..core.analysis.perfetto import encode_trace
 from ..core.text import bytes_text
+from ..report.output_file import replace_file
 from ..report.terminal import print_json, print_line
 from ..runs import catalog
 from .command import Commands
@@ -35,7 +36,7 @@ def _report(options: argparse.Namespace) -> int:
 
 def _trace(options: argparse.Namespace) -> int:
     timings = catalog.read_timings(options.checkpoint)
-    Path(options.out).write_bytes(encode_trace(timings))
+    replace_file(Path(options.out), encode_trace(timings))
     if options.json:
         print_json({"file": options.out, "spans": len(timings.spans)})
         return 0

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import sys
 import time
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ..core.text import bytes_text, seconds_text, time_text
+from ..core.text import ago_text, bytes_text, seconds_text, time_text
 from ..io.storage.open import open_folder
 from ..report.terminal import print_json, print_line, print_table
 from ..runs import catalog
@@ -15,18 +18,24 @@ from ..runs.active_saves import under_way_text
 from ..runs.checkpoint_info import CheckpointInfo
 from ..runs.progress_bar import counting_bar
 from ..runs.verification import VerificationStore, cache_directory
-from .command import Commands, no_such_run, usage_error
+from .command import Commands, no_such_run, progress_of, usage_error
+
+METRICS = 4
+"""Metrics of a checkpoint that are listed, at most."""
+LEFT_OUT_FIRST = ("leaves", "ranks", "took", "saved", "pinned", "after")
+"""Columns that a narrow terminal does not show, in this order."""
 
 
 def add_ls(commands: Commands) -> None:
     """Adds `ls`."""
-    commands.add("ls", _ls, "list the checkpoints of a run").add_argument("runs", metavar="RUN", nargs="+")
+    ls = commands.add("ls", _ls, "list the checkpoints of a run", progress=True)
+    ls.add_argument("runs", metavar="RUN", nargs="+")
 
 
 def _ls(options: argparse.Namespace) -> int:
     found: list[CheckpointInfo] = []
     for run in options.runs:
-        with counting_bar(f"reading {run}", quiet=options.json) as count:
+        with counting_bar(f"reading {run}", shown=progress_of(options)) as count:
             infos = catalog.scan(run, on_read=count)
         if not infos and (problem := no_such_run(run)):
             return usage_error(problem)
@@ -44,26 +53,70 @@ def _ls(options: argparse.Namespace) -> int:
     if not found:
         print_line("no checkpoints")
         return 0
-    columns = ("name", "status", "step", "size", "leaves", "ranks", "saved", "took")
-    rows = [
-        (
-            info.name,
-            info.state,
-            _or_dash(info.step),
-            bytes_text(info.nbytes) if info.nbytes is not None else "-",
-            _or_dash(info.leaves),
-            _or_dash(info.world),
-            time_text(info.created_ns, None),
-            seconds_text(info.seconds) if info.seconds is not None else "-",
-        )
-        for info in found
-    ]
-    print_table(columns, rows, right=("step", "size", "leaves", "ranks", "took"))
+    columns = _fitting(_columns(found))
+    rows = list(zip(*columns.values(), strict=True))
+    print_table(list(columns), rows, right=("step", "size", "leaves", "ranks", "took", "after"))
     for info in found:
         if info.error and info.status != "foreign":
             print_line(f"{info.name}: {info.error}", "dim")
         print_saves_under_way(info)
     return 0
+
+
+def _columns(found: Sequence[CheckpointInfo]) -> dict[str, list[str]]:
+    """Returns the cells of each column; what only some checkpoints have has a column only where one does."""
+    now, steps = time.time_ns(), {info.save_id: info.step for info in found}
+    columns = {
+        "name": [info.name for info in found],
+        "status": [f"{info.status}{', abandoned branch' * info.abandoned}" for info in found],
+        "step": [_or_dash(info.step) for info in found],
+        "size": [bytes_text(info.nbytes) if info.nbytes is not None else "-" for info in found],
+        "leaves": [_or_dash(info.leaves) for info in found],
+        "ranks": [_or_dash(info.world) for info in found],
+        "saved": [time_text(info.created_ns, None) for info in found],
+        "age": ["-" if ns is None else ago_text((now - ns) / 1e9) for ns in (info.created_ns for info in found)],
+        "took": [seconds_text(info.seconds) if info.seconds is not None else "-" for info in found],
+    }
+    more = {
+        "after": [_after_text(info, steps) for info in found],
+        "verified": [_verified_text(info, now) for info in found],
+        "pinned": ["yes" if info.pinned else "-" for info in found],
+        "metrics": [_metrics_text(info) for info in found],
+    }
+    return columns | {name: cells for name, cells in more.items() if any(cell != "-" for cell in cells)}
+
+
+def _fitting(columns: Mapping[str, list[str]]) -> Mapping[str, list[str]]:
+    """Leaves out the columns that a terminal is too narrow for; a file or a pipe gets all."""
+    if not sys.stdout.isatty():
+        return columns
+    space = shutil.get_terminal_size().columns
+    for name in LEFT_OUT_FIRST:
+        if sum(max(map(len, (head, *cells))) + 2 for head, cells in columns.items()) - 2 <= space:
+            break
+        columns = {head: cells for head, cells in columns.items() if head != name}
+    return columns
+
+
+def _after_text(info: CheckpointInfo, steps: Mapping[str | None, int | None]) -> str:
+    """Returns the step from which the training went on to a checkpoint."""
+    if info.lineage is None or not info.lineage.follows:
+        return "-"
+    step = steps.get(info.lineage.follows)
+    return "not here" if step is None else f"{step}"
+
+
+def _verified_text(info: CheckpointInfo, now: int) -> str:
+    found = info.verification
+    if found is None:
+        return "-"
+    what = "intact" if found.ok else f"{found.total} problem{'s' * (found.total != 1)}"
+    return f"{what}, {ago_text((now - found.ended_ns) / 1e9)}"
+
+
+def _metrics_text(info: CheckpointInfo) -> str:
+    named = [f"{name}={value:.6g}" for name, value in sorted(info.metrics.items())]
+    return " ".join(named[:METRICS]) + f" and {len(named) - METRICS} more" * (len(named) > METRICS) or "-"
 
 
 def _or_dash(number: int | None) -> str:

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from ..errors import CheckpointNotFound, TreeckptError
+from ..io.os_errors import hint_for
 from ..report.terminal import fail
 from . import completion, convert, dashboard, diff, export, listing, runs, show, verify
-from .command import Commands, usage_error
+from .command import EXIT_CODES, Commands, usage_error
 
 _EPILOG = """\
 for a start:
@@ -26,11 +27,6 @@ for a start:
   treeckpt dashboard RUN                 all of it in the browser
 RUN and CKPT are directories or URLs. treeckpt COMMAND --help lists the options of a command.
 
-exit codes:
-  0    done; `verify`: all is intact
-  1    a checkpoint is missing, damaged or incomplete, or what was asked for failed; the message says which and why
-  2    wrong use: an unknown command, option, path or run; nothing was done
-  130  interrupted by Ctrl-C
 """
 
 
@@ -62,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output has closed it: print nothing more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        fail(f"treeckpt: {error}. {hint_for(error)}")
+        return 1
     except KeyboardInterrupt:
         return 130
 
@@ -75,7 +74,7 @@ def new_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "treeckpt",
         description="Checkpoints of any tree, from any layout into any other.",
-        epilog=_EPILOG,
+        epilog=f"{_EPILOG}{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"treeckpt {installed}")

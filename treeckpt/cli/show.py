@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,24 @@ from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRank
 from ..core.sharding.int_runs import length_of
 from ..core.text import bytes_text, layout_text, region_text, shape_text, time_text, value_text, value_type
 from ..core.tree.spec import ArraySpec
-from ..errors import FormatError
+from ..errors import FormatError, TreeckptError
+from ..loading.one_checkpoint import opened
 from ..loading.transforms import decode, parse
 from ..loading.transforms.rules import Rule
 from ..loading.transforms.view import View, view_of
 from ..report.terminal import fail, print_facts, print_json, print_line, print_table
 from ..runs import catalog
 from ..runs.progress_bar import stores_bar
-from .command import Commands
+from .command import Commands, progress_of
 from .listing import print_saves_under_way
+from .values import LeafValues, read_values
 
 MAX_ROWS = 1000
 
 
 def add_show(commands: Commands) -> None:
     """Adds `show`."""
-    show = commands.add("show", _show, "show what a checkpoint holds, or one part of it")
+    show = commands.add("show", _show, "show what a checkpoint holds, or one part of it", progress=True)
     show.add_argument("checkpoint", metavar="CKPT")
     show.add_argument("leaf", metavar="PATH", nargs="?", default="", help="of a leaf or of a node of the tree")
     show.add_argument("--rules", metavar="FILE", help="show what load rules (JSON, or statements) make of it")
@@ -42,7 +45,7 @@ def add_show(commands: Commands) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    with stores_bar("reading the index", quiet=options.json):
+    with stores_bar("reading the index", shown=progress_of(options)):
         info = catalog.read_info(options.checkpoint, follow=True)
         if info.status == "partial" and not options.json:
             print_saves_under_way(info)
@@ -129,15 +132,32 @@ def _row_texts(index: Index, row: OutlineRow, level: int) -> tuple[str, str, str
 
 
 def _show_leaf(index: Index, leaf: Leaf, options: argparse.Namespace) -> int:
-    chunks = locate_chunks(index, leaf)
+    chunks, values, problem = locate_chunks(index, leaf), None, None
+    try:
+        with stores_bar("reading values", shown=progress_of(options)) as counted, opened(options.checkpoint) as found:
+            values = read_values(counted(found.store), index, leaf)
+    except TreeckptError as error:
+        problem = str(error)
+    _print_leaf(index, leaf, chunks, values, options)
+    if problem is not None:
+        fail(f"treeckpt: {problem}")
+    return 0 if problem is None else 1
+
+
+def _print_leaf(
+    index: Index, leaf: Leaf, chunks: Sequence[Any], values: LeafValues | None, options: argparse.Namespace
+) -> None:
     if options.json:
         layout = layout_of(index, leaf)
         record = leaf.record
         if isinstance(record, ArrayRecord) and isinstance(record.chunks, DeferredChunks):
             record = msgspec.structs.replace(record, chunks=NoChunks())
-        print_json({"path": leaf.path, "record": record, "spec": leaf.spec, "layout": layout, "chunks": chunks})
-        return 0
-    print_facts(_leaf_facts(index, leaf))
+        known = {"path": leaf.path, "record": record, "spec": leaf.spec, "layout": layout, "chunks": chunks}
+        print_json({**known, "values": values})
+        return
+    print_facts(_leaf_facts(index, leaf) + (_value_facts(values) if values else []))
+    for line in values.text.splitlines() if values else ():
+        print_line(line)
     if chunks:
         print_line("")
         rows = [
@@ -147,7 +167,22 @@ def _show_leaf(index: Index, leaf: Leaf, options: argparse.Namespace) -> int:
         print_table(("region", "rank", "file", "bytes", "size"), rows, right=("rank", "size"))
         if len(chunks) > MAX_ROWS:
             print_line(f"... and {len(chunks) - MAX_ROWS} more; --json gives all")
-    return 0
+
+
+def _value_facts(values: LeafValues) -> list[tuple[str, str]]:
+    found, part, facts = values.statistics, values.sampled < values.elements, list[tuple[str, str]]()
+    if found is not None:
+        of = f"of the first {values.sampled:,} of {values.elements:,} elements: " if part else ""
+        numbers = ("minimum", "maximum", "mean", "deviation", "norm")
+        known = [(name, number) for name in numbers if (number := getattr(found, name)) is not None]
+        texts = [f"{name} {number:.6g}" for name, number in known]
+        texts += [
+            f"{n} {name}" for name, n in (("NaN", found.nan), ("infinite", found.infinite), ("zero", found.zero)) if n
+        ]
+        facts.append(("numbers", of + ", ".join(texts)))
+    where = f" of rank {values.rank}" * (values.rank is not None) + f" at {[*values.at]}" * bool(values.at)
+    checked = "match their checksums" if values.verified else "not compared with checksums"
+    return [*facts, ("values", f"{checked}{where}")]
 
 
 def _leaf_facts(index: Index, leaf: Leaf) -> list[tuple[str, str]]:

@@ -21,7 +21,7 @@ from ..runs.verification import (
     verification_of,
     verify_folder,
 )
-from .command import Commands
+from .command import Commands, progress_of
 from .show import index_summary
 
 SHOWN = 20
@@ -29,15 +29,15 @@ SHOWN = 20
 
 def add_verify(commands: Commands) -> None:
     """Adds `verify`."""
-    verify = commands.add("verify", _verify, "read everything and compare it with its checksums")
+    verify = commands.add("verify", _verify, "read everything and compare it with its checksums", progress=True)
     verify.add_argument("checkpoint", metavar="CKPT")
     verify.add_argument("--repair", action="store_true", help="make again what can be, and say what is lost")
 
 
 def _verify(options: argparse.Namespace) -> int:
-    known = not (options.json or options.repair)
-    nbytes = catalog.read_info(options.checkpoint, follow=True).nbytes if known else None
-    with stores_bar("verifying", nbytes, quiet=options.json) as counted:
+    shown = progress_of(options)
+    nbytes = None if shown is False else catalog.read_info(options.checkpoint, follow=True).nbytes
+    with stores_bar("verifying", nbytes, shown=shown) as counted:
         report = _verified(options.checkpoint, counted, repair=options.repair)
     if options.json:
         print_json({"ok": report.ok, "report": report})
@@ -78,13 +78,16 @@ def _verified(checkpoint: str, counted: Callable[[Store], Store], *, repair: boo
 
 def add_rebuild_index(commands: Commands) -> None:
     """Adds `rebuild-index`."""
-    rebuild = commands.add("rebuild-index", _rebuild_index, "make a lost index.json again from the shards")
+    rebuild = commands.add(
+        "rebuild-index", _rebuild_index, "make a lost index.json again from the shards", progress=True
+    )
     rebuild.add_argument("checkpoint", metavar="CKPT")
     rebuild.add_argument("--replace", action="store_true", help="even where there is an index")
 
 
 def _rebuild_index(options: argparse.Namespace) -> int:
-    index = api.rebuild_index(options.checkpoint, replace=options.replace)
+    with stores_bar("reading the shards", shown=progress_of(options)) as counted:
+        index = api.rebuild_index(counted(open_store(options.checkpoint)), replace=options.replace)
     if options.json:
         print_json(index_summary(index))
     else:

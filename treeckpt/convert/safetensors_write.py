@@ -42,7 +42,7 @@ def lay_out_safetensors(held: FittedContents, *, directory: bool, max_shard_size
     for number, shard in enumerate(shards):
         tied = {held.names[p]: held.names[tie.of] for p, tie in held.ties.items() if homes[tie.of] == number}
         shard = sorted(shard, key=lambda named: -dtype_of(named[2].spec.dtype).itemsize)  # so that none is misaligned
-        header, starts = _encode_header([(name, lazy.spec) for name, _, lazy in shard], base | tied)
+        header, starts = encode_safetensors_header([(name, lazy.spec) for name, _, lazy in shard], base | tied)
         size = len(header) + sum(lazy.nbytes for _, _, lazy in shard)
         files.append(OutputFile(_shard_name(number, len(shards)) if directory else "", size, ((0, header),)))
         for (_, path, lazy), start in zip(shard, starts, strict=True):
@@ -81,8 +81,14 @@ def _cut(part: OutputPart) -> Iterable[OutputPart]:
         at += region.size * part.itemsize
 
 
-def _encode_header(specs: Sequence[tuple[str, ArraySpec]], metadata: dict[str, str]) -> tuple[bytes, list[int]]:
-    """Returns the bytes before the data of a new file, and the offset of each tensor in the file."""
+def encode_safetensors_header(
+    specs: Sequence[tuple[str, ArraySpec]], metadata: dict[str, str]
+) -> tuple[bytes, list[int]]:
+    """Returns the bytes before the data of a new file, and the offset of each tensor in the file.
+
+    Raises:
+        KeyError: safetensors has no such dtype.
+    """
     tags = {dtype: tag for tag, dtype in TAGS.items()}
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     starts: list[int] = []

@@ -74,6 +74,14 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 or seconds == 0 else f"{seconds * 1e6:.3g} µs"
 
 
+def ago_text(seconds: float) -> str:
+    """Formats how long ago something was, in one unit: `3 days ago`, `5 h ago`, `just now` below a minute."""
+    for unit, name in ((86_400, "day"), (3600, "h"), (60, "min")):
+        if (count := int(seconds // unit)) >= 1:
+            return f"{count:,} {name}{'s' * (name == 'day' and count > 1)} ago"
+    return "just now"
+
+
 def shape_text(shape: Sequence[int]) -> str:
     """Formats a shape: `[1024, 768]`, `[]` for a scalar."""
     return "[" + ", ".join(map(str, shape)) + "]"

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner_helpers import _init_state_dict as allocate_meta_tensors
 from torch.distributed.checkpoint.state_dict_loader import load as load_through_dcp
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.utils import _api_bc_check as takes_positional_storage
 
 from ..errors import MismatchError
 from ..io.comm.comm import Comm
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.consistent_reads import on_one_version
-from .calls import FILE_SYSTEM_READER, comm_for, is_default_planner, states_of, storage_for
+from .calls import FILE_SYSTEM_READER, comm_for, is_default_planner, is_stateful, states_of, storage_for
 from .failures import ended_together
 from .names import Entry, entries_of, fill_tensors, load_values, places_in
 from .reader import DcpReader
@@ -71,8 +70,8 @@ def load(
         states |= states_of(state_dict)
         on_one_version(storage.path, fill)
     for key in sorted(states):
-        if isinstance(element := state_dict[key], Stateful):
-            element.load_state_dict(states[key])
+        if is_stateful(state_dict[key]):
+            state_dict[key].load_state_dict(states[key])
         else:
             state_dict[key] = states[key]
 

@@ -7,6 +7,7 @@ import io
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -19,9 +20,11 @@ from torch.futures import Future
 
 from .. import api
 from ..arrays.sharded import Sharded
+from ..arrays.torch import torch_dtype
 from ..core.format.index import INDEX_NAME
 from ..core.tree.containers import AbsentSubtree
 from ..errors import CheckpointExists, TreeckptError
+from ..io.comm.collective import all_gather
 from ..io.comm.comm import Comm, PrefixComm, as_comm, comm_of_ranks
 from ..io.storage.foreign_formats import DCP_METADATA
 from ..io.storage.open import open_store
@@ -44,24 +47,13 @@ class DcpBytes:
     data: bytes
 
 
-@dataclasses.dataclass(frozen=True)
-class ListedEntry:
+class ListedEntry(msgspec.Struct, frozen=True):
     """An entry below a list. All ranks have to list it, also those that write nothing of it."""
 
     path: DcpPath
-    rank: int
-    """The first that writes it."""
-    size: torch.Size | None = None
-    dtype: torch.dtype | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class SaveFacts:
-    """What the coordinator tells every rank."""
-
-    members: tuple[int, ...]
-    """The global rank of each rank that saves."""
-    listed: tuple[ListedEntry, ...]
+    size: tuple[int, ...] | None = None
+    """The shape of a tensor's whole; None for a value."""
+    dtype: str = ""
 
 
 class DcpWriter(StorageWriter):
@@ -151,26 +143,27 @@ class DcpWriter(StorageWriter):
         return dataclasses.replace(plan, storage_data=dist.get_rank() if dist.is_initialized() else 0)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Adds what all ranks have to know of each other."""
-        listed: dict[DcpPath, ListedEntry] = {}
-        for rank, plan in enumerate(plans):
-            for item in plan.items:
-                path = _path_of(plan, item.index.fqn)
-                if any(type(key) is int for key in path) and path not in listed:
-                    data = item.tensor_data if item.type == WriteItemType.SHARD else None
-                    size, dtype = (data.size, data.properties.dtype) if data is not None else (None, None)
-                    listed[path] = ListedEntry(path, rank, size, dtype)
+        """Adds which ranks save.
+
+        Raises:
+            TreeckptError: the planner caches plans, and only some ranks of a smaller process group have new ones.
+        """
         members = tuple(plan.storage_data for plan in plans)
-        if None in members:  # DCP sends no plan to a rank that has it in its cache
+        if None in members:  # a rank without a new plan goes by the last one, which DCP's planner keeps
+            if set(members) != {None} and len(plans) != dist.get_world_size():
+                raise TreeckptError(
+                    self.url,
+                    expected="new plans of all ranks of the process group, or of none",
+                    found=f"{sum(plan.usable for plan in plans)} of {len(plans)}",
+                    hint="Pass a planner with enable_plan_caching=False, or save on the default process group",
+                )
             members = tuple(range(len(plans)))
-        facts = SaveFacts(members, tuple(listed.values()))
-        return [dataclasses.replace(plan, storage_data=facts) for plan in plans]
+        return [dataclasses.replace(plan, storage_data=members) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         """Writes this rank's part of the checkpoint, and on the coordinator the index when all have."""
-        facts: SaveFacts = plan.storage_data
-        comm = _comm_of(facts.members)
-        tree = PlannedTree(plan, planner, facts.listed, comm.rank)
+        comm = _comm_of(plan.storage_data)
+        tree = PlannedTree(plan, planner, _listed_by_all(plan, comm, self.url), comm.rank)
         report = api.save(self.path, tree, comm=comm, overwrite=self.overwrite, allow_pickle=self.allow_pickle)
         self.save_id = report.save_id
         done: Future[list[WriteResult]] = Future()
@@ -206,10 +199,33 @@ def _path_of(plan: SavePlan, name: str) -> DcpPath:
     return plan.planner_data.get(name, (name,)) if isinstance(plan.planner_data, Mapping) else (name,)
 
 
+def _listed_by_all(plan: SavePlan, comm: Comm, url: str) -> dict[ListedEntry, int]:
+    """Returns what any rank writes below lists, with the first rank that does.
+
+    The ranks tell each other: of a cached plan `prepare_global_plan` sees nothing.
+    """
+
+    def own() -> list[ListedEntry]:
+        found: dict[DcpPath, ListedEntry] = {}
+        for item in plan.items:
+            path = _path_of(plan, item.index.fqn)
+            if any(type(key) is int for key in path):
+                data = item.tensor_data if item.type == WriteItemType.SHARD else None
+                size, dtype = (tuple(data.size), data.properties.dtype) if data is not None else (None, "")
+                found.setdefault(path, ListedEntry(path, size, str(dtype).removeprefix("torch.")))
+        return list(found.values())
+
+    listed: dict[DcpPath, tuple[ListedEntry, int]] = {}
+    for rank, entries in enumerate(all_gather(comm, f"{url} lists", own, list[ListedEntry])):
+        for entry in entries:
+            listed.setdefault(entry.path, (entry, rank))
+    return dict(listed.values())
+
+
 class PlannedTree:
     """What a rank writes by a plan, as an object with a state: what a planner raises fails the save on all ranks."""
 
-    def __init__(self, plan: SavePlan, planner: SavePlanner, listed: tuple[ListedEntry, ...], rank: int) -> None:
+    def __init__(self, plan: SavePlan, planner: SavePlanner, listed: dict[ListedEntry, int], rank: int) -> None:
         self._plan, self._planner, self._listed, self._rank = plan, planner, listed, rank
 
     def state_dict(self) -> dict[Any, Any]:
@@ -226,12 +242,12 @@ class PlannedTree:
                 pieces.setdefault(item.index.fqn, []).append((tensor.detach(), item))
         for name, found in pieces.items():
             entries[_path_of(self._plan, name)] = _joined(found)
-        for entry in self._listed:
+        for entry, first in self._listed.items():
             if entry.path not in entries:
                 entries[entry.path] = (
-                    AbsentSubtree(entry.rank)
+                    AbsentSubtree(first)
                     if entry.size is None
-                    else Sharded(torch.empty(0, dtype=entry.dtype), tuple(entry.size), 0)
+                    else Sharded(torch.empty(0, dtype=torch_dtype(entry.dtype)), entry.size, 0)
                 )
         tree: dict[Any, Any] = {}
         for path, entry in entries.items():

@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..report.terminal import print_json
 from .launch import JobFailed, run_job
 from .report import LOSS_TOLERANCE, DemoComparison, build_table, compare_runs
 from .tasks import LAYOUTS, RANKS, Outcome, Resume, Resumed, Task, Train, Trained
@@ -40,8 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", type=Path, help="a new or empty directory (default: a new one in ./demo-runs)")
     parser.add_argument("--steps", type=_steps, default=STEPS, help=f"of training, {MIN_STEPS} or more ({STEPS})")
     parser.add_argument("--no-serve", action="store_true", help="end instead of serving the dashboard")
+    parser.add_argument("--json", action="store_true", help="print JSON; the rest goes to the error stream")
     options = parser.parse_args(argv)
-    console, errors = Console(), Console(stderr=True, soft_wrap=True, highlight=False)
+    console, errors = Console(stderr=options.json), Console(stderr=True, soft_wrap=True, highlight=False)
     if importlib.util.find_spec("torch") is None:
         errors.print("treeckpt demo trains with torch, which is not installed: pip install 'treeckpt\\[torch]'")
         return 2
@@ -57,13 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    if options.json:
+        print_json({"run": str(run), "ok": all(verdict.ok for verdict in verdicts), "comparisons": verdicts})
     complaints = [text for verdict in verdicts for text in verdict.complaints()]
     for text in complaints:
         errors.print(text, style="bold red", markup=False)
     if complaints:
         return 1
     console.print(f"Every leaf came back bit for bit; losses agree within {LOSS_TOLERANCE:g}.", style="bold green")
-    return 0 if options.no_serve else serve(run, errors)
+    return 0 if options.no_serve else serve(run, errors, json=options.json)
 
 
 def _steps(text: str) -> int:
@@ -122,14 +126,15 @@ def _run_task(task: Task, text: str, progress: Progress) -> Outcome:
     return outcome
 
 
-def serve(run: Path, errors: Console) -> int:
+def serve(run: Path, errors: Console, *, json: bool = False) -> int:
     """Serves the dashboard on the run until Ctrl-C, at its usual port or else at a free one."""
     try:
         from treeckpt_dashboard.web import server
     except ModuleNotFoundError as error:
         errors.print(f"The dashboard needs {error.name}: pip install 'treeckpt[dashboard]'", markup=False)
         return 2
+    started = server.announce_json if json else None
     try:
-        return server.serve([run])
+        return server.serve([run], started=started)
     except server.ServeError:
-        return server.serve([run], port=0)
+        return server.serve([run], port=0, started=started)

@@ -284,7 +284,9 @@ class Load:
             for path in self.view.by_path
             if path not in asked and not path.startswith(below) and self.selected(path)
         ]
-        check_same(self.missing, self.unexpected, self.options.strict)
+        lacking = set(self.missing)
+        common = bool(left_out) or any(path not in lacking for path in asked if self.selected(path))
+        check_same(self.missing, self.unexpected, self.options.strict, common=common)
 
     def report(self) -> LoadReport:
         return LoadReport(
@@ -304,16 +306,19 @@ class Load:
         )
 
 
-def check_same(missing: Sequence[str], unexpected: Sequence[str], strict: Strict) -> None:
+def check_same(missing: Sequence[str], unexpected: Sequence[str], strict: Strict, *, common: bool) -> None:
     """Refuses leaves that are only wanted, or only saved, by a MismatchError that names some of them.
 
     Args:
-        strict: False refuses nothing, "missing" only what is missing.
+        strict: False refuses only that not one leaf is in both, "missing" only what is missing.
+        common: whether any leaf is in both.
     """
+    if not strict and missing and unexpected and not common:
+        raise disjoint(missing, unexpected)
     unexpected = unexpected if strict is True else []
     if not strict or not (missing or unexpected):
         return
-    texts = [_some("missing in the checkpoint", missing), _some("not asked for", unexpected)]
+    texts = [some_of("missing in the checkpoint", missing), some_of("not asked for", unexpected)]
     others = "`...` in like for what you do not want"
     hint = rename_hint(missing, unexpected)
     raise MismatchError(
@@ -325,6 +330,17 @@ def check_same(missing: Sequence[str], unexpected: Sequence[str], strict: Strict
         hint=hint or f"Pass strict=False to load what both have, or {others}"
         if missing
         else f'Pass strict="missing" to leave the rest of the checkpoint unread, or {others}',
+    )
+
+
+def disjoint(missing: Sequence[str], unexpected: Sequence[str]) -> MismatchError:
+    """Returns the error where nothing would be loaded, as no leaf is both wanted and saved."""
+    return MismatchError(
+        missing[0],
+        expected="one leaf at least that is both wanted and in the checkpoint, also with strict=False",
+        found=f"{some_of('missing in the checkpoint', missing)}; {some_of('not asked for', unexpected)}",
+        hint=rename_hint(missing, unexpected)
+        or "Give a tree with the outer keys of the saved one, as {'model': ...}, or rename={...}",
     )
 
 
@@ -345,7 +361,8 @@ def rename_hint(missing: Sequence[str], unexpected: Iterable[str]) -> str:
     return ""
 
 
-def _some(what: str, paths: Sequence[str]) -> str:
+def some_of(what: str, paths: Sequence[str]) -> str:
+    """Returns how many paths are so, with the first of them; "" for none."""
     if not paths:
         return ""
     more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""

@@ -210,7 +210,8 @@ def _check_asked(
         missing = [path for path in missing if path not in tied]
     below = (*given_whole, *(f"{path}/" if path else "" for path, leaf in wanted.items() if leaf is ...))
     extra = [p for p in given if p not in wanted and options.selects(p) and not p.startswith(below)]
-    check_same(missing, sorted(extra), options.strict)
+    common = bool(below) or any(path in part.wins for part in parts for path in wanted)
+    check_same(missing, sorted(extra), options.strict, common=common)
     return missing, sorted(extra)
 
 

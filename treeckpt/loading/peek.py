@@ -5,7 +5,8 @@ checksums costs at most four times what is shown, or no more than a few blocks, 
 of those blocks are taken from the shard's header. Else the bytes are read as they are.
 
 The header of a shard of 100 GB holds 4 MB of checksums. They are base64 text at an offset that the first page gives, so
-those of a few blocks are found by arithmetic. The seal is not compared, because that would take the whole header: a
+those of a few blocks are found by arithmetic. Files of other programs have no such header, and nothing of theirs is
+compared. The seal is not compared, because that would take the whole header: a
 changed checksum is found all the same, because its block does not match it.
 """
 
@@ -26,6 +27,7 @@ from ..core.planning.load_plan import READ_LIMIT
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, intersect
 from ..errors import CorruptError, FormatError, LayoutError, MismatchError
+from ..foreign.foreign_index import ForeignIndex
 from ..io.storage.store import Store
 from .read_request import Boxes, ReadRequest, request_for
 from .read_tasks import join_boxes
@@ -102,12 +104,22 @@ def _read(store: Store, index: Index, reads: Sequence[ReadRequest[Boxes]], shown
     for request in reads:
         rank, start, nbytes = request.byte_range
         file, at = index.locate(rank, start, start + nbytes, request.path)
+        if isinstance(index, ForeignIndex):
+            if rank in index.computed:
+                raise LayoutError(
+                    request.path,
+                    expected="elements that lie in a file as they are",
+                    found="an array that is computed as a whole",
+                    hint="Load it",
+                )
+            places.append((file, at, at, at + nbytes))
+            continue
         if file.name not in fronts:
             fronts[file.name] = _front(store, index, file, sizes.get(file.name))
         block, first = fronts[file.name].block, at - file.header
         high = min(-(-(first + nbytes) // block) * block, file.nbytes)
         places.append((file, first, first // block * block, high))
-    verify = sum(high - low for _, _, low, high in places) <= max(ROUNDING * shown, FEW)
+    verify = bool(fronts) and sum(high - low for _, _, low, high in places) <= max(ROUNDING * shown, FEW)
     read = PREFIX_NBYTES * len(fronts)
     for request, (file, first, low, high) in zip(reads, places, strict=True):
         _, start, nbytes = request.byte_range

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from .output_file import replace_file
 from .page import checkpoint_page, run_page
 
 __all__ = ["report"]
@@ -26,13 +27,11 @@ def report(path: str | os.PathLike[str], html: str | os.PathLike[str] | None = N
 
     Raises:
         CheckpointNotFound: there is neither a checkpoint nor a run.
+        CheckpointError: the file cannot be written.
     """
     from ..runs.catalog import is_checkpoint
 
     text = checkpoint_page(path) if is_checkpoint(path) else run_page(path)
     if html is not None:
-        target = Path(html)
-        part = target.with_name(f".{target.name}.part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(target)
+        replace_file(Path(html), text.encode())
     return text

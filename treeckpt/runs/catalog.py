@@ -63,7 +63,7 @@ def read_timings(path: str | os.PathLike[str] | Folder, *, save_id: str | None =
     if save_id is None:
         with contextlib.suppress(TreeckptError):
             save_id = metadata_files.read_index(folder.store).save_id
-    return _read_timings(folder, _timings_file(folder, _regular(folder.entries()), save_id))
+    return read_timings_file(folder, _timings_file(folder, _regular(folder.entries()), save_id))
 
 
 def _timings_file(folder: Folder, files: Files, save_id: str | None) -> str:
@@ -80,7 +80,12 @@ def _timings_file(folder: Folder, files: Files, save_id: str | None) -> str:
     return max(names, key=lambda name: (files[name].modified_ns, name))
 
 
-def _read_timings(folder: Folder, name: str) -> Timings:
+def read_timings_file(folder: Folder, name: str) -> Timings:
+    """Reads the timings in a file of a folder.
+
+    Raises:
+        CheckpointNotFound, CheckpointError: as for `read_timings`.
+    """
     label = visible(f"{folder.url}/{name}")
     try:
         timings = metadata_files.read_timings(folder.store, name.split(".")[1])
@@ -269,7 +274,7 @@ class SaveDuration(msgspec.Struct, frozen=True):
 
 
 def _read_duration(folder: Folder, name: str) -> SaveDuration:
-    timings = _read_timings(folder, name)
+    timings = read_timings_file(folder, name)
     try:
         profile = profile_of(timings)
         return SaveDuration(profile.seconds, profile.blocked_seconds, timings.error)

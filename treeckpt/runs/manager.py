@@ -260,6 +260,9 @@ class Manager(RegistrationMixin, RestoreMixin):
 
         Args:
             verify: reads everything and compares checksums; otherwise the index and the sizes of files are checked.
+
+        Raises:
+            CheckpointNotFound: the manager was given the path of one checkpoint in the place of its run.
         """
         return self._from_rank0("latest", partial(self._newest_step, verify), int | None)
 
@@ -268,7 +271,7 @@ class Manager(RegistrationMixin, RestoreMixin):
         return step_info(found).step if found is not None else None
 
     def best(self, metric: str | None = None, *, mode: Literal["min", "max"] | None = None) -> int | None:
-        """Returns the step with the best metric, None if no checkpoint has it.
+        """Returns the step with the best metric; None if no checkpoint has it, with a logged list of those there are.
 
         Args:
             metric: by default the metric of the first `Best` policy.

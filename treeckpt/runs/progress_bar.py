@@ -1,7 +1,8 @@
-"""Progress bars for what takes long: on the error stream, on a terminal only, and only after a while.
+"""Progress of what takes long: on the error stream, only after a while, and only on a terminal or on request.
 
-A bar counts the bytes that are read through stores, or things such as checkpoints. Where there is no terminal, stores
-are used as they are, and rich is not imported.
+It counts the bytes that are read through stores, or things such as checkpoints. A terminal shows a bar; elsewhere a
+line is printed every few seconds, if that was asked for. Otherwise stores are used as they are, and rich is not
+imported.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
+from ..core.text import bytes_text, rate_text, seconds_text
 from ..io.storage.counting_store import CountingStore
 from ..io.storage.far_store import for_reading
 from ..io.storage.store import Store
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 PATIENCE = 1.0
-"""Seconds before a bar appears."""
+"""Seconds before a bar or the first line appears."""
+LINE_INTERVAL = 5.0
+"""Seconds between the lines."""
 
 
 @contextlib.contextmanager
@@ -45,39 +49,43 @@ def stores_bar(
     text: str,
     total: int | None = None,
     *,
-    quiet: bool = False,
+    shown: bool | None = None,
     patience: float | None = None,
     stream: TextIO | None = None,
 ) -> Iterator[Callable[[Store], Store]]:
     """Does what `reading_bar` does for several stores: gives a function that returns what to read from.
 
     Args:
-        quiet: shows nothing, on a terminal neither.
+        shown: whether there is a bar, or lines where the stream is no terminal; None: a bar on a terminal only.
     """
-    with _shown_bar(text, total, True, quiet, patience, stream) as bar:
+    with _shown_bar(text, total, True, shown, patience, stream) as bar:
         yield (lambda store: store) if bar is None else (lambda store: CountingStore(for_reading(store), bar.add))
 
 
 @contextlib.contextmanager
 def counting_bar(
-    text: str, *, quiet: bool = False, patience: float | None = None, stream: TextIO | None = None
+    text: str, *, shown: bool | None = None, patience: float | None = None, stream: TextIO | None = None
 ) -> Iterator[Callable[[int, int], object]]:
-    """Gives a function that takes how many things are done, and of how many; while the body runs, a bar shows that."""
-    with _shown_bar(text, None, False, quiet, patience, stream) as bar:
+    """Gives a function that takes how many things are done, and of how many; while the body runs, a bar shows that.
+
+    Args:
+        shown: as for `stores_bar`.
+    """
+    with _shown_bar(text, None, False, shown, patience, stream) as bar:
         yield (lambda done, total: None) if bar is None else bar.set
 
 
 @contextlib.contextmanager
 def _shown_bar(
-    text: str, total: int | None, of_bytes: bool, quiet: bool, patience: float | None, stream: TextIO | None
-) -> Iterator[_Bar | None]:
-    """Gives a bar, None where none is shown."""
+    text: str, total: int | None, of_bytes: bool, shown: bool | None, patience: float | None, stream: TextIO | None
+) -> Iterator[_Progress | None]:
+    """Gives a bar, or lines, None where nothing is shown."""
     stream = stream or sys.stderr  # pyright: ignore[reportAssignmentType] (it is None where there is no console)
-    if quiet or stream is None or not stream.isatty():
+    if stream is None or not (stream.isatty() if shown is None else shown):
         yield None
         return
     patience = PATIENCE if patience is None else patience
-    bar = _Bar(text, total, of_bytes, stream)
+    bar = (_Bar if stream.isatty() else _Lines)(text, total, of_bytes, stream)
     timer = threading.Timer(patience, bar.show)  # a request that takes long has a bar before it has any bytes
     timer.daemon = True
     if patience:
@@ -91,12 +99,13 @@ def _shown_bar(
         bar.close()
 
 
-class _Bar:
+class _Progress:
+    """What is done of a total, and how fast."""
+
     def __init__(self, text: str, total: int | None, of_bytes: bool, stream: TextIO) -> None:
         self._text, self._total, self._of_bytes, self._stream = text, total, of_bytes, stream
         self._begin, self._done, self._closed = time.monotonic(), 0, False
         self._lock = threading.Lock()
-        self._shown: tuple[Progress, TaskID] | None = None
 
     def add(self, nbytes: int) -> None:
         with self._lock:
@@ -107,6 +116,65 @@ class _Bar:
         with self._lock:
             self._done, self._total = done, total
             self._update()
+
+    def _update(self) -> None:
+        """Shows the new numbers; called with the lock."""
+
+    def show(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class _Lines(_Progress):
+    """A line every few seconds."""
+
+    def __init__(self, text: str, total: int | None, of_bytes: bool, stream: TextIO) -> None:
+        super().__init__(text, total, of_bytes, stream)
+        self._ended = threading.Event()
+        self._shown: threading.Thread | None = None
+
+    def show(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._shown = threading.Thread(target=self._run, name="treeckpt-progress", daemon=True)
+            self._shown.start()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        self._ended.set()
+        if self._shown is not None:
+            self._shown.join()
+            self._print()
+
+    def _run(self) -> None:
+        self._print()
+        while not self._ended.wait(LINE_INTERVAL):
+            self._print()
+
+    def _print(self) -> None:
+        with self._lock:
+            done, total = self._done, self._total
+        seconds = max(time.monotonic() - self._begin, 1e-9)
+        size = bytes_text if self._of_bytes else str
+        parts = [size(done) if total is None else f"{size(min(done, total))} of {size(total)}"]
+        parts.append(rate_text(done, seconds) if self._of_bytes else f"{done / seconds:,.0f}/s")
+        if total is not None and 0 < done < total:
+            parts.append(f"{seconds_text((total - done) * seconds / done)} left")
+        else:
+            parts.append(f"after {seconds_text(seconds)}")
+        print(f"{self._text}: {', '.join(parts)}", file=self._stream, flush=True)
+
+
+class _Bar(_Progress):
+    """A bar on a terminal."""
+
+    def __init__(self, text: str, total: int | None, of_bytes: bool, stream: TextIO) -> None:
+        super().__init__(text, total, of_bytes, stream)
+        self._shown: tuple[Progress, TaskID] | None = None
 
     def _update(self) -> None:
         if self._shown is not None:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Container
 from pathlib import Path
 
 from .. import api
-from ..core.analysis.retention_policy import Best, best_of
+from ..core.analysis.retention_policy import Best, best_of, unmeasured_text
 from ..core.format.index import INDEX_NAME
 from ..errors import CheckpointNotFound, TreeckptError
 from ..io.storage.foreign_formats import describe_foreign
@@ -36,8 +36,25 @@ class CheckpointSelector:
             _log.warning("%s: %s", path, what)
 
     def complete(self) -> list[CheckpointInfo]:
-        """Returns the complete checkpoints, newest first."""
-        return [info for info in self.directory.checkpoints() if info.status == "complete"]
+        """Returns the complete checkpoints, newest first.
+
+        Raises:
+            CheckpointNotFound: the directory is one checkpoint.
+        """
+        return [info for info in self._listed() if info.status == "complete"]
+
+    def _listed(self, read: NewestIndex | None = None) -> list[CheckpointInfo]:
+        """Returns the checkpoints of the run; refuses the path of one checkpoint, which has none below it."""
+        infos, url = self.directory.checkpoints(newest=read), self.directory.url
+        if not infos and (Path(url) / INDEX_NAME).is_file():
+            raise CheckpointNotFound(
+                url,
+                expected="a run, the directory that holds the checkpoints",
+                found="one checkpoint",
+                hint=f"Give the directory above it, {Path(url).absolute().parent}, or load it with tc.load or "
+                "tc.training.restore",
+            )
+        return infos
 
     def newest(
         self,
@@ -56,8 +73,11 @@ class CheckpointSelector:
             busy: directories in which a save is known to be under way: no warning is logged for them.
             passed_over: gets the path of each corrupt checkpoint that is newer, with what is wrong.
             read: is offered the indexes that are read.
+
+        Raises:
+            CheckpointNotFound: the directory is one checkpoint.
         """
-        for info in self.directory.checkpoints(newest=read):
+        for info in self._listed(read):
             if step_info(info).step in without:
                 continue
             why = info.error or info.status if info.status != "complete" else ""
@@ -79,8 +99,11 @@ class CheckpointSelector:
         return "" if report.ok else f"{len(report.problems)} problems, first {report.problems[0].text}"
 
     def best(self, policy: Best) -> int | None:
-        """Returns the step that is best by a policy's metric, None if no checkpoint has this metric."""
-        found = best_of((step_info(info) for info in self.complete()), policy)
+        """Returns the step that is best by a policy's metric; None, and logs the metrics there are, if none has it."""
+        infos = [step_info(info) for info in self.complete()]
+        found = best_of(infos, policy)
+        if infos and not found:
+            self.warn_once(self.directory.url, unmeasured_text(policy.metric, infos))
         return found[0].step if found else None
 
     def choose(
@@ -103,13 +126,6 @@ class CheckpointSelector:
                 error.add_hint(f"Steps that can be loaded: {', '.join(map(str, steps[-10:])) or 'none'}")
                 raise
         found = self.newest(without=tried, passed_over=passed_over, read=read)
-        if found is None and (Path(self.directory.url) / INDEX_NAME).is_file():
-            raise CheckpointNotFound(
-                self.directory.url,
-                expected="a run, the directory that holds the checkpoints",
-                found="one checkpoint",
-                hint="Give the directory above it, or load it with tc.load or tc.training.restore",
-            )
         if found is None and (foreign := describe_foreign(self.directory.url)) is not None:
             expected = "a run of checkpoints of treeckpt"
             raise CheckpointNotFound(self.directory.url, expected=expected, found=foreign[0], hint=foreign[1])

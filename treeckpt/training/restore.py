@@ -24,7 +24,7 @@ from ..errors import MismatchError
 from ..io.comm.comm import Comm, as_comm
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.consistent_reads import on_versions
-from ..loading.match import LoadOptions, Strict, rename_hint
+from ..loading.match import LoadOptions, Strict, disjoint, rename_hint, some_of
 from ..loading.overlay import Bank, CheckpointOverlay, globs_of
 from ..loading.read_batch import Verify
 from ..loading.shared_read import open_relay, together
@@ -322,20 +322,19 @@ class _Restore:
         """Checks that the targets and the source have the same leaves.
 
         Raises:
-            MismatchError: they have not, by `strict`.
+            MismatchError: they have not, by `strict`; without it, not one of the model's is in both.
         """
+        alike = self.wanted or self.left or not self.entries
+        if not self.options.strict and self.missing and self.unexpected and not alike:
+            raise disjoint(self.missing, self.unexpected)
         unexpected = self.unexpected if self.options.strict is True else []
         if not self.options.strict or not (bad := self.missing + unexpected):
             return
-        texts = [
-            f"{len(paths)} {what}: {', '.join(paths[:5])}{f' and {len(paths) - 5} more' if len(paths) > 5 else ''}"
-            for what, paths in (("missing in the checkpoint", self.missing), ("not here", unexpected))
-            if paths
-        ]
+        texts = some_of("missing in the checkpoint", self.missing), some_of("not here", unexpected)
         raise MismatchError(
             bad[0],
             expected="the same parameters and moments here as in the checkpoint",
-            found="; ".join(texts),
+            found="; ".join(filter(None, texts)),
             hint=rename_hint(self.missing, self.unexpected) or "Pass strict=False to restore what both have"
             if self.missing and not self.left_out.issuperset(path.removeprefix("model/") for path in self.missing)
             else "Pass strict='missing', or partial=True, if one is a part of the other",

@@ -6,6 +6,7 @@ declare class uPlot {
   readonly bbox: { left: number; top: number; width: number; height: number };
   readonly over: HTMLElement;
   readonly root: HTMLElement;
+  readonly select: { left: number; width: number };
   readonly cursor: { idx: number | null | undefined };
   readonly width: number;
   readonly height: number;
@@ -14,16 +15,20 @@ declare class uPlot {
   redraw(paths?: boolean, axes?: boolean): void;
   setCursor(position: { left: number; top: number }): void;
   setData(data: (number | null)[][]): void;
+  setSelect(box: { left: number; top: number; width: number; height: number }, fireHook?: boolean): void;
+  destroy(): void;
   setSize(size: { width: number; height: number }): void;
 }
 declare namespace uPlot {
   interface Axis {
     splits?: (u: uPlot, axis: number, low: number, high: number, step: number) => number[];
+    filter?: (u: uPlot, splits: number[]) => (number | null)[];
     values?: (u: uPlot, splits: number[]) => string[];
     [style: string]: unknown;
   }
   interface Scale {
     time?: boolean;
+    distr?: number;
     range?: (u: uPlot, low: number | null, high: number | null) => [number, number];
   }
   interface Options {

@@ -89,7 +89,7 @@ def test_reasons_are_those_of_retention_and_the_rest_goes_next(serve, tmp_path):
     asked = page(client, "?keep=all").json()["run"]
     assert asked["goes"] == 0 and asked["checkpoints"][2]["kept"] == ["all are kept"]
     html = client.get(f"/runs/{run['id']}").text
-    assert "goes next" in html and "a multiple of 300 steps" in html
+    assert "will be pruned" in html and "a multiple of 300 steps" in html
 
 
 def test_an_answer_that_has_not_changed_is_not_made_again(serve, tmp_path):

@@ -1,12 +1,14 @@
 """The page of disk usage, and the metrics."""
 
 import re
+from typing import get_args
 
 import pytest
 
 from tests.dashboard.helpers import page, under_way
 from tests.helpers.large import write_many
 from tests.helpers.samples import START_NS, write_mixed_run
+from treeckpt_dashboard.pages.checkpoints import Status
 from treeckpt_dashboard.pages.render import days_text
 from treeckpt_dashboard.runs.usage import Growth, days_until, growth_of
 
@@ -30,7 +32,7 @@ def test_usage_adds_up_and_says_what_would_go(serve, tmp_path):
     assert len(list((tmp_path / "run").iterdir())) == 6
     html = client.get("/usage", params={"keep": "last:2 every:300"}).text
     assert "step_00000100" in html and "would free" in html
-    assert "No policies are named" in client.get("/usage").text
+    assert "Without policies" in client.get("/usage").text
 
 
 def test_usage_of_bad_directories_and_of_single_checkpoints(serve, tmp_path):
@@ -94,6 +96,22 @@ def test_policies_that_are_none_are_told_on_a_page_that_lets_them_be_mended(serv
     )
     assert 'name="keep" value="lats:3"' in answer.text and answer.text.count("<h1") == 1
     assert client.get(f"/api/v1{place.format(run=run)}", params={"keep": "lats:3"}).status_code == 422
+
+
+def test_the_dashboard_for_grafana_asks_for_nothing_but_what_metrics_serves(serve, tmp_path):
+    run = write_many(tmp_path / "run", 4)
+    under_way(run / "step_00099999", [(500, "write")])
+    client = serve(run)
+    page(client)
+    served = set(re.findall(r"^(treeckpt_\w+)", client.get("/metrics").text, re.MULTILINE))
+    dashboard = client.get("/static/grafana.json").json()
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries += [one["query"]["query"] for one in dashboard["templating"]["list"] if one["type"] == "query"]
+    asked = {name for query in queries for name in re.findall(r"treeckpt_\w+", query)}
+    assert asked <= served and {"treeckpt_newest_good_age_seconds", "treeckpt_save_interval_seconds"} <= asked
+    assert set(re.findall(r'status=\\?"(\w+)', " ".join(queries))) <= set(get_args(Status))
+    assert all(panel["datasource"]["uid"] == "${datasource}" for panel in dashboard["panels"])
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"]) == 8
 
 
 def test_metrics_are_prometheus_text_with_bounded_labels(serve, tmp_path):

@@ -73,7 +73,7 @@ RANKS = [f"rank {n}" for n in range(4)]
 )
 def test_the_heat_map_is_regrouped_by_mesh_dimension(client, newest, by, labels):
     data = client.get(f"{newest}/timing/heat", params={"by": by}).json()
-    page = client.get(f"{newest}/timing", params={"by": by}).json()
+    page = client.get(f"{newest}/timing", params={"by": by, "sort": "rank"}).json()
     assert data["labels"] == labels == [row["label"] for row in page["heat"]]
     assert page["groups"] == ["dp", "tp"] and page["columns"] == data["phases"]
     write = data["phases"].index("write")
@@ -86,14 +86,29 @@ def test_the_heat_map_is_regrouped_by_mesh_dimension(client, newest, by, labels)
 
 def test_hosts_and_the_end_of_blocking_come_from_the_record(timed):
     client, at = timed
-    page = client.get(f"/api/v1/{at}/timing", params={"by": "host"}).json()
+    page = client.get(f"/api/v1/{at}/timing", params={"by": "host", "sort": "rank"}).json()
     assert page["groups"] == ["host"] and page["rows"] == 50 and page["blocked"] == 0.01
     assert page["heat"][35]["label"] == "<i>node35" and page["heat"][35]["slowest"][0] == 70
     assert [s["rank"] for s in page["stragglers"]] == [70, 70] and page["stragglers"][0]["at"] == 70
     assert page["next"] == 32 and {s["rank"] for s in page["spans"]} == set(range(32))
-    text = client.get(f"/{at}/timing?by=host&start=64").text
+    text = client.get(f"/{at}/timing?by=host&sort=rank&start=64").text
     assert "&lt;i&gt;node35" in text and "<i>node" not in text and "<b>write" not in text
     assert "?r=62-78" in text and "in the background" in text and "rank 64" in text
+
+
+def test_tables_of_many_ranks_list_the_slowest_first(timed):
+    client, at = timed
+    page = client.get(f"/api/v1/{at}/timing").json()
+    assert page["sort"] == "slow" and page["ranks"][0]["rank"] == page["spans"][0]["rank"] == 70
+    busy = [row["busy"] for row in page["ranks"]]
+    assert busy == sorted(busy, reverse=True) and page["next"] == len(busy) == 32
+    assert [row["label"] for row in page["heat"]] == [f"rank {row['rank']}" for row in page["ranks"]]
+    assert list(dict.fromkeys(s["rank"] for s in page["spans"])) == [row["rank"] for row in page["ranks"]]
+    pages = [client.get(f"/api/v1/{at}/timing", params={"start": start}).json() for start in (0, 32, 64, 96)]
+    assert sorted(row["rank"] for one in pages for row in one["ranks"]) == list(range(100))
+    hosts = client.get(f"/api/v1/{at}/timing", params={"by": "host"}).json()["heat"]
+    assert hosts[0]["label"] == "<i>node35" and len(hosts) == 50
+    assert client.get(f"/api/v1/{at}/timing", params={"sort": "<x>"}).status_code == 422
 
 
 def test_the_trace_opens_in_perfetto_with_a_process_for_each_rank(timed):

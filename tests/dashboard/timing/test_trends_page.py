@@ -1,6 +1,10 @@
 """The page of trends over the steps of a run."""
 
-from tests.helpers.samples import write_run
+import pytest
+
+from tests.helpers.large import spans_of_ranks, write_timed
+from tests.helpers.samples import START_NS, write_run
+from treeckpt.core.format.timings import Span
 
 
 def test_trends_are_the_complete_checkpoints_by_step(client, serve, tmp_path, run):
@@ -24,3 +28,120 @@ def test_trends_are_listed_100_at_a_time(serve, tmp_path):
     [run] = client.get("/api/v1/runs").json()["runs"]
     assert client.get(f"/api/v1/runs/{run['id']}/trends").json()["next"] == 100
     assert client.get(f"/runs/{run['id']}/trends?start=100").text.count('<th scope="row">') == 3
+
+
+PHASES = {"plan": 10, "write": 40, "fsync": 20}
+
+
+def spans_of(times, slow=(), phase="write"):
+    """Returns the spans of 8 ranks: milliseconds of each phase, eight times as long in one phase on the slow ranks."""
+    for rank in range(8):
+        at = START_NS
+        for name, milliseconds in times.items():
+            end = at + (milliseconds + rank % 3) * 10**6 * (8 if rank in slow and name == phase else 1)
+            yield Span(name, rank, at, end)
+            at = end
+
+
+@pytest.fixture
+def trends(serve, tmp_path):
+    """Answers of a dashboard over saves whose spans a function returns, four ranks on each host."""
+
+    def make(count, spans):
+        client = serve(write_timed(tmp_path / "run", count, spans, per_host=4))
+        [run] = client.get("/api/v1/runs").json()["runs"]
+        client.app.state.library.watches[run["id"]].refresh(wait=300)
+
+        def ask(rest="", page=False, **params):
+            at = f"/runs/{run['id']}/trends{rest}" if not rest.startswith("/checkpoints") else rest
+            answer = client.get(at if page else f"/api/v1{at}", params=params)
+            assert answer.status_code == 200, answer.text
+            return answer.text if page else answer.json()
+
+        return ask
+
+    return make
+
+
+def test_the_phases_of_each_save_are_stacked_to_its_duration(trends):
+    ask = trends(30, lambda n: spans_of(PHASES | {"fsync": 20 + n}))
+    bins = ask("/bins")
+    assert bins["step"] == list(range(1, 31)) and set(bins["phases"]) == set(PHASES)
+    heights = [sum(column) for column in zip(*bins["stack"], strict=True)]
+    assert heights == pytest.approx(bins["seconds"], rel=0.02)
+    fsync = bins["stack"][bins["phases"].index("fsync")]
+    assert fsync == sorted(fsync) and fsync[-1] - fsync[0] == pytest.approx(0.029)
+    page = ask()
+    assert page["phase"][0] == "write" and page["phase"][-1] == "fsync" and page["timed"] == 30
+
+
+def test_a_range_of_steps_is_shown_alone(trends):
+    ask = trends(12, lambda n: spans_of(PHASES))
+    assert ask("/bins", low=4, high=6)["step"] == [4, 5, 6]
+    assert ask("/bins", low=13)["saves"] == 0 and ask("/bins", low=13)["ids"] == []
+    assert ask("/bins", high=2)["counts"] == [1, 1]
+
+
+def test_a_slow_rank_stays_visible_in_a_bin_of_many_saves(trends, monkeypatch):
+    monkeypatch.setattr("treeckpt_dashboard.timing.bins.BINS", 4)
+    ask = trends(20, lambda n: spans_of(PHASES, slow=[5] * (n == 13)))
+    bins = ask("/bins")
+    assert (bins["counts"], bins["first"], bins["last"]) == ([5] * 4, [1, 6, 11, 16], [5, 10, 15, 20])
+    assert bins["step"][2] == 13 and bins["ids"][2] == ask()["ids"][12]
+    assert bins["longest"][2] > 2 * bins["longest"][0]
+    assert max(range(8), key=lambda rank: bins["times"][2][rank]) == 5 and bins["times"][2][5] > 400
+    assert bins["work"][2][5] * bins["unit"] == pytest.approx(0.012 + 8 * 0.042 + 0.022, rel=0.01)
+    assert max(bins["times"][1]) < 110
+
+
+def test_saves_of_other_numbers_of_ranks_share_a_heat_map(trends):
+    bins = trends(3, lambda n: spans_of_ranks([2, 300, 8][n - 1], phases=["write"]))("/bins")
+    assert bins["world"] == 300 and bins["block"] == 2 and [len(column) for column in bins["work"]] == [150] * 3
+    assert bins["work"][0][0] > 0 and set(bins["work"][0][1:]) == {-1}
+
+
+def test_hosts_are_listed_with_their_ranks_that_were_slow_again_and_again(trends):
+    ask = trends(30, lambda n: spans_of(PHASES, slow=[5] if n % 2 else [2] * (n == 10), phase="fsync"))
+    first, second = ask()["hosts"]
+    assert (first["host"], first["saves"], first["recent"], first["of"]) == ("node1", 15, 10, 20)
+    [rank] = first["ranks"]
+    assert (rank["rank"], rank["saves"], rank["worst"], rank["phase"], rank["step"]) == (5, 15, 15, "fsync", 29)
+    assert rank["times"] == pytest.approx(8, rel=0.1)
+    assert (second["host"], second["saves"], second["recent"]) == ("node0", 1, 0)
+    assert ask()["slow"][:4] == [5, None, 5, None]
+
+
+def test_a_sentence_says_that_the_last_saves_became_slower_and_where(trends):
+    ask = trends(60, lambda n: spans_of(PHASES | {"fsync": 220 if n > 40 else 20}, slow=[5] * (n > 52)))
+    text = ask()["text"]
+    assert text.startswith("The last 20 saves took ") and " x the 40 before (" in text
+    assert "Of the phases, fsync changed the most, from 22 ms to 222 ms." in text
+    assert text.endswith("Rank 5 (host node1) stood out in 8 of them.")
+
+
+def test_the_timing_of_a_save_says_whether_it_is_a_trend(trends):
+    ask = trends(40, lambda n: spans_of(PHASES, slow=[5] if 10 < n < 36 else [1] if n == 38 else []))
+    ids = ask()["ids"]
+    texts = {n: ask(f"/checkpoints/{ids[n - 1]}/timing")["trend"] for n in (2, 11, 13, 35, 38)}
+    assert texts[2] == ""
+    assert texts[11] == "Not a trend: rank 5 (host node1) stood out in 0 of the 10 saves before."
+    assert texts[13] == "It happens at times: rank 5 (host node1) stood out in 2 of the 12 saves before."
+    assert texts[35] == "A trend: rank 5 (host node1) stood out in 20 of the 20 saves before."
+    assert texts[38] == "Not a trend: rank 1 (host node0) stood out in 0 of the 20 saves before."
+
+
+def test_a_phase_that_was_slow_on_all_ranks_is_a_trend_if_it_was_before(trends):
+    ask = trends(30, lambda n: spans_of(PHASES | {"fsync": 500 if n in (8, 20, 24, 29, 30) else 20}))
+    ids = ask()["ids"]
+    texts = {n: ask(f"/checkpoints/{ids[n - 1]}/timing")["trend"] for n in (7, 8, 30)}
+    assert texts[7] == ""
+    assert texts[8] == "Not a trend: fsync took about as long in 0 of the 7 saves before."
+    assert texts[30] == "It happens at times: fsync took about as long in 3 of the 20 saves before."
+
+
+def test_hostile_names_of_phases_and_hosts_are_escaped(trends):
+    hostile = "<b>write\u202e"
+    ask = trends(5, lambda n: spans_of({"plan": 10, hostile: 40}, slow=[5], phase=hostile))
+    text = ask(page=True)
+    assert "&lt;b&gt;write\\u202e" in text and "<b>write" not in text and "\u202e" not in text
+    assert "<b>write\\u202e" in ask("/bins")["phases"] and "<b>write\\u202e" in ask()["phase"]

@@ -5,7 +5,7 @@ import random
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.helpers.samples import write_checkpoint, write_mixed_run
+from tests.helpers.samples import FILES, write_checkpoint, write_mixed_run
 from treeckpt_dashboard.web.app import create_app
 
 schemathesis = pytest.importorskip("schemathesis")
@@ -18,7 +18,7 @@ CHECKS = [checks.not_a_server_error, checks.response_schema_conformance, checks.
 @pytest.fixture(scope="module")
 def app(tmp_path_factory):
     run = write_mixed_run(tmp_path_factory.mktemp("schema") / "run")
-    write_checkpoint(run / "step_00000700", step=700, metadata={"note": "x"})
+    write_checkpoint(run / "step_00000700", step=700, metadata={"note": "x"}, files=FILES)
     return create_app([run])
 
 
@@ -29,7 +29,7 @@ def known(app):
     [run] = library.runs
     checkpoints = [checkpoint_id for checkpoint_id, _ in library.checkpoints(run)]
     good = [checkpoint_id for checkpoint_id, info in library.checkpoints(run) if info.leaves is not None]
-    return {"run_id": [run.id], "checkpoint_id": checkpoints, "number": list(range(6)), "a": good, "b": good}
+    return {"run_id": [run.id], "checkpoint_id": checkpoints + 2 * good, "number": list(range(6)), "a": good, "b": good}
 
 
 def test_no_question_makes_an_error_of_the_server(app, known):

@@ -1,5 +1,7 @@
 """Clients can only read what the dashboard was given, and a hostile checkpoint cannot harm its reader."""
 
+import base64
+import hashlib
 import re
 
 import numpy as np
@@ -122,6 +124,18 @@ def test_without_the_token_nothing_is_shown(guarded, ids):
     assert guarded.get("/", headers={"authorization": "Bearer ÿ".encode("latin-1")}).status_code == 401
 
 
+def test_the_page_that_asks_for_the_token_allows_only_its_own_style_and_says_when_a_token_is_wrong(guarded):
+    page = guarded.get("/")
+    [style] = re.findall(r"<style>(.*)</style>", page.text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert page.headers["content-security-policy"] == (
+        f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'self'; frame-ancestors 'self'"
+    )
+    assert "not the token" not in page.text
+    wrong = guarded.get("/", params={"token": "<b>x"})
+    assert "not the token" in wrong.text and "<b>" not in wrong.text
+
+
 def test_the_token_becomes_a_cookie_that_scripts_cannot_read(guarded):
     welcome = guarded.get("/", params={"token": TOKEN, "start": "1"})
     assert welcome.status_code == 200 and "gpt" not in welcome.text
@@ -238,7 +252,8 @@ BIDI = "a\u202egnp.exe\u2066\u200b\x1b[31m\x00"
 def hostile(serve, tmp_path):
     name = "step_<img src=x onerror=alert(1)>\u202e"
     tree = {SCRIPT: np.zeros((2, 2), np.float32), QUOTES: SCRIPT, BIDI: BIDI, "a": {"{{7*7}}": "${7*7}"}}
-    write_checkpoint(tmp_path / "run" / name, tree, metadata={SCRIPT: QUOTES, BIDI: SCRIPT}, error=SCRIPT)
+    files = {f"{n}.txt": text.encode() for n, text in enumerate((SCRIPT, QUOTES, BIDI, "{{7*7}}"))}
+    write_checkpoint(tmp_path / "run" / name, tree, metadata={SCRIPT: QUOTES, BIDI: SCRIPT}, error=SCRIPT, files=files)
     return serve(tmp_path / "run")
 
 

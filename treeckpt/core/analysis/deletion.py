@@ -27,7 +27,7 @@ import msgspec
 
 from ..format.file_names import CheckpointFile, deleted_name, final_name, parse_file_name
 from ..format.save_progress import parse_progress_name
-from .retention_policy import Policy, StepInfo, kept, unmeasured
+from .retention_policy import Policy, StepInfo, kept, unmeasured, unmeasured_text
 
 INDEX = "index.json"
 
@@ -139,10 +139,8 @@ def plan_cleanup(
         elif found is not None:
             left.append(found)
     abandoned = tuple(info.step for info in infos if info.abandoned and info.step in stays)
-    names = ", ".join(sorted({name for info in infos for name in info.metrics})) or "none"
     warnings = tuple(
-        f"no checkpoint has the metric {metric!r} as a number (metrics there are: {names}): all are kept until one has"
-        for metric in unmeasured(infos, policies)
+        f"{unmeasured_text(metric, infos)}: all are kept until one has" for metric in unmeasured(infos, policies)
     )
     foreign = {
         one.folder.name: names for one in seen if (names := foreign_files(file.name for file in one.folder.files))

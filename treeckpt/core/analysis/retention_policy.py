@@ -189,6 +189,12 @@ def unmeasured(steps: Iterable[StepInfo], policies: Sequence[Policy]) -> list[st
     return [policy.metric for policy in missing] if len(kept(infos, others)) < len(infos) else []
 
 
+def unmeasured_text(metric: str, steps: Iterable[StepInfo]) -> str:
+    """Returns the message that no checkpoint has a metric, with the names of those that there are."""
+    names = ", ".join(sorted({name for info in steps for name in info.metrics})) or "none"
+    return f"no checkpoint has the metric {metric!r} as a number (metrics there are: {names})"
+
+
 def best_of(steps: Iterable[StepInfo], policy: Best) -> list[StepInfo]:
     """Returns the checkpoints that have the policy's metric, the best first."""
     sign = 1 if policy.mode == "min" else -1

@@ -20,7 +20,7 @@ _TEXTS = {
     "dcp": "a directory of torch.distributed.checkpoint",
     "hfai": "a directory of hfai.checkpoint",
     "paddle": "a checkpoint of Paddle",
-    "safetensors": "a safetensors file, or a directory of such",
+    "safetensors": "a safetensors file",
     "pickle": "a bare pickle, as torch before 1.6 wrote it",
 }
 
@@ -65,9 +65,15 @@ def describe_foreign(url: str) -> tuple[str, str] | None:
         return None
     if kind is None:
         return None
+    if kind == "safetensors" and path.is_dir():
+        return "a directory of safetensors files", _convert_first(url)
     if kind == "pickle":
         return _TEXTS[kind], "Load it with torch, in a place where its code may run, and save it anew"
-    return _TEXTS[kind], f"Convert it first: tc.convert.convert({url!r}, 'NEW'), then load 'NEW'"
+    return _TEXTS[kind], _convert_first(url)
+
+
+def _convert_first(url: str) -> str:
+    return f"Convert it first: tc.convert.convert({url!r}, 'NEW'), then load 'NEW'"
 
 
 def describe_place(url: str) -> tuple[str, str]:

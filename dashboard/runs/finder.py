@@ -1,0 +1,157 @@
+"""Finds runs, steps and leaves by words, for the search that every page opens with Ctrl-K."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Literal
+
+import msgspec
+
+from treeckpt.core.text import visible
+from treeckpt.errors import TreeckptError
+from treeckpt.runs.checkpoint_info import CheckpointInfo
+
+from ..pages.checkpoints import shorten, status_of
+from ..store.index_reader import StillReading
+from ..store.library import Library, NotFound, Run
+from .resume import Listed
+from .summary import summarize_run
+
+MAX_RUNS, MAX_STEPS, MAX_LEAVES = 6, 8, 12
+"""Items of each kind."""
+LEAF_SECONDS = 0.3
+"""Seconds after which no leaves of another run are searched."""
+
+_UNREADABLE = (StillReading, TreeckptError, OSError, ArithmeticError, RecursionError, sqlite3.Error)
+"""What the index of one checkpoint may raise; the others are searched all the same."""
+
+
+class FoundItem(msgspec.Struct, frozen=True):
+    """A run, a checkpoint or a leaf."""
+
+    kind: Literal["run", "step", "leaf"]
+    text: str
+    detail: str
+    """Where it is, in a few words."""
+    href: str
+    """Of its page, relative to the root of the dashboard."""
+
+
+class FindPage(msgspec.Struct, frozen=True):
+    """What was found: runs, then steps, then leaves, at most a few of each."""
+
+    q: str
+    items: list[FoundItem]
+    more: bool
+    """Whether more runs, steps or leaves are called so."""
+    complete: bool
+    """Whether the leaves of every run were searched: a large index may still be read, and time is limited."""
+
+
+def find_page(library: Library, q: str, at: str) -> FindPage:
+    """Returns runs, steps and leaves of whose names every word of `q` is a part.
+
+    A word may also be part of the name of the run of a step; a number is the beginning of a step, with or without
+    commas. Leaves are those of the checkpoint `at`, and of the newest good checkpoint of each run.
+
+    Args:
+        at: the id of a run or a checkpoint, which comes first; of any other id nothing is known.
+    """
+    words = q.casefold().split()
+    library.start_scans(library.runs)
+    runs, shown = _ordered_runs(library, at)
+    listed = {run.id: library.checkpoints(run) for run in runs}
+    found = [
+        list(islice(_found_runs(library.runs, words), MAX_RUNS + 1)),
+        list(islice(_found_steps(runs if words else runs[: 1 if at else 0], listed, words), MAX_STEPS + 1)),
+    ]
+    trees = [shown] if shown is not None else []
+    for run in runs:
+        newest = summarize_run(listed[run.id], library.policies).resume.newest
+        if newest is not None and (shown is None or newest[0] != shown[1]):
+            trees.append((run, *newest))
+    leaves, complete = _found_leaves(library, trees, words) if words else ([], True)
+    found.append(leaves)
+    limits = (MAX_RUNS, MAX_STEPS, MAX_LEAVES)
+    items = [item for kind, limit in zip(found, limits, strict=True) for item in kind[:limit]]
+    more = any(len(kind) > limit for kind, limit in zip(found, limits, strict=True))
+    return FindPage(q, items, more, complete)
+
+
+def _ordered_runs(library: Library, at: str) -> tuple[Sequence[Run], tuple[Run, str, CheckpointInfo] | None]:
+    """Returns the runs, that of the id first, and the checkpoint of the id."""
+    try:
+        run, info = library.checkpoint(at)
+        shown = (run, at, info)
+    except (NotFound, *_UNREADABLE):
+        run, shown = next((run for run in library.runs if run.id == at), None), None
+    return sorted(library.runs, key=lambda one: one is not run), shown
+
+
+def _is_of_run(word: str, run: Run) -> bool:
+    return word in f"step {run.name.casefold()}"
+
+
+def _found_runs(runs: Sequence[Run], words: Sequence[str]) -> Iterator[FoundItem]:
+    for run in runs:
+        path = visible(run.store.url)
+        if all(word in f"{run.name} {path}".casefold() for word in words):
+            yield FoundItem("run", run.name, path, f"runs/{run.id}")
+
+
+def _found_steps(runs: Sequence[Run], listed: dict[str, Listed], words: Sequence[str]) -> Iterator[FoundItem]:
+    """Returns checkpoints, newest first; those of exactly the number before those of which it is the beginning."""
+    plain = {word: word.replace(",", "").replace("_", "") for word in words}
+    numbers = {word: digits.lstrip("0") or "0" for word, digits in plain.items() if digits.isdecimal()}
+    later: list[FoundItem] = []
+    for run in runs:
+        rest = [word for word in words if word in numbers or not _is_of_run(word, run)]
+        if words and not rest:
+            continue  # the run is found, which leads to all of them
+        for checkpoint_id, info in listed[run.id]:
+            step = "" if info.step is None else str(info.step)
+            if not all(
+                step.startswith(numbers[word]) if word in numbers and step else word in info.name.casefold()
+                for word in rest
+            ):
+                continue
+            text = f"step {info.step:,}" if info.step is not None else visible(info.name)
+            detail = f"{status_of(info).replace('_', ' ')} · {run.name}"
+            item = FoundItem("step", text, detail, f"checkpoints/{checkpoint_id}")
+            if numbers and step not in numbers.values():
+                later.append(item)
+                if len(later) > MAX_STEPS:
+                    break
+            else:
+                yield item
+    yield from later
+
+
+def _found_leaves(
+    library: Library, trees: Sequence[tuple[Run, str, CheckpointInfo]], words: Sequence[str]
+) -> tuple[list[FoundItem], bool]:
+    """Returns leaves of these checkpoints until there are more than MAX_LEAVES, and whether none was left out."""
+    found: list[FoundItem] = []
+    complete, end = True, time.monotonic() + LEAF_SECONDS
+    for run, checkpoint_id, info in trees:
+        if len(found) > MAX_LEAVES:
+            break
+        if time.monotonic() > end:
+            return found, False
+        rest = [word for word in words if not _is_of_run(word, run)] or words
+        try:
+            leaves, _ = library.outline(info).search(" ".join(rest), count=MAX_LEAVES + 1)
+        except _UNREADABLE:
+            complete = False
+            continue
+        name = f"step {info.step:,}" if info.step is not None else visible(info.name)
+        found += [
+            FoundItem(
+                "leaf", shorten(leaf.path), f"{name} · {run.name}", f"checkpoints/{checkpoint_id}/leaves/{leaf.number}"
+            )
+            for leaf in leaves
+        ]
+    return found, complete

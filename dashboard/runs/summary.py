@@ -1,0 +1,135 @@
+"""What the checkpoints of a run say together: counts, what retention decides, metrics, branches, where to resume."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Generic, TypeVar
+
+import msgspec
+
+from treeckpt.core.analysis.retention_policy import Policy, kept
+from treeckpt.core.format.file_names import step_name, step_of
+from treeckpt.runs.checkpoint_info import CheckpointInfo
+from treeckpt.runs.policy_text import parse_keep
+from treeckpt.runs.run import step_info
+
+from ..pages.checkpoints import status_of
+from ..store.library import Library
+from .metric_columns import best_marks, first_metric, metric_names, metric_value
+from .resume import Listed, ResumeFacts, resume_facts
+
+DURATIONS = 40
+"""Saves of a run whose durations are drawn as a line."""
+
+T = TypeVar("T")
+
+
+def policies_of(library: Library, keep: str | None) -> tuple[Policy, ...]:
+    """Returns the policies of a request, or those that the dashboard was given.
+
+    Raises:
+        KeepError: `keep` is not valid.
+    """
+    return library.policies if keep is None else parse_keep(keep)
+
+
+def reasons_of(infos: Sequence[CheckpointInfo], policies: Sequence[Policy]) -> dict[str, tuple[str, ...]]:
+    """Returns why complete checkpoints are kept, by name, without those that nothing keeps."""
+    by_step = {step: info for info in infos if (step := _retention_step(info)) is not None}
+    found = kept((step_info(info) for info in by_step.values()), policies)
+    return {by_step[step].name: reasons for step, reasons in found.items()}
+
+
+def _retention_step(info: CheckpointInfo) -> int | None:
+    """Returns the step of a checkpoint that retention decides about, None for any other directory."""
+    step = step_of(info.name)
+    return step if info.status == "complete" and step is not None and step_name(step) == info.name else None
+
+
+class RunSummary(msgspec.Struct, frozen=True):
+    """What one pass over the checkpoints of a run computes."""
+
+    complete: int
+    nbytes: int
+    newest: int | None
+    saving: int
+    stalled: int
+    statuses: dict[str, int]
+    reasons: dict[str, tuple[str, ...]]
+    gone: dict[str, int]
+    """Bytes of the checkpoints that no policy keeps, by name."""
+    metrics: list[str]
+    """The metrics that have columns."""
+    best: dict[str, dict[str, str]]
+    """By the name of a checkpoint and of a metric: see `best_marks`."""
+    branches: dict[str, tuple[int | None, bool]]
+    """By the name of a checkpoint: the step of the one that it follows, and whether a branch begins between them."""
+    metric: str | None
+    value: float | None
+    """The newest value of `metric`."""
+    durations: list[float]
+    resume: ResumeFacts
+
+
+class ByIdentity(Generic[T]):
+    """A list that is hashed by identity: results in an `lru_cache` are valid until another list replaces it."""
+
+    def __init__(self, rows: Sequence[T]) -> None:
+        self.rows = rows
+
+    def __hash__(self) -> int:
+        return id(self.rows)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByIdentity) and other.rows is self.rows
+
+
+def summarize_run(listed: Listed, policies: tuple[Policy, ...]) -> RunSummary:
+    """Returns the summary of the checkpoints of a run, as `Library.checkpoints` lists them."""
+    return _summarize(ByIdentity(listed), policies)
+
+
+@lru_cache(512)
+def _summarize(items: ByIdentity[tuple[str, CheckpointInfo]], policies: tuple[Policy, ...]) -> RunSummary:
+    infos = [info for _, info in items.rows]
+    statuses = Counter[str](map(status_of, infos))
+    saves = Counter(save.state for info in infos for save in info.saving)
+    reasons = reasons_of(infos, policies)
+    decided = (info for info in infos if policies and _retention_step(info) is not None)
+    metrics = metric_names(infos, policies)
+    gone = {info.name: info.nbytes or 0 for info in decided if info.name not in reasons}
+    complete = [info for info in infos if info.status == "complete" and not info.abandoned]
+    metric = first_metric(metrics)
+    values = (metric_value(info, metric) for info in complete if metric is not None)
+    return RunSummary(
+        complete=sum(info.status == "complete" for info in infos),
+        nbytes=sum(info.nbytes or 0 for info in infos if info.status != "foreign"),
+        newest=next((info.step for info in infos if info.status == "complete"), None),
+        saving=saves["in_progress"],
+        stalled=saves["stalled"],
+        statuses=dict(sorted(statuses.items())),
+        reasons=reasons,
+        gone=gone,
+        metrics=metrics,
+        best=best_marks(infos, metrics, policies),
+        branches=_branches(infos),
+        metric=metric,
+        value=next((value for value in values if value is not None), None),
+        durations=[info.seconds for info in complete if info.seconds is not None][DURATIONS - 1 :: -1],
+        resume=resume_facts(items.rows, policies, metrics),
+    )
+
+
+def _branches(infos: Sequence[CheckpointInfo]) -> dict[str, tuple[int | None, bool]]:
+    """Returns the step that each checkpoint follows, and whether another one was saved between them."""
+    steps = {info.save_id: info.step for info in infos if info.save_id is not None and info.sequence is not None}
+    found: dict[str, tuple[int | None, bool]] = {}
+    before: str | None = None
+    for info in sorted((i for i in infos if i.lineage is not None), key=lambda i: (i.sequence or 0, i.step or 0)):
+        assert info.lineage is not None, "others are filtered out above"
+        follows = info.lineage.follows
+        found[info.name] = steps.get(follows), before is not None and follows != before
+        before = info.save_id
+    return found

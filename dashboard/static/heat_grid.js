@@ -1,0 +1,150 @@
+// @ts-check
+/** A heat map of rows and columns that can be pointed at, and walked through with the arrow keys. */
+import { colour, follow } from "./canvas.js";
+import { imageOf, pooled, ramp } from "./heat.js";
+
+/** Room for the names of rows, and at the right. */
+export const LEFT = 78;
+const RIGHT = 8;
+
+/**
+ * What is drawn. `values` has an array of numbers for each column; `state` is another text whenever `values` or `share`
+ * would give other results; `head` and `foot` are the pixels above and below the cells.
+ * @typedef {{
+ *   values: () => ArrayLike<number>[],
+ *   share: (number: number, column: number) => number,
+ *   state: () => string,
+ *   body: () => number,
+ *   head: (width: number) => number,
+ *   foot: number,
+ *   rowLabel: (row: number) => string,
+ *   drawColumns: (g: CanvasRenderingContext2D, column: number, top: number, bottom: number) => void,
+ *   textOf: (row: number, column: number) => string,
+ *   open?: (row: number, column: number) => void,
+ * }} Grid
+ */
+
+/** Text cut to a width. @param {CanvasRenderingContext2D} g @param {string} text @param {number} room */
+export function short(g, text, room) {
+  if (g.measureText(text).width <= room) return text;
+  let end = text.length;
+  while (end > 1 && g.measureText(`${text.slice(0, end)}…`).width > room) end -= 1;
+  return `${text.slice(0, end)}…`;
+}
+
+/**
+ * Draws lines between cells that are wide or high enough.
+ * @param {CanvasRenderingContext2D} g @param {number} up @param {number} w @param {number} h
+ * @param {number} columns @param {number} rows
+ */
+function drawGaps(g, up, w, h, columns, rows) {
+  g.fillStyle = colour("--card");
+  for (let c = 1; c < columns && w / columns > 6; c += 1) g.fillRect(LEFT + (c * w) / columns - 0.5, up, 1, h);
+  for (let r = 1; r < rows && h / rows > 6; r += 1) g.fillRect(LEFT, up + (r * h) / rows - 0.5, w, 1);
+}
+
+/**
+ * @param {HTMLCanvasElement} canvas
+ * @param {(text: string, at?: { x: number, y: number } | null) => void} note shows what is chosen
+ * @param {Grid} grid
+ * @returns {() => void} draws it again
+ */
+export function heatGrid(canvas, note, grid) {
+  let [row, column] = [-1, -1];
+  /** Of each column, as many numbers as there are lines. @type {Float64Array[]} */
+  let few = [];
+  /** @type {OffscreenCanvas | null} */
+  let image = null;
+  let painted = "";
+  const size = () => ({ columns: grid.values().length, rows: grid.values()[0]?.length ?? 0 });
+
+  /** @param {CanvasRenderingContext2D} g @param {number} width @param {number} height */
+  function draw(g, width, height) {
+    const { columns, rows } = size();
+    g.clearRect(0, 0, width, height);
+    if (!columns || !rows) return;
+    const [up, w, body] = [grid.head(width), width - LEFT - RIGHT, grid.body()];
+    const [cw, ch] = [w / columns, body / rows];
+    const lines = Math.max(1, Math.min(rows, Math.round(body * Math.min(window.devicePixelRatio || 1, 2))));
+    const state = `${lines} ${grid.state()} ${colour("--card")} ${colour("--c1")}`;
+    if (!image || state !== painted) {
+      few = pooled(grid.values(), lines);
+      image = imageOf(few, (n, c) => (n < 0 ? -1 : Math.max(0, Math.min(1, grid.share(n, c)))));
+      painted = state;
+    }
+    g.imageSmoothingEnabled = false;
+    g.drawImage(image, LEFT, up, w, body);
+    drawGaps(g, up, w, body, columns, rows);
+    g.fillStyle = colour("--dim");
+    grid.drawColumns(g, cw, up, up + body);
+    g.textAlign = "left";
+    for (let r = 0, free = -99; r < rows; r += 1) {
+      const y = up + (r + 0.5) * ch;
+      if (y < free) continue;
+      g.fillText(short(g, grid.rowLabel(r), LEFT - 12), 6, y);
+      free = y + Math.max(16, rows > 40 ? 40 : 0);
+    }
+    if (row >= 0 && column >= 0 && row < rows && column < columns) {
+      g.strokeStyle = colour("--text");
+      g.lineWidth = 2;
+      g.strokeRect(LEFT + column * cw, up + row * ch - (ch < 3 ? 1 : 0), Math.max(cw, 2), Math.max(ch, 3));
+    }
+  }
+  const redraw = follow(canvas, { height: (width) => grid.head(width) + grid.body() + grid.foot, draw });
+
+  /** @param {number} r @param {number} c @param {{ x: number, y: number } | null} [point] */
+  function choose(r, c, point = null) {
+    const changed = r !== row || c !== column;
+    [row, column] = [r, c];
+    note(r < 0 || c < 0 ? "" : grid.textOf(r, c), point);
+    if (changed) redraw();
+  }
+  canvas.addEventListener("pointermove", (event) => {
+    const { columns, rows } = size();
+    const width = canvas.clientWidth;
+    const c = Math.floor(((event.offsetX - LEFT) / (width - LEFT - RIGHT)) * columns);
+    const r = Math.floor(((event.offsetY - grid.head(width)) / grid.body()) * rows);
+    const inside = c >= 0 && c < columns && r >= 0 && r < rows;
+    choose(inside ? r : -1, inside ? c : -1, { x: event.offsetX, y: event.offsetY });
+  });
+  canvas.addEventListener("pointerleave", () => choose(-1, -1));
+  canvas.addEventListener("click", () => row >= 0 && column >= 0 && grid.open?.(row, column));
+  canvas.addEventListener("keydown", (event) => {
+    const { columns, rows } = size();
+    /** @type {Record<string, [number, number]>} */
+    const steps = {
+      ArrowRight: [0, 1],
+      ArrowLeft: [0, -1],
+      ArrowDown: [1, 0],
+      ArrowUp: [-1, 0],
+      PageDown: [20, 0],
+      PageUp: [-20, 0],
+      Home: [-rows, 0],
+      End: [rows, 0],
+    };
+    if (event.key === "Escape") choose(-1, -1);
+    if (event.key === "Enter" && row >= 0 && column >= 0) grid.open?.(row, column);
+    const step = steps[event.key];
+    if (!step || !columns || !rows || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    const within = (/** @type {number} */ n, /** @type {number} */ count) => Math.max(0, Math.min(count - 1, n));
+    choose(row < 0 ? 0 : within(row + step[0], rows), column < 0 ? 0 : within(column + step[1], columns));
+  });
+  return redraw;
+}
+
+/** The ramp of colours from short to long. @param {HTMLElement} element */
+export function scaleBar(element) {
+  const canvas = /** @type {HTMLCanvasElement} */ (element);
+  follow(canvas, {
+    height: () => 10,
+    draw: (g, width) => {
+      const colours = ramp();
+      for (let x = 0; x < width; x += 1) {
+        const n = colours[Math.floor((x / width) * 256)];
+        g.fillStyle = `rgb(${n & 255} ${(n >> 8) & 255} ${(n >> 16) & 255})`;
+        g.fillRect(x, 0, 1.5, 10);
+      }
+    },
+  })();
+}

@@ -1,0 +1,88 @@
+// @ts-check
+/** The heat map of trends: the work of each rank in each save of a run. */
+import { base, buttonGroup, find, numberText, recalled, remember, secondsText } from "./dom.js";
+import { LEFT, heatGrid, scaleBar } from "./heat_grid.js";
+import { noter } from "./tip.js";
+
+/** @typedef {import("./trends.js").Bins} Bins */
+
+/** The saves of a bin, as a person reads them. @param {Bins} bins @param {number} at */
+export const binText = (bins, at) =>
+  bins.counts[at] === 1
+    ? `step ${numberText(bins.step[at])}`
+    : `steps ${numberText(bins.first[at])} to ${numberText(bins.last[at])}, ${numberText(bins.counts[at])} saves`;
+
+/** The ranks of a line. @param {Bins} bins @param {number} line */
+function ranksText({ block, world }, line) {
+  const last = Math.min(world, (line + 1) * block) - 1;
+  return last === line * block ? `rank ${last}` : `ranks ${line * block} to ${last}`;
+}
+
+/**
+ * Writes steps below their columns, as many as there is room for.
+ * @param {CanvasRenderingContext2D} g @param {Bins} bins @param {number} cw @param {number} bottom
+ */
+function drawSteps(g, bins, cw, bottom) {
+  let free = LEFT;
+  bins.step.forEach((step, c) => {
+    const text = numberText(step);
+    const half = g.measureText(text).width / 2;
+    const x = Math.max(LEFT + half, LEFT + (c + 0.5) * cw);
+    if (x - half < free || x + half > LEFT + cw * bins.step.length + 8) return;
+    g.textAlign = "center";
+    g.fillText(text, x, bottom + 12);
+    free = x + half + 46;
+  });
+}
+
+/** Returns what shows other saves. @returns {(bins: Bins) => void} */
+export function rankHeat() {
+  const canvas = /** @type {HTMLCanvasElement} */ (find("#ranks-canvas"));
+  const note = noter(find("#ranks-heat .drawing"), find("#ranks-text"));
+  /** @type {Bins | null} */
+  let bins = null;
+  let version = 0;
+  let of = recalled("work") === "seconds" ? "seconds" : "median";
+  const lines = () => bins?.work[0]?.length ?? 0;
+  const top = () => (bins?.work ?? []).reduce((most, column) => column.reduce((m, n) => Math.max(m, n), most), 1);
+  let most = 1;
+  const redraw = heatGrid(canvas, note, {
+    values: () => (of === "seconds" ? bins?.work : bins?.times) ?? [],
+    share: (n) => (of === "seconds" ? n / most : (n / 100 - 1) / 2),
+    state: () => `${of} ${version}`,
+    body: () => Math.max(60, Math.min(340, lines() * 24)),
+    head: () => 4,
+    foot: 24,
+    rowLabel: (r) => (bins && bins.block > 1 ? numberText(r * bins.block) : `rank ${r}`),
+    drawColumns: (g, cw, _, bottom) => bins && drawSteps(g, bins, cw, bottom),
+    textOf: (r, c) => {
+      if (!bins) return "";
+      const time = bins.work[c][r];
+      if (time < 0) return `${binText(bins, c)} · ${ranksText(bins, r)} · no timings`;
+      const times = bins.times[c][r] < 0 ? "" : `, ${(bins.times[c][r] / 100).toFixed(1)}× the median rank`;
+      const at = bins.counts[c] > 1 || bins.block > 1 ? "at most " : "";
+      return `${binText(bins, c)} · ${ranksText(bins, r)} · ${at}${secondsText(time * bins.unit)}${times}`;
+    },
+    open: (_, c) => {
+      if (bins) location.href = `${base}checkpoints/${bins.ids[c]}/timing`;
+    },
+  });
+  const ends = () => {
+    find("#heat-low").textContent = of === "seconds" ? "0" : "the median rank";
+    find("#heat-high").textContent = of === "seconds" ? secondsText(most * (bins?.unit ?? 1)) : "3× and more";
+  };
+  buttonGroup("data-work", (value) => {
+    of = value;
+    remember({ work: of === "seconds" ? of : null });
+    ends();
+    redraw();
+  })(of);
+  scaleBar(find("#heat-scale"));
+  return (shown) => {
+    bins = shown;
+    version += 1;
+    most = top();
+    ends();
+    redraw();
+  };
+}

@@ -1,0 +1,42 @@
+// @ts-check
+/** What is taken away from a page: its link, and its pictures as PNG. */
+import { copy, find, make } from "./dom.js";
+
+/** The title of the part of the page that an element is in. @param {Element} element */
+const titleOf = (element) =>
+  element.closest("section, main")?.querySelector("h1, h2")?.childNodes[0]?.textContent?.trim() ?? document.title;
+
+/** Saves all canvases of a part of the page as one picture, on its background. @param {Element} part */
+function savePicture(part) {
+  const canvases = [...part.querySelectorAll("canvas")].filter((canvas) => canvas.width && canvas.height);
+  const picture = document.createElement("canvas");
+  picture.width = Math.max(0, ...canvases.map((canvas) => canvas.width));
+  picture.height = canvases.reduce((sum, canvas) => sum + canvas.height, 0);
+  const g = picture.getContext("2d");
+  if (!g || !picture.width) return;
+  g.fillStyle = getComputedStyle(part.closest(".card") ?? document.body).backgroundColor;
+  g.fillRect(0, 0, picture.width, picture.height);
+  let top = 0;
+  for (const canvas of canvases) {
+    g.drawImage(canvas, 0, top);
+    top += canvas.height;
+  }
+  picture.toBlob((blob) => {
+    if (!blob) return;
+    const href = URL.createObjectURL(blob);
+    const name = `${document.title} ${titleOf(part)}`.replace(/[^\w.=-]+/g, "_");
+    make("a", { href, download: `${name}.png` }).click();
+    setTimeout(() => URL.revokeObjectURL(href), 10_000);
+  });
+}
+
+for (const part of document.querySelectorAll(".drawing, .chart")) {
+  const title = titleOf(part);
+  const button = make("button", { type: "button", class: "png", "aria-label": `${title} as PNG` }, "PNG");
+  button.addEventListener("click", () => savePicture(part));
+  part.after(make("p", { class: "pngs" }, button));
+}
+
+const link = find("#copy-link");
+link.hidden = false;
+link.addEventListener("click", () => copy(link, location.href));

@@ -1,0 +1,102 @@
+"""The trees of checkpoints that other programs wrote: their names, shapes, dtypes and sizes, without their values."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import msgspec
+
+from treeckpt.core.analysis.outline import IndexOutline, Outline
+from treeckpt.core.format.file_names import is_step_name
+from treeckpt.core.text import bytes_text, visible
+from treeckpt.errors import FormatError
+from treeckpt.io.storage.foreign_formats import DCP_METADATA, describe_foreign
+from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder
+from treeckpt.runs.checkpoint_info import CheckpointInfo
+from treeckpt.runs.stat_cache import LruStatCache
+
+MAX_METADATA = 64 << 20
+"""Bytes of the metadata of torch.distributed.checkpoint beyond which they are not read here."""
+KEPT = 2
+"""Trees that stay in memory."""
+
+
+class ForeignInfo(CheckpointInfo, frozen=True):
+    """A checkpoint of another program. Its tree can be browsed."""
+
+    format: str = ""
+    """What it is, in words."""
+
+
+class ForeignFile(LocalFolder):
+    """One file of another program, in place of a folder."""
+
+    def modified_ns(self) -> int | None:
+        try:
+            return self.path.stat().st_mtime_ns
+        except OSError:
+            return None
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether a path is a checkpoint of another program, and no run of such."""
+    if not (path.is_file() or path.is_dir()) or describe_foreign(str(path)) is None:
+        return False
+    return path.is_file() or not any(is_step_name(child.name) for child in path.iterdir() if child.is_dir())
+
+
+def look_at_foreign(folder: Folder, info: CheckpointInfo, inside: Path | None) -> CheckpointInfo:
+    """Returns what a folder without a checkpoint of ours is: its own description, or that of another program's.
+
+    Args:
+        inside: the directory of the run, which links in the folder must not leave; None for a path that a person gave.
+    """
+    if not isinstance(folder, LocalFolder) or (found := describe_foreign(folder.url)) is None:
+        return info
+    if inside is not None and (link := _link_out(folder, inside.resolve())) is not None:
+        error = f"{found[0]} with a link out of the run, {link}, which is not followed; open it by itself"
+        return msgspec.structs.replace(info, error=error)
+    error = f"{found[0]}, not of treeckpt"
+    return ForeignInfo(info.name, info.path, "foreign", info.step, error=error, format=found[0])
+
+
+def _link_out(folder: LocalFolder, root: Path) -> str | None:
+    names = (name for name, entry in folder.entries().items() if not entry.regular)
+    return next((name for name in names if not (folder.path / name).resolve().is_relative_to(root)), None)
+
+
+class ForeignTrees:
+    """The trees that were read last."""
+
+    def __init__(self) -> None:
+        self._trees = LruStatCache(KEPT)
+        self._reading = threading.Lock()
+
+    def outline(self, info: ForeignInfo) -> Outline:
+        """Returns the tree of a checkpoint. Nothing in its files is executed, and no value is read.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        path = Path(info.path)
+        files = LocalFolder(path).entries() if path.is_dir() else {}
+        metadata = files.get(DCP_METADATA)
+        if metadata is not None and metadata.nbytes > MAX_METADATA:
+            expected, found = f"metadata of at most {bytes_text(MAX_METADATA)}", bytes_text(metadata.nbytes)
+            raise FormatError(visible(info.path), expected=expected, found=found, hint="treeckpt show lists its tree")
+        own = path.stat()
+        newest = max([own.st_mtime_ns, *(file.modified_ns for file in files.values())])
+        version = DirectoryEntry(sum(file.nbytes for file in files.values()) or own.st_size, newest, own.st_ino)
+        with self._reading:
+            return self._trees.get_or_read((info.path, "foreign"), version, lambda: self._read(info))
+
+    def _read(self, info: ForeignInfo) -> Outline:
+        from treeckpt.foreign.foreign_checkpoint import open_checkpoint  # not for the start of the server
+
+        _, opened = open_checkpoint(info.path)
+        try:
+            return IndexOutline(opened().index)
+        except ModuleNotFoundError as error:  # pickles of torch hold some values that only torch has
+            expected, found = f"the package {error.name}, which made it", "no such package in this environment"
+            raise FormatError(visible(info.path), expected=expected, found=found, hint="Install it") from error

@@ -1,0 +1,151 @@
+"""The timings of one save, reduced to what trends over many saves need.
+
+The scan that lists a checkpoint reads its timings for the duration of the save. The dashboard reduces them in the same
+pass, and its cache keeps the result, so that the file is read once. It takes about a kilobyte, whatever the number of
+spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+
+from treeckpt.core.analysis.critical_path import CriticalSegment
+from treeckpt.core.analysis.profile import RankTime
+from treeckpt.core.analysis.stragglers import Straggler
+from treeckpt.core.analysis.timing_report import TimingReport
+from treeckpt.core.format.timings import Host
+from treeckpt.core.sharding.int_runs import decode_runs
+from treeckpt.core.text import visible
+from treeckpt.errors import CorruptError
+from treeckpt.io.storage.run_store import Folder
+from treeckpt.runs import catalog
+
+MAX_PHASES = 16
+"""Phases that are kept of a save, those with the longest times; the others are added up under OTHER."""
+OTHER = "other phases"
+MAX_LINES = 256
+"""Lines of `ReducedTimings.work`; beyond it each line is of several ranks."""
+MAX_SLOW = 16
+"""Stragglers that are kept of a save, those that lose the most time."""
+MAX_TEXT = 200
+"""Characters that are kept of the name of a phase or host."""
+
+
+class SlowRank(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A straggler of a save."""
+
+    rank: int
+    host: str
+    """Empty if it is not recorded."""
+    phase: str
+    """The phase in which it lost the most; empty if it stands out in none of them, but in all of its work."""
+    times: float | None
+    """Its time there as a multiple of the median rank's; None if that is zero."""
+
+
+class ReducedTimings(catalog.SaveDuration, frozen=True):
+    """The reduced timings of a save."""
+
+    world: int
+    phases: dict[str, float]
+    """Seconds of each phase on the critical path."""
+    median: float
+    """Seconds of own work of the median rank."""
+    block: int
+    """How many consecutive ranks a line is of: a power of two."""
+    work: bytes
+    """float16[lines], little-endian: seconds of own work of each rank, or the longest of the line; NaN for none."""
+    slow: list[SlowRank]
+    """The stragglers, the largest loss of time first."""
+
+    @property
+    def longest_phase(self) -> str | None:
+        """The phase that takes most of the critical path; None if it is empty."""
+        return max(self.phases, key=lambda name: self.phases[name], default=None)
+
+    def lines(self, block: int) -> np.ndarray:
+        """Returns float16[lines] of `work` in lines of so many ranks, a multiple of this save's own block."""
+        own = np.frombuffer(self.work, "<f2")
+        return own if block == self.block else _longest(own, block // self.block)
+
+
+def read_reduced(folder: Folder, name: str) -> ReducedTimings:
+    """Reads and reduces the timings in a file.
+
+    Raises:
+        CheckpointNotFound, CheckpointError: it is gone, or it cannot be read.
+    """
+    timings = catalog.read_timings_file(folder, name)
+    try:
+        return reduce_timings(TimingReport(timings))
+    except (ArithmeticError, LookupError) as error:
+        raise CorruptError(visible(f"{folder.url}/{name}"), expected="spans of a save", found=f"{error}") from error
+
+
+def reduce_timings(study: TimingReport) -> ReducedTimings:
+    """Reduces the timings of a save."""
+    timings, profile = study.timings, study.profile
+    block = 1
+    while timings.world > MAX_LINES * block:
+        block *= 2
+    return ReducedTimings(
+        seconds=profile.seconds,
+        blocked_seconds=profile.blocked_seconds,
+        error=timings.error,
+        world=timings.world,
+        phases=_phase_seconds(study.critical),
+        median=profile.median_ns / 1e9,
+        block=block,
+        work=_longest(_work_of_ranks(profile.ranks, timings.world), block).astype("<f2").tobytes(),
+        slow=_slow_ranks(study.stragglers, timings.hosts),
+    )
+
+
+def host_names(hosts: Sequence[Host], ranks: Iterable[int]) -> dict[int, str]:
+    """Returns the names of the hosts of these ranks, where they are known; characters without a glyph are escaped."""
+    wanted = np.array(sorted(set(ranks)), np.int64)
+    return {
+        rank: visible(host.name) for host in hosts for rank in np.intersect1d(wanted, decode_runs(host.ranks)).tolist()
+    }
+
+
+def _work_of_ranks(ranks: Sequence[RankTime], world: int) -> np.ndarray:
+    """Returns float64[world]: seconds of own work of each rank, at most what a float16 holds, NaN without spans."""
+    work = np.full(world, np.nan)
+    seconds = np.array([rank.busy_ns for rank in ranks], np.float64) / 1e9
+    work[[rank.rank for rank in ranks]] = np.minimum(seconds, np.finfo(np.float16).max)
+    return work
+
+
+def _longest(values: np.ndarray, count: int) -> np.ndarray:
+    """Returns the largest of each `count` consecutive values; NaN where all are NaN."""
+    padded = np.pad(values, (0, -len(values) % count), constant_values=np.nan)
+    return np.fmax.reduce(padded.reshape(-1, count), axis=1)
+
+
+def _phase_seconds(path: Sequence[CriticalSegment]) -> dict[str, float]:
+    found: dict[str, int] = {}
+    for segment in path:
+        name = segment.phase[:MAX_TEXT]
+        found[name] = found.get(name, 0) + segment.stop_ns - segment.start_ns
+    names = sorted(found, key=lambda name: -found[name])
+    seconds = {name: found[name] / 1e9 for name in names[:MAX_PHASES]}
+    if rest := sum(found[name] for name in names[MAX_PHASES:]):
+        seconds[OTHER] = seconds.get(OTHER, 0.0) + rest / 1e9
+    return seconds
+
+
+def _slow_ranks(stragglers: Sequence[Straggler], hosts: Sequence[Host]) -> list[SlowRank]:
+    worst: dict[int, Straggler] = {}
+    for straggler in stragglers:  # the largest loss first: of a rank, its worst phase rather than all of its work
+        if straggler.rank not in worst or not worst[straggler.rank].phase:
+            worst[straggler.rank] = straggler
+    kept = list(worst.values())[:MAX_SLOW]
+    names = host_names(hosts, (straggler.rank for straggler in kept))
+    return [
+        SlowRank(s.rank, names.get(s.rank, "")[:MAX_TEXT], s.phase[:MAX_TEXT], s.times if s.median_ns else None)
+        for s in kept
+    ]

@@ -1,0 +1,132 @@
+"""Leaves, tables, pictures and links are taken away; keys have a help; the page that asks for a token has a style."""
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers.samples import gpt_state
+
+expect = pytest.importorskip("playwright.sync_api").expect
+TOKEN = "a-long-enough-token"
+
+
+@pytest.fixture
+def leaf(watched, address):
+    """The page of a leaf of step 700."""
+    page = watched(address, permissions=["clipboard-read", "clipboard-write"])
+    page.get_by_role("link", name="step 700").click()
+    page.get_by_role("treeitem", name=re.compile("^model ")).click()
+    page.get_by_role("link", name="wte.weight", exact=True).click()
+    expect(page.locator("#map-text")).to_contain_text("2 regions")
+    return page
+
+
+def download(page, link):
+    with page.expect_download() as started:
+        link.click()
+    assert started.value.failure() is None
+    return Path(started.value.path()), started.value.suggested_filename
+
+
+def test_a_leaf_a_region_of_it_its_table_and_its_picture_are_downloaded(leaf):
+    expected = gpt_state(seed=700)["model"]["wte.weight"]
+    path, name = download(leaf, leaf.get_by_role("link", name=".npy"))
+    assert name == "model.wte.weight.npy"
+    np.testing.assert_array_equal(np.load(path), expected)
+    path, _ = download(leaf, leaf.get_by_role("link", name="Table as CSV"))
+    assert [row["region"] for row in csv.DictReader(path.read_text().splitlines())] == [
+        "[0:500, 0:96]",
+        "[500:1000, 0:96]",
+    ]
+    path, name = download(leaf, leaf.get_by_role("button", name="Shard map as PNG"))
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and name.endswith("Shard_map.png")
+    leaf.get_by_role("textbox", name="Region").fill("10:20")
+    leaf.keyboard.press("Enter")
+    path, _ = download(leaf, leaf.get_by_role("link", name=".npy"))
+    np.testing.assert_array_equal(np.load(path), expected[10:20])
+
+
+def test_the_link_and_the_json_of_a_page_are_those_of_what_it_shows(leaf):
+    leaf.get_by_role("button", name="by file").click()
+    leaf.get_by_role("button", name="Copy link").click()
+    expect(leaf.get_by_role("button", name="Copied")).to_be_visible()
+    assert leaf.evaluate("navigator.clipboard.readText()") == leaf.url and "by=file" in leaf.url
+    leaf.get_by_role("link", name="This page as JSON").click()
+    assert json.loads(leaf.locator("body").inner_text())["path"] == "model/wte.weight"
+
+
+def test_the_page_of_a_leaf_keeps_its_tabs_and_its_view(leaf):
+    assert leaf.get_by_role("navigation", name="Parts of the checkpoint").get_by_role("link").count() >= 6
+    leaf.get_by_role("button", name="by file").click()
+    leaf.keyboard.press("]")
+    expect(leaf.locator("h1")).to_have_text("wpe.weight")
+    expect(leaf.get_by_role("button", name="by file")).to_have_attribute("aria-pressed", "true")
+    leaf.keyboard.press("[")
+    expect(leaf.locator("h1")).to_have_text("wte.weight")
+    leaf.get_by_role("navigation", name="Parts of the checkpoint").get_by_role("link", name="Tree").click()
+    expect(leaf.get_by_role("link", name="wte.weight", exact=True)).to_be_visible()  # the tree is as open as it was
+
+
+def test_the_keys_of_a_page_are_shown_on_a_question_mark_and_not_while_typing(page, accessible):
+    page.get_by_role("link", name="step 700").click()
+    expect(page.locator("#treemap-text")).to_contain_text("areas")
+    page.keyboard.press("?")
+    dialog = page.get_by_role("dialog", name="Keys")
+    expect(dialog).to_contain_text("searches paths")
+    accessible(page, "the keys")
+    page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+    page.get_by_role("button", name="Keys").click()
+    dialog.get_by_role("button", name="Close").click()
+    expect(dialog).to_be_hidden()
+    page.keyboard.press("/")
+    page.keyboard.type("what?")
+    expect(dialog).to_be_hidden()
+    expect(page.get_by_label("Search paths")).to_have_value("what?")
+
+
+def test_the_first_tab_skips_to_the_content(page):
+    page.keyboard.press("Tab")
+    skip = page.get_by_role("link", name="Skip to content")
+    expect(skip).to_be_focused()
+    expect(skip).to_be_in_viewport(ratio=1)
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+
+
+def test_the_smallest_area_of_a_treemap_has_its_name_under_the_pointer(page):
+    page.get_by_role("link", name="step 700").click()
+    expect(page.locator("#treemap-text")).to_contain_text("areas")
+    page.locator("#treemap-canvas").focus()
+    page.keyboard.press("End")
+    smallest = page.locator("#treemap-text").inner_text()
+    box = page.locator("#treemap-canvas").bounding_box()
+    page.mouse.move(box["x"] + 30, box["y"] + 60)
+    tip = page.locator("#treemap .tip")
+    expect(tip).to_be_visible()
+    assert tip.inner_text() == page.locator("#treemap-text").inner_text() != smallest
+    page.locator("summary", has_text="Areas as a table").click()
+    assert page.locator("#treemap-table tbody tr").count() > 200
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_that_asks_for_the_token_is_styled_and_opens_the_dashboard(serve, run, chromium, accessible, scheme):
+    address = serve(run, token=TOKEN)
+    context = chromium.new_context(viewport={"width": 390, "height": 700}, color_scheme=scheme)
+    page = context.new_page()
+    page.goto(address)
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert background == ("rgb(245, 246, 249)" if scheme == "light" else "rgb(14, 18, 25)")
+    accessible(page, "the token's page", only=None if scheme == "light" else "color-contrast")
+    page.get_by_label("Token").fill("wrong")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("not the token")
+    page.get_by_label("Token").fill(TOKEN)
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="gpt")).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    context.close()

@@ -1,0 +1,174 @@
+"""What a run can be resumed from, whether its newest good checkpoint is late, and the lineage after rollbacks."""
+
+import subprocess
+import time
+
+import pytest
+
+import treeckpt as tc
+from tests.dashboard.helpers import page
+from tests.helpers.large import write_many
+from tests.helpers.samples import write_metrics, write_mixed_run
+from treeckpt.core.analysis.retention_policy import Best
+from treeckpt.core.format.lineage import Lineage
+from treeckpt.runs.checkpoint_info import CheckpointInfo
+from treeckpt.runs.policy_text import parse_keep
+from treeckpt.runs.verification import Verification
+from treeckpt_dashboard.runs.resume import resume_facts, save_pace, shell_quoted
+
+SECOND, NOW = 10**9, 2 * 10**18
+INTACT = Verification("", True, 0, "", 1, 1, 1.0, 0, [], "")
+DAMAGED = Verification("", True, 0, "", 1, 1, 1.0, 1, [], "")
+
+
+def panel(client, query=""):
+    return page(client, query).json()["resume"]
+
+
+def step_of(point):
+    return None if point is None else point["checkpoint"]["step"]
+
+
+def saved(step, ago, **fields):
+    """A complete checkpoint that was begun so many seconds ago, with its id."""
+    created = NOW - int(ago * SECOND)
+    return f"{step}", CheckpointInfo(
+        f"step_{step:08d}", "", "complete", step, f"{step:x}", created_ns=created, **fields
+    )
+
+
+def facts_of(*listed, policies=(), metrics=()):
+    return resume_facts(listed, policies, metrics)
+
+
+def test_newest_good_best_and_newest_verified_are_told_with_what_loads_them(serve, tmp_path):
+    run = write_metrics(tmp_path / "run", {1: {"loss": 3.0}, 2: {"loss": 1.5}, 3: {"loss": 2.0, "lr": 1.0}})
+    found = panel(serve(run))
+    assert [step_of(found[kind]) for kind in ("newest", "best", "verified")] == [3, 2, None]
+    best = found["best"]
+    assert (best["metric"], best["mode"], best["value"]) == ("loss", "min", 1.5) and found["newest"]["metric"] is None
+    names = {}
+    for kind in ("newest", "best"):
+        for form in ("manager", "load"):
+            code = found[kind]["snippets"][form]
+            if kind != "newest" or form != "manager":  # that one fills a model
+                exec(code, names)  # they are Python that runs, and loads the step that is shown
+                assert names["state"] == {"x": 1} and "keep=None" in found[kind]["snippets"]["manager"]
+    assert names["manager"].count == 2
+    command = best["snippets"]["command"].split(maxsplit=1)[1]
+    shown = subprocess.run(["bash", "-c", f"printf %s {command.split(maxsplit=1)[1]}"], capture_output=True, check=True)
+    assert command.startswith("verify ") and shown.stdout.decode() == str(run / "step_00000002")
+
+
+def test_the_best_is_that_of_the_policy(serve, tmp_path):
+    run = write_metrics(tmp_path / "run", {1: {"loss": 3.0, "acc": 0.1}, 2: {"loss": 1.5, "acc": 0.9}, 3: {"acc": 0.5}})
+    client = serve(run, policies=parse_keep("best:acc:max"))
+    assert (step_of(panel(client)["best"]), panel(client)["best"]["mode"]) == (2, "max")
+    assert step_of(panel(client, "?keep=best:loss:1:max")["best"]) == 1
+
+
+def test_damaged_partial_and_abandoned_ones_are_no_good(serve, tmp_path):
+    client = serve(write_mixed_run(tmp_path / "run"))
+    assert step_of(panel(client)["newest"]) == 200
+    listed = [
+        saved(4, 1, verification=DAMAGED),
+        saved(3, 2),
+        saved(2, 3, verification=INTACT),
+        saved(9, 0, abandoned=True),
+    ]
+    facts = facts_of(*listed)
+    assert [pair and pair[0] for pair in (facts.newest, facts.verified)] == ["3", "2"]
+    ratings = [saved(n, n, metrics={"loss": value}) for n, value in ((1, float("nan")), (2, 2.0), (3, 2.0), (4, 3.0))]
+    best = facts_of(*ratings, metrics=["lr", "loss"]).best
+    assert best is not None and best[0] == "2", "of equal ones the newest, which comes first"
+    assert facts_of().newest is None is facts_of(saved(1, 1), policies=(Best("loss"),)).best
+
+
+def test_a_checkpoint_by_itself_has_no_manager(serve, tmp_path):
+    run = write_metrics(tmp_path / "run", {1: {"loss": 3.0}})
+    newest = panel(serve(run / "step_00000001"))["newest"]
+    assert newest["snippets"]["manager"] is None and "tc.load(" in newest["snippets"]["load"]
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "with space", "it's", "$(touch x)", "a\u202eb", "tab\there", "line\nbreak", "ä'\\x", "\udcff"]
+)
+def test_a_shell_reads_the_quoted_name_and_no_invisible_character_is_pasted(name):
+    quoted = shell_quoted(name)
+    assert quoted.isascii() and quoted.isprintable()
+    shown = subprocess.run(["bash", "-c", f"printf %s {quoted}"], capture_output=True, check=True)
+    assert shown.stdout == name.encode("utf-8", "surrogateescape")
+
+
+@pytest.mark.parametrize(
+    ("age", "late"), [(0, False), (2.9, False), (3.1, True), (100, True), (7 * 24 * 4 + 1, False), (-5, False)]
+)
+def test_a_checkpoint_is_late_after_three_usual_intervals_until_the_run_is_taken_for_ended(age, late):
+    quarter = 900
+    facts = facts_of(*(saved(10 - n, (age + n) * quarter) for n in range(8)))
+    pace = save_pace(facts, NOW)
+    assert pace.interval == pytest.approx(quarter) and pace.late == late
+    assert pace.age == pytest.approx(max(0, age * quarter))
+
+
+def test_the_usual_interval_is_between_saves_that_followed_each_other():
+    def follows(step, ago, before):
+        return saved(step, ago, lineage=Lineage(step, f"{before:x}"))
+
+    # between 1000, 2000 and 3000 others were deleted
+    listed = [follows(3002, 10, 3001), follows(3001, 20, 3000), follows(3000, 30, 2999), follows(2000, 9e3, 1999)]
+    assert facts_of(*listed).interval == pytest.approx(10)
+    assert facts_of(*listed[:2]).interval is None, "one interval is none that is usual"
+    assert save_pace(facts_of(*listed[:2]), NOW).late is False
+
+
+def test_a_late_run_says_so_on_every_page_and_in_the_metrics(serve, tmp_path):
+    start = time.time_ns() - 3 * 3600 * SECOND - 6 * 60 * SECOND
+    client = serve(write_many(tmp_path / "late", 6, start_ns=start), write_many(tmp_path / "old", 6))
+    client.get("/api/v1/runs")
+    for watch in client.app.state.library.watches.values():
+        watch.refresh(wait=300)
+    late, old = client.get("/api/v1/runs").json()["runs"]
+    assert late["pace"]["late"] and late["pace"]["interval"] == 60 and 3 * 3600 <= late["pace"]["age"] < 3 * 3600 + 60
+    assert not old["pace"]["late"], "it ended long ago"
+    text = client.get(f"/runs/{late['id']}").text
+    assert "Last good checkpoint <time" in text and "3 h ago</time></strong>, usually every 60 s." in text
+    assert client.get("/").text.count('class="late-mark" title="usually every 60 s"') == 1
+    assert "usually every" not in client.get(f"/runs/{old['id']}").text
+    metrics = dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if line[0] != "#")
+    assert metrics['treeckpt_save_interval_seconds{run="late"}'] == "60.0"
+    assert 3 * 3600 <= float(metrics['treeckpt_newest_good_age_seconds{run="late"}']) < 3 * 3600 + 60
+    assert metrics['treeckpt_newest_good_step{run="old"}'] == "600"
+
+
+def test_an_open_page_learns_that_a_checkpoint_is_late(serve, tmp_path, monkeypatch):
+    client = serve(write_many(tmp_path / "run", 4, start_ns=time.time_ns() - 241 * SECOND))
+    tag = page(client).headers["etag"]
+    place = f"/runs/{client.get('/api/v1/runs').json()['runs'][0]['id']}"
+    tag = client.get(place).headers["etag"]
+    assert client.get(place, headers={"if-none-match": tag}).status_code == 304
+    now = time.time_ns() + 600 * SECOND
+    monkeypatch.setattr(time, "time_ns", lambda: now)
+    assert "usually every" in client.get(place, headers={"if-none-match": tag}).text
+
+
+def test_the_lineage_says_from_which_step_a_run_was_resumed(serve, tmp_path):
+    made = tc.Manager(tmp_path / "run", keep=None, background=False)
+    for step in (10, 20, 30, 40):
+        made.save(step, {"step": step})
+    [only] = panel(serve(made.directory.url))["branches"]
+    assert (only["first"], only["last"], only["resumed"], only["abandoned"]) == (10, 40, False, 0)
+    made.restore(step=20)
+    for step in (21, 22):
+        made.save(step, {"step": step})
+    client = serve(made.directory.url)
+    newest, first = panel(client)["branches"]
+    assert (newest["first"], newest["last"], newest["checkpoints"], newest["abandoned"]) == (21, 22, 2, 0)
+    assert newest["resumed"] and newest["follows"] == 20 and newest["began"] > first["began"]
+    assert (first["first"], first["last"], first["checkpoints"], first["abandoned"]) == (10, 40, 4, 2)
+    text = client.get("/").text
+    assert "resumed from step 20" in text and "2 of them abandoned" in text
+    made.delete(20)
+    client = serve(made.directory.url)
+    assert panel(client)["branches"][0]["follows"] is None
+    assert "a step that was deleted since" in client.get("/").text

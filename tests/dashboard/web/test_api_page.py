@@ -1,0 +1,39 @@
+"""The page of the API lists every address with its parameters, and every page links to its JSON."""
+
+import re
+
+from tests.dashboard.helpers import PAGES
+from treeckpt_dashboard.web.api_page import type_text
+
+
+def test_the_page_lists_every_address_of_the_schema_with_every_parameter(client):
+    paths = client.get("/api/v1/openapi.json").json()["paths"]
+    html = client.get("/api").text
+    shown = {one["path"]: one for one in client.get("/api/v1/api").json()["endpoints"]}
+    assert shown.keys() == paths.keys()
+    for path, methods in paths.items():
+        assert path in html
+        assert [one["name"] for one in shown[path]["parameters"]] == [
+            one["name"] for one in methods["get"].get("parameters", [])
+        ]
+        assert shown[path]["text"] and shown[path]["result"], path
+
+
+def test_types_are_described_in_words():
+    assert type_text({"type": "integer", "minimum": 0, "maximum": 64}) == "integer from 0 to 64"
+    assert type_text({"anyOf": [{"type": "string", "maxLength": 1000}, {"type": "null"}]}) == (
+        "string of length up to 1,000 or null"
+    )
+    assert type_text({"enum": ["npy", "safetensors"], "type": "string"}) == '"npy" or "safetensors"'
+    assert type_text({"type": "array", "items": {"$ref": "#/components/schemas/LeafPage"}}) == "array of LeafPage"
+
+
+def test_every_page_links_to_its_json_with_its_query(client, ids):
+    [run] = client.get("/api/v1/runs").json()["runs"]
+    names = {"run_id": run["id"], "checkpoint_id": ids["step_00000700"], "number": 0}
+    for path in set(PAGES) - {"/metrics", "/diff"}:
+        page = client.get(path.format(**names) + "?start=1&q=%22%3E").text
+        [link] = re.findall(r'<a href="([^"]*)">This page as JSON', page)
+        assert link.endswith("?start=1&amp;q=%22%3E"), link
+        answer = client.get("/" + link.replace("../", "").removeprefix("./").replace("&amp;", "&"))
+        assert answer.status_code == 200 and answer.headers["content-type"] == "application/json", path

@@ -1,0 +1,56 @@
+"""What the jobs of tests/dcp share, in which a framework trains on two ranks and saves through DCP.
+
+python -m torch.distributed.run --nproc-per-node 2 -m tests.dcp.FRAMEWORK_job DIRECTORY STEPS [--kill-at STEP] [...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+def arguments() -> argparse.Namespace:
+    """Returns the arguments of a job."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--kill-at", type=int, help="the step at whose start each rank kills itself")
+    parser.add_argument("--async-mode", default="disabled", help="of torchtitan")
+    return parser.parse_args()
+
+
+def network(*, dropout: float = 0.0) -> nn.Sequential:
+    """Returns a network that takes batches of (8, 16); its sizes do not divide by the number of ranks."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 33), nn.ReLU(), nn.Dropout(dropout), nn.Linear(33, 5))
+
+
+def numbers(position: int) -> torch.Tensor:
+    """Returns the input of shape (8, 16) at a position of this rank's data."""
+    seed = 2 * position + int(os.environ["RANK"])
+    return torch.rand(8, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def kill_at(step: int, last: int | None) -> None:
+    """Ends the process at once when the step is the one at which it is to be killed."""
+    if step == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write_outcome(directory: Path, net: nn.Module, losses: dict[int, float], *, resumed_from: int) -> None:
+    """Writes a rank's weights, its losses by step, and the step from which it has resumed."""
+    weights: dict[str, Any] = net.state_dict()
+    outcome = {
+        "weights": {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in weights.items()},
+        "losses": losses,
+        "resumed_from": resumed_from,
+    }
+    torch.save(outcome, directory / f"outcome-{dist.get_rank()}.pt")

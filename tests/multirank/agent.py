@@ -1,0 +1,45 @@
+"""torchrun's agent: it imports torch and the cases once and forks the ranks; to import them in each rank takes longer.
+
+python -m tests.multirank.agent CASES DIRECTORY PHASE...
+
+CASES is the module whose phases the ranks run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import sys
+import uuid
+from pathlib import Path
+
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from .registry import Phases
+from .worker import run_phases
+
+
+def main(cases: str, directory: str, *chosen: str) -> None:
+    module = importlib.import_module(cases)
+    known: Phases = module.PHASES | getattr(module, "WHOLE", {})
+    phases = {name: known[name] for name in chosen}
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=max(world for world, _ in phases.values()),
+        run_id=str(uuid.uuid4()),
+        rdzv_endpoint="localhost:0",
+        rdzv_backend="c10d",
+        max_restarts=0,
+        start_method="fork",
+    )
+    elastic_launch(config, _run_rank)(Path(directory), phases)
+
+
+def _run_rank(directory: Path, phases: Phases) -> None:
+    run_phases(directory, phases)
+    atexit._run_exitfuncs()  # an interpreter that ends calls them, a forked process does not
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
