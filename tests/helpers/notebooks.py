@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-_TIME = re.compile(r"(?<![\w.])[0-9][0-9.,]* ?(?:ns|µs|us|ms|s|min)\b(?! each)")
+_TIME = re.compile(r"(?<![\w.])[0-9][0-9.,]* ?(?:ns|µs|us|ms|s|min)\b")
 _COLOR = re.compile(r"\x1b\[[0-9;]*m| +$", re.MULTILINE)
 _ID = re.compile(r"\b[0-9a-f]{16}\b")
 
@@ -31,7 +31,7 @@ def settled(text: str, *directories: str) -> str:
     """Returns an output without what differs between runs and machines: places, save ids, durations, colours."""
     for directory in directories:
         text = text.replace(directory + "/", "").replace(directory, ".")
-    text = re.sub(r"/tmp/tmp\w+/?", "", text)
+    text = re.sub(re.escape(tempfile.gettempdir()) + r"/tmp\w+/?", "", text)
     return _TIME.sub("… s", _ID.sub("<id>", _COLOR.sub("", text)))
 
 
@@ -100,11 +100,10 @@ def _run_one(path: Path, directory: Path, times: int) -> None:
         try:
             with contextlib.redirect_stdout(shown):
                 exec(compile(source, f"{path.stem} cell {number}", "exec"), module.__dict__)
-        except BaseException:
+        except Exception:
             printed.append(traceback.format_exc())
             break
-        finally:
-            printed.append(settled(shown.getvalue(), *map(str, temporary.glob("*")), str(here)))
+        printed.append(settled(shown.getvalue(), *map(str, temporary.glob("*")), str(here)))
     (directory / f"{path.stem}.json").write_text(json.dumps(printed))
 
 
@@ -114,9 +113,8 @@ def run_in_kernel(path: Path, directory: Path) -> Any:
     from nbclient import NotebookClient
 
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(
-        notebook, timeout=300, startup_timeout=300, resources={"metadata": {"path": str(directory)}}
-    ).execute()
+    place = {"metadata": {"path": str(directory)}}
+    NotebookClient(notebook, timeout=300, startup_timeout=300, resources=place, coalesce_streams=True).execute()
     for cell in notebook.cells:
         cell.get("metadata", {}).pop("execution", None)
         if cell.cell_type == "code":
