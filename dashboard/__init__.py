@@ -2,11 +2,11 @@
 
     web/         the server, the application, the checks before every request
     runs/        pages: runs and their checkpoints, saves in progress, disk usage, metrics for Prometheus
-    checkpoint/  pages: the tree of a checkpoint, a leaf, its values, the shards, the treemap
+    checkpoint/  pages: the tree of a checkpoint, a leaf, its values, statistics of all arrays, the shards, the treemap
     timing/      pages: where the time of a save went, trends over the steps of a run
-    compare/     pages: the difference of two checkpoints, the preview of a load into another mesh
+    compare/     pages: the difference of two checkpoints, what changed most, the preview of a load into another mesh
     pages/       what pages share: JSON and HTML answers, the row of a checkpoint
-    store/       which runs and checkpoints exist, what they hold, and the cache of that
+    store/       which runs and checkpoints exist, what they hold, the cache of that, and jobs in other processes
     templates/   one Jinja2 template a page
     static/      JavaScript modules, style sheets, and libraries of others in vendor/
 

@@ -16,10 +16,12 @@ from treeckpt.core.sharding.region import Region
 from treeckpt.core.text import layout_text, placement_text, value_text, value_type
 from treeckpt.core.tree.spec import ArraySpec
 from treeckpt.loading.peek import MAX_NBYTES
+from treeckpt.runs.statistics_store import LeafStatistics
 
 from ..pages.checkpoints import PAGE, CheckpointRow, shorten
 from .chunks import MAX_HOLDERS, NO_FILE, ChunksPage, chunks_page, leaf_of, parse_region, stored_leaf
 from .leaf_file import FileForm, file_forms
+from .leaf_numbers import LeafNumbers, leaf_numbers
 from .shard_map import map_dims
 from .tree import Fact, NodeRow, node_row
 
@@ -68,9 +70,18 @@ class LeafPage(msgspec.Struct, frozen=True):
     """Bytes of the array, or of the region."""
     limit: int
     """Bytes of the largest download."""
+    numbers: LeafNumbers | None
+    """The statistics of all its elements; None if they are not known."""
 
 
-def leaf_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: int, region: str = "") -> LeafPage:
+def leaf_page(
+    checkpoint: CheckpointRow,
+    outline: Outline,
+    number: int,
+    start: int,
+    region: str = "",
+    statistics: LeafStatistics | None = None,
+) -> LeafPage:
     """Returns the page of one leaf; with a `region` such as `100:200`, only chunks with elements of it.
 
     Raises:
@@ -85,6 +96,7 @@ def leaf_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: i
         wanted = parse_region(region, base.spec.shape) if base.spec else None
     except ValueError as error:
         problem = str(error)
+    row = statistics.row_of(base.path) if statistics is not None else None
     chunks = chunks_page(index, leaf, start, wanted) if leaf.spec else None
     # another program's array whose bytes are in no file as they are has no place on a map
     drawn = checkpoint.format is None or (chunks is not None and all(row.file != NO_FILE for row in chunks.rows))
@@ -114,6 +126,7 @@ def leaf_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: i
         forms=file_forms(index, number) if checkpoint.readable else [],
         wanted=_nbytes(base.spec, wanted) if base.spec else 0,
         limit=MAX_NBYTES,
+        numbers=leaf_numbers(statistics.row(row)) if statistics is not None and row is not None else None,
     )
 
 

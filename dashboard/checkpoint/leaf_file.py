@@ -77,8 +77,9 @@ def file_forms(index: Index, number: int) -> list[FileForm]:
 
 
 def _npy(data: np.ndarray, spec: ArraySpec) -> bytes:
-    file = io.BytesIO()
-    np.save(file, data.reshape(-1).view(dtype_of(spec.dtype).numpy).reshape(spec.shape), allow_pickle=False)
+    file, dtype = io.BytesIO(), dtype_of(spec.dtype).numpy
+    assert dtype is not None, "`file_forms` offers it for these only"
+    np.save(file, data.reshape(-1).view(dtype).reshape(spec.shape), allow_pickle=False)
     return file.getvalue()
 
 

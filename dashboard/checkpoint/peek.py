@@ -8,9 +8,10 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from treeckpt.core.analysis.element_stats import element_stats, element_texts
 from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.format.records import AliasRecord, Index, Leaf, PerRankArrays
+from treeckpt.core.numbers.element_stats import element_stats, element_texts
+from treeckpt.core.numbers.number_image import number_image
 from treeckpt.core.sharding.dtypes import dtype_of
 from treeckpt.core.sharding.int_runs import decode_runs
 from treeckpt.core.sharding.region import Region
@@ -57,6 +58,17 @@ class StatisticsPart(msgspec.Struct, frozen=True):
     bins: list[int]
 
 
+class ImagePart(msgspec.Struct, frozen=True):
+    """A picture of the plane of the slice; of each cell the element with the largest absolute value."""
+
+    rows: int
+    columns: int
+    limit: float
+    """The absolute value that 127 stands for."""
+    cells: bytes
+    """int8[rows, columns], in JSON as base64; -128 for a cell with an element that is NaN or infinite."""
+
+
 class PeekPage(msgspec.Struct, frozen=True):
     """A slice of an array."""
 
@@ -81,6 +93,8 @@ class PeekPage(msgspec.Struct, frozen=True):
     """The first rows and columns, as text."""
     limit: int
     """Bytes of the largest slice."""
+    image: ImagePart | None
+    """None if the elements are no numbers."""
 
 
 def peek_page(store: Store, outline: Outline, number: int, window: Window) -> PeekPage:
@@ -153,7 +167,7 @@ def _region(shape: tuple[int, ...], itemsize: int, window: Window) -> tuple[Regi
 
 
 def _page(found: Peek, dtype: str, rank: int | None, y: int | None, x: int | None) -> PeekPage:
-    region = found.region
+    region, plane = found.region, _plane(found, y, x)
     return PeekPage(
         region=region_text(region),
         rank=rank,
@@ -169,8 +183,9 @@ def _page(found: Peek, dtype: str, rank: int | None, y: int | None, x: int | Non
         read=found.read,
         verified=found.verified,
         statistics=_statistics(found.data, dtype),
-        values=_values(found, dtype, y, x),
+        values=[element_texts(row, dtype) for row in plane[:ROWS, :COLUMNS]],
         limit=MAX_NBYTES,
+        image=_image(plane, dtype),
     )
 
 
@@ -199,12 +214,17 @@ def _number(number: float | None) -> str | None:
     return None if number is None else f"{number:.5g}"
 
 
-def _values(found: Peek, dtype: str, y: int | None, x: int | None) -> list[list[str]]:
-    """Returns the values of the table; of a whole array with more dimensions, those of the first plane."""
+def _plane(found: Peek, y: int | None, x: int | None) -> np.ndarray:
+    """Returns uint8[rows, columns, itemsize]; of a whole array with more dimensions, the first plane."""
     grid = found.data.reshape(*found.region.shape, -1)
-    picked = tuple(slice(0, ROWS if d == y else COLUMNS) if d in (y, x) else 0 for d in range(grid.ndim - 1))
-    plane = grid[picked]
+    plane = grid[tuple(slice(None) if d in (y, x) else 0 for d in range(grid.ndim - 1))]
     if y is not None and x is not None and y > x:
         plane = plane.swapaxes(0, 1)
-    plane = plane.reshape(-1 if y is not None else 1, plane.shape[-2] if x is not None else 1, plane.shape[-1])
-    return [element_texts(row, dtype) for row in plane]
+    return plane.reshape(-1 if y is not None else 1, plane.shape[-2] if x is not None else 1, plane.shape[-1])
+
+
+def _image(plane: np.ndarray, dtype: str) -> ImagePart | None:
+    found = number_image(plane, dtype)
+    if found is None or not math.isfinite(found.limit):
+        return None
+    return ImagePart(found.rows, found.columns, found.limit, found.cells)

@@ -20,9 +20,11 @@ from ..pages.answers import PageRouter, Start, Words, file_response, library_of
 from ..pages.checkpoints import open_checkpoint, open_tree
 from ..store.library import Library, NotFound
 from . import files, folds, sidecars, tree
-from .chunks import ChunksPage, chunks_page, leaf_of
+from .chunks import ChunksPage, chunks_page, leaf_of, stored_leaf
+from .contents import ContentsOrder, ContentsPage, contents_page
 from .leaf import LeafPage, leaf_page
 from .leaf_file import FileForm, leaf_file
+from .leaf_numbers import LeafSteps, leaf_steps, statistics_of
 from .peek import PeekPage, Window, peek_page
 from .shard_map import MapPage, map_page
 from .treemap import TreemapPage, treemap_page
@@ -41,6 +43,7 @@ Size = Annotated[int | None, Query(ge=1, le=1 << 53)]
 PathText = Annotated[str, Query(max_length=20_000)]
 Count = Annotated[int, Query(ge=10, le=100_000, description="boxes, at most")]
 Dtype = Annotated[str, Query(max_length=64)]
+Then = Annotated[Literal["verify", "contents"], Query(description="the page that follows")]
 Action = Annotated[Literal["", "start", "cancel"], Query(description="start or cancel a verification")]
 Which = Annotated[int, Query(ge=0, le=1 << 53, description="of arrays of ranks, whose: a position among these ranks")]
 Form = Annotated[FileForm, Query(description="the format of the file")]
@@ -52,6 +55,10 @@ router = PageRouter()
 def _outline(request: Request, checkpoint_id: str) -> Outline:
     """Returns the tree of a checkpoint, also of one that another program wrote."""
     return open_tree(library_of(request), checkpoint_id)[1]
+
+
+def _jobs(request: Request) -> VerifyJobs:
+    return request.app.state.verify_jobs
 
 
 def _positions(at: str) -> list[int]:
@@ -116,8 +123,10 @@ def get_snippet(request: Request, checkpoint_id: str, path: PathText = "") -> tr
 @router.get("/checkpoints/{checkpoint_id}/leaves/{number}", "leaf.html", table="chunks.rows")
 def get_leaf(request: Request, checkpoint_id: str, number: int, start: Start = 0, region: RegionText = "") -> LeafPage:
     """One leaf, with a page of its chunks, or of those with elements of a region."""
-    row, outline = open_tree(library_of(request), checkpoint_id)
-    return leaf_page(row, outline, number, start, region)
+    library = library_of(request)
+    row, outline = open_tree(library, checkpoint_id)
+    statistics = statistics_of(library, library.checkpoint(checkpoint_id)[1])
+    return leaf_page(row, outline, number, start, region, statistics)
 
 
 @router.get("/checkpoints/{checkpoint_id}/leaves/{number}/chunks")
@@ -221,9 +230,11 @@ def get_checksums(request: Request, checkpoint_id: str, number: int, start: Posi
 
 
 @router.get("/checkpoints/{checkpoint_id}/verify", "verify.html", result_type=VerifyPage)
-def get_verify(request: Request, checkpoint_id: str, action: Action = "") -> VerifyPage | Response:
+def get_verify(
+    request: Request, checkpoint_id: str, action: Action = "", then: Then = "verify"
+) -> VerifyPage | Response:
     """What is known of the bytes, and the verification that runs; `action` starts or cancels it."""
-    jobs: VerifyJobs = request.app.state.verify_jobs
+    jobs = _jobs(request)
     if action and request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         raise NotFound("A page of another site may not start or cancel verifications.")
     if action == "start":
@@ -231,8 +242,27 @@ def get_verify(request: Request, checkpoint_id: str, action: Action = "") -> Ver
     elif action == "cancel":
         jobs.cancel(checkpoint_id)
     if action and not request.scope["path"].startswith("/api/"):  # so that a reload does not repeat it
-        return RedirectResponse("verify", 303)
+        return RedirectResponse(then, 303)
     return jobs.page(checkpoint_id)
+
+
+@router.get("/checkpoints/{checkpoint_id}/contents", "contents.html", table="rows")
+def get_contents(
+    request: Request, checkpoint_id: str, sort: ContentsOrder = "unusual", q: Words = "", start: Start = 0
+) -> ContentsPage:
+    """The statistics of all arrays, the most unusual first; a verification computes them."""
+    library = library_of(request)
+    open_checkpoint(library, checkpoint_id)
+    return contents_page(library, checkpoint_id, _jobs(request).page(checkpoint_id), sort, q, start)
+
+
+@router.get("/checkpoints/{checkpoint_id}/leaves/{number}/steps")
+def get_leaf_steps(request: Request, checkpoint_id: str, number: int) -> LeafSteps:
+    """The statistics of the array at the same path in all checkpoints of the run, as far as they are known."""
+    library = library_of(request)
+    run, _ = library.checkpoint(checkpoint_id)
+    index = _outline(request, checkpoint_id).index
+    return leaf_steps(library, run, stored_leaf(index, leaf_of(index, number)).path)
 
 
 @router.get("/checkpoints/{checkpoint_id}/balance")

@@ -14,6 +14,7 @@ from treeckpt.core.text import value_text, value_type
 
 from ..pages.checkpoints import PAGE, CheckpointRow, checkpoint_row, next_start, shorten
 from ..store.library import Library
+from .leaf_numbers import ContentsSummary, summary_of
 
 SCANNED = 100_000
 """Leaves that one request of a filtered search reads."""
@@ -87,6 +88,8 @@ class CheckpointPage(msgspec.Struct, frozen=True):
     groups: list[Group]
     tree: TreePage | None
     found: SearchPage | None
+    contents: ContentsSummary | None
+    """What the statistics of its arrays say; None if none are known."""
 
 
 class SnippetPage(msgspec.Struct, frozen=True):
@@ -191,7 +194,7 @@ def checkpoint_page(library: Library, checkpoint_id: str, node: str, query: str,
     run, info = library.checkpoint(checkpoint_id)
     row = checkpoint_row(checkpoint_id, run, info)
     if not row.readable and row.format is None:
-        return CheckpointPage(row, None, None, None, [], [], None, None)
+        return CheckpointPage(row, None, None, None, [], [], None, None, None)
     outline = library.outline(info)
     metadata = list(outline.index.metadata.items())[:PAGE]
     return CheckpointPage(
@@ -203,6 +206,7 @@ def checkpoint_page(library: Library, checkpoint_id: str, node: str, query: str,
         groups=_groups(outline),
         tree=tree_page(outline, node, 0 if query else start),
         found=search_page(outline, query, start) if query.strip() else None,
+        contents=summary_of(library, info),
     )
 
 

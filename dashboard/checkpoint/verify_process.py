@@ -1,14 +1,13 @@
 """The process that verifies one checkpoint: it reads every byte without holding up the server, and can be killed.
 
-It prints one JSON message per line: how many bytes it has read, what it found in each shard, and its result.
+It prints how many bytes it has read, what it found in each shard, and its result.
 """
 
 from __future__ import annotations
 
-import os
 import signal
-import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -18,23 +17,10 @@ from treeckpt.io.storage.far_store import for_reading
 from treeckpt.io.storage.open import open_run
 from treeckpt.io.storage.run_store import LocalFolder
 from treeckpt.reports import Problem
+from treeckpt.runs.statistics_store import StatisticsStore
 from treeckpt.runs.verification import MAX_PROBLEMS, MAX_TEXT, DamagedPart, Verification, this_user, verify_folder
 
-PAUSE = 0.2
-"""Seconds between two messages about the bytes that were read."""
-PROGRAM = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from treeckpt_dashboard.checkpoint.verify_process import main
-sys.exit(main(sys.argv[2:]))
-"""
-
-
-class BytesRead(msgspec.Struct, tag="read"):
-    """How many bytes were read so far, and how many shards were compared."""
-
-    nbytes: int
-    shards: int
+from ..store.jobs import BytesRead, ReadPrinter, Unreadable, send
 
 
 class Found(msgspec.Struct, tag="found"):
@@ -50,53 +36,37 @@ class Result(msgspec.Struct, tag="result"):
     verification: Verification
 
 
-class Unreadable(msgspec.Struct, tag="error"):
-    """The checkpoint could not be read."""
-
-    text: str
-
-
 Message = BytesRead | Found | Result | Unreadable
 
 
-class _Printer:
-    def __init__(self) -> None:
-        self._nbytes, self._shards, self._printed = 0, 0, 0.0
-
-    def add(self, nbytes: int) -> None:
-        self._nbytes += nbytes
-        if (now := time.monotonic()) - self._printed >= PAUSE:
-            self._printed = now
-            send(BytesRead(self._nbytes, self._shards))
-
+class _Printer(ReadPrinter):
     def add_shard(self, problems: Sequence[Problem]) -> None:
-        self._shards += 1
+        self.shards += 1
         if problems:
             shown = [DamagedPart(one.file, one.text[:MAX_TEXT]) for one in problems[:MAX_PROBLEMS]]
             send(Found(shown, len(problems)))
-        send(BytesRead(self._nbytes, self._shards))
-
-
-def send(message: Message) -> None:
-    """Prints a message."""
-    os.write(1, msgspec.json.encode(message) + b"\n")
+        self.print()
 
 
 def main(arguments: Sequence[str]) -> int:
     """Verifies a checkpoint.
 
     Args:
-        arguments: the URL of a run, empty for a local folder, and the name of the folder in it, or its path.
+        arguments: the URL of a run, empty for a local folder; the name of the folder in it, or its path; the cache
+            directory, in which the statistics of all arrays are kept.
     """
-    run, name = arguments
+    run, name, cache = arguments
     if hasattr(signal, "SIGINT"):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which kills this process
     printer = _Printer()
     try:
         folder = open_run(run).folder(name) if run else LocalFolder(name)
         store = CountingStore(for_reading(folder.store), printer.add)
-        _, verification = verify_folder(folder, store, this_user("dashboard"), on_shard=printer.add_shard)
+        by, statistics = this_user("dashboard"), StatisticsStore(Path(cache))
+        _, verification = verify_folder(folder, store, by, on_shard=printer.add_shard, statistics=statistics)
         send(Result(verification))
+        if verification.ok and statistics.find(folder.url, verification.save_id) is None:
+            send(Unreadable("the statistics of its arrays could not be written to the cache"))
     except (TreeckptError, OSError) as error:
         send(Unreadable(f"{error}"))
     return 0

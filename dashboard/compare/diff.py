@@ -1,7 +1,8 @@
 """The page of the difference of two checkpoints: by index, by checksums, and element by element on demand.
 
 The difference of two indexes stays in memory while both files stay the same. Contents are compared by the checksums in
-the headers of shards, only for the arrays that a page shows; only `delta` reads arrays, up to a limit.
+the headers of shards, only for the arrays that a page shows; small ones of which these cannot tell are read, and others
+only by `delta`, up to a limit.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -23,6 +24,7 @@ from treeckpt.errors import TreeckptError
 from treeckpt.io.storage.checkpoint import Checkpoint
 from treeckpt.io.storage.open import open_store
 from treeckpt.loading.compare import delta_of, verdict_of
+from treeckpt.loading.read_batch import read_arrays
 from treeckpt.runs.checkpoint_info import CheckpointInfo
 
 from ..pages.checkpoints import PAGE, CheckpointRow, checkpoint_row
@@ -34,6 +36,10 @@ MAX_COMPARED = 2000
 """Arrays whose checksums are compared for one page."""
 MAX_CHUNKS = 4096
 """Chunks of an array; with more of them it has too many headers to read for a page."""
+SMALL = 256 << 10
+"""Bytes of an array that is read where checksums cannot compare it."""
+AHEAD = 64
+"""Pairs of arrays that are compared at once."""
 Show = Literal["different", "structure", "content", "equal", "all"]
 
 
@@ -113,19 +119,41 @@ class Comparison:
                 self.a.store.close()
                 self.b.store.close()
 
-    def verdict(self, number: int) -> str:
-        """Returns equal, changed, unknown or unreadable for a pair of arrays."""
-        if number in self._verdicts:
-            return self._verdicts[number]
+    def verdict(self, number: int, *, ahead: int = 1) -> str:
+        """Returns equal, changed, unknown or unreadable for a pair of arrays.
+
+        Args:
+            ahead: how many pairs from this one on are compared at once: small arrays are read many at a time.
+        """
+        if number not in self._verdicts:
+            window = range(number, min(number + ahead, len(self.pairs)))
+            self._verdicts |= {one: self._by_checksums(one) for one in window if one not in self._verdicts}
+            small = [one for one in window if self._verdicts[one] == "unknown" and self._is_small(one)]
+            self._verdicts |= self._by_bytes(small) if small else {}
+        return self._verdicts[number]
+
+    def _by_checksums(self, number: int) -> str:
         x, y = self.pairs[number]
-        verdict = "unknown"
-        if max(chunk_count(x), chunk_count(y)) <= MAX_CHUNKS:
-            try:
-                verdict = verdict_of(self.a, x, self.b, y)
-            except (TreeckptError, OSError):
-                verdict = "unreadable"
-        self._verdicts[number] = verdict
-        return verdict
+        if max(chunk_count(x), chunk_count(y)) > MAX_CHUNKS:
+            return "unknown"
+        try:
+            return verdict_of(self.a, x, self.b, y)
+        except (TreeckptError, OSError):
+            return "unreadable"
+
+    def _is_small(self, number: int) -> bool:
+        x, y = self.pairs[number]
+        return x.ranks is None and x.nbytes <= SMALL and max(chunk_count(x), chunk_count(y)) <= MAX_CHUNKS
+
+    def _by_bytes(self, numbers: Sequence[int]) -> dict[int, str]:
+        """Reads small arrays: they share their blocks of checksums with others, which therefore cannot tell."""
+        pairs = [self.pairs[number] for number in numbers]
+        try:
+            before, after = read_arrays(self.a, [x for x, _ in pairs]), read_arrays(self.b, [y for _, y in pairs])
+        except (TreeckptError, OSError):
+            return {}
+        same = [x.tobytes() == y.tobytes() for x, y in zip(before, after, strict=True)]
+        return {number: "equal" if one else "changed" for number, one in zip(numbers, same, strict=True)}
 
     @property
     def known(self) -> dict[str, int]:
@@ -183,7 +211,7 @@ def previous_of(library: Library, checkpoint_id: str) -> str | None:
     return max(older)[1] if older else None
 
 
-def _find_both(library: Library, a: str, b: str) -> tuple[list[CheckpointRow], list[CheckpointInfo]]:
+def find_both(library: Library, a: str, b: str) -> tuple[list[CheckpointRow], list[CheckpointInfo]]:
     """Returns the rows of both checkpoints, and what the scan found of them.
 
     Raises:
@@ -223,7 +251,7 @@ def diff_page(
     Raises:
         NotFound: there is no such checkpoint, or it has no index.
     """
-    rows, infos = _find_both(library, a, b)
+    rows, infos = find_both(library, a, b)
     comparison = comparisons.compare(*infos)
     delta, problem = None, None
     with comparison.reading():
@@ -290,7 +318,7 @@ def _page(
             if not _contains(pairs[number][0].path, words):
                 continue
             compared += 1
-            verdict = comparison.verdict(number)
+            verdict = comparison.verdict(number, ahead=1 if words else AHEAD)
             delta, nbytes = None, 2 * pairs[number][0].nbytes
             if verdict in ("changed", "unknown") and nbytes <= readable:
                 readable -= nbytes

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
+from urllib.parse import urlencode
 
 from fastapi import Query, Request
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 from ..pages.answers import PageRouter, Start, Words, library_of
 from ..pages.checkpoints import checkpoint_row, open_checkpoint
 from ..pages.render import render
 from ..store.library import Library, NotFound
+from .changes import ChangeJobs, ChangesBy, ChangesPage, changes_page
 from .diff import DeltaRow, DiffPage, Show, diff_page, previous_of
 from .reshard import ReshardPage, reshard_page
 
 Id = Annotated[str, Query(max_length=100, description="id of a checkpoint")]
 Pair = Annotated[int | None, Query(ge=0, le=1 << 53, description="arrays to compare element by element")]
 Read = Annotated[bool, Query(description="read contents that checksums cannot compare")]
+By = Annotated[ChangesBy, Query(description="arrays, or layers with all their arrays as one vector")]
+Action = Annotated[Literal["", "start", "cancel"], Query(description="start or cancel reading both checkpoints")]
 MeshText = Annotated[str, Query(max_length=100, description="sizes of the target mesh, as `2x4`")]
 Names = Annotated[str, Query(max_length=200, description="names of its dimensions, as `dp,tp`")]
 Place = Annotated[
@@ -54,6 +58,40 @@ def get_delta(request: Request, a: Id, b: Id, pair: Pair = 0) -> DeltaRow:
     return page.delta
 
 
+def _start_or_cancel(request: Request, a: str, b: str, action: str) -> None:
+    changes: ChangeJobs = request.app.state.changes
+    if action and request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        raise NotFound("A page of another site may not start or cancel comparisons.")
+    if action == "start":
+        changes.start(a, b)
+    elif action == "cancel":
+        changes.cancel(f"{a} {b}")
+
+
+@router.get("/diff/changes", table="rows")
+def get_changes(
+    request: Request, a: Id, b: Id, by: By = "array", q: Words = "", start: Start = 0, action: Action = ""
+) -> ChangesPage:
+    """What changed most between two checkpoints; `action` starts or cancels reading them."""
+    _start_or_cancel(request, a, b, action)
+    return changes_page(library_of(request), request.app.state.changes, a, b, by=by, q=q, start=start)
+
+
+@router.pages.get("/diff/changes")
+def show_changes(
+    request: Request, a: Id = "", b: Id = "", by: By = "array", q: Words = "", start: Start = 0, action: Action = ""
+) -> Response:
+    """What changed most between two checkpoints, by default the newest one and the one before it."""
+    a, b = _newest_two(library_of(request), a, b)
+    if not (a and b):
+        return RedirectResponse("../diff", 303)
+    if action:  # so that a reload does not repeat it
+        _start_or_cancel(request, a, b, action)
+        return RedirectResponse(f"changes?{urlencode({'a': a, 'b': b})}", 303)
+    request.state.links = router.links["/diff/changes"]
+    return render(request, "changes.html", get_changes(request, a, b, by, q, start))
+
+
 @router.pages.get("/diff")
 def show_diff(
     request: Request,
@@ -71,10 +109,16 @@ def show_diff(
     found = get_diff(request, a, b, show, q, start, pair, read) if a and b else None
     if found is not None:
         request.state.links = router.links["/diff"]
-    if not (a or b):  # the form offers the newest one and the one before it
-        b = next((i for run in library.runs for i, info in library.checkpoints(run) if info.status == "complete"), "")
-        a = previous_of(library, b) or "" if b else ""
+    if not (a or b):  # the form offers these
+        a, b = _newest_two(library, a, b)
     return render(request, "diff.html", {"diff": found, "a": a, "b": b, "choices": _choices(library, {a, b})})
+
+
+def _newest_two(library: Library, a: str, b: str) -> tuple[str, str]:
+    """Returns both ids; for what is missing, the newest checkpoint and the one before the second one."""
+    newest = (i for run in library.runs for i, info in library.checkpoints(run) if info.status == "complete")
+    b = b or next(newest, "")
+    return a or (previous_of(library, b) or "" if b else ""), b
 
 
 def _choices(library: Library, chosen: set[str]) -> list[dict[str, Any]]:

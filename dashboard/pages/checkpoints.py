@@ -17,7 +17,7 @@ from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.text import visible
 from treeckpt.runs.active_saves import SaveUnderWay, waits_for_text
 from treeckpt.runs.checkpoint_info import CheckpointInfo
-from treeckpt.runs.verification import DamagedPart, Verification
+from treeckpt.runs.verification import DamagedPart, Verification, VerificationResult
 
 from ..store.foreign_trees import ForeignInfo
 from ..store.index_reader import ReadProgress
@@ -34,25 +34,12 @@ MAX_NAME = 2000
 Status = Literal["committed", "verified", "damaged", "partial", "in_progress", "stalled", "foreign", "reading"]
 
 
-class VerificationRow(msgspec.Struct, frozen=True):
+class VerificationRow(VerificationResult, frozen=True, kw_only=True):
     """What a verification of a checkpoint found."""
 
     ok: bool
     """Whether every byte was compared, and is intact."""
-    complete: bool
-    """Whether every byte was compared."""
     ended: str | None
-    by: str
-    files: int
-    nbytes: int
-    """Bytes whose checksums match."""
-    seconds: float
-    total: int
-    """How many problems it found."""
-    problems: list[DamagedPart]
-    """The first of them."""
-    changed: bool
-    """Whether the files were written since."""
 
 
 class CheckpointRow(msgspec.Struct, frozen=True):
@@ -201,18 +188,10 @@ def _error_of(info: CheckpointInfo) -> str | None:
 
 
 def _verification_row(found: Verification) -> VerificationRow:
-    return VerificationRow(
-        ok=found.ok,
-        complete=found.complete,
-        ended=iso_time(found.ended_ns),
-        by=visible(found.by),
-        files=found.files,
-        nbytes=found.nbytes,
-        seconds=found.seconds,
-        total=found.total,
-        problems=[DamagedPart(visible(one.file), visible(one.text)) for one in found.problems],
-        changed=found.changed,
-    )
+    shown = {name: getattr(found, name) for name in VerificationResult.__struct_fields__}
+    shown["by"] = visible(found.by)
+    shown["problems"] = [DamagedPart(visible(one.file), visible(one.text)) for one in found.problems]
+    return VerificationRow(**shown, ok=found.ok, ended=iso_time(found.ended_ns))
 
 
 def iso_time(ns: int | None) -> str | None:

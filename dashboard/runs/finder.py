@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Literal
 
@@ -70,7 +70,7 @@ def find_page(library: Library, q: str, at: str) -> FindPage:
     ]
     trees = [shown] if shown is not None else []
     for run in runs:
-        newest = summarize_run(listed[run.id], library.policies).resume.newest
+        newest = summarize_run(run, listed[run.id], library.policies).resume.newest
         if newest is not None and (shown is None or newest[0] != shown[1]):
             trees.append((run, *newest))
     leaves, complete = _found_leaves(library, trees, words) if words else ([], True)
@@ -102,7 +102,7 @@ def _found_runs(runs: Sequence[Run], words: Sequence[str]) -> Iterator[FoundItem
             yield FoundItem("run", run.name, path, f"runs/{run.id}")
 
 
-def _found_steps(runs: Sequence[Run], listed: dict[str, Listed], words: Sequence[str]) -> Iterator[FoundItem]:
+def _found_steps(runs: Sequence[Run], listed: Mapping[str, Listed], words: Sequence[str]) -> Iterator[FoundItem]:
     """Returns checkpoints, newest first; those of exactly the number before those of which it is the beginning."""
     plain = {word: word.replace(",", "").replace("_", "") for word in words}
     numbers = {word: digits.lstrip("0") or "0" for word, digits in plain.items() if digits.isdecimal()}

@@ -60,7 +60,7 @@ def _run_metrics(library: Library, run: Run) -> Iterator[tuple[str, dict[str, st
         yield "checkpoints", {"status": status}, statuses.count(status)
     yield "checkpoint_bytes", {}, sum_nbytes(infos)
     newest = next((info for info in infos if info.status == "complete"), None)
-    resume = summarize_run(listed, library.policies).resume
+    resume = summarize_run(run, listed, library.policies).resume
     pace = save_pace(resume, time.time_ns())
     for name, value in (
         ("newest_step", newest.step if newest else None),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -20,13 +20,15 @@ from ..store.library import Library, Run
 from ..store.watch import ScanProgress
 from .metric_columns import condition_of, metric_value
 from .resume import Listed, ResumePanel, SavePace, resume_panel, save_pace
-from .summary import ByIdentity, RunSummary, policies_of, summarize_run
+from .summary import RunSummary, policies_of, summarize_run
 
 SORTS = r"newest|oldest|-?(bytes|time|step|status)|-?metric:.{1,500}"
 """Orders of a list: by age, or by a column; with a minus, the largest first."""
 StatusFilter = Literal["", Status]
 FIRST = 5
 """Checkpoints of each run in the answer about several runs."""
+
+T = TypeVar("T")
 
 
 class RunPart(msgspec.Struct, frozen=True):
@@ -127,7 +129,7 @@ def run_tag(library: Library, runs: Sequence[Run], *, wait: float = 0.0) -> str:
         found = library.checkpoints(run, wait=wait)
         watch = library.watches[run.id]
         progress = watch.progress
-        late = save_pace(summarize_run(found, library.policies).resume, time.time_ns()).late
+        late = save_pace(summarize_run(run, found, library.policies).resume, time.time_ns()).late
         parts.append(f"{watch.version}.{(progress.seen, progress.total) if not progress.complete else ''}.{late:d}")
     return "-".join(parts)
 
@@ -163,10 +165,10 @@ def run_page(library: Library, run_id: str, query: ListQuery | None = None) -> R
 def _run_part(library: Library, run: Run, query: ListQuery, count: int) -> tuple[RunPart, RunSummary]:
     found, watch = library.checkpoints(run), library.watches[run.id]
     policies = policies_of(library, query.keep)
-    summary = summarize_run(found, policies)
+    summary = summarize_run(run, found, policies)
     state: Status | None = "in_progress" if summary.saving else "stalled" if summary.stalled else None
     good = summary.resume.newest
-    matching = _select(ByIdentity(found), query.status, query.q, query.sort)
+    matching = _select(_ByIdentity(found), query.status, query.q, query.sort)
     start = _position_after(matching, query) if query.cursor else query.start
     shown = matching[start : start + count]
     following = next_start(start, len(matching), count)
@@ -217,8 +219,21 @@ def _row(checkpoint_id: str, run: Run, info: CheckpointInfo, summary: RunSummary
     )
 
 
+class _ByIdentity(Generic[T]):
+    """A list that is hashed by identity: results in an `lru_cache` are valid until another list replaces it."""
+
+    def __init__(self, rows: Sequence[T]) -> None:
+        self.rows = rows
+
+    def __hash__(self) -> int:
+        return id(self.rows)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByIdentity) and other.rows is self.rows
+
+
 @lru_cache(64)
-def _select(items: ByIdentity[tuple[str, CheckpointInfo]], status: StatusFilter, q: str, sort: str) -> Listed:
+def _select(items: _ByIdentity[tuple[str, CheckpointInfo]], status: StatusFilter, q: str, sort: str) -> Listed:
     """Returns the checkpoints that pass a filter, sorted. The cache serves the next pages of the same query."""
     words, conditions = _parse_search(q)
     if not words and not conditions and not status:

@@ -71,12 +71,13 @@ def _check_tag(request: Request, runs: Sequence[Run]) -> None:
     request.state.etag = tag
 
 
-@router.get("/runs", "runs.html", page="/", result_type=RunsPage)
+@router.get("/runs", "runs.html", page="/", table="runs", result_type=RunsPage)
 def get_runs(request: Request, q: RunName = "") -> RunsPage | Response:
     """The runs, each with its newest checkpoints. The page of a single run is shown at once."""
     runs = library_of(request).runs
     if len(runs) == 1 and not request.scope["path"].startswith("/api/"):
-        return RedirectResponse(f"runs/{runs[0].id}", 307)
+        query = request.url.query
+        return RedirectResponse(f"runs/{runs[0].id}{'?' * bool(query)}{query}", 307)
     _check_tag(request, runs)
     return model.runs_page(library_of(request), q)
 

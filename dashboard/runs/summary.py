@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Generic, TypeVar
 
 import msgspec
 
@@ -16,14 +15,12 @@ from treeckpt.runs.policy_text import parse_keep
 from treeckpt.runs.run import step_info
 
 from ..pages.checkpoints import status_of
-from ..store.library import Library
+from ..store.library import Library, Run
 from .metric_columns import best_marks, first_metric, metric_names, metric_value
 from .resume import Listed, ResumeFacts, resume_facts
 
 DURATIONS = 40
 """Saves of a run whose durations are drawn as a line."""
-
-T = TypeVar("T")
 
 
 def policies_of(library: Library, keep: str | None) -> tuple[Policy, ...]:
@@ -73,27 +70,29 @@ class RunSummary(msgspec.Struct, frozen=True):
     resume: ResumeFacts
 
 
-class ByIdentity(Generic[T]):
-    """A list that is hashed by identity: results in an `lru_cache` are valid until another list replaces it."""
+class _LastSummary:
+    """The summary of one run by some policies, and the list that it was computed from."""
 
-    def __init__(self, rows: Sequence[T]) -> None:
-        self.rows = rows
-
-    def __hash__(self) -> int:
-        return id(self.rows)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ByIdentity) and other.rows is self.rows
-
-
-def summarize_run(listed: Listed, policies: tuple[Policy, ...]) -> RunSummary:
-    """Returns the summary of the checkpoints of a run, as `Library.checkpoints` lists them."""
-    return _summarize(ByIdentity(listed), policies)
+    def __init__(self) -> None:
+        self.pair: tuple[Listed, RunSummary] | None = None
 
 
 @lru_cache(512)
-def _summarize(items: ByIdentity[tuple[str, CheckpointInfo]], policies: tuple[Policy, ...]) -> RunSummary:
-    infos = [info for _, info in items.rows]
+def _last_summary(run_id: str, policies: tuple[Policy, ...]) -> _LastSummary:
+    return _LastSummary()
+
+
+def summarize_run(run: Run, listed: Listed, policies: tuple[Policy, ...]) -> RunSummary:
+    """Returns the summary of the checkpoints of a run, as `Library.checkpoints` lists them; computed once a list."""
+    last = _last_summary(run.id, policies)
+    pair = last.pair
+    if pair is None or pair[0] is not listed:
+        pair = last.pair = (listed, _summarize(listed, policies))
+    return pair[1]
+
+
+def _summarize(listed: Listed, policies: tuple[Policy, ...]) -> RunSummary:
+    infos = [info for _, info in listed]
     statuses = Counter[str](map(status_of, infos))
     saves = Counter(save.state for info in infos for save in info.saving)
     reasons = reasons_of(infos, policies)
@@ -118,7 +117,7 @@ def _summarize(items: ByIdentity[tuple[str, CheckpointInfo]], policies: tuple[Po
         metric=metric,
         value=next((value for value in values if value is not None), None),
         durations=[info.seconds for info in complete if info.seconds is not None][DURATIONS - 1 :: -1],
-        resume=resume_facts(items.rows, policies, metrics),
+        resume=resume_facts(listed, policies, metrics),
     )
 
 

@@ -20,7 +20,7 @@ function build() {
     make("input", {
       type: "text",
       role: "combobox",
-      "aria-label": "Find runs, steps and leaves",
+      "aria-label": "A run, a step or a leaf",
       "aria-expanded": "true",
       "aria-controls": "palette-list",
       "aria-autocomplete": "list",
@@ -32,7 +32,7 @@ function build() {
   const list = make("div", { id: "palette-list", role: "listbox", "aria-label": "What was found", tabindex: "-1" });
   const tell = make("p", { class: "tell", role: "status" });
   const dialog = /** @type {HTMLDialogElement} */ (
-    make("dialog", { class: "palette", "aria-label": "Find" }, input, list, tell)
+    make("dialog", { class: "palette", "aria-label": "Go to" }, input, list, tell)
   );
   document.body.append(dialog);
   return { dialog, input, list, tell };
@@ -43,6 +43,8 @@ let options = [];
 let chosen = -1;
 let timer = 0;
 let request = new AbortController();
+/** What the list answers. @type {string | null} */
+let answered = null;
 
 /** @param {number} to the option that is chosen from now on; beyond an end, the one at the other end */
 function choose(to) {
@@ -67,6 +69,7 @@ const optionOf = (item, number) =>
 /** @param {{ items: Item[], more: boolean, complete: boolean }} page @param {string} q */
 function show(page, q) {
   if (!palette) return;
+  answered = q;
   options = page.items.map(optionOf);
   chosen = -1;
   palette.input.removeAttribute("aria-activedescendant");
@@ -109,9 +112,18 @@ function open(option, besides) {
 function onKey(event) {
   const steps = /** @type {Record<string, number>} */ ({ ArrowDown: chosen + 1, ArrowUp: chosen - 1 });
   if (event.key in steps) choose(steps[event.key]);
-  else if (event.key === "Enter") open(options[chosen], event.ctrlKey || event.metaKey);
+  else if (event.key === "Enter") enter(event.ctrlKey || event.metaKey);
   else return;
   event.preventDefault();
+}
+
+/** Opens what is chosen; if more was typed than the list answers, the first that is found. @param {boolean} besides */
+async function enter(besides) {
+  if (palette?.input.value.trim() !== answered) {
+    clearTimeout(timer);
+    await search();
+  }
+  if (palette?.input.value.trim() === answered) open(options[chosen], besides);
 }
 
 function start() {

@@ -1,6 +1,7 @@
 // @ts-check
 /** Values of an array: a slice is read on demand; its statistics, histogram and first values are shown. */
 import { api, bytesText, find, make, numberText, reason, recalled, remember, tableOf } from "./dom.js";
+import { showPicture } from "./leaf_image.js";
 import { barChart } from "./plots.js";
 
 /**
@@ -13,7 +14,7 @@ import { barChart } from "./plots.js";
  * @typedef {{
  *   region: string, rank: number | null, top: number, left: number, rows: number, columns: number,
  *   elements: number, nbytes: number, read: number, verified: boolean, statistics: Statistics | null,
- *   values: string[][], limit: number,
+ *   values: string[][], limit: number, image: import("./leaf_image.js").Picture | null,
  * }} Found
  */
 
@@ -108,6 +109,7 @@ function show(found) {
     find("#peek-bins .scroll").replaceChildren(binsTable(shown));
     showHistogram(shown);
   }
+  showPicture(found);
   find("#peek-values").replaceChildren(valuesTable(found));
 }
 

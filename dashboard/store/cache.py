@@ -22,8 +22,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from treeckpt.io.storage.run_store import DirectoryEntry
+from treeckpt.runs.change_store import ChangeStore
 from treeckpt.runs.index_summary import Summary
 from treeckpt.runs.stat_cache import LruStatCache
+from treeckpt.runs.statistics_store import StatisticsStore
 from treeckpt.runs.verification import VerificationStore, cache_directory
 
 from .index_table import SCHEMA
@@ -58,8 +60,14 @@ class Cache:
         wanted = (Path(directory) if directory is not None else cache_directory()).absolute()
         self.directory = self._usable(wanted / f"dashboard-{SCHEMA}")
         usable = self.directory.parent == wanted
-        self.verifications = VerificationStore(wanted if usable else self.directory)
+        self.shared = wanted if usable else self.directory
+        """The directory that `treeckpt verify` uses, too."""
+        self.verifications = VerificationStore(self.shared)
         """What verifications found, here or by `treeckpt verify`."""
+        self.statistics = StatisticsStore(self.shared)
+        """The statistics of arrays that verifications computed."""
+        self.changes = ChangeStore(self.shared)
+        """By how much arrays of two saves differ."""
         self._limit = limit
         self._lock = threading.Lock()
         self._memory = LruStatCache(200_000)

@@ -15,7 +15,7 @@ from typing import Any, overload
 
 import msgspec
 
-from treeckpt.core.analysis.outline import NodeRecord, OutlineRow
+from treeckpt.core.analysis.outline import NodeRecord, Outline, OutlineRow
 from treeckpt.core.format.records import Index, Leaf, LeafRecord, PerRankValues, ValueRecord
 from treeckpt.core.tree.nesting import SplitStructure
 from treeckpt.core.tree.structure import Structure
@@ -145,7 +145,7 @@ class StoredIndex(Index, frozen=True, dict=True):
         return msgspec.json.decode(vars(self)["pool"].part("structure"), type=SplitStructure).whole()
 
 
-class StoredOutline:
+class StoredOutline(Outline):
     """The `Outline` of an index in a file.
 
     Raises:
@@ -225,16 +225,8 @@ class StoredOutline:
                         return number
         return None
 
-    def search(self, text: str, *, start: int = 0, count: int = 100) -> tuple[list[Leaf], int | None]:
+    def matches(self, text: str, *, start: int = 0) -> Iterator[int]:
         words = sorted(text.casefold().split(), key=len, reverse=True)
-        found: list[Leaf] = []
-        for number in self._matches(words, start):
-            if len(found) == count:
-                return found, number
-            found.append(self.index.entries[number])
-        return found, None
-
-    def _matches(self, words: Sequence[str], start: int) -> Iterator[int]:
         start = min(start, len(self.index.entries))
         with self._pool.connection() as connection:
             blocks = connection.execute("SELECT block, text FROM name WHERE block >= ? ORDER BY block",

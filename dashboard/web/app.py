@@ -24,6 +24,7 @@ from treeckpt.runs.verification import cache_directory
 from ..checkpoint import routes as checkpoint_routes
 from ..checkpoint.verify_jobs import VerifyJobs
 from ..compare import routes as compare_routes
+from ..compare.changes import ChangeJobs
 from ..compare.diff import Comparisons
 from ..pages.answers import describe_responses, json_response, library_of
 from ..pages.checkpoints import loading_page
@@ -75,6 +76,7 @@ def create_app(
     app.state.library = Library(runs, cache=Cache(cache), policies=policies)
     app.state.comparisons = Comparisons(app.state.library)
     app.state.verify_jobs = VerifyJobs(app.state.library)
+    app.state.changes = ChangeJobs(app.state.library)
     app.state.boot = secrets.token_hex(8)
     app.state.save_rates = SaveRates()
     app.state.trends = TrendTables(app.state.library)
@@ -114,6 +116,7 @@ def _check_cache(cache: str | Path | None, runs: Sequence[str | Path]) -> None:
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
     app.state.verify_jobs.close()
+    app.state.changes.close()
     app.state.library.close()
 
 

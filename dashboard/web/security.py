@@ -132,8 +132,8 @@ class RequestGuard:
             return None
         if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._token):
             return None
-        headers = {"WWW-Authenticate": "Bearer", "Cache-Control": "no-store", "Content-Security-Policy": POLICY}
-        return HTMLResponse(login_page(wrong=bool(offered)), 401, headers)
+        shown = {"WWW-Authenticate": "Bearer", "Cache-Control": "no-store", "Content-Security-Policy": POLICY}
+        return HTMLResponse(login_page(wrong=bool(offered)), 401, shown)
 
     def _set_cookie(self, scope: Scope, query: list[tuple[str, str]]) -> Response:
         """Sets the cookie on a page that leads on: after a redirect, browsers may not send a Strict cookie."""

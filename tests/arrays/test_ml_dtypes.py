@@ -16,7 +16,7 @@ import treeckpt as tc
 from tests.helpers.thread_transport import ThreadTransport
 from tests.helpers.world import errors_of, on_ranks
 from treeckpt import rules as R
-from treeckpt.core.analysis.element_stats import element_texts
+from treeckpt.core.numbers.element_stats import element_texts
 from treeckpt.core.sharding.dtypes import dtype_of, numpy_dtype
 from treeckpt.io.storage.checkpoint import Checkpoint
 from treeckpt.loading.compare import value_changes

@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from tests.bench.dashboard_contents import measure_changes, measure_contents
 from tests.helpers.large import (
     PHASES,
     spans_of_ranks,
@@ -60,9 +61,11 @@ class Size:
     asks: int = 60
     trends: int = 10_000
     trend_ranks: int = 64
+    contents: int = 1_500 << 20
+    changed: int = 100_000
 
 
-SMALL = Size(300, 20_000, 256, 20, 512, 2_000, 1 << 30, 10, 300, 8)
+SMALL = Size(300, 20_000, 256, 20, 512, 2_000, 1 << 30, 10, 300, 8, 32 << 20, 2_000)
 
 
 @dataclass
@@ -416,6 +419,8 @@ PARTS = {
     "timings": _timings,
     "trends": _trends,
     "peek": _peek,
+    "contents": partial(measure_contents, serving),
+    "changes": partial(measure_changes, serving),
 }
 
 

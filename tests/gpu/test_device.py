@@ -18,6 +18,7 @@ import treeckpt as tc
 from tests.helpers.devices import CUDA_MARKS, DEVICES
 from treeckpt import bench, training
 from treeckpt.bench.device_limits import DeviceLimits
+from treeckpt.bench.states import synchronize
 from treeckpt.saving.staging import Arena, cuda_pinning
 
 QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
@@ -87,8 +88,8 @@ def test_every_dtype_and_view_comes_back_to_the_device(tmp_path: Path, device: s
     assert all_same(tc.load(path), {**state}, "cpu"), "without a device new tensors are on the host"
     target = state_on(device)
     with torch.no_grad():
-        for leaf in leaves(target).values():
-            leaf.resolve_conj().resolve_neg().view(leaf.dtype).zero_() if leaf.is_conj() else leaf.zero_()
+        for leaf in leaves(target).values():  # not every dtype has a kernel that fills
+            (leaf.view(torch.uint8) if leaf.shape == (6, 8) else leaf).zero_()
     tc.load_into(path, target)
     assert all_same(target, state, device)
 
@@ -101,6 +102,7 @@ def test_a_save_holds_what_was_queued_on_the_device_before_it_and_nothing_after(
     tmp_path: Path, device: str, stream: str
 ) -> None:
     a, x = torch.rand(512, 512, device=device), torch.zeros(1 << 20, device=device)
+    synchronize(a.device)
     streams = torch.cuda.stream(torch.cuda.Stream()) if stream == "side" else contextlib.nullcontext()
     with streams:
         for _ in range(20):

@@ -14,7 +14,7 @@ from treeckpt.core.tree.flatten import PerRank
 from treeckpt.errors import CorruptError
 from treeckpt.io.storage.checkpoint import Checkpoint
 from treeckpt.io.storage.store import LocalStore
-from treeckpt.loading.compare import delta_of, value_changes, verdict_of
+from treeckpt.loading.compare import delta_of, measured_pairs, value_changes, verdict_of
 
 
 def sides(tmp_path, *trees, **options):
@@ -64,6 +64,30 @@ def test_another_sharding_is_read_to_be_compared(tmp_path):
     [change] = value_changes(a, b)
     assert (change.delta.changed, change.delta.max_abs, change.delta.elements) == (999, 1.0, 400_000)
     assert change.delta.mean_abs == pytest.approx(999 / 400_000)
+
+
+def test_pairs_are_measured_over_all_their_elements_whatever_their_size(tmp_path):
+    random = np.random.default_rng(0)
+    first = {
+        "large": random.standard_normal((2200, 2100)).astype(np.float32),
+        "half": np.full(1000, 30_000, np.float16),
+        "none": np.zeros((0, 3), np.float32),
+        "huge": np.array([1e300, -1e300]),
+        "own": PerRank(random.standard_normal(50)),
+        "same": np.arange(9.0),
+    }
+    second = {name: value if name == "same" else value * 2 for name, value in first.items() if name != "own"}
+    second["own"] = PerRank(first["own"].value * 2)
+    a, b = sides(tmp_path, first, second)
+    found = {x.path: d for x, _, d in measured_pairs(a, b, comparable(a.index, b.index, diff(a.index, b.index)))}
+    for path, delta in found.items():
+        wanted = {"same": 0.0, "none": 0.0}.get(path, 1.0)
+        assert (delta.relative, delta.changed) == (pytest.approx(wanted), delta.elements if wanted else 0), path
+        assert delta.cosine is None if path in ("none", "huge") else delta.cosine == pytest.approx(1), path
+    assert found["large"].before == pytest.approx(np.linalg.norm(first["large"].astype(float)))
+    assert found["half"].before == pytest.approx(30_000 * np.sqrt(1000))
+    assert found["huge"].change == pytest.approx(np.sqrt(2) * 1e300)
+    assert found["own/~rank*"].elements == 200
 
 
 def test_a_moved_array_is_compared_under_both_names(tmp_path):

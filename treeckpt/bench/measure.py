@@ -55,8 +55,10 @@ class Measurement:
         rates: dict[AnyLimit, float] = {name: self._raw.measure(name) for name in names} if self._raw else {}
         if self._device is not None:
             copies = self._device.measure()
-            copy = {name: copies["D2H" if name.startswith("W") else "H2D"] for name in names if name != "C"}
-            rates |= {**copies, **{name: min(rates[name], rate) for name, rate in copy.items()}}
+            for name in names:
+                if name != "C":
+                    rates[name] = min(rates[name], copies["D2H" if name.startswith("W") else "H2D"])
+            rates.update(copies)
         return rates
 
     def begin(self) -> None:

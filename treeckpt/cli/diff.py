@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections import Counter
 
 from ..core.analysis.diff import Added, Diff, Moved, Removed, diff
@@ -38,7 +39,7 @@ def _diff(options: argparse.Namespace) -> int:
         opened(counted(open_store(options.second))) as b,
     ):
         found = diff(a.index, b.index)
-        values = list(value_changes(a, b, found)) if options.values else None
+        values = sorted(value_changes(a, b, found), key=_rank) if options.values else None
     if options.json:
         compared = {"changes": found.changes, "same": found.same, "values": values, "equal_by": "recorded checksums"}
         print_json(found if values is None else compared)
@@ -55,12 +56,21 @@ def _diff(options: argparse.Namespace) -> int:
     return 0
 
 
+def _rank(change: ValueChange) -> tuple[float, str]:
+    """The key that sorts what changed most, relative to its norm, to the front."""
+    delta = change.delta
+    assert delta is not None, "every difference was measured"
+    return -math.inf if delta.not_finite else -delta.relative, change.path
+
+
 def _delta_text(change: ValueChange) -> str:
     delta = change.delta
     assert delta is not None, "every difference was measured"
     text = f"{delta.changed} of {delta.elements} differ"
     if delta.max_abs is not None and delta.mean_abs is not None:
         text += f", at most by {delta.max_abs:.6g}, by {delta.mean_abs:.6g} in the mean"
+    if delta.cosine is not None:
+        text += f"; relative change {delta.relative:.4g}, cosine {delta.cosine:.6f}"
     return text + (f", {delta.not_finite} of them not finite" if delta.not_finite else "")
 
 

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 
 from ..arrays.base import raw_dtype
-from ..core.analysis.element_stats import ElementStats, as_numbers, element_stats
 from ..core.format.records import AliasRecord, Index, Leaf, PerRankArrays
+from ..core.numbers.element_stats import ElementStats, as_numbers, element_stats
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.int_runs import decode_runs
 from ..core.sharding.region import Region

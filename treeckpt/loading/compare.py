@@ -6,24 +6,30 @@ Checksums in the shards' headers are compared first: arrays that these show to b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
 
 from ..core.analysis.checksum_diff import ByteComparison, compare_checksums
 from ..core.analysis.diff import Diff, comparable, diff
-from ..core.analysis.element_stats import as_numbers
 from ..core.format.records import Leaf
+from ..core.numbers.element_stats import as_numbers
+from ..core.numbers.moments import norm_of
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.int_runs import decode_runs
 from ..core.sharding.region import Region, flat_regions
 from ..errors import MismatchError
 from ..io.storage.checkpoint import Checkpoint
-from .read_batch import read_region
+from .read_batch import read_arrays, read_region
 
 PART = 16 << 20
-"""Bytes of each side that are compared at a time."""
+"""Bytes of each side that are read at a time."""
+MANY = 4096
+"""Arrays that are read at a time, at most."""
+BATCH = 1 << 17
+"""Elements that are compared at a time: as float64 they stay in a processor's cache."""
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -40,6 +46,18 @@ class Delta(msgspec.Struct, frozen=True):
     """Mean over all such elements, changed or not."""
     not_finite: int
     """Changed elements of which one is infinite or not a number."""
+    before: float = 0.0
+    """Euclidean norm of the first array, of the elements that are finite in both; as are those that follow."""
+    after: float = 0.0
+    change: float = 0.0
+    """Norm of the difference."""
+    cosine: float | None = None
+    """Of the angle between the two; None where one is zero, or they are no numbers."""
+
+    @property
+    def relative(self) -> float:
+        """The norm of the difference over that of the first array; infinity if that is zero and the second is not."""
+        return self.change / self.before if self.before else math.inf if self.change else 0.0
 
 
 class ValueChange(msgspec.Struct, frozen=True):
@@ -108,32 +126,93 @@ def delta_of(a: Checkpoint, x: Leaf, b: Checkpoint, y: Leaf, *, cap: int | None 
     return sums.delta(elements * len(ranks))
 
 
+def measured_pairs(
+    a: Checkpoint, b: Checkpoint, pairs: Sequence[tuple[Leaf, Leaf]]
+) -> Iterator[tuple[Leaf, Leaf, Delta]]:
+    """Yields pairs of arrays of one shape and dtype with their differences, measured over all elements.
+
+    Small arrays are read many at a time. Of arrays that are equal by their checksums only the first is read.
+    """
+    batch: list[tuple[Leaf, Leaf, bool]] = []
+    nbytes = 0
+    for x, y in pairs:
+        equal = verdict_of(a, x, b, y) == "equal"
+        if x.ranks is not None or _nbytes(x) > PART:
+            yield x, y, delta_of(a, x, a if equal else b, x if equal else y)
+            continue
+        batch.append((x, y, equal))
+        nbytes += _nbytes(x)
+        if nbytes > PART or len(batch) == MANY:
+            yield from _measured_batch(a, b, batch)
+            batch, nbytes = [], 0
+    yield from _measured_batch(a, b, batch)
+
+
+def _measured_batch(
+    a: Checkpoint, b: Checkpoint, batch: Sequence[tuple[Leaf, Leaf, bool]]
+) -> Iterator[tuple[Leaf, Leaf, Delta]]:
+    before = read_arrays(a, [x for x, _, _ in batch])
+    after = iter(read_arrays(b, [y for _, y, equal in batch if not equal]))
+    for (x, y, equal), data in zip(batch, before, strict=True):
+        assert x.spec is not None, "arrays only are compared"
+        sums = _Sums()
+        sums.add(data, data if equal else next(after), x.spec.dtype)
+        yield x, y, sums.delta(data.size)
+
+
 class _Sums:
     """Totals over the parts that were compared so far."""
 
     def __init__(self) -> None:
         self.compared = self.changed = self.finite = self.not_finite = 0
-        self.total, self.most = 0.0, 0.0
+        self.total = self.most = 0.0
+        self.before = self.after = self.change = self.dot = 0.0
 
     def add(self, before: np.ndarray, after: np.ndarray, dtype: str) -> None:
-        width = before.dtype.itemsize
         left, right = (np.ascontiguousarray(part).reshape(-1) for part in (before, after))
-        differs = (left.view("u1").reshape(-1, width) != right.view("u1").reshape(-1, width)).any(1)
+        for start in range(0, len(left), BATCH):
+            self._add(left[start : start + BATCH], right[start : start + BATCH], dtype)
+
+    def _add(self, left: np.ndarray, right: np.ndarray, dtype: str) -> None:
+        width = left.dtype.itemsize
+        if width in (1, 2, 4, 8):
+            differs = left.view(f"u{width}") != right.view(f"u{width}")
+        else:
+            differs = (left.view("u1").reshape(-1, width) != right.view("u1").reshape(-1, width)).any(1)
         self.compared += len(left)
-        self.changed += int(differs.sum())
+        self.changed += int(np.count_nonzero(differs))
         numbers, others = as_numbers(left, dtype), as_numbers(right, dtype)
         if numbers is None or others is None:
             return
         finite = np.isfinite(numbers) & np.isfinite(others)
-        self.finite += int(finite.sum())
-        changed = (differs & finite.T).T  # of one number or several per element
-        self.not_finite += int((differs & ~finite.T).sum())
-        if changed.any():
-            with np.errstate(over="ignore"):  # two finite numbers can be further apart than the largest one
-                gaps = np.abs(numbers[changed] - others[changed])
+        if not finite.all():
+            self.not_finite += int((differs & ~finite.T).sum())
+            numbers, others = numbers[finite], others[finite]
+        self.finite += numbers.size
+        with np.errstate(over="ignore", invalid="ignore"):  # two finite numbers can be further apart than the largest
+            gaps = np.abs(others - numbers).reshape(-1)
             self.total += float(gaps.sum())
-            self.most = max(self.most, float(gaps.max()))
+            self.most = max(self.most, float(gaps.max(initial=0.0)))
+            if numbers.dtype.kind == "c":
+                numbers, others = numbers.view(np.float64), others.view(np.float64)
+            self.before = math.hypot(self.before, norm_of(numbers.reshape(-1)))
+            self.after = math.hypot(self.after, norm_of(others.reshape(-1)))
+            self.change = math.hypot(self.change, norm_of(gaps))
+            self.dot += float(np.vdot(numbers, others))
 
     def delta(self, elements: int) -> Delta:
         most, mean = (self.most, self.total / self.finite) if self.finite else (None, None)
-        return Delta(elements, self.compared, self.changed, most, mean, self.not_finite)
+        size = self.before * self.after
+        cosine = self.dot / size if size and math.isfinite(size) and math.isfinite(self.dot) else None
+        return Delta(
+            elements=elements,
+            compared=self.compared,
+            changed=self.changed,
+            max_abs=most,
+            mean_abs=mean,
+            not_finite=self.not_finite,
+            before=self.before,
+            after=self.after,
+            change=self.change,
+            cosine=None if cosine is None else min(1.0, max(-1.0, cosine)),
+        )

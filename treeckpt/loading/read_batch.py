@@ -346,12 +346,24 @@ def read_region(checkpoint: Checkpoint, leaf: Leaf, region: Region, *, rank: int
     Args:
         rank: whose array, under `PerRank`.
     """
-    assert leaf.spec is not None, "values are in the index"
-    memory = np.empty(region.shape, raw_dtype(dtype_of(leaf.spec.dtype).itemsize))
+    return _read_regions(checkpoint, [(leaf, region)], rank)[0]
+
+
+def read_arrays(checkpoint: Checkpoint, leaves: Sequence[Leaf]) -> list[np.ndarray]:
+    """Reads arrays that no rank has for itself, many small ones at once, as `read_region` does."""
+    return _read_regions(checkpoint, [(leaf, Region.whole(leaf.spec.shape)) for leaf in leaves if leaf.spec], 0)
+
+
+def _read_regions(checkpoint: Checkpoint, parts: Sequence[tuple[Leaf, Region]], rank: int) -> list[np.ndarray]:
     batch = ReadBatch(checkpoint, rank, Recorder(0))
-    batch.add_target(leaf.path, leaf, ArrayTarget(leaf.spec, memory, [TargetPiece(region, HostArray(memory))]))
+    found: list[np.ndarray] = []
+    for leaf, region in parts:
+        assert leaf.spec is not None, "values are in the index"
+        memory = np.empty(region.shape, raw_dtype(dtype_of(leaf.spec.dtype).itemsize))
+        batch.add_target(leaf.path, leaf, ArrayTarget(leaf.spec, memory, [TargetPiece(region, HostArray(memory))]))
+        found.append(memory)
     batch.run(ReadOptions(memory=REGION_MEMORY, ahead=True))
-    return memory
+    return found
 
 
 def add_changed(error: Exception, batches: Sequence[ReadBatch]) -> None:

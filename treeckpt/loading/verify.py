@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from ..core.format.damage import BadBytes, damaged_leaves
@@ -28,6 +28,7 @@ from ..io.storage.shard_reader import ArrivingBlocks, OpenedShard, matches, open
 from ..io.storage.store import FETCH_MEMORY, Store, SupportsFetching
 from ..io.timing import Recorder
 from ..reports import Problem, VerifyReport
+from .leaf_moments import LeafMoments
 
 SHOWN = 5
 STEP = 8 << 20
@@ -40,12 +41,16 @@ Survey = tuple[OpenedShard | None, list[BadBytes]]
 
 
 def verify_checkpoint(
-    checkpoint: Checkpoint, *, on_shard: Callable[[Sequence[Problem]], object] | None = None
+    checkpoint: Checkpoint,
+    *,
+    on_shard: Callable[[Sequence[Problem]], object] | None = None,
+    moments: LeafMoments | None = None,
 ) -> VerifyReport:
     """See `treeckpt.verify`.
 
     Args:
         on_shard: takes the problems of each shard, as soon as it was compared.
+        moments: takes all bytes that are compared.
     """
     recorder = Recorder(0)
     checkpoint = checkpoint.own()
@@ -55,7 +60,9 @@ def verify_checkpoint(
     headers: list[tuple[int, ShardHeader]] = []
     nbytes = 0
     for file, (opened, bad) in zip(
-        index.file_list, survey_shards(store, index, index.file_list, sizes, keep=True), strict=True
+        index.file_list,
+        survey_shards(store, index, index.file_list, sizes, keep=True, moments=moments),
+        strict=True,
     ):
         own = [_problem(index, part) for part in bad]
         problems += own
@@ -115,7 +122,13 @@ def publish_rebuilt(store: Store, *, replace: bool) -> Index:
 
 # damaged bytes -------------------------------------------------------------------------------------------------------
 def survey_shards(
-    store: Store, index: Index, files: Sequence[File], sizes: Mapping[str, int], *, keep: bool = False
+    store: Store,
+    index: Index,
+    files: Sequence[File],
+    sizes: Mapping[str, int],
+    *,
+    keep: bool = False,
+    moments: LeafMoments | None = None,
 ) -> Iterable[Survey]:
     """Compares every checksum of several shards, and gives what `survey_shard` returns for each of them, in order.
 
@@ -123,17 +136,28 @@ def survey_shards(
     """
     if isinstance(store, SupportsFetching):
         with contextlib.suppress(CheckpointError, OSError):
-            return _survey_fetched(store, index, files, sizes, keep)
+            return _survey_fetched(store, index, files, sizes, keep, moments)
+        if moments is not None:
+            moments.clear()
     # or a range cannot be read: this way finds out which
-    return (survey_shard(store, index, file, sizes.get(file.name), keep=keep) for file in files)
+    return (survey_shard(store, index, file, sizes.get(file.name), keep=keep, moments=moments) for file in files)
 
 
-def survey_shard(store: Store, index: Index, file: File, size: int | None, *, keep: bool = False) -> Survey:
+def survey_shard(
+    store: Store,
+    index: Index,
+    file: File,
+    size: int | None,
+    *,
+    keep: bool = False,
+    moments: LeafMoments | None = None,
+) -> Survey:
     """Compares every checksum of a shard.
 
     Args:
         size: the file's, in bytes; None where it is missing.
         keep: as for `open_shard`.
+        moments: as for `verify_checkpoint`.
 
     Returns:
         The shard, and its bad bytes by where they start. Without a header that can be believed there is no shard, and
@@ -142,7 +166,8 @@ def survey_shard(store: Store, index: Index, file: File, size: int | None, *, ke
     opened, bad = _open(store, index, file, size, keep)
     if opened is None or size is None:
         return opened, bad
-    return opened, _joined([*_bad_blocks(store, opened, min(size, file.header + file.nbytes) - file.header), *bad])
+    there = min(size, file.header + file.nbytes) - file.header
+    return opened, _joined([*_bad_blocks(store, opened, there, moments), *bad])
 
 
 def _open(store: Store, index: Index, file: File, size: int | None, keep: bool) -> Survey:
@@ -175,7 +200,12 @@ def _joined(found: Iterable[BadBytes]) -> list[BadBytes]:
 
 
 def _survey_fetched(
-    store: Store, index: Index, files: Sequence[File], sizes: Mapping[str, int], keep: bool
+    store: Store,
+    index: Index,
+    files: Sequence[File],
+    sizes: Mapping[str, int],
+    keep: bool,
+    moments: LeafMoments | None,
 ) -> list[Survey]:
     """Surveys shards of a store that fetches; raises what a request raised."""
     assert isinstance(store, SupportsFetching), "the caller has looked"
@@ -200,6 +230,8 @@ def _survey_fetched(
         if not at:
             arriving[number] = ArrivingBlocks(opened, start, partial(_add_unlike, opened, found[opened.file.name]))
         arriving[number].add(data)
+        if moments is not None:
+            moments.add(opened.file, start + at, data)
         if at + len(data) == nbytes:
             del arriving[number]
 
@@ -207,7 +239,7 @@ def _survey_fetched(
     store.fetch(ranges, compare, memory=FETCH_MEMORY)
     for file, (opened, bad) in zip(files, surveys, strict=True):
         if opened is not None and bad:  # of another length
-            found[file.name] += _bad_blocks(store, opened, min(sizes[file.name] - file.header, file.nbytes))
+            found[file.name] += _bad_blocks(store, opened, min(sizes[file.name] - file.header, file.nbytes), None)
     return [
         (opened, _joined([*sorted(found[file.name], key=lambda one: one.start), *bad]))
         for file, (opened, bad) in zip(files, surveys, strict=True)
@@ -239,13 +271,11 @@ def survey(checkpoint: Checkpoint, comm: Comm) -> tuple[BadBytes, ...]:
     return tuple(sorted(found, key=lambda bad: (bad.file, bad.start)))
 
 
-def _bad_blocks(store: Store, opened: OpenedShard, there: int) -> Iterator[BadBytes]:
+def _bad_blocks(store: Store, opened: OpenedShard, there: int, moments: LeafMoments | None) -> Iterator[BadBytes]:
     """The blocks that differ from their checksums, of a data area with its first `there` bytes left."""
-    file, step = opened.file, _step(opened)
-    buffer = aligned_buffer(step)
-    for start in range(0, max(there, 0), step):
-        data = buffer[: min(step, there - start)]
-        failed, all_read = _error_of(store, opened, start, data), True
+    file = opened.file
+    for start, data, failed in _read_steps(store, opened, there):
+        all_read = True
         for at in range(start, start + len(data), opened.block):
             part = data[at - start : at - start + opened.block]
             if failed and (error := _error_of(store, opened, at, part)):
@@ -254,9 +284,36 @@ def _bad_blocks(store: Store, opened: OpenedShard, there: int) -> Iterator[BadBy
                 yield BadBytes(file.name, first, first + len(part), f"they cannot be read: {error}")
             elif not matches(opened, at, part):
                 yield _unlike(opened, at, len(part))
+        if moments is not None:
+            moments.add(file, start, data)
         if failed and all_read:
             first = file.header + start
             yield BadBytes(file.name, first, first + len(data), f"only a second try could read them: {failed}")
+
+
+def _read_steps(store: Store, opened: OpenedShard, there: int) -> Iterator[tuple[int, memoryview, str]]:
+    """Reads the first `there` bytes of a data area; the next bytes are read while the last ones are compared.
+
+    Yields:
+        Where the bytes start, the bytes, and the error of the read or an empty text.
+    """
+    step = _step(opened)
+    parts = [(start, min(step, there - start)) for start in range(0, max(there, 0), step)]
+    buffers = [aligned_buffer(min(step, there), huge=True) for _ in parts[:2]]
+    with ThreadPoolExecutor(1, "treeckpt-verify") as reader:
+
+        def read(number: int) -> tuple[int, memoryview, Future[str]]:
+            start, nbytes = parts[number]
+            data = buffers[number % 2][:nbytes]
+            return start, data, reader.submit(_error_of, store, opened, start, data)
+
+        reads = map(read, range(len(parts)))
+        coming = next(reads, None)
+        while coming is not None:
+            start, data, error = coming
+            failed = error.result()
+            coming = next(reads, None)
+            yield start, data, failed
 
 
 def _step(opened: OpenedShard) -> int:

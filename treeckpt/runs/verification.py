@@ -24,12 +24,16 @@ import msgspec
 
 from ..core.format.file_names import parse_file_name
 from ..core.format.index import INDEX_NAME
-from ..io.storage.bucket import is_url, local_path
+from ..core.format.records import Index
+from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.run_store import DirectoryEntry, Folder
 from ..io.storage.store import Store
 from ..loading.consistent_reads import on_one_version
+from ..loading.leaf_moments import LeafMoments
 from ..loading.verify import verify_checkpoint
 from ..reports import Problem, VerifyReport
+from .column_files import key_of_parts, place_of
+from .statistics_store import StatisticsStore
 
 MAX_PROBLEMS = 100
 """Problems that are kept of one verification."""
@@ -51,14 +55,11 @@ class DamagedPart(msgspec.Struct, frozen=True):
     text: str
 
 
-class Verification(msgspec.Struct, frozen=True):
-    """What a verification found."""
+class VerificationResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a verification found, as it is kept and as the dashboard shows it."""
 
-    save_id: str
     complete: bool
     """Whether every byte was compared; False if it was cancelled, or compared a part only."""
-    ended_ns: int
-    """Unix time of its end."""
     by: str
     """The program, user and host that did it."""
     files: int
@@ -69,10 +70,18 @@ class Verification(msgspec.Struct, frozen=True):
     """How many problems it found."""
     problems: list[DamagedPart]
     """The first of them."""
+    changed: bool = False
+    """Whether the files were written since. Never stored."""
+
+
+class Verification(VerificationResult, frozen=True, kw_only=True):
+    """What is kept of a verification."""
+
+    save_id: str
+    ended_ns: int
+    """Unix time of its end."""
     fingerprint: str
     """Of the names, sizes and modification times of the save's files before the first byte was read."""
-    changed: bool = False
-    """Whether these are different now: the files were written since. Never stored."""
 
     @property
     def ok(self) -> bool:
@@ -115,24 +124,34 @@ def fingerprint_of(entries: Mapping[str, DirectoryEntry], save_id: str) -> str:
 
 
 def verify_folder(
-    folder: Folder, store: Store, by: str, *, on_shard: OnShard | None = None
+    folder: Folder,
+    store: Store,
+    by: str,
+    *,
+    on_shard: OnShard | None = None,
+    statistics: StatisticsStore | None = None,
 ) -> tuple[VerifyReport, Verification]:
     """Verifies a checkpoint; see `treeckpt.verify`.
 
     Args:
         store: reads the files of the folder.
         by: as in `Verification`.
+        statistics: where the statistics of all arrays are kept, computed from the same bytes; only if all are intact.
 
     Raises:
         CheckpointNotFound, CorruptError, FormatError: there is no index that can be read.
     """
     entries = folder.listed().entries()
-    report, save_id = on_one_version(
-        store,
-        lambda one: (verify_checkpoint(one, on_shard=on_shard), one.index.save_id),
-        is_suspect=lambda found: found[0].problems,
-    )
-    return report, verification_of(report, save_id, fingerprint_of(entries, save_id), by)
+
+    def verify(one: Checkpoint) -> tuple[VerifyReport, Index, LeafMoments | None]:
+        moments = LeafMoments(one.index) if statistics is not None else None
+        return verify_checkpoint(one, on_shard=on_shard, moments=moments), one.index, moments
+
+    report, index, moments = on_one_version(store, verify, is_suspect=lambda found: found[0].problems)
+    found = verification_of(report, index.save_id, fingerprint_of(entries, index.save_id), by)
+    if statistics is not None and moments is not None and found.ok:
+        statistics.record(folder.url, index, found.fingerprint, found.ended_ns, moments.found())
+    return report, found
 
 
 def verification_of(
@@ -169,7 +188,8 @@ class VerificationStore:
 
     def find(self, folder: Folder, save_id: str | None) -> Verification | None:
         """Returns what is known of a save's bytes in a folder; None if that is nothing, or no longer holds."""
-        if save_id is None or (found := self._find(_name(folder.url, save_id))) is None or found.save_id != save_id:
+        found = self._find(_name(folder.url, save_id)) if save_id is not None else None
+        if save_id is None or found is None or found.save_id != save_id:
             return None
         changed = fingerprint_of(folder.entries(), save_id) != found.fingerprint
         return None if changed and not found.total else msgspec.structs.replace(found, changed=changed)
@@ -223,6 +243,4 @@ class VerificationStore:
 
 
 def _name(url: str, save_id: str) -> str:
-    place = url if is_url(url) else os.path.realpath(local_path(url))
-    digest = hashlib.blake2s(f"{place}\0{save_id}".encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-    return f"{digest}.json"
+    return f"{key_of_parts(place_of(url), save_id)}.json"

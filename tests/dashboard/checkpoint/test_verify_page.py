@@ -134,7 +134,7 @@ def test_a_cancelled_job_keeps_what_it_has_found_and_calls_nothing_verified(many
         if isinstance(message, verify_jobs.Found):
             held.set()
             go_on.wait(60)
-        return None if result is None else pytest.fail("it was killed before its end")
+        return pytest.fail("it was killed before its end") if result else result
 
     monkeypatch.setattr(verify_jobs, "PROGRAM", verify_jobs.PROGRAM.replace("sys.exit(", "import time\n" + SLOW))
     monkeypatch.setattr(verify_jobs._Job, "_take", hold)

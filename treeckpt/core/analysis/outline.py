@@ -115,10 +115,19 @@ class Outline(Protocol):
         Returns:
             At most `count` leaves, and the number at which to continue, None at the end.
         """
+        found: list[Leaf] = []
+        for number in self.matches(text, start=start):
+            if len(found) == count:
+                return found, number
+            found.append(self.index.entries[number])
+        return found, None
+
+    def matches(self, text: str, *, start: int = 0) -> Iterator[int]:
+        """Yields the numbers of such leaves."""
         ...
 
 
-class IndexOutline:
+class IndexOutline(Outline):
     """The outline of an index in memory. It caches what it computes."""
 
     def __init__(self, index: Index) -> None:
@@ -216,15 +225,11 @@ class IndexOutline:
             node, row = self._child(node, row, keys.index(step))
         return row
 
-    def search(self, text: str, *, start: int = 0, count: int = 100) -> tuple[list[Leaf], int | None]:
+    def matches(self, text: str, *, start: int = 0) -> Iterator[int]:
         words = text.casefold().split()
-        found: list[Leaf] = []
         for number in range(start, len(self._folded)):
             if all(word in self._folded[number] for word in words):
-                if len(found) == count:
-                    return found, number
-                found.append(self.index.entries[number])
-        return found, None
+                yield number
 
 
 def _no_node(name: str) -> MismatchError:

@@ -1,0 +1,106 @@
+"""Statistics of arrays that verifications have computed: of one array over the steps of its run, and as rows."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from treeckpt.core.numbers.moments import Moments
+from treeckpt.runs.checkpoint_info import CheckpointInfo
+from treeckpt.runs.statistics_store import LeafStatistics
+
+from ..store.library import Library, Run
+
+MAX_STEPS = 500
+"""Checkpoints of a run that the chart of one array shows: the newest."""
+
+
+class LeafNumbers(msgspec.Struct, frozen=True):
+    """Statistics of the elements of an array; of complex ones, of their magnitudes. None for what no number holds."""
+
+    count: int
+    nan: int
+    infinite: int
+    minimum: float | None
+    maximum: float | None
+    mean: float | None
+    deviation: float | None
+    norm: float | None
+    """Euclidean."""
+    largest: float | None
+    """Absolute value."""
+
+
+class ContentsSummary(msgspec.Struct, frozen=True):
+    """What the statistics of all arrays say."""
+
+    arrays: int
+    elements: int
+    not_finite: int
+    """Arrays with NaN or infinity."""
+    nan: int
+    """Elements."""
+    infinite: int
+    unusual: int
+    """Arrays that are unusual, those with NaN or infinity among them."""
+
+
+class LeafSteps(msgspec.Struct, frozen=True):
+    """The statistics of the array at one path in the checkpoints of a run, as far as they are known, by step."""
+
+    path: str
+    ids: list[str]
+    leaves: list[int]
+    """The number of the leaf in each of them."""
+    step: list[int]
+    numbers: list[LeafNumbers]
+    unknown: int
+    """Checkpoints of which no statistics are known."""
+
+
+def statistics_of(library: Library, info: CheckpointInfo) -> LeafStatistics | None:
+    """Returns the statistics of a checkpoint's arrays; None if none are known of its files as they are now."""
+    verified = info.verification
+    if verified is None or verified.changed or not verified.ok:
+        return None
+    found = library.cache.statistics.find(info.path, info.save_id)
+    return found if found is not None and found.head.fingerprint == verified.fingerprint else None
+
+
+def summarize(found: LeafStatistics) -> ContentsSummary:
+    """Returns what the statistics of all arrays say."""
+    columns = found.columns
+    count, nan, infinite = (int(columns[name].sum()) for name in ("count", "nan", "infinite"))
+    not_finite = int(((columns["nan"] + columns["infinite"]) > 0).sum())
+    return ContentsSummary(found.head.rows, count, not_finite, nan, infinite, int((columns["score"] > 0).sum()))
+
+
+def summary_of(library: Library, info: CheckpointInfo) -> ContentsSummary | None:
+    """Returns what the statistics of all arrays of a checkpoint say; None if none are known."""
+    found = statistics_of(library, info)
+    return summarize(found) if found is not None else None
+
+
+def leaf_numbers(moments: Moments) -> LeafNumbers:
+    """Returns statistics as a page shows them."""
+    known = moments.finite > 0
+    values = (moments.low, moments.high, moments.mean, moments.deviation, moments.norm, moments.largest)
+    numbers = [value if known and math.isfinite(value) else None for value in values]
+    return LeafNumbers(moments.count, moments.nan, moments.infinite, *numbers)
+
+
+def leaf_steps(library: Library, run: Run, path: str) -> LeafSteps:
+    """Returns the statistics of the array at a path over the steps of a run."""
+    found = LeafSteps(path, [], [], [], [], 0)
+    complete = [(i, info) for i, info in library.checkpoints(run) if info.status == "complete" and not info.abandoned]
+    rows = [(info.step, i, info) for i, info in complete[:MAX_STEPS] if info.step is not None]
+    for step, checkpoint_id, info in sorted(rows, key=lambda row: row[0]):
+        statistics = statistics_of(library, info)
+        row = statistics.row_of(path) if statistics is not None else None
+        if statistics is not None and row is not None:
+            found.ids.append(checkpoint_id)
+            found.leaves.append(int(statistics.columns["leaf"][row]))
+            found.step.append(step)
+            found.numbers.append(leaf_numbers(statistics.row(row)))
+    return msgspec.structs.replace(found, unknown=len(rows) - len(found.ids))

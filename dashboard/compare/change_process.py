@@ -1,0 +1,58 @@
+"""The process that measures by how much the arrays of two checkpoints differ: it reads both, and keeps the result.
+
+It prints how many bytes it has read, and why it failed.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from treeckpt.core.analysis.diff import comparable, diff
+from treeckpt.errors import TreeckptError
+from treeckpt.io.storage.counting_store import CountingStore
+from treeckpt.io.storage.far_store import for_reading
+from treeckpt.io.storage.open import open_run
+from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder
+from treeckpt.loading.compare import measured_pairs
+from treeckpt.loading.one_checkpoint import opened
+from treeckpt.runs.change_store import ChangeStore, ComparedSave
+from treeckpt.runs.verification import fingerprint_of
+
+from ..store.jobs import ReadPrinter, Unreadable, send
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures two checkpoints.
+
+    Args:
+        arguments: the URL of a run, empty for a local folder, and the name of the folder in it, or its path, of the
+            first checkpoint and of the second one; the cache directory.
+    """
+    run_a, name_a, run_b, name_b, cache = arguments
+    if hasattr(signal, "SIGINT"):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which kills this process
+    printer = ReadPrinter()
+    try:
+        folders = [_folder(run_a, name_a), _folder(run_b, name_b)]
+        before = [folder.listed().entries() for folder in folders]
+        first, second = (CountingStore(for_reading(folder.store), printer.add) for folder in folders)
+        with opened(first) as a, opened(second) as b:
+            a.check_against_files()
+            b.check_against_files()
+            saves = (_save(folders[0], before[0], a.index.save_id), _save(folders[1], before[1], b.index.save_id))
+            pairs = comparable(a.index, b.index, diff(a.index, b.index))
+            if not ChangeStore(Path(cache)).record(*saves, measured_pairs(a, b, pairs)):
+                send(Unreadable("the result could not be written to the cache"))
+    except (TreeckptError, OSError) as error:
+        send(Unreadable(f"{error}"))
+    return 0
+
+
+def _save(folder: Folder, entries: Mapping[str, DirectoryEntry], save_id: str) -> ComparedSave:
+    return ComparedSave(folder.url, save_id, fingerprint_of(entries, save_id))
+
+
+def _folder(run: str, name: str) -> Folder:
+    return open_run(run).folder(name) if run else LocalFolder(name)

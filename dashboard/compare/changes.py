@@ -1,0 +1,253 @@
+"""The page of what changed most between two checkpoints: arrays and layers by relative change.
+
+A process reads both checkpoints once; what it has measured is kept in the cache as long as the files stay the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.numbers.layer_changes import LayerChange, layer_changes, relative_changes
+from treeckpt.core.text import visible
+from treeckpt.io.storage.run_store import LocalFolder
+from treeckpt.runs.change_store import ComparedSave
+from treeckpt.runs.checkpoint_info import CheckpointInfo
+from treeckpt.runs.verification import fingerprint_of
+
+from ..pages.checkpoints import PAGE, CheckpointRow, next_start, shorten
+from ..store import jobs
+from ..store.jobs import BytesRead, JobQueue, ProcessJob, Unreadable
+from ..store.library import Library, NotFound, Run
+from .diff import find_both
+
+ChangesBy = Literal["array", "layer"]
+PROGRAM = jobs.PROGRAM.format("compare.change_process")
+KEPT = 4
+"""Comparisons whose order stays in memory."""
+_MESSAGE = msgspec.json.Decoder(BytesRead | Unreadable)
+
+
+class ChangeRow(msgspec.Struct, frozen=True):
+    """By how much an array, or all arrays of a layer, differ. None for what no number holds."""
+
+    path: str
+    """Of the array in the second checkpoint, or of the layer."""
+    leaf_a: int | None
+    leaf_b: int | None
+    """Numbers of the leaves; None for a layer."""
+    arrays: int
+    changed: int
+    """Arrays of the layer, or elements of the array, of which a bit differs."""
+    elements: int | None
+    not_finite: int
+    """Changed elements of which one is infinite or not a number."""
+    before: float | None
+    """Euclidean norm in the first checkpoint."""
+    change: float | None
+    """Norm of the difference."""
+    relative: float | None
+    """The one over the other; None for infinity: zeros that changed, or elements that are not finite."""
+    cosine: float | None
+    max_abs: float | None
+    """Largest difference."""
+
+
+class ChangesPage(msgspec.Struct, frozen=True):
+    """What changed most between two checkpoints."""
+
+    a: CheckpointRow | None
+    b: CheckpointRow | None
+    known: bool
+    """Whether it was measured, and the files are still the same."""
+    running: bool
+    """Whether it is being measured: ask again."""
+    share: float
+    """How much of it is read, from 0 to 1."""
+    error: str | None
+    """Why it could not be measured."""
+    by: ChangesBy
+    q: str
+    start: int
+    next: int | None
+    arrays: int
+    changed: int
+    """Arrays of which a bit differs."""
+    layers: int
+    rows: list[ChangeRow]
+
+
+class _ChangeJob(ProcessJob):
+    def __init__(self, places: Sequence[str], cache: str, nbytes: int) -> None:
+        super().__init__(PROGRAM, [*places, cache], nbytes)
+
+    def finish(self) -> None:
+        status = self.run(self._take)
+        if status and not self.cancelled and not self.error:
+            self.error = f"the process that measured it ended with status {status}"
+
+    def _take(self, line: bytes) -> None:
+        message = _MESSAGE.decode(line)
+        if isinstance(message, BytesRead):
+            self.at = message
+        else:
+            self.error = message.text
+
+
+class _Ranked:
+    """What was measured of two checkpoints, with the order of its arrays and layers."""
+
+    def __init__(self, columns: dict[str, np.ndarray], a: Outline, b: Outline) -> None:
+        self.columns, self._a, self._b = columns, a, b
+        self._relative = relative_changes(columns["before"], columns["change"], columns["not_finite"])
+        self._order = np.lexsort((-columns["changed"], -self._relative))
+
+    def order(self, q: str) -> np.ndarray:
+        """Returns the rows whose path contains all words, the largest relative change first."""
+        if not q.strip():
+            return self._order
+        wanted = np.fromiter(self._b.matches(q), np.int64)
+        return self._order[np.isin(self.columns["leaf_b"][self._order], wanted)]
+
+    @cached_property
+    def layers(self) -> list[LayerChange]:
+        entries = self._a.index.entries
+        return layer_changes((entries[number].path for number in self.columns["leaf_a"].tolist()), self.columns)
+
+    @cached_property
+    def changed(self) -> int:
+        return int(np.count_nonzero(self.columns["changed"]))
+
+    def array_row(self, row: int) -> ChangeRow:
+        values = {name: column[row].item() for name, column in self.columns.items()}
+        return ChangeRow(
+            path=shorten(self._b.index.entries[values["leaf_b"]].path),
+            leaf_a=values["leaf_a"],
+            leaf_b=values["leaf_b"],
+            arrays=1,
+            changed=values["changed"],
+            elements=values["elements"],
+            not_finite=values["not_finite"],
+            before=_finite(values["before"]),
+            change=_finite(values["change"]),
+            relative=_finite(float(self._relative[row])),
+            cosine=_finite(values["cosine"]),
+            max_abs=_finite(values["max_abs"]),
+        )
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def _layer_row(one: LayerChange) -> ChangeRow:
+    norms = (_finite(one.before), _finite(one.change), _finite(one.relative), one.cosine)
+    return ChangeRow(shorten(one.layer), None, None, one.arrays, one.changed, None, one.not_finite, *norms, None)
+
+
+class ChangeJobs(JobQueue[_ChangeJob]):
+    """The comparisons that measure arrays, one at a time, and the last that were looked at."""
+
+    def __init__(self, library: Library) -> None:
+        super().__init__()
+        self._library = library
+        self._ranked: OrderedDict[tuple[ComparedSave, ComparedSave], _Ranked] = OrderedDict()
+
+    def start(self, a: str, b: str) -> None:
+        """Starts to measure two checkpoints, unless a job does, or what it finds is known.
+
+        Raises:
+            NotFound: there is no such checkpoint, or none with an index that another process can open.
+        """
+        _, infos = find_both(self._library, a, b)
+        if self.ranked(a, b, infos) is not None:
+            return
+        places: list[str] = []
+        for checkpoint_id, info in zip((a, b), infos, strict=True):
+            run = self._library.checkpoint(checkpoint_id)[0]
+            places += _place(run, info)
+        nbytes = sum(info.nbytes or 0 for info in infos)
+        self.add(f"{a} {b}", lambda: _ChangeJob(places, str(self._library.cache.shared), nbytes))
+
+    def ranked(self, a: str, b: str, infos: Sequence[CheckpointInfo]) -> _Ranked | None:
+        """Returns what is known of two checkpoints as they are now; None if that is nothing."""
+        key = tuple(self._save(*pair) for pair in zip((a, b), infos, strict=True))
+        key = (key[0], key[1])
+        if key in self._ranked:
+            self._ranked.move_to_end(key)
+            return self._ranked[key]
+        columns = self._library.cache.changes.find(*key)
+        if columns is None:
+            return None
+        first, second = (self._library.outline(info) for info in infos)
+        for name, outline in (("leaf_a", first), ("leaf_b", second)):
+            numbers = columns[name]
+            if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(outline.index.entries):
+                return None  # a damaged file of the cache
+        ranked = self._ranked[key] = _Ranked(columns, first, second)
+        while len(self._ranked) > KEPT:
+            self._ranked.popitem(last=False)
+        return ranked
+
+    def _save(self, checkpoint_id: str, info: CheckpointInfo) -> ComparedSave:
+        run = self._library.checkpoint(checkpoint_id)[0]
+        folder, save_id = run.store.folder(info.name), info.save_id or ""
+        return ComparedSave(folder.url, save_id, fingerprint_of(folder.entries(), save_id))
+
+
+def _place(run: Run, info: CheckpointInfo) -> list[str]:
+    folder = run.store.folder(info.name)
+    if isinstance(folder, LocalFolder):
+        return ["", folder.url]
+    if "://" not in run.url or run.url.startswith("memory://"):
+        raise NotFound("This store is in the memory of this process: no other one can read it.")
+    return [run.url, info.name]
+
+
+def changes_page(
+    library: Library, changes: ChangeJobs, a: str, b: str, *, by: ChangesBy, q: str, start: int
+) -> ChangesPage:
+    """Returns what changed most between two checkpoints, from position `start` on.
+
+    Args:
+        q: words that a path must contain.
+
+    Raises:
+        NotFound: there is no such checkpoint, or it has no index.
+    """
+    sides, infos = find_both(library, a, b)
+    job, ranked = changes.get(f"{a} {b}"), changes.ranked(a, b, infos)
+    rows: list[ChangeRow] = []
+    total = 0
+    if ranked is not None and by == "array":
+        matching = ranked.order(q)
+        total = len(matching)
+        rows = [ranked.array_row(row) for row in matching[start : start + PAGE].tolist()]
+    elif ranked is not None:
+        words = q.casefold().split()
+        layers = [one for one in ranked.layers if all(word in one.layer.casefold() for word in words)]
+        total = len(layers)
+        rows = [_layer_row(one) for one in layers[start : start + PAGE]]
+    return ChangesPage(
+        a=sides[0],
+        b=sides[1],
+        known=ranked is not None,
+        running=job is not None and job.open,
+        share=job.share if job is not None else 0.0,
+        error=visible(job.error) if job is not None and job.error else None,
+        by=by,
+        q=q,
+        start=start,
+        next=next_start(start, total),
+        arrays=len(ranked.columns["change"]) if ranked is not None else 0,
+        changed=ranked.changed if ranked is not None else 0,
+        layers=len(ranked.layers) if ranked is not None else 0,
+        rows=rows,
+    )

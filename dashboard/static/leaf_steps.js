@@ -1,0 +1,126 @@
+// @ts-check
+/** One array over the steps of its run: norm, mean, standard deviation, largest value, and how many are not finite. */
+import { api, base, buttonGroup, find, make, numberText, reason, recalled, remember, tableOf } from "./dom.js";
+import { colour } from "./canvas.js";
+import { axisStyle, keepFitted } from "./plots.js";
+
+/**
+ * @typedef {{
+ *   count: number, nan: number, infinite: number, minimum: number | null, maximum: number | null,
+ *   mean: number | null, deviation: number | null, norm: number | null, largest: number | null,
+ * }} Numbers
+ */
+/**
+ * @typedef {{
+ *   path: string, ids: string[], leaves: number[], step: number[], numbers: Numbers[], unknown: number,
+ * }} Steps
+ */
+
+const holder = find("#steps");
+const chart = find("#steps-chart");
+const readout = find("#steps-text");
+
+/** @type {Record<string, [string, (n: Numbers) => number | null]>} */
+const MEASURES = {
+  norm: ["norm", (n) => n.norm],
+  mean: ["mean", (n) => n.mean],
+  deviation: ["std", (n) => n.deviation],
+  largest: ["largest value", (n) => n.largest],
+  bad: ["NaN or Inf", (n) => n.nan + n.infinite],
+};
+const figure = (/** @type {number | null} */ n) => (n === null ? "–" : String(Number(n.toPrecision(5))));
+
+/** @param {Steps} data @param {number} at */
+const addressOf = (data, at) => `${base}checkpoints/${data.ids[at]}/leaves/${data.leaves[at]}`;
+
+/** @param {Steps} data */
+function stepsTable(data) {
+  const names = Object.values(MEASURES);
+  const head = ["Step", ...names.map(([name]) => name)].map((text) => make("th", { scope: "col" }, text));
+  const rows = data.step.map((step, at) => [
+    make(
+      "th",
+      { scope: "row" },
+      make("a", { href: addressOf(data, at) }, `step ${numberText(step)}`),
+    ),
+    ...names.map(([, of]) => make("td", { class: "n" }, figure(of(data.numbers[at])))),
+  ]);
+  return tableOf("small", head, rows);
+}
+
+/** @param {Steps} data */
+function draw(data) {
+  let measure = recalled("measure") ?? "norm";
+  if (!(measure in MEASURES)) measure = "norm";
+  const values = () => data.numbers.map((n) => MEASURES[measure][1](n));
+  /** @param {number | null | undefined} at */
+  const tell = (at) => {
+    const unknown = data.unknown ? `; ${numberText(data.unknown)} other checkpoints have no statistics yet` : "";
+    readout.textContent =
+      at === null || at === undefined
+        ? `${numberText(data.step.length)} steps${unknown}`
+        : `step ${numberText(data.step[at])} · ${MEASURES[measure][0]} ${figure(values()[at])}`;
+  };
+  const plot = new uPlot(
+    {
+      width: chart.clientWidth,
+      height: 215,
+      scales: { x: { time: false } },
+      legend: { show: false },
+      cursor: { y: false, drag: { x: true, y: false } },
+      axes: [
+        { ...axisStyle(), values: (_, steps) => steps.map((n) => (Number.isInteger(n) ? numberText(n) : "")) },
+        { ...axisStyle(), size: 84, values: (_, ticks) => ticks.map(figure) },
+      ],
+      series: [
+        {},
+        {
+          stroke: () => colour("--c0"),
+          width: 2,
+          points: { show: data.step.length < 60, size: 6, fill: () => colour("--c0") },
+        },
+      ],
+      hooks: { setCursor: [(u) => tell(u.cursor.idx)] },
+    },
+    [data.step, values()],
+    chart,
+  );
+  keepFitted(plot, chart);
+  tell(null);
+  const press = buttonGroup("data-measure", (chosen) => {
+    measure = chosen;
+    remember({ measure });
+    plot.setData([data.step, values()]);
+    tell(null);
+  });
+  press(measure);
+  const last = data.step.length - 1;
+  chart.addEventListener("keydown", (event) => {
+    const at = plot.cursor.idx;
+    /** @type {Record<string, number>} */
+    const steps = {
+      ArrowRight: Math.min(last, (at ?? -1) + 1),
+      ArrowLeft: Math.max(0, (at ?? last + 1) - 1),
+      Home: 0,
+      End: last,
+    };
+    if (event.key === "Enter" && at !== null && at !== undefined) location.href = addressOf(data, at);
+    if (!(event.key in steps)) return;
+    event.preventDefault();
+    plot.setCursor({ left: plot.valToPos(data.step[steps[event.key]], "x"), top: 20 });
+  });
+}
+
+async function start() {
+  const { checkpoint, leaf } = holder.dataset;
+  const data = /** @type {Steps} */ (await api(`checkpoints/${checkpoint}/leaves/${leaf}/steps`));
+  holder.hidden = data.step.length < 2;
+  if (holder.hidden) return;
+  find("#steps-table").replaceChildren(stepsTable(data));
+  draw(data);
+}
+
+start().catch((error) => {
+  holder.hidden = false;
+  readout.textContent = `The steps cannot be drawn: ${reason(error)}`;
+});

@@ -1,0 +1,30 @@
+"""Statistics are kept by save and place, within a limit; a damaged file is none."""
+
+from tests.helpers.samples import write_checkpoint
+from treeckpt.core.numbers.moments import Moments
+from treeckpt.runs.statistics_store import StatisticsStore
+
+
+def test_what_is_kept_comes_back_and_a_damaged_file_is_none(tmp_path):
+    index = write_checkpoint(tmp_path / "step_00000001", step=1)
+    store = StatisticsStore(tmp_path / "cache")
+    url, one = str(tmp_path / "step_00000001"), Moments(3, 1, 0, -1.0, 2.0, 0.5, 1.5, 2.5)
+    assert store.find(url, index.save_id) is None
+    assert store.record(url, index, "print", 5, {0: one, 2: Moments()})
+    found = store.find(url, index.save_id)
+    assert (found.head.fingerprint, found.head.rows) == ("print", 2)
+    assert found.row(found.row_of(index.entries[0].path)) == one and found.row_of("nothing") is None
+    assert found.row(1) == Moments() and found.ranking.order.tolist() == [0, 1]
+    assert store.find(url, "0" * 16) is None and store.find(str(tmp_path), index.save_id) is None
+    [path] = store.directory.iterdir()
+    path.write_bytes(path.read_bytes()[:-8])
+    assert store.find(url, index.save_id) is None
+    assert store.record(url, index, "print", 5, {}) and store.find(url, index.save_id).head.rows == 0
+
+
+def test_the_oldest_files_go_beyond_the_limit(tmp_path):
+    index = write_checkpoint(tmp_path / "step_00000001", step=1)
+    store = StatisticsStore(tmp_path / "cache", limit=500)
+    for name in "abc":
+        assert store.record(f"/{name}", index, "print", 5, {0: Moments(1)})
+    assert store.find("/c", index.save_id) is not None and store.find("/a", index.save_id) is None
