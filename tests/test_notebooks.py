@@ -51,6 +51,7 @@ def test_the_guide_leaves_no_file(path: Path, printed: tuple[Path, dict[str, lis
 @each_guide
 def test_stored_outputs_are_small_and_hold_no_path_host_or_time(path: Path) -> None:
     assert path.stat().st_size < 300_000
+    assert json.loads(path.read_text())["metadata"]["language_info"] == {"name": "python"}
     outputs = [out for cell in cells_of(path) for out in cell.get("outputs", ())]
     assert outputs
     assert {out.get("name", "stdout") for out in outputs} == {"stdout"}  # no warnings

@@ -61,6 +61,7 @@ def _run_all(directory: Path, times: int, paths: list[Path]) -> None:
 
     mpl.use("agg")
     import matplotlib.pyplot  # noqa: F401
+    import torch._dynamo  # which optimizers import in their first step
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
     import torch.distributed.tensor.parallel  # noqa: F401
@@ -115,6 +116,7 @@ def run_in_kernel(path: Path, directory: Path) -> Any:
     notebook = nbformat.read(path, as_version=4)
     place = {"metadata": {"path": str(directory)}}
     NotebookClient(notebook, timeout=300, startup_timeout=300, resources=place, coalesce_streams=True).execute()
+    notebook.metadata.language_info = nbformat.NotebookNode(name="python")  # not the version that it ran on
     for cell in notebook.cells:
         cell.get("metadata", {}).pop("execution", None)
         if cell.cell_type == "code":

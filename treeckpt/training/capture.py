@@ -68,7 +68,7 @@ def state(
         extra: any tree of your own. State that differs between ranks goes under `treeckpt.PerRank`.
         buffers: of modules that several ranks hold. "replicated": one for all, that of the first rank of the wrapper or
             mesh around the module; without one the save compares them. "first": without one that of rank 0 counts,
-            whatever the others have. "same": those of all ranks are compared, as plain tensors are. "per_rank": each's.
+            whatever the others have. "same": all are compared, as plain tensors are. "per_rank": one for each rank.
         select, exclude: globs over `model/...`: what is not selected is left out, and the optimizers' state of it.
         frozen: False leaves out parameters that do not require gradients, as beside adapters (LoRA). What is left out
             is named under "left_out": `restore` takes such a checkpoint with `strict="missing"`, and reports it.
