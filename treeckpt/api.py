@@ -218,10 +218,10 @@ def load(
         select, exclude: globs over paths as in like, and what is below; the rest comes back as in like, else as `...`.
         rename, transforms: {"h.$L.*": "layers.$L.*"}, then rules or statements of `treeckpt.rules`: as if saved so.
         strict: like and checkpoint must have the same leaves ("missing": like's must be there), rules match some leaf.
-            False takes what both have, and refuses only that this is not a single leaf.
+            False takes what both have, which must be at least one leaf.
         cast, device: converts dtypes instead of refusing them; where new tensors go, "original" for where each was.
         verify: compares checksums of all that is read; "first" matters to `load_into` alone.
-        on_corrupt: "skip" salvages (no `Bank`): damaged leaves are `...`, and in `LoadReport.damaged`; all ranks call.
+        on_corrupt: "skip" salvages, no `Bank`: damaged leaves become `...`, see `report.damaged`. Every rank calls.
         per_rank: in another world size, refuse `PerRank` state, or take that of rank modulo the old world.
         copy: gives each array memory of its own, where whole ones are views of what a range of a file was read into.
         mmap: maps whole arrays: bytes come when they are touched, without checksums, from a file that must stay.

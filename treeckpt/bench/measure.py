@@ -54,7 +54,7 @@ class Measurement:
         """Measures raw rates, on rank 0; of a state on a device, none is above the rate of the copy."""
         rates: dict[AnyLimit, float] = {name: self._raw.measure(name) for name in names} if self._raw else {}
         if self._device is not None:
-            copies = self._device.measure()
+            copies: dict[AnyLimit, float] = {**self._device.measure()}
             for name in names:
                 if name != "C":
                     rates[name] = min(rates[name], copies["D2H" if name.startswith("W") else "H2D"])

@@ -56,7 +56,8 @@ def number_image(data: np.ndarray, dtype: str) -> NumberImage | None:
     with np.errstate(invalid="ignore", over="ignore"):
         shares = np.where(finite, found / limit if limit else 0.0, 0.0)
     cells = np.where(finite, np.rint(shares * 127), BAD).astype(np.int8)
-    return NumberImage(*cells.shape, limit, cells.tobytes())
+    height, width = cells.shape
+    return NumberImage(height, width, limit, cells.tobytes())
 
 
 def _edges(size: int, most: int) -> np.ndarray:
