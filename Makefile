@@ -17,10 +17,13 @@ FUZZ_SECONDS ?= 60
 MUTATIONS ?= 60
 MUTATE_SECONDS ?= 1800
 MUTATE_ARGS ?=
+# What `make docs` describes, besides the packages that these hold; errors and formats are pages of their own.
+DOCS := treeckpt treeckpt.training treeckpt.convert treeckpt.dcp treeckpt.loading.transforms treeckpt.core.analysis.retention_policy \
+  treeckpt.integrations.transformers treeckpt.errors treeckpt.core.format
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
-.PHONY: help install demo test test-all test-gpu test-stores test-dcp test-frameworks fuzz mutate check bench bench-dashboard format chromium strace clean
+.PHONY: help install demo test test-all test-gpu test-stores test-dcp test-frameworks fuzz mutate check bench bench-dashboard docs notebooks format chromium strace clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -118,6 +121,16 @@ bench: $(STAMP) ## run the benchmarks
 bench-dashboard: $(STAMP) chromium ## measure the dashboard's speed against its bars
 	$(call say,Measuring the dashboard)
 	@$(BIN)/python -m tests.bench.dashboard
+
+docs: $(STAMP) ## write the reference of the public names, the errors and the format of files to build/docs, as HTML
+	$(call say,Installing pdoc)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[docs]'
+	$(call say,Writing build/docs)
+	@$(BIN)/python -m pdoc -d google --no-show-source -o build/docs $(DOCS) '!treeckpt\.(core\.format|training|convert|dcp|loading\.transforms)\..*'
+
+notebooks: $(STAMP) ## run the guides in notebooks/ and renew the outputs that are stored in them
+	$(call say,Running the guides)
+	@$(BIN)/python -m tests.helpers.notebooks
 
 format: $(STAMP) ## format the code and repair what ruff can
 	$(call say,Formatting)

@@ -36,3 +36,9 @@ def test_the_tree_of_errors_is_as_drawn():
     assert issubclass(FormatError, CheckpointError)
     for kind in KINDS:
         assert kind.__name__ in errors.__doc__
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_error_says_its_cause_and_remedy_and_shows_its_message(kind):
+    """`make docs` renders these; tests/test_examples.py runs the examples."""
+    assert all(part in kind.__doc__ for part in ("\n\n    Cause: ", "\n\n    Remedy: ", "\n\n    >>> "))

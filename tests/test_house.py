@@ -133,6 +133,7 @@ def test_test_modules_stand_in_the_folder_of_what_they_test():
     assert there - project == {
         "test_error_classes",
         "test_errors",
+        "test_examples",
         "test_exports",
         "test_mistakes",
         "test_peers",

@@ -1,40 +1,100 @@
-"""Every notebook runs from top to bottom, twice from one directory, leaves no file, and is committed without output."""
+"""Every guide runs, prints what is stored with it, leaves no file, and holds nothing of the machine that it ran on."""
 
 from __future__ import annotations
 
-import copy
-import pathlib
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
-NOTEBOOKS = sorted((pathlib.Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+from tests.helpers.notebooks import NOTEBOOKS, ROOT, run_in_kernel, run_quickly, text_of
+from treeckpt_dashboard.runs import metrics
 
-
-def test_there_are_notebooks() -> None:
-    assert NOTEBOOKS
-
-
-@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_notebook_runs_again_and_leaves_no_file(
-    path: pathlib.Path, times: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here, temporary = tmp_path / "here", tmp_path / "temporary"
-    here.mkdir()
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    notebook = nbformat.read(path, as_version=4)
-    cells = copy.deepcopy(notebook.cells)
-    for time in range(1, times):
-        notebook.cells += [nbformat.from_dict({**cell, "id": f"again-{time}-{n}"}) for n, cell in enumerate(cells)]
-    NotebookClient(notebook, timeout=300, startup_timeout=300, resources={"metadata": {"path": str(here)}}).execute()
-    assert not list(here.iterdir())
-    assert not [file for file in temporary.rglob("*") if file.suffix in {".json", ".safetensors", ".pt", ".py"}]
+STEMS = [path.stem for path in NOTEBOOKS]
+each_guide = pytest.mark.parametrize("path", NOTEBOOKS, ids=STEMS)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_notebook_is_committed_without_output(path: pathlib.Path) -> None:
-    notebook = nbformat.read(path, as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells)
+def cells_of(path: Path) -> list[Any]:
+    return json.loads(path.read_text())["cells"]
+
+
+def stored_texts(path: Path) -> list[str]:
+    return [text_of(cell) for cell in cells_of(path) if cell["cell_type"] == "code"]
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[str]]]:
+    directory = tmp_path_factory.mktemp("guides")
+    return directory, run_quickly(NOTEBOOKS, directory)
+
+
+def test_the_guides_are_numbered_and_each_names_the_next() -> None:
+    assert [int(stem[:2]) for stem in STEMS] == list(range(1, len(STEMS) + 1)) and len(STEMS) == 9
+    for path, following in zip(NOTEBOOKS, STEMS[1:], strict=False):
+        *_, last = (cell for cell in cells_of(path) if cell["cell_type"] == "markdown")
+        assert f"({following}.ipynb)" in "".join(last["source"])
+
+
+@each_guide
+def test_the_guide_prints_what_is_stored_with_it(path: Path, printed: tuple[Path, dict[str, list[str]]]) -> None:
+    assert printed[1][path.stem] == stored_texts(path)
+
+
+@each_guide
+def test_the_guide_leaves_no_file(path: Path, printed: tuple[Path, dict[str, list[str]]]) -> None:
+    assert [file for file in (printed[0] / path.stem).rglob("*") if file.is_file()] == []
+
+
+@each_guide
+def test_stored_outputs_are_small_and_hold_no_path_host_or_time(path: Path) -> None:
+    assert path.stat().st_size < 300_000
+    assert json.loads(path.read_text())["metadata"]["language_info"] == {"name": "python"}
+    outputs = [out for cell in cells_of(path) for out in cell.get("outputs", ())]
+    assert outputs
+    assert {out.get("name", "stdout") for out in outputs} == {"stdout"}  # no warnings
+    for out in outputs:
+        assert set(out.get("data", {})) <= {"image/png"}
+        for picture in out.get("data", {}).values():
+            assert base64.b64decode("".join(picture)).startswith(b"\x89PNG")
+    text = "\n".join(stored_texts(path))
+    assert not re.search(
+        r"(?<!\w)/(tmp|home|work|root|usr|var)\b|localhost|\b[0-9a-f]{16}\b|\b20\d\d-\d\d-\d\d\b", text
+    )
+
+
+@each_guide
+def test_links_and_pictures_of_the_guide_exist(path: Path) -> None:
+    text = "\n".join("".join(cell["source"]) for cell in cells_of(path) if cell["cell_type"] == "markdown")
+    assert len(text.split()) < 900  # five minutes with the code
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    places = [(path.parent / target.partition("#")[0]).resolve() for target in targets if "://" not in target]
+    assert [place for place in places if not place.exists() or ROOT not in place.parents] == []
+
+
+def test_the_guides_name_metrics_and_states_that_the_dashboard_has() -> None:
+    text = "\n".join("".join(cell["source"]) for path in NOTEBOOKS for cell in cells_of(path))
+    named = set(re.findall(r"\btreeckpt_(?!dashboard)([a-z_]+)", text))
+    assert len(named) > 3 and named <= set(metrics._HELP)
+    assert set(re.findall(r'status="(\w+)"', text)) <= set(metrics._STATUSES)
+
+
+# with a kernel --------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+@each_guide
+def test_a_kernel_gives_the_outputs_that_are_stored(path: Path, tmp_path: Path) -> None:
+    fresh = [cell for cell in run_in_kernel(path, tmp_path).cells if cell.cell_type == "code"]
+    stored = [cell for cell in cells_of(path) if cell["cell_type"] == "code"]
+    assert [text_of(cell) for cell in fresh] == stored_texts(path)
+    kinds = [[sorted(out.get("data", [out["output_type"]])) for out in cell["outputs"]] for cell in (*fresh, *stored)]
+    assert kinds[: len(fresh)] == kinds[len(fresh) :]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_guides_run_twice_in_one_process(tmp_path: Path) -> None:
+    for path, printed in run_quickly(NOTEBOOKS, tmp_path, times=2).items():
+        half = len(printed) // 2
+        assert printed[:half] == printed[half:], path

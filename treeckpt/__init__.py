@@ -7,6 +7,19 @@
 
 Importing it, reading an index and the command line import no torch.
 
+`make docs` renders these pages: `treeckpt.training`, `treeckpt.convert`, `treeckpt.dcp`, `treeckpt.trees`, load rules
+(`treeckpt.loading.transforms`), retention policies (`treeckpt.core.analysis.retention_policy`), names of the hub
+(`treeckpt.integrations.transformers`), errors (`treeckpt.errors`), and the format of files (`treeckpt.core.format`).
+
+The examples in docstrings are run by the tests, each in an empty directory after these lines:
+
+    >>> import numpy as np
+    >>> import torch
+    >>> import treeckpt as tc
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> report = tc.save("run/step_00000100", {"model": model.state_dict(), "step": 100})
+
 The package, from top to bottom; imports only go down, and each package says in its first lines where to start:
 
     cli  bench  demo  report  convert   tools: commands, benchmark, example job, HTML reports, other formats

@@ -66,6 +66,9 @@ def save(
 ) -> SaveReport:
     """Saves a tree; returns when it is durable and committed. Call it on every rank.
 
+    >>> tc.save("run/step_00000200", {"w": np.zeros((2, 3)), "step": 200}, step=200).nbytes
+    48
+
     Args:
         path: a directory, created if needed; its name is the checkpoint's. Or a URL (`s3://bucket/run/step_00000100`,
             `gs://`, `az://`, those of fsspec), or a store, as everywhere.
@@ -129,6 +132,9 @@ def save_async(
     call (there is a checkpoint already, ranks contradict each other) is raised here; a later one by `Pending.result`,
     or, if that is not called, by the next save.
 
+    >>> tc.save_async("run/step_00000200", model.state_dict()).result().nbytes
+    40
+
     Args:
         staging: "copy" copies before it returns. "lazy" returns at once and copies beside the next forward and
             backward, which must not change the tree: let `training.guard` hold the optimizer's step until it is
@@ -168,6 +174,8 @@ def prewarm(tree: object, *, writer: WriterKind = "process", comm: AnyComm = Non
 
     Starts the writer, computes the plan, and allocates the memory for staging. Call it on every rank.
 
+    >>> tc.prewarm(model.state_dict())
+
     Raises:
         TreeckptError: the tree cannot be saved.
     """
@@ -202,6 +210,8 @@ def load(
 
     It holds no lease: where a `Manager` may delete the checkpoint, load with `Manager.restore` or in `Manager.reading`.
 
+    >>> tree = tc.load("run/step_00000100", {"model": {"weight": torch.empty(2, 4), "bias": ...}, "step": 0})
+
     Args:
         path: as given to save, or files of other programs; or a `Bank` or list of several, of which later ones win.
         like: tensors, DTensors, `ArraySpec`s, anything with shape and dtype, `...` for no leaf. None: as saved, whole.
@@ -209,8 +219,7 @@ def load(
         rename, transforms: {"h.$L.*": "layers.$L.*"}, then rules or statements of `treeckpt.rules`: as if saved so.
         strict: like and checkpoint must have the same leaves ("missing": like's must be there), rules match some leaf.
             False takes what both have, which must be at least one leaf.
-        cast: converts dtypes instead of refusing them.
-        device: where new tensors go; "original" puts each where it was.
+        cast, device: converts dtypes instead of refusing them; where new tensors go, "original" for where each was.
         verify: compares checksums of all that is read; "first" matters to `load_into` alone.
         on_corrupt: "skip" salvages, no `Bank`: damaged leaves become `...`, see `report.damaged`. Every rank calls.
         per_rank: in another world size, refuse `PerRank` state, or take that of rank modulo the old world.
@@ -226,8 +235,7 @@ def load(
     Raises:
         CheckpointNotFound, CorruptError, FormatError, MismatchError: the state of the files, or what is wanted.
     """
-    comm = as_comm(comm, sends_messages=together)
-    with _ending(comm, path, together=together, hint=_DROPPED):
+    with _ending(comm := as_comm(comm, sends_messages=together), path, together=together, hint=_DROPPED):
         options = LoadOptions(globs_of(select), strict, cast, device, verify, per_rank, copy, mmap, allow_pickle,
             namespace, read, memory, globs_of(exclude), as_rules(rename, transforms))  # fmt: skip
         tree, report = run_load(path, like, comm, options, on_corrupt)
@@ -251,6 +259,9 @@ def load_abstract(
     """The tree of a checkpoint with its values, and an `ArraySpec` in the place of each array; it reads no array.
 
     It is what `load` takes as `like` to load the same; `treeckpt show --structure` prints it. The specs name no device.
+
+    >>> tc.load_abstract("run/step_00000100")["model"]["bias"].shape
+    (2,)
 
     Args:
         path, select, exclude, rename, transforms, allow_pickle, namespace: as for `load`.
@@ -302,6 +313,9 @@ def load_into(
     `on_corrupt="skip"` what is damaged stays as it was, an object of which a value would be missing as a whole.
 
     See `load` for the arguments and errors.
+
+    >>> print(tc.load_into("run/step_00000100", {"model": model, "step": 0}).loaded)
+    3
     """
     comm = as_comm(comm, sends_messages=together)
     with _ending(comm, path, together=together, hint="What was to be filled may be filled on some ranks only"):
@@ -328,6 +342,9 @@ def load_async(
     `result()` waits for the tree; what fails is raised there. `like` must not be changed before. The end of the process
     does not wait for a load: nothing is read any more. CUDA's current device is that of the calling thread.
 
+    >>> tc.load_async("run/step_00000100").result()["step"]
+    100
+
     Args:
         path, like, options: as for `load`. Ranks may exchange messages for `together` alone, beside other loads and
             saves: call it on every rank in the same order then, and `result` raises the same on all. `read="once"`, and
@@ -351,7 +368,6 @@ def load_async(
             )
     talk = background_comm(comm) if together else comm
     ending = _ending(talk, path, together=together, hint=_DROPPED)
-
     own = cast(LoadKeywords, options)
 
     def run(source: Any) -> Any:
@@ -366,6 +382,9 @@ def abstract(tree: Any, *, comm: AnyComm = None, namespace: str = "") -> Any:
 
     Of a DTensor it also says which regions this rank holds. An object with `state_dict` and `load_state_dict` stands
     for what the first gives.
+
+    >>> tc.abstract({"w": np.zeros((2, 3)), "step": 1})["w"].shape
+    (2, 3)
     """
     from .arrays.registry import abstract_of
 

@@ -16,7 +16,12 @@ NOTEBOOK_PATHS = 20
 
 
 class SaveReport(msgspec.Struct, frozen=True):
-    """What one rank wrote in a save."""
+    """What one rank wrote in a save.
+
+    >>> report = tc.save("run/step_00000200", model.state_dict(), step=200)
+    >>> report.step, report.world, report.nbytes, len(report.files)
+    (200, 1, 40, 1)
+    """
 
     path: str
     save_id: str
@@ -64,7 +69,12 @@ class SaveReport(msgspec.Struct, frozen=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """What a load read, and the paths at which the checkpoint and the requested tree differ."""
+    """What a load read, and the paths at which the checkpoint and the requested tree differ.
+
+    >>> report = tc.load_into("run/step_00000100", {"step": 0, "more": 1}, strict=False)
+    >>> report.loaded, report.missing, report.unexpected
+    (1, ('more',), ('model/weight', 'model/bias'))
+    """
 
     path: str
     nbytes: int
@@ -155,7 +165,12 @@ class Leftover(msgspec.Struct, frozen=True, array_like=True):
 
 
 class VerifyReport(msgspec.Struct, frozen=True):
-    """What a verification compared and found."""
+    """What a verification compared and found.
+
+    >>> report = tc.verify("run/step_00000100")
+    >>> report.ok, report.nbytes, report.problems
+    (True, 40, ())
+    """
 
     path: str
     files: int

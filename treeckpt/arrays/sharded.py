@@ -33,6 +33,11 @@ class Sharded:
         tc.Sharded(flat, (1000, 64), 12_345)               # a flat range of elements, in C order
         tc.Sharded([a, b], (1000, 64), [(0, 0), (500, 0)])  # several pieces, each a box or a flat range
 
+    >>> piece = tc.Sharded(np.ones((2, 4)), global_shape=(2, 4), offset=(0, 0))
+    >>> report = tc.save("run/step_00000200", {"w": piece})
+    >>> tc.load("run/step_00000200")["w"].shape
+    (2, 4)
+
     Args:
         local: the piece, any array that can be a leaf; or a list of them, all of one dtype. A rank that holds nothing
             gives an empty flat piece: `tc.Sharded(torch.empty(0), shape, 0)`.

@@ -42,7 +42,12 @@ ContentsLeaf = tuple[str, Any]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One leaf or container that a conversion changes."""
+    """One leaf or container that a conversion changes.
+
+    >>> [finding] = tc.convert.convert("run/step_00000100", "model.safetensors", dry_run=True).losses
+    >>> print(finding)
+    step: ...
+    """
 
     path: str
     expected: str

@@ -55,7 +55,11 @@ AnyPath = str | os.PathLike[str]
 
 
 class ConvertReport(msgspec.Struct, frozen=True):
-    """The result of a conversion, or of a dry run."""
+    """The result of a conversion, or of a dry run.
+
+    >>> len(tc.convert.convert("run/step_00000100", "model.safetensors", dry_run=True).losses)
+    1
+    """
 
     source: str
     destination: str
@@ -148,9 +152,11 @@ def convert(
 ) -> ConvertReport:
     """Writes a checkpoint in another format. Call it on every rank: they share the bytes.
 
-    What is read is compared with the checksums that stand beside it: our own, and the CRC-32s in files of torch.save
-    and DCP. Those of safetensors and Paddle have none, nor has what was saved after
-    `torch.serialization.set_crc32_options(False)`.
+    What is read is compared with the checksums beside it: our own, and the CRC-32s in files of torch.save and DCP, but
+    not after `torch.serialization.set_crc32_options(False)`. Files of safetensors and Paddle have none.
+
+    >>> tc.convert.convert("run/step_00000100", "new.pt").leaves
+    3
 
     Args:
         source: a checkpoint of any of `SOURCES`; the format is found by looking.
@@ -160,9 +166,8 @@ def convert(
         max_shard_size: bytes of a file, at most (a larger array alone), e.g. "5GB"; a safetensors directory has several
             then, and an index.
         memory: bytes of buffers, at most; saving in our own format needs 56 MiB.
-        select: globs over paths; a path under a named one counts.
-        exclude: globs over paths that are left out. What cannot be read, or not without running code, is no error then;
-            as an element of a list or tuple it becomes None, so that the others stay where they are.
+        select, exclude: globs over paths, and all below them. What is excluded need not be readable without running
+            code; as an element of a list or tuple it becomes None, so that the others stay where they are.
         subtree: a path: what is below it is the tree, and its names begin there.
         rename, transforms: as in `load`; names are those below `subtree`.
         hub_names: a model of transformers, or its config, whose `save_pretrained` gives names and layouts to its state.
@@ -182,8 +187,7 @@ def convert(
     text = os.fspath(destination)
     to, directory = _format(text, to)
     budget, limit = _sizes(to, directory, memory, max_shard_size)
-    globs = _globs(select), _globs(exclude)
-    tree = (*globs, subtree, as_rules(rename, transforms), hub_names)
+    tree = (_globs(select), _globs(exclude), subtree, as_rules(rename, transforms), hub_names)
     options = _Options(text, to, directory, dtype, limit, budget, *tree, lossy, dry_run, overwrite, step)
     return _convert(source, options, as_comm(comm))
 
@@ -341,7 +345,6 @@ _FITS = {"torch": fit_torch, "dcp": fit_dcp, "safetensors": fit_safetensors, "tr
 
 def _lay_out(held: FittedContents, options: _Options) -> Output | None:
     """Returns the files to write; None for a checkpoint of ours, which a save writes."""
-    limit = options.max_shard_size or SHARD
     if options.to == "torch":
         from .torch_write import lay_out_torch
 
@@ -349,9 +352,9 @@ def _lay_out(held: FittedContents, options: _Options) -> Output | None:
     if options.to == "dcp":
         from .dcp_write import lay_out_dcp
 
-        return lay_out_dcp(held, max_shard_size=limit)
+        return lay_out_dcp(held, max_shard_size=options.max_shard_size or SHARD)
     if options.to == "safetensors":
-        return lay_out_safetensors(held, directory=options.directory, max_shard_size=limit)
+        return lay_out_safetensors(held, directory=options.directory, max_shard_size=options.max_shard_size or SHARD)
     return None
 
 
@@ -359,20 +362,35 @@ def to_safetensors(source: AnyPath | Store, destination: AnyPath, **options: Unp
     """Writes safetensors: one file where the destination ends so, else a directory as Hugging Face has it.
 
     See `convert` for the options and errors.
+
+    >>> tc.convert.to_safetensors("run/step_00000100", "hub", subtree="model", dtype="bfloat16").files
+    ('model.safetensors',)
     """
     return convert(source, destination, to="safetensors", **options)
 
 
 def to_torch_file(source: AnyPath | Store, destination: AnyPath, **options: Unpack[ConvertOptions]) -> ConvertReport:
-    """Writes a file that `torch.load` takes with `weights_only=True`. See `convert` for the options and errors."""
+    """Writes a file that `torch.load` takes with `weights_only=True`. See `convert` for the options and errors.
+
+    >>> tc.convert.to_torch_file("run/step_00000100", "new.pt").leaves
+    3
+    """
     return convert(source, destination, to="torch", **options)
 
 
 def to_dcp(source: AnyPath | Store, destination: AnyPath, **options: Unpack[ConvertOptions]) -> ConvertReport:
-    """Writes a directory that torch.distributed.checkpoint loads. See `convert` for the options and errors."""
+    """Writes a directory that torch.distributed.checkpoint loads. See `convert` for the options and errors.
+
+    >>> tc.convert.to_dcp("run/step_00000100", "dcp").format
+    'dcp'
+    """
     return convert(source, destination, to="dcp", **options)
 
 
 def to_treeckpt(source: AnyPath | Store, destination: AnyPath, **options: Unpack[ConvertOptions]) -> ConvertReport:
-    """Writes a checkpoint of ours. See `convert` for the options and errors."""
+    """Writes a checkpoint of ours. See `convert` for the options and errors.
+
+    >>> tc.convert.to_treeckpt("run/step_00000100", "run/step_00000200").arrays
+    2
+    """
     return convert(source, destination, to="treeckpt", **options)

@@ -29,6 +29,9 @@ SOURCES = ("treeckpt", *FOREIGN)
 def detect(path: str | os.PathLike[str] | Store) -> str:
     """Returns the format of the checkpoint at a path, by its files' names and first bytes: one of `SOURCES`.
 
+    >>> tc.convert.detect("run/step_00000100")
+    'treeckpt'
+
     Raises:
         CheckpointNotFound: there is nothing.
         FormatError: nothing that is known.

@@ -23,6 +23,11 @@ def install(*, marker: bool = False) -> None:
     `torch.distributed.checkpoint.save(state_dict, checkpoint_id=path)` then writes treeckpt's format; directories that
     DCP has written still load. Call it after the imports of the program, in every process that saves or loads.
 
+    >>> tc.dcp.install()
+    >>> torch.distributed.checkpoint.FileSystemWriter is tc.dcp.Writer
+    True
+    >>> tc.dcp.uninstall()
+
     Args:
         marker: writes a file `.metadata` into each checkpoint, for programs that look for one.
     """
@@ -32,7 +37,10 @@ def install(*, marker: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Takes back what `install` did."""
+    """Takes back what `install` did.
+
+    >>> tc.dcp.uninstall()
+    """
     DcpWriter.marker_by_default = False
     for name, (old, new) in _SWAPPED.items():
         _replace(name, new, old)

@@ -35,6 +35,11 @@ def load(
     Tensors on the meta device are replaced by new ones. Entries of the checkpoint that are not asked for are ignored. A
     directory that DCP has written is loaded through DCP.
 
+    >>> state = {"model": model.state_dict(), "step": 0}
+    >>> tc.dcp.load(state, checkpoint_id="run/step_00000100", no_dist=True)
+    >>> state["step"]
+    100
+
     Args:
         checkpoint_id: a path or URL, as for `treeckpt.load`.
         storage_reader: a `Reader` or DCP's `FileSystemReader`, for its path; another one is used through DCP.

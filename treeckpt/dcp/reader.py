@@ -37,6 +37,11 @@ class DcpReader(StorageReader):
 
     It gives each tensor as one chunk; treeckpt itself finds and reads the parts that a rank wants.
 
+    >>> state = {"step": 0}
+    >>> tc.dcp.load(state, storage_reader=tc.dcp.Reader("run/step_00000100"), no_dist=True)
+    >>> state["step"]
+    100
+
     Args:
         path: a path or URL, as for `treeckpt.load`.
         unused, ignored: those of `FileSystemReader`, for directories of DCP.

@@ -48,6 +48,8 @@ def save(
 
     A checkpoint at the path is replaced, and stays valid until then; a `Writer` with `overwrite=False` refuses.
 
+    >>> metadata = tc.dcp.save({"model": model.state_dict(), "step": 7}, checkpoint_id="ckpt", no_dist=True)
+
     Args:
         state_dict: dicts and lists with tensors, DTensors, ShardedTensors and values; stateful objects at the top stand
             for their states. `treeckpt.Sharded`, `PerRank` and `FromRank` may be in it.
@@ -99,6 +101,9 @@ def async_save(
     """Saves in the background, as `torch.distributed.checkpoint.async_save` does.
 
     It returns when the state dict is copied. A save that is under way is waited for first.
+
+    >>> future = tc.dcp.async_save({"model": model.state_dict()}, checkpoint_id="ckpt", no_dist=True)
+    >>> metadata = future.result()
 
     Args:
         async_checkpointer_type: `PROCESS` writes from a process of its own, as treeckpt does by default; `THREAD`, the

@@ -65,6 +65,8 @@ class DcpWriter(StorageWriter):
     which rank's value is written where several have one of a name. It may be sent to another process, as a background
     save of DCP does.
 
+    >>> metadata = tc.dcp.save({"step": 7}, storage_writer=tc.dcp.Writer("ckpt"), no_dist=True)
+
     Args:
         path: a path or URL, as for `treeckpt.save`.
         unused, ignored: those of `FileSystemWriter`, of which only `overwrite` has an effect.

@@ -31,6 +31,10 @@ class PendingLoad(BackgroundCall[Any]):
 
     Attributes:
         path: of what is loaded.
+
+    >>> pending = tc.load_async("run/step_00000100")
+    >>> pending.result()["step"], pending.done()
+    (100, True)
     """
 
     words = ("load", "loaded", "loads")

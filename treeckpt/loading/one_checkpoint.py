@@ -38,6 +38,9 @@ def opened(path: CheckpointPath) -> Iterator[Checkpoint]:
 def inspect(path: CheckpointPath) -> Index:
     """The index of a checkpoint: its tree, every leaf's spec and place, without reading any array.
 
+    >>> [leaf.path for leaf in tc.inspect("run/step_00000100").entries]
+    ['model/weight', 'model/bias', 'step']
+
     Raises:
         CheckpointNotFound, CorruptError, FormatError: the state of the files.
     """
@@ -48,6 +51,10 @@ def inspect(path: CheckpointPath) -> Index:
 def read_file(path: CheckpointPath, name: str) -> bytes:
     """The content of a file that was saved with `files=`, verified; `inspect(path).sidecars` lists all.
 
+    >>> report = tc.save("run/step_00000200", {}, files={"config.json": b"{}"})
+    >>> tc.read_file("run/step_00000200", "config.json")
+    b'{}'
+
     Raises:
         MismatchError: there is none of that name.
         CheckpointNotFound, CorruptError, FormatError: the state of the files.
@@ -57,6 +64,9 @@ def read_file(path: CheckpointPath, name: str) -> bytes:
 
 def verify(path: CheckpointPath, *, repair: bool = False) -> VerifyReport:
     """Reads everything and compares it with its checksums, and the shards with the index.
+
+    >>> tc.verify("run/step_00000100").ok
+    True
 
     Args:
         repair: makes again what can be: the index from the shards' headers, a header from the index where its seal
@@ -75,6 +85,9 @@ def verify(path: CheckpointPath, *, repair: bool = False) -> VerifyReport:
 
 def rebuild_index(path: CheckpointPath, *, replace: bool = False) -> Index:
     """Makes a lost index.json again from the shards alone, and publishes it.
+
+    >>> tc.rebuild_index("run/step_00000100", replace=True).world
+    1
 
     Args:
         replace: also where there is an index.

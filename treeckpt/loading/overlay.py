@@ -37,6 +37,9 @@ T = TypeVar("T")
 class From(msgspec.Struct, frozen=True):
     """One checkpoint of a bank.
 
+    >>> tc.load([tc.From("run/step_00000100", select="step"), tc.From("gone", optional=True)])["step"]
+    100
+
     Args:
         path: as for `treeckpt.load`.
         select, exclude: globs over the paths that it gives, by the names after its rules.
@@ -54,6 +57,9 @@ class From(msgspec.Struct, frozen=True):
 
 class Bank:
     """Several checkpoints as one: `tc.load(tc.Bank(["base", tc.From("tuned", select="model/head")]), like)`.
+
+    >>> tc.load(tc.Bank(["run/step_00000100", tc.From("gone", optional=True)]), select="step")["step"]
+    100
 
     Args:
         sources: paths, stores or `From`; of a leaf that several of them give, the last one's is taken.

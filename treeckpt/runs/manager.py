@@ -68,6 +68,12 @@ WAIT_AFTER_ERROR = 10.0
 class Manager(RegistrationMixin, RestoreMixin):
     """Saves, keeps and restores the checkpoints of a run. Create one on every rank.
 
+    >>> with tc.Manager("job", keep=[tc.policy.Last(2), tc.policy.Best("loss")], background=False) as manager:
+    ...     for step, loss in ((10, 0.5), (20, 0.7), (30, 0.6), (40, 0.8)):
+    ...         report = manager.save(step, model.state_dict(), metrics={"loss": loss})
+    >>> manager.steps(), manager.latest(), manager.best("loss")
+    ([10, 30, 40], 40, 10)
+
     Args:
         run: a directory, or a URL (`s3://bucket/run`); checkpoints are its subdirectories `step_00000100`. Nothing
             else in it is ever touched.

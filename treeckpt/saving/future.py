@@ -27,6 +27,11 @@ class Pending(BackgroundCall[SaveReport | None]):
         path: where the save goes.
         skipped: an earlier save was still running and `busy="skip"` was given: this save does nothing.
         limit: seconds that the save waits for another rank.
+
+    >>> pending = tc.save_async("run/step_00000200", {"step": 200})
+    >>> pending.wait_staged()  # from here on the tree may be changed
+    >>> pending.result(timeout=60).step, pending.done()
+    (None, True)
     """
 
     words = ("save", "saved", "saves")

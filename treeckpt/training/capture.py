@@ -56,6 +56,9 @@ def state(
     The tree is the same under every parallelism: plain, DDP, FSDP2, tensor parallel, pipeline stages, compiled or
     checkpointed modules. Save it before the next step: its tensors are the live ones.
 
+    >>> sorted(tc.training.state(model, optimizer, extra={"epoch": 3}))
+    ['extra', 'model', 'optimizer', 'param_groups', 'rng']
+
     Args:
         model: a module; a list of the parts of one (pipeline stages) with distinct names; or a dict of several.
         optimizer: likewise. Its state is keyed by the model's parameter names.
@@ -65,8 +68,7 @@ def state(
         extra: any tree of your own. State that differs between ranks goes under `treeckpt.PerRank`.
         buffers: of modules that several ranks hold. "replicated": one for all, that of the first rank of the wrapper or
             mesh around the module; without one the save compares them. "first": without one that of rank 0 counts,
-            whatever the others have. "same": those of all ranks are compared, as plain tensors are. "per_rank": one for
-            each rank.
+            whatever the others have. "same": all are compared, as plain tensors are. "per_rank": one for each rank.
         select, exclude: globs over `model/...`: what is not selected is left out, and the optimizers' state of it.
         frozen: False leaves out parameters that do not require gradients, as beside adapters (LoRA). What is left out
             is named under "left_out": `restore` takes such a checkpoint with `strict="missing"`, and reports it.
@@ -95,9 +97,7 @@ def state(
         tree["rng"] = PerRank(rng_state())
     if extra is not None:
         tree["extra"] = extra
-    if left_out:
-        tree[LEFT_OUT] = left_out
-    return tree
+    return tree | {LEFT_OUT: left_out} if left_out else tree
 
 
 def _left_out(

@@ -17,7 +17,11 @@ from .optimizers import optimizer_chain
 
 
 class Guard:
-    """A step pre-hook that waits for saves; each optimizer has one, for all its saves."""
+    """A step pre-hook that waits for saves; each optimizer has one, for all its saves.
+
+    >>> guard = tc.training.guard(optimizer, tc.save_async("run/step_00000200", model.state_dict(), staging="lazy"))
+    >>> guard.remove()
+    """
 
     def __init__(self) -> None:
         self._pending: list[Pending] = []
@@ -48,6 +52,10 @@ def guard(optimizer: Any, pending: Pending) -> Guard:
     """Lets the optimizer's next step wait until the save has copied the tree.
 
     Call it after each `save_async` with `staging="lazy"`; an optimizer keeps one guard for all of them.
+
+    >>> pending = tc.save_async("run/step_00000200", model.state_dict(), staging="lazy")
+    >>> guard = tc.training.guard(optimizer, pending)
+    >>> optimizer.step()  # waits until the parameters are copied
 
     Args:
         optimizer: a `torch.optim.Optimizer`, or what wraps one.

@@ -49,6 +49,8 @@ def save(
 ) -> SaveReport:
     """Saves models, optimizers and other state; call it on every rank of the group.
 
+    >>> report = tc.training.save("ckpt", model, optimizer, others={"epoch": 3})
+
     Args:
         path: a directory; an existing checkpoint there is replaced once the new one is complete.
         model: a module or a list of several.
@@ -90,6 +92,10 @@ def load(
     **options: Any,
 ) -> dict[str, Any]:
     """Loads what `save` saved: {"model": ..., "optimizer": ..., and the others by their names}.
+
+    >>> report = tc.training.save("ckpt", model, optimizer, others={"epoch": 3})
+    >>> tc.training.load("ckpt", model, optimizer)["epoch"]
+    3
 
     Args:
         model: a module, or a list as in `save`: it is filled in place, and its entry in the result is its state dict.

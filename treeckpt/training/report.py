@@ -10,7 +10,12 @@ from ..core.text import bytes_text, seconds_text
 
 
 class RestoreReport(msgspec.Struct, frozen=True):
-    """What a restore filled, and what it did not find."""
+    """What a restore filled, and what it did not find.
+
+    >>> report = tc.training.restore(tc.training.state(model, optimizer), model, optimizer)
+    >>> report.missing, report.unexpected
+    ((), ())
+    """
 
     path: str
     step: int | None

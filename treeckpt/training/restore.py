@@ -86,6 +86,8 @@ def restore(
     What was saved under one parallelism is restored into any other. Names, shapes and groups are compared before the
     first change, checksums as for `treeckpt.load_into`.
 
+    >>> report = tc.training.restore("run/step_00000100", model, rng=False, strict="missing")
+
     Args:
         source: a path or store; a `Bank` or list of several; or a tree, `state(..., buffers="per_rank")` of this rank.
         model, optimizer, scheduler, loader, rng, extra: as for `state`; the optimizer may be fresh. A part that is None
@@ -108,10 +110,8 @@ def restore(
     """
     comm, rules = as_comm(comm, sends_messages=False), rules_of(rename, transforms, under, from_root=from_root)
     select, exclude = globs_of(select), globs_of(exclude)
-    strict = "missing" if strict is True and partial else strict
-    options = LoadOptions(
-        select, strict, cast, exclude=exclude, verify=verify, allow_pickle=allow_pickle, read=read, rules=rules
-    )
+    options = LoadOptions(select, "missing" if strict is True and partial else strict, cast, exclude=exclude,
+        verify=verify, allow_pickle=allow_pickle, read=read, rules=rules)  # fmt: skip
     targets = RestoreTargets(model, optimizer, scheduler, loader, rng, extra, tuple(keep), world_changed, device)
     run = functools.partial(_restore, comm=comm, targets=targets, options=options, under=under)
     return on_versions(source, run, together=read == "once") if is_stored(source) else run(source)

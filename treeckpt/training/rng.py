@@ -17,7 +17,11 @@ from ..errors import MismatchError
 
 
 def rng_state() -> dict[str, Any]:
-    """Returns the state of every generator as a tree of arrays and values."""
+    """Returns the state of every generator as a tree of arrays and values.
+
+    >>> sorted(tc.training.rng_state())
+    ['numpy', 'python', 'torch']
+    """
     version, integers, gauss = random.getstate()
     found: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -44,6 +48,12 @@ def check_rng(state: Any) -> None:
 
 def set_rng_state(state: Mapping[str, Any]) -> list[str]:
     """Sets the generators of this process to what `rng_state` returned; returns those that this process lacks.
+
+    >>> state = tc.training.rng_state()
+    >>> before = torch.rand(3)
+    >>> missing = tc.training.set_rng_state(state)
+    >>> torch.equal(torch.rand(3), before)
+    True
 
     Raises:
         MismatchError: it is not the state of generators; none has changed.

@@ -65,6 +65,9 @@ def gather(
     Ranks may hold different parts of the tree (pipeline stages): it comes back merged. Replicas must be equal, as
     for `save`; state under `PerRank` stays each rank's own.
 
+    >>> tc.trees.gather({"w": np.ones(3)}, group="alone")
+    {'w': array([1., 1., 1.])}
+
     Args:
         ranks: that receive the arrays, counted within the group; None is all. The others receive an `ArraySpec` in
             place of each array (a target for `load` or `distribute`), and the values.
@@ -95,6 +98,10 @@ def distribute(
     namespace: str = "",
 ) -> Any:
     """Returns a tree of new arrays with the data of `tree`, and the shape, dtype, kind, device and layout of `like`.
+
+    >>> like = {"w": tc.Sharded(np.empty((1, 2)), (2, 2), (1, 0))}
+    >>> tc.trees.distribute({"w": np.array([[1.0, 2.0], [3.0, 4.0]])}, like)["w"].local
+    array([[3., 4.]])
 
     Args:
         tree: holds the wanted arrays whole; without `src` at least the part that this rank wants. Leaves that are not
@@ -128,6 +135,9 @@ def broadcast(
     namespace: str = "",
 ) -> Any:
     """Returns the tree of one rank, on every rank: on that rank the same object, on the others new arrays.
+
+    >>> tc.trees.broadcast({"step": 7}, src=0, group="alone")
+    {'step': 7}
 
     Args:
         tree: of rank `src`; that of the others is ignored.

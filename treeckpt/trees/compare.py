@@ -21,7 +21,12 @@ from ..io.comm.comm import default_comm, global_rank
 
 
 class Sameness(msgspec.Struct, frozen=True):
-    """The differences between the structures of two trees: true in a condition if there are none."""
+    """The differences between the structures of two trees: true in a condition if there are none.
+
+    >>> found = tc.trees.same_structure({"w": np.ones(3)}, {"w": np.ones(4)})
+    >>> bool(found), found.differences
+    (False, ('w: shape (3,) instead of (4,)',))
+    """
 
     differences: tuple[str, ...]
     """One line each, `path: found instead of expected`, in the order of the expected tree."""
@@ -38,6 +43,9 @@ def same_structure(found: Any, expected: Any, *, namespace: str = "") -> Samenes
 
     The result is true in a condition if they are the same; as text it has a line per difference. Contents are not
     compared, and arrays may be on meta or be `ArraySpec`s.
+
+    >>> print(tc.trees.same_structure({"w": np.ones(3)}, {"w": np.ones(3), "b": 1}))
+    b: missing
     """
     rank = global_rank(default_comm())
     lines: list[str] = []

@@ -96,6 +96,9 @@ def _distributed_leaf(leaf: object, given: object, path: str, rank: int, device:
 def empty_like(tree: Any, *, device: str | None = None, namespace: str = "") -> Any:
     """Returns a tree of new, uninitialised arrays of the same shapes, dtypes, kinds and layouts; copies values.
 
+    >>> tc.trees.empty_like({"w": torch.empty(2, 3, device="meta")})["w"].device
+    device(type='cpu')
+
     Args:
         device: of the new arrays; by default that of the tree's. For an array on the meta device, or an `ArraySpec`,
             the host; for such a DTensor its mesh's device.
@@ -183,6 +186,11 @@ def copy_into(tree: Any, into: Any, *, cast: bool = False, namespace: str = "") 
 
     Each array is filled from what this rank holds of the source, whatever the two layouts: whole arrays fill the local
     part of a DTensor. The trees may share memory. Every check is made before the first byte is written.
+
+    >>> target = {"w": np.zeros(3)}
+    >>> tc.trees.copy_into({"w": np.ones(3)}, target)
+    >>> target
+    {'w': array([1., 1., 1.])}
 
     Args:
         cast: converts dtypes instead of refusing them.

@@ -22,6 +22,9 @@ def flatten_names(tree: Any, *, separator: str = ".", namespace: str = "") -> di
     A key that is no string is converted to text: 3 to `3`. Each leaf under `PerRank` is wrapped in `PerRank`. The name
     of a tree that is a leaf itself is "".
 
+    >>> tc.trees.flatten_names({"model": {"layers": [1.0, 2.0]}})
+    {'model.layers.0': 1.0, 'model.layers.1': 2.0}
+
     Raises:
         TreeError: two leaves would have the same name, as `a.b` beside {"a": {"b"}}; it names both.
     """
@@ -57,6 +60,9 @@ def _named(tree: Any, separator: str, namespace: str) -> list[tuple[str, str, An
 
 def unflatten_names(named: Mapping[str, Any], like: Any = None, *, separator: str = ".", namespace: str = "") -> Any:
     """Returns a tree of named leaves: the inverse of `flatten_names`; the leaves are the same objects.
+
+    >>> tc.trees.unflatten_names({"model.layers.0": 3.0}, like={"model": {"layers": [0.0]}})
+    {'model': {'layers': [3.0]}}
 
     Args:
         like: a tree with the wanted containers and keys, which names do not contain. Without it the result is nested

@@ -31,6 +31,9 @@ ALIGN = 64
 def offload(tree: Any, *, memory: Memory = "plain", namespace: str = "") -> Any:
     """Returns a copy of the tree in host memory, also of arrays on the host. Distributed arrays keep their layout.
 
+    >>> tc.trees.offload(model)["weight"].shape
+    torch.Size([2, 4])
+
     Args:
         memory: "plain"; "pinned", for fast copies to and from an accelerator (plain where there is none); "shared", so
             that other processes can map it. The last two use one block for all arrays.

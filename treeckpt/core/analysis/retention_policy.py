@@ -40,23 +40,35 @@ class StepInfo(msgspec.Struct, frozen=True):
 
 
 class All(msgspec.Struct, frozen=True, tag="all"):
-    """Every checkpoint."""
+    """Every checkpoint.
+
+    >>> tc.Manager("job", keep=[tc.policy.All()]).close()
+    """
 
 
 class Last(msgspec.Struct, frozen=True, tag="last"):
-    """The newest `count` checkpoints."""
+    """The newest `count` checkpoints.
+
+    >>> tc.Manager("job", keep=[tc.policy.Last(3)]).close()
+    """
 
     count: int
 
 
 class EverySteps(msgspec.Struct, frozen=True, tag="every_steps"):
-    """Every checkpoint whose step is a multiple of `steps`."""
+    """Every checkpoint whose step is a multiple of `steps`.
+
+    >>> tc.Manager("job", keep=[tc.policy.Last(1), tc.policy.EverySteps(1000)]).close()
+    """
 
     steps: int
 
 
 class Steps(msgspec.Struct, frozen=True, tag="steps"):
-    """The checkpoints of the given steps."""
+    """The checkpoints of the given steps.
+
+    >>> tc.Manager("job", keep=[tc.policy.Steps((1000, 5000))]).close()
+    """
 
     steps: tuple[int, ...]
 
@@ -66,6 +78,8 @@ class EveryPeriod(msgspec.Struct, frozen=True, tag="every_period"):
 
     Times are those of the clock, the order is that of the lineage: where the clock was set back, counting starts again.
     So the choice never depends on later checkpoints. Abandoned branches are counted separately.
+
+    >>> tc.Manager("job", keep=[tc.policy.Last(1), tc.policy.EveryPeriod(3600)]).close()
     """
 
     seconds: float
@@ -76,6 +90,8 @@ class Best(msgspec.Struct, frozen=True, tag="best"):
 
     A checkpoint without the metric, or whose metric is NaN, is not chosen. But as long as no checkpoint of the run has
     the metric (it is measured later, or its name is misspelt), all are kept.
+
+    >>> tc.Manager("job", keep=[tc.policy.Best("accuracy", count=2, mode="max")]).close()
     """
 
     metric: str

@@ -125,7 +125,15 @@ class IndexCounts(msgspec.Struct, frozen=True):
 
 
 class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, omit_defaults=True):
-    """All metadata of a checkpoint: what is known without opening a shard."""
+    """All metadata of a checkpoint: what is known without opening a shard.
+
+    >>> index = tc.inspect("run/step_00000100")
+    >>> [leaf] = index.by_path["model/weight"]
+    >>> leaf.spec.shape, leaf.spec.dtype, index.world, index.nbytes
+    ((2, 4), 'float32', 1, 40)
+    >>> [chunk] = index.chunks_of(leaf)
+    >>> file, at = index.locate(chunk.rank, chunk.start, chunk.start + leaf.nbytes, leaf.path)
+    """
 
     save_id: str
     step: int | None

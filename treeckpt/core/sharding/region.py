@@ -18,7 +18,11 @@ MAX_NDIM = 64
 
 
 class Region(msgspec.Struct, frozen=True, order=True, gc=False, array_like=True):
-    """A half-open box: `offset[d] <= index[d] < offset[d] + shape[d]`."""
+    """A half-open box: `offset[d] <= index[d] < offset[d] + shape[d]`.
+
+    >>> tc.Region((1, 0), (2, 4)).slices()
+    (slice(1, 3, None), slice(0, 4, None))
+    """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]

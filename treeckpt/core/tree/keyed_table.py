@@ -51,6 +51,13 @@ class KeyedTable:
     As a target of load its ids and slots only give the names, kinds, dtypes and row shapes of what is wanted; the
     number of rows comes from the checkpoint. `load_into` gives the table new arrays.
 
+    >>> table = tc.KeyedTable(np.array([7, -1]), {"embedding": np.ones((2, 3))})
+    >>> report = tc.save("run/step_00000200", {"table": table})
+    >>> tc.load("run/step_00000200")["table"].ids.tolist()
+    [7, -1]
+    >>> tc.KeyedTable.share(1, 4, 16)  # the buckets of rank 1 of 4
+    (4, 8)
+
     Args:
         ids: int64[N], in any order, each once.
         slots: arrays [N, *row] by name, such as an embedding and its moments.

@@ -21,6 +21,9 @@ def path_text(keys: Iterable[object]) -> str:
     A `/` in a key is written `~1`, a `~` `~0`; positions and integer keys are numbers, and a string that would read as
     one is marked: `("opt", 0, "1")` is `opt/0/~s1`. Such texts are in `Index.entries`, reports, errors and globs.
 
+    >>> tc.path_text(("opt", 0, "a/b"))
+    'opt/0/a~1b'
+
     Args:
         keys: dict keys, field names and positions from the root on; below a `PerRank` `PerRank(3)` is the step of rank
             3, and `PerRank(...)` that of each rank, `~rank*`.
@@ -40,6 +43,9 @@ def path_keys(text: str) -> tuple[object, ...]:
 
     Dict keys have their types (bool, int, float, None, bytes, tuples); positions are integers, fields of namedtuples
     and dataclasses strings. The steps `~rank3` and `~rank*` below a `PerRank` are `PerRank(3)` and `PerRank(...)`.
+
+    >>> tc.path_keys("opt/0/a~1b")
+    ('opt', 0, 'a/b')
 
     Raises:
         MismatchError: no key has that text.

@@ -24,6 +24,12 @@ class StridedView(msgspec.Struct, frozen=True, array_like=True):
 class ArraySpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """An array without its data; an abstract target for `load`, as jax.ShapeDtypeStruct.
 
+    >>> tc.ArraySpec((2, 3), torch.bfloat16).nbytes
+    12
+    >>> rows = tc.ArraySpec((2, 4), "float32", regions=(tc.Region((1, 0), (1, 4)),))
+    >>> tc.load("run/step_00000100", {"model": {"weight": rows}}, strict=False)["model"]["weight"].shape
+    torch.Size([1, 4])
+
     Args:
         shape: of the whole (global) array; any sequence of integers becomes a tuple.
         dtype: its name, see `core.sharding.dtypes`; a dtype of torch, numpy or ml_dtypes becomes its name.

@@ -52,6 +52,10 @@ def open_bucket(url: str, options: Mapping[str, Any]) -> tuple[ObjectBucket, str
 class ObjectStore:
     """The files of a checkpoint as objects under a prefix.
 
+    >>> report = tc.save(tc.ObjectStore("memory://bucket/step_00000001"), {"step": 1}, overwrite=True)
+    >>> tc.load("memory://bucket/step_00000001")
+    {'step': 1}
+
     Args:
         url: `s3://bucket/run/step_00000100` and the like.
         options: of obstore (`endpoint`, `region`, `access_key_id`, `client_options`, `retry_config`, ...), or of the
@@ -281,7 +285,13 @@ class ObjectFolder(Folder):
 
 
 class ObjectRun:
-    """A run of checkpoints under a prefix, as `s3://bucket/run`; options as for `ObjectStore`."""
+    """A run of checkpoints under a prefix, as `s3://bucket/run`; options as for `ObjectStore`.
+
+    >>> with tc.Manager(tc.ObjectRun("memory://bucket/run"), background=False) as manager:
+    ...     report = manager.save(manager.count + 1, {"step": 1})
+    >>> report.path
+    'memory://bucket/run/step_00000001'
+    """
 
     def __init__(self, url: str, **options: Any) -> None:
         self._bucket, self._prefix = open_bucket(url, options)

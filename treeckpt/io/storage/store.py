@@ -192,6 +192,9 @@ class LocalStore:
     """A directory of a local (or mounted) file system.
 
     `read_into`, `read_parts` and `mapped` all read bytes of shards: a subclass that changes one must change all three.
+
+    >>> tc.load(tc.LocalStore("run/step_00000100"))["step"]
+    100
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -305,7 +308,13 @@ def _rename_new(source: Path, target: Path) -> None:
 
 
 class MemoryStore:
-    """Files in this process's memory, for tests and for trees that need no disk."""
+    """Files in this process's memory, for tests and for trees that need no disk.
+
+    >>> store = tc.MemoryStore()
+    >>> report = tc.save(store, {"step": 1})
+    >>> tc.load(store)
+    {'step': 1}
+    """
 
     def __init__(self, name: str = "memory") -> None:
         self._name = name

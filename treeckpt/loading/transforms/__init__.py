@@ -64,7 +64,11 @@ Transforms = Rule | str | Iterable[Rule | str] | None
 
 
 def carried(*rules: Rule) -> Carried:
-    """Returns rules for `model/...` that are also applied to the optimizers' state; see `Carried`."""
+    """Returns rules for `model/...` that are also applied to the optimizers' state; see `Carried`.
+
+    >>> tc.rules.carried(tc.rules.Rename("model/old.*", "model/*")).rules[0].target
+    'model/*'
+    """
     return Carried(rules)
 
 
@@ -72,6 +76,9 @@ def split_qkv(
     source: str, into: tuple[str, str, str], *, heads: int, kv_heads: int | None = None, axis: int = 0, groups: int = 0
 ) -> Split:
     """Returns the rule that splits a fused attention projection into queries, keys and values.
+
+    >>> tc.rules.split_qkv("qkv", ("q", "k", "v"), heads=32, kv_heads=8).sizes
+    (4, 1, 1)
 
     Args:
         heads: number of query heads.
@@ -96,7 +103,11 @@ def fuse_qkv(
     axis: int = 0,
     groups: int = 0,
 ) -> Concat:
-    """Returns the rule that joins queries, keys and values into one projection; the inverse of `split_qkv`."""
+    """Returns the rule that joins queries, keys and values into one projection; the inverse of `split_qkv`.
+
+    >>> tc.rules.fuse_qkv(("q", "k", "v"), "qkv", heads=32, kv_heads=8).groups
+    8
+    """
     _heads(heads, kv_heads, groups)
     return Concat(sources, target, axis, groups or kv_heads or heads)
 
@@ -118,6 +129,9 @@ def _heads(heads: int, kv_heads: int | None, groups: int) -> tuple[int, int, int
 def split_ffn(source: str, into: tuple[str, str], *, axis: int = 0, groups: int = 1) -> Split:
     """Returns the rule that splits a fused gate and up projection.
 
+    >>> tc.rules.split_ffn("ffn", ("gate", "up")).into
+    ('gate', 'up')
+
     Args:
         groups: number of (gate, up) blocks along the axis: 1, or one for each rank of a tensor-parallel group.
     """
@@ -125,7 +139,11 @@ def split_ffn(source: str, into: tuple[str, str], *, axis: int = 0, groups: int 
 
 
 def fuse_ffn(sources: tuple[str, str], target: str, *, axis: int = 0, groups: int = 1) -> Concat:
-    """Returns the rule that joins gate and up projections; the inverse of `split_ffn`."""
+    """Returns the rule that joins gate and up projections; the inverse of `split_ffn`.
+
+    >>> tc.rules.fuse_ffn(("gate", "up"), "ffn").sources
+    ('gate', 'up')
+    """
     return Concat(sources, target, axis, groups)
 
 
@@ -140,6 +158,9 @@ def rotary_halves(
         tc.rules.rotary_halves("layers.$L.attention.wk.weight", "model.layers.$L.self_attn.k_proj.weight",
                                heads=config.num_key_value_heads, head_dim=config.head_dim)
 
+    >>> [type(rule).__name__ for rule in tc.rules.rotary_halves("wk", "k_proj", heads=8, head_dim=64)]
+    ['Split', 'Concat']
+
     Args:
         heads: number of heads of this projection; of keys, those of keys.
         head_dim: length of one head along the axis.
@@ -153,7 +174,11 @@ def rotary_halves(
 def rotary_pairs(
     source: str, target: str, *, heads: int, head_dim: int, axis: int = 0, optional: bool = False
 ) -> tuple[Split, Concat]:
-    """Returns the rules that undo `rotary_halves`: from transformers' order to that of Llama's own checkpoints."""
+    """Returns the rules that undo `rotary_halves`: from transformers' order to that of Llama's own checkpoints.
+
+    >>> [type(rule).__name__ for rule in tc.rules.rotary_pairs("k_proj", "wk", heads=8, head_dim=64)]
+    ['Split', 'Concat']
+    """
     parts = (f"{target}.even", f"{target}.odd")
     split = Split(source, parts, axis, groups=heads, optional=optional)
     return split, Concat(parts, target, axis, _pairs_in(heads, head_dim), optional=optional)
@@ -168,6 +193,9 @@ def _pairs_in(heads: int, head_dim: int) -> int:
 def inverse(rules: Transforms, leaves: Index | Mapping[str, ArraySpec | None]) -> tuple[Rule, ...]:
     """Returns rules that undo `rules`; they are written out for the names and shapes of these leaves.
 
+    >>> tc.rules.inverse(tc.rules.Rename("model/weight", "w"), tc.inspect("run/step_00000100"))
+    (Renames(...),)
+
     Args:
         leaves: an index, as `treeckpt.inspect` returns it, or specs by path.
 
@@ -181,12 +209,19 @@ def inverse(rules: Transforms, leaves: Index | Mapping[str, ArraySpec | None]) -
 
 
 def encode(rules: Sequence[Rule]) -> bytes:
-    """Encodes rules as JSON: a list of objects, each with its kind in the field `rule`."""
+    """Encodes rules as JSON: a list of objects, each with its kind in the field `rule`.
+
+    >>> tc.rules.encode([tc.rules.Rename("a", "b")])
+    b'[{"rule":"rename","source":"a","target":"b"}]'
+    """
     return msgspec.json.encode(rules)
 
 
 def decode(data: bytes | str) -> tuple[Rule, ...]:
     """Decodes what `encode` wrote. A string in the place of an object is a statement, as for `parse`.
+
+    >>> tc.rules.decode('["a -> b"]')
+    (Rename(source='a', target='b', optional=False),)
 
     Raises:
         FormatError: an unknown kind of rule or field, or a missing field.
@@ -223,6 +258,9 @@ def _pairs(rename: Any) -> tuple[tuple[str, str], ...]:
 
 def as_rules(rename: Renaming, transforms: Transforms) -> tuple[Rule, ...]:
     """Returns the rules for the `rename` and `transforms` of a load: renames first, all at once; texts are parsed.
+
+    >>> len(tc.rules.as_rules({"a": "b"}, ["c -> d", tc.rules.Drop("e")]))
+    3
 
     Raises:
         TreeckptError: an element is neither a rule nor a text.

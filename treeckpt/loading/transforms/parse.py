@@ -106,6 +106,9 @@ def _expand_range(name: str) -> list[str]:
 def parse(text: str, *, prefix: str = "", carried: bool = False) -> tuple[Rule, ...]:
     """Parses statements into rules; the module's docstring has the grammar.
 
+    >>> tc.rules.parse("model/q, model/k -> model/qk, axis=0")
+    (Concat(...),)
+
     Args:
         text: statements, one per line.
         prefix: is put before every name, as `model/` before the names of a module.

@@ -151,6 +151,10 @@ def _check_alike(given: Sequence[ComposedArray], axis: int | None) -> None:
 class Split(SplittingRule, frozen=True, tag="split"):
     """Splits one array into several along an axis.
 
+    >>> rule = tc.rules.Split("model/weight", ("model/a", "model/b"), axis=1)
+    >>> tc.load("run/step_00000100", transforms=rule)["model"]["a"].shape
+    torch.Size([2, 2])
+
     Args:
         source: the array.
         into: the new names, `_` for a piece that is dropped; or one name with a number of its own, `w.$I`, counted
@@ -189,6 +193,10 @@ class Concat(JoiningRule, frozen=True, tag="concat"):
     """Joins several arrays along an axis; with n groups, a 1/n part of each in turn, n times.
 
     A number that only the sources have, as in `Concat(("experts.$E.w",), "experts.w")`, orders them.
+
+    >>> report = tc.save("run/step_00000200", {"a": np.ones((1, 2)), "b": np.zeros((1, 2))})
+    >>> tc.load("run/step_00000200", transforms=tc.rules.Concat(("a", "b"), "ab"))["ab"].shape
+    (2, 2)
     """
 
     sources: tuple[str, ...]
@@ -213,7 +221,11 @@ class Concat(JoiningRule, frozen=True, tag="concat"):
 
 
 class Permute(SingleArrayRule, frozen=True, tag="permute"):
-    """Permutes the dimensions of an array; without `axes` it reverses them, which transposes a matrix."""
+    """Permutes the dimensions of an array; without `axes` it reverses them, which transposes a matrix.
+
+    >>> tc.load("run/step_00000100", transforms=tc.rules.Permute("model/weight"))["model"]["weight"].shape
+    torch.Size([4, 2])
+    """
 
     axes: tuple[int, ...] | None = None
     target: str | None = None
@@ -246,6 +258,9 @@ _WIDER = {
 class Cast(SingleArrayRule, frozen=True, tag="cast"):
     """Casts arrays, or all arrays below a node, to another dtype; values stay as they are.
 
+    >>> tc.load("run/step_00000100", transforms=tc.rules.Cast("model", "bfloat16"))["model"]["bias"].dtype
+    torch.bfloat16
+
     Args:
         dtype: a name, or a dtype of torch or numpy, which is stored as its name.
         of: casts only arrays of this dtype.
@@ -271,7 +286,11 @@ class Cast(SingleArrayRule, frozen=True, tag="cast"):
 
 
 class Slice(SingleArrayRule, frozen=True, tag="slice"):
-    """Takes a range of an array along an axis, with the meaning of a Python slice."""
+    """Takes a range of an array along an axis, with the meaning of a Python slice.
+
+    >>> tc.load("run/step_00000100", transforms=tc.rules.Slice("model/weight", 0, 3, axis=1))["model"]["weight"].shape
+    torch.Size([2, 3])
+    """
 
     start: int | None = None
     stop: int | None = None
@@ -292,7 +311,12 @@ class Slice(SingleArrayRule, frozen=True, tag="slice"):
 
 
 class Stack(JoiningRule, frozen=True, tag="stack"):
-    """Stacks arrays along a new axis, in the order of their numbers: `Stack("layers.$L.w", "layers.w")`."""
+    """Stacks arrays along a new axis, in the order of their numbers: `Stack("layers.$L.w", "layers.w")`.
+
+    >>> report = tc.save("run/step_00000200", {"e": [np.ones(2), np.zeros(2)]})
+    >>> tc.load("run/step_00000200", transforms=tc.rules.Stack("e/$I", "experts"))["experts"].shape
+    (2, 2)
+    """
 
     axis: int = 0
 
@@ -305,7 +329,12 @@ class Stack(JoiningRule, frozen=True, tag="stack"):
 
 
 class Unstack(SplittingRule, frozen=True, tag="unstack"):
-    """Unstacks an array into one for each index along an axis: `Unstack("layers.w", "layers.$L.w")`, counted from 0."""
+    """Unstacks an array into one for each index along an axis: `Unstack("layers.w", "layers.$L.w")`, counted from 0.
+
+    >>> rule = tc.rules.Unstack("model/weight", "model/row.$I")
+    >>> sorted(tc.load("run/step_00000100", transforms=rule)["model"])
+    ['bias', 'row.0', 'row.1']
+    """
 
     axis: int = 0
 

@@ -27,11 +27,20 @@ class OneName(BaseRule, frozen=True):
 
 
 class Rename(OneName, frozen=True, tag="rename"):
-    """Renames leaves, or everything below a node: `Rename("model/h.$L.*", "model/layers.${L + 4}.*")`."""
+    """Renames leaves, or everything below a node: `Rename("model/h.$L.*", "model/layers.${L + 4}.*")`.
+
+    >>> sorted(tc.load("run/step_00000100", transforms=tc.rules.Rename("model/weight", "model/w"))["model"])
+    ['bias', 'w']
+    """
 
 
 class Renames(BaseRule, frozen=True, tag="renames"):
-    """Applies several renames at once: the first pattern that matches a leaf counts, so names can be exchanged."""
+    """Applies several renames at once: the first pattern that matches a leaf counts, so names can be exchanged.
+
+    >>> swap = tc.rules.Renames((("model/weight", "model/bias"), ("model/bias", "model/weight")))
+    >>> tc.load("run/step_00000100", transforms=swap)["model"]["bias"].shape
+    torch.Size([2, 4])
+    """
 
     names: tuple[tuple[str, str], ...]
 
@@ -42,23 +51,38 @@ class Renames(BaseRule, frozen=True, tag="renames"):
 
 
 class Copy(OneName, frozen=True, tag="copy"):
-    """Adds a second name to leaves, or to everything below a node; both are one tied array while neither is changed."""
+    """Adds a second name to leaves, or to everything below a node; both are one tied array while neither is changed.
+
+    >>> sorted(tc.load("run/step_00000100", transforms=tc.rules.Copy("model", "ema")))
+    ['ema', 'model', 'step']
+    """
 
 
 class Drop(BaseRule, frozen=True, tag="drop"):
-    """Removes leaves, or everything below a node."""
+    """Removes leaves, or everything below a node.
+
+    >>> tc.load("run/step_00000100", transforms=tc.rules.Drop("model"))
+    {'step': 100}
+    """
 
     source: str
 
 
 class Keep(BaseRule, frozen=True, tag="keep"):
-    """Leaves the target's values under these names unchanged, whatever was saved there."""
+    """Leaves the target's values under these names unchanged, whatever was saved there.
+
+    >>> tc.load_into("run/step_00000100", {"model": model, "step": 0}, transforms=tc.rules.Keep("model/bias")).loaded
+    2
+    """
 
     source: str
 
 
 class Fill(BaseRule, frozen=True, tag="fill"):
     """Adds an array of one value where none was saved.
+
+    >>> tc.load("run/step_00000100", transforms=tc.rules.Fill("model/scale", 1.0, shape=(2,)))["model"]["scale"]
+    tensor([1., 1.])
 
     Args:
         target: its name; a pattern if the shape comes from `like`.
@@ -78,6 +102,11 @@ class Carried(BaseRule, frozen=True, tag="carried"):
     Moments (`optimizer/<name>/exp_avg`) are renamed, split, joined and permuted as their parameters are. State of which
     a parameter has one value (`step`, its membership in a group) is copied to each parameter that it is split into;
     where parameters of one group are joined, the value of the first is taken. Casts and fills apply to parameters only.
+
+    >>> report = tc.save("run/step_00000200", tc.training.state(torch.nn.ModuleDict({"old": model})))
+    >>> rule = tc.rules.Carried((tc.rules.Rename("model/old.*", "model/*"),))
+    >>> tc.training.restore("run/step_00000200", model, rng=False, transforms=rule).loaded
+    2
     """
 
     rules: tuple[Rule, ...]
