@@ -341,6 +341,8 @@ def test_errors_say_where_what_and_how_to_go_on(s3: S3, monkeypatch: pytest.Monk
         tc.load(s3.url())
     with pytest.raises(tc.StoreError, match=r"expected options that obstore takes, found .*nosuchoption"):
         tc.ObjectStore("s3://bucket/x", nosuchoption=1)
+    with pytest.raises(tc.StoreError, match=r"expected options that obstore takes.* go into client_options"):
+        tc.ObjectStore("s3://bucket/x", allow_http=True)
     for name in s3.environment():
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", "/nowhere")

@@ -109,8 +109,17 @@ class ObstoreBucket:
         try:
             root = f"{_SCHEMES.get(scheme, scheme)}://{rest}"
             self._store: Any = opened(root, client_options=client, **merged)
-        except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
-            raise StoreError(url, expected="options that obstore takes", found=_first_line(error)) from error
+        except BaseException as error:
+            # some options of a client, given beside its `client_options`, end in a panic of Rust, which is no Exception
+            known = isinstance(error, (obstore.exceptions.BaseError, ValueError, TypeError))
+            if not known and type(error).__name__ != "PanicException":
+                raise
+            raise StoreError(
+                url,
+                expected="options that obstore takes",
+                found=_first_line(error),
+                hint="Options of the HTTP client, such as allow_http, go into client_options={...}",
+            ) from error
 
         def with_retries(**config: Any) -> LateClient:
             return LateClient(lambda: opened(root, client_options=client, **{**merged, "retry_config": config}))
@@ -383,7 +392,7 @@ def _is_cut(error: Exception) -> bool:
     return isinstance(cause, Exception) and _status(cause) is None and _CUT.search(_first_line(cause)) is not None
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     """Returns the first line of an error of obstore; of a response in XML its code and message."""
     text = str(error).split("\n\nDebug source", 1)[0]
     messages = re.findall(r"<(?:Code|Message)>([^<]{1,200})</", text)
