@@ -1,6 +1,11 @@
-"""Assertions that several browser tests share."""
+"""Assertions and parameters that several browser tests share."""
+
+import pytest
 
 from tests.helpers.background import until
+
+SCHEMES = ["light", pytest.param("dark", marks=pytest.mark.slow)]
+"""The colours that a system asks for; that pages are readable in dark ones, test_everywhere shows each time."""
 
 
 def expect_colours(page, selector, least):

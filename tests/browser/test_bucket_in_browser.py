@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from tests.browser.helpers import SCHEMES
 from tests.helpers.far_s3 import far_s3_server, put_many
 from treeckpt.io.storage.object_store import ObjectRun
 from treeckpt_dashboard.store import watch
@@ -32,7 +33,7 @@ def reached(server, monkeypatch):
     return server
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_first_rows_appear_while_the_rest_is_read(
     watched, serve, tmp_path, reached, url, accessible, monkeypatch, scheme
 ):
@@ -53,7 +54,7 @@ def test_the_first_rows_appear_while_the_rest_is_read(
     accessible(page, f"loaded, {scheme}")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_store_that_refuses_is_said_to(watched, serve, tmp_path, reached, url, accessible, scheme):
     reached.set(rules=[{"match": "list-type", "do": "reset", "times": 1000}])
     page = watched(serve(url, cache=tmp_path), color_scheme=scheme)

@@ -56,13 +56,28 @@ def test_every_page_has_a_place_here():
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_to_object_to(watched, address, accessible, scheme):
+def test_every_page_fits_a_phone_and_axe_finds_nothing_to_object_to(watched, address, accessible, scheme):
+    """The pages are loaded at the width of a phone, and widened for axe.
+
+    The dark ones differ from the light ones in nothing but colours: three of them tell.
+    """
     page = watched(address, color_scheme=scheme)
     for place in addresses(page, address, PLACES if scheme == "light" else PLACES[:3]):
+        page.set_viewport_size({"width": 390, "height": 844})
         page.goto(place)
         page.wait_for_load_state("networkidle")
-        # the dark pages differ from the light ones in nothing but colours
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, place
+        page.set_viewport_size({"width": 1280, "height": 900})
+        assert page.locator("h1").count() == 1 and page.evaluate("document.documentElement.lang") == "en", place
+        nameless = page.evaluate(
+            """[...document.querySelectorAll("canvas, input:not([type=hidden]), select, button, a")].filter((e) =>
+                !e.closest("[aria-hidden=true]") && !e.closest("[hidden]") &&
+                !(e.getAttribute("aria-label") || e.textContent.trim() || e.labels?.length)).map((e) => e.outerHTML)"""
+        )
+        assert nameless == [], place
         accessible(page, place, only=None if scheme == "light" else "color-contrast")
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (background == "rgb(14, 18, 25)") is (scheme == "dark")
 
 
 def test_a_place_behind_a_proxys_path_works_as_well(watched, serve, run):
@@ -75,34 +90,9 @@ def test_a_place_behind_a_proxys_path_works_as_well(watched, serve, run):
     assert "/proxy/8265/checkpoints/" in page.url
 
 
-@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
-def test_nothing_is_wider_than_a_phone(watched, address, scheme):
-    page = watched(address, color_scheme=scheme)
-    page.set_viewport_size({"width": 390, "height": 844})
-    for place in addresses(page, address, PLACES if scheme == "light" else PLACES[:3]):
-        page.goto(place)
-        page.wait_for_load_state("networkidle")
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390, place
-    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (background == "rgb(14, 18, 25)") is (scheme == "dark")
-
-
 def test_without_scripts_the_pages_still_work(watched, address):
     page = watched(address, java_script_enabled=False)
     page.get_by_role("link", name="step 700").click()
     page.get_by_role("link", name="model", exact=True).click()
     page.get_by_role("link", name="wte.weight", exact=True).click()
     expect(page.get_by_role("row").filter(has_text=", 0:96]")).to_have_count(2)
-
-
-def test_every_canvas_and_form_control_has_a_name_and_every_page_one_heading(page, address):
-    for place in addresses(page, address):
-        page.goto(place)
-        page.wait_for_load_state("networkidle")
-        assert page.locator("h1").count() == 1 and page.evaluate("document.documentElement.lang") == "en"
-        nameless = page.evaluate(
-            """[...document.querySelectorAll("canvas, input:not([type=hidden]), select, button, a")].filter((e) =>
-                !e.closest("[aria-hidden=true]") && !e.closest("[hidden]") &&
-                !(e.getAttribute("aria-label") || e.textContent.trim() || e.labels?.length)).map((e) => e.outerHTML)"""
-        )
-        assert nameless == [], place

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from tests.browser.helpers import SCHEMES
 from tests.helpers.large import write_many
 from tests.helpers.samples import write_metrics
 
@@ -104,7 +105,7 @@ def test_any_run_step_or_leaf_is_reached_by_keys_alone(watched, place):
     expect(field).to_be_hidden()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_these_pages_are_accessible_and_fit_a_phone(watched, place, accessible, scheme):
     page = watched(place, color_scheme=scheme)
     expect(page.get_by_text("Still loading")).to_have_count(0)

@@ -11,7 +11,14 @@ from tests.helpers.samples import write_checkpoint
 expect = pytest.importorskip("playwright.sync_api").expect
 
 
-def test_from_the_runs_to_who_holds_a_region(page):
+@pytest.fixture
+def page(watched, step_700):
+    """The page of step 700."""
+    return watched(step_700)
+
+
+def test_from_the_runs_to_who_holds_a_region(watched, address):
+    page = watched(address)
     expect(page.get_by_role("heading", name="gpt")).to_be_visible()
     page.get_by_role("link", name="step 700").click()
     expect(page.get_by_role("heading", name="Step 700")).to_be_visible()
@@ -33,7 +40,6 @@ def test_from_the_runs_to_who_holds_a_region(page):
 
 
 def test_the_slow_rank_of_the_newest_save(page):
-    page.get_by_role("link", name="step 700").click()
     page.get_by_role("link", name="Timing").click()
     expect(page.get_by_text("rank 2", exact=False).first).to_be_visible()
     expect(page.locator(".tile", has_text="Slowest rank")).to_contain_text("rank 2")
@@ -47,7 +53,6 @@ def test_the_slow_rank_of_the_newest_save(page):
 
 
 def test_files_are_drawn_as_they_come_into_view(page):
-    page.get_by_role("link", name="step 700").click()
     page.get_by_role("link", name="Files").click()
     expect(page.locator("#strip-legend")).to_contain_text("optimizer")
     # 300 is the width of a canvas that was not drawn; to wait for a script of ours would need eval, which is forbidden
@@ -55,7 +60,8 @@ def test_files_are_drawn_as_they_come_into_view(page):
     expect_colours(page, "canvas.strip >> nth=0", 3)
 
 
-def test_the_tree_opens_and_walks_by_keys_alone(page):
+def test_the_tree_opens_and_walks_by_keys_alone(watched, address):
+    page = watched(address)
     page.get_by_role("link", name="step 700").focus()
     page.keyboard.press("Enter")
     expect(page.get_by_role("treeitem")).to_have_count(5)
@@ -90,7 +96,6 @@ def test_the_tree_opens_and_walks_by_keys_alone(page):
 
 
 def test_search_is_in_the_address_and_comes_back(page):
-    page.get_by_role("link", name="step 700").click()
     expect(page.get_by_role("treeitem")).to_have_count(5)
     page.keyboard.press("/")
     page.keyboard.type("layers.1 qkv")
@@ -121,7 +126,6 @@ def test_a_wide_node_has_only_the_rows_in_view(watched, serve, tmp_path):
 
 
 def test_what_is_open_is_in_the_address_and_comes_back(page):
-    page.get_by_role("link", name="step 700").click()
     page.get_by_role("treeitem", name=re.compile("^model ")).click()
     page.get_by_role("treeitem", name=re.compile(r"^layers\.0\.\.5")).click()
     page.get_by_role("treeitem", name=re.compile(r"^layers\.4 ")).click()
@@ -131,7 +135,6 @@ def test_what_is_open_is_in_the_address_and_comes_back(page):
 
 
 def test_leaves_are_filtered_by_dtype_and_size(page):
-    page.get_by_role("link", name="step 700").click()
     expect(page.get_by_label("Dtype").get_by_role("option")).to_have_count(4)
     page.get_by_label("Dtype").select_option("bfloat16")
     expect(page.get_by_role("treeitem")).to_have_count(1)
@@ -142,9 +145,10 @@ def test_leaves_are_filtered_by_dtype_and_size(page):
     expect(page.get_by_role("treeitem")).to_have_count(5)
 
 
-def test_a_path_and_the_line_that_loads_it_are_copied(watched, address):
-    page = watched(address, clock=True, permissions=["clipboard-read", "clipboard-write"])  # "Copied" goes by its clock
-    page.get_by_role("link", name="step 700").click()
+def test_a_path_and_the_line_that_loads_it_are_copied(watched, step_700):
+    page = watched(
+        step_700, clock=True, permissions=["clipboard-read", "clipboard-write"]
+    )  # "Copied" goes by its clock
     page.get_by_role("treeitem", name=re.compile("^model ")).click()
     page.locator("#picked").get_by_role("button", name="Copy path").click()
     expect(page.get_by_role("button", name="Copied")).to_be_visible()
@@ -156,7 +160,6 @@ def test_a_path_and_the_line_that_loads_it_are_copied(watched, address):
 
 
 def test_who_holds_rows_100_to_200_of_a_weight(page):
-    page.get_by_role("link", name="step 700").click()
     expect(page.get_by_role("treeitem")).to_have_count(5)
     page.get_by_label("Search paths").fill("model/wte")
     page.get_by_role("treeitem").get_by_role("link").click()
@@ -173,7 +176,6 @@ def test_who_holds_rows_100_to_200_of_a_weight(page):
 def test_values_are_read_when_they_are_asked_for(page):
     asked = []
     page.on("request", lambda request: asked.append(request.url))
-    page.get_by_role("link", name="step 700").click()
     page.get_by_role("treeitem", name=re.compile("^model ")).click()
     page.get_by_role("link", name="wte.weight", exact=True).click()
     expect(page.locator("#map-text")).to_contain_text("2 regions")
@@ -194,7 +196,6 @@ def test_values_are_read_when_they_are_asked_for(page):
 
 
 def test_the_treemap_leads_to_what_is_large(page):
-    page.get_by_role("link", name="step 700").click()
     expect(page.locator("#treemap-text")).to_contain_text("areas")
     expect_colours(page, "#treemap-canvas", 5)
     page.get_by_role("button", name="part", exact=True).click()
@@ -211,7 +212,6 @@ def test_the_treemap_leads_to_what_is_large(page):
 
 
 def test_a_target_is_typed_and_previewed(page):
-    page.get_by_role("link", name="step 700").click()
     page.get_by_role("link", name="Reshard").click()
     page.get_by_label("Mesh").fill("2x3")
     page.get_by_label("Names").fill("dp,tp")
@@ -260,7 +260,6 @@ def test_one_click_tells_whether_a_checkpoint_is_intact_and_every_page_shows_it(
 
 
 def test_three_dimensions_have_axis_pickers(page):
-    page.get_by_role("link", name="step 700").click()
     expect(page.get_by_role("treeitem")).to_have_count(5)
     page.get_by_label("Search paths").fill("model/mask")
     page.get_by_role("treeitem").get_by_role("link").click()
@@ -276,10 +275,13 @@ def test_three_dimensions_have_axis_pickers(page):
     expect(page.locator("#map-text")).to_contain_text("[0:2, 3, 0:6] written by rank 0, held by 2 ranks")
 
 
-@pytest.mark.parametrize("name", ["step 600", "step 500", "step 400", "step 300", "logs"])
-def test_bad_directories_say_what_they_are(page, name):
-    page.get_by_role("link", name=name).click()
-    expect(page.get_by_role("status").first).to_contain_text(re.compile("damaged|no index|no checkpoint"))
+def test_bad_directories_say_what_they_are(watched, address):
+    page = watched(address)
+    for name in ("step 600", "step 500", "step 400", "step 300", "logs"):
+        page.get_by_role("link", name=name).click()
+        expect(page.get_by_role("heading", level=1)).to_contain_text(re.compile(name, re.IGNORECASE))
+        expect(page.get_by_role("status").first).to_contain_text(re.compile("damaged|no index|no checkpoint"))
+        page.go_back()
 
 
 def test_hostile_names_and_values_stay_text(watched, serve, tmp_path):
@@ -294,17 +296,3 @@ def test_hostile_names_and_values_stay_text(watched, serve, tmp_path):
     page.get_by_role("link", name=attack, exact=True).click()
     expect(page.get_by_role("heading", name=attack)).to_be_visible()
     assert page.locator("main img").count() == 0 and "owned" not in page.title().replace(attack, "")
-
-
-def test_the_token_is_asked_once_and_leaves_the_address(watched, serve, run, chromium):
-    address = serve(run, token="a-long-enough-token")
-    context = chromium.new_context()
-    page = context.new_page()
-    assert page.goto(address).status == 401
-    page.get_by_label("Token").fill("a-long-enough-token")
-    page.get_by_role("button", name="Open").click()
-    expect(page.get_by_role("heading", name="gpt")).to_be_visible()
-    assert "token" not in page.url
-    page.get_by_role("link", name="step 700").click()
-    expect(page.get_by_role("treeitem")).to_have_count(5)
-    context.close()

@@ -9,8 +9,7 @@ from tests.dashboard.helpers import under_way
 from tests.helpers.background import until
 from tests.helpers.large import hold_readers, write_large_checkpoint, write_many
 from tests.helpers.samples import gpt_state, write_checkpoint
-from treeckpt_dashboard.store import index_reader
-from treeckpt_dashboard.store.watch import FRESH
+from treeckpt_dashboard.store import index_reader, watch
 
 expect = pytest.importorskip("playwright.sync_api").expect
 
@@ -22,8 +21,8 @@ def test_a_save_appears_within_three_seconds_and_keeps_the_focus(watched, serve,
     link = page.get_by_role("link", name="step 200")
     link.focus()
     write_checkpoint(tmp_path / "run" / "step_00000400", gpt_state(layers=1), step=400)
-    time.sleep(FRESH)  # the server may have looked just before
-    page.clock.run_for(3000 - FRESH * 1000)
+    time.sleep(watch.FRESH)  # the server may have looked just before
+    page.clock.run_for(3000 - watch.FRESH * 1000)
     expect(page.get_by_role("link", name="step 400")).to_be_visible()
     expect(page.locator("#news")).to_have_text("New: step 400")
     expect(page.locator(".tile", has_text="Newest step")).to_contain_text("400")
@@ -66,7 +65,8 @@ def test_stalled_saves_are_not_asked_for_for_ever(watched, serve, tmp_path):
     assert len(asked) == 10
 
 
-def test_a_hidden_tab_does_not_ask_and_catches_up_when_it_is_seen(watched, serve, tmp_path):
+def test_a_hidden_tab_does_not_ask_and_catches_up_when_it_is_seen(watched, serve, tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "FRESH", 0.0)  # each request looks again
     write_many(tmp_path / "run", 2)
     page = watched(serve(tmp_path / "run"), clock=True)
     hide = """(hidden) => { Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });
@@ -75,7 +75,6 @@ def test_a_hidden_tab_does_not_ask_and_catches_up_when_it_is_seen(watched, serve
     asked = asked_by(page)
     page.clock.run_for(10_000)
     write_checkpoint(tmp_path / "run" / "step_00000300", gpt_state(layers=1), step=300)
-    time.sleep(FRESH)
     page.evaluate(hide, False)
     page.clock.run_for(10)
     expect(page.get_by_role("link", name="step 300")).to_be_visible()
@@ -119,9 +118,9 @@ def test_filters_and_orders_are_in_the_address(watched, serve, tmp_path):
 
 
 def test_a_large_index_shows_that_it_is_loading_and_then_its_tree(watched, serve, tmp_path, monkeypatch):
-    monkeypatch.setattr(index_reader, "LARGE", 100_000)
+    monkeypatch.setattr(index_reader, "LARGE", 25_000)
     go_on = hold_readers(monkeypatch, tmp_path / "go on")
-    write_large_checkpoint(tmp_path / "run" / "step_00000005", leaves=20_000, step=5)
+    write_large_checkpoint(tmp_path / "run" / "step_00000005", leaves=5_000, step=5)
     page = watched(serve(tmp_path / "run"))
     expect(
         page.get_by_text("Still loading").or_(page.get_by_role("row").filter(has_text="reading")).first
@@ -133,6 +132,7 @@ def test_a_large_index_shows_that_it_is_loading_and_then_its_tree(watched, serve
     expect(page.get_by_role("treeitem")).to_have_count(1)
 
 
+@pytest.mark.slow  # test_everywhere shows it of the light ones, and of one dark one
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_these_pages_fit_a_phone_too(watched, address, scheme):
     page = watched(address, color_scheme=scheme)

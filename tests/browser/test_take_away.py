@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.browser.helpers import SCHEMES
 from tests.helpers.samples import gpt_state
 
 expect = pytest.importorskip("playwright.sync_api").expect
@@ -15,10 +16,9 @@ TOKEN = "a-long-enough-token"
 
 
 @pytest.fixture
-def leaf(watched, address):
+def leaf(watched, step_700):
     """The page of a leaf of step 700."""
-    page = watched(address, permissions=["clipboard-read", "clipboard-write"])
-    page.get_by_role("link", name="step 700").click()
+    page = watched(step_700, permissions=["clipboard-read", "clipboard-write"])
     page.get_by_role("treeitem", name=re.compile("^model ")).click()
     page.get_by_role("link", name="wte.weight", exact=True).click()
     expect(page.locator("#map-text")).to_contain_text("2 regions")
@@ -71,8 +71,8 @@ def test_the_page_of_a_leaf_keeps_its_tabs_and_its_view(leaf):
     expect(leaf.get_by_role("link", name="wte.weight", exact=True)).to_be_visible()  # the tree is as open as it was
 
 
-def test_the_keys_of_a_page_are_shown_on_a_question_mark_and_not_while_typing(page, accessible):
-    page.get_by_role("link", name="step 700").click()
+def test_the_keys_of_a_page_are_shown_on_a_question_mark_and_not_while_typing(watched, step_700, accessible):
+    page = watched(step_700)
     expect(page.locator("#treemap-text")).to_contain_text("areas")
     page.keyboard.press("?")
     dialog = page.get_by_role("dialog", name="Keys")
@@ -98,8 +98,8 @@ def test_the_first_tab_skips_to_the_content(page):
     assert page.evaluate("document.activeElement.id") == "main"
 
 
-def test_the_smallest_area_of_a_treemap_has_its_name_under_the_pointer(page):
-    page.get_by_role("link", name="step 700").click()
+def test_the_smallest_area_of_a_treemap_has_its_name_under_the_pointer(watched, step_700):
+    page = watched(step_700)
     expect(page.locator("#treemap-text")).to_contain_text("areas")
     page.locator("#treemap-canvas").focus()
     page.keyboard.press("End")
@@ -113,12 +113,12 @@ def test_the_smallest_area_of_a_treemap_has_its_name_under_the_pointer(page):
     assert page.locator("#treemap-table tbody tr").count() > 200
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_that_asks_for_the_token_is_styled_and_opens_the_dashboard(serve, run, chromium, accessible, scheme):
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_token_is_asked_once_on_a_styled_page_and_leaves_the_address(serve, run, chromium, accessible, scheme):
     address = serve(run, token=TOKEN)
     context = chromium.new_context(viewport={"width": 390, "height": 700}, color_scheme=scheme)
     page = context.new_page()
-    page.goto(address)
+    assert page.goto(address).status == 401
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert background == ("rgb(245, 246, 249)" if scheme == "light" else "rgb(14, 18, 25)")
     accessible(page, "the token's page", only=None if scheme == "light" else "color-contrast")
@@ -126,7 +126,10 @@ def test_the_page_that_asks_for_the_token_is_styled_and_opens_the_dashboard(serv
     page.keyboard.press("Enter")
     expect(page.get_by_role("alert")).to_contain_text("not the token")
     page.get_by_label("Token").fill(TOKEN)
-    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Open").click()
     expect(page.get_by_role("heading", name="gpt")).to_be_visible()
+    assert "token" not in page.url
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.get_by_role("link", name="step 700").click()
+    expect(page.get_by_role("treeitem")).to_have_count(5)
     context.close()

@@ -5,7 +5,7 @@ import re
 import httpx
 import pytest
 
-from tests.browser.helpers import expect_colours
+from tests.browser.helpers import SCHEMES, expect_colours
 from tests.helpers.large import write_timed
 from tests.helpers.samples import START_NS, write_checkpoint
 from treeckpt.core.format.timings import BLOCKING, Host, Span, Timings, encode_timings, timings_name
@@ -241,7 +241,7 @@ def test_two_steps_are_compared(page):
     page.get_by_role("link", name="close").click()
     page.get_by_role("link", name="Read what the checksums cannot tell").click()
     expect(page.get_by_role("row").filter(has_text="model/wte.weight")).to_contain_text("2,048 of 2,048 differ")
-    page.get_by_label("To").select_option(label="step 700")
+    page.get_by_role("combobox", name="To", exact=True).select_option(label="step 700")
     page.get_by_role("button", name="Compare").click()
     expect(page.get_by_role("heading", name="From step 100 to step 700")).to_be_visible()
     expect(page.locator(".tile", has_text="Shape")).to_be_visible()
@@ -249,7 +249,7 @@ def test_two_steps_are_compared(page):
     expect(page.get_by_role("row").filter(has_text="added").first).to_be_visible()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_pages_of_time_fit_a_phone_and_follow_the_scheme(watched, address, scheme):
     page = watched(address, color_scheme=scheme)
     page.set_viewport_size({"width": 390, "height": 844})
