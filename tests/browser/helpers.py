@@ -4,6 +4,8 @@ import pytest
 
 from tests.helpers.background import until
 
+WIDE = {"width": 1280, "height": 900}
+"""The size of a page at first."""
 SCHEMES = ["light", pytest.param("dark", marks=pytest.mark.slow)]
 """The colours that a system asks for; that pages are readable in dark ones, test_everywhere shows each time."""
 

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from tests.browser.helpers import WIDE
 from tests.dashboard.helpers import PAGES
 
 expect = pytest.importorskip("playwright.sync_api").expect
@@ -67,7 +68,7 @@ def test_every_page_fits_a_phone_and_axe_finds_nothing_to_object_to(watched, add
         page.goto(place)
         page.wait_for_load_state("networkidle")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, place
-        page.set_viewport_size({"width": 1280, "height": 900})
+        page.set_viewport_size(WIDE)
         assert page.locator("h1").count() == 1 and page.evaluate("document.documentElement.lang") == "en", place
         nameless = page.evaluate(
             """[...document.querySelectorAll("canvas, input:not([type=hidden]), select, button, a")].filter((e) =>
