@@ -19,7 +19,7 @@ import { LANE, TOP } from "./waterfall_layout.js";
  * }} Scene
  */
 
-export const LEFT = 62;
+export const LEFT = 68;
 export const RIGHT = 14;
 /** Colour number of phases in which ranks wait. */
 export const WAITS = -1;
