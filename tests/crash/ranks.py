@@ -1,7 +1,7 @@
 """Ranks that save in the background, of which one is killed; see test_background.
 
-One process imports torch and forks the ranks of the cases. They mostly wait, so all cases with one culprit run at the
-same time. Every line that it prints is one case.
+One process imports torch and forks the ranks of the cases. They mostly wait, so all cases run at the same time. Every
+line that it prints is one case.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def start(culprit: int, phase: str, directory: Path) -> list[int]:
     return pids
 
 
-def run(culprit: int, phases: list[str], directory: Path) -> None:
-    started = {phase: start(culprit, phase, directory / f"{culprit} {phase}") for phase in phases}
-    for phase, pids in started.items():
+def run(cases: list[tuple[int, str]], directory: Path) -> None:
+    started = {(culprit, phase): start(culprit, phase, directory / f"{culprit} {phase}") for culprit, phase in cases}
+    for (culprit, phase), pids in started.items():
         status = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         path = directory / f"{culprit} {phase}"
         files = [path / f"told{rank}" for rank in range(WORLD)]
@@ -81,5 +81,4 @@ def run(culprit: int, phases: list[str], directory: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for culprit, phases in json.loads(sys.argv[2]):
-        run(culprit, phases, Path(sys.argv[1]))
+    run(json.loads(sys.argv[2]), Path(sys.argv[1]))

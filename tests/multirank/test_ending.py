@@ -21,7 +21,7 @@ LONG = 120.0
 
 
 SLOW = pytest.mark.slow
-ENDINGS = [("save", 0), ("should_save", 0), pytest.param("save", 2, marks=SLOW), pytest.param("close", 1, marks=SLOW)]
+ENDINGS = [("save", 0), *(pytest.param(*at, marks=SLOW) for at in (("should_save", 0), ("save", 2), ("close", 1)))]
 
 
 @pytest.mark.parametrize(("where", "victim"), ENDINGS)

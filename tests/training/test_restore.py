@@ -580,7 +580,7 @@ assert len(report.materialised) == 6 and torch.equal(local, weight[-rows:])
 """
 
 
-@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_deferred_job_needs_the_size_of_its_shards_and_no_more(tmp_path: Path, world: int) -> None:
     model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(3)))
     optimizer = torch.optim.AdamW(model.parameters())

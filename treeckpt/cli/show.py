@@ -19,7 +19,7 @@ from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRank
 from ..core.sharding.int_runs import length_of
 from ..core.text import bytes_text, layout_text, region_text, shape_text, time_text, value_text, value_type
 from ..core.tree.spec import ArraySpec
-from ..errors import FormatError, TreeckptError
+from ..errors import FormatError, LayoutError, TreeckptError
 from ..loading.one_checkpoint import opened
 from ..loading.transforms import decode, parse
 from ..loading.transforms.rules import Rule
@@ -132,16 +132,18 @@ def _row_texts(index: Index, row: OutlineRow, level: int) -> tuple[str, str, str
 
 
 def _show_leaf(index: Index, leaf: Leaf, options: argparse.Namespace) -> int:
-    chunks, values, problem = locate_chunks(index, leaf), None, None
+    chunks, values = locate_chunks(index, leaf), None
+    problem: TreeckptError | None = None
     try:
         with stores_bar("reading values", shown=progress_of(options)) as counted, opened(options.checkpoint) as found:
             values = read_values(counted(found.store), index, leaf)
     except TreeckptError as error:
-        problem = str(error)
+        problem = error
     _print_leaf(index, leaf, chunks, values, options)
     if problem is not None:
         fail(f"treeckpt: {problem}")
-    return 0 if problem is None else 1
+    # a LayoutError says that the values cannot be read in part, not that anything is wrong with them
+    return 0 if problem is None or isinstance(problem, LayoutError) else 1
 
 
 def _print_leaf(

@@ -52,6 +52,11 @@ def test_arrays_are_alike_if_their_paths_differ_in_numbers():
     assert group_of("m/layers.12.w1") == "m/layers.#.w#" == group_of("m/layers.3.w2")
 
 
+def test_numbers_of_no_common_scale_stay_behind_what_is_not_finite():
+    rows = [(1, 0, 0, -1.0, 1.0, 1e-300)] * 4 + [(1, 0, 0, -1.0, 1.0, 1e300), (2, 1, 0, -1.0, 1.0, 1.0)]
+    assert [row for row, _ in reasons(rows)][:2] == [5, 4]
+
+
 NUMBERS = st.floats(0, 1e300)
 
 

@@ -105,7 +105,7 @@ def test_the_command_and_the_dashboard_share_their_verdicts(many_shards, serve, 
     row = the_checkpoint(client)
     assert row["status"] == "verified" and "treeckpt verify" in row["verification"]["by"]
     capsys.readouterr()
-    assert main(["ls", str(tmp_path / "run")]) == 0 and "complete, verified" in capsys.readouterr().out
+    assert main(["ls", str(tmp_path / "run")]) == 0 and "intact, " in capsys.readouterr().out
     flip(path / index.file_list[0].name)
     assert main(["verify", str(path)]) == 1
     assert the_checkpoint(client)["status"] == "damaged"

@@ -3,6 +3,7 @@
 import subprocess
 import time
 
+import msgspec
 import pytest
 
 import treeckpt as tc
@@ -17,8 +18,10 @@ from treeckpt.runs.verification import Verification
 from treeckpt_dashboard.runs.resume import resume_facts, save_pace, shell_quoted
 
 SECOND, NOW = 10**9, 2 * 10**18
-INTACT = Verification("", True, 0, "", 1, 1, 1.0, 0, [], "")
-DAMAGED = Verification("", True, 0, "", 1, 1, 1.0, 1, [], "")
+INTACT = Verification(
+    save_id="", ended_ns=0, fingerprint="", complete=True, by="", files=1, nbytes=1, seconds=1.0, total=0, problems=[]
+)
+DAMAGED = msgspec.structs.replace(INTACT, total=1)
 
 
 def panel(client, query=""):

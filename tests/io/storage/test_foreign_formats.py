@@ -62,14 +62,14 @@ KINDS = {
     "torch.save": torch_file,
     "torch.distributed.checkpoint": dcp_directory,
     "safetensors": safetensors_file,
-    "a safetensors file, or a directory": hub_directory,
+    "a directory of safetensors files": hub_directory,
     "hfai.checkpoint": hfai_directory,
     "Paddle": paddle_directory,
 }
 WAYS: dict[str, Callable[[Path], Any]] = {
     "load": tc.load,
     "like": lambda path: tc.load(path, dict.fromkeys(tc.load(path), ...)),
-    "load_into": lambda path: tc.load_into(path, {"w": torch.zeros(6)}, strict=False).loaded or path,
+    "load_into": lambda path: tc.load_into(path, tc.load(path, copy=True)).loaded,
     "inspect": lambda path: tc.inspect(path).by_path,
     "bank": lambda path: tc.load([path, path]),
 }

@@ -59,8 +59,9 @@ def rank_unusual(paths: Iterable[str], columns: Mapping[str, np.ndarray]) -> Ran
             _typical(values, group, len(groups), use)
             for values, use in ((np.log10(rms), rms > 0), (np.log10(peak), peak > 0), (zero * 1.0, finite > 0))
         )
-        factor = np.where((rms > 0) & np.isfinite(size_typical), 10.0 ** (np.log10(rms) - size_typical), 1.0)
-        apart = np.abs(np.log10(factor))
+        distance = np.where((rms > 0) & np.isfinite(size_typical), np.log10(rms) - size_typical, 0.0)
+        factor = 10.0 ** np.clip(distance, -300, 300)  # the distance of two float64 reaches 632
+        apart = np.abs(distance)
         stands_out = np.log10(np.maximum(peak, 1e-300)) - np.nan_to_num(peak_typical)
     score = np.where(apart >= np.log10(FACTOR), apart, 0.0)
     score = np.maximum(score, np.where((peak >= PEAK) & (stands_out >= np.log10(FACTOR)), stands_out, 0.0))

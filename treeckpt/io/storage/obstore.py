@@ -109,17 +109,11 @@ class ObstoreBucket:
         try:
             root = f"{_SCHEMES.get(scheme, scheme)}://{rest}"
             self._store: Any = opened(root, client_options=client, **merged)
-        except BaseException as error:
-            # some options of a client, given beside its `client_options`, end in a panic of Rust, which is no Exception
-            known = isinstance(error, (obstore.exceptions.BaseError, ValueError, TypeError))
-            if not known and type(error).__name__ != "PanicException":
+        except BaseException as error:  # an option of the HTTP client in the wrong place ends in a panic of Rust
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            raise StoreError(
-                url,
-                expected="options that obstore takes",
-                found=_first_line(error),
-                hint="Options of the HTTP client, such as allow_http, go into client_options={...}",
-            ) from error
+            hint = "Options of the HTTP client, such as allow_http, go into client_options={...}"
+            raise StoreError(url, expected="options that obstore takes", found=_first_line(error), hint=hint) from error
 
         def with_retries(**config: Any) -> LateClient:
             return LateClient(lambda: opened(root, client_options=client, **{**merged, "retry_config": config}))
