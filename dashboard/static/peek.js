@@ -97,7 +97,7 @@ function binsTable({ bins, edges }) {
 /** @param {Found} found */
 function show(found) {
   const whose = found.rank === null ? "" : ` of rank ${found.rank}`;
-  const why = map.hasAttribute("data-foreign") ? "this format has none of parts" : "they cover far more than this slice";
+  const why = map.hasAttribute("data-foreign") ? "the format has none for parts" : "they cover more than this slice";
   const checked = found.verified ? "checksums match" : `checksums not compared: ${why}`;
   const size = `${numberText(found.elements)} elements, ${bytesText(found.nbytes)}`;
   state.textContent = `${found.region}${whose} · ${size} · ${bytesText(found.read)} read, ${checked}`;

@@ -83,7 +83,7 @@ function create(holder, height, shown, asked) {
         bind: { dblclick: () => () => asked.zoom(null, null) },
       },
       axes: [
-        { ...axis, values: (_, steps) => steps.map((n) => (Number.isInteger(n) ? numberText(n) : "")) },
+        { ...axis, size: 30, values: (_, steps) => steps.map((n) => (Number.isInteger(n) ? numberText(n) : "")) },
         {
           ...axis,
           size: 74,

@@ -94,7 +94,7 @@ function write(g, text, x, y, room) {
   if (g.measureText(shown).width > room) {
     const keep = Math.floor((shown.length * (room - 14)) / g.measureText(shown).width);
     if (keep < 7) return; // the end of a word says nothing
-    shown = `…${shown.slice(-keep)}`; // leaves differ in the end of their names
+    shown = `…${shown.slice(-keep).replace(/^[./]/, "")}`; // leaves differ in the end of their names
   }
   g.fillText(shown, x, y);
 }

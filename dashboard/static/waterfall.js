@@ -51,6 +51,8 @@ export function showWaterfall(canvas, data, slowest, note) {
     const whole = view.t0 === 0 && view.t1 === data.total && view.r0 === 0 && view.r1 === rows.length;
     /** @type {HTMLButtonElement} */ (find("#zoom-reset")).disabled = whole;
     find("#waterfall-about").textContent = layout.detail ? "" : aboutOverview();
+    const mark = document.querySelector("#straggler-mark");
+    if (mark) mark.toggleAttribute("hidden", layout.detail); // names of ranks say it there
     pressOrder(scene.order);
     redraw();
     rememberView(scene);

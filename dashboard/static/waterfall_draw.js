@@ -19,7 +19,7 @@ import { LANE, TOP } from "./waterfall_layout.js";
  * }} Scene
  */
 
-export const LEFT = 62;
+export const LEFT = 68;
 export const RIGHT = 14;
 /** Colour number of phases in which ranks wait. */
 export const WAITS = -1;
@@ -142,7 +142,8 @@ function drawNames(g, width, scene) {
       6,
       layout.detail ? band.top + LANE / 2 : band.top + 6,
     );
-    if (layout.detail && band.rank === slowest && band.height > LANE) g.fillText("slowest", 6, band.top + LANE * 1.5);
+    const note = band.rank === slowest ? "slowest" : stragglers.has(band.rank) ? "straggler" : "";
+    if (layout.detail && band.height > LANE) g.fillText(note, 6, band.top + LANE * 1.5);
     free = band.top + 40;
   });
 }

@@ -16,9 +16,9 @@ __all__ = ["main"]
 FOLDER = Path(__file__).parents[2] / "dashboard" / "screenshots"
 LEAF = "model layers.0.feed_forward.up.weight"
 PICTURES = {
-    "timing": ("{at}/timing", 1030),
-    "leaf": ("{at}/leaves/{leaf}?region=20:60", 960),
-    "reshard": ("{at}/reshard?mesh=2&names=tp&rules=*%3A+Shard(1)", 960),
+    "timing": ("{at}/timing", 1075),
+    "leaf": ("{at}/leaves/{leaf}?region=20:60", 1036),
+    "reshard": ("{at}/reshard?mesh=2&names=tp&place=*%3A+Shard(0)", 912),
 }
 """The address of each picture, and its height in pixels."""
 
