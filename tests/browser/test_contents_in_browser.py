@@ -52,6 +52,7 @@ def test_one_click_tells_whether_a_nan_is_anywhere(watched, address, accessible)
     expect(page.locator(".tile", has_text="NaN or Inf")).to_contain_text("in 1 array")
     page.set_viewport_size({"width": 390, "height": 844})
     page.get_by_role("link", name="in 1 array").click()
+    expect(rows.first).to_contain_text("1 NaN")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 

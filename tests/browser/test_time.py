@@ -254,6 +254,7 @@ def test_pages_of_time_fit_a_phone_and_follow_the_scheme(watched, address, schem
     page = watched(address, color_scheme=scheme)
     page.set_viewport_size({"width": 390, "height": 844})
     page.get_by_role("link", name="Trends over steps").click()
+    expect(page.get_by_role("heading", level=1)).to_contain_text("Trends")
     page.wait_for_load_state("networkidle")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.get_by_role("link", name="changes").last.click()

@@ -189,6 +189,13 @@ def test_a_kill_at_any_moment_is_made_good_by_the_next_save(savers: Savers, tmp_
         check_alone(path, seed)
 
 
+def test_a_kill_before_the_first_byte_of_a_record_leaves_nothing_that_stays(tmp_path: Path) -> None:
+    tc.save(tmp_path, tree_of(0))
+    (tmp_path / f".{progress_name(0, 'a' * 16)}.{this_process().tag}{'0' * 8}.tmp").touch()
+    tc.save(tmp_path, tree_of(1), overwrite=True)
+    check_alone(tmp_path, 1)
+
+
 def test_killed_saves_into_an_object_store_leave_nothing_either(s3: S3) -> None:
     url, savers = s3.url("latest"), Savers()
     for seed, how in enumerate(["well", *KILLS, "interrupt late", *KILLS]):

@@ -72,7 +72,8 @@ def _owner_state(store: Store, name: str, entry: DirectoryEntry, now_ns: int) ->
     if parse_progress_name(final_name(name)) is None:
         return read_lease(store, name)
     if (record := read_record(store, name)) is None:
-        return None, None
+        # a record is renewed soon if its process lives, so that an empty temporary file is never needed
+        return None, False if not entry.nbytes and final_name(name) != name else None
     renewed = msgspec.structs.replace(record, alive_ns=max(record.alive_ns, entry.modified_ns))
     return record.owner, is_alive(final_name(name), renewed, now_ns)
 
