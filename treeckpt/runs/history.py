@@ -3,12 +3,16 @@
 The manager records what it restores and saves, in the order of the calls. Whether a save was committed is read from the
 disk: one that failed, was skipped or was deleted is skipped here. Rank 0 decides, after the previous save has ended,
 and outside the caller's thread for a save in the background, because it reads every index of the run.
+
+A manager that restored nothing, but saves a step that the run has already or that lies below one of it, is mostly that
+of a training that forgot to resume: it replaces the old steps, or its clean-ups delete them. So it warns, once.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 
 from ..core.format.lineage import Lineage, SavedCheckpoint, next_lineage
 from .run import RunDirectory
@@ -27,17 +31,23 @@ class SaveHistory:
     Args:
         warn: logs a warning about a path.
         rank: the rank of this process; rank 0 alone decides.
+        replaces: whether the caller said that steps of other trainings are to be replaced: then nothing warns of it.
     """
 
-    def __init__(self, run: RunDirectory, warn: Callable[[str, str], None], rank: int) -> None:
+    def __init__(
+        self, run: RunDirectory, warn: Callable[[str, str], None], rank: int, *, replaces: bool = False
+    ) -> None:
         self.directory, self._warn, self._rank = run, warn, rank
         self._notes: tuple[_HistoryEntry, ...] = ()
         self._lock = threading.Lock()
+        self._warned = replaces
+        self._saved: set[str] = set()
+        """The ids of the saves of this manager, until it has restored something or warned."""
 
     def restored(self, mark: SavedCheckpoint) -> None:
         """Records that the next save follows this checkpoint."""
         with self._lock:
-            self._notes = (_HistoryEntry(mark, restored=True),)
+            self._notes, self._warned = (_HistoryEntry(mark, restored=True),), True
 
     def next_save(self, step: int) -> NextSave | None:
         """Records a save that is started; returns what determines its lineage, on rank 0."""
@@ -55,6 +65,9 @@ class SaveHistory:
         except Exception as error:  # a save without the right lineage is better than none
             marks = [known.mark for known in before if known.mark is not None]
             self._warn(self.directory.url, f"could not be looked at for the lineage of step {step}: {error}")
+        if not self._warned:
+            self._warn_of_forgotten_resume(marks, step)
+            self._saved.add(save_id)
         there = {mark.save_id for mark in marks}
         sure = [n for n in before if n.mark is not None and (n.restored or n.mark.save_id in there)]
         lineage = next_lineage(marks, sure[-1].mark if sure else None, step)
@@ -63,6 +76,23 @@ class SaveHistory:
         with self._lock:
             self._notes = tuple(kept for kept in self._notes if kept not in old)
         return lineage
+
+    def _warn_of_forgotten_resume(self, marks: Sequence[SavedCheckpoint], step: int) -> None:
+        """Warns where a step is saved at or below one that this manager neither saved nor restored."""
+        others = [mark.step for mark in marks if mark.save_id not in self._saved and mark.step >= step]
+        if not others:
+            return
+        self._warned, path = True, self.directory.folder(step).url
+        what = "replaces a checkpoint" if step in others else f"is saved below step {max(others)}"
+        text = (
+            f"step {step} {what} that this manager neither saved nor restored. To continue the run, call resume or "
+            "restore before the first save; to start anew, take another directory; overwrite=True of the Manager "
+            "replaces such steps without a warning, overwrite=False refuses to"
+        )
+        try:
+            warnings.warn(f"{path}: {text}", stacklevel=2)
+        except UserWarning:  # a filter makes it an error, but the ranks have agreed on this save
+            self._warn(path, text)
 
 
 class NextSave:

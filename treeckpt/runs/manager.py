@@ -85,7 +85,8 @@ class Manager(RegistrationMixin, RestoreMixin):
         grace: seconds for which files of a save that never finished are kept.
         comm: which ranks save, same as for `treeckpt.save`; "alone" manages the saves of this process only.
         options: those of `treeckpt.save`, and of `treeckpt.save_async` with `background`. A step that is saved again
-            replaces the earlier one, which stays valid until then; `overwrite=False` refuses it.
+            replaces the earlier one, which stays valid until then; `overwrite=False` refuses it. Without either, a
+            warning names the first step that is saved at or below one that this manager neither saved nor restored.
     """
 
     def __init__(
@@ -106,7 +107,9 @@ class Manager(RegistrationMixin, RestoreMixin):
         self._saving_comm = as_comm(comm)
         self._comm = PrefixComm(self._saving_comm, "manager")
         self._registered = RegisteredState()
-        self._history = SaveHistory(self.directory, self._selector.warn_once, self._comm.rank)
+        self._history = SaveHistory(
+            self.directory, self._selector.warn_once, self._comm.rank, replaces=options.get("overwrite", False)
+        )
         self._restorer = Restorer(self.directory, self._selector, self._comm, self._saving_comm, self._history)
         self.schedule = SaveSchedule(self._saving_comm, every=every, seconds=seconds)
         self._pending = PendingSaves(self._start_clean)
