@@ -37,6 +37,15 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda net: tc.load("run/step_00000030"),
         r"step_00000030: expected .*, found nothing at this path\. Check the path: .*run holds .*_00000020",
     ),
+    "a mistyped run": (
+        lambda net: tc.load("rnu/step_00000020"),
+        r"found nothing at this path\. Check the path: did you mean .*/run/step_00000020\? .* holds ",
+    ),
+    "a step without its zeros": (lambda net: tc.load("run/step_20"), r"did you mean .*/run/step_00000020\? "),
+    "a file for a run": (
+        lambda net: tc.Manager("notes.txt"),
+        r"notes.txt: expected a run, .*, found a file of no known format\. Check the path$",
+    ),
     "a run for a checkpoint": (
         lambda net: tc.load("run"),
         r"run: .*found a run of 2 steps. Load a step, as .*run/step_00000020, or take tc.Manager\('.*run'\)",
@@ -50,6 +59,23 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a step that was not saved": (
         lambda net: tc.Manager("run").restore(step=15),
         r"step_00000015: expected a complete checkpoint.*Steps that can be loaded: 10, 20",
+    ),
+    "the nearest step": (
+        lambda net: tc.Manager("run").restore(step=17),
+        r"step_00000017: .*, found no checkpoint of step 17\. Steps that can be loaded: 10, 20; the nearest is 20$",
+    ),
+    "a step to pin": (
+        lambda net: tc.Manager("run").pin(12),
+        r"step_00000012: .*, found no checkpoint of step 12\. Steps that can be loaded: 10, 20; the nearest is 10$",
+    ),
+    "a step to unpin": (lambda net: tc.Manager("run").unpin(12), r"found no such directory\. Steps .*nearest is 10$"),
+    "a step of an empty run": (
+        lambda net: tc.Manager("empty").delete(12),
+        r"found no checkpoint of step 12\. Steps that can be loaded: none$",
+    ),
+    "a policy of no kind": (
+        lambda net: tc.Manager("new", keep="newest"),
+        r"keep: expected policies.*, found 'newest'\. .*'newest' is no policy: e\.g\. last:3 ",
     ),
     "a tree for a step": (
         lambda net: tc.Manager("run").save(net.state_dict(), 5),

@@ -10,9 +10,8 @@ import msgspec
 
 from treeckpt.core.analysis.retention_policy import Policy, kept
 from treeckpt.core.format.file_names import step_name, step_of
-from treeckpt.runs.checkpoint_info import CheckpointInfo
+from treeckpt.runs.checkpoint_info import CheckpointInfo, step_info
 from treeckpt.runs.policy_text import parse_keep
-from treeckpt.runs.run import step_info
 
 from ..pages.checkpoints import status_of
 from ..store.library import Library, Run

@@ -37,6 +37,12 @@ def test_a_checkpoint_in_the_place_of_its_run_is_refused_with_the_name_of_the_ru
             call()
 
 
+@pytest.mark.parametrize("keep", ["last:2 best:loss:max", ["last:2", "best:loss:max"], [Last(2), "best:loss:max"]])
+def test_policies_may_be_the_text_of_the_dashboard(tmp_path: Path, keep: Any) -> None:
+    with manager(tmp_path, keep=keep) as made:
+        assert repr(made) == repr(manager(tmp_path, keep=[Last(2), Best("loss", mode="max")]))
+
+
 def test_steps_may_be_integers_of_numpy(tmp_path: Path) -> None:
     made = manager(tmp_path)
     made.save(np.int64(4), {"s": 4})  # pyright: ignore[reportArgumentType]
@@ -233,3 +239,11 @@ def test_a_manager_passes_on_every_option_of_saves_and_loads() -> None:
         (tc.load_into, keywords.LoadIntoKeywords),
     ):
         assert passed_on.__optional_keys__ == function.__kwdefaults__.keys() - own
+
+
+def test_a_mistyped_option_is_told_with_the_one_that_is_like_it(tmp_path: Path) -> None:
+    for wrong, right in (("kep", "keep"), ("evry", "every"), ("overwite", "overwrite"), ("buzy", "busy")):
+        with pytest.raises(TypeError, match=rf"^'{wrong}' is no option of Manager, .*: did you mean '{right}'\?$"):
+            tc.Manager(tmp_path, **{wrong: 3})
+    with pytest.raises(TypeError, match=r"'colour' is no option of Manager, nor of save$"):
+        manager(tmp_path, colour=3)

@@ -261,7 +261,8 @@ def read_info(
     exists = folder.modified_ns() is not None
     if any(map(_is_checkpoint_file, files)) or (step_of(name) is not None and exists and not entries):
         return _without_index(folder, files, cache)
-    error = "no checkpoint: neither an index nor shards" if exists else "not a directory"
+    absent = "not a directory" if step_of(name) is None else f"no checkpoint of step {step_of(name)}"
+    error = "no checkpoint: neither an index nor shards" if exists else absent
     return CheckpointInfo(name, folder.url, "foreign", error=error)
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ..core.analysis.retention_policy import StepInfo
 from ..core.format.file_names import is_step_name, step_of
 from ..core.format.lineage import Lineage, LineageOrder, LineagePosition, SavedCheckpoint
 from .active_saves import SaveUnderWay
@@ -92,3 +93,17 @@ def _sort_key(placed: tuple[CheckpointInfo, LineagePosition | None]) -> tuple[An
     info, (present, sequence, step) = placed[0], placed[1] or (True, 0, 0)
     kind = info.status == "foreign", not present, info.step is None
     return *kind, -sequence, -step, -(info.created_ns or 0), info.name
+
+
+def step_info(info: CheckpointInfo) -> StepInfo:
+    """Returns the data of a checkpoint by which policies decide."""
+    step = step_of(info.name)
+    assert step is not None, "a checkpoint of a run has the name of a step"
+    return StepInfo(step, info.created_ns or 0, info.metrics, info.pinned, info.sequence, info.abandoned)
+
+
+def loadable_text(infos: Iterable[CheckpointInfo], step: int) -> str:
+    """Returns which steps of a run can be loaded, at most the 10 highest, and which is nearest to `step`."""
+    steps = sorted(step_info(info).step for info in infos if info.status == "complete")
+    near = f"; the nearest is {min(steps, key=lambda other: abs(other - step))}" if steps else ""
+    return f"Steps that can be loaded: {', '.join(map(str, steps[-10:])) or 'none'}{near}"

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from signal import SIGTERM
 from types import TracebackType
@@ -30,7 +30,6 @@ from typing import Any, Literal, Self, Unpack
 import msgspec
 
 from .. import api
-from ..core.analysis.retention_policy import Policy
 from ..core.format.file_names import check_step
 from ..errors import TreeckptError
 from ..io.comm.collective import from_rank0
@@ -43,11 +42,13 @@ from ..saving.future import Pending
 from ..saving.options import check_metadata
 from ..saving.save import save_tree
 from ..saving.sidecar_files import SidecarContent
+from .checkpoint_info import step_info
 from .history import SaveHistory
 from .index_summary import METRICS
 from .notebook import run_html
 from .options import (
     BackgroundSaveKeywords,
+    Keep,
     as_policies,
     as_save_options,
     best_policy,
@@ -57,7 +58,7 @@ from .options import (
 from .pending_saves import PendingSaves, RetentionRunner
 from .registered_state import RegisteredState, RegistrationMixin
 from .restore import RestoreMixin, Restorer
-from .run import GRACE, CleanReport, RunDirectory, step_info
+from .run import GRACE, CleanReport, RunDirectory
 from .schedule import SaveSchedule
 from .select import CheckpointSelector
 
@@ -77,8 +78,8 @@ class Manager(RegistrationMixin, RestoreMixin):
     Args:
         run: a directory, or a URL (`s3://bucket/run`); checkpoints are its subdirectories `step_00000100`. Nothing
             else in it is ever touched.
-        keep: a policy or several of `treeckpt.policy`; a number is `Last(number)`, None keeps everything. The newest
-            checkpoint and pinned ones are always kept.
+        keep: a policy or several of `treeckpt.policy`, or their text, as "last:3 best:loss"; a number is
+            `Last(number)`, None keeps everything. The newest checkpoint and pinned ones are always kept.
         every: steps between saves.
         seconds: seconds between saves, by rank 0's clock; a step is due by either interval.
         background: saves with `save_async`: `save` returns as soon as the tree may change.
@@ -93,7 +94,7 @@ class Manager(RegistrationMixin, RestoreMixin):
         self,
         run: str | os.PathLike[str] | RunStore,
         *,
-        keep: Policy | Sequence[Policy] | int | None = 3,
+        keep: Keep = 3,
         every: int | None = None,
         seconds: float | None = None,
         background: bool = True,
@@ -101,7 +102,8 @@ class Manager(RegistrationMixin, RestoreMixin):
         comm: api.AnyComm = None,
         **options: Unpack[BackgroundSaveKeywords],
     ) -> None:
-        self._background, self.options = background, as_save_options(options, background=background)
+        others = Manager.__init__.__kwdefaults__
+        self._background, self.options = background, as_save_options(options, background=background, others=others)
         self.directory, self._policies = RunDirectory(run), as_policies(keep)
         self._selector = CheckpointSelector(self.directory)
         self._saving_comm = as_comm(comm)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import operator
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Literal, SupportsIndex, TypedDict
 
 from ..arrays.registry import abstract_of, is_value
@@ -18,6 +20,9 @@ from ..loading.read_batch import Verify
 from ..loading.transforms import Renaming, Transforms
 from ..saving.options import BusyPolicy, SaveOptions, StagingMode, WriterKind, shard_limit
 from ..trees.per_rank_state import Policy as RankStatePolicy
+from .policy_text import KeepError, parse_keep
+
+Keep = Policy | str | Sequence[Policy | str] | int | None
 
 
 class SaveKeywords(TypedDict, total=False):
@@ -61,7 +66,7 @@ class RestoreKeywords(TypedDict, total=False):
     allow_pickle: bool
 
 
-def as_policies(keep: Policy | Sequence[Policy] | int | None) -> tuple[Policy, ...]:
+def as_policies(keep: Keep) -> tuple[Policy, ...]:
     """Returns the policies of the argument `keep` of a manager.
 
     Raises:
@@ -72,7 +77,12 @@ def as_policies(keep: Policy | Sequence[Policy] | int | None) -> tuple[Policy, .
     if isinstance(keep, SupportsIndex):
         policies: tuple[Policy, ...] = (Last(keep if isinstance(keep, bool) else operator.index(keep)),)
     else:
-        policies = tuple(keep) if isinstance(keep, Sequence) else (keep,)
+        listed = (keep,) if isinstance(keep, str) or not isinstance(keep, Sequence) else keep
+        try:
+            parsed = [parse_keep(one) if isinstance(one, str) else (one,) for one in listed]
+        except KeepError as error:
+            raise TreeckptError("keep", expected="policies", found=f"{keep!r:.60}", hint=f"{error}") from error
+        policies = tuple(itertools.chain(*parsed))
     check_policies(policies)
     return policies
 
@@ -98,8 +108,11 @@ def is_factory(tree: object) -> bool:
     return callable(tree) and not is_stateful(tree) and flatten_one_level(tree, "", "", 0) is None
 
 
-def as_save_options(options: BackgroundSaveKeywords, *, background: bool) -> SaveOptions:
+def as_save_options(options: BackgroundSaveKeywords, *, background: bool, others: Iterable[str] = ()) -> SaveOptions:
     """Returns the options of a manager's saves, which replace a checkpoint of the same step by default.
+
+    Args:
+        others: the other arguments of a manager, which the error for an unknown one may name.
 
     Raises:
         TypeError: `save`, or with `background` `save_async`, has no such option.
@@ -108,7 +121,10 @@ def as_save_options(options: BackgroundSaveKeywords, *, background: bool) -> Sav
     known = BackgroundSaveKeywords if background else SaveKeywords
     if unknown := options.keys() - known.__optional_keys__:
         name = "save_async" if background else "save"
-        raise TypeError(f"{sorted(unknown)[0]!r} is no option of Manager, nor of {name}")
+        wrong = sorted(unknown)[0]
+        near = difflib.get_close_matches(wrong, [*others, *known.__optional_keys__], n=1)
+        meant = "".join(f": did you mean {one!r}?" for one in near)
+        raise TypeError(f"{wrong!r} is no option of Manager, nor of {name}{meant}")
     limit = shard_limit(options.get("max_shard_bytes"))
     return SaveOptions(**{"overwrite": True, **options, "max_shard_bytes": limit})
 

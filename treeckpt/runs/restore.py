@@ -27,12 +27,12 @@ from ..io.storage.store import Store, SupportsFetching
 from ..loading.consistent_reads import on_one_version
 from ..loading.keywords import LoadKeywords
 from ..loading.shared_read import open_relay, together, usual_read
-from .checkpoint_info import CheckpointInfo, mark_of
+from .checkpoint_info import CheckpointInfo, mark_of, step_info
 from .history import SaveHistory
 from .options import RestoreKeywords
 from .progress_bar import reading_bar
 from .registered_state import RegisteredState
-from .run import RunDirectory, step_info
+from .run import RunDirectory
 from .schedule import SaveSchedule
 from .select import CheckpointSelector
 

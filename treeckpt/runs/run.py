@@ -28,19 +28,19 @@ from ..core.analysis.deletion import (
     foreign_files,
     plan_cleanup,
 )
-from ..core.analysis.retention_policy import Policy, StepInfo
+from ..core.analysis.retention_policy import Policy
 from ..core.format.file_names import PIN_NAME, check_step, deleted_name, is_step_name, step_name, step_of
 from ..core.format.index import INDEX_NAME
 from ..core.format.lineage import SavedCheckpoint
 from ..errors import CheckpointError, CheckpointNotFound, TreeckptError
-from ..io.storage.foreign_formats import describe_foreign
+from ..io.storage.foreign_formats import describe_foreign, refuse_file
 from ..io.storage.leftovers import GRACE, committed_save_id, deletion_times, file_facts, plan_removal, remove_leftovers
 from ..io.storage.metadata_files import NewestIndex
 from ..io.storage.open import open_folder, open_run
 from ..io.storage.reader_leases import has_readers
-from ..io.storage.run_store import Folder, RunStore
+from ..io.storage.run_store import Folder, LocalRun, RunStore
 from .catalog import read_info, read_infos, read_marks
-from .checkpoint_info import CheckpointInfo, in_listing_order
+from .checkpoint_info import CheckpointInfo, in_listing_order, loadable_text
 from .stat_cache import LruStatCache, StatCache
 
 
@@ -96,13 +96,6 @@ def steady_clock(
     return lambda: min(wall(), start + monotonic())
 
 
-def step_info(info: CheckpointInfo) -> StepInfo:
-    """Returns the data of a checkpoint by which policies decide."""
-    step = step_of(info.name)
-    assert step is not None, "a checkpoint of a run has the name of a step"
-    return StepInfo(step, info.created_ns or 0, info.metrics, info.pinned, info.sequence, info.abandoned)
-
-
 class RunDirectory:
     """The checkpoints of a run.
 
@@ -110,6 +103,9 @@ class RunDirectory:
         run: its directory or URL, or a `RunStore`.
         clock: returns Unix nanoseconds.
         cache: caches indexes and timings.
+
+    Raises:
+        CheckpointNotFound: the path is that of a file.
     """
 
     def __init__(
@@ -121,8 +117,9 @@ class RunDirectory:
     ) -> None:
         self.store = open_run(run)
         self.url = self.store.url
-        self._cache = cache or LruStatCache()
-        self._clock = clock or steady_clock()
+        if isinstance(self.store, LocalRun):
+            refuse_file(self.url)
+        self._cache, self._clock = cache or LruStatCache(), clock or steady_clock()
 
     def folder(self, step: int) -> Folder:
         """Returns the directory of a step, whether or not it exists."""
@@ -160,9 +157,15 @@ class RunDirectory:
         info = _checked(read_info(self.folder(step), cache=self._cache, timings=False, newest=newest))
         if info.status == "complete":
             return info
-        kind = CheckpointError if info.status == "corrupt" else CheckpointNotFound
         found, hint = describe_foreign(info.path) or (info.error or info.status, "")
-        raise kind(info.path, expected="a complete checkpoint", found=found, hint=hint)
+        if info.status == "corrupt":
+            raise CheckpointError(info.path, expected="a complete checkpoint", found=found, hint=hint)
+        raise self._not_found(step, found, hint)
+
+    def _not_found(self, step: int, found: str, hint: str = "") -> CheckpointNotFound:
+        error = CheckpointNotFound(self.folder(step).url, expected="a complete checkpoint", found=found, hint=hint)
+        error.add_hint(loadable_text(self.checkpoints(), step))
+        return error
 
     # pins ----------------------------------------------------------------------------------------------------
 
@@ -199,7 +202,7 @@ class RunDirectory:
         """
         folder = self.folder(step)
         if folder.modified_ns() is None:
-            raise CheckpointNotFound(folder.url, expected="a checkpoint", found="no such directory")
+            raise self._not_found(step, "no such directory")
         with _wrapped_os_errors(folder.url):
             folder.store.delete(PIN_NAME)
             folder.sync()

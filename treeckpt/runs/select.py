@@ -16,8 +16,8 @@ from ..core.format.index import INDEX_NAME
 from ..errors import CheckpointNotFound, TreeckptError
 from ..io.storage.foreign_formats import describe_foreign
 from ..io.storage.metadata_files import NewestIndex
-from .checkpoint_info import CheckpointInfo
-from .run import RunDirectory, step_info
+from .checkpoint_info import CheckpointInfo, step_info
+from .run import RunDirectory
 
 _log = logging.getLogger("treeckpt")
 
@@ -121,9 +121,8 @@ class CheckpointSelector:
         if step is not None:
             try:
                 return self.directory.checkpoint(step, newest=read)
-            except CheckpointNotFound as error:
-                steps = sorted(step_info(info).step for info in self.complete())
-                error.add_hint(f"Steps that can be loaded: {', '.join(map(str, steps[-10:])) or 'none'}")
+            except CheckpointNotFound:
+                self._listed()  # raises the error for the path of one checkpoint in place of this one
                 raise
         found = self.newest(without=tried, passed_over=passed_over, read=read)
         if found is None and (foreign := describe_foreign(self.directory.url)) is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from ...core.format.file_names import is_step_name
+from ...errors import CheckpointNotFound
 
 DCP_METADATA = ".metadata"
 HFAI_PART = re.compile(r"PART_([0-9]{3,})\.pt")
@@ -72,6 +74,18 @@ def describe_foreign(url: str) -> tuple[str, str] | None:
     return _TEXTS[kind], _convert_first(url)
 
 
+def refuse_file(path: str) -> None:
+    """Refuses a file in place of a run.
+
+    Raises:
+        CheckpointNotFound: naming what the file is.
+    """
+    if Path(path).is_file():
+        found, hint = describe_foreign(path) or describe_place(path)
+        expected = "a run, the directory that holds the checkpoints"
+        raise CheckpointNotFound(path, expected=expected, found=found, hint=hint)
+
+
 def _convert_first(url: str) -> str:
     return f"Convert it first: tc.convert.convert({url!r}, 'NEW'), then load 'NEW'"
 
@@ -84,7 +98,7 @@ def describe_place(url: str) -> tuple[str, str]:
             return "none", hint
         if not path.exists():
             near = next(parent for parent in path.parents if parent.exists())
-            return "nothing at this path", f"{hint}: {near} {_held(near)}"
+            return "nothing at this path", f"{hint}: {_meant(path, near)}{near} {_held(near)}"
         steps = [name for name in os.listdir(path) if is_step_name(name)] if path.is_dir() else []
         if not steps:
             return (f"a directory that {_held(path)}" if path.is_dir() else "a file of no known format"), hint
@@ -93,6 +107,14 @@ def describe_place(url: str) -> tuple[str, str]:
     newest = path / max(steps, key=lambda name: (len(name), name))
     found = f"a run of {len(steps)} step{'s' * (len(steps) > 1)}"
     return found, f"Load a step, as {newest}, or take tc.Manager({url!r}), which chooses the newest"
+
+
+def _meant(path: Path, near: Path) -> str:
+    """Asks for the path with the most similar name in `near`, its last existing parent; empty if none is similar."""
+    wrong, *rest = path.relative_to(near).parts
+    names = os.listdir(near)[:10_000] if near.is_dir() else []
+    found = difflib.get_close_matches(wrong, names, n=1)
+    return f"did you mean {near.joinpath(*found, *rest)}? " if found else ""
 
 
 def _held(path: Path) -> str:
