@@ -71,6 +71,38 @@ def test_every_public_name_says_what_it_is() -> None:
     assert tc.__doc__ and all(getattr(tc, name).__doc__ for name in NAMES)
 
 
+NO_TORCH = """
+import sys
+class NoTorch:
+    def find_spec(name, path, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, NoTorch)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "package"),
+    [
+        ("import treeckpt.dcp", "treeckpt.dcp"),
+        ("import treeckpt.training", "treeckpt.training"),
+        ("treeckpt.training.state", "treeckpt.training"),
+        ("treeckpt.Manager(path, background=False).resume(None)", "treeckpt.training"),
+    ],
+)
+def test_what_needs_torch_says_so_where_it_is_not_installed(tmp_path: Path, code: str, package: str) -> None:
+    with tc.Manager(tmp_path, background=False) as manager:
+        manager.save(1, {"w": np.arange(5)})
+    program = (
+        f"{NO_TORCH}import treeckpt\npath = {str(tmp_path)!r}\n"
+        f"treeckpt.load(path + '/step_00000001')\ntry:\n    {code}\nexcept ImportError as error:\n    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], check=True, timeout=300, capture_output=True, text=True
+    )
+    assert done.stdout == f"{package} needs torch, which is not installed: pip install 'treeckpt[torch]'\n"
+
+
 @pytest.mark.parametrize(
     "code",
     [

@@ -173,7 +173,12 @@ def _on_not_modified(request: Request, error: Exception) -> Response:
 
 def _on_http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    return _error_answer(request, status, "There is no such page." if status == 404 else "This cannot be answered.")
+    missing = (
+        "There is no such address; the page /api lists all of the API."
+        if _is_api(request)
+        else "There is no such page."
+    )
+    return _error_answer(request, status, missing if status == 404 else "This cannot be answered.")
 
 
 def _on_invalid_parameters(request: Request, error: Exception) -> Response:

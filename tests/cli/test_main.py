@@ -85,6 +85,31 @@ def test_a_narrow_terminal_shows_the_columns_that_tell_most(cli, run, tmp_path, 
     assert set(heads["200"]) - set(heads["60"]) == {"leaves", "ranks", "took", "saved"}
 
 
+def test_ls_above_several_runs_says_that_they_are_runs_and_how_each_is_listed(cli, tmp_path):
+    for name in ("base", "big"):
+        tc.Manager(tmp_path / name, background=False).save(10, {"s": 10})
+    tc.Manager(tmp_path / "big", background=False).save(20, {"s": 20})
+    (tmp_path / "notes").mkdir()
+    lines = cli("ls", tmp_path).splitlines()
+    assert [line.split()[:2] for line in lines[1:4]] == [["base", "run"], ["big", "run"], ["notes", "foreign"]]
+    assert lines[4:] == [
+        f"base: a run of 1 step, which treeckpt ls {tmp_path / 'base'} lists",
+        f"big: a run of 2 steps, which treeckpt ls {tmp_path / 'big'} lists",
+    ]
+    assert {one["status"] for one in json.loads(cli("ls", "--json", tmp_path))} == {"foreign"}
+
+
+def test_a_file_or_a_mistyped_path_in_place_of_a_run_is_told_with_what_there_is(cli, tmp_path, monkeypatch):
+    tc.Manager(tmp_path / "runs" / "base", background=False).save(10, {"s": 10})
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    monkeypatch.chdir(tmp_path)
+    for command in ("ls", "gc", "dashboard"):
+        text = cli(command, "notes.txt", code=2)
+        assert "notes.txt: no such directory: it is a file of no known format. Check the path" in text
+        text = cli(command, "rnus/base", code=2)
+        assert f"rnus/base: no such directory. Check the path: did you mean {tmp_path / 'runs/base'}?" in text
+
+
 def test_ls_as_json(cli, run):
     found = json.loads(cli("ls", "--json", run))
     assert [f["status"] for f in found].count("complete") == 2
@@ -102,6 +127,20 @@ def test_show_of_a_node_and_of_leaves(cli, run):
     assert "float32" in array and "dp: Shard(0), tp: Replicate" in array and ".safetensors" in array
     assert "'cosine'" in cli("show", run / "step_00000200", "scheduler/name")
     assert "one for each of 4 ranks" in cli("show", run / "step_00000200", "rng/~rank*")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("model/wte.wieght", "model/wte.weight"),
+        ("modle", "model"),
+        ("optimiser/state/0", "optimizer/state/0"),
+        ("wte.weight", "model/wte.weight"),
+    ],
+)
+def test_show_of_a_path_that_is_not_there_names_those_that_are_like_it(cli, run, wrong, right):
+    found = cli("show", run / "step_00000200", wrong, code=2).splitlines()
+    assert found[0].startswith(f"treeckpt: {wrong}: no such path in") and f"  there is {right}" in found[1:]
 
 
 SHOWN = {

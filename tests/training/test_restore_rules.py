@@ -181,7 +181,7 @@ def test_rules_on_a_tree_in_memory_are_refused() -> None:
     [
         ({"select": "model/wieght"}, "model/wieght: expected each glob of select .* near to it .*model/weight"),
         ({"exclude": ["model/wieght"]}, "model/wieght: expected each glob of exclude"),
-        ({"keep": ("lrr",)}, "keep: expected some of .*lr, .*found lrr"),
+        ({"keep": ("lrr",)}, "keep: expected some of .*lr, .*found 'lrr'"),
         ({"read": "Once"}, "read: expected 'each' or 'once', found 'Once'"),
         ({"verify": "strem"}, "verify: expected True or False or 'first' or 'stream'"),
     ],

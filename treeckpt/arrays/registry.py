@@ -6,9 +6,10 @@ it. Of a library only the name is known here.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, cast
@@ -209,6 +210,22 @@ def check_library(spec: ArraySpec, path: str) -> Adapter:
     except MismatchError as error:
         raise MismatchError(path, expected=error.expected, found=error.found, hint=error.hint) from error
     return adapter
+
+
+@contextlib.contextmanager
+def needs_torch(package: str) -> Iterator[None]:
+    """The body imports the modules of a package that needs torch.
+
+    Raises:
+        ModuleNotFoundError: torch is not installed; it names the extra to install.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        text = f"{package} needs torch, which is not installed: pip install 'treeckpt[torch]'"
+        raise ModuleNotFoundError(text, name="torch") from error
 
 
 def new_array(spec: ArraySpec, path: str, device: str | None, *, allocate: Allocate | None = None) -> ArrayTarget:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from ..io.storage.bucket import is_url
+from ..io.storage.bucket import is_url, local_path
+from ..io.storage.foreign_formats import describe_foreign, describe_place
 from ..io.storage.open import open_run
 from ..report.terminal import fail
 from ..runs import catalog
@@ -69,7 +71,9 @@ def no_such_run(run: str) -> str:
     if catalog.run_exists(run):
         return ""
     if not is_url(run):
-        return f"{run}: no such directory"
+        path = Path(local_path(run)).absolute()
+        what, hint = describe_foreign(f"{path}") or describe_place(f"{path}")
+        return f"{run}: no such directory{f': it is {what}' * path.exists()}. {hint}"
     parent = run.rstrip("/").rpartition("/")[0]
     beside = open_run(parent).names() if parent.count("/") >= 2 else []
     names = ", ".join(beside[:SHOWN]) + f" and {len(beside) - SHOWN} more" * (len(beside) > SHOWN)

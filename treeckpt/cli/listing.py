@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from ..core.format.file_names import is_step_name
 from ..core.text import ago_text, bytes_text, seconds_text, time_text
-from ..io.storage.open import open_folder
+from ..io.storage.open import open_folder, open_run
 from ..report.terminal import print_json, print_line, print_table
 from ..runs import catalog
 from ..runs.active_saves import under_way_text
@@ -53,22 +54,35 @@ def _ls(options: argparse.Namespace) -> int:
     if not found:
         print_line("no checkpoints")
         return 0
-    columns = _fitting(_columns(found))
+    runs = _runs_among(found)
+    columns = _fitting(_columns(found, runs))
     rows = list(zip(*columns.values(), strict=True))
     print_table(list(columns), rows, right=("step", "size", "leaves", "ranks", "took", "after"))
     for info in found:
         if info.error and info.status != "foreign":
             print_line(f"{info.name}: {info.error}", "dim")
         print_saves_under_way(info)
+        if steps := runs.get(info.path):
+            print_line(f"{info.name}: a run of {steps} step{'s' * (steps > 1)}, which treeckpt ls {info.path} lists")
     return 0
 
 
-def _columns(found: Sequence[CheckpointInfo]) -> dict[str, list[str]]:
+def _runs_among(found: Sequence[CheckpointInfo]) -> Mapping[str, int]:
+    """Returns the steps of each directory that is a run itself, by its path, where no checkpoint was found."""
+    if any(info.status != "foreign" for info in found):
+        return {}
+    counts = {info.path: sum(map(is_step_name, open_run(info.path).names())) for info in found}
+    return {path: steps for path, steps in counts.items() if steps}
+
+
+def _columns(found: Sequence[CheckpointInfo], runs: Mapping[str, int]) -> dict[str, list[str]]:
     """Returns the cells of each column; what only some checkpoints have has a column only where one does."""
     now, steps = time.time_ns(), {info.save_id: info.step for info in found}
     columns = {
         "name": [info.name for info in found],
-        "status": [f"{info.status}{', abandoned branch' * info.abandoned}" for info in found],
+        "status": [
+            "run" if info.path in runs else f"{info.status}{', abandoned branch' * info.abandoned}" for info in found
+        ],
         "step": [_or_dash(info.step) for info in found],
         "size": [bytes_text(info.nbytes) if info.nbytes is not None else "-" for info in found],
         "leaves": [_or_dash(info.leaves) for info in found],

@@ -18,6 +18,7 @@ from ..core.format.chunks import DeferredChunks, NoChunks
 from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
 from ..core.sharding.int_runs import length_of
 from ..core.text import bytes_text, layout_text, region_text, shape_text, time_text, value_text, value_type
+from ..core.tree.globs import similar_paths
 from ..core.tree.spec import ArraySpec
 from ..errors import FormatError, LayoutError, TreeckptError
 from ..loading.one_checkpoint import opened
@@ -58,8 +59,10 @@ def _show(options: argparse.Namespace) -> int:
         return _show_structure(index, options)
     if row is None:
         fail(f"treeckpt: {options.leaf}: no such path in {options.checkpoint}")
-        for leaf in outline.search(options.leaf.rpartition("/")[2], count=5)[0]:
-            fail(f"  there is {leaf.path}")
+        similar = similar_paths(options.leaf, (leaf.path for leaf in index.entries))
+        hits = [leaf.path for leaf in outline.search(options.leaf.rpartition("/")[2], count=5)[0]]
+        for path in dict.fromkeys(similar + hits):
+            fail(f"  there is {path}")
         return 2
     if row.kind == "leaf":
         return _show_leaf(index, index.entries[row.first], options)

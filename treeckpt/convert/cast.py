@@ -33,7 +33,7 @@ def cast_floats(contents: Contents, dtype: Any, storages: ArchiveStorages) -> Co
     """
     name = normalize_dtype(dtype)
     if name not in FLOATS:
-        raise MismatchError("dtype", expected=f"one of {', '.join(FLOATS)}", found=f"{dtype!s:.60}")
+        raise MismatchError("dtype", expected=f"one of {', '.join(FLOATS)}", found=f"{dtype!r:.60}")
     moved: dict[Any, Storage] = {}
 
     def change(path: str, leaf: Any) -> Any:

@@ -281,7 +281,7 @@ def _format(destination: str, to: str | None) -> tuple[str, bool]:
     suffix = Path(destination).suffix
     kind = to or _SUFFIXES.get(suffix, "treeckpt")
     if kind not in FORMATS:
-        raise MismatchError("to", expected=f"one of {', '.join(FORMATS)}", found=f"{kind}")
+        raise MismatchError("to", expected=f"one of {', '.join(FORMATS)}", found=f"{kind!r}")
     return kind, kind == "dcp" or (kind == "safetensors" and suffix != ".safetensors")
 
 

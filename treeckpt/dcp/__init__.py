@@ -9,13 +9,16 @@ It may import everything below `runs`, and is the one package on top that import
 
 from typing import Any
 
-import torch.distributed.checkpoint as _torch_dcp
+from ..arrays.registry import needs_torch
 
-from .install import install, uninstall
-from .load import load
-from .reader import DcpReader as Reader
-from .save import async_save, save
-from .writer import DcpWriter as Writer
+with needs_torch(__name__):
+    import torch.distributed.checkpoint as _torch_dcp
+
+    from .install import install, uninstall
+    from .load import load
+    from .reader import DcpReader as Reader
+    from .save import async_save, save
+    from .writer import DcpWriter as Writer
 
 __all__ = ["Reader", "Writer", "async_save", "install", "load", "save", "uninstall"]
 

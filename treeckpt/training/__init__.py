@@ -8,13 +8,16 @@
 State saved under one parallelism is restored into any other. This package imports torch; `import treeckpt` does not.
 """
 
+from ..arrays.registry import needs_torch
 from ..trees.per_rank_state import Merge, Policy
-from .capture import state
-from .guard import Guard, guard
-from .hfai import load, save
-from .report import RestoreReport
-from .restore import restore
-from .rng import rng_state, set_rng_state
+
+with needs_torch(__name__):
+    from .capture import state
+    from .guard import Guard, guard
+    from .hfai import load, save
+    from .report import RestoreReport
+    from .restore import restore
+    from .rng import rng_state, set_rng_state
 
 __all__ = [
     "Guard",

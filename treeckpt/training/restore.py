@@ -242,7 +242,7 @@ class _Restore:
             self._missing_part("optimizer", "training.state(model, optimizer)")
         known = sorted({name for live in self.optimizers for group in live.groups for name in group.values})
         if unknown := [name for name in keep if name not in known]:
-            raise MismatchError("keep", expected=f"some of {', '.join(known)}", found=unknown[0])
+            raise MismatchError("keep", expected=f"some of {', '.join(known)}", found=f"{unknown[0]!r}")
         parameters = (entry for entry in (*self.entries, *self.model.hidden) if entry.kind == "parameter")
         frozen = (entry for entry in parameters if not entry.value.requires_grad)
         names = frozenset(key_path(entry.key) for entry in frozen)

@@ -19,6 +19,13 @@ def test_the_page_lists_every_address_of_the_schema_with_every_parameter(client)
         assert shown[path]["text"] and shown[path]["result"], path
 
 
+def test_an_address_that_the_api_does_not_have_is_told_where_all_are_listed(client):
+    for path in ("/api/v1", "/api/v1/run"):
+        answer = client.get(path)
+        assert answer.status_code == 404
+        assert answer.json() == {"error": "There is no such address; the page /api lists all of the API."}
+
+
 def test_types_are_described_in_words():
     assert type_text({"type": "integer", "minimum": 0, "maximum": 64}) == "integer from 0 to 64"
     assert type_text({"anyOf": [{"type": "string", "maxLength": 1000}, {"type": "null"}]}) == (

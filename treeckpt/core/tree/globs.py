@@ -49,6 +49,12 @@ def compile_globs(globs: tuple[str, ...]) -> Globs:
     return Globs(globs)
 
 
+def similar_paths(name: str, paths: Iterable[str]) -> list[str]:
+    """Returns at most 3 paths, of leaves or of containers above them, that are most like a name."""
+    names = sorted({known for path in paths for known in (path, *_ancestors(path))})
+    return difflib.get_close_matches(name, names[:10_000], n=3)
+
+
 def check_used(what: str, globs: Sequence[str] | None, paths: Iterable[str]) -> None:
     """Checks that each glob means some path, since a typo would look like success.
 
@@ -63,8 +69,7 @@ def check_used(what: str, globs: Sequence[str] | None, paths: Iterable[str]) -> 
         return
     known = list(paths)
     for glob in compile_globs(tuple(globs)).unused(known):
-        names = sorted({name for path in known for name in (path, *_ancestors(path))})
-        near = difflib.get_close_matches(glob, names[:10_000], n=3)
+        near = similar_paths(glob, known)
         raise MismatchError(
             glob,
             expected=f"each glob of {what} to mean some leaf",
