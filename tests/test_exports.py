@@ -81,26 +81,22 @@ sys.meta_path.insert(0, NoTorch)
 """
 
 
-@pytest.mark.parametrize(
-    ("code", "package"),
-    [
-        ("import treeckpt.dcp", "treeckpt.dcp"),
-        ("import treeckpt.training", "treeckpt.training"),
-        ("treeckpt.training.state", "treeckpt.training"),
-        ("treeckpt.Manager(path, background=False).resume(None)", "treeckpt.training"),
-    ],
-)
-def test_what_needs_torch_says_so_where_it_is_not_installed(tmp_path: Path, code: str, package: str) -> None:
+def test_what_needs_torch_says_so_where_it_is_not_installed(tmp_path: Path) -> None:
     with tc.Manager(tmp_path, background=False) as manager:
         manager.save(1, {"w": np.arange(5)})
-    program = (
-        f"{NO_TORCH}import treeckpt\npath = {str(tmp_path)!r}\n"
-        f"treeckpt.load(path + '/step_00000001')\ntry:\n    {code}\nexcept ImportError as error:\n    print(error)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], check=True, timeout=300, capture_output=True, text=True
-    )
-    assert done.stdout == f"{package} needs torch, which is not installed: pip install 'treeckpt[torch]'\n"
+    calls = {
+        "import treeckpt.dcp": "dcp",
+        "import treeckpt.training": "training",
+        "treeckpt.training.state": "training",
+        "treeckpt.Manager(path, background=False).resume(None)": "training",
+    }
+    program = f"{NO_TORCH}import treeckpt\npath = {str(tmp_path)!r}\ntreeckpt.load(path + '/step_00000001')\n"
+    program += "".join(f"try:\n    {call}\nexcept ImportError as error:\n    print(error)\n" for call in calls)
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        f"treeckpt.{name} needs torch, which is not installed: pip install 'treeckpt[torch]'" for name in calls.values()
+    ]
 
 
 @pytest.mark.parametrize(

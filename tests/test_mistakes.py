@@ -42,6 +42,10 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"found nothing at this path\. Check the path: did you mean .*/run/step_00000020\? .* holds ",
     ),
     "a step without its zeros": (lambda net: tc.load("run/step_20"), r"did you mean .*/run/step_00000020\? "),
+    "a link to nowhere": (
+        lambda net: (os.symlink("gone", "link"), tc.load("link")),
+        r"found nothing at this path\. Check the path: /",
+    ),
     "a file for a run": (
         lambda net: tc.Manager("notes.txt"),
         r"notes.txt: expected a run, .*, found a file of no known format\. Check the path$",

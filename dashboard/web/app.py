@@ -173,11 +173,7 @@ def _on_not_modified(request: Request, error: Exception) -> Response:
 
 def _on_http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    missing = (
-        "There is no such address; the page /api lists all of the API."
-        if _is_api(request)
-        else "There is no such page."
-    )
+    missing = "There is no such address: the page /api lists all." if _is_api(request) else "There is no such page."
     return _error_answer(request, status, missing if status == 404 else "This cannot be answered.")
 
 

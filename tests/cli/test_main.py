@@ -96,6 +96,7 @@ def test_ls_above_several_runs_says_that_they_are_runs_and_how_each_is_listed(cl
         f"base: a run of 1 step, which treeckpt ls {tmp_path / 'base'} lists",
         f"big: a run of 2 steps, which treeckpt ls {tmp_path / 'big'} lists",
     ]
+    assert [line.split()[1] for line in cli("ls", tmp_path / "base", tmp_path).splitlines()[2:4]] == ["run", "run"]
     assert {one["status"] for one in json.loads(cli("ls", "--json", tmp_path))} == {"foreign"}
 
 

@@ -35,12 +35,15 @@ def add_ls(commands: Commands) -> None:
 
 def _ls(options: argparse.Namespace) -> int:
     found: list[CheckpointInfo] = []
+    runs: dict[str, int] = {}
     for run in options.runs:
         with counting_bar(f"reading {run}", shown=progress_of(options)) as count:
             infos = catalog.scan(run, on_read=count)
         if not infos and (problem := no_such_run(run)):
             return usage_error(problem)
         found += infos
+        if not options.json:
+            runs |= _runs_among(infos)
     known = VerificationStore(cache_directory())
     found = [
         msgspec.structs.replace(info, verification=known.find(open_folder(info.path), info.save_id))
@@ -54,7 +57,6 @@ def _ls(options: argparse.Namespace) -> int:
     if not found:
         print_line("no checkpoints")
         return 0
-    runs = _runs_among(found)
     columns = _fitting(_columns(found, runs))
     rows = list(zip(*columns.values(), strict=True))
     print_table(list(columns), rows, right=("step", "size", "leaves", "ranks", "took", "after"))
@@ -67,7 +69,7 @@ def _ls(options: argparse.Namespace) -> int:
     return 0
 
 
-def _runs_among(found: Sequence[CheckpointInfo]) -> Mapping[str, int]:
+def _runs_among(found: Sequence[CheckpointInfo]) -> dict[str, int]:
     """Returns the steps of each directory that is a run itself, by its path, where no checkpoint was found."""
     if any(info.status != "foreign" for info in found):
         return {}

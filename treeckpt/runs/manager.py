@@ -102,7 +102,7 @@ class Manager(RegistrationMixin, RestoreMixin):
         comm: api.AnyComm = None,
         **options: Unpack[BackgroundSaveKeywords],
     ) -> None:
-        others = Manager.__init__.__kwdefaults__
+        others = Manager.__init__.__kwdefaults__ or ()
         self._background, self.options = background, as_save_options(options, background=background, others=others)
         self.directory, self._policies = RunDirectory(run), as_policies(keep)
         self._selector = CheckpointSelector(self.directory)

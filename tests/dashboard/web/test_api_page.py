@@ -23,7 +23,7 @@ def test_an_address_that_the_api_does_not_have_is_told_where_all_are_listed(clie
     for path in ("/api/v1", "/api/v1/run"):
         answer = client.get(path)
         assert answer.status_code == 404
-        assert answer.json() == {"error": "There is no such address; the page /api lists all of the API."}
+        assert answer.json() == {"error": "There is no such address: the page /api lists all."}
 
 
 def test_types_are_described_in_words():
