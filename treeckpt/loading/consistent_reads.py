@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -59,7 +60,7 @@ def on_versions(
             was replaced.
 
     Raises:
-        MismatchError: of `act`, with the paths of the checkpoints added.
+        MismatchError: of `act`, with the paths of the checkpoints added, as they were given.
         CheckpointNotFound: a checkpoint was deleted meanwhile.
         CheckpointError: it was replaced again and again.
     """
@@ -91,7 +92,11 @@ def on_versions(
                     if isinstance(error, OSError):
                         raise wrap_read_error(error, stores[0].url) from error
                     if isinstance(error, MismatchError) and not any(url in str(error) for url in urls):
-                        error.add_hint(f"Checkpoint: {', '.join(urls)}")
+                        names = (
+                            one if isinstance(one, (str, os.PathLike)) else url
+                            for one, url in zip(given, urls, strict=True)
+                        )
+                        error.add_hint(f"Checkpoint: {', '.join(map(str, names))}")
                     raise
     raise CheckpointError(
         ", ".join(store.url for store in stores),
