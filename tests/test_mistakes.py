@@ -87,15 +87,17 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "a training state into a model": (
         lambda net: tc.load_into("state", net),
-        r"4 missing in the checkpoint.*0.weight as model/0.weight: pass rename=\{'model/\*': '\*'\}, strict='missing'$",
+        r"4 missing in the checkpoint.*0.weight as model/0.weight: pass rename=\{'model/\*': '\*'\}, strict='missing'"
+        r"\. Checkpoint: state$",
     ),
     "a model's state into a tree": (
         lambda net: tc.load("weights", {"model": net.state_dict()}),
-        r"model/0.weight as 0.weight: pass rename=\{'\*': 'model/\*'\}$",
+        r"model/0.weight as 0.weight: pass rename=\{'\*': 'model/\*'\}\. Checkpoint: weights$",
     ),
     "names of DDP": (
         lambda net: training.restore("ddp", net, rng=False),
-        r"model/0.weight as model/module.0.weight: pass rename=\{'model/module.\*': 'model/\*'\}$",
+        r"model/0.weight as model/module.0.weight: pass rename=\{'model/module.\*': 'model/\*'\}"
+        r"\. Checkpoint: ddp$",
     ),
     "a model for a path": (
         lambda net: training.restore(net, "state"),

@@ -9,11 +9,15 @@ import re
 import tomllib
 
 import pytest
+import torch
 
+import treeckpt as tc
+from tests.helpers.world import errors_of, on_ranks
 from treeckpt.cli import main
 from treeckpt.cli.command import EXIT_CODES
 from treeckpt.convert import FORMATS, SOURCES, conversion
 from treeckpt.core.format import shard_header
+from treeckpt.io.comm.comm import Comm
 from treeckpt.io.storage import obstore
 from treeckpt.io.storage.upload_window import UploadWindow
 from treeckpt.saving import shard_files
@@ -29,6 +33,40 @@ def test_the_python_blocks_run_in_order(tmp_path: pathlib.Path, monkeypatch: pyt
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
+
+
+class Batches:
+    """A loader that records what it is given."""
+
+    def __init__(self, taken: int) -> None:
+        self.taken, self.given = taken, list[int]()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given.append(state["taken"])
+
+
+def test_the_lines_for_another_number_of_ranks_do_as_they_say(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    [block] = [one for one in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "world_changed" in one]
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+
+    def save(comm: Comm) -> None:
+        tree = tc.training.state(model, optimizer, loader=Batches(10 + comm.rank))
+        tc.save("run/step_00000200", tree, comm=comm)
+
+    assert errors_of(on_ranks(4, save)) == [None] * 4
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        loader = Batches(0)
+        exec(block, {"tc": tc, "model": model, "optimizer": optimizer, "beside": {"loader": loader}})
+        assert loader.given == [10 + rank, 46 // 2]
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "tests/README.md"])

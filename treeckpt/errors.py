@@ -39,7 +39,8 @@ What is refused, because it would be lost or changed in silence, and what to do 
   committed.
 - Classes that the program has not imported, because importing a module by a file's word runs code: import it first, or
   pass `like`.
-- `PerRank` state in another world size, of which nobody knows whose it is: `per_rank="take"`, or leave it out.
+- `PerRank` state on another number of ranks, of which nobody knows whose it is: `per_rank="take"`, for a training state
+  `world_changed={"loader": "take"}`, or leave it out.
 """
 
 from __future__ import annotations

@@ -253,3 +253,28 @@ def test_hundreds_of_loads_beside_a_process_that_overwrites_are_each_of_one_vers
         met.add(version_of(target))
         assert tc.verify(writer).ok
     assert len(met) > 20, "it was replaced again and again"
+
+
+net = torch.nn.Module()
+net.register_buffer("w", torch.ones(2, dtype=torch.float64))
+net.register_parameter("more", torch.nn.Parameter(torch.ones(1)))
+
+CALLS: dict[str, Any] = {
+    "load": lambda path: tc.load(path, {"model": {"w": np.ones(3)}}),
+    "load_into": lambda path: tc.load_into(path, {"model": {"w": np.ones(2, np.int8)}}),
+    "bank": lambda path: tc.load([path, path], {"model": {"w": np.ones(3)}}),
+    "restore": lambda path: tc.training.restore(path, torch.nn.Linear(2, 1), rng=False),
+    "optimizer": lambda path: tc.training.restore(path, net, torch.optim.SGD(net.parameters()), rng=False),
+    "manager": lambda path: tc.Manager(path.parent).restore({"model": {"w": np.ones(3)}}),
+    "resume": lambda path: tc.Manager(path.parent).resume(net, torch.optim.SGD(net.parameters()), rng=False),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_does_not_fit_is_told_with_the_checkpoint_once(tmp_path: Path, call: str) -> None:
+    path = tmp_path / "step_00000001"
+    tc.save(path, {"model": {"w": np.ones(2)}}, step=1)
+    with pytest.raises(tc.MismatchError) as caught:
+        CALLS[call](path)
+    assert str(caught.value).endswith(f"Checkpoint: {', '.join([str(path)] * (1 + (call == 'bank')))}")
+    assert str(caught.value).count("Checkpoint: ") == 1

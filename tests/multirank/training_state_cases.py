@@ -285,7 +285,10 @@ def own_state_follows_the_policy_when_the_world_changed(here: Rank) -> None:
     loader = restore(world_changed={"loader": merge, "rng": "take"})
     assert loader.position == (100 + here.rank) + (102 + here.rank)
     assert torch.initial_seed() == 40 + here.rank
-    _refuses(lambda: restore(world_changed={"loader": merge}), "rng")
+    torch.manual_seed(7)
+    assert restore(world_changed={"loader": merge}).position == loader.position
+    assert torch.initial_seed() == 40 + here.rank, "fewer ranks continue with their own generators"
+    _refuses(lambda: restore(world_changed={"loader": merge, "rng": "error"}), "rng")
     _refuses(lambda: restore(rng=False), "loader")
     _refuses(lambda: restore(world_changed="guess"), "guess")
     _refuses(lambda: training.restore(here.directory / "per_rank statistics True", Batches(), rng=False), "buffers")

@@ -101,7 +101,9 @@ def test_every_optimizer_goes_on_with_the_same_losses(tmp_path: Path, name: str,
     source = _write(way, tmp_path, model, optimizer)
     fresh, theirs = torch_job(name, 2)
     report = training.restore(source, fresh, theirs, rng=False)
-    assert not report.missing and not report.unexpected and not report.ignored, report
+    assert not report.missing and not report.unexpected, report
+    beside = {"torch": ("step",), "hfai": ("epoch",)}  # what stands at the root beside the state dicts
+    assert report.ignored == beside.get(way.split()[0], ()), report
     losses = []
     for pair in ((model, optimizer), (fresh, theirs)):
         torch.manual_seed(7)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from ..errors import CheckpointError, TreeckptError
+from ..errors import CheckpointError, MismatchError, TreeckptError
 from ..foreign.foreign_checkpoint import open_checkpoint
 from ..io.os_errors import wrap_read_error
 from ..io.storage.checkpoint import Checkpoint, Replaced
@@ -59,6 +60,7 @@ def on_versions(
             was replaced.
 
     Raises:
+        MismatchError: of `act`, with the paths of the checkpoints added, as they were given.
         CheckpointNotFound: a checkpoint was deleted meanwhile.
         CheckpointError: it was replaced again and again.
     """
@@ -75,6 +77,7 @@ def on_versions(
             versions.append(opened)
         for _ in range(TRIES):
             checkpoints = [opened() for opened in versions]
+            urls = [one.url for one in checkpoints]
             if known is not None:
                 checkpoints[0].index_bytes, checkpoints[0].index = known.data, known.index
                 known = None
@@ -88,6 +91,12 @@ def on_versions(
                 if together or not any(one.is_replaced() for one in checkpoints):
                     if isinstance(error, OSError):
                         raise wrap_read_error(error, stores[0].url) from error
+                    if isinstance(error, MismatchError) and not any(url in str(error) for url in urls):
+                        names = (
+                            one if isinstance(one, (str, os.PathLike)) else url
+                            for one, url in zip(given, urls, strict=True)
+                        )
+                        error.add_hint(f"Checkpoint: {', '.join(map(str, names))}")
                     raise
     raise CheckpointError(
         ", ".join(store.url for store in stores),

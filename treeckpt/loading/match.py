@@ -21,7 +21,7 @@ from ..core.sharding.int_runs import decode_runs
 from ..core.tree.globs import check_used, compile_globs
 from ..core.tree.spec import ArraySpec
 from ..errors import MismatchError
-from ..io.comm.comm import Comm, global_rank, ranks_of_host
+from ..io.comm.comm import Comm, global_rank, other_world_error, ranks_of_host
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.memory import SlabAllocator
 from ..io.storage.store import FETCH_MEMORY, SupportsFetching
@@ -118,7 +118,7 @@ class Load:
         """Bytes of buffers, at most."""
         self.source_rank = comm.rank % self.index.world
         self.refuse_own = options.per_rank == "error" and comm.size != self.index.world
-        self.world = comm.size
+        self._comm = comm
         self.view = view_of(
             self.index, options.rules, source_rank=self.source_rank, rank=comm.rank, strict=bool(options.strict)
         )
@@ -159,13 +159,8 @@ class Load:
         if found[0].ranks is None:
             return found[0]
         if self.refuse_own and self.selected(path):
-            raise MismatchError(
-                path,
-                expected=f"state of one rank of {self.world}",
-                found=f"state saved by a world of {self.index.world}",
-                hint="The world size changed: leave this leaf out with `...` in like, or pass per_rank='take'. A "
-                'process that is alone, whatever its launcher says, passes comm="alone"',
-            )
+            others = "; or leave this leaf out with `...` in like"
+            raise other_world_error(path, self._comm, self.index.world, take="per_rank='take'", others=others)
         for leaf in found:
             if self.source_rank in decode_runs(leaf.ranks or ()):
                 return leaf

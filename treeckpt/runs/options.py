@@ -61,7 +61,7 @@ class RestoreKeywords(TypedDict, total=False):
     keep: Sequence[str]
     verify: Verify
     read: Literal["each", "once"]
-    world_changed: RankStatePolicy | Mapping[str, RankStatePolicy]
+    world_changed: RankStatePolicy | Mapping[str, RankStatePolicy] | None
     device: Any
     allow_pickle: bool
 

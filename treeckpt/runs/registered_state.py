@@ -24,7 +24,7 @@ from ..core.tree.globs import compile_globs
 from ..core.tree.in_place import update_in_place
 from ..core.tree.structure import empty_container_paths, key_text, keys_of
 from ..errors import MismatchError, TreeError
-from ..io.comm.comm import Comm
+from ..io.comm.comm import Comm, other_world_error
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.keywords import LoadIntoKeywords
 from ..loading.match import LoadOptions
@@ -127,7 +127,7 @@ class RegisteredState:
         def load(target: dict[str, Any], own: Mapping[str, Any]) -> Any:
             report = restore(checkpoint, model, optimizer, comm=comm, **options)
             self._fill_objects(checkpoint, target, comm, own)
-            return report
+            return msgspec.structs.replace(report, ignored=self._ignored(report.ignored, checkpoint.index))
 
         if not self:
             return load({}, {})
@@ -136,6 +136,15 @@ class RegisteredState:
         own["strict"] = "missing" if strict is True else strict  # what is not registered is the training state
         own["per_rank"] = "take" if options.get("world_changed") == "take" else "error"
         return self._restore(checkpoint, load, comm, own)
+
+    def _ignored(self, parts: Iterable[str], index: Index) -> tuple[str, ...]:
+        """Returns the parts of a checkpoint that a restore did not ask for, without what is registered."""
+        found: list[str] = []
+        for part in parts:
+            ours = {f"{part}/{key_text(name)}" for name in {OBJECTS: self.objects, READERS: self.readers}.get(part, ())}
+            there = ("/".join(path.split("/")[:2]) for path in index.by_path if path.startswith(f"{part}/"))
+            found += [name for name in dict.fromkeys(there) if name not in ours] if ours else [part]
+        return tuple(found)
 
     def _restore(
         self,
@@ -185,13 +194,9 @@ class RegisteredState:
         world = selection.index.world
         changed = {name: self.readers[name].changed for name in wanted} if comm.size != world else {}
         for name in (name for name, policy in changed.items() if policy == "error"):
-            raise MismatchError(
-                f"{READERS}/{name}",
-                expected=f"state of one rank of {comm.size}",
-                found=f"state saved by a world of {world}",
-                hint="The world size changed: register it with changed='take' or a function that merges the states, "
-                "or leave it out",
-            )
+            others = "; or a function merge(states, rank, world) in place of 'take'; or do not register it"
+            take = f"changed='take' to register_io_state({name!r}, ...)"
+            raise other_world_error(f"{READERS}/{name}", comm, world, take=take, others=others)
         ranks = range(world) if any(callable(policy) for policy in changed.values()) else [comm.rank % world]
         reading = {key: options[key] for key in ("verify", "allow_pickle") if key in options}
         found = dict(zip(ranks, states_of_all_ranks(checkpoint, READERS, world, ranks=ranks, **reading), strict=True))
@@ -212,6 +217,7 @@ class _RegisteredSelection:
         self.index, self._options, self._strict = index, options, options.get("strict", True)
         self._saved = [*index.by_path, *empty_container_paths(index.structure)]
         self._chosen = LoadOptions(globs_of(options.get("select")), exclude=globs_of(options.get("exclude")))
+        self.selects = self._chosen.selects
 
     def tree_options(self, registered: Mapping[str, Iterable[str]]) -> dict[str, Any]:
         """Returns the options for the tree, without globs that match only registered names not in the checkpoint."""
@@ -223,10 +229,6 @@ class _RegisteredSelection:
                 ours = set(known.unused(saved)) - set(known.unused(saved + names))
                 options[key] = [glob for glob in globs if glob not in ours]
         return options
-
-    def selects(self, path: str) -> bool:
-        """Whether the options of the load select a path."""
-        return self._chosen.selects(path)
 
     def wanted(self, part: str, names: Iterable[str]) -> list[str]:
         """Returns the names of a part that are to be restored.
@@ -387,7 +389,7 @@ class RegistrationMixin:
         for dump, load in (("state_dict", "load_state_dict"), ("dump_io_state", "load_io_state")):
             methods: tuple[Any, Any] = getattr(reader, dump, None), getattr(reader, load, None)
             if all(map(callable, methods)):
-                readers[name] = _InputReader(*methods, policy_of(changed, name))
+                readers[name] = _InputReader(*methods, policy_of(changed, name) or "error")
                 return
         raise TreeError(
             f"{READERS}/{name}",

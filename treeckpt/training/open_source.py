@@ -126,6 +126,10 @@ class _OverlaySource:
     def part(self, name: str) -> Any:
         return load_part(self._bank, name, self.comm, self.options)
 
+    def world_of(self, name: str) -> int:
+        provider = self._provider_of(name)
+        return self.world if provider is None else provider.world
+
     def own(self, name: str, policy: Policy) -> Any:
         provider = self._provider_of(name)
         assert provider is not None, "only parts of the structure are requested"

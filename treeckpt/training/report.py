@@ -8,6 +8,9 @@ import msgspec
 
 from ..core.text import bytes_text, seconds_text
 
+_LISTED = "missing", "on_meta", "ignored", "unexpected", "dropped", "left_alone", "world_changed", "passed_over"
+"""The fields of a report whose paths are printed, a line for each."""
+
 
 class RestoreReport(msgspec.Struct, frozen=True):
     """What a restore filled, and what it did not find.
@@ -37,8 +40,8 @@ class RestoreReport(msgspec.Struct, frozen=True):
     """Tensors that are still on the meta device because they are not saved (non-persistent buffers) or missing. Give
     them memory and values before the model runs."""
     ignored: tuple[str, ...]
-    """Leaves of the checkpoint without use here: moments of frozen parameters, generators of missing devices, and state
-    that an optimizer's `load_state_dict` does not take."""
+    """What of the checkpoint is without use here: moments of frozen parameters, generators of missing devices, state
+    that an optimizer's `load_state_dict` does not take, and parts at the root that were not asked for ("scheduler")."""
     loader: Any = None
     """The loader's state, if `loader` cannot load it itself."""
     extra: Any = None
@@ -52,11 +55,13 @@ class RestoreReport(msgspec.Struct, frozen=True):
 
     left_alone: tuple[str, ...] = ()
     """Leaves of the model that stayed as they were, as they were left out on purpose when the checkpoint was saved."""
+    world_changed: tuple[str, ...] = ()
+    """Where another number of ranks had saved it: what this rank got of each part that was each rank's own."""
 
     def __str__(self) -> str:
         rows = [
             f"restored {self.path}  {self.loaded} leaves, {bytes_text(self.nbytes)} in {seconds_text(self.seconds)}"
         ]
-        for name in ("missing", "on_meta", "ignored", "unexpected", "dropped", "left_alone", "passed_over"):
+        for name in _LISTED:
             rows += [f"  {name.replace('_', ' '):<10}  {path}" for path in getattr(self, name)]
         return "\n".join(rows + [f"  renamed     {before} -> {now}" for before, now in self.renamed])

@@ -14,12 +14,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-import msgspec
 import torch
 
 from ..arrays.stateful import is_stateful
 from ..core.tree.flatten import PerRank
-from ..core.tree.structure import PerRankNode
+from ..core.tree.structure import PerRankNode, key_text
 from ..errors import MismatchError
 from ..io.comm.comm import Comm, as_comm
 from ..io.storage.checkpoint import Checkpoint
@@ -29,7 +28,7 @@ from ..loading.overlay import Bank, CheckpointOverlay, globs_of
 from ..loading.read_batch import Verify
 from ..loading.shared_read import open_relay, together
 from ..loading.transforms import Renaming, Transforms
-from ..trees.per_rank_state import Policy, policy_of
+from ..trees.per_rank_state import Policy
 from .capture import LEFT_OUT, optimizer_of
 from .check_model import check_entry, resolve_ties, without_ties
 from .foreign_states import as_training_state
@@ -46,10 +45,12 @@ from .names import key_path, put_in
 from .open_source import is_stored, open_source, place_under, rules_of
 from .optimizer_plan import OptimizerPlan, apply_optimizers, plan_optimizers
 from .optimizers import NamedOptimizer, Optimizers, name_optimizers
+from .rank_state import RankState
 from .report import RestoreReport
-from .rng import check_rng, set_rng
+from .rng import set_rng
 from .schedules import from_groups
 from .sources import RestoreSource, children_of, descend, leaves_below, nodes_by_name
+from .targets import RestoreTargets
 from .user_state import compare_extra, loader_actions
 
 _log = logging.getLogger("treeckpt")
@@ -76,15 +77,14 @@ def restore(
     keep: Sequence[str] = (),
     verify: Verify = True,
     read: Literal["each", "once"] = "each",
-    world_changed: Policy | Mapping[str, Policy] = "error",
+    world_changed: Policy | Mapping[str, Policy] | None = None,
     device: str | torch.device | None = None,
     allow_pickle: bool = False,
     comm: Any = None,
 ) -> RestoreReport:
     """Puts a saved training state into live objects, in place; parameters stay the same objects with the same memory.
 
-    What was saved under one parallelism is restored into any other. Names, shapes and groups are compared before the
-    first change, checksums as for `treeckpt.load_into`.
+    Any parallelism restores into any other. All is compared before the first change, checksums as for `load_into`.
 
     >>> report = tc.training.restore("run/step_00000100", model, rng=False, strict="missing")
 
@@ -101,8 +101,9 @@ def restore(
             all that is here alone, as this rank's model may be a part of what was saved (or `partial=True`).
         keep: hyper-parameters of param groups that stay as they are here, e.g. ("lr",).
         cast, verify, read, allow_pickle, comm: as for `treeckpt.load_into`; fresh moments are cast as parameters are.
-        world_changed: what becomes of each rank's own state in a world of another size: "error", "take" (modulo the
-            old world), `merge(states, rank, world)`; or one each for "rng", "loader", "buffers", "extra" (no merge).
+        world_changed: what a rank gets of state that was each rank's own, if another number of ranks had saved it:
+            "error", "take" (that of rank r % old number) or merge(states, rank, world); or a dict of these for "rng",
+            "loader", "buffers", "extra" (no merge). By default all is refused but "rng", see `training.rank_state`.
         device: where plain tensors on the meta device go, by default torch's default device.
 
     Raises:
@@ -115,20 +116,6 @@ def restore(
     targets = RestoreTargets(model, optimizer, scheduler, loader, rng, extra, tuple(keep), world_changed, device)
     run = functools.partial(_restore, comm=comm, targets=targets, options=options, under=under)
     return on_versions(source, run, together=read == "once") if is_stored(source) else run(source)
-
-
-class RestoreTargets(msgspec.Struct, frozen=True):
-    """The live objects that a restore fills, and how it treats them; the fields are the arguments of `restore`."""
-
-    model: Modules
-    optimizer: Optimizers | None
-    scheduler: Any
-    loader: Any
-    rng: bool
-    extra: Any
-    keep: tuple[str, ...]
-    world_changed: Policy | Mapping[str, Policy]
-    device: str | torch.device | None
 
 
 def _restore(given: Any, *, comm: Comm, targets: RestoreTargets, options: LoadOptions, under: str) -> RestoreReport:
@@ -146,6 +133,7 @@ def _restore(given: Any, *, comm: Comm, targets: RestoreTargets, options: LoadOp
         job.plan_schedulers()
         job.plan_rest()
         job.check_keys()
+        job.note_rest()
     with together(relay, "restored"):
         return job.run()
 
@@ -174,6 +162,7 @@ class _Restore:
         """Entries of the model that are filled in place."""
         self.last: list[Callable[[], None]] = []
         """Actions to run after all arrays are in place."""
+        self.own = RankState(source, comm, targets.world_changed)
         self.loader: Any = None
         self.extra: Any = None
         self.rng_state: Any = None
@@ -208,7 +197,7 @@ class _Restore:
                 continue
             if isinstance(saved.get(name), PerRankNode):
                 self.own_buffers.add(name)
-                self._refuse_changed_world("buffers", path)
+                self.own.check("buffers", [path])
                 path += "/~rank*"
             asked.add(path)
             if path not in leaves:
@@ -221,17 +210,6 @@ class _Restore:
         self.wanted, left = resolve_ties(self.wanted, paths, self.source, strict=bool(self.options.strict))
         self.ignored += left
         self.unexpected += [path for path in leaves if path.startswith("model/") and path not in asked]
-
-    def _refuse_changed_world(self, part: str, path: str) -> None:
-        """Raises for per-rank state of a world of another size, unless `world_changed` says "take"."""
-        policy = policy_of(self.targets.world_changed, part)
-        if self.comm.size != self.source.world and policy != "take":
-            raise MismatchError(
-                path,
-                expected=f"state of one rank of {self.comm.size}",
-                found=f"state saved by a world of {self.source.world}",
-                hint=f"The world size changed: pass world_changed={{{part!r}: 'take'}}",
-            )
 
     def plan_optimizer(self) -> None:
         """Compares the optimizers with the source."""
@@ -260,19 +238,19 @@ class _Restore:
         """Loads the state of the loader and the generators, and compares or loads `extra`."""
         loader, extra = self.targets.loader, self.targets.extra
         if loader is not None and self._has("loader", "loader=..."):
-            self.loader = self.source.own("loader", policy_of(self.targets.world_changed, "loader"))
+            self.loader = self.own.load("loader")
             self.last += loader_actions(loader, self.loader, "loader")
         if extra is not None and self._has("extra", "extra=..."):
             self.extra = extra
-            found = compare_extra(extra, self.source, rank=self.comm.rank)
-            self.missing, self.unexpected = self.missing + found[0], self.unexpected + found[1]
+            missing, unexpected, own = compare_extra(extra, self.source, rank=self.comm.rank)
+            self.missing, self.unexpected = self.missing + missing, self.unexpected + unexpected
+            self.own.check("extra", own)
         elif "extra" in self.parts:
-            if any("~rank*" in path for path in self.source.leaves if path.startswith("extra")):
-                self._refuse_changed_world("extra", "extra")
+            own = [path for path in self.source.leaves if path.startswith("extra") and "~rank*" in path]
+            self.own.check("extra", own)
             self.extra = self.source.part("extra")
         if self.targets.rng and self._has("rng", "rng=True"):
-            self.rng_state = self.source.own("rng", policy_of(self.targets.world_changed, "rng"))
-            check_rng(self.rng_state)
+            self.rng_state = self.own.load_generators()
 
     def _has(self, part: str, how: str) -> bool:
         """Whether the source has a part; under `strict` it raises if not."""
@@ -287,9 +265,18 @@ class _Restore:
         raise MismatchError(
             part,
             expected=f"a state saved with {how}",
-            found=f"one of {', '.join(map(str, self.parts))}",
-            hint=f"Leave it out: {part}={False if part == 'rng' else None}",
+            found=f"only {', '.join(map(str, self.parts))} in the checkpoint",
+            hint=f"To leave what is here as it is, pass {part}={False if part == 'rng' else None}",
         )
+
+    def note_rest(self) -> None:
+        """Notes the parts that are not asked for; a training that goes on without some of its own is warned of."""
+        rest = [part for part in self.parts if not self.targets.ask_for(part)]
+        self.ignored += map(key_text, rest)
+        left = [part for part in ("scheduler", "loader") if part in rest]
+        if self.optimizers and left and self.comm.rank == 0:
+            names, how = ", ".join(left), ", ".join(f"{part}=" for part in left)
+            _log.warning("%s: %s in the checkpoint was not restored, as %s was not passed", self.source.url, names, how)
 
     def plan_schedulers(self) -> None:
         """Loads the states of the schedulers, for the param groups of the live optimizers.
@@ -378,6 +365,7 @@ class _Restore:
             self.extra,
             *self.source.ruled,
             left_alone=tuple(self.left_alone),
+            world_changed=tuple(f"{part}: {what}" for part, what in self.own.notes.items()),
         )
 
     def _target(self) -> dict[str, Any]:

@@ -83,6 +83,10 @@ class RestoreSource(Protocol):
         """Returns a part at the root, as saved."""
         ...
 
+    def world_of(self, name: str) -> int:
+        """Returns how many ranks saved a per-rank part at the root."""
+        ...
+
     def own(self, name: str, policy: Policy) -> Any:
         """Returns this rank's state of a per-rank part."""
         ...
@@ -203,6 +207,9 @@ class CheckpointSource:
     def part(self, name: str) -> Any:
         return load_part(self.checkpoint, name, self.comm, self.options, self.rules)
 
+    def world_of(self, name: str) -> int:
+        return self.world
+
     def own(self, name: str, policy: Policy) -> Any:
         return load_own(
             self.checkpoint,
@@ -294,6 +301,9 @@ class TreeSource:
 
     def part(self, name: str) -> Any:
         return self.tree[name]
+
+    def world_of(self, name: str) -> int:
+        return self.world
 
     def own(self, name: str, policy: Policy) -> Any:
         state = self.tree[name]

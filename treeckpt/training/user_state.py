@@ -45,12 +45,13 @@ def loader_actions(loader: Any, state: Any, path: str) -> Iterator[Callable[[], 
         yield from loader_actions(one, part, here)
 
 
-def compare_extra(extra: Any, source: RestoreSource, *, rank: int) -> tuple[list[str], list[str]]:
-    """Returns the paths that only the given tree has, and those that only the checkpoint has.
+def compare_extra(extra: Any, source: RestoreSource, *, rank: int) -> tuple[list[str], list[str], list[str]]:
+    """Returns the paths that only the given tree has, that only the checkpoint has, and of what both have per rank.
 
     Paths at or below `...` are not compared, nor is the state of an object without arrays, which checks it itself.
     """
     tree: dict[str, Any] = {"extra": extra}
+    given = tuple(f"{index_path(path, rank)}/" for path, leaf in flatten(tree, rank=rank)[1] if leaf is not ...)
     found = expand_states(tree, rank=rank, mappings=True)
     tree = tree if found is None else found.target()
     _, leaves = flatten(tree, rank=rank)
@@ -70,4 +71,5 @@ def compare_extra(extra: Any, source: RestoreSource, *, rank: int) -> tuple[list
         for path, leaf in wanted.items()
         if leaf is not ... and path not in source.leaves and not path.startswith(free)
     ]
-    return missing, [path for path in there if path not in wanted and not path.startswith(free)]
+    own = [path for path in there if "~rank*" in path and f"{path}/".startswith(given)]
+    return missing, [path for path in there if path not in wanted and not path.startswith(free)], own

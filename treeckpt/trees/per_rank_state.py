@@ -7,30 +7,57 @@ only for its own part.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from .. import api
 from ..core.tree.flatten import PerRank
 from ..errors import MismatchError
-from ..io.comm.comm import Comm, SoloComm
+from ..io.comm.comm import Comm, SoloComm, other_world_error
 
 Merge = Callable[[list[Any], int, int], Any]
 """merge(states of all old ranks, rank, world) -> state of this rank."""
 
 Policy = Literal["error", "take"] | Merge
+Policies = Policy | Mapping[str, Policy] | None
+"""One policy for all parts, or one each by name; None, or no entry, where nothing is said."""
+PARTS = ("rng", "loader", "buffers", "extra")
+"""The parts of a training state that may have state of each rank's own."""
 
 
-def policy_of(given: Policy | Mapping[str, Policy], part: str) -> Policy:
-    """Returns the policy for one part ("rng", "loader", "buffers", "extra"); `error` where a mapping has none.
+def check_parts(given: Policies) -> None:
+    """Refuses policies for parts of unknown names.
+
+    Raises:
+        MismatchError: naming one, and the part that may be meant.
+    """
+    for name in given if isinstance(given, Mapping) else ():
+        if name not in PARTS:
+            near = difflib.get_close_matches(str(name), PARTS, n=1)
+            raise MismatchError(
+                "world_changed",
+                expected=f"policies for some of {', '.join(PARTS)}",
+                found=f"one for {name!r}" + (f"; near to it is {near[0]!r}" if near else ""),
+                hint="Mend the name",
+            )
+
+
+def policy_of(given: Policies, part: str) -> Policy | None:
+    """Returns the policy for one part; None where none is given for it.
 
     Raises:
         MismatchError: an unknown policy.
     """
-    policy: Any = given.get(part, "error") if isinstance(given, Mapping) else given
-    if policy not in ("error", "take") and not callable(policy):
+    policy: Any = given.get(part) if isinstance(given, Mapping) else given
+    if policy not in (None, "error", "take") and not callable(policy):
         raise MismatchError(part, expected="world_changed of 'error', 'take' or a function", found=f"{policy!r:.60}")
     return policy
+
+
+def refused(path: str, part: str, comm: Comm, saved_world: int, others: str = "") -> MismatchError:
+    """Returns the error for a part of a world of another size that no policy covers, with what else can be done."""
+    return other_world_error(path, comm, saved_world, take=f"world_changed={{{part!r}: 'take'}}", others=others)
 
 
 class _AssumedRankComm(SoloComm):
@@ -63,13 +90,8 @@ def load_own(path: Any, part: str, policy: Policy, comm: Comm, *, saved_world: i
     if comm.size == saved_world:
         return _as_rank(path, part, comm.rank, saved_world, **options)
     if policy == "error":
-        raise MismatchError(
-            part,
-            expected=f"state of one rank of {comm.size}",
-            found=f"state saved by a world of {saved_world}",
-            hint=f"The world size changed: pass world_changed={{{part!r}: 'take'}} or a function that merges the "
-            f"states, or leave it out ({part}={'False' if part == 'rng' else None})",
-        )
+        others = "; or a function merge(states, rank, world) in place of 'take'"
+        raise refused(part, part, comm, saved_world, f"{others}; or {part}={False if part == 'rng' else None}")
     if policy == "take":
         return _as_rank(path, part, comm.rank % saved_world, saved_world, **options)
     assert callable(policy), "checked by policy_of"

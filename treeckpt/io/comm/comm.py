@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from ...errors import RankError, TreeckptError
+from ...errors import MismatchError, RankError, TreeckptError
 from .fanout import group_sizes_for, is_leader
 from .launchers import UnconnectedComm, launched_rank, local_rank, unconnected_error
 from .message_store import ThreadMessageStore, TorchMessageStore, connect_to_leader, serve_leader_store
@@ -325,6 +325,26 @@ def global_rank(comm: Comm) -> int:
     """Returns this rank's number in the default process group, which DTensors and ShardedTensors use."""
     members = members_of(comm)
     return comm.rank if members is None else members[comm.rank]
+
+
+def other_world_error(path: str, comm: Comm, saved: int, *, take: str, others: str = "") -> MismatchError:
+    """Returns the error for state that each rank of a world of another size had of its own.
+
+    Args:
+        saved: ranks that saved it.
+        take: the argument to pass, with which each rank takes the state of one old rank.
+        others: what else can be done.
+    """
+    given = f"rank r what rank r % {saved} had saved" if saved > 1 else "each rank what rank 0 had saved"
+    hint = f"The number of ranks changed: pass {take}, which gives {given}"
+    if isinstance(comm, UnconnectedComm):
+        others += '. A process that is alone, whatever its launcher says, passes comm="alone"'
+    return MismatchError(
+        path,
+        expected=f"state of one rank of {comm.size}",
+        found=f"state saved by a world of {saved}",
+        hint=hint + others,
+    )
 
 
 def ranks_of_host(comm: Comm) -> tuple[int, ...]:

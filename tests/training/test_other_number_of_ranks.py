@@ -1,0 +1,152 @@
+"""Restores by another number of ranks: what each rank has of its own is taken, left or refused, never in silence."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import treeckpt as tc
+from tests.helpers.world import errors_of, on_ranks
+from treeckpt import training
+from treeckpt.io.comm.comm import thread_comms
+
+
+class Reader:
+    """A loader's position."""
+
+    def __init__(self, position: int = -1) -> None:
+        self.position = position
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.position = state["position"]
+
+
+def net() -> torch.nn.Module:
+    return torch.nn.Linear(2, 2)
+
+
+def save(path: Path, ranks: int, **parts: Any) -> None:
+    """Saves a state of several ranks: parts as their functions give them for a rank, generators of seed 40 + rank."""
+    model, states = net(), list[dict[str, Any]]()
+    for rank in range(ranks):
+        torch.manual_seed(40 + rank)
+        states.append(training.state(model, **{name: make(rank) for name, make in parts.items()}))
+    assert errors_of(on_ranks(ranks, lambda comm: tc.save(path, states[comm.rank], comm=comm))) == [None] * ranks
+
+
+def restored(path: Path, rank: int, ranks: int, **options: Any) -> tuple[int, training.RestoreReport]:
+    """Restores as one of several ranks, seeded with 7; returns the seed of torch's generator then, and the report."""
+    torch.manual_seed(7)
+    report = training.restore(path, net(), comm=thread_comms(ranks)[rank], **options)
+    return torch.initial_seed(), report
+
+
+def test_generators_of_fewer_ranks_go_on_as_the_same_ranks_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path / "c", 4)
+    for rank in range(2):
+        seed, report = restored(tmp_path / "c", rank, 2)
+        assert seed == 40 + rank
+        assert report.world_changed == (f"rng: of rank {rank} of 4",) and report.world_changed[0] in str(report)
+    [record] = caplog.records  # of rank 0 alone
+    assert record.levelno == logging.WARNING
+    text = record.getMessage()
+    assert text.startswith(str(tmp_path / "c")) and "4 ranks" in text and "world_changed={'rng': 'take'}" in text
+    caplog.clear()
+    assert restored(tmp_path / "c", 0, 2, world_changed={"rng": "take"})[0] == 40
+    assert restored(tmp_path / "c", 0, 2, rng=False)[0] == 7
+    assert not caplog.records
+
+
+def test_generators_of_more_ranks_stay_as_the_program_seeded_them_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path / "c", 2)
+    for rank in range(3):
+        seed, report = restored(tmp_path / "c", rank, 3)
+        assert seed == 7 and report.world_changed == ("rng: left as it was here, saved by 2 ranks",)
+    [record] = caplog.records
+    text = record.getMessage()
+    assert "rng=False" in text and "world_changed={'rng': 'take'}" in text and "seed" in text
+    caplog.clear()
+    assert [restored(tmp_path / "c", rank, 3, world_changed="take")[0] for rank in range(3)] == [40, 41, 40]
+    assert not caplog.records
+
+
+def test_a_bank_asks_who_saved_the_generators_that_it_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path / "first", 4)
+    save(tmp_path / "second", 2)
+    seed, report = restored([tmp_path / "first", tmp_path / "second"], 1, 2)
+    assert (seed, report.world_changed) == (41, ()) and not caplog.records
+
+
+@pytest.mark.parametrize("policy", ["error", {"rng": "error"}])
+def test_the_generators_are_refused_where_one_says_so(tmp_path: Path, policy: Any) -> None:
+    save(tmp_path / "c", 2)
+    with pytest.raises(tc.MismatchError, match=r"^rng: .*world of 2"):
+        restored(tmp_path / "c", 0, 1, world_changed=policy)
+
+
+PARTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "loader": (Reader, {"loader": Reader()}),
+    "extra": (lambda rank: {"own": tc.PerRank({"n": rank})}, {}),
+    "extra given": (lambda rank: {"own": tc.PerRank({"n": rank})}, {"extra": {"own": tc.PerRank({"n": -1})}}),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_what_else_is_each_ranks_own_is_refused_with_the_call_to_write(tmp_path: Path, name: str) -> None:
+    part, (make, given) = name.split()[0], PARTS[name]
+    save(tmp_path / "c", 4, **{part: make})
+    with pytest.raises(tc.MismatchError) as caught:
+        restored(tmp_path / "c", 1, 2, rng=False, **given)
+    text = str(caught.value)
+    assert "rank of 2" in text and "world of 4" in text and str(tmp_path / "c") in text
+    assert f"world_changed={{{part!r}: 'take'}}" in text and "rank r what rank r % 4 had saved" in text
+    assert "alone" not in text
+    _, report = restored(tmp_path / "c", 1, 2, rng=False, world_changed={part: "take"}, **given)
+    assert report.world_changed == (f"{part}: of rank 1 of 4",)
+    assert (given["loader"].position if part == "loader" else report.extra["own"].value["n"]) == 1
+
+
+def test_a_merge_of_loaders_stands_in_the_report(tmp_path: Path) -> None:
+    save(tmp_path / "c", 4, loader=Reader)
+    loader = Reader()
+    merge = {"loader": lambda states, rank, world: states[rank + world]}
+    _, report = restored(tmp_path / "c", 1, 2, rng=False, loader=loader, world_changed=merge)
+    assert loader.position == 3 and report.world_changed == ("loader: merged of 4 ranks",)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_mistyped_part_is_refused_with_the_one_that_was_meant(tmp_path: Path, ranks: int) -> None:
+    save(tmp_path / "c", 2, loader=Reader)
+    with pytest.raises(tc.MismatchError, match=r"world_changed.*'loder'.*near to it.*loader") as caught:
+        restored(tmp_path / "c", 0, ranks, loader=Reader(), world_changed={"loder": "take", "rng": "take"})
+    assert "rng, loader, buffers, extra" in str(caught.value)
+
+
+def test_only_a_process_that_a_launcher_started_is_told_of_being_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "c", 1, loader=Reader)
+    for call in (
+        lambda **options: tc.load(tmp_path / "c", **options),
+        lambda **options: training.restore(tmp_path / "c", net(), loader=Reader(), **options),
+    ):
+        with pytest.raises(tc.MismatchError) as caught:
+            call(comm=thread_comms(2)[1])
+        assert "alone" not in str(caught.value)
+        with monkeypatch.context() as patch:
+            patch.setenv("RANK", "1")
+            patch.setenv("WORLD_SIZE", "2")
+            with pytest.raises(tc.MismatchError, match='comm="alone"'):
+                call()
+            call(comm="alone")

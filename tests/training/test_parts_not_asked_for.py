@@ -1,0 +1,94 @@
+"""What a checkpoint has at its root and a restore does not ask for is named; what it lacks is, with the argument."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import treeckpt as tc
+from treeckpt import training
+
+
+class Job:
+    """A model with an optimizer that has moments, and a scheduler."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(2, 2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.model(torch.ones(2)).sum().backward()
+        self.optimizer.step()
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+
+    def state(self, **more: Any) -> dict[str, Any]:
+        return training.state(self.model, self.optimizer, scheduler=self.scheduler, loader={"at": 3}, **more)
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_parts_that_were_not_asked_for_are_in_the_report(tmp_path: Path, in_memory: bool) -> None:
+    job = Job()
+    tree = job.state(extra={"epoch": 3}) | {"mine": {"a": 1, "b": 2}}
+    tc.save(tmp_path / "c", tree)
+    source = tree if in_memory else tmp_path / "c"
+    report = training.restore(source, job.model, job.optimizer)
+    assert report.ignored == ("scheduler", "loader", "mine") and report.extra == {"epoch": 3}
+    assert [line.split() for line in str(report).splitlines() if "scheduler" in line] == [["ignored", "scheduler"]]
+    assert training.restore(source, job.model, rng=False).ignored == (
+        "optimizer",
+        "param_groups",
+        "scheduler",
+        "loader",
+        "mine",
+    )
+    report = training.restore(source, job.model, job.optimizer, scheduler=job.scheduler, loader={})
+    assert report.ignored == ("mine",)
+
+
+def test_a_scheduler_that_is_left_where_a_training_goes_on_is_logged_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job()
+    tc.save(tmp_path / "c", job.state())
+    training.restore(tmp_path / "c", job.model)  # the weights alone: no training goes on
+    assert not caplog.records
+    training.restore(tmp_path / "c", job.model, job.optimizer)
+    [record] = caplog.records
+    text = record.getMessage()
+    assert record.levelno == logging.WARNING and text.startswith(str(tmp_path / "c")) and "\n" not in text
+    assert "scheduler, loader" in text and "scheduler=" in text
+
+
+def test_what_is_registered_and_what_no_longer_is_are_told_apart(tmp_path: Path) -> None:
+    def resumed(names: list[str], **options: Any) -> Any:
+        with tc.Manager(tmp_path, background=False) as manager:
+            for name in names:
+                manager.register(name, {"n": 0})
+            return manager.resume(job.model, job.optimizer, scheduler=job.scheduler, loader={}, **options)
+
+    job = Job()
+    with tc.Manager(tmp_path, background=False) as manager:
+        manager.register("seen", {"n": 1})
+        manager.register("old one", {"n": 2})
+        manager.register_io_state("reader", torch.optim.lr_scheduler.StepLR(job.optimizer, 3))
+        manager.save(1, job.state())
+    assert resumed([]).ignored == ("registered", "io")
+    assert resumed(["seen"]).ignored == ("registered/old one", "io")
+    assert resumed(["seen", "old one"]).ignored == ("io",)
+
+
+@pytest.mark.parametrize("how", ["save", "torch.save"])
+def test_state_dicts_without_generators_say_which_argument_leaves_them(tmp_path: Path, how: str) -> None:
+    job, fresh = Job(), Job()
+    tree = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()}
+    path = tmp_path / "c.pt"
+    tc.save(path, tree) if how == "save" else torch.save(tree, path)
+    with pytest.raises(tc.MismatchError, match=r"^rng: .*pass rng=False") as caught:
+        training.restore(path, fresh.model, fresh.optimizer)
+    assert str(path) in str(caught.value)
+    report = training.restore(path, fresh.model, fresh.optimizer, rng=False)
+    assert report.ignored == () and torch.equal(fresh.model.weight, job.model.weight)
+    with pytest.raises(tc.MismatchError, match=r"^scheduler: .*pass scheduler=None"):
+        training.restore(path, fresh.model, fresh.optimizer, rng=False, scheduler=fresh.scheduler)

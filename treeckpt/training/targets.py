@@ -1,0 +1,35 @@
+"""The live objects that a restore fills, and how it treats them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+
+from ..trees.per_rank_state import Policies
+from .capture import LEFT_OUT
+from .modules import Modules
+from .optimizers import Optimizers
+
+
+class RestoreTargets(msgspec.Struct, frozen=True):
+    """The arguments of `restore` that name what is filled."""
+
+    model: Modules
+    optimizer: Optimizers | None
+    scheduler: Any
+    loader: Any
+    rng: bool
+    extra: Any
+    keep: tuple[str, ...]
+    world_changed: Policies
+    device: str | torch.device | None
+
+    def ask_for(self, part: Any) -> bool:
+        """Whether a part at the root of a checkpoint is asked for, returned in the report, or turned down by name."""
+        if part in ("optimizer", "param_groups"):
+            return self.optimizer is not None
+        if part in ("scheduler", "loader"):
+            return getattr(self, part) is not None
+        return part in ("model", "rng", "extra", LEFT_OUT)
