@@ -39,6 +39,8 @@ class RunPart(msgspec.Struct, frozen=True):
     path: str
     total: int
     complete: int
+    others: int
+    """Checkpoints of other formats, whose trees can be browsed."""
     nbytes: int
     newest_step: int | None
     state: Status | None
@@ -183,6 +185,7 @@ def _run_part(library: Library, run: Run, query: ListQuery, count: int) -> tuple
         path=visible(run.store.url),
         total=len(found),
         complete=summary.complete,
+        others=summary.others,
         nbytes=summary.nbytes,
         newest_step=summary.newest,
         state=state or (status_of(found[0][1]) if found else None),
