@@ -162,7 +162,8 @@ class Library:
         except StillReading:
             return DirectoryState(_unread(folder), None, folder)
         except OSError as error:  # of a mounted or remote store
-            return DirectoryState(CheckpointInfo(name, folder.url, "foreign", step_of(name), error=f"{error}"), None)
+            problem = f"it cannot be read now: {error.strerror or error}"
+            return DirectoryState(CheckpointInfo(name, folder.url, "foreign", step_of(name), error=problem), None)
 
     def _look(self, run: Run, folder: Folder) -> CheckpointInfo:
         info = catalog.read_info_or_corrupt(folder, cache=self.summary_cache(run), follow=not self.is_run(run))
