@@ -21,7 +21,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -91,8 +91,8 @@ class Table:
 class Server:
     """`treeckpt dashboard` in a process of its own."""
 
-    def __init__(self, run: Path, cache: Path) -> None:
-        command = [sys.executable, "-m", "treeckpt", "dashboard", str(run), "--port", "0", "--cache", str(cache)]
+    def __init__(self, runs: Sequence[Path], cache: Path) -> None:
+        command = [sys.executable, "-m", "treeckpt", "dashboard", *runs, "--port", "0", "--cache", cache]
         self.started = time.perf_counter()
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
@@ -138,9 +138,9 @@ class Server:
 
 
 @contextmanager
-def serving(run: Path, cache: Path) -> Iterator[Server]:
-    """A server, ended afterwards."""
-    server = Server(run, cache)
+def serving(run: Path, cache: Path, *more: Path) -> Iterator[Server]:
+    """A server of one run or more, ended afterwards."""
+    server = Server([run, *more], cache)
     try:
         yield server
     finally:
@@ -234,7 +234,7 @@ def _usable(server: Server) -> float:
 
 
 def _settled(server: Server) -> None:
-    while not server.json("runs")["runs"][0]["scan"]["complete"]:
+    while not all(run["scan"]["complete"] for run in server.json("runs")["runs"]):
         time.sleep(0.1)
 
 
@@ -367,6 +367,23 @@ def _trends(table: Table, folder: Path, size: Size, browser: Browser) -> None:
         table.add("the same: memory of the server", 400, "MB", server.memory)
 
 
+def _six_runs(table: Table, folder: Path, size: Size, browser: Browser) -> None:
+    spans = tuple(spans_of_ranks(size.trend_ranks))
+    run = write_timed(folder / "six" / "run0", size.trends, lambda n: spans)
+    copies = [folder / "six" / f"run{n}" for n in range(1, 6)]
+    for copy in copies:
+        shutil.copytree(run, copy, copy_function=os.link)
+    with serving(run, folder / "cache", *copies) as server:
+        _settled(server)
+        runs = server.json("runs")["runs"]
+        assert len(runs) == 6
+        for run in runs:
+            assert server.json(f"runs/{run['id']}/trends/bins")["saves"] == size.trends
+        table.add(
+            f"six runs of {size.trends:,} saves x {size.trend_ranks}: memory of the server", 400, "MB", server.memory
+        )
+
+
 def _trends_of(server: Server) -> str:
     return f"{server.address}runs/{server.json('runs')['runs'][0]['id']}/trends"
 
@@ -418,6 +435,7 @@ PARTS = {
     "treemap": _treemap,
     "timings": _timings,
     "trends": _trends,
+    "six": _six_runs,
     "peek": _peek,
     "contents": partial(measure_contents, serving),
     "changes": partial(measure_changes, serving),

@@ -138,7 +138,9 @@ def _draw_group(ax: Any, place: int, name: str, rows: Sequence[TrialSummary | No
             y = at * size + place
             ax.barh(y, 0 if row.cut else row.ratio, color=OWN if own else OTHER, height=0.8)
             text = f"> {row.seconds:.0f} s" if row.cut else f"{row.ratio:.2f}"
-            ax.text(0.01 + (0 if row.cut else row.ratio), y, f"{text}  {name}", va="center", fontsize=6.5, color=INK)
+            x = 0.015 + (0 if row.cut else row.ratio)
+            label = ax.text(x, y, f"{text}  {name}", va="center", fontsize=6.5, color=INK)
+            label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.4})  # the line of 1 may be behind it
 
 
 def _link_text(scenario: str) -> str:
