@@ -60,8 +60,8 @@ def _run_metrics(library: Library, run: Run) -> Iterator[tuple[str, dict[str, st
         yield "checkpoints", {"status": status}, statuses.count(status)
     yield "checkpoint_bytes", {}, sum_nbytes(infos)
     newest = next((info for info in infos if info.status == "complete"), None)
-    resume = summarize_run(run, listed, library.policies).resume
-    pace = save_pace(resume, time.time_ns())
+    summary = summarize_run(run, listed, library.policies)
+    resume, pace = summary.resume, save_pace(summary.resume, time.time_ns(), saving=summary.saving > 0)
     for name, value in (
         ("newest_step", newest.step if newest else None),
         ("newest_timestamp_seconds", newest.created_ns / 1e9 if newest and newest.created_ns else None),

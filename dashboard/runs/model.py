@@ -39,6 +39,8 @@ class RunPart(msgspec.Struct, frozen=True):
     path: str
     total: int
     complete: int
+    others: int
+    """Checkpoints of other formats, whose trees can be browsed."""
     nbytes: int
     newest_step: int | None
     state: Status | None
@@ -129,8 +131,9 @@ def run_tag(library: Library, runs: Sequence[Run], *, wait: float = 0.0) -> str:
         found = library.checkpoints(run, wait=wait)
         watch = library.watches[run.id]
         progress = watch.progress
-        late = save_pace(summarize_run(run, found, library.policies).resume, time.time_ns()).late
-        parts.append(f"{watch.version}.{(progress.seen, progress.total) if not progress.complete else ''}.{late:d}")
+        pace = _pace(summarize_run(run, found, library.policies))
+        scanned = (progress.seen, progress.total) if not progress.complete else ""
+        parts.append(f"{watch.version}.{scanned}.{pace.late:d}{pace.ended:d}")
     return "-".join(parts)
 
 
@@ -148,6 +151,10 @@ def runs_page(library: Library, q: str = "") -> RunsPage:
 def _text_of_run(part: RunPart) -> str:
     state = (part.state or "").replace("_", " ")
     return f"{part.name} {part.path} {state} {'late' * part.pace.late} {part.metric or ''}".casefold()
+
+
+def _pace(summary: RunSummary) -> SavePace:
+    return save_pace(summary.resume, time.time_ns(), saving=summary.saving > 0)
 
 
 def run_page(library: Library, run_id: str, query: ListQuery | None = None) -> RunPage:
@@ -178,11 +185,12 @@ def _run_part(library: Library, run: Run, query: ListQuery, count: int) -> tuple
         path=visible(run.store.url),
         total=len(found),
         complete=summary.complete,
+        others=summary.others,
         nbytes=summary.nbytes,
         newest_step=summary.newest,
         state=state or (status_of(found[0][1]) if found else None),
         good=_row(good[0], run, good[1], summary) if good else None,
-        pace=save_pace(summary.resume, time.time_ns()),
+        pace=_pace(summary),
         metric=shorten(summary.metric) if summary.metric is not None else None,
         value=summary.value,
         durations=summary.durations,

@@ -22,7 +22,7 @@ LATE = 3.0
 """Usual intervals after which the newest good checkpoint is late."""
 SOONEST = 60.0
 """Seconds within which none is."""
-ENDED = 7 * 86_400.0
+ENDED = 3600.0
 """Seconds without a new checkpoint after which a run is taken for ended, unless ENDED_INTERVALS take longer."""
 ENDED_INTERVALS = 20
 INTERVALS = 50
@@ -93,6 +93,11 @@ class SavePace(msgspec.Struct, frozen=True):
     """Seconds from one save to the next: the median of the newest. None until three saves followed each other."""
     late: bool
     """Whether the age is more than LATE intervals, and the run is not taken for ended."""
+    ended: bool = False
+    """Whether the run is taken for ended: no save is in progress, and none came for much longer than usual.
+
+    No file says that a run has ended, so one that stands still looks the same.
+    """
 
 
 class ResumeFacts(msgspec.Struct, frozen=True):
@@ -152,16 +157,20 @@ def _usual_interval(infos: Sequence[CheckpointInfo]) -> float | None:
     return median(found) if len(found) > 1 else None
 
 
-def save_pace(facts: ResumeFacts, now_ns: int) -> SavePace:
-    """Returns how old the newest good checkpoint is, and whether that is too old."""
+def save_pace(facts: ResumeFacts, now_ns: int, *, saving: bool) -> SavePace:
+    """Returns how old the newest good checkpoint is, and whether that is too old.
+
+    Args:
+        saving: whether a save is in progress.
+    """
     created_ns = facts.newest[1].created_ns if facts.newest is not None else None
     if created_ns is None:
         return SavePace(None, facts.interval, False)
     age = max(0.0, (now_ns - created_ns) / 1e9)
     if facts.interval is None:
         return SavePace(age, None, False)
-    late = max(SOONEST, LATE * facts.interval) < age < max(ENDED, ENDED_INTERVALS * facts.interval)
-    return SavePace(age, facts.interval, late)
+    ended = not saving and age >= max(ENDED, ENDED_INTERVALS * facts.interval)
+    return SavePace(age, facts.interval, age > max(SOONEST, LATE * facts.interval) and not ended, ended)
 
 
 def _branches(infos: Sequence[CheckpointInfo]) -> list[LineageBranch]:

@@ -14,6 +14,7 @@ from treeckpt.runs.checkpoint_info import CheckpointInfo, step_info
 from treeckpt.runs.policy_text import parse_keep
 
 from ..pages.checkpoints import status_of
+from ..store.foreign_trees import ForeignInfo
 from ..store.library import Library, Run
 from .metric_columns import best_marks, first_metric, metric_names, metric_value
 from .resume import Listed, ResumeFacts, resume_facts
@@ -48,6 +49,7 @@ class RunSummary(msgspec.Struct, frozen=True):
     """What one pass over the checkpoints of a run computes."""
 
     complete: int
+    others: int
     nbytes: int
     newest: int | None
     saving: int
@@ -103,6 +105,7 @@ def _summarize(listed: Listed, policies: tuple[Policy, ...]) -> RunSummary:
     values = (metric_value(info, metric) for info in complete if metric is not None)
     return RunSummary(
         complete=sum(info.status == "complete" for info in infos),
+        others=sum(isinstance(info, ForeignInfo) for info in infos),
         nbytes=sum(info.nbytes or 0 for info in infos if info.status != "foreign"),
         newest=next((info.step for info in infos if info.status == "complete"), None),
         saving=saves["in_progress"],

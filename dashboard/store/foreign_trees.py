@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
+from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -12,7 +15,7 @@ from treeckpt.core.format.file_names import is_step_name
 from treeckpt.core.text import bytes_text, visible
 from treeckpt.errors import FormatError
 from treeckpt.io.storage.foreign_formats import DCP_METADATA, describe_foreign
-from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder
+from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder, LocalRun
 from treeckpt.io.storage.store import Store
 from treeckpt.runs.checkpoint_info import CheckpointInfo
 from treeckpt.runs.stat_cache import LruStatCache
@@ -21,6 +24,10 @@ MAX_METADATA = 64 << 20
 """Bytes of the metadata of torch.distributed.checkpoint beyond which they are not read here."""
 KEPT = 2
 """Trees that stay in memory."""
+
+
+SUFFIXES = frozenset({".bin", ".ckpt", ".pt", ".pth"})
+"""Of files in a run that are looked at."""
 
 
 class ForeignInfo(CheckpointInfo, frozen=True):
@@ -38,6 +45,39 @@ class ForeignFile(LocalFolder):
             return self.path.stat().st_mtime_ns
         except OSError:
             return None
+
+
+class RunWithFiles(LocalRun):
+    """A run in a local directory, in which files of other programs are listed too, as folders are."""
+
+    def names(self) -> list[str]:
+        return sorted([*super().names(), *self._files()])
+
+    def modified_times(self) -> dict[str, int | None]:
+        return super().modified_times() | self._files()
+
+    def folder(self, name: str) -> LocalFolder:
+        path = self.path / name
+        return ForeignFile(path) if path.suffix in SUFFIXES and path.is_file() else LocalFolder(path)
+
+    def _files(self) -> dict[str, int]:
+        """Returns when each file was last changed, by name."""
+        found: dict[str, int] = {}
+        with contextlib.suppress(OSError), os.scandir(self.path) as entries:
+            for entry in entries:
+                if Path(entry.name).suffix not in SUFFIXES or entry.name.startswith(".") or entry.is_symlink():
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # another process may be deleting
+                    modified_ns = entry.stat().st_mtime_ns
+                    if entry.is_file() and _is_foreign_file(entry.path, modified_ns):
+                        found[entry.name] = modified_ns
+        return found
+
+
+@lru_cache(1 << 16)
+def _is_foreign_file(path: str, modified_ns: int) -> bool:
+    """Whether a file is a checkpoint of another program; looked at once for each time of its last change."""
+    return describe_foreign(path) is not None
 
 
 def is_foreign(path: Path) -> bool:

@@ -24,7 +24,7 @@ from treeckpt.core.sharding.int_runs import Runs
 from treeckpt.core.tree.nesting import split_structure
 from treeckpt.runs.index_summary import Summary, summarize_index
 
-SCHEMA = "3"
+SCHEMA = "4"
 """Version of this format, in the name of the cache directory: other versions use other directories."""
 LEAVES = 64
 """Leaves of one block: all of them are decoded to show one."""

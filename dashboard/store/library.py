@@ -33,7 +33,15 @@ from treeckpt.runs.checkpoint_info import CheckpointInfo
 from treeckpt.runs.stat_cache import LruStatCache, StatCache
 
 from .cache import Cache
-from .foreign_trees import ForeignFile, ForeignInfo, ForeignTrees, foreign_store, is_foreign, look_at_foreign
+from .foreign_trees import (
+    ForeignFile,
+    ForeignInfo,
+    ForeignTrees,
+    RunWithFiles,
+    foreign_store,
+    is_foreign,
+    look_at_foreign,
+)
 from .index_reader import IndexReader, StillReading, is_large
 from .reduced_timings import ReducedTimings, read_reduced
 from .watch import DirectoryState, RunWatcher
@@ -90,7 +98,7 @@ def _run(given: str | Path | RunStore) -> Run:
         name = store.url.rstrip("/").rpartition("/")[2] or store.url
         return Run(_id(store.url), visible(name), Path(store.url), store, store.url)
     path = Path(given).absolute()
-    store = _SingleCheckpoint(path) if catalog.is_checkpoint(path) or is_foreign(path) else open_run(path)
+    store = _SingleCheckpoint(path) if catalog.is_checkpoint(path) or is_foreign(path) else RunWithFiles(path)
     return Run(_id(str(path)), visible(path.name or str(path)), path, store, "")
 
 
@@ -154,7 +162,8 @@ class Library:
         except StillReading:
             return DirectoryState(_unread(folder), None, folder)
         except OSError as error:  # of a mounted or remote store
-            return DirectoryState(CheckpointInfo(name, folder.url, "foreign", step_of(name), error=f"{error}"), None)
+            problem = f"it cannot be read now: {error.strerror or error}"
+            return DirectoryState(CheckpointInfo(name, folder.url, "foreign", step_of(name), error=problem), None)
 
     def _look(self, run: Run, folder: Folder) -> CheckpointInfo:
         info = catalog.read_info_or_corrupt(folder, cache=self.summary_cache(run), follow=not self.is_run(run))

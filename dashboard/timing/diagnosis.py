@@ -12,6 +12,7 @@ from statistics import median
 import msgspec
 
 from treeckpt.core.analysis.critical_path import CriticalSegment
+from treeckpt.core.analysis.profile import LATE_CALL
 from treeckpt.core.format.timings import Host
 from treeckpt.core.text import seconds_text, visible
 from treeckpt.runs.checkpoint_info import CheckpointInfo
@@ -74,15 +75,18 @@ def critical_parts(
     return shown, RestRow(len(rest), sum(row.seconds for row in rest), sum(row.share for row in rest))
 
 
-def diagnosis(info: CheckpointInfo, saves: Sequence[CheckpointInfo], seconds: float, parts: Sequence[PartRow]) -> str:
+def diagnosis(
+    info: CheckpointInfo, saves: Sequence[CheckpointInfo], seconds: float, parts: Sequence[PartRow], late_call: str
+) -> str:
     """Returns the sentence; empty where there is nothing to say.
 
     Args:
         saves: the checkpoints of the run.
         seconds: the duration of this save.
         parts: of its critical path, the longest first.
+        late_call: who called save late; empty if nobody did.
     """
-    text = "; ".join(filter(None, (_beside(info, saves, seconds), _longest(parts))))
+    text = "; ".join(filter(None, (_beside(info, saves, seconds), _longest(parts, late_call))))
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
@@ -106,14 +110,16 @@ def _beside(info: CheckpointInfo, saves: Sequence[CheckpointInfo], seconds: floa
     return f"{times:,.0f} x {what}" if times >= 10 else f"{times:.2g} x {what}"
 
 
-def _longest(parts: Sequence[PartRow]) -> str:
-    """Says which phase takes the most of the critical path, and on which rank."""
+def _longest(parts: Sequence[PartRow], late_call: str) -> str:
+    """Says which phase takes the most of the critical path, and on which rank; or who called late, if that does."""
     phases: dict[str, float] = {}
     for part in parts:
         phases[part.phase] = phases.get(part.phase, 0.0) + part.share
     if not phases:
         return ""
     phase = max(phases, key=lambda name: phases[name])
+    if phase == LATE_CALL and late_call:
+        return f"{phases[phase]:.0%} of it is a late call: {late_call}".replace("%", " %", 1)
     ranks = [part for part in parts if part.phase == phase]
     first = ranks[0]
     where = f"rank {first.rank}" + (f" (host {first.host})" if first.host else "")

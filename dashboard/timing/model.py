@@ -139,6 +139,8 @@ class TimingPage(msgspec.Struct, frozen=True, kw_only=True):
     """Number of all stragglers, of which the worst are listed."""
     diagnosis: str = ""
     """In a sentence: its duration beside the saves before it, and what took the longest."""
+    clocks: str = ""
+    """In two sentences: which clocks of hosts differ, and that times are corrected by that; empty if none do."""
     trend: str = ""
     """In a sentence: whether what slowed it was there in the saves before it."""
     parts: list[PartRow] = []
@@ -179,7 +181,7 @@ def timing_page(library: Library, checkpoint_id: str, start: int, by: str, sort:
     before = [library.reduced_timings(run, other) for other in saves_before(info, saves)]
     return msgspec.structs.replace(
         page,
-        diagnosis=diagnosis(info, saves, page.seconds, page.parts),
+        diagnosis=diagnosis(info, saves, page.seconds, page.parts, study.late_call),
         trend=repeated(reduce_timings(study), [one for one in before if one is not None]),
     )
 
@@ -223,6 +225,7 @@ def _timing_page(
         slowest=profile.slowest,
         slowdown=profile.slowdown,
         world=len(profile.ranks),
+        clocks=study.clocks,
         start=start,
         next=next_start(start, len(profile.ranks), RANKS),
         phases=[_phase_row(phase) for phase in profile.phases],

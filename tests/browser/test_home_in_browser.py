@@ -19,7 +19,7 @@ def place(serve, tmp_path_factory):
     root = tmp_path_factory.mktemp("forty")
     for n in range(38):
         write_many(root / f"run-{n:02d}", 3, metrics=lambda step: {"loss": 300 / step})
-    late = write_many(root / "late", 6, start_ns=time.time_ns() - 3 * 3600 * 10**9)
+    late = write_many(root / "late", 6, start_ns=time.time_ns() - 26 * 60 * 10**9)
     runs = [late, write_metrics(root / HOSTILE, {7: {"loss": 1.0}}), *sorted(root.glob("run-*"))]
     return serve(*runs, cache=root / "cache")
 

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from ..core.analysis.perfetto import encode_trace
+from ..core.analysis.timing_report import TimingReport
 from ..core.text import bytes_text
 from ..report.output_file import replace_file
 from ..report.terminal import print_json, print_line
@@ -37,8 +38,12 @@ def _report(options: argparse.Namespace) -> int:
 def _trace(options: argparse.Namespace) -> int:
     timings = catalog.read_timings(options.checkpoint)
     replace_file(Path(options.out), encode_trace(timings))
+    study = TimingReport(timings)
     if options.json:
-        print_json({"file": options.out, "spans": len(timings.spans)})
+        about = {"late_call": study.late_call or None, "clocks": study.clocks or None}
+        print_json({"file": options.out, "spans": len(timings.spans), **about})
         return 0
     print_line(f"{options.out}: {len(timings.spans)} spans; open it at https://ui.perfetto.dev")
+    for text in filter(None, (study.late_call, study.clocks)):
+        print_line(text)
     return 0

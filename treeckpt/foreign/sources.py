@@ -55,10 +55,11 @@ def file_format(path: Path) -> str:
     old = found == "pickle"
     if found is not None and not old:
         return found
+    begins = f"the bytes {first.hex(' ')}" if first else "nothing, as it is empty"
     raise FormatError(
         str(path),
         expected="a file of torch.save or safetensors",
-        found="a bare pickle, as torch before 1.6 wrote it" if old else f"one that begins with {first!r}",
+        found="a bare pickle, as torch before 1.6 wrote it" if old else f"one that begins with {begins}",
         hint="Load it with torch, in a place where its code may run, and save it anew" if old else _HINT,
     )
 

@@ -14,6 +14,7 @@ import numpy as np
 from ..arrays.lazy import LazyArray
 from ..core.sharding.dtypes import dtype_of, numpy_dtype
 from ..core.sharding.region import Region
+from ..core.text import visible
 from ..core.tree.spec import ArraySpec
 from ..errors import CorruptError, FormatError
 from .checksums import ArchiveStorages, EntryChecksum
@@ -69,7 +70,7 @@ class _TorchArchive:
             raise FormatError(
                 window.label,
                 expected="little-endian data",
-                found=f"{text!r}",
+                found=f"{visible(text.decode('ascii', 'backslashreplace'))}-endian",
                 hint="Load it with torch and save it anew on a little-endian machine",
             )
 

@@ -250,6 +250,10 @@ def _timing(path: str | os.PathLike[str]) -> list[Html]:
         for p in profile.phases
     ]
     parts = [about, waterfall(study), table(columns, phases, right=columns[1:])]
+    if study.late_call:
+        parts.insert(1, el("p", f"{study.late_call[0].upper()}{study.late_call[1:]}."))
+    if study.clocks:
+        parts.insert(1, el("p", study.clocks))
     if study.timings.error:
         parts.insert(0, el("p", study.timings.error, class_="bad"))
     if study.stragglers:

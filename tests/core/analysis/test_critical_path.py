@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treeckpt.core.analysis.critical_path import CriticalSegment, critical_path
-from treeckpt.core.analysis.profile import WAITING_PHASES, SpanColumns
+from treeckpt.core.analysis.profile import LATE_CALL, WAITING_PHASES, SpanColumns
 from treeckpt.core.format.timings import Span, Timings
 
 NAMES = st.sampled_from(["write", "hash", "agree", "gather"])
@@ -62,6 +62,7 @@ def walk(spans):
         if span is None:
             earlier = [s[3] for s in spans if s[1] == rank and s[3] < now]
             if not earlier:
+                ticks += [(rank, LATE_CALL, n) for n in range(now, min(s[2] for s in spans), -1)]
                 break
             now = max(earlier)
             continue
@@ -105,7 +106,7 @@ def test_a_wait_leads_to_the_rank_whose_work_ended_last_within_it():
 
 
 def test_work_that_ended_as_the_wait_began_was_not_waited_for():
-    assert path_of(("gather", 0, 10, 50), ("write", 1, 0, 10)) == [(0, "gather", 10, 50)]
+    assert path_of(("gather", 0, 10, 50), ("write", 1, 0, 10)) == [(0, LATE_CALL, 0, 10), (0, "gather", 10, 50)]
     assert path_of(("gather", 0, 10, 50), ("write", 1, 0, 11)) == [(1, "write", 0, 11), (0, "gather", 11, 50)]
 
 
@@ -114,7 +115,8 @@ def test_work_that_ends_with_the_wait_takes_its_place():
 
 
 def test_a_wait_of_another_rank_is_no_work_and_nor_is_what_takes_no_time():
-    assert path_of(("gather", 0, 10, 50), ("agree", 1, 0, 20), ("write", 1, 30, 30)) == [(0, "gather", 10, 50)]
+    waits = [(0, LATE_CALL, 0, 10), (0, "gather", 10, 50)]
+    assert path_of(("gather", 0, 10, 50), ("agree", 1, 0, 20), ("write", 1, 30, 30)) == waits
 
 
 def test_what_ranks_group_their_work_in_is_no_work_itself():
@@ -132,7 +134,7 @@ def test_the_last_span_of_a_rank_is_work_whatever_the_next_rank_begins_with():
 
 
 def test_of_ranks_that_end_together_the_path_starts_at_the_first():
-    assert path_of(("write", 3, 0, 9), ("write", 1, 2, 9)) == [(1, "write", 2, 9)]
+    assert path_of(("write", 3, 0, 9), ("write", 1, 2, 9)) == [(1, LATE_CALL, 0, 2), (1, "write", 2, 9)]
 
 
 def test_of_spans_that_overlap_the_one_that_began_last_counts():
@@ -145,6 +147,15 @@ def test_a_pause_is_no_part_of_the_path():
 
 def test_neighbours_of_one_rank_and_phase_are_one_segment():
     assert path_of(("write", 0, 0, 4), ("write", 0, 4, 9)) == [(0, "write", 0, 9)]
+
+
+def test_the_path_begins_with_the_late_call_of_the_rank_that_the_others_waited_for():
+    """Rank 1 calls save at 40; the others wait for it in the agreement, of which it takes a part itself."""
+    early = [span for rank in (0, 2) for span in (("flatten", rank, 0, 2), ("agree", rank, 2, 45))]
+    late = [("flatten", 1, 40, 43), ("agree", 1, 43, 45)]
+    assert path_of(*early, *late, *(("write", rank, 45, 50) for rank in range(3))) == [
+        (1, LATE_CALL, 0, 40), (1, "flatten", 40, 43), (0, "agree", 43, 45), (0, "write", 45, 50),
+    ]  # fmt: skip
 
 
 def test_clocks_that_disagree_do_not_make_it_go_round_for_ever():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.saves import small
-from treeckpt.core.analysis.profile import SpanColumns, profile_of
+from treeckpt.core.analysis.profile import LATE_CALL, SpanColumns, profile_of
 from treeckpt.core.analysis.stragglers import (
     RankGrouping,
     Straggler,
@@ -196,6 +196,12 @@ def test_ranks_without_a_phase_do_not_count_in_it():
 def test_what_is_waiting_or_the_coordinators_has_no_stragglers(phase):
     spans = [(phase, rank, 0, (90 if rank == 3 else 1) * MS) for rank in range(5)]
     assert stragglers_of(*spans) == ()
+
+
+def test_a_rank_that_calls_save_later_than_the_others_is_a_straggler_though_it_works_as_fast():
+    starts = [0, 1, 2, 90, 1]
+    spans = [("save", rank, start * MS, (start + 10) * MS) for rank, start in enumerate(starts)]
+    assert [(s.rank, s.phase, s.ns, s.median_ns) for s in stragglers_of(*spans)] == [(3, LATE_CALL, 90 * MS, MS)]
 
 
 def test_the_largest_loss_comes_first_and_then_the_lowest_rank():

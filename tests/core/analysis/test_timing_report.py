@@ -29,7 +29,9 @@ def test_a_report_holds_what_the_analyses_find(report):
     assert report.spans.names == ("write",) and report.spans.rank.tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("part", ["spans", "profile", "matrix", "stragglers", "critical", "edges", "lanes"])
+@pytest.mark.parametrize(
+    "part", ["spans", "profile", "matrix", "stragglers", "critical", "late_call", "clocks", "edges", "lanes"]
+)
 def test_each_part_is_computed_once(report, part):
     assert getattr(report, part) is getattr(report, part)
 

@@ -30,6 +30,17 @@ def test_any_changed_byte_breaks_the_seal(data):
         check_seal(found, "run/f")
 
 
+def test_an_error_has_both_seals_as_text_whatever_bytes_are_there():
+    found = sealed(OPEN + b'y"}')
+    for stored, text in [(b"0" * 16, "0" * 16), (b"\xff\n\0" + b"0" * 13, r"\xff\x0a\x00" + "0" * 13)]:
+        with pytest.raises(CorruptError) as caught:
+            check_seal(found.replace(found[9:25], stored), "f")
+        assert (caught.value.expected, caught.value.found) == (
+            f"seal {text}",
+            f"{found[9:25].decode()} for bytes 0:{len(found)}",
+        )
+
+
 def test_only_the_first_seal_is_filled_in():
     twice = sealed(OPEN + b'"seal":"0000000000000000"')
     assert twice.endswith(b'"seal":"0000000000000000"')

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.dashboard.helpers import page as run_page
+from treeckpt_dashboard.store.library import Library
 
 torch = pytest.importorskip("torch")
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
@@ -30,6 +31,18 @@ def models(tmp_path_factory):
     return at
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder of files of torch.save, and of others that are none."""
+    at = tmp_path_factory.mktemp("saved")
+    for epoch in (1, 2):
+        torch.save({"w": torch.full((3,), epoch)}, at / f"epoch_{epoch}.pt")
+    (at / "tokens.bin").write_bytes(b"no checkpoint")
+    (at / "logs").mkdir()
+    (at / "newest.pt").symlink_to(at / "epoch_2.pt")
+    return at
+
+
 def leaves_of(client):
     found = run_page(client).json()["run"]["checkpoints"]
     return {
@@ -42,10 +55,39 @@ def leaves_of(client):
 
 
 def test_the_trees_of_a_folder_of_models_have_names_shapes_and_dtypes(serve, models):
-    assert leaves_of(serve(models)) == {
+    leaves = leaves_of(serve(models))
+    assert leaves.pop("saved.pt")["model/w"] == "array float32 [5, 4]"
+    assert leaves == {
         "hub": {f"model.layers.{n}.weight": "array float16 [8, 4]" for n in range(3)},
         "dcp": {"model/w": "array bfloat16 [30, 4]"},
     }
+
+
+def test_the_files_of_a_folder_of_torch_are_listed_and_a_new_one_is_found(serve, saved):
+    client = serve(saved)
+    assert leaves_of(client) == {f"epoch_{n}.pt": {"w": "array int64 [3]"} for n in (1, 2)}
+    [run] = client.get("/api/v1/runs").json()["runs"]
+    assert (run["others"], run["total"], run["complete"]) == (2, 3, 0)
+    now = [0.0]
+    library = Library([saved], clock=lambda: now[0])
+    before = dict(library.checkpoints(library.runs[0], wait=300))
+    torch.save({"b": torch.zeros(2)}, saved / "last.ckpt")
+    now[0] += 60
+    added = [info for i, info in library.checkpoints(library.runs[0], wait=300) if i not in before]
+    assert [(info.name, info.error) for info in added] == [("last.ckpt", "a file of torch.save, not of treeckpt")]
+    (saved / "last.ckpt").unlink()
+    library.close()
+
+
+def test_the_list_of_runs_links_to_folders_of_other_formats_and_does_not_call_them_empty(serve, models, saved):
+    client = serve(models, saved, models / "hub")
+    runs = client.get("/api/v1/runs").json()["runs"]
+    for run in runs:
+        client.app.state.library.watches[run["id"]].refresh(wait=300)
+    html = client.get("/").text
+    assert html.count("other format</span>") == 3 and "no checkpoint" not in html
+    for run, text in zip(runs, ("3 of other formats", "2 of other formats", "1 of another format"), strict=True):
+        assert f'href="./runs/{run["id"]}">{text}</a>' in html
 
 
 def test_a_hub_directory_or_a_file_of_torch_is_given_by_itself(serve, models):

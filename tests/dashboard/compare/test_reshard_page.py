@@ -70,6 +70,11 @@ def test_the_presets_are_of_the_real_mesh_and_tensor_parallel_is_rules_by_name(s
     assert rules == [
         "*o_proj*: Shard(1)", "*down_proj*: Shard(1)", "*q_proj*: Shard(0)", "*up_proj*: Shard(0)", "*: Replicate",
     ]  # fmt: skip
+    thirds = {"mesh": "3", "place": "*: Shard(0)"}
+    assert client.get(at, params=thirds).json()["amplification"] > 1.1
+    why = "A load reads as much: whole blocks of 256 KiB"
+    assert why in client.get(at.removeprefix("/api/v1"), params=thirds).text
+    assert why not in client.get(at.removeprefix("/api/v1"), params={"mesh": "1", "place": "*: Replicate"}).text
     typed = client.get(at, params={"mesh": "2x2"}).json()
     assert typed["place"] == "*: Replicate, Shard(0)", "as it was saved"
 

@@ -104,14 +104,23 @@ def test_a_shell_reads_the_quoted_name_and_no_invisible_character_is_pasted(name
 
 
 @pytest.mark.parametrize(
-    ("age", "late"), [(0, False), (2.9, False), (3.1, True), (100, True), (7 * 24 * 4 + 1, False), (-5, False)]
+    ("age", "late", "ended"),
+    [(0, 0, 0), (2.9, 0, 0), (3.1, 1, 0), (19.9, 1, 0), (20, 0, 1), (10_000, 0, 1), (-5, 0, 0)],
 )
-def test_a_checkpoint_is_late_after_three_usual_intervals_until_the_run_is_taken_for_ended(age, late):
+def test_a_checkpoint_is_late_after_three_usual_intervals_until_the_run_is_taken_for_ended(age, late, ended):
     quarter = 900
     facts = facts_of(*(saved(10 - n, (age + n) * quarter) for n in range(8)))
-    pace = save_pace(facts, NOW)
-    assert pace.interval == pytest.approx(quarter) and pace.late == late
+    pace = save_pace(facts, NOW, saving=False)
+    assert pace.interval == pytest.approx(quarter) and (pace.late, pace.ended) == (late, ended)
+    pace = save_pace(facts, NOW, saving=True)
+    assert (pace.late, pace.ended) == (late or ended, False), "a run that saves has not ended"
     assert pace.age == pytest.approx(max(0, age * quarter))
+
+
+def test_a_run_is_not_taken_for_ended_within_an_hour_however_often_it_saves():
+    for age, late, ended in [(59, False, False), (61, True, False), (3599, True, False), (3600, False, True)]:
+        pace = save_pace(facts_of(*(saved(10 - n, age + n) for n in range(8))), NOW, saving=False)
+        assert (pace.late, pace.ended) == (late, ended)
 
 
 def test_the_usual_interval_is_between_saves_that_followed_each_other():
@@ -122,25 +131,27 @@ def test_the_usual_interval_is_between_saves_that_followed_each_other():
     listed = [follows(3002, 10, 3001), follows(3001, 20, 3000), follows(3000, 30, 2999), follows(2000, 9e3, 1999)]
     assert facts_of(*listed).interval == pytest.approx(10)
     assert facts_of(*listed[:2]).interval is None, "one interval is none that is usual"
-    assert save_pace(facts_of(*listed[:2]), NOW).late is False
+    assert save_pace(facts_of(*listed[:2]), NOW, saving=False).late is False
 
 
 def test_a_late_run_says_so_on_every_page_and_in_the_metrics(serve, tmp_path):
-    start = time.time_ns() - 3 * 3600 * SECOND - 6 * 60 * SECOND
+    start = time.time_ns() - 20 * 60 * SECOND - 6 * 60 * SECOND
     client = serve(write_many(tmp_path / "late", 6, start_ns=start), write_many(tmp_path / "old", 6))
     client.get("/api/v1/runs")
     for watch in client.app.state.library.watches.values():
         watch.refresh(wait=300)
     late, old = client.get("/api/v1/runs").json()["runs"]
-    assert late["pace"]["late"] and late["pace"]["interval"] == 60 and 3 * 3600 <= late["pace"]["age"] < 3 * 3600 + 60
-    assert not old["pace"]["late"], "it ended long ago"
+    assert late["pace"]["late"] and late["pace"]["interval"] == 60 and 1200 <= late["pace"]["age"] < 1260
+    assert old["pace"]["ended"] and not old["pace"]["late"], "it ended long ago"
     text = client.get(f"/runs/{late['id']}").text
-    assert "Last good checkpoint <time" in text and "3 h ago</time></strong>, usually every 60 s." in text
+    assert "Last good checkpoint <time" in text and "20 min ago</time></strong>, usually every 60 s." in text
     assert client.get("/").text.count('class="late-mark" title="usually every 60 s"') == 1
-    assert "usually every" not in client.get(f"/runs/{old['id']}").text
+    text = client.get(f"/runs/{old['id']}").text
+    assert "before that usually every 60 s: the run has ended, or stands still." in text and 'class="late"' not in text
+    assert client.get("/").text.count(">, none since</span>") == 1
     metrics = dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if line[0] != "#")
     assert metrics['treeckpt_save_interval_seconds{run="late"}'] == "60.0"
-    assert 3 * 3600 <= float(metrics['treeckpt_newest_good_age_seconds{run="late"}']) < 3 * 3600 + 60
+    assert 1200 <= float(metrics['treeckpt_newest_good_age_seconds{run="late"}']) < 1260
     assert metrics['treeckpt_newest_good_step{run="old"}'] == "600"
 
 

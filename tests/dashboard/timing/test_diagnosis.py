@@ -1,24 +1,30 @@
 """What the page of a slow save says first: how slow it was, and where the time went."""
 
+import json
+
 import pytest
 
 from tests.helpers.samples import START_NS, write_checkpoint
+from treeckpt.cli.main import main
 from treeckpt.core.format.timings import Host, Span, Timings, encode_timings, timings_name
 from treeckpt.core.sharding.int_runs import encode_runs
 
 MS = 1_000_000
 
 
-def save(run, step, fsync, *, hosts=()):
-    """Writes a save of 4 ranks whose rank 3 takes `fsync` milliseconds to make its bytes durable, the others 20."""
+def save(run, step, fsync, *, hosts=(), late=0):
+    """Writes a save of 4 ranks whose rank 3 takes `fsync` milliseconds to make its bytes durable, the others 20.
+
+    Rank 3 calls it `late` milliseconds after the others.
+    """
     path = run / f"step_{step:08d}"
     index = write_checkpoint(path, {"x": 1}, step=step)
-    at, end = START_NS, START_NS + (78 + fsync) * MS
+    at, end = START_NS + late * MS, START_NS + (78 + fsync + late) * MS
     spans = []
     for rank in range(4):
         own = fsync if rank == 3 else 20
         rows = [
-            ("save", at, end, -1),
+            ("save", at if rank == 3 else START_NS, end, -1),
             ("plan", at, at + 1 * MS, 0),
             ("write", at + 1 * MS, at + (71 + own) * MS, 0),
             ("hash", at + 1 * MS, at + 71 * MS, 2),
@@ -26,6 +32,7 @@ def save(run, step, fsync, *, hosts=()):
             ("gather", at + (71 + own) * MS, end - (7 * MS if rank == 0 else 0), 0),
         ]
         rows += [("publish", end - 7 * MS, end, 0)] if rank == 0 else []
+        rows += [("agree", START_NS, at, 0)] if late and rank < 3 else []
         spans += [Span(name, rank, start, stop, 0, parent) for name, start, stop, parent in rows]
     timings = Timings(index.save_id, step, 4, tuple(spans), None, hosts)
     (path / timings_name(index.save_id)).write_bytes(encode_timings(timings))
@@ -53,6 +60,41 @@ def test_a_slow_save_is_told_beside_the_last_ones_with_its_phase_rank_and_host(s
     said = "24 x the median of the last 20 saves, 100 ms; 97 % of it is fsync on rank 3 (host b<i>)."
     assert page["diagnosis"] == said
     assert "24 x the median of the last 20 saves" in html and "host b&lt;i&gt;" in html
+
+
+def test_of_a_rank_that_calls_save_late_every_page_tells_and_none_blames_those_that_waited(serve, tmp_path, capsys):
+    hosts = (Host("a", encode_runs([0, 1])), Host("b", encode_runs([2, 3])))
+    for step in range(1, 7):
+        save(tmp_path / "run", step, 22, hosts=hosts, late=2000 if step > 4 else 0)
+    client = serve(tmp_path / "run")
+    page, html = timing(client, 5)
+    late = "rank 3 (host b) called save 2 s after the others; they waited for it"
+    assert page["diagnosis"] == f"21 x the median of the last 4 saves, 100 ms; 95 % of it is a late call: {late}."
+    assert [(part["rank"], part["phase"]) for part in page["parts"]] == [(3, "late call"), (3, "hash"), (3, "fsync")]
+    assert [(one["rank"], one["phase"]) for one in page["stragglers"]] == [(3, "late call")]
+    assert page["trend"] == "Not a trend: rank 3 (host b) stood out in 0 of the 4 saves before."
+    assert "the others; they waited for it" in html and '<th scope="row">late call</th><td>rank 3' in html
+    [run] = client.get("/api/v1/runs").json()["runs"]
+    trends = client.get(f"/api/v1/runs/{run['id']}/trends").json()
+    assert trends["phase"][3:] == ["hash", "late call", "late call"] and trends["slow"][3:] == [None, 3, 3]
+    step = str(tmp_path / "run" / "step_00000005")
+    assert main(["trace", step, "--out", str(tmp_path / "trace.json")]) == 0
+    assert late in capsys.readouterr().out
+    assert main(["trace", step, "--json", "--out", str(tmp_path / "trace.json")]) == 0
+    assert json.loads(capsys.readouterr().out)["late_call"] == late
+    assert main(["report", step, "--html", str(tmp_path / "report.html")]) == 0
+    assert f"R{late[1:]}." in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_hosts_whose_clocks_differ_are_named_above_the_pictures(serve, tmp_path):
+    index = write_checkpoint(tmp_path / "step_00000001", {"x": 1}, step=1)
+    spans = [Span("agree", rank, START_NS + rank * 3000 * MS, START_NS + (3000 * rank + 9) * MS) for rank in (0, 1)]
+    hosts = (Host("a", encode_runs([0])), Host("b<i>", encode_runs([1])))
+    timings = Timings(index.save_id, 1, 2, tuple(spans), None, hosts)
+    (tmp_path / "step_00000001" / timings_name(index.save_id)).write_bytes(encode_timings(timings))
+    page, html = timing(serve(tmp_path), 1)
+    assert page["clocks"].startswith("The clocks of the hosts differ: that of b<i> is 3 s ahead.")
+    assert "b&lt;i&gt; is 3 s ahead" in html and page["seconds"] == pytest.approx(0.009)
 
 
 def test_the_critical_path_is_by_share_with_small_parts_folded(serve, slow):

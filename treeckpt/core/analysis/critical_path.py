@@ -2,7 +2,8 @@
 
 The innermost span at a time is what a rank was doing. Where a rank was waiting, the path continues on the rank whose
 work was the last to end within the wait. Clocks of hosts differ a little; where no other rank ended work within the
-wait, the path stays on the waiting rank and contains the wait.
+wait, the path stays on the waiting rank and contains the wait. Where it comes to the call of save of a rank that called
+later than the first one, it begins with that late call.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from .profile import WAITING_PHASES, SpanColumns
+from .profile import LATE_CALL, WAITING_PHASES, SpanColumns
 
 MAX_STEPS = 1000
 
@@ -40,6 +41,7 @@ def critical_path(spans: SpanColumns) -> tuple[CriticalSegment, ...]:
         if at is None:
             earlier = spans.stop[low:high][spans.stop[low:high] < now]
             if not len(earlier):
+                _append_segment(found, CriticalSegment(rank, LATE_CALL, int(spans.start.min()), now))
                 break
             now = int(earlier.max())
             continue

@@ -13,11 +13,13 @@ import msgspec
 
 from ..format.timings import Span, Timings
 from ..sharding.int_runs import decode_runs
+from .clocks import ahead_by_rank, differing_clocks
 
 
 def encode_trace(timings: Timings) -> bytes:
     """Encodes the JSON of a trace file; its times are microseconds since the start of the first span."""
-    origin = min((span.start_ns for span in timings.spans), default=0)
+    ahead = ahead_by_rank(differing_clocks(timings))
+    origin = min((span.start_ns - ahead.get(span.rank, 0) for span in timings.spans), default=0)
     hosts = {rank: host.name for host in timings.hosts for rank in decode_runs(host.ranks).tolist()}
     by_rank: dict[int, list[Span]] = {}
     for span in timings.spans:
@@ -28,7 +30,7 @@ def encode_trace(timings: Timings) -> bytes:
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
         events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
         for span, track in zip(spans, _tracks(spans), strict=True):
-            ts, dur = (span.start_ns - origin) / 1e3, (span.stop_ns - span.start_ns) / 1e3
+            ts, dur = (span.start_ns - ahead.get(rank, 0) - origin) / 1e3, (span.stop_ns - span.start_ns) / 1e3
             args = {"args": {"nbytes": span.nbytes}} if span.nbytes else {}
             events.append({"ph": "X", "name": span.name, "pid": rank, "tid": track, "ts": ts, "dur": dur, **args})
     about = {"save_id": timings.save_id, "step": timings.step, "world": timings.world, "error": timings.error}

@@ -2,7 +2,8 @@
 
 Ranks are compared by the work that they have in common: time spent waiting for others does not count, nor does what
 only the coordinator does. Spans of a rank may overlap (threads), so durations are those of unions of intervals. Spans
-are stored as columns, so that the save of 16,384 ranks is summarized in a fraction of a second.
+are stored as columns, so that the save of 16,384 ranks is summarized in a fraction of a second; their times are those
+of one clock, as `clocks` corrects them.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import msgspec
 import numpy as np
 
 from ..format.timings import BLOCKING, Span, Timings
+from .clocks import HostClock, ahead_by_rank, differing_clocks
 
 ROOT_SPAN = "save"
 """The name of the span around all others."""
+LATE_CALL = "late call"
+"""The time from the first rank's call of save to another rank's. It is no span of a rank, but a phase of the save."""
 WAITING_PHASES = frozenset({"agree", "gather", "wait", "barrier", "broadcast", "open"})
 """Phases in which a rank mostly waits for others."""
 COORDINATOR_PHASES = frozenset({"publish"})
@@ -96,6 +100,8 @@ class SpanColumns:
     """Number of spans around it."""
     outermost: np.ndarray
     """bool[n]: whether no span around it has bytes. Inner spans may count the same bytes again, so only these count."""
+    clocks: tuple[HostClock, ...] = ()
+    """The hosts whose times are corrected."""
 
     @classmethod
     def of(cls, timings: Timings) -> SpanColumns:
@@ -106,6 +112,10 @@ class SpanColumns:
         )
         numbers = {BLOCKING: -1}
         name = np.array([numbers.setdefault(s.name, len(numbers) - 1) for s in timings.spans], np.int64)
+        if clocks := differing_clocks(timings):
+            ahead = ahead_by_rank(clocks)
+            behind = np.array([ahead.get(one, 0) for one in rank.tolist()], np.int64)
+            start, stop = start - behind, stop - behind
         order = np.argsort(rank, kind="stable")
         rank, start, stop, nbytes, parent, name = (c[order] for c in (rank, start, stop, nbytes, parent, name))
         first = np.searchsorted(rank, rank)  # where the spans of its rank begin
@@ -117,7 +127,8 @@ class SpanColumns:
         place = np.empty(len(texts), np.int64)
         place[by_time] = np.arange(len(texts))
         columns = (rank, start, stop, nbytes, depth, outermost)
-        return cls(tuple(texts[n] for n in by_time), place[name[work]], *(column[work] for column in columns))
+        names = tuple(texts[n] for n in by_time)
+        return cls(names, place[name[work]], *(column[work] for column in columns), clocks=clocks)
 
     def among(self, names: frozenset[str]) -> np.ndarray:
         """Returns bool[n]: which spans have one of these names."""
@@ -175,7 +186,8 @@ def profile_of_spans(timings: Timings, spans: SpanColumns) -> SaveProfile:
     if not len(spans.rank):
         return SaveProfile(0, 0, (), (), None, 1.0)
     numbers, row = np.unique(spans.rank, return_inverse=True)
-    returned = {span.rank: span.stop_ns for span in timings.spans if span.name == BLOCKING}
+    ahead = ahead_by_rank(spans.clocks)
+    returned = {s.rank: s.stop_ns - ahead.get(s.rank, 0) for s in timings.spans if s.name == BLOCKING}
     ranks = _rank_times(spans, numbers, row, returned)
     slowest = max(ranks, key=lambda r: (r.busy_ns, -r.rank))
     median = sorted(r.busy_ns for r in ranks)[(len(ranks) - 1) // 2]

@@ -17,7 +17,7 @@ from ..format.records import Index
 from ..format.timings import Host
 from ..sharding.int_runs import decode_runs
 from ..sharding.placements import Mesh, MeshLayout, mesh_ranks
-from .profile import COORDINATOR_PHASES, ROOT_SPAN, WAITING_PHASES, SaveProfile, SpanColumns, covered_ns
+from .profile import COORDINATOR_PHASES, LATE_CALL, ROOT_SPAN, WAITING_PHASES, SaveProfile, SpanColumns, covered_ns
 
 MAX_PHASES = 512
 MIN_SCORE = 3.5
@@ -40,7 +40,7 @@ class PhaseMatrix:
 
 
 class Straggler(msgspec.Struct, frozen=True):
-    """A rank that was slow in a phase, or in all its work."""
+    """A rank that was slow in a phase, or in all its work, or that called save late."""
 
     rank: int
     phase: str
@@ -132,7 +132,10 @@ def _named_meshes(index: Index) -> list[Mesh]:
 
 
 def find_stragglers(profile: SaveProfile, matrix: PhaseMatrix) -> tuple[Straggler, ...]:
-    """Returns the stragglers, the largest loss of time first. Phases of waiting or of the coordinator have none."""
+    """Returns the stragglers, the largest loss of time first. Phases of waiting or of the coordinator have none.
+
+    A rank that called save later than the others is one in the phase LATE_CALL.
+    """
     found: list[Straggler] = []
     for column, phase in enumerate(matrix.phases):
         if phase not in WAITING_PHASES | COORDINATOR_PHASES:
@@ -140,6 +143,7 @@ def find_stragglers(profile: SaveProfile, matrix: PhaseMatrix) -> tuple[Straggle
             found += _outliers(phase, matrix.ranks[rows], matrix.times[rows, column])
     ranks = np.array([r.rank for r in profile.ranks], np.int64)
     found += _outliers("", ranks, np.array([r.busy_ns for r in profile.ranks], np.int64))
+    found += _outliers(LATE_CALL, ranks, np.array([r.start_ns - profile.start_ns for r in profile.ranks], np.int64))
     return tuple(sorted(found, key=lambda s: (-s.lost_ns, s.rank, s.phase)))
 
 

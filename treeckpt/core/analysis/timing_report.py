@@ -8,7 +8,9 @@ from functools import cached_property
 import numpy as np
 
 from ..format.timings import BLOCKING, Timings
+from .clocks import clocks_text
 from .critical_path import CriticalSegment, critical_path
+from .late_calls import late_call_text
 from .profile import SaveProfile, SpanColumns, profile_of_spans, span_lanes
 from .stragglers import PhaseMatrix, Straggler, find_stragglers, phase_matrix
 
@@ -38,6 +40,16 @@ class TimingReport:
     @cached_property
     def critical(self) -> tuple[CriticalSegment, ...]:
         return critical_path(self.spans)
+
+    @cached_property
+    def late_call(self) -> str:
+        """In a sentence: which rank called save late; empty if none did."""
+        return late_call_text(self.profile, self.timings.hosts)
+
+    @cached_property
+    def clocks(self) -> str:
+        """In two sentences: which clocks of hosts differ; empty if none do."""
+        return clocks_text(self.spans.clocks)
 
     @cached_property
     def edges(self) -> np.ndarray:

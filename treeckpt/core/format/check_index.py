@@ -206,7 +206,7 @@ def _check_chunks(index: Index, path: str, record: ArrayRecord, grids: dict[obje
     chunks = record.chunks
     if type(chunks) is WholeChunk:
         if not 0 <= chunks.rank < index.world or not 0 <= chunks.start < MAX_NBYTES:
-            raise FormatError(path, expected="a chunk of a rank", found=f"{chunks!r:.80}")
+            raise FormatError(path, expected="a chunk of a rank", found=f"rank {chunks.rank}, byte {chunks.start}")
     elif type(chunks) is GridChunks:
         key = (record.spec, chunks.cuts, chunks.rank)
         cells = grids.get(key)
@@ -275,5 +275,10 @@ def _check_alias(index: Index, path: str, ranks: Runs | None, record: AliasRecor
             last = offset + sum((n - 1) * s for n, s in zip(spec.shape, strides, strict=True))
             fits = last < math.prod(other.shape)
     if not fits:
-        raise FormatError(path, expected=f"a view inside shape {other.shape}", found=f"{record!r:.120}")
+        raise FormatError(path, expected=f"a view inside shape {other.shape}", found=_alias_text(spec, record))
     return compared
+
+
+def _alias_text(spec: ArraySpec, record: AliasRecord) -> str:
+    view = f" at offset {record.view.offset} with strides {record.view.strides}" if record.view is not None else ""
+    return f"{spec.dtype} of shape {spec.shape}{view}"[:120]

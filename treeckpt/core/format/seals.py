@@ -5,6 +5,7 @@ from __future__ import annotations
 import xxhash
 
 from ...errors import CorruptError
+from ..text import visible
 
 _RESTORE = "The file was changed after it was written; restore it from a copy"
 _SEAL = b'"seal":"'
@@ -38,7 +39,8 @@ def check_seal(document: bytes | bytearray | memoryview, name: str, *, hint: str
         state.update(part)  # pyright: ignore[reportArgumentType] (a memoryview is a buffer)
     actual = f"{state.intdigest():016x}".encode()
     if stored != actual:
-        raise CorruptError(name, expected=f"seal {stored!r}", found=f"{actual!r} for bytes 0:{len(data)}", hint=hint)
+        expected, found = (visible(seal.decode("ascii", "backslashreplace")) for seal in (stored, actual))
+        raise CorruptError(name, expected=f"seal {expected}", found=f"{found} for bytes 0:{len(data)}", hint=hint)
 
 
 def check_no_zeros(part: bytes | bytearray, at: int, name: str) -> None:

@@ -117,10 +117,15 @@ def _check_timings(timings: Timings, name: str) -> None:
     for span in timings.spans:
         before = counts.get(span.rank, 0)
         if not -1 <= span.parent < before:
-            raise FormatError(name, expected="spans after their parents", found=f"{span!r:.120}")
+            raise FormatError(name, expected="spans after their parents", found=_span_text(span))
         in_time = -MAX_TIME < span.start_ns <= span.stop_ns < MAX_TIME
         if not 0 <= span.rank < timings.world or not in_time or not 0 <= span.nbytes < MAX_NBYTES:
-            raise FormatError(name, expected="spans of time of its ranks", found=f"{span!r:.120}")
+            raise FormatError(name, expected="spans of time of its ranks", found=_span_text(span))
         counts[span.rank] = before + 1
     if timings.world > max(MAX_PARTIAL_WORLD, len(timings.spans)):
         raise FormatError(name, expected="spans of every rank", found=f"{len(timings.spans)} of {timings.world} ranks")
+
+
+def _span_text(span: Span) -> str:
+    times = f"from {span.start_ns} to {span.stop_ns} ns"
+    return f"a span {span.name[:40]} of rank {span.rank} {times}, {span.nbytes} bytes, with parent {span.parent}"

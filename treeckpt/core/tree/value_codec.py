@@ -319,7 +319,8 @@ def _decode(
     except MismatchError as error:  # a dtype that this program lacks
         raise MismatchError(path, expected=error.expected, found=error.found, hint=error.hint) from error
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, OSError, RuntimeError) as error:
-        raise FormatError(path, expected="a value of a known kind", found=f"{value!r:.80} ({error!s:.200})") from error
+        found = f"{value.kind:.40} ({error!s:.200})"
+        raise FormatError(path, expected="a value of a known kind", found=found) from error
 
 
 def check_hash_collisions(members: list[Any], path: str) -> list[Any]:
@@ -364,7 +365,7 @@ def _decode_enum(
 ) -> object:
     name, member, inner = value.items if len(value.items) == 3 else (None, None, None)
     if not isinstance(name, str):
-        raise FormatError(path, expected="an enum", found=f"{value!r:.80}")
+        raise FormatError(path, expected="an enum", found="one without the name of its class")
     try:
         kind = resolve(name) if resolve is not None else None
         if kind is None or not issubclass(kind, enum.Enum):
