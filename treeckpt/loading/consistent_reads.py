@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 from ..errors import CheckpointError, MismatchError, TreeckptError
@@ -77,7 +77,6 @@ def on_versions(
             versions.append(opened)
         for _ in range(TRIES):
             checkpoints = [opened() for opened in versions]
-            urls = [one.url for one in checkpoints]
             if known is not None:
                 checkpoints[0].index_bytes, checkpoints[0].index = known.data, known.index
                 known = None
@@ -91,12 +90,8 @@ def on_versions(
                 if together or not any(one.is_replaced() for one in checkpoints):
                     if isinstance(error, OSError):
                         raise wrap_read_error(error, stores[0].url) from error
-                    if isinstance(error, MismatchError) and not any(url in str(error) for url in urls):
-                        names = (
-                            one if isinstance(one, (str, os.PathLike)) else url
-                            for one, url in zip(given, urls, strict=True)
-                        )
-                        error.add_hint(f"Checkpoint: {', '.join(map(str, names))}")
+                    if isinstance(error, MismatchError):
+                        _name_checkpoints(error, given, [one.url for one in checkpoints])
                     raise
     raise CheckpointError(
         ", ".join(store.url for store in stores),
@@ -104,3 +99,11 @@ def on_versions(
         found=f"another save in its place, {TRIES} times",
         hint="Read it when nobody saves there, or save each step at a path of its own",
     )
+
+
+def _name_checkpoints(error: MismatchError, given: Sequence[Any], urls: Sequence[str]) -> None:
+    """Adds the paths of the checkpoints to an error, as they were given, unless it names one."""
+    if not any(url in str(error) for url in urls):
+        pairs = zip(given, urls, strict=True)
+        names = (str(one) if isinstance(one, (str, os.PathLike)) else url for one, url in pairs)
+        error.add_hint(f"Checkpoint: {', '.join(names)}")
