@@ -39,8 +39,10 @@ def days_text(days: float) -> str:
     return f"{days * 24:.1f} h" if days * 24 >= 1 else f"{days * 1440:.0f} min"
 
 
-def _span_text(seconds: float) -> str:
+def span_text(seconds: float) -> str:
     """Formats a time between two events in one unit, to two digits."""
+    if seconds < 0.1:
+        return f"{seconds * 1e3:.0f} ms"
     units = ((86_400, "days"), (3600, "h"), (60, "min"), (1, "s"))
     unit, name = next((pair for pair in units if seconds >= 1.5 * pair[0]), units[-1])
     count = seconds / unit
@@ -85,7 +87,7 @@ def templates() -> Environment:
         "rate": partial(_or_dash, rate_text),
         "seconds": partial(_or_dash, seconds_text),
         "shape": shape_text,
-        "span": partial(_or_dash, _span_text),
+        "span": partial(_or_dash, span_text),
         "sparkline": sparkline,
         "visible": visible,
     }

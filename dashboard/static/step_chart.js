@@ -29,12 +29,12 @@ function around(low, top) {
 }
 
 /**
- * The ends of the axis of values.
+ * The ends of the axis of values; 10 units where all are zero, since texts of bytes have no fractions.
  * @param {Shown} shown @param {number | null} low @param {number | null} top @returns {[number, number]}
  */
 function ends(shown, low, top) {
   if (shown.log) return [(low || 1e-3) / 1.3, (top || 1) * 1.3];
-  return shown.free ? around(low, top) : [0, shown.max ?? (top ? top * 1.08 : 1)];
+  return shown.free ? around(low, top) : [0, shown.max ?? (top ? top * 1.08 : 10)];
 }
 
 /** Marks of a logarithmic axis that have a text: powers of ten, of short axes also their doubles and fives. */

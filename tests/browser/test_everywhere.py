@@ -68,6 +68,10 @@ def test_every_page_fits_a_phone_and_axe_finds_nothing_to_object_to(watched, add
         page.goto(place)
         page.wait_for_load_state("networkidle")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, place
+        tables = (
+            "[...document.querySelectorAll('table.cards')].filter((t) => t.scrollWidth > t.parentElement.clientWidth)"
+        )
+        assert page.evaluate(f"{tables}.length") == 0, place
         page.set_viewport_size(WIDE)
         assert page.locator("h1").count() == 1 and page.evaluate("document.documentElement.lang") == "en", place
         nameless = page.evaluate(

@@ -170,3 +170,28 @@ def test_ranks_resume_one_step_whatever_one_of_them_finds(tmp_path: Path) -> Non
     assert errors_of(found) == [None] * 3
     assert [outcome.value[1:] for outcome in found] == [(1, 4)] * 3
     assert all(len(outcome.value[0]) == 1 and "step_00000002" in outcome.value[0][0] for outcome in found)
+
+
+def test_registered_state_of_each_rank_on_another_number_of_ranks_is_refused_by_the_argument_that_takes_it(
+    tmp_path: Path,
+) -> None:
+    saved = Job(tmp_path)
+    state = tc.training.state(saved.model, saved.optimizer, scheduler=saved.scheduler)
+
+    def save(comm: Any) -> None:
+        manager = tc.Manager(tmp_path, background=False, comm=comm)
+        manager.register("own", {"place": tc.PerRank(comm.rank + 10)})
+        manager.register("seen", {"samples": 4})
+        manager.save(1, state)
+
+    def resume(comm: Any, **options: Any) -> int:
+        job, own = Job(tmp_path, comm=comm), {"place": tc.PerRank(0)}
+        job.manager.register("own", own)
+        job.resume(**options)
+        return own["place"].value
+
+    assert errors_of(on_ranks(2, save)) == [None] * 2
+    refused = errors_of(on_ranks(1, resume))[0]
+    assert isinstance(refused, tc.MismatchError) and "registered/own/place" in str(refused)
+    assert "world_changed='take'" in str(refused)
+    assert [out.value for out in on_ranks(1, lambda comm: resume(comm, world_changed="take"))] == [10]

@@ -160,7 +160,8 @@ class Load:
             return found[0]
         if self.refuse_own and self.selected(path):
             others = "; or leave this leaf out with `...` in like"
-            raise other_world_error(path, self._comm, self.index.world, take="per_rank='take'", others=others)
+            take = "per_rank='take' (to Manager.resume: world_changed='take')"
+            raise other_world_error(path, self._comm, self.index.world, take=take, others=others)
         for leaf in found:
             if self.source_rank in decode_runs(leaf.ranks or ()):
                 return leaf

@@ -9,7 +9,7 @@ from tests.dashboard.helpers import page, under_way
 from tests.helpers.large import write_many
 from tests.helpers.samples import START_NS, write_mixed_run
 from treeckpt_dashboard.pages.checkpoints import Status
-from treeckpt_dashboard.pages.render import days_text
+from treeckpt_dashboard.pages.render import days_text, span_text
 from treeckpt_dashboard.runs.usage import Growth, days_until, growth_of
 
 
@@ -78,6 +78,11 @@ def test_of_several_runs_only_the_first_is_unfolded(serve, tmp_path):
 def test_time_left_is_told_in_units_that_are_not_zero():
     texts = {0.0: "0 min", 0.004: "6 min", 0.2: "4.8 h", 1.5: "36.0 h", 3.25: "3.2 days", 5000.0: "> 1,000 days"}
     assert {days: days_text(days) for days in texts} == texts
+
+
+def test_an_interval_is_shown_in_one_unit_and_never_as_zero_seconds():
+    texts = {0.026: "26 ms", 0.25: "0.2 s", 1.0: "1 s", 60: "60 s", 900: "15 min", 36_000: "10 h", 4 * 86_400: "4 days"}
+    assert {seconds: span_text(seconds) for seconds in texts} == texts
 
 
 def test_series_of_runs_of_equal_names_do_not_repeat(serve, tmp_path):
