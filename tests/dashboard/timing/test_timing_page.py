@@ -2,8 +2,10 @@
 
 import json
 
+import numpy as np
 import pytest
 
+import treeckpt as tc
 from tests.helpers.samples import START_NS, write_checkpoint
 from treeckpt.core.format.timings import BLOCKING, Host, Span, Timings, encode_timings, timings_name
 from treeckpt.core.sharding.int_runs import encode_runs
@@ -19,6 +21,16 @@ def test_timing_names_the_slow_rank_and_nests_spans(client, newest):
     assert write["slowest"] == 2 and write["nbytes"] == sum(r["nbytes"] for r in page["ranks"])
     assert {s["name"]: s["depth"] for s in page["spans"]}["hash"] == 2
     assert min(s["start"] for s in page["spans"]) == 0
+
+
+def test_a_background_save_counts_what_it_wrote_and_not_what_it_copied_to_memory(serve, tmp_path):
+    tc.save_async(tmp_path / "step_00000001", {"w": np.zeros(1 << 18, np.float32)}).wait()
+    client = serve(tmp_path)
+    [run] = client.get("/api/v1/runs").json()["runs"]
+    page = client.get(f"/api/v1/checkpoints/{run['checkpoints'][0]['id']}/timing").json()
+    moved = {phase["name"]: phase["nbytes"] for phase in page["phases"]}
+    assert moved["stage"] == 1 << 20 <= moved["write"] == page["ranks"][0]["nbytes"]
+    assert page["rate"] == pytest.approx(moved["write"] / page["seconds"])
 
 
 def test_a_failed_save_still_has_its_timing(client, ids):

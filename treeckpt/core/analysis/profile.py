@@ -25,6 +25,9 @@ WAITING_PHASES = frozenset({"agree", "gather", "wait", "barrier", "broadcast", "
 """Phases in which a rank mostly waits for others."""
 COORDINATOR_PHASES = frozenset({"publish"})
 """Phases of the coordinator alone."""
+COPYING_PHASES = frozenset({"stage"})
+"""Phases whose bytes are copied within memory: a later phase writes the same bytes, so those of a rank are without
+them."""
 
 
 class PhaseTime(msgspec.Struct, frozen=True):
@@ -49,6 +52,7 @@ class RankTime(msgspec.Struct, frozen=True):
     stop_ns: int
     busy_ns: int
     nbytes: int
+    """Bytes that it wrote."""
     blocked_ns: int | None = None
     """When the call of a background save returned; None for a save in the foreground."""
 
@@ -81,6 +85,7 @@ class SaveProfile(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
+        """Bytes that the ranks wrote."""
         return sum(rank.nbytes for rank in self.ranks)
 
 
@@ -212,7 +217,7 @@ def _rank_times(
     busy = covered_ns(row, spans.start, spans.stop, count)
     busy -= covered_ns(row[out], spans.start[out], spans.stop[out], count)
     moved = np.zeros(count, np.int64)
-    np.add.at(moved, row, np.where(spans.outermost, spans.nbytes, 0))
+    np.add.at(moved, row, np.where(spans.outermost & ~spans.among(COPYING_PHASES), spans.nbytes, 0))
     begin, end = np.full(count, np.iinfo(np.int64).max), np.full(count, np.iinfo(np.int64).min)
     np.minimum.at(begin, row, spans.start)
     np.maximum.at(end, row, spans.stop)
