@@ -114,7 +114,7 @@ def get_treemap(
 def get_snippet(request: Request, checkpoint_id: str, path: PathText = "") -> tree.SnippetPage:
     """The Python code that loads a leaf, or all leaves below a node."""
     _, info = library_of(request).checkpoint(checkpoint_id)
-    return tree.snippet_page(info.path, path)
+    return tree.snippet_page(info, path)
 
 
 # one leaf -------------------------------------------------------------------------------------------------------------

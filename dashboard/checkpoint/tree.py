@@ -11,8 +11,9 @@ from treeckpt.core.analysis.diff import leaf_text
 from treeckpt.core.analysis.outline import Outline, OutlineRow
 from treeckpt.core.format.records import Index, Leaf
 from treeckpt.core.text import value_text, value_type
+from treeckpt.runs.checkpoint_info import CheckpointInfo
 
-from ..pages.checkpoints import PAGE, CheckpointRow, checkpoint_row, next_start, shorten
+from ..pages.checkpoints import PAGE, CheckpointRow, checkpoint_row, next_start, per_rank_keyword, shorten
 from ..store.library import Library
 from .leaf_numbers import ContentsSummary, summary_of
 
@@ -210,11 +211,11 @@ def checkpoint_page(library: Library, checkpoint_id: str, node: str, query: str,
     )
 
 
-def snippet_page(checkpoint: str, path: str) -> SnippetPage:
-    """Returns the Python code that loads a leaf, or all leaves below a node, of the checkpoint in a directory.
+def snippet_page(info: CheckpointInfo, path: str) -> SnippetPage:
+    """Returns the Python code that loads a leaf, or all leaves below a node, of a checkpoint.
 
     Names are written as ASCII literals of Python, so that no invisible character of one is pasted.
     """
     escaped = "".join(f"[{c}]" if c in "*?[" else c for c in path)
     select = f", select={[escaped]!a}" if path else ""
-    return SnippetPage(path, f"import treeckpt as tc\n\ntree = tc.load({checkpoint!a}{select})\n")
+    return SnippetPage(path, f"import treeckpt as tc\n\ntree = tc.load({info.path!a}{select}{per_rank_keyword(info)})\n")

@@ -232,3 +232,11 @@ def loading_page(library: Library, url: str, progress: ReadProgress) -> LoadingP
     """Returns the page of the checkpoint in the folder `url`, whose index is still being read."""
     checkpoint_id, run, info = library.unread(url)
     return LoadingPage(checkpoint_row(checkpoint_id, run, info), progress)
+
+
+def per_rank_keyword(info: CheckpointInfo) -> str:
+    """Returns the argument with which Python code loads what several ranks saved; empty for a checkpoint of one rank.
+
+    With it, a single process gets the state of rank 0 where each rank had its own; without it, that is an error.
+    """
+    return ", per_rank='take'" if (info.world or 1) > 1 else ""

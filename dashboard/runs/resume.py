@@ -14,7 +14,7 @@ from treeckpt.core.analysis.retention_policy import Best, Policy
 from treeckpt.core.format.lineage import SequenceRanges
 from treeckpt.runs.checkpoint_info import CheckpointInfo, mark_of
 
-from ..pages.checkpoints import CheckpointRow, checkpoint_row, iso_time, shorten, status_of
+from ..pages.checkpoints import CheckpointRow, checkpoint_row, iso_time, per_rank_keyword, shorten, status_of
 from ..store.library import Library, Run
 from .metric_columns import first_metric, metric_value
 
@@ -225,11 +225,12 @@ def _snippets(library: Library, run: Run, info: CheckpointInfo, *, newest: bool)
 
     A manager is created with `keep=None`: what is pasted must not delete checkpoints at the next save.
     """
+    take = per_rank_keyword(info)
     manager = None
     if library.is_run(run) and mark_of(info) is not None:
-        call = "manager.resume(model, optimizer)" if newest else f"state = manager.restore(step={info.step})"
+        call = "manager.resume(model, optimizer)" if newest else f"state = manager.restore(step={info.step}{take})"
         manager = f"import treeckpt as tc\nmanager = tc.Manager({run.store.url!a}, keep=None)\n{call}"
-    load = f"import treeckpt as tc\nstate = tc.load({info.path!a})"
+    load = f"import treeckpt as tc\nstate = tc.load({info.path!a}{take})"
     return ResumeSnippets(manager, load, f"treeckpt verify {shell_quoted(info.path)}")
 
 

@@ -4,6 +4,7 @@ import ast
 import fnmatch
 import math
 
+import numpy as np
 import pytest
 
 from tests.helpers.samples import write_checkpoint, write_run
@@ -87,6 +88,12 @@ def test_a_snippet_selects_the_leaf_and_no_other_whatever_its_name(asked, path):
         assert ast.literal_eval(call.args[0]) == str(path) and ast.unparse(call.func) == "tc.load"
         assert [leaf.path for leaf in read_index(path).entries if fnmatch.fnmatchcase(leaf.path, select)] == [name]
     assert asked("/snippet", path="\u202e\x00'\n")["snippet"].isascii()
+
+
+def test_a_snippet_of_what_several_ranks_saved_loads_in_one_process(asked, tree):
+    names = {}
+    exec(asked("/snippet")["snippet"], names)
+    assert names["tree"]["n"] == 7 and np.array_equal(names["tree"]["rng"].value, tree["rng"].value)
 
 
 def test_blocks_are_folded_and_dtypes_listed(asked):

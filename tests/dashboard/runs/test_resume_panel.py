@@ -10,6 +10,7 @@ import treeckpt as tc
 from tests.dashboard.helpers import page
 from tests.helpers.large import write_many
 from tests.helpers.samples import write_metrics, write_mixed_run
+from tests.helpers.world import on_ranks
 from treeckpt.core.analysis.retention_policy import Best
 from treeckpt.core.format.lineage import Lineage
 from treeckpt.runs.checkpoint_info import CheckpointInfo
@@ -61,6 +62,20 @@ def test_newest_good_best_and_newest_verified_are_told_with_what_loads_them(serv
     command = best["snippets"]["command"].split(maxsplit=1)[1]
     shown = subprocess.run(["bash", "-c", f"printf %s {command.split(maxsplit=1)[1]}"], capture_output=True, check=True)
     assert command.startswith("verify ") and shown.stdout.decode() == str(run / "step_00000002")
+
+
+def test_what_two_ranks_saved_with_state_of_their_own_loads_in_one_process_as_shown(serve, tmp_path):
+    def work(comm):
+        manager = tc.Manager(tmp_path / "run", keep=None, background=False, comm=comm)
+        for step in (50, 60):
+            manager.save(step, {"x": step, "rng": tc.PerRank(comm.rank)}, metrics={"loss": step})
+
+    on_ranks(2, work)
+    found = panel(serve(tmp_path / "run"))
+    for kind, form, step in (("newest", "load", 60), ("best", "load", 50), ("best", "manager", 50)):
+        names = {}
+        exec(found[kind]["snippets"][form], names)
+        assert (names["state"]["x"], names["state"]["rng"].value) == (step, 0)
 
 
 def test_the_best_is_that_of_the_policy(serve, tmp_path):
