@@ -218,4 +218,6 @@ def snippet_page(info: CheckpointInfo, path: str) -> SnippetPage:
     """
     escaped = "".join(f"[{c}]" if c in "*?[" else c for c in path)
     select = f", select={[escaped]!a}" if path else ""
-    return SnippetPage(path, f"import treeckpt as tc\n\ntree = tc.load({info.path!a}{select}{per_rank_keyword(info)})\n")
+    return SnippetPage(
+        path, f"import treeckpt as tc\n\ntree = tc.load({info.path!a}{select}{per_rank_keyword(info)})\n"
+    )

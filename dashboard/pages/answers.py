@@ -41,6 +41,11 @@ def library_of(request: Request) -> Library:
     return request.app.state.library
 
 
+def is_api(path: str) -> bool:
+    """Whether errors at this path of a request are JSON."""
+    return path.startswith("/api/")
+
+
 class ErrorResponse(msgspec.Struct, frozen=True):
     """Why a request has no result."""
 

@@ -26,7 +26,7 @@ from ..checkpoint.verify_jobs import VerifyJobs
 from ..compare import routes as compare_routes
 from ..compare.changes import ChangeJobs
 from ..compare.diff import Comparisons
-from ..pages.answers import describe_responses, json_response, library_of
+from ..pages.answers import describe_responses, is_api, json_response, library_of
 from ..pages.checkpoints import loading_page
 from ..pages.csv_table import TableTooLong
 from ..pages.render import render, templates
@@ -127,12 +127,8 @@ _TITLES = {404: "Not found", 422: "The address of this page is not valid"}
 """What the pages of errors are called."""
 
 
-def _is_api(request: Request) -> bool:
-    return request.scope["path"].startswith("/api/")
-
-
 def _error_answer(request: Request, status: int, text: str) -> Response:
-    if _is_api(request):
+    if is_api(request.scope["path"]):
         return json_response({"error": text}, status)
     request.state.links = {}
     page = {"status": status, "title": _TITLES.get(status, "This cannot be answered"), "text": text, "keep": None}
@@ -143,7 +139,7 @@ def _on_still_reading(request: Request, error: Exception) -> Response:
     """Answers at once with the progress, for a large index that is read for the first time."""
     assert isinstance(error, StillReading), "the handler is registered for this class"
     page = loading_page(library_of(request), error.url, error.progress)
-    if _is_api(request):
+    if is_api(request.scope["path"]):
         return json_response({"loading": page.progress}, 202, {"Retry-After": "1"})
     return render(request, "loading.html", page)
 
@@ -154,7 +150,7 @@ def _on_error(request: Request, error: Exception, *, status: int, prefix: str = 
 
 def _on_bad_policies(request: Request, error: Exception) -> Response:
     """Answers with a form in which the policies of the request can be mended."""
-    if _is_api(request):
+    if is_api(request.scope["path"]):
         return json_response({"error": f"keep: {error}"}, 422)
     request.state.links = {}
     keep = request.query_params.get("keep", "")
@@ -173,8 +169,11 @@ def _on_not_modified(request: Request, error: Exception) -> Response:
 
 def _on_http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    missing = "There is no such address: the page /api lists all." if _is_api(request) else "There is no such page."
-    return _error_answer(request, status, missing if status == 404 else "This cannot be answered.")
+    text = "This cannot be answered."
+    if status == 404:
+        in_api = is_api(request.scope["path"])
+        text = "There is no such address: the page /api lists all." if in_api else "There is no such page."
+    return _error_answer(request, status, text)
 
 
 def _on_invalid_parameters(request: Request, error: Exception) -> Response:

@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import hmac
 import html
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
 
@@ -21,6 +21,7 @@ from starlette.requests import cookie_parser
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..pages.answers import is_api, json_response
 from .login_page import POLICY, login_page
 
 TIMEOUT = 60.0
@@ -88,29 +89,28 @@ class RequestGuard:
             await self._app(scope, receive, send)
             return
         head = scope["method"] == "HEAD"
-        refusal, sender = self._refusal(scope), _Sender(send, head)
-        if refusal is None and self._answering >= MAX_REQUESTS:
-            refusal = PlainTextResponse("Too many requests at a time.\n", 503, {"Retry-After": "1"})
-        if refusal is not None:
-            await refusal(scope, receive, sender)
-            return
         inner: MutableMapping[str, Any] = {**scope, "method": "GET"} if head else {**scope}
         if scope["path"].startswith(self._root_path + "/"):  # a proxy that does not remove its prefix
             inner["path"] = scope["path"][len(self._root_path) :]
+        refusal, sender = self._refusal(scope, inner["path"]), _Sender(send, head)
+        if refusal is None and self._answering >= MAX_REQUESTS:
+            refusal = _error_answer(inner["path"], "Too many requests at a time.", 503, {"Retry-After": "1"})
+        if refusal is not None:
+            await refusal(scope, receive, sender)
+            return
         self._answering += 1
         try:
             await _answer_in_time(self._app, inner, receive, sender)
         finally:
             self._answering -= 1
 
-    def _refusal(self, scope: Scope) -> Response | None:
+    def _refusal(self, scope: Scope, path: str) -> Response | None:
         headers = Headers(scope=scope)
         if not self._host_allowed(headers.getlist("host")):
-            return PlainTextResponse(
-                "This Host header is not allowed. If it is right, start the dashboard with --allow-host NAME.\n", 400
-            )
+            text = "This Host header is not allowed. If it is right, start the dashboard with --allow-host NAME."
+            return _error_answer(path, text, 400)
         if scope["method"] not in ("GET", "HEAD"):
-            return PlainTextResponse("Only GET and HEAD.\n", 405, {"Allow": "GET, HEAD"})
+            return _error_answer(path, "Only GET and HEAD.", 405, {"Allow": "GET, HEAD"})
         return self._login(scope, headers) if self._token else None
 
     def _host_allowed(self, given: list[str]) -> bool:
@@ -146,6 +146,13 @@ class RequestGuard:
         return response
 
 
+def _error_answer(path: str, text: str, status: int, headers: Mapping[str, str] | None = None) -> Response:
+    """Returns an error: JSON for an address of the API, else text."""
+    if is_api(path):
+        return json_response({"error": text}, status, headers)
+    return PlainTextResponse(f"{text}\n", status, headers)
+
+
 async def _answer_in_time(app: ASGIApp, scope: Scope, receive: Receive, sender: _Sender) -> None:
     """Answers, or sends status 503 after `TIMEOUT`. A thread cannot be stopped, so its late answer is dropped."""
     task = asyncio.ensure_future(app(scope, receive, sender))
@@ -157,8 +164,8 @@ async def _answer_in_time(app: ASGIApp, scope: Scope, receive: Receive, sender: 
     if task.done():
         task.result()
     elif not sender.started:
-        text = "This took too long and was given up.\n"
-        await PlainTextResponse(text, 503, {"Retry-After": "30"})(scope, receive, sender.replaced())
+        answer = _error_answer(scope["path"], "This took too long and was given up.", 503, {"Retry-After": "30"})
+        await answer(scope, receive, sender.replaced())
     else:
         await task
 

@@ -64,6 +64,18 @@ def test_only_get_and_head(client, ids, method):
         assert response.status_code == 405 and response.headers["allow"] == "GET, HEAD"
 
 
+def test_refusals_under_api_are_json_as_all_its_errors(client, serve, run):
+    foreign = {"host": "name.example"}
+    for status, response in (
+        (405, client.post("/api/v1/runs")),
+        (405, serve(run, root_path="/a").post("/a/api/v1/runs")),
+        (400, client.get("/api/v1/runs", headers=foreign)),
+    ):
+        assert response.status_code == status and response.headers["content-type"] == "application/json"
+        assert response.json().keys() == {"error"}
+    assert client.get("/", headers=foreign).headers["content-type"].startswith("text/plain")
+
+
 def test_head_has_the_headers_of_get_and_no_body(client):
     for path in ("/", "/api/v1/runs", "/static/style.css"):
         head, get = client.head(path), client.get(path)
