@@ -86,7 +86,7 @@ def waterfall_data(study: TimingReport) -> WaterfallData:
 
 def heat_data(study: TimingReport, groups: Sequence[RankGrouping], by: str) -> HeatData:
     """Returns the time of every rank, or group of ranks, in every phase."""
-    by, matrix, labels = group_rows(study, groups, by)
+    matrix, labels = group_rows(study, groups, by)
     unit = max(1, (study.profile.stop_ns - study.profile.start_ns) // TICKS)
     medians = {phase.name: phase.median_ns for phase in study.profile.phases}
     return HeatData(

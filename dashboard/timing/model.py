@@ -167,6 +167,9 @@ def timing_page(library: Library, checkpoint_id: str, start: int, by: str, sort:
     Args:
         by: the rows of the heat map: "rank", or one of the page's groups.
         sort: the order of ranks and groups in tables.
+
+    Raises:
+        UnknownGroupingError: there is no such group.
     """
     run, info = library.checkpoint(checkpoint_id)
     row = checkpoint_row(checkpoint_id, run, info)
@@ -195,12 +198,23 @@ def groupings(library: Library, info: CheckpointInfo, study: TimingReport) -> tu
     return rank_groupings(study.timings.world, study.timings.hosts, index)
 
 
-def group_rows(study: TimingReport, groups: Sequence[RankGrouping], by: str) -> tuple[str, PhaseMatrix, Sequence[str]]:
-    """Returns the grouping of the heat map, its rows and their labels; an unknown grouping falls back to ranks."""
+class UnknownGroupingError(ValueError):
+    """The ranks of a save cannot be grouped by what a request asks for."""
+
+
+def group_rows(study: TimingReport, groups: Sequence[RankGrouping], by: str) -> tuple[PhaseMatrix, Sequence[str]]:
+    """Returns the rows of the heat map and their labels.
+
+    Raises:
+        UnknownGroupingError: `by` is neither "rank" nor the name of a group.
+    """
+    if by == "rank":
+        return study.matrix, [f"rank {rank}" for rank in study.matrix.ranks.tolist()]
     for group in groups:
         if group.name == by:
-            return by, *group_phase_matrix(study.matrix, group)
-    return "rank", study.matrix, [f"rank {rank}" for rank in study.matrix.ranks.tolist()]
+            return group_phase_matrix(study.matrix, group)
+    names = ", ".join(visible(name) for name in ("rank", *(group.name for group in groups)))
+    raise UnknownGroupingError(f"by: the ranks of this save are grouped by one of {names}, not by '{visible(by)}'")
 
 
 def _timing_page(
@@ -211,7 +225,7 @@ def _timing_page(
     if sort == "slow":
         positions.sort(key=lambda at: -profile.ranks[at].busy_ns)
     picked = positions[start : start + RANKS]
-    by, matrix, labels = group_rows(study, groups, by)
+    matrix, labels = group_rows(study, groups, by)
     shown = picked if by == "rank" else _group_order(matrix, sort)[:GROUPS]
     origin = profile.start_ns
     parts, rest = critical_parts(study.critical, study.timings.hosts, profile.seconds)

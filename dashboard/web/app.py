@@ -38,6 +38,7 @@ from ..store.cache import Cache
 from ..store.index_reader import StillReading
 from ..store.library import Library, NotFound
 from ..timing import routes as timing_routes
+from ..timing.model import UnknownGroupingError
 from ..timing.trends import TrendTables
 from . import api_page
 from .security import LOOPBACK_HOSTS, RequestGuard
@@ -93,7 +94,7 @@ def create_app(
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_parameters)
     app.add_exception_handler(KeepError, _on_bad_policies)
-    for kind, status in ((NotFound, 404), (CursorError, 422), (TableTooLong, 422)):
+    for kind, status in ((NotFound, 404), (CursorError, 422), (TableTooLong, 422), (UnknownGroupingError, 422)):
         app.add_exception_handler(kind, partial(_on_error, status=status))
     # a checkpoint was replaced, or found to be damaged, after it was listed; hostile numbers raise ArithmeticError,
     # hostile depth RecursionError, a full disk OSError or sqlite3.Error
