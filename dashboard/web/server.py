@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import secrets
@@ -123,7 +124,9 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.listen(128)  # from now on connections wait for the server instead of being refused
     except (OSError, OverflowError) as error:
         listening.close()
-        raise ServeError(f"{host}:{port} cannot be listened on: {error}") from error
+        used = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        hint = "; --port 0 takes a free one" if used else ""
+        raise ServeError(f"{host}:{port} cannot be listened on: {error}{hint}") from error
     return listening
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -381,6 +382,14 @@ def test_dashboard_and_verify_name_a_user_without_a_name_by_number(monkeypatch, 
     monkeypatch.setattr("getpass.getuser", fail)
     _announce("http://127.0.0.1:8265/", "127.0.0.1", 8265)
     assert f" {os.getuid()}@" in capsys.readouterr().out and this_user("x").startswith(f"{os.getuid()}@")
+
+
+def test_dashboard_on_a_port_in_use_names_the_option_for_a_free_one(run, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["dashboard", str(run), "--port", str(port)]) == 2
+    text = capsys.readouterr().err
+    assert f"127.0.0.1:{port} cannot be listened on" in text and "--port 0 takes a free one" in text
 
 
 def test_dashboard_serves_on_a_free_port_and_says_where(run):
