@@ -20,6 +20,7 @@ from fastapi.responses import HTMLResponse, Response
 from ..store.index_reader import ReadProgress
 from ..store.library import Library
 from .csv_table import csv_text
+from .field_docs import describe_fields
 from .render import render
 
 API = "/api/v1"
@@ -173,6 +174,7 @@ def describe_responses(app: FastAPI, routers: Sequence[PageRouter]) -> None:
             found, components = msgspec.json.schema_components(
                 [*others, *types.values()], ref_template="#/components/schemas/{name}"
             )
+            describe_fields(components, [*others, *types.values()])
             problems = {
                 status: _response_schema(text, one)
                 for (status, (_, text)), one in zip(_OTHER_RESPONSES.items(), found, strict=False)

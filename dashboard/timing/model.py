@@ -46,6 +46,7 @@ class PhaseRow(msgspec.Struct, frozen=True):
     median: float
     longest: float
     slowest: int
+    """The rank with the longest time."""
     nbytes: int
     rate: float | None
     """Bytes per second over the longest time."""
@@ -58,8 +59,11 @@ class RankRow(msgspec.Struct, frozen=True):
 
     rank: int
     seconds: float
+    """From its first span to its last."""
     busy: float
+    """Seconds of its own work: without waiting for other ranks, and without what only the coordinator does."""
     nbytes: int
+    """Bytes that it wrote."""
     slowdown: float
     """Its own work, as a multiple of the median rank's."""
     blocked: float | None
@@ -126,8 +130,11 @@ class TimingPage(msgspec.Struct, frozen=True, kw_only=True):
     blocked: float | None = None
     """Seconds until the last rank's call returned; None if the save was not in the background."""
     rate: float | None = None
+    """Bytes per second that all ranks wrote, over the duration of the save."""
     slowest: int | None = None
+    """The rank with the most work of its own; None without spans."""
     slowdown: float = 1.0
+    """The work of that rank, as a multiple of the median rank's."""
     world: int = 0
     start: int = 0
     next: int | None = None

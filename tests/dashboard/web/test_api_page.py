@@ -19,6 +19,26 @@ def test_the_page_lists_every_address_of_the_schema_with_every_parameter(client)
         assert shown[path]["text"] and shown[path]["result"], path
 
 
+def test_the_schema_says_what_fields_of_a_timing_mean(client):
+    schemas = client.get("/api/v1/openapi.json").json()["components"]["schemas"]
+    for name, fields in {
+        "TimingPage": ("slowest", "slowdown", "blocked", "rate"),
+        "RankRow": ("busy", "slowdown", "blocked", "nbytes"),
+        "PhaseRow": ("slowest", "waiting"),
+        "CheckpointRow": ("status",),
+        "VerificationRow": ("ok", "by"),
+    }.items():
+        for field in fields:
+            assert schemas[name]["properties"][field].get("description"), f"{name}.{field}"
+
+
+def test_what_an_answer_looks_like_while_an_index_is_read_is_told(client):
+    document = client.get("/api/v1/openapi.json").json()
+    for about in document["paths"].values():
+        assert about["get"]["responses"]["202"]["content"]["application/json"]["schema"]["$ref"].endswith("/Loading")
+    assert "progress in the field <code>loading</code>" in client.get("/api").text
+
+
 def test_an_address_that_the_api_does_not_have_is_told_where_all_are_listed(client):
     for path in ("/api/v1", "/api/v1/run"):
         answer = client.get(path)
