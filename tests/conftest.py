@@ -29,12 +29,11 @@ LONGEST = (
     "multirank/test_training.py",
     "bench/test_bench.py",
     "demo/test_demo.py",
+    "test_notebooks.py",
     "crash",
     "browser",
 )
 """Files and folders that a worker begins with, and not at the very end."""
-APART = ("test_notebooks.py",)
-"""Files whose tests share nothing and take long: any worker may take one."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -59,15 +58,10 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With pytest-xdist, in the order above, a file's tests on one worker, for what they share."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByFile(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return nodeid if file.endswith(APART) else file
+    from xdist.scheduler import LoadFileScheduling
 
     config.option.loadscopereorder = False
-    return ByFile(config, log)
+    return LoadFileScheduling(config, log)
 
 
 @pytest.fixture(scope="session")
