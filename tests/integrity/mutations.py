@@ -1,4 +1,4 @@
-"""Changes files as an attacker would, at random, by a seed: `python -m tests.integrity.mutations FIRST LAST [FORMAT ...]`.
+"""Changes files as an attacker would, at random, by a seed: `python -m tests.integrity.mutations FIRST LAST [FORMATS]`.
 
 Whatever comes of a changed file is right or an error of ours, soon and within little memory. Each format is read in a
 fork of its own: what a changed file has a process map stays in it, and to import torch for each takes seconds.
