@@ -7,6 +7,7 @@ No deadlines, which shared machines miss, and the same examples each time, so th
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.helpers.s3 import S3, s3_server
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Of torch, here and in the processes that tests start: on a busy machine threads that wait for each other compute all
+the time; small optimizers took 3 times as long."""
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("suite", deadline=None, max_examples=60, derandomize=True, suppress_health_check=SLOW)
