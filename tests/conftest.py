@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, settings
 
 from tests.helpers.s3 import S3, s3_server
 
+# of torch, here and in processes that tests start: on a busy machine threads that wait for each other compute meanwhile,
+# and steps of small optimizers took 3 times as long
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-"""Of torch, here and in the processes that tests start: on a busy machine threads that wait for each other compute all
-the time; small optimizers took 3 times as long."""
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("suite", deadline=None, max_examples=60, derandomize=True, suppress_health_check=SLOW)
