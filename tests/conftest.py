@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.helpers.s3 import S3, s3_server
 
-# of torch, here and in processes that tests start: on a busy machine threads that wait for each other compute meanwhile,
+# of torch, here and in processes that tests start: on a busy machine threads that wait for each other go on computing,
 # and steps of small optimizers took 3 times as long
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
