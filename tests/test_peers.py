@@ -1,4 +1,4 @@
-"""What the README says of others: the same state goes through torch.save, safetensors and DCP, and through this."""
+"""What the README says of others: the same state goes through torch.save, safetensors, DCP and treeckpt."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""The README's Python runs as it stands there; its commands, links and figures are those of the project."""
+"""The README's Python runs as it stands there; commands, links and figures of the pages are those of the project."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import pathlib
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,11 +22,24 @@ from treeckpt.io.storage import obstore
 from treeckpt.io.storage.upload_window import UploadWindow
 from treeckpt.saving import shard_files
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+FORMATS_PAGE = (ROOT / "treeckpt/convert/FORMATS.md").read_text()
 
 
-def test_the_python_blocks_run_in_order(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def prose_of(guide: Path) -> str:
+    cells = json.loads(guide.read_text())["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
+PAGES = {ROOT / name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md", "tests/README.md")} | {
+    page: page.read_text() for page in sorted((ROOT / "treeckpt").rglob("*.md"))
+}
+GUIDES = {guide: prose_of(guide) for guide in sorted((ROOT / "notebooks").glob("*.ipynb"))}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+def test_the_python_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(blocks) >= 3
@@ -48,9 +61,7 @@ class Batches:
         self.given.append(state["taken"])
 
 
-def test_the_lines_for_another_number_of_ranks_do_as_they_say(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lines_for_another_number_of_ranks_do_as_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     [block] = [one for one in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "world_changed" in one]
     model = torch.nn.Linear(2, 2)
@@ -77,23 +88,33 @@ def test_links_and_pictures_exist(page: str) -> None:
     assert not missing
 
 
-def test_places_on_the_page_exist() -> None:
-    headings = {
-        re.sub(r"[^a-z -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^#{2,} (.*)$", README, re.M)
-    }
-    assert set(re.findall(r"\]\(#([^)]+)\)", README)) <= headings
+def places_in(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    return {re.sub(r"[^a-z0-9 -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^#+ (.*)$", text, re.M)}
+
+
+def test_places_on_the_pages_exist() -> None:
+    links = [
+        ((page.parent / target).resolve() if target else page, place)
+        for page, text in (PAGES | GUIDES).items()
+        for target, place in re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", text)
+        if "://" not in target
+    ]
+    assert len(links) > 15
+    assert [(target.name, place) for target, place in links if place not in places_in(PAGES[target])] == []
 
 
 def test_commands_exist() -> None:
     [subparsers] = [a for a in main.new_parser()._actions if isinstance(a, argparse._SubParsersAction)]
-    named = set(re.findall(r"(?:^|`)treeckpt ([a-z][a-z-]*)", README, re.M))
+    text = "\n".join(text for page, text in (PAGES | GUIDES).items() if page.name != "CONTRIBUTING.md")
+    named = set(re.findall(r"(?:^|`)treeckpt ([a-z][a-z-]*)", text, re.M))
     assert {"ls", "show", "verify", "bench", "report"} <= named <= set(subparsers.choices)
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.M))
-    assert {"demo", "test"} <= set(re.findall(r"(?:^|`)make ([a-z-]+)", README, re.M)) <= targets
+    assert {"demo", "test", "test-dcp"} <= set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M)) <= targets
 
 
 def test_exit_codes_are_those_of_the_help() -> None:
-    rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", README, re.M))
+    rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", GUIDES[ROOT / "notebooks/09_operating.ipynb"], re.M))
     codes = dict(re.findall(r"^  (\d+) +(.*)$", EXIT_CODES, re.M))
     assert codes.keys() == rows.keys() == {"0", "1", "2", "130"}
     assert all(rows[code].startswith(text.partition(";")[0]) for code, text in codes.items())
@@ -109,18 +130,17 @@ def test_the_dependencies_are_those_that_are_installed() -> None:
 
 
 def test_figures_are_those_of_the_code() -> None:
-    assert f"`memory=` ({conversion.MEMORY >> 20} MiB)" in README
-    assert f"Every {shard_header.BLOCK >> 10} KiB has a checksum" in README
+    assert f"`memory=` ({conversion.MEMORY >> 20} MiB)" in FORMATS_PAGE
+    assert f"Every {shard_header.BLOCK >> 10} KiB has a checksum" in " ".join(README.split())
     assert obstore.PART == 8 << 20 and obstore.LARGE_PART == 64 << 20 and UploadWindow().depth.depth == 64
-    cells = json.loads((ROOT / "notebooks/07_buckets.ipynb").read_text())["cells"]
-    guide = " ".join("".join("".join(cell["source"]) + "\n" for cell in cells).split())
+    guide = " ".join(GUIDES[ROOT / "notebooks/07_buckets.ipynb"].split())
     assert "parts of 8 to 64 MiB, 64 of them in flight" in guide
     assert shard_files.UPLOADS == 4 and "four shards at a time" in guide
     assert shard_files.COPIES == 512 << 20 and "copied into at most 512 MiB" in guide
 
 
 def test_the_table_of_formats_has_each_of_them() -> None:
-    [rows] = re.findall(r"\| format \| read .*?\n\|[-|]+\n(.*?)\n\n", README, re.DOTALL)
+    [rows] = re.findall(r"\| format \| read .*?\n\|[-|]+\n(.*?)\n\n", FORMATS_PAGE, re.DOTALL)
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows.splitlines()]
     names = {"torch.save": "torch", "DCP": "dcp", "safetensors": "safetensors", "hfai": "hfai", "Paddle": "paddle"}
     found = {names[word]: row for row in cells for word in names if word in row[0]}

@@ -20,7 +20,7 @@ What is refused, because it would be lost or changed in silence, and what to do 
 - Values of unknown kinds, which would need pickle, and pickle runs code on load: convert them, register the class with
   optree, or pass `allow_pickle=True` on both sides.
 - Mapping classes with a storage of their own, because only their code knows what they hold: the error has the line that
-  registers the class.
+  registers the class. Subclasses of dict, OrderedDict and UserDict, as transformers' `ModelOutput`, are kept.
 - `Partial` placements, where each rank holds a part of a sum: redistribute first.
 - Sparse, nested and quantised tensors and unknown tensor subclasses, whose bytes mean nothing without library
   internals: save their parts.

@@ -18,7 +18,11 @@ def expect_colours(page, selector, least):
 def _colours(page, selector):
     return page.locator(selector).evaluate(
         """(canvas) => {
-            const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+            // from a copy: Chromium warns of a canvas on the GPU that is read several times
+            const { width, height } = canvas;
+            const copy = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
+            copy.drawImage(canvas, 0, 0);
+            const { data } = copy.getImageData(0, 0, width, height);
             const seen = new Set();
             for (let at = 0; at < data.length; at += 4) {
                 if (data[at + 3] === 255) seen.add(data.slice(at, at + 3).join());

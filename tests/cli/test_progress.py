@@ -5,8 +5,10 @@ import json
 import re
 import sys
 
+import numpy as np
 import pytest
 
+import treeckpt as tc
 from tests.helpers.samples import gpt_state, write_checkpoint
 from treeckpt.cli.main import main
 from treeckpt.runs import progress_bar
@@ -17,6 +19,7 @@ COMMANDS = [
     ("verifying", "verify", "RUN/step_00000001"),
     ("verifying", "verify", "RUN/step_00000001", "--repair"),
     ("comparing", "diff", "RUN/step_00000001", "RUN/step_00000001", "--values"),
+    ("deleting", "gc", "RUN", "--keep-last", "1"),
     ("reading values", "show", "RUN/step_00000001", "model/wte.weight"),
     ("reading the shards", "rebuild-index", "RUN/step_00000001", "--replace"),
     ("converting", "convert", "RUN/step_00000001", "RUN-converted", "--to", "treeckpt", "--overwrite"),
@@ -59,3 +62,14 @@ def test_a_command_shows_a_bar_on_a_terminal_only(errors_of, capsys, text, comma
     assert any(line.startswith(text) for line in lines), lines
     assert all(re.fullmatch(r".+: .+/s, (.+ left|after .+)", line) for line in lines), lines
     json.loads(capsys.readouterr().out)
+
+
+def test_a_comparison_of_values_knows_how_much_it_has_to_read(run, capsys, errors_of):
+    for step, added in ((2, 0), (3, 1), (4, 0)):
+        tc.save(run / f"step_{step:08d}", {"a": np.arange(100_000.0) + added}, step=step)
+
+    def lines(other):
+        return errors_of(io.StringIO(), "diff", "RUN/step_00000002", other, "--values", "--progress").splitlines()
+
+    assert re.match(r"comparing: (1\.6\d? MB) of \1, ", lines("RUN/step_00000003")[-1]), "a of both, and headers"
+    assert re.match(r"comparing: (\S+ kB) of \1, ", lines("RUN/step_00000004")[-1]), "headers alone"

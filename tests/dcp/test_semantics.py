@@ -1,4 +1,4 @@
-"""Where treeckpt.dcp does what torch.distributed.checkpoint does, and where it differs: the README's table, row by row.
+"""Where treeckpt.dcp does what torch.distributed.checkpoint does, and where not: treeckpt/dcp/DIFFERENCES.md by rows.
 
 Rows about several ranks are in tests/multirank/dcp_cases.py.
 """

@@ -2,6 +2,12 @@
 
 Raw limits are measured right before every trial, contenders alternate (A B C, C B A, ...), and medians and ranges are
 reported. This module reads the options and runs the scenarios; torch is imported once they are parsed.
+
+Beside treeckpt run torch.save, safetensors and DCP, and what is installed of Orbax, torch_checkpointing,
+s3torchconnector and s3fs (the extra `bench`). `--only remote` saves and loads 537 MB in an S3 server of its own, with
+the latency and the rate of each `--link`; the limit is the best of obstore itself in the same repetition.
+`--device cuda` compares a state on a device with the copy to and from pinned memory, measured before each turn: saves,
+background saves beside training steps there, and loads.
 """
 
 from __future__ import annotations

@@ -7,8 +7,10 @@ or in the directory of one checkpoint.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,13 +20,14 @@ from ..core.text import bytes_text
 from ..report.terminal import print_json, print_line, print_table
 from ..runs.catalog import is_checkpoint, scan
 from ..runs.policy_text import parse_best
+from ..runs.progress_bar import counting_bar
 from ..runs.run import GRACE, CleanReport, RunDirectory, clean_checkpoint
-from .command import Commands, no_such_run, usage_error
+from .command import Commands, no_such_run, progress_of, usage_error
 
 
 def add_commands(commands: Commands) -> None:
     """Adds `gc`, `pin` and `unpin`."""
-    gc = commands.add("gc", _gc, "delete what no policy keeps, and what crashed saves left behind")
+    gc = commands.add("gc", _gc, "delete what no policy keeps, and what crashed saves left behind", progress=True)
     gc.add_argument("run_path", metavar="RUN", help="or a single checkpoint, beside which only leftovers go")
     gc.add_argument("--keep-last", type=_count, metavar="N", help="keep the newest N checkpoints")
     gc.add_argument("--every", type=_count, metavar="K", help="keep each step that is a multiple of K")
@@ -115,7 +118,15 @@ def _gc(options: argparse.Namespace) -> int:
     if alone:
         report = clean_checkpoint(options.run_path, grace=options.grace, dry_run=options.dry_run)
     else:
-        report = run.clean(policies, grace=options.grace, dry_run=options.dry_run)
+        with counting_bar(f"deleting of {options.run_path}", shown=progress_of(options)) as count:
+            numbers = itertools.count(1)
+
+            @contextlib.contextmanager
+            def counted(_: str) -> Iterator[bool]:
+                yield True
+                count(next(numbers), None)
+
+            report = run.clean(policies, grace=options.grace, claim=counted, dry_run=options.dry_run)
     if options.json:
         print_json(report)
     else:

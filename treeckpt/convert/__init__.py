@@ -3,9 +3,7 @@
     tc.convert.convert("model.pt", "run/step_00000100")
     tc.convert.to_safetensors("run/step_00000100", "hub/model", subtree="model", dtype="bfloat16")
 
-Arrays are streamed: what is in memory at a time is bounded by `memory=`, not by the model. Several ranks that call it
-together share the work. Nothing in a file is executed. What a format cannot hold is an error before anything is
-written, with the leaf's path; `dry_run=True` lists it all.
+.. include:: FORMATS.md
 """
 
 from .contents import Finding

@@ -5,6 +5,8 @@
 `install` puts them in the place of DCP's own. All other names are those of torch.distributed.checkpoint.
 
 It may import everything below `runs`, and is the one package on top that imports torch at once.
+
+.. include:: DIFFERENCES.md
 """
 
 from typing import Any

@@ -52,21 +52,23 @@ def stores_bar(
     shown: bool | None = None,
     patience: float | None = None,
     stream: TextIO | None = None,
-) -> Iterator[Callable[[Store], Store]]:
-    """Does what `reading_bar` does for several stores: gives a function that returns what to read from.
+) -> Iterator[CountedStores]:
+    """Does what `reading_bar` does for several stores: gives what to read from instead of each.
 
     Args:
         shown: whether there is a bar, or lines where the stream is no terminal; None: a bar on a terminal only.
     """
     with _shown_bar(text, total, True, shown, patience, stream) as bar:
-        yield (lambda store: store) if bar is None else (lambda store: CountingStore(for_reading(store), bar.add))
+        yield CountedStores(bar)
 
 
 @contextlib.contextmanager
 def counting_bar(
     text: str, *, shown: bool | None = None, patience: float | None = None, stream: TextIO | None = None
-) -> Iterator[Callable[[int, int], object]]:
+) -> Iterator[Callable[[int, int | None], object]]:
     """Gives a function that takes how many things are done, and of how many; while the body runs, a bar shows that.
+
+    The second is None where it is not known.
 
     Args:
         shown: as for `stores_bar`.
@@ -99,6 +101,21 @@ def _shown_bar(
         bar.close()
 
 
+class CountedStores:
+    """Gives stores whose reads a bar counts, or the stores themselves where nothing is shown."""
+
+    def __init__(self, bar: _ShownProgress | None) -> None:
+        self._bar = bar
+
+    def __call__(self, store: Store) -> Store:
+        return store if self._bar is None else CountingStore(for_reading(store), self._bar.add)
+
+    def expect(self, nbytes: Callable[[], int]) -> None:
+        """Sets how many more bytes will be read, where something is shown; `nbytes` computes it."""
+        if self._bar is not None:
+            self._bar.expect(nbytes())
+
+
 class _ShownProgress:
     """What is done of a total, and how fast."""
 
@@ -112,7 +129,12 @@ class _ShownProgress:
             self._done += nbytes
             self._update()
 
-    def set(self, done: int, total: int) -> None:
+    def expect(self, more: int) -> None:
+        with self._lock:
+            self._total = self._done + more
+            self._update()
+
+    def set(self, done: int, total: int | None) -> None:
         with self._lock:
             self._done, self._total = done, total
             self._update()

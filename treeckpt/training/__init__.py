@@ -6,6 +6,17 @@
     report = tc.training.restore(path, model, optimizer, scheduler=scheduler, loader=loader)
 
 State saved under one parallelism is restored into any other. This package imports torch; `import treeckpt` does not.
+
+- Everything is keyed by parameter name. A state restores into models on the meta device, into fresh optimizers, and
+  into param groups in another order or split otherwise. Generators and loaders are saved for each rank.
+- An optimizer with a `state_dict` of its own, or one that wraps another, gets back everything in it, in the dtypes that
+  were saved (`tests/training/test_own_state_dicts.py`).
+- A `DataLoader` draws a number from its generator, by default the global one, for each new iterator. Where the training
+  draws from that too, a `StatefulDataLoader` needs one of its own, beside its sampler's: `sampler=RandomSampler(data),
+  generator=torch.Generator()`, with torchdata's `RandomSampler`. Without it, its batches continue, and the other random
+  numbers do not (`tests/training/test_whole_loop.py`).
+- Parts that the checkpoint has and a call does not name, such as a scheduler, are not restored: they are in
+  `RestoreReport.ignored`. A warning names a scheduler or loader that stayed behind while an optimizer was restored.
 """
 
 from ..arrays.registry import needs_torch
