@@ -111,7 +111,7 @@ class RequestGuard:
             return _error_answer(path, text, 400)
         if scope["method"] not in ("GET", "HEAD"):
             return _error_answer(path, "Only GET and HEAD.", 405, {"Allow": "GET, HEAD"})
-        return self._login(scope, headers) if self._token else None
+        return self._login(scope, headers, path) if self._token else None
 
     def _host_allowed(self, given: list[str]) -> bool:
         try:
@@ -120,7 +120,7 @@ class RequestGuard:
             return False
         return name in self._hosts or f"{name}:{port}" in self._hosts
 
-    def _login(self, scope: Scope, headers: Headers) -> Response | None:
+    def _login(self, scope: Scope, headers: Headers, path: str) -> Response | None:
         assert self._token is not None and self._session is not None, "it is called only if there is a token"
         cookie = cookie_parser(headers.get("cookie", "")).get(self._cookie, "")
         scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -132,8 +132,11 @@ class RequestGuard:
             return None
         if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._token):
             return None
-        shown = {"WWW-Authenticate": "Bearer", "Cache-Control": "no-store", "Content-Security-Policy": POLICY}
-        return HTMLResponse(login_page(wrong=bool(offered)), 401, shown)
+        shown = {"WWW-Authenticate": "Bearer", "Cache-Control": "no-store"}
+        if is_api(path) and "text/html" not in headers.get("accept", ""):  # no browser's address bar
+            text = "A token is needed, in the header Authorization: Bearer TOKEN. The dashboard's address has it."
+            return _error_answer(path, text, 401, shown)
+        return HTMLResponse(login_page(wrong=bool(offered)), 401, {**shown, "Content-Security-Policy": POLICY})
 
     def _set_cookie(self, scope: Scope, query: list[tuple[str, str]]) -> Response:
         """Sets the cookie on a page that leads on: after a redirect, browsers may not send a Strict cookie."""

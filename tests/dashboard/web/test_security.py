@@ -70,10 +70,13 @@ def test_refusals_under_api_are_json_as_all_its_errors(client, serve, run):
         (405, client.post("/api/v1/runs")),
         (405, serve(run, root_path="/a").post("/a/api/v1/runs")),
         (400, client.get("/api/v1/runs", headers=foreign)),
+        (401, serve(run, token=TOKEN).get("/api/v1/runs")),
     ):
         assert response.status_code == status and response.headers["content-type"] == "application/json"
         assert response.json().keys() == {"error"}
     assert client.get("/", headers=foreign).headers["content-type"].startswith("text/plain")
+    browser = serve(run, token=TOKEN).get("/api/v1/runs", headers={"accept": "text/html,*/*;q=0.8"})
+    assert browser.status_code == 401 and "<form" in browser.text
 
 
 def test_head_has_the_headers_of_get_and_no_body(client):
