@@ -92,3 +92,57 @@ def test_state_dicts_without_generators_say_which_argument_leaves_them(tmp_path:
     assert report.ignored == () and torch.equal(fresh.model.weight, job.model.weight)
     with pytest.raises(tc.MismatchError, match=r"^scheduler: .*pass scheduler=None"):
         training.restore(path, fresh.model, fresh.optimizer, rng=False, scheduler=fresh.scheduler)
+
+
+def damaged_extra(path: Path) -> Job:
+    """Saves a job whose `extra` is damaged, so that a restore that reads it fails."""
+    job = Job()
+    tc.save(path, training.state(job.model, job.optimizer, extra={"ema": torch.ones(1 << 18), "epoch": 3}))
+    [shard] = path.glob("*.safetensors")
+    with shard.open("r+b") as file:
+        file.seek(shard.stat().st_size // 2)
+        file.write(b"damaged")
+    return job
+
+
+@pytest.mark.parametrize(
+    ("options", "ignored"),
+    [
+        ({"extra": False}, ()),
+        ({"extra": False, "exclude": "extra"}, ()),
+        ({"exclude": "extra"}, ("extra",)),
+        ({"exclude": ["extra*", "model/bias"]}, ("extra",)),
+        ({"select": "model"}, ("extra",)),
+        ({"select": "model/weight"}, ("extra",)),
+    ],
+)
+def test_extra_that_is_turned_down_or_not_selected_is_not_read(tmp_path: Path, options: Any, ignored: Any) -> None:
+    job, fresh = damaged_extra(tmp_path / "c"), Job()
+    with pytest.raises(tc.CorruptError):
+        training.restore(tmp_path / "c", fresh.model, fresh.optimizer)
+    with pytest.raises(tc.CorruptError):
+        training.restore(tmp_path / "c", fresh.model, fresh.optimizer, select=["model", "extra"])
+    report = training.restore(tmp_path / "c", fresh.model, fresh.optimizer, **options)
+    assert report.extra is None and report.ignored == ignored
+    assert torch.equal(fresh.model.weight, job.model.weight)
+
+
+@pytest.mark.parametrize("extra", [None, {"a": torch.zeros(2)}])
+@pytest.mark.parametrize("what", ["select", "exclude"])
+@pytest.mark.parametrize("glob", ["rng", "optimizer/weight", "extra/a", "scheduler"])
+def test_globs_that_mean_another_part_are_refused_with_its_argument(
+    tmp_path: Path, what: str, glob: str, extra: Any
+) -> None:
+    job = Job()
+    tc.save(tmp_path / "c", job.state(extra={"a": torch.ones(2)}))
+    options: Any = {what: ["model/weight", glob], "extra": extra}
+    with pytest.raises(tc.MismatchError, match=rf"^{what}='{glob}'.*extra=False, rng=False"):
+        training.restore(tmp_path / "c", job.model, **options)
+
+
+def test_parts_that_are_false_are_left_alone(tmp_path: Path) -> None:
+    job = Job()
+    tc.save(tmp_path / "c", job.state())
+    nothing: Any = dict.fromkeys(["optimizer", "scheduler", "loader", "rng", "extra"], False)
+    report = training.restore(tmp_path / "c", job.model, **nothing)
+    assert report.ignored == ("optimizer", "param_groups", "scheduler", "loader") and not report.missing

@@ -8,12 +8,13 @@ state. Per-rank state, such as that of the generators, comes from one checkpoint
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, reduce
 from typing import Any
 
 import msgspec
 
+from ..core.tree.globs import compile_globs
 from ..core.tree.merge import merge
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import DictNode, Structure, keys_of, parse_path
@@ -146,6 +147,31 @@ def _unit(path: str) -> str:
 
 def _globs(source: From, strict: Strict = True) -> LoadOptions:
     return LoadOptions(globs_of(source.select), strict, exclude=globs_of(source.exclude))
+
+
+def check_globs(options: LoadOptions, names: Sequence[str], entries: Sequence[str], *, returns_extra: bool) -> None:
+    """Refuses globs of `select` and `exclude` that mean nothing of the model's, under `strict`.
+
+    Args:
+        names: of all leaves of the source.
+        entries: the paths of the live model, which `exclude` may mean too.
+        returns_extra: whether `extra` would come back in the report, which a glob may say.
+
+    Raises:
+        MismatchError: naming one, and the arguments for other parts.
+    """
+    ours = [name for name in names if name.startswith("model/")] + ["extra"] * returns_extra
+    for what, globs in (("select", options.select), ("exclude", options.exclude)):
+        for glob in compile_globs(globs).unused([*ours, *entries]) if globs and options.strict else ():
+            if other := next((name for name in names if compile_globs((glob,)).match(name)), None):
+                raise MismatchError(
+                    f"{what}={glob!r:.80}",
+                    expected="globs of model/..., which the optimizers' state follows",
+                    found=f"one that means {other}",
+                    hint="Leave other parts alone by their arguments: extra=False, rng=False, optimizer=None, "
+                    "scheduler=None, loader=None",
+                )
+    options.check_used(lambda: [*ours, *entries])
 
 
 def is_stored(given: Any) -> bool:

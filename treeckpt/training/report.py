@@ -45,7 +45,7 @@ class RestoreReport(msgspec.Struct, frozen=True):
     loader: Any = None
     """The loader's state, if `loader` cannot load it itself."""
     extra: Any = None
-    """The saved tree, or the given one, filled."""
+    """The saved tree, or the given one, filled; None where it was turned down or not selected."""
     dropped: tuple[str, ...] = ()
     """Leaves that a rule dropped, by their names in the checkpoint."""
     renamed: tuple[tuple[str, str], ...] = ()

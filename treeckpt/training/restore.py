@@ -42,7 +42,7 @@ from .modules import (
     reset_fsdp_shards,
 )
 from .names import key_path, put_in
-from .open_source import is_stored, open_source, place_under, rules_of
+from .open_source import check_globs, is_stored, open_source, place_under, rules_of
 from .optimizer_plan import OptimizerPlan, apply_optimizers, plan_optimizers
 from .optimizers import NamedOptimizer, Optimizers, name_optimizers
 from .rank_state import RankState
@@ -91,9 +91,10 @@ def restore(
     Args:
         source: a path or store; a `Bank` or list of several; or a tree, `state(..., buffers="per_rank")` of this rank.
         model, optimizer, scheduler, loader, rng, extra: as for `state`; the optimizer may be fresh. A part that is None
-            or False is left alone; an `extra` that is not given comes back in the report. Modules on the meta device
-            get memory for this rank's share; what no checkpoint has stays there, see `RestoreReport.on_meta`.
-        select, exclude: globs over `model/...`: what is not selected stays, as does the optimizers' state of it.
+            or False is left alone; an `extra` of None comes back in the report, False is not read. Modules on the meta
+            device get memory for this rank's share; what no checkpoint has stays there, see `RestoreReport.on_meta`.
+        select, exclude: globs over `model/...`: what is not selected stays, as does the optimizers' state of it. Also
+            "extra", whether it comes back in the report. Other parts are left alone by their own arguments.
         rename, transforms: as for `treeckpt.load`, on `model/...`; the optimizers' state follows (`rules.Carried`).
         under: where in a training state the source belongs: "model" for a state dict alone. Rules see its own names.
         from_root: rules see all names, and can move `state_dict/...` to `model/...`; the optimizers' state stays.
@@ -113,6 +114,7 @@ def restore(
     select, exclude = globs_of(select), globs_of(exclude)
     options = LoadOptions(select, "missing" if strict is True and partial else strict, cast, exclude=exclude,
         verify=verify, allow_pickle=allow_pickle, read=read, rules=rules)  # fmt: skip
+    optimizer, scheduler, loader = (None if part is False else part for part in (optimizer, scheduler, loader))
     targets = RestoreTargets(model, optimizer, scheduler, loader, rng, extra, tuple(keep), world_changed, device)
     run = functools.partial(_restore, comm=comm, targets=targets, options=options, under=under)
     return on_versions(source, run, together=read == "once") if is_stored(source) else run(source)
@@ -127,7 +129,8 @@ def _restore(given: Any, *, comm: Comm, targets: RestoreTargets, options: LoadOp
         source = open_source(as_training_state(placed, targets.model, targets.optimizer, options.rules), comm, options)
         job = _Restore(source, comm, targets, options)
         paths = [f"model/{key_path(entry.key)}" for entry in job.entries]
-        options.check_used(lambda: [*source.names, *paths])
+        returns_extra = "extra" in job.parts and not targets.fills_extra
+        check_globs(options, sorted(source.names), paths, returns_extra=returns_extra)
         job.plan_model()
         job.plan_optimizer()
         job.plan_schedulers()
@@ -240,12 +243,14 @@ class _Restore:
         if loader is not None and self._has("loader", "loader=..."):
             self.loader = self.own.load("loader")
             self.last += loader_actions(loader, self.loader, "loader")
-        if extra is not None and self._has("extra", "extra=..."):
+        if self.targets.fills_extra and self._has("extra", "extra=..."):
             self.extra = extra
             missing, unexpected, own = compare_extra(extra, self.source, rank=self.comm.rank)
             self.missing, self.unexpected = self.missing + missing, self.unexpected + unexpected
             self.own.check("extra", own)
-        elif "extra" in self.parts:
+        elif extra is None and "extra" in self.parts and not self.options.selects("extra"):
+            self.ignored.append("extra")
+        elif extra is None and "extra" in self.parts:
             own = [path for path in self.source.leaves if path.startswith("extra") and "~rank*" in path]
             self.own.check("extra", own)
             self.extra = self.source.part("extra")
@@ -381,6 +386,6 @@ class _Restore:
             for plan in self.plans:
                 for key, moments in plan.build_moments(self.source).items():
                     put_in(target["optimizer"], key, moments)
-        if self.targets.extra is not None and "extra" in self.parts:
+        if self.targets.fills_extra and "extra" in self.parts:
             target["extra"] = self.extra
         return target
