@@ -146,3 +146,14 @@ def test_parts_that_are_false_are_left_alone(tmp_path: Path) -> None:
     nothing: Any = dict.fromkeys(["optimizer", "scheduler", "loader", "rng", "extra"], False)
     report = training.restore(tmp_path / "c", job.model, **nothing)
     assert report.ignored == ("optimizer", "param_groups", "scheduler", "loader") and not report.missing
+
+
+def test_the_report_counts_the_bytes_of_an_extra_that_it_returns(tmp_path: Path) -> None:
+    job = Job()
+    tc.save(tmp_path / "c", job.state(extra={"ema": torch.ones(1 << 18)}))
+    for source in (tmp_path / "c", [tmp_path / "c"]):
+        with_it = training.restore(source, job.model, rng=False)
+        without = training.restore(source, job.model, rng=False, extra=False)
+        filled = training.restore(source, job.model, rng=False, extra={"ema": torch.zeros(1 << 18)})
+        assert (filled.nbytes, filled.loaded) == (with_it.nbytes, with_it.loaded + 1)
+        assert with_it.nbytes == without.nbytes + (1 << 20) and with_it.read_nbytes >= without.read_nbytes + (1 << 20)

@@ -28,7 +28,7 @@ from ..loading.transforms import Renaming, Transforms, as_rules, carried
 from ..loading.transforms.rules import Drop, Rule, placed_below
 from ..reports import LoadReport
 from ..trees.per_rank_state import Policy
-from .sources import CheckpointSource, RestoreSource, TreeSource, children_of, fill_from, load_part, wanted_of
+from .sources import CheckpointSource, OnReport, RestoreSource, TreeSource, children_of, fill_from, load_part, wanted_of
 
 OWN = "/~rank*"
 
@@ -124,8 +124,8 @@ class _OverlaySource:
     def value(self, path: str) -> Any:
         return self._provider[path].value(path)
 
-    def part(self, name: str) -> Any:
-        return load_part(self._bank, name, self.comm, self.options)
+    def part(self, name: str, on_report: OnReport | None = None) -> Any:
+        return load_part(self._bank, name, self.comm, self.options, on_report=on_report)
 
     def world_of(self, name: str) -> int:
         provider = self._provider_of(name)

@@ -26,7 +26,7 @@ class RestoreReport(msgspec.Struct, frozen=True):
     loaded: int
     """Leaves of models, optimizers and extra that were filled."""
     nbytes: int
-    """Bytes of the requested arrays."""
+    """Bytes of the requested arrays, with those of an `extra` that comes back here."""
     read_nbytes: int
     """Bytes of arrays that this rank read."""
     seconds: float

@@ -28,6 +28,7 @@ from ..loading.overlay import Bank, CheckpointOverlay, globs_of
 from ..loading.read_batch import Verify
 from ..loading.shared_read import open_relay, together
 from ..loading.transforms import Renaming, Transforms
+from ..reports import LoadReport
 from ..trees.per_rank_state import Policy
 from .capture import LEFT_OUT, optimizer_of
 from .check_model import check_entry, resolve_ties, without_ties
@@ -168,6 +169,8 @@ class _Restore:
         self.own = RankState(source, comm, targets.world_changed)
         self.loader: Any = None
         self.extra: Any = None
+        self.returned: list[LoadReport] = []
+        """Of the load of an `extra` that comes back in the report."""
         self.rng_state: Any = None
 
     # compare, and load the small parts --------------------------------------------------------------------------------
@@ -253,7 +256,7 @@ class _Restore:
         elif extra is None and "extra" in self.parts:
             own = [path for path in self.source.leaves if path.startswith("extra") and "~rank*" in path]
             self.own.check("extra", own)
-            self.extra = self.source.part("extra")
+            self.extra = self.source.part("extra", self.returned.append)
         if self.targets.rng and self._has("rng", "rng=True"):
             self.rng_state = self.own.load_generators()
 
@@ -358,8 +361,8 @@ class _Restore:
             self.source.url,
             self.source.step,
             filled.loaded,
-            filled.nbytes,
-            filled.read_nbytes,
+            sum(load.nbytes for load in (filled, *self.returned)),
+            sum(load.read_nbytes for load in (filled, *self.returned)),
             time.perf_counter() - self.began,
             tuple(self.missing),
             tuple(self.unexpected),
