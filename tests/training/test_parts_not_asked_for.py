@@ -21,7 +21,7 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.model(torch.ones(2)).sum().backward()
         self.optimizer.step()
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.scheduler: torch.optim.lr_scheduler.LRScheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
 
     def state(self, **more: Any) -> dict[str, Any]:
         return training.state(self.model, self.optimizer, scheduler=self.scheduler, loader={"at": 3}, **more)
@@ -157,3 +157,20 @@ def test_the_report_counts_the_bytes_of_an_extra_that_it_returns(tmp_path: Path)
         filled = training.restore(source, job.model, rng=False, extra={"ema": torch.zeros(1 << 18)})
         assert (filled.nbytes, filled.loaded) == (with_it.nbytes, with_it.loaded + 1)
         assert with_it.nbytes == without.nbytes + (1 << 20) and with_it.read_nbytes >= without.read_nbytes + (1 << 20)
+
+
+def test_the_state_of_a_scheduler_of_another_class_is_logged_with_the_keys_that_differ(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job()
+    job.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(job.optimizer, 10)
+    tc.save(tmp_path / "c", training.state(job.model, job.optimizer, scheduler=[job.scheduler]))
+    report = training.restore(tmp_path / "c", job.model, job.optimizer, scheduler=[job.scheduler])
+    assert not caplog.records and not report.ignored
+    other = torch.optim.lr_scheduler.StepLR(job.optimizer, 2)
+    report = training.restore(tmp_path / "c", job.model, job.optimizer, scheduler=[other])
+    [record] = caplog.records
+    text = record.getMessage()
+    assert record.levelno == logging.WARNING and text.startswith(f"{tmp_path / 'c'}: scheduler/0: ")
+    assert "StepLR" in text and "only it has T_max, eta_min;" in text and "has step_size, gamma," in text
+    assert report.ignored == ("scheduler/0/T_max", "scheduler/0/eta_min")

@@ -41,7 +41,8 @@ class RestoreReport(msgspec.Struct, frozen=True):
     them memory and values before the model runs."""
     ignored: tuple[str, ...]
     """What of the checkpoint is without use here: moments of frozen parameters, generators of missing devices, state
-    that an optimizer's `load_state_dict` does not take, and parts at the root that were not asked for ("scheduler")."""
+    that an optimizer's or a scheduler's `load_state_dict` does not use, and parts at the root that were not asked for
+    ("scheduler")."""
     loader: Any = None
     """The loader's state, if `loader` cannot load it itself."""
     extra: Any = None

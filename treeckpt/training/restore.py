@@ -49,7 +49,7 @@ from .optimizers import NamedOptimizer, Optimizers, name_optimizers
 from .rank_state import RankState
 from .report import RestoreReport
 from .rng import set_rng
-from .schedules import from_groups
+from .schedules import from_groups, unused_keys
 from .sources import RestoreSource, children_of, descend, leaves_below, nodes_by_name
 from .targets import RestoreTargets
 from .user_state import compare_extra, loader_actions
@@ -311,6 +311,8 @@ class _Restore:
         if optimizer is not None:
             of = next((plan.of for plan in reversed(self.plans) if plan.prefix == optimizer.prefix), {})
             state = from_groups(state, optimizer.groups, of, path=path)
+        unused = unused_keys(scheduler, state, f"{self.source.url}: {path}", warn=self.comm.rank == 0)
+        self.ignored += [f"{path}/{key_text(key)}" for key in unused]
         self.last.append(functools.partial(scheduler.load_state_dict, state))
 
     def check_keys(self) -> None:
