@@ -10,6 +10,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # python3 first: the machine's own choice is the one its local wheels are for.
 PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
+# Without bytecode each of the workers, and each process that a test starts, compiles what it imports anew.
+unexport PYTHONDONTWRITEBYTECODE
 SERVE ?= 1
 PYTEST_ARGS ?=
 JOBS ?= 3

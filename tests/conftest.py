@@ -7,6 +7,7 @@ No deadlines, which shared machines miss, and the same examples each time, so th
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.helpers.s3 import S3, s3_server
+
+# of torch, here and in processes that tests start: on a busy machine threads that wait for each other go on computing,
+# and steps of small optimizers took 3 times as long
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("suite", deadline=None, max_examples=60, derandomize=True, suppress_health_check=SLOW)
@@ -29,12 +34,11 @@ LONGEST = (
     "multirank/test_training.py",
     "bench/test_bench.py",
     "demo/test_demo.py",
+    "test_notebooks.py",
     "crash",
     "browser",
 )
 """Files and folders that a worker begins with, and not at the very end."""
-APART = ("test_notebooks.py",)
-"""Files whose tests share nothing and take long: any worker may take one."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -59,15 +63,10 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With pytest-xdist, in the order above, a file's tests on one worker, for what they share."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByFile(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return nodeid if file.endswith(APART) else file
+    from xdist.scheduler import LoadFileScheduling
 
     config.option.loadscopereorder = False
-    return ByFile(config, log)
+    return LoadFileScheduling(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from urllib.parse import urlencode
 
@@ -65,8 +65,9 @@ def _or_dash(to_text: Callable[[Any], str], value: Any) -> str:
     return "–" if value is None else to_text(value)
 
 
+@cache
 def templates() -> Environment:
-    """Returns the Jinja2 environment of all templates."""
+    """Returns the Jinja2 environment of all templates; the applications of a process share what it has compiled."""
     environment = Environment(
         loader=PackageLoader("treeckpt_dashboard"),
         autoescape=True,

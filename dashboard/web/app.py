@@ -81,9 +81,8 @@ def create_app(
     app.state.save_rates = SaveRates()
     app.state.trends = TrendTables(app.state.library)
     app.state.templates = templates()
-    for room in ROOMS:
-        app.include_router(room.api)
-        app.include_router(room.pages)
+    for room in ROOMS:  # the routes themselves: `include_router` makes each anew for every application
+        app.router.routes += [*room.api.routes, *room.pages.routes]
     # a browser asks for it beside JSON, which names no icon
     app.add_route("/favicon.ico", lambda _: RedirectResponse("static/mark.svg"), include_in_schema=False)
     describe_responses(app, ROOMS)

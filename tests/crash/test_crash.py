@@ -59,7 +59,7 @@ def check_next_save(path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["new", "overwriting"])
-@pytest.mark.parametrize("mode", ["store calls", "system calls"])
+@pytest.mark.parametrize("mode", [pytest.param("store calls", marks=pytest.mark.slow), "system calls"])
 def test_a_killed_save_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, mode: str, what: str) -> None:
     rows = killed_saves(tmp_path, mode, what)
     assert len(rows) >= 20 and sum(bool(row["call"]) for row in rows) >= len(rows) - 4

@@ -2,12 +2,21 @@
 
 import numpy as np
 import pytest
+from anyio.from_thread import start_blocking_portal
 from starlette.testclient import TestClient
 
 from tests.helpers.samples import FILES, BFloat16, mesh_layout, write_checkpoint, write_mixed_run
 from treeckpt.api import inspect as read_index
 from treeckpt.core.tree.flatten import PerRank
 from treeckpt_dashboard.web.app import create_app
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_event_loop():
+    """Answers all requests of test clients on one event loop: to start one for each takes as long as most answers."""
+    with start_blocking_portal() as portal, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TestClient, "portal", portal)
+        yield
 
 
 @pytest.fixture(scope="session")

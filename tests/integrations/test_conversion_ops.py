@@ -11,10 +11,9 @@ import torch
 import treeckpt as tc
 from treeckpt.integrations.conversion_ops import RECORDED, NamedArray, RecordedOperation, RuleRecorder
 
-pytest.importorskip("transformers", minversion="5.23")
-
 
 def _operation(name: str, *args: Any, **options: Any) -> Any:
+    pytest.importorskip("transformers", minversion="5.23")
     from transformers import core_model_loading
 
     return getattr(core_model_loading, name)(*args, **options)

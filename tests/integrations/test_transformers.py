@@ -11,9 +11,7 @@ import torch
 
 import treeckpt as tc
 from tests.helpers.hub_models import HUB_MODELS, outputs, tiny_model
-
-transformers: Any = pytest.importorskip("transformers", minversion="5.23")
-from treeckpt.integrations.transformers import hub_rules, module_rules  # noqa: E402
+from treeckpt.integrations.transformers import hub_rules, module_rules
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 QUICK = ("bert", "qwen2", "qwen3_moe")
@@ -21,10 +19,13 @@ QUICK = ("bert", "qwen2", "qwen3_moe")
 
 
 @pytest.fixture(autouse=True)
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def transformers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The library, without a network; imported by the first test: every worker of pytest-xdist collects this file."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    library: Any = pytest.importorskip("transformers", minversion="5.23")
+    library.logging.set_verbosity_error()
+    library.logging.disable_progress_bar()
+    return library
 
 
 def _arrays(directory: Path) -> dict[str, Any]:
@@ -142,7 +143,7 @@ def test_a_conversion_without_rules_is_an_error_that_names_it(monkeypatch: pytes
         hub_rules(model)
 
 
-def test_outputs_and_batches_are_containers_of_their_class() -> None:
+def test_outputs_and_batches_are_containers_of_their_class(transformers: Any) -> None:
     model = tiny_model("qwen2")
     batch = transformers.BatchEncoding({"input_ids": torch.arange(12).view(2, 6) + 3})
     with torch.no_grad():

@@ -1,12 +1,14 @@
-"""Changes files as an attacker would, at random, by a seed: `python -m tests.integrity.mutations FORMAT FIRST LAST`.
+"""Changes files as an attacker would, at random, by a seed: `python -m tests.integrity.mutations FIRST LAST [FORMATS]`.
 
-Whatever comes of a changed file is right or an error of ours, soon and within little memory.
+Whatever comes of a changed file is right or an error of ours, soon and within little memory. Each format is read in a
+fork of its own: what a changed file has a process map stays in it, and to import torch for each takes seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import multiprocessing
 import random
 import shutil
 import sys
@@ -15,7 +17,7 @@ import time
 import traceback
 import warnings
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +252,8 @@ def outcome(made: Path, name: str, seed: int, place: Path) -> str:
     return ""
 
 
-def main(name: str, first: int, last: int) -> None:
+def run(name: str, first: int, last: int) -> None:
+    """Prints what goes wrong with changed files of a format."""
     with tempfile.TemporaryDirectory() as directory:
         made = Path(directory) / "made"
         made.mkdir()
@@ -260,5 +263,13 @@ def main(name: str, first: int, last: int) -> None:
                 print(found, flush=True)
 
 
+def main(first: int, last: int, names: Sequence[str]) -> None:
+    for name in names:
+        process = multiprocessing.get_context("fork").Process(target=run, args=(name, first, last))
+        process.start()
+        process.join()
+        print(f"{name} exits with {process.exitcode}", flush=True)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] or list(FORMATS))

@@ -14,11 +14,18 @@ from tests.integrity.mutations import FORMATS
 SEEDS = os.environ.get("TREECKPT_MUTATIONS", "12")
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", FORMATS)
-def test_changed_files_give_errors_of_ours_or_right_results(name: str) -> None:
-    """In a process of its own: what a changed file has it map must not stay in the one that runs the tests."""
-    command = [sys.executable, "-m", "tests.integrity.mutations", name, "0", SEEDS]
+@pytest.fixture(scope="module")
+def printed() -> list[str]:
+    command = [sys.executable, "-m", "tests.integrity.mutations", "0", SEEDS]
     where = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=where, capture_output=True, text=True, timeout=280, check=False)
-    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr[-2000:]
+    done = subprocess.run(command, cwd=where, capture_output=True, text=True, timeout=280 * len(FORMATS), check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert {line.partition(" ")[0] for line in lines} == set(FORMATS), done.stdout
+    return lines
+
+
+@pytest.mark.timeout(300 * len(FORMATS))
+@pytest.mark.parametrize("name", FORMATS)
+def test_changed_files_give_errors_of_ours_or_right_results(printed: list[str], name: str) -> None:
+    assert [line for line in printed if line.startswith(f"{name} ")] == [f"{name} exits with 0"]

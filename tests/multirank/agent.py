@@ -8,11 +8,13 @@ CASES is the module whose phases the ranks run.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import sys
 import uuid
 from pathlib import Path
 
+import torch._dynamo  # noqa: F401  an optimizer or DTensor imports it first of all: in each rank, if not here
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from .registry import Phases
@@ -33,6 +35,7 @@ def main(cases: str, directory: str, *chosen: str) -> None:
         max_restarts=0,
         start_method="fork",
     )
+    gc.freeze()  # so that no rank's collector looks at, and thereby copies, what all share
     elastic_launch(config, _run_rank)(Path(directory), phases)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import re
@@ -37,6 +38,12 @@ def case(function: Case) -> Case:
 
 
 def _tree() -> dict[str, Any]:
+    return dict(_leaves())
+
+
+@functools.cache
+def _leaves() -> dict[str, Any]:
+    """The leaves of the tree, which no case writes to; made before the ranks are forked."""
     tree: dict[str, Any] = {f"big{n}": torch.randn(ROWS, 512, generator=seeded()) for n in range(2)}
     return tree | {f"small{n}": torch.randn(1 + n, generator=seeded()) for n in range(9)}
 

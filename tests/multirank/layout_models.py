@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
 import torch
@@ -42,6 +44,11 @@ class Model(nn.Module):
 
 def _model(fill: int | None, device: str) -> Model:
     """The same weights on every rank, or one byte everywhere."""
+    return copy.deepcopy(_prototype(fill, device))
+
+
+@functools.cache
+def _prototype(fill: int | None, device: str) -> Model:
     generator = torch.Generator().manual_seed(3)
     with torch.device("meta"):
         model = Model()

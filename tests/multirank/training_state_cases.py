@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
 
 import treeckpt as tc
 from tests.training.fused_jobs import job as fused_job
@@ -621,3 +622,34 @@ def whose_buffers_are_saved_is_chosen(here: Rank) -> None:
     _refuses(lambda: tc.save(path, training.state(wrapped, buffers="same"), overwrite=True), "1.running_mean")
     training.save(path, wrapped, buffers="first")
     assert tc.load(path)["model"]["0"]["1.running_mean"].tolist() == [3.0] * 4
+
+
+@case("two train")
+def an_average_of_a_model_in_shards_is_restored_and_loads_into_a_plain_model(here: Rank) -> None:
+    """The average is made of the plain model: FSDP2 refuses copies of one in shards."""
+
+    def build(seed: int) -> tuple[nn.Module, AveragedModel]:
+        torch.manual_seed(seed)
+        model = nn.Linear(8, 6)
+        average = AveragedModel(model)
+        fully_shard(model, mesh=mesh_of(2))
+        fully_shard(average.module, mesh=mesh_of(2))
+        average.update_parameters(model)
+        return model, average
+
+    model, average = build(1)
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    average.update_parameters(model)
+    path = here.directory / "average"
+    tc.save(path, training.state(model, extra={"ema": average}))
+    again, other = build(2)
+    training.restore(path, again, extra={"ema": other})
+    assert isinstance(other.module.weight, DTensor) and int(other.n_averaged) == 2
+    whole = average.module.weight.full_tensor()
+    assert bits(other.module.weight.full_tensor()) == bits(whole)
+    assert bits(again.weight.full_tensor()) == bits(model.weight.full_tensor()) != bits(whole)
+    saved = tc.load(path, select="extra/ema/module.*")["extra"]["ema"]
+    plain = nn.Linear(8, 6)
+    plain.load_state_dict({name.removeprefix("module."): leaf for name, leaf in saved.items() if leaf is not ...})
+    assert bits(plain.weight.detach()) == bits(whole)

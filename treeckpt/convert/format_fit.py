@@ -236,8 +236,8 @@ def refuse_losses(contents: Contents, name: str) -> None:
         f"{lost[0].path}: {contents.label}",
         expected=f"what {name} holds: {lost[0].expected}",
         found=lost[0].found + more,
-        hint="Select what is wanted (select=, exclude=, subtree=), or pass lossy=True (--lossy) to go without; "
-        "dry_run=True (--dry-run) lists all",
+        hint="Name the part that is wanted, as subtree='model' (--subtree model), or use select= and exclude=; "
+        "lossy=True (--lossy) goes without; dry_run=True (--dry-run) lists all",
     )
 
 

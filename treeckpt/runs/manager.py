@@ -342,7 +342,8 @@ class Manager(RegistrationMixin, RestoreMixin):
         """Saves after a signal that ends the process: on all ranks at the same step, within two steps of the signal.
 
         The handler only sets a flag. `should_save` and `step` then return the same on every rank, whichever rank got
-        the signal; `stopping` tells the training loop to end.
+        the signal; `stopping` tells the training loop to end. torchrun kills ranks that have not ended 30 s after the
+        signal, unless its `--shutdown-timeout` says another time: two steps and the save have to fit in it.
 
         Args:
             exit: the exit code with which `save` ends the process, on every rank, once that checkpoint is durable; None

@@ -215,21 +215,25 @@ def test_containers_that_hold_themselves_are_refused_soon(tmp_path: Path) -> Non
     assert time.monotonic() - began < 60
 
 
-def _lines(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "treeckpt", *arguments], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+_COMMANDS = """
+import json, sys
+from treeckpt.cli.main import main
+for command in json.load(sys.stdin):
+    assert main(command) == 0, command
+    print("end of the command")
+"""
 
 
 def test_the_command_line_shows_and_converts_deep_trees(tmp_path: Path) -> None:
     tree = deep(MAX_DEPTH, torch.arange(3), kind="dict", at_each=True)
     tc.save(tmp_path / "c", tree)
-    assert "k" in _lines("show", str(tmp_path / "c"), "--depth", "1000")
-    assert "arange" not in _lines("show", str(tmp_path / "c"), "/".join(["k"] * MAX_DEPTH))
-    _lines("verify", str(tmp_path / "c"))
-    _lines("diff", str(tmp_path / "c"), str(tmp_path / "c"))
+    path, leaf = str(tmp_path / "c"), "/".join(["k"] * MAX_DEPTH)
+    commands = [["show", path, "--depth", "1000"], ["show", path, leaf], ["verify", path], ["diff", path, path]]
+    command = [sys.executable, "-c", _COMMANDS]
+    done = subprocess.run(command, input=json.dumps(commands), capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    shown, leaf_shown, *_ = done.stdout.split("end of the command\n")
+    assert "k" in shown and "arange" not in leaf_shown
     convert(tmp_path / "c", tmp_path / "d", to="treeckpt", exclude="n")
     found = tc.load(tmp_path / "d")
     assert found["k"]["n"] == MAX_DEPTH - 2 and "n" not in found

@@ -22,6 +22,7 @@ def test_addresses_are_relative_at_every_depth_and_work_under_a_root_path(run, s
     client = serve(run, root_path="/proxy/8265")
     [found] = client.get("/api/v1/runs").json()["runs"]
     at = f"checkpoints/{found['checkpoints'][0]['id']}"
+    answered = set()
     for path in ("", f"runs/{found['id']}", *(at + rest for rest in checkpoint_pages(0))):
         for prefix in ("/", "/proxy/8265/"):  # a proxy may take its prefix off, or not
             page = client.get(prefix + path)
@@ -30,7 +31,8 @@ def test_addresses_are_relative_at_every_depth_and_work_under_a_root_path(run, s
                 assert not link.startswith("/"), link
                 target = urljoin(str(page.url), link)  # of a single run, that of its own page
                 assert target.startswith(f"http://127.0.0.1:8265{prefix}"), (prefix, path, link)
-                assert client.get(target).status_code == 200, (prefix, path, link)
+                assert target in answered or client.get(target).status_code == 200, (prefix, path, link)
+                answered.add(target)
 
 
 def test_the_schema_lists_every_api_route_and_nothing_else(client):

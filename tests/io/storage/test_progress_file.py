@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def watch(path: Path, pending: Any) -> list[Progress]:
         for record in records_in(path):
             if not seen or record != seen[-1]:
                 seen.append(record)
+        time.sleep(0.005)
     return seen
 
 

@@ -256,7 +256,8 @@ def _check_covered(leaf: ArrayLeaf, disjoint: list[Region]) -> None:
         leaf.path,
         expected=f"pieces that cover all of shape {leaf.shape}",
         found=f"no rank holds offset {gap.offset}, shape {gap.shape}",
-        hint="Check the offsets and the global shape given to Sharded",
+        hint="Every rank that holds a part, as of a DTensor, has to call save, without comm='alone'; of a piece in "
+        "Sharded check the offset and the global shape",
     )
 
 
