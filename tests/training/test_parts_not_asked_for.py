@@ -173,5 +173,5 @@ def test_the_state_of_a_scheduler_of_another_class_is_logged_with_the_keys_that_
     [record] = caplog.records
     text = record.getMessage()
     assert record.levelno == logging.WARNING and text.startswith(f"{tmp_path / 'c'}: scheduler/0: ")
-    assert "StepLR" in text and "only it has T_max, eta_min;" in text and "has step_size, gamma," in text
+    assert "StepLR" in text and "only the saved state has T_max, eta_min, " in text and "has step_size, gamma," in text
     assert report.ignored == ("scheduler/0/T_max", "scheduler/0/eta_min")

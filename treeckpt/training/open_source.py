@@ -149,20 +149,22 @@ def _globs(source: From, strict: Strict = True) -> LoadOptions:
     return LoadOptions(globs_of(source.select), strict, exclude=globs_of(source.exclude))
 
 
-def check_globs(options: LoadOptions, names: Sequence[str], entries: Sequence[str], *, returns_extra: bool) -> None:
+def check_globs(source: RestoreSource, options: LoadOptions, entries: Sequence[str], *, with_extra: bool) -> None:
     """Refuses globs of `select` and `exclude` that mean nothing of the model's, under `strict`.
 
     Args:
-        names: of all leaves of the source.
-        entries: the paths of the live model, which `exclude` may mean too.
-        returns_extra: whether `extra` would come back in the report, which a glob may say.
+        entries: the paths of the live model, which globs may mean too.
+        with_extra: whether "extra" may be meant, as there is one, and no tree to fill was given for it.
 
     Raises:
         MismatchError: naming one, and the arguments for other parts.
     """
-    ours = [name for name in names if name.startswith("model/")] + ["extra"] * returns_extra
+    if not options.strict or not (options.select or options.exclude):
+        return
+    names = sorted(source.names)
+    ours = [*entries, *(name for name in names if name.startswith("model/")), *(["extra"] if with_extra else [])]
     for what, globs in (("select", options.select), ("exclude", options.exclude)):
-        for glob in compile_globs(globs).unused([*ours, *entries]) if globs and options.strict else ():
+        for glob in compile_globs(globs or ()).unused(ours):
             if other := next((name for name in names if compile_globs((glob,)).match(name)), None):
                 raise MismatchError(
                     f"{what}={glob!r:.80}",
@@ -171,7 +173,7 @@ def check_globs(options: LoadOptions, names: Sequence[str], entries: Sequence[st
                     hint="Leave other parts alone by their arguments: extra=False, rng=False, optimizer=None, "
                     "scheduler=None, loader=None",
                 )
-    options.check_used(lambda: [*ours, *entries])
+    options.check_used(lambda: ours)
 
 
 def is_stored(given: Any) -> bool:

@@ -92,10 +92,9 @@ def restore(
     Args:
         source: a path or store; a `Bank` or list of several; or a tree, `state(..., buffers="per_rank")` of this rank.
         model, optimizer, scheduler, loader, rng, extra: as for `state`; the optimizer may be fresh. A part that is None
-            or False is left alone; an `extra` of None comes back in the report, False is not read. Modules on the meta
-            device get memory for this rank's share; what no checkpoint has stays there, see `RestoreReport.on_meta`.
-        select, exclude: globs over `model/...`: what is not selected stays, as does the optimizers' state of it. Also
-            "extra", whether it comes back in the report. Other parts are left alone by their own arguments.
+            or False is left alone; an `extra` of None comes back in the report. Modules on the meta device get memory
+            for this rank's share; what no checkpoint has stays there, see `RestoreReport.on_meta`.
+        select, exclude: globs over `model/...`, and "extra" if None: the rest stays, as does the optimizers' state.
         rename, transforms: as for `treeckpt.load`, on `model/...`; the optimizers' state follows (`rules.Carried`).
         under: where in a training state the source belongs: "model" for a state dict alone. Rules see its own names.
         from_root: rules see all names, and can move `state_dict/...` to `model/...`; the optimizers' state stays.
@@ -115,7 +114,6 @@ def restore(
     select, exclude = globs_of(select), globs_of(exclude)
     options = LoadOptions(select, "missing" if strict is True and partial else strict, cast, exclude=exclude,
         verify=verify, allow_pickle=allow_pickle, read=read, rules=rules)  # fmt: skip
-    optimizer, scheduler, loader = (None if part is False else part for part in (optimizer, scheduler, loader))
     targets = RestoreTargets(model, optimizer, scheduler, loader, rng, extra, tuple(keep), world_changed, device)
     run = functools.partial(_restore, comm=comm, targets=targets, options=options, under=under)
     return on_versions(source, run, together=read == "once") if is_stored(source) else run(source)
@@ -130,8 +128,7 @@ def _restore(given: Any, *, comm: Comm, targets: RestoreTargets, options: LoadOp
         source = open_source(as_training_state(placed, targets.model, targets.optimizer, options.rules), comm, options)
         job = _Restore(source, comm, targets, options)
         paths = [f"model/{key_path(entry.key)}" for entry in job.entries]
-        returns_extra = "extra" in job.parts and not targets.fills_extra
-        check_globs(options, sorted(source.names), paths, returns_extra=returns_extra)
+        check_globs(source, options, paths, with_extra="extra" in job.parts and not targets.fills_extra)
         job.plan_model()
         job.plan_optimizer()
         job.plan_schedulers()

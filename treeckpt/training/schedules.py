@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..arrays.stateful import is_stateful
 from ..errors import MismatchError
 from .groups import Labels, ParamGroup, common_value, saved_labels
 
@@ -76,14 +77,15 @@ def unused_keys(scheduler: Any, state: Any, path: str, *, warn: bool) -> list[st
         path: of the state, with the checkpoint's.
         warn: whether this rank logs.
     """
-    own = scheduler.state_dict()
+    own = scheduler.state_dict() if is_stateful(scheduler) else None
     if not isinstance(own, Mapping) or not isinstance(state, Mapping):
         return []
     here, saved = ([str(key) for key in one if not str(key).startswith("_")] for one in (own, state))
     unused, stay = [key for key in saved if key not in here], [key for key in here if key not in saved]
     if warn and (unused or stay):
         _log.warning(
-            "%s: the saved state is not that of a %s: only it has %s; only the scheduler here has %s, which stays",
+            "%s: other entries were saved than the %s here has: only the saved state has %s, without use; only the "
+            "scheduler here has %s, which stays",
             path,
             type(scheduler).__qualname__,
             ", ".join(unused) or "nothing",

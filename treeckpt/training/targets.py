@@ -27,6 +27,11 @@ class RestoreTargets(msgspec.Struct, frozen=True):
     world_changed: Policies
     device: str | torch.device | None
 
+    def __post_init__(self) -> None:
+        for part in ("optimizer", "scheduler", "loader"):
+            if getattr(self, part) is False:
+                msgspec.structs.force_setattr(self, part, None)
+
     @property
     def fills_extra(self) -> bool:
         """Whether a tree for `extra` was given."""
