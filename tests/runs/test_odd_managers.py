@@ -247,3 +247,13 @@ def test_a_mistyped_option_is_told_with_the_one_that_is_like_it(tmp_path: Path) 
             tc.Manager(tmp_path, **{wrong: 3})
     with pytest.raises(TypeError, match=r"'colour' is no option of Manager, nor of save$"):
         manager(tmp_path, colour=3)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_metric_may_be_a_tensor_that_requires_grad(tmp_path: Path) -> None:
+    loss: Any = torch.ones(1, requires_grad=True).mul(0.5).sum()
+    made = manager(tmp_path)
+    made.save(1, {"a": 1}, metrics={"loss": loss})
+    assert made.best("loss") == 1
+    with pytest.raises(tc.TreeError, match="metrics/loss"):
+        made.save(2, {"a": 1}, metrics={"loss": torch.ones(2, requires_grad=True)})  # type: ignore[dict-item]

@@ -113,6 +113,14 @@ def test_what_a_killed_first_save_left_is_a_first_run(tmp_path: Path, caplog: py
     assert "passed over, partial" in caplog.text
 
 
+def test_a_first_run_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "treeckpt")
+    assert Job(tmp_path / "misspelt").resume() is None
+    [record] = caplog.records
+    assert record.levelno == logging.INFO
+    assert record.getMessage() == f"{tmp_path / 'misspelt'}: no checkpoint: the training starts anew"
+
+
 def test_a_resume_says_what_does_not_fit_before_anything_changes(tmp_path: Path) -> None:
     Job(tmp_path).train(1)
     job = Job(tmp_path, seed=9)

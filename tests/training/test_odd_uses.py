@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -300,3 +301,18 @@ def test_a_state_dict_in_the_place_of_a_module_or_an_optimizer_is_named(tmp_path
         with pytest.raises(tc.TreeError, match=r"optimizer\S*: .*Give the optimizer, not its state_dict"):
             training.state(model, state)  # pyright: ignore[reportArgumentType]
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_optimizer_that_is_older_than_fully_shard_is_to_be_made_after_it(tmp_path: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+        with pytest.raises(tc.TreeError, match=r"none of them.*\(fully_shard, .*make the optimizer after that"):
+            training.state(model, optimizer)
+    finally:
+        dist.destroy_process_group()

@@ -125,6 +125,15 @@ def test_a_merge_of_loaders_stands_in_the_report(tmp_path: Path) -> None:
     assert loader.position == 3 and report.world_changed == ("loader: merged of 4 ranks",)
 
 
+def test_a_merge_that_raises_is_named_with_its_part_and_its_error_is_the_cause(tmp_path: Path) -> None:
+    save(tmp_path / "c", 4, loader=Reader)
+    loader = Reader()
+    merge = {"loader": lambda states, rank, world: states[0]["taken"]}
+    with pytest.raises(tc.MismatchError, match=r"^loader: .*rank 1 of 2 .*world_changed.*KeyError: 'taken'") as caught:
+        restored(tmp_path / "c", 1, 2, rng=False, loader=loader, world_changed=merge)
+    assert isinstance(caught.value.__cause__, KeyError) and loader.position == -1
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_mistyped_part_is_refused_with_the_one_that_was_meant(tmp_path: Path, ranks: int) -> None:
     save(tmp_path / "c", 2, loader=Reader)

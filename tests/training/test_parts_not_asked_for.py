@@ -21,7 +21,7 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.model(torch.ones(2)).sum().backward()
         self.optimizer.step()
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.scheduler: torch.optim.lr_scheduler.LRScheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
 
     def state(self, **more: Any) -> dict[str, Any]:
         return training.state(self.model, self.optimizer, scheduler=self.scheduler, loader={"at": 3}, **more)
@@ -92,3 +92,86 @@ def test_state_dicts_without_generators_say_which_argument_leaves_them(tmp_path:
     assert report.ignored == () and torch.equal(fresh.model.weight, job.model.weight)
     with pytest.raises(tc.MismatchError, match=r"^scheduler: .*pass scheduler=None"):
         training.restore(path, fresh.model, fresh.optimizer, rng=False, scheduler=fresh.scheduler)
+
+
+def damaged_extra(path: Path) -> Job:
+    """Saves a job whose `extra` is damaged, so that a restore that reads it fails."""
+    job = Job()
+    tc.save(path, training.state(job.model, job.optimizer, extra={"ema": torch.ones(1 << 18), "epoch": 3}))
+    [shard] = path.glob("*.safetensors")
+    with shard.open("r+b") as file:
+        file.seek(shard.stat().st_size // 2)
+        file.write(b"damaged")
+    return job
+
+
+@pytest.mark.parametrize(
+    ("options", "ignored"),
+    [
+        ({"extra": False}, ()),
+        ({"extra": False, "exclude": "extra"}, ()),
+        ({"exclude": "extra"}, ("extra",)),
+        ({"exclude": ["extra*", "model/bias"]}, ("extra",)),
+        ({"select": "model"}, ("extra",)),
+        ({"select": "model/weight"}, ("extra",)),
+    ],
+)
+def test_extra_that_is_turned_down_or_not_selected_is_not_read(tmp_path: Path, options: Any, ignored: Any) -> None:
+    job, fresh = damaged_extra(tmp_path / "c"), Job()
+    with pytest.raises(tc.CorruptError) as caught:
+        training.restore(tmp_path / "c", fresh.model, fresh.optimizer)
+    assert "step before, as Manager.resume" in caught.value.hint and "treeckpt.load(path, on_co" in caught.value.hint
+    with pytest.raises(tc.CorruptError):
+        training.restore(tmp_path / "c", fresh.model, fresh.optimizer, select=["model", "extra"])
+    report = training.restore(tmp_path / "c", fresh.model, fresh.optimizer, **options)
+    assert report.extra is None and report.ignored == ignored
+    assert torch.equal(fresh.model.weight, job.model.weight)
+
+
+@pytest.mark.parametrize("extra", [None, {"a": torch.zeros(2)}])
+@pytest.mark.parametrize("what", ["select", "exclude"])
+@pytest.mark.parametrize("glob", ["rng", "optimizer/weight", "extra/a", "scheduler"])
+def test_globs_that_mean_another_part_are_refused_with_its_argument(
+    tmp_path: Path, what: str, glob: str, extra: Any
+) -> None:
+    job = Job()
+    tc.save(tmp_path / "c", job.state(extra={"a": torch.ones(2)}))
+    options: Any = {what: ["model/weight", glob], "extra": extra}
+    with pytest.raises(tc.MismatchError, match=rf"^{what}='{glob}'.*extra=False, rng=False"):
+        training.restore(tmp_path / "c", job.model, **options)
+
+
+def test_parts_that_are_false_are_left_alone(tmp_path: Path) -> None:
+    job = Job()
+    tc.save(tmp_path / "c", job.state())
+    nothing: Any = dict.fromkeys(["optimizer", "scheduler", "loader", "rng", "extra"], False)
+    report = training.restore(tmp_path / "c", job.model, **nothing)
+    assert report.ignored == ("optimizer", "param_groups", "scheduler", "loader") and not report.missing
+
+
+def test_the_report_counts_the_bytes_of_an_extra_that_it_returns(tmp_path: Path) -> None:
+    job = Job()
+    tc.save(tmp_path / "c", job.state(extra={"ema": torch.ones(1 << 18)}))
+    for source in (tmp_path / "c", [tmp_path / "c"]):
+        with_it = training.restore(source, job.model, rng=False)
+        without = training.restore(source, job.model, rng=False, extra=False)
+        filled = training.restore(source, job.model, rng=False, extra={"ema": torch.zeros(1 << 18)})
+        assert (filled.nbytes, filled.loaded) == (with_it.nbytes, with_it.loaded + 1)
+        assert with_it.nbytes == without.nbytes + (1 << 20) and with_it.read_nbytes >= without.read_nbytes + (1 << 20)
+
+
+def test_the_state_of_a_scheduler_of_another_class_is_logged_with_the_keys_that_differ(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job()
+    job.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(job.optimizer, 10)
+    tc.save(tmp_path / "c", training.state(job.model, job.optimizer, scheduler=[job.scheduler]))
+    report = training.restore(tmp_path / "c", job.model, job.optimizer, scheduler=[job.scheduler])
+    assert not caplog.records and not report.ignored
+    other = torch.optim.lr_scheduler.StepLR(job.optimizer, 2)
+    report = training.restore(tmp_path / "c", job.model, job.optimizer, scheduler=[other])
+    [record] = caplog.records
+    text = record.getMessage()
+    assert record.levelno == logging.WARNING and text.startswith(f"{tmp_path / 'c'}: scheduler/0: ")
+    assert "StepLR" in text and "only the saved state has T_max, eta_min, " in text and "has step_size, gamma," in text
+    assert report.ignored == ("scheduler/0/T_max", "scheduler/0/eta_min")

@@ -140,7 +140,7 @@ def parse_metrics(metrics: object) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, value in metrics.items():
         try:
-            found[str(name)] = float(value)
+            found[str(name)] = float(value.detach() if hasattr(value, "detach") else value)
         except (TypeError, ValueError) as error:
             raise TreeError(f"metrics/{name}", expected="a number", found=f"{value!r:.60}") from error
     return found

@@ -9,6 +9,7 @@ data is requested while the lease is written: if a clean-up deletes the checkpoi
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -40,6 +41,8 @@ if TYPE_CHECKING:  # they import torch
     from ..training.modules import Modules
     from ..training.optimizers import Optimizers
     from ..training.report import RestoreReport
+
+_log = logging.getLogger("treeckpt")
 
 _BROKEN = frozenset({"CheckpointError", "CheckpointNotFound", "CorruptError", "FormatError"})
 """Errors of a load that the checkpoint causes, not the caller."""
@@ -205,6 +208,7 @@ class Restorer:
 class RestoreMixin:
     """The methods of a manager that restore checkpoints."""
 
+    _comm: Comm
     _restorer: Restorer
     _registered: RegisteredState
     _reached: int | None
@@ -262,6 +266,7 @@ class RestoreMixin:
 
         Returns:
             The report; None on a first run, when nothing was saved yet: nothing has changed then, and `count` is 0.
+            Rank 0 logs it (INFO, to the logger `treeckpt`), as a misspelt name of a run looks the same.
 
         Raises:
             CheckpointNotFound: there are checkpoints, none of which can be loaded.
@@ -270,6 +275,8 @@ class RestoreMixin:
         call = partial(self._registered.restore_training, model=model, optimizer=optimizer)
         found = self._restorer.restore(call, None, options, fills=True)
         if found is None:
+            if self._comm.rank == 0:
+                _log.info("%s: no checkpoint: the training starts anew", self.directory.url)
             return None
         self._restored(found.step)
         return msgspec.structs.replace(found.result, passed_over=found.passed_over)

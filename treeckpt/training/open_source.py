@@ -8,12 +8,13 @@ state. Per-rank state, such as that of the generators, comes from one checkpoint
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, reduce
 from typing import Any
 
 import msgspec
 
+from ..core.tree.globs import compile_globs
 from ..core.tree.merge import merge
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import DictNode, Structure, keys_of, parse_path
@@ -27,7 +28,7 @@ from ..loading.transforms import Renaming, Transforms, as_rules, carried
 from ..loading.transforms.rules import Drop, Rule, placed_below
 from ..reports import LoadReport
 from ..trees.per_rank_state import Policy
-from .sources import CheckpointSource, RestoreSource, TreeSource, children_of, fill_from, load_part, wanted_of
+from .sources import CheckpointSource, OnReport, RestoreSource, TreeSource, children_of, fill_from, load_part, wanted_of
 
 OWN = "/~rank*"
 
@@ -123,8 +124,8 @@ class _OverlaySource:
     def value(self, path: str) -> Any:
         return self._provider[path].value(path)
 
-    def part(self, name: str) -> Any:
-        return load_part(self._bank, name, self.comm, self.options)
+    def part(self, name: str, on_report: OnReport | None = None) -> Any:
+        return load_part(self._bank, name, self.comm, self.options, on_report=on_report)
 
     def world_of(self, name: str) -> int:
         provider = self._provider_of(name)
@@ -146,6 +147,33 @@ def _unit(path: str) -> str:
 
 def _globs(source: From, strict: Strict = True) -> LoadOptions:
     return LoadOptions(globs_of(source.select), strict, exclude=globs_of(source.exclude))
+
+
+def check_globs(source: RestoreSource, options: LoadOptions, entries: Sequence[str], *, with_extra: bool) -> None:
+    """Refuses globs of `select` and `exclude` that mean nothing of the model's, under `strict`.
+
+    Args:
+        entries: the paths of the live model, which globs may mean too.
+        with_extra: whether "extra" may be meant, as there is one, and no tree to fill was given for it.
+
+    Raises:
+        MismatchError: naming one, and the arguments for other parts.
+    """
+    if not options.strict or not (options.select or options.exclude):
+        return
+    names = sorted(source.names)
+    ours = [*entries, *(name for name in names if name.startswith("model/")), *(["extra"] if with_extra else [])]
+    for what, globs in (("select", options.select), ("exclude", options.exclude)):
+        for glob in compile_globs(globs or ()).unused(ours):
+            if other := next((name for name in names if compile_globs((glob,)).match(name)), None):
+                raise MismatchError(
+                    f"{what}={glob!r:.80}",
+                    expected="globs of model/..., which the optimizers' state follows",
+                    found=f"one that means {other}",
+                    hint="Leave other parts alone by their arguments: extra=False, rng=False, optimizer=None, "
+                    "scheduler=None, loader=None",
+                )
+    options.check_used(lambda: ours)
 
 
 def is_stored(given: Any) -> bool:

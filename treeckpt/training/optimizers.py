@@ -156,8 +156,8 @@ def _name_of(parameter: Tensor, ties: Mapping[int, tuple[Key, ...]], where: str)
             where,
             expected="parameters of the model that is given",
             found=f"a tensor of shape {tuple(parameter.shape)} that is none of them",
-            hint="Give every module whose parameters the optimizer has; if the model was moved or materialised after "
-            "the optimizer was made, make the optimizer anew",
+            hint="Give every module whose parameters the optimizer has. If the model was moved, materialised or "
+            "sharded (fully_shard, parallelize_module) after the optimizer was made, make the optimizer after that",
         )
     return names[0]
 

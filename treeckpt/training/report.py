@@ -26,7 +26,7 @@ class RestoreReport(msgspec.Struct, frozen=True):
     loaded: int
     """Leaves of models, optimizers and extra that were filled."""
     nbytes: int
-    """Bytes of the requested arrays."""
+    """Bytes of the requested arrays, with those of an `extra` that comes back here."""
     read_nbytes: int
     """Bytes of arrays that this rank read."""
     seconds: float
@@ -41,11 +41,12 @@ class RestoreReport(msgspec.Struct, frozen=True):
     them memory and values before the model runs."""
     ignored: tuple[str, ...]
     """What of the checkpoint is without use here: moments of frozen parameters, generators of missing devices, state
-    that an optimizer's `load_state_dict` does not take, and parts at the root that were not asked for ("scheduler")."""
+    that an optimizer's or a scheduler's `load_state_dict` does not use, and parts at the root that were not asked for
+    ("scheduler")."""
     loader: Any = None
     """The loader's state, if `loader` cannot load it itself."""
     extra: Any = None
-    """The saved tree, or the given one, filled."""
+    """The saved tree, or the given one, filled; None where it was turned down or not selected."""
     dropped: tuple[str, ...] = ()
     """Leaves that a rule dropped, by their names in the checkpoint."""
     renamed: tuple[tuple[str, str], ...] = ()

@@ -28,6 +28,7 @@ from ..loading.overlay import Bank, CheckpointOverlay, globs_of
 from ..loading.read_batch import Verify
 from ..loading.shared_read import open_relay, together
 from ..loading.transforms import Renaming, Transforms
+from ..reports import LoadReport
 from ..trees.per_rank_state import Policy
 from .capture import LEFT_OUT, optimizer_of
 from .check_model import check_entry, resolve_ties, without_ties
@@ -42,13 +43,13 @@ from .modules import (
     reset_fsdp_shards,
 )
 from .names import key_path, put_in
-from .open_source import is_stored, open_source, place_under, rules_of
+from .open_source import check_globs, is_stored, open_source, place_under, rules_of
 from .optimizer_plan import OptimizerPlan, apply_optimizers, plan_optimizers
 from .optimizers import NamedOptimizer, Optimizers, name_optimizers
 from .rank_state import RankState
 from .report import RestoreReport
 from .rng import set_rng
-from .schedules import from_groups
+from .schedules import from_groups, unused_keys
 from .sources import RestoreSource, children_of, descend, leaves_below, nodes_by_name
 from .targets import RestoreTargets
 from .user_state import compare_extra, loader_actions
@@ -91,9 +92,9 @@ def restore(
     Args:
         source: a path or store; a `Bank` or list of several; or a tree, `state(..., buffers="per_rank")` of this rank.
         model, optimizer, scheduler, loader, rng, extra: as for `state`; the optimizer may be fresh. A part that is None
-            or False is left alone; an `extra` that is not given comes back in the report. Modules on the meta device
-            get memory for this rank's share; what no checkpoint has stays there, see `RestoreReport.on_meta`.
-        select, exclude: globs over `model/...`: what is not selected stays, as does the optimizers' state of it.
+            or False is left alone; an `extra` of None comes back in the report. Modules on the meta device get memory
+            for this rank's share; what no checkpoint has stays there, see `RestoreReport.on_meta`.
+        select, exclude: globs over `model/...`, and "extra" if None: the rest stays, as does the optimizers' state.
         rename, transforms: as for `treeckpt.load`, on `model/...`; the optimizers' state follows (`rules.Carried`).
         under: where in a training state the source belongs: "model" for a state dict alone. Rules see its own names.
         from_root: rules see all names, and can move `state_dict/...` to `model/...`; the optimizers' state stays.
@@ -127,7 +128,7 @@ def _restore(given: Any, *, comm: Comm, targets: RestoreTargets, options: LoadOp
         source = open_source(as_training_state(placed, targets.model, targets.optimizer, options.rules), comm, options)
         job = _Restore(source, comm, targets, options)
         paths = [f"model/{key_path(entry.key)}" for entry in job.entries]
-        options.check_used(lambda: [*source.names, *paths])
+        check_globs(source, options, paths, with_extra="extra" in job.parts and not targets.fills_extra)
         job.plan_model()
         job.plan_optimizer()
         job.plan_schedulers()
@@ -165,6 +166,8 @@ class _Restore:
         self.own = RankState(source, comm, targets.world_changed)
         self.loader: Any = None
         self.extra: Any = None
+        self.returned: list[LoadReport] = []
+        """Of the load of an `extra` that comes back in the report."""
         self.rng_state: Any = None
 
     # compare, and load the small parts --------------------------------------------------------------------------------
@@ -240,15 +243,17 @@ class _Restore:
         if loader is not None and self._has("loader", "loader=..."):
             self.loader = self.own.load("loader")
             self.last += loader_actions(loader, self.loader, "loader")
-        if extra is not None and self._has("extra", "extra=..."):
+        if self.targets.fills_extra and self._has("extra", "extra=..."):
             self.extra = extra
             missing, unexpected, own = compare_extra(extra, self.source, rank=self.comm.rank)
             self.missing, self.unexpected = self.missing + missing, self.unexpected + unexpected
             self.own.check("extra", own)
-        elif "extra" in self.parts:
+        elif extra is None and "extra" in self.parts and not self.options.selects("extra"):
+            self.ignored.append("extra")
+        elif extra is None and "extra" in self.parts:
             own = [path for path in self.source.leaves if path.startswith("extra") and "~rank*" in path]
             self.own.check("extra", own)
-            self.extra = self.source.part("extra")
+            self.extra = self.source.part("extra", self.returned.append)
         if self.targets.rng and self._has("rng", "rng=True"):
             self.rng_state = self.own.load_generators()
 
@@ -303,6 +308,8 @@ class _Restore:
         if optimizer is not None:
             of = next((plan.of for plan in reversed(self.plans) if plan.prefix == optimizer.prefix), {})
             state = from_groups(state, optimizer.groups, of, path=path)
+        unused = unused_keys(scheduler, state, f"{self.source.url}: {path}", warn=self.comm.rank == 0)
+        self.ignored += [f"{path}/{key_text(key)}" for key in unused]
         self.last.append(functools.partial(scheduler.load_state_dict, state))
 
     def check_keys(self) -> None:
@@ -353,8 +360,8 @@ class _Restore:
             self.source.url,
             self.source.step,
             filled.loaded,
-            filled.nbytes,
-            filled.read_nbytes,
+            sum(load.nbytes for load in (filled, *self.returned)),
+            sum(load.read_nbytes for load in (filled, *self.returned)),
             time.perf_counter() - self.began,
             tuple(self.missing),
             tuple(self.unexpected),
@@ -381,6 +388,6 @@ class _Restore:
             for plan in self.plans:
                 for key, moments in plan.build_moments(self.source).items():
                     put_in(target["optimizer"], key, moments)
-        if self.targets.extra is not None and "extra" in self.parts:
+        if self.targets.fills_extra and "extra" in self.parts:
             target["extra"] = self.extra
         return target

@@ -7,11 +7,15 @@ groups. The rest of the state is unchanged.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..arrays.stateful import is_stateful
 from ..errors import MismatchError
 from .groups import Labels, ParamGroup, common_value, saved_labels
+
+_log = logging.getLogger("treeckpt")
 
 PER_GROUP = frozenset(
     (
@@ -62,6 +66,32 @@ def from_groups(state: Any, groups: Sequence[ParamGroup], of: Labels, *, path: s
     if set(state) == {_MARK}:
         return [_entry(group, position, state[_MARK], of, path) for position, group in enumerate(groups)]
     return {k: from_groups(value, groups, of, path=f"{path}/{k}") for k, value in state.items()}
+
+
+def unused_keys(scheduler: Any, state: Any, path: str, *, warn: bool) -> list[str]:
+    """Returns the keys of the saved entries that a scheduler's own state has not, and logs if either has others.
+
+    Names with a leading underscore are not compared, as they change between versions of torch.
+
+    Args:
+        path: of the state, with the checkpoint's.
+        warn: whether this rank logs.
+    """
+    own = scheduler.state_dict() if is_stateful(scheduler) else None
+    if not isinstance(own, Mapping) or not isinstance(state, Mapping):
+        return []
+    here, saved = ([str(key) for key in one if not str(key).startswith("_")] for one in (own, state))
+    unused, stay = [key for key in saved if key not in here], [key for key in here if key not in saved]
+    if warn and (unused or stay):
+        _log.warning(
+            "%s: other entries were saved than the %s here has: only the saved state has %s, without use; only the "
+            "scheduler here has %s, which stays",
+            path,
+            type(scheduler).__qualname__,
+            ", ".join(unused) or "nothing",
+            ", ".join(stay) or "nothing",
+        )
+    return unused
 
 
 def _entry(group: ParamGroup, position: int, entries: Mapping[str, Any], of: Labels, path: str) -> Any:

@@ -7,7 +7,7 @@ part of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -36,6 +36,8 @@ from ..trees.matching import match_leaves
 from ..trees.per_rank_state import Policy, load_own
 from .hyperparameters import is_same
 from .names import Key, key_path
+
+OnReport = Callable[[LoadReport], None]
 
 
 class RestoreSource(Protocol):
@@ -79,8 +81,12 @@ class RestoreSource(Protocol):
         """Returns the saved value at a path without an array."""
         ...
 
-    def part(self, name: str) -> Any:
-        """Returns a part at the root, as saved."""
+    def part(self, name: str, on_report: OnReport | None = None) -> Any:
+        """Returns a part at the root, as saved.
+
+        Args:
+            on_report: gets the report of its load, if it is read.
+        """
         ...
 
     def world_of(self, name: str) -> int:
@@ -204,8 +210,8 @@ class CheckpointSource:
         assert isinstance(record, ValueRecord), "arrays are read, and what is a rank's own is loaded by its part"
         return decode(record.value, path, allow_pickle=self.options.allow_pickle)
 
-    def part(self, name: str) -> Any:
-        return load_part(self.checkpoint, name, self.comm, self.options, self.rules)
+    def part(self, name: str, on_report: OnReport | None = None) -> Any:
+        return load_part(self.checkpoint, name, self.comm, self.options, self.rules, on_report)
 
     def world_of(self, name: str) -> int:
         return self.world
@@ -226,13 +232,26 @@ class CheckpointSource:
         return fill_from(self.checkpoint, target, self.comm, self.options, take=take, rules=self.rules)
 
 
-def load_part(source: Any, name: str, comm: Comm, options: LoadOptions, rules: Sequence[Rule] = ()) -> Any:
+def load_part(
+    source: Any,
+    name: str,
+    comm: Comm,
+    options: LoadOptions,
+    rules: Sequence[Rule] = (),
+    on_report: OnReport | None = None,
+) -> Any:
     """Loads a part at the root of a checkpoint, or of a bank of several, as it was saved."""
     verify, allow_pickle = options.verify is not False, options.allow_pickle
-    tree = api.load(
-        source, select=name, comm=comm, per_rank="take", verify=verify, allow_pickle=allow_pickle, transforms=rules
-    )
-    return tree[name]
+    return api.load(
+        source,
+        select=name,
+        comm=comm,
+        per_rank="take",
+        verify=verify,
+        allow_pickle=allow_pickle,
+        transforms=rules,
+        on_report=on_report,
+    )[name]
 
 
 def fill_from(
@@ -299,7 +318,7 @@ class TreeSource:
     def is_left(self, path: str) -> bool:
         return False
 
-    def part(self, name: str) -> Any:
+    def part(self, name: str, on_report: OnReport | None = None) -> Any:
         return self.tree[name]
 
     def world_of(self, name: str) -> int:

@@ -22,9 +22,20 @@ class RestoreTargets(msgspec.Struct, frozen=True):
     loader: Any
     rng: bool
     extra: Any
+    """A tree to fill; None if the saved one comes back in the report, False if it is left alone."""
     keep: tuple[str, ...]
     world_changed: Policies
     device: str | torch.device | None
+
+    def __post_init__(self) -> None:
+        for part in ("optimizer", "scheduler", "loader"):
+            if getattr(self, part) is False:
+                msgspec.structs.force_setattr(self, part, None)
+
+    @property
+    def fills_extra(self) -> bool:
+        """Whether a tree for `extra` was given."""
+        return self.extra is not None and self.extra is not False
 
     def ask_for(self, part: Any) -> bool:
         """Whether a part at the root of a checkpoint is asked for, returned in the report, or turned down by name."""

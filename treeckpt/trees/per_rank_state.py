@@ -85,7 +85,7 @@ def load_own(path: Any, part: str, policy: Policy, comm: Comm, *, saved_world: i
     """Returns this rank's state of a part at the root of a checkpoint.
 
     Raises:
-        MismatchError: the world size changed and the policy is `error`.
+        MismatchError: the world size changed and the policy is `error`, or a function that raises.
     """
     if comm.size == saved_world:
         return _as_rank(path, part, comm.rank, saved_world, **options)
@@ -95,4 +95,13 @@ def load_own(path: Any, part: str, policy: Policy, comm: Comm, *, saved_world: i
     if policy == "take":
         return _as_rank(path, part, comm.rank % saved_world, saved_world, **options)
     assert callable(policy), "checked by policy_of"
-    return policy(states_of_all_ranks(path, part, saved_world, **options), comm.rank, comm.size)
+    states = states_of_all_ranks(path, part, saved_world, **options)
+    try:
+        return policy(states, comm.rank, comm.size)
+    except Exception as error:
+        raise MismatchError(
+            part,
+            expected=f"a state for rank {comm.rank} of {comm.size} from the function in world_changed",
+            found=f"it raised {type(error).__name__}: {error}",
+            hint=f"It gets the states of all {saved_world} ranks that saved, the rank and the number of ranks here",
+        ) from error

@@ -23,7 +23,8 @@ from ...errors import CheckpointError, CorruptError
 from .memory import PAGE, aligned_buffer
 from .store import TEXT, Store
 
-_RESTORE = "The file was lost, changed or cut short; restore it from a copy, or load with on_corrupt='skip'"
+_ELSE = "take the step before, as Manager.resume does, or what is intact: treeckpt.load(path, on_corrupt='skip')"
+_RESTORE = f"The file was lost, changed or cut short; restore it from a copy, {_ELSE}"
 STEP = 8 << 20
 """Bytes that are verified at a time."""
 
@@ -248,7 +249,7 @@ def check_checksum(store: Store, shard: OpenedShard, start: int, nbytes: int, fo
             _leaves_and_file(store, shard.index, shard.file, first, first + nbytes),
             expected="bytes that match their checksum",
             found=f"changed bytes in {first}:{first + nbytes} of the file",
-            hint="Restore the file from a copy, or load with on_corrupt='skip'",
+            hint=f"Restore the file from a copy, {_ELSE}",
         )
 
 
