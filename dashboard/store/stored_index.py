@@ -26,6 +26,10 @@ from .index_table import LEAVES, NAMES, NODES, StoredLeaf
 
 _NODES = msgspec.msgpack.Decoder(list[NodeRecord])
 _BLOCK = msgspec.json.Decoder(list[StoredLeaf])
+# made once: the first decoding of a struct in two threads at a time can crash msgspec
+_HEAD = msgspec.json.Decoder(Index)
+_STRUCTURE = msgspec.json.Decoder(SplitStructure)
+_SUMMARY = msgspec.json.Decoder(Summary)
 _KEPT = 256
 """Decoded blocks that stay in memory."""
 MAX_FOUND = 50_000
@@ -132,7 +136,7 @@ class StoredIndex(Index, frozen=True, dict=True):
     @classmethod
     def open(cls, pool: _ConnectionPool) -> StoredIndex:
         """Opens the index of a file."""
-        head = msgspec.json.decode(pool.part("head"), type=Index)
+        head = _HEAD.decode(pool.part("head"))
         entries: Any = _Entries(pool, int(pool.part("count")), head)
         fields = {name: getattr(head, name) for name in head.__struct_fields__}
         index = cls(**{**fields, "leaves": _Records(entries)})
@@ -142,7 +146,7 @@ class StoredIndex(Index, frozen=True, dict=True):
     @cached_property
     def structure(self) -> Structure:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The structure of the tree, decoded as a whole."""
-        return msgspec.json.decode(vars(self)["pool"].part("structure"), type=SplitStructure).whole()
+        return _STRUCTURE.decode(vars(self)["pool"].part("structure")).whole()
 
 
 class StoredOutline(Outline):
@@ -172,7 +176,7 @@ class StoredOutline(Outline):
     @cached_property
     def summary(self) -> Summary:
         """What lists of checkpoints show."""
-        return msgspec.json.decode(self._pool.part("summary"), type=Summary)
+        return _SUMMARY.decode(self._pool.part("summary"))
 
     def _find(self, name: str) -> tuple[OutlineRow, int]:
         """Returns a node and the number of its first child."""
