@@ -44,9 +44,6 @@ class _SchedulePlan(msgspec.Struct, array_like=True):
     """The call at which a signal makes all ranks save, 0 for none."""
 
 
-_PLAN = msgspec.msgpack.Decoder(_SchedulePlan)
-
-
 class SaveSchedule:
     """Decides which steps are saved.
 
@@ -140,7 +137,7 @@ class SaveSchedule:
         limit, pause, start, logged = self._comm.timeout * 2 + 1, 0.0005, time.monotonic(), False
         while True:
             data = self._comm.wait([self._key("plan")], 0)[0]
-            plan = _PLAN.decode(data) if data is not None else self._plan
+            plan = msgspec.msgpack.decode(data, type=_SchedulePlan) if data is not None else self._plan
             if plan.decided >= self._calls:
                 return plan
             waited = time.monotonic() - start

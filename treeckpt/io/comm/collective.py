@@ -37,9 +37,6 @@ class _Reply(msgspec.Struct, array_like=True):
     result: bytes = b""
 
 
-_REPORT, _REPLY = msgspec.msgpack.Decoder(_Report), msgspec.msgpack.Decoder(_Reply)
-
-
 class Conclusion(msgspec.Struct, Generic[T]):
     """What rank 0 concludes in one step, for all ranks."""
 
@@ -80,7 +77,7 @@ class Exchange(contextlib.AbstractContextManager["Exchange"]):
     def __enter__(self) -> Exchange:
         missed = self.round.join()
         if missed is not None:
-            self._missed = _REPLY.decode(missed)
+            self._missed = _decode(missed, type=_Reply)
         else:
             self._exit.enter_context(self.round.heartbeats())
         return self
@@ -123,7 +120,7 @@ class Exchange(contextlib.AbstractContextManager["Exchange"]):
         """Returns rank 0's reply, and on rank 0 itself what the reply encodes."""
         messages = self.round.gather(_encode(report))
         if messages is None:
-            return _REPLY.decode(self.round.broadcast(None)), None
+            return _decode(self.round.broadcast(None), type=_Reply), None
         reports = decode_each(messages, _Report)
         faults = [report.fault for report in reports.values() if report.fault is not None]
         faults += silent_faults(self.round.lost)
@@ -236,7 +233,7 @@ def from_rank(
 
 def _gather_reports(ranks: ByteGatherer, topic: str, work: Callable[[], bytes] | None, hint: str) -> list[bytes]:
     report, error = _report_of(work, ranks.rank)
-    reports = [_REPORT.decode(data) for data in ranks.all_gather(_encode(report))]
+    reports = [_decode(data, type=_Report) for data in ranks.all_gather(_encode(report))]
     faults = [other.fault for other in reports if other.fault is not None]
     raise_faults(faults, topic, ranks.size, cause=error, hint=hint)
     return [other.result for other in reports]

@@ -30,9 +30,6 @@ class _Bundle(msgspec.Struct, array_like=True):
     """Ranks that fell silent, and what is known of each."""
 
 
-_DECODER = msgspec.msgpack.Decoder(_Bundle)
-
-
 def group_sizes_for(size: int) -> tuple[int, ...]:
     """Returns the group sizes of a world of `size` ranks; none where every rank exchanges messages with rank 0."""
     return GROUP_SIZES if size > TREE_ABOVE else ()
@@ -71,7 +68,7 @@ def bundle(messages: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
 
 def unbundle(data: bytes) -> tuple[dict[int, bytes], dict[int, str]]:
     """Decodes a bundle: messages by rank, and the lost ranks. Equal messages are one object."""
-    bundled = _DECODER.decode(data)
+    bundled = msgspec.msgpack.decode(data, type=_Bundle)
     messages: dict[int, bytes] = {}
     for ranks, message in bundled.messages:
         messages |= dict.fromkeys(decode_runs(ranks).tolist(), message)

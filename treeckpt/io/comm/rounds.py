@@ -74,10 +74,6 @@ class _Broadcast(msgspec.Struct, array_like=True):
     data: bytes
 
 
-# made once: the first decoding of a struct in two threads at a time, as of ranks that are threads, can crash msgspec
-_STATE_DECODER, _BROADCAST_DECODER = msgspec.msgpack.Decoder(_RoundState), msgspec.msgpack.Decoder(_Broadcast)
-
-
 class Round:
     """One rank's side of the messages of one save.
 
@@ -133,7 +129,7 @@ class Round:
 
     def _read_state(self) -> _RoundState:
         data = self._comm.wait([_STATE], 0)[0]
-        return _STATE_DECODER.decode(data) if data is not None else _RoundState()
+        return msgspec.msgpack.decode(data, type=_RoundState) if data is not None else _RoundState()
 
     def branch(self, name: str) -> Round:
         """Returns a round of the same ranks under a name on which they have agreed."""
@@ -268,7 +264,7 @@ class Round:
             self._post_down(received)
         if not self._name:
             comm.state.last_round = self._number
-        message = _BROADCAST_DECODER.decode(received)
+        message = msgspec.msgpack.decode(received, type=_Broadcast)
         if message.last:
             self._leave(message)
         return message.data
