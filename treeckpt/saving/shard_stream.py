@@ -28,6 +28,9 @@ from ..io.timing import Recorder
 
 BUFFER = 8 << 20
 """Bytes of one write. Measured: 4 to 16 MiB reach the device's rate, smaller ones do not."""
+READ_PART = 6 << 20
+"""Bytes that are read at a time of an array that is not in host memory. A reader may have two copies of them; with the
+buffers and all small objects a conversion stays within 56 MiB."""
 BUFFER_COUNT = 4
 WRITE_THREADS = 3
 MEMMOVE_LIMIT = 64 << 10
@@ -267,9 +270,9 @@ def append_entry(sink: ByteSink, write: PlannedEntry, pieces: Sequence[SourcePie
         sink.append(array if region == piece.region else array[region.relative_to(piece.region).slices()])
     elif isinstance(piece.data, RowGatherer):
         _append_rows(sink, region.relative_to(piece.region), write.nbytes, piece.data)
-    else:  # lazily transformed, on a device or in another file: no more than a buffer of it is read at a time
+    else:  # lazily transformed, on a device or in another file
         itemsize = write.nbytes // region.size
-        for part in tiles(region.relative_to(piece.region), BUFFER // itemsize):
+        for part in tiles(region.relative_to(piece.region), READ_PART // itemsize):
             sink.append(piece.data.read(part.slices()), stays=False)
 
 
