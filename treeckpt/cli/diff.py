@@ -39,10 +39,11 @@ def _diff(options: argparse.Namespace) -> int:
         opened(counted(open_store(options.second))) as b,
     ):
         found = diff(a.index, b.index)
+        values = None
         if options.values:
             # what the checksums do not show to be equal is read, of both
             counted.expect(lambda: 2 * sum(one.nbytes for one in value_changes(a, b, found, exact=False)))
-        values = sorted(value_changes(a, b, found), key=_rank) if options.values else None
+            values = sorted(value_changes(a, b, found), key=_rank)
     if options.json:
         compared = {"changes": found.changes, "same": found.same, "values": values, "equal_by": "recorded checksums"}
         print_json(found if values is None else compared)

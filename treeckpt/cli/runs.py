@@ -118,7 +118,8 @@ def _gc(options: argparse.Namespace) -> int:
     if alone:
         report = clean_checkpoint(options.run_path, grace=options.grace, dry_run=options.dry_run)
     else:
-        with counting_bar(f"deleting of {options.run_path}", shown=progress_of(options)) as count:
+        what = "reading" if options.dry_run else "deleting from"
+        with counting_bar(f"{what} {options.run_path}", shown=progress_of(options)) as count:
             numbers = itertools.count(1)
 
             @contextlib.contextmanager
