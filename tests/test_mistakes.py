@@ -39,9 +39,9 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "a mistyped run": (
         lambda net: tc.load("rnu/step_00000020"),
-        r"found nothing at this path\. Check the path: did you mean .*/run/step_00000020\? .* holds ",
+        r"found nothing at this path\. Check the path: near to it is .*/run/step_00000020\. .* holds ",
     ),
-    "a step without its zeros": (lambda net: tc.load("run/step_20"), r"did you mean .*/run/step_00000020\? "),
+    "a step without its zeros": (lambda net: tc.load("run/step_20"), r"near to it is .*/run/step_00000020\. "),
     "a link to nowhere": (
         lambda net: (os.symlink("gone", "link"), tc.load("link")),
         r"found nothing at this path\. Check the path: /",

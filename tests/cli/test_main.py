@@ -109,7 +109,7 @@ def test_a_file_or_a_mistyped_path_in_place_of_a_run_is_told_with_what_there_is(
         text = cli(command, "notes.txt", code=2)
         assert "notes.txt: no such directory: it is a file of no known format. Check the path" in text
         text = cli(command, "rnus/base", code=2)
-        assert f"rnus/base: no such directory. Check the path: did you mean {tmp_path / 'runs/base'}?" in text
+        assert f"rnus/base: no such directory. Check the path: near to it is {tmp_path / 'runs/base'}." in text
 
 
 def test_ls_as_json(cli, run):

@@ -243,7 +243,7 @@ def test_a_manager_passes_on_every_option_of_saves_and_loads() -> None:
 
 def test_a_mistyped_option_is_told_with_the_one_that_is_like_it(tmp_path: Path) -> None:
     for wrong, right in (("kep", "keep"), ("evry", "every"), ("overwite", "overwrite"), ("buzy", "busy")):
-        with pytest.raises(TypeError, match=rf"^'{wrong}' is no option of Manager, .*: did you mean '{right}'\?$"):
+        with pytest.raises(TypeError, match=rf"^'{wrong}' is no option of Manager, .*; near to it is '{right}'$"):
             tc.Manager(tmp_path, **{wrong: 3})
     with pytest.raises(TypeError, match=r"'colour' is no option of Manager, nor of save$"):
         manager(tmp_path, colour=3)

@@ -123,7 +123,7 @@ def as_save_options(options: BackgroundSaveKeywords, *, background: bool, others
         name = "save_async" if background else "save"
         wrong = sorted(unknown)[0]
         near = difflib.get_close_matches(wrong, [*others, *known.__optional_keys__], n=1)
-        meant = "".join(f": did you mean {one!r}?" for one in near)
+        meant = "".join(f"; near to it is {one!r}" for one in near)
         raise TypeError(f"{wrong!r} is no option of Manager, nor of {name}{meant}")
     limit = shard_limit(options.get("max_shard_bytes"))
     return SaveOptions(**{"overwrite": True, **options, "max_shard_bytes": limit})

@@ -110,11 +110,11 @@ def describe_place(url: str) -> tuple[str, str]:
 
 
 def _meant(path: Path, near: Path) -> str:
-    """Asks for the path with the most similar name in `near`, its last existing parent; empty if none is similar."""
+    """Names the path with the most similar name in `near`, its last existing parent; empty if none is similar."""
     wrong, *rest = path.relative_to(near).parts
     names = [name for name in os.listdir(near)[:10_000] if name != wrong] if near.is_dir() else []
     found = difflib.get_close_matches(wrong, names, n=1)
-    return f"did you mean {near.joinpath(*found, *rest)}? " if found else ""
+    return f"near to it is {near.joinpath(*found, *rest)}. " if found else ""
 
 
 def _held(path: Path) -> str:
