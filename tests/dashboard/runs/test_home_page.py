@@ -10,6 +10,11 @@ from treeckpt_dashboard.pages.render import sparkline
 from treeckpt_dashboard.runs import finder
 
 
+@pytest.fixture(autouse=True)
+def unhurried_search(monkeypatch):
+    monkeypatch.setattr(finder, "LEAF_SECONDS", 60.0)  # a busy machine may need more than 0.3 s to read two indexes
+
+
 @pytest.fixture
 def client(serve, tmp_path):
     many = write_many(tmp_path / "gpt-large", 6, metrics=lambda step: {"lr": 1.0, "loss": 700.0 / step})

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 import treeckpt as tc
+from treeckpt.core.analysis.retention_policy import Last
 from treeckpt.core.format.file_names import lease_name
+from treeckpt.io.storage import reader_leases
 from treeckpt.io.storage.process_owner import this_process
 from treeckpt.io.storage.reader_leases import has_readers, hold_lease, read_lease
 from treeckpt.io.storage.run_store import Folder
@@ -32,6 +35,26 @@ def test_a_lease_of_this_process_is_held_until_its_reader_ends(folder: Folder) -
         [name] = [name for name in folder.entries() if name.startswith("lease.")]
         assert read_lease(folder.store, name) == (this_process(), True) and has_readers(folder, time.time_ns())
     assert not has_readers(folder, time.time_ns()), "whether its file is deleted by now or not"
+
+
+def test_a_lease_that_is_being_deleted_is_no_leftover(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease in a bucket is deleted by a thread, for which neither a reader nor a clean-up waits."""
+    asked, deleted = threading.Event(), threading.Event()
+    delete = reader_leases._Lease._delete
+
+    def late(self: reader_leases._Lease, keeper: threading.Thread) -> None:
+        asked.set()
+        if folder.store.url.startswith(("s3:", "memory:")):
+            deleted.wait(60)
+        delete(self, keeper)
+
+    monkeypatch.setattr(reader_leases._Lease, "_delete", late)
+    with hold_lease(folder):
+        pass
+    assert asked.wait(60)
+    report = RunDirectory(folder.store.url.rpartition("/")[0]).clean([Last(1)])
+    deleted.set()
+    assert not report.removed and not report.left
 
 
 def test_a_lease_deleted_since_it_was_listed_is_not_held(folder: Folder) -> None:

@@ -32,7 +32,7 @@ from .metadata_files import read_index, read_timings
 from .object_store import ObjectFolder, ObjectStore
 from .process_owner import is_running
 from .progress_file import is_alive, read_record
-from .reader_leases import LEASE, read_lease
+from .reader_leases import LEASE, leases_being_deleted, read_lease
 from .run_store import DirectoryEntry, Folder, LocalFolder
 from .store import LocalStore, Store
 
@@ -47,7 +47,8 @@ def deletion_times(now_ns: int, grace: float = GRACE) -> CleanupTimes:
 
 def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[FileInfo, ...]:
     """Returns the files of a directory, and whether their processes are alive; `committed` is the save of the index."""
-    entries = {name: entry for name, entry in folder.entries().items() if entry.regular}
+    gone = leases_being_deleted()  # before the listing, which may still have those that are deleted by then
+    entries = {name: entry for name, entry in folder.entries().items() if entry.regular and name not in gone}
     alive: dict[str, bool | None] = {}
     ended: set[str] = set()
     for name in entries:

@@ -31,6 +31,8 @@ MAX_LEASE = 4096
 
 _held: set[str] = set()
 """The names of the leases that this process holds."""
+_being_deleted: set[str] = set()
+"""The names of the leases that a thread of this process is deleting; to a clean-up they are gone already."""
 
 
 @contextlib.contextmanager
@@ -89,6 +91,7 @@ class _Lease:
         self._ended.set()
         if self._keeper is None:
             return
+        _being_deleted.add(self._name)
         try:
             if wait:
                 self._delete(self._keeper)
@@ -98,10 +101,18 @@ class _Lease:
             self._delete(self._keeper)
 
     def _delete(self, keeper: threading.Thread) -> None:
-        keeper.join()  # a write that is under way would create it again
-        if self._written:
-            with contextlib.suppress(OSError, StoreError):
-                self._store.delete(self._name)
+        try:
+            keeper.join()  # a write that is under way would create it again
+            if self._written:
+                with contextlib.suppress(OSError, StoreError):
+                    self._store.delete(self._name)
+        finally:
+            _being_deleted.discard(self._name)
+
+
+def leases_being_deleted() -> frozenset[str]:
+    """Returns the names of the leases that threads of this process are deleting."""
+    return frozenset(_being_deleted)
 
 
 def has_readers(folder: Folder, now_ns: int) -> bool:
