@@ -86,7 +86,7 @@ def test_a_checkpoint_that_is_known_to_be_damaged_takes_no_place_of_a_good_one(c
     text = cli("gc", tmp_path, "--keep-last", 1)
     assert {line.split("  ")[-1].strip() for line in text.splitlines() if line.startswith("kept")} == {
         "newest, one of the last 1",
-        "damaged, as a verification found: counts for no policy",
+        "damaged: counts for no policy",
     }
     manager = tc.Manager(tmp_path, keep=1, background=False)
     assert manager.clean().kept.keys() == {2, 3}

@@ -155,7 +155,7 @@ def kept(steps: Iterable[StepInfo], policies: Sequence[Policy]) -> dict[int, tup
     reasons: dict[int, list[str]] = {info.step: ["pinned"] for info in found if info.pinned}
     for info in found:
         if info.damaged:
-            reasons.setdefault(info.step, []).append("damaged, as a verification found: counts for no policy")
+            reasons.setdefault(info.step, []).append("damaged: counts for no policy")
     ordered = [info for info in found if not info.damaged]
     for info in ordered[-1:]:
         reasons.setdefault(info.step, []).append("newest")
