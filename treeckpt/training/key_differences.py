@@ -39,7 +39,7 @@ def check_keys(
     if not strict or not (bad := [*missing, *refused]):
         return
     texts = some_of("missing in the checkpoint", missing), some_of("not here", refused)
-    part = not missing or left_out.issuperset(path.removeprefix("model/") for path in missing)
+    part = {path.removeprefix("model/") for path in missing} <= left_out
     raise MismatchError(
         bad[0],
         expected="the same parameters and moments here as in the checkpoint",
