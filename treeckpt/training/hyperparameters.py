@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -12,6 +14,13 @@ from ..arrays.registry import encode
 from ..core.tree.flatten import flatten
 from ..core.tree.nesting import split_structure
 from ..errors import TreeError
+
+
+@cache
+def torch_options() -> frozenset[str]:
+    """Returns the names of the hyper-parameters of all classes of `torch.optim`."""
+    kinds = (one for one in vars(torch.optim).values() if isinstance(one, type))
+    return frozenset(name for kind in kinds for name in inspect.signature(kind).parameters)
 
 
 def is_same(a: Any, b: Any) -> bool:

@@ -2,13 +2,14 @@
 
 Optimizers create their moments at the first step. Here they are created without a step: those that were saved, of the
 saved dtype, with the layout of their parameter. The moments that torch's own optimizers would create are found by a
-step of a tiny copy, so a moment that is missing in a checkpoint is detected although the live optimizer has none yet.
+step of a tiny copy, so a moment that is missing in a checkpoint is detected although the live optimizer has none yet,
+and one of another class is left out.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -22,6 +23,13 @@ from ..core.tree.flatten import unflatten
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import Structure, key_text
 from .sources import RestoreSource, children_of, leaves_below
+
+_LBFGS_MOMENTS = frozenset("func_evals n_iter d t old_dirs old_stps ro al H_diag prev_flat_grad prev_loss".split())
+TORCH_MOMENTS = _LBFGS_MOMENTS | frozenset(
+    "step exp_avg exp_avg_sq max_exp_avg_sq exp_inf mu_product momentum_buffer square_avg grad_avg acc_delta sum prev "
+    "step_size eta mu ax row_var col_var variance".split()
+)
+"""The names of all moments that the classes of `torch.optim` create."""
 
 
 class MomentPlacement(msgspec.Struct, frozen=True):
@@ -102,15 +110,17 @@ def _leaf(parameter: Tensor, name: str, spec: ArraySpec, place: MomentPlacement,
     return parameter.detach().new_empty(spec.shape, dtype=dtype)  # of a DTensor, laid out as torch's optimizers do
 
 
-def expected_moments(optimizer: Any, group: Mapping[str, Any], parameter: Tensor) -> frozenset[Any]:
-    """Returns the names of the moments that the first step creates; none for optimizers that are not torch's own.
+def expected_moments(optimizer: Any, group: Mapping[str, Any], parameter: Tensor) -> frozenset[Any] | None:
+    """Returns the names of the moments that the first step creates; None for optimizers that are not torch's own.
 
     A copy of the optimizer takes the step, with one single-element parameter of as many dimensions.
     """
     kind = type(optimizer)
     known = f"{kind.__module__}.".startswith("torch.optim.")
-    if not known or kind in (torch.optim.LBFGS, torch.optim.SparseAdam):
-        return frozenset()
+    if kind is torch.optim.SparseAdam:
+        return frozenset({"step", "exp_avg", "exp_avg_sq"})
+    if not known or kind is torch.optim.LBFGS:
+        return None
     tiny = torch.nn.Parameter(torch.zeros((1,) * parameter.ndim, dtype=parameter.dtype))
     tiny.grad = torch.zeros_like(tiny)
     probe: Any = object.__new__(kind)  # copy.copy would run __setstate__ on the live state
@@ -125,5 +135,16 @@ def expected_moments(optimizer: Any, group: Mapping[str, Any], parameter: Tensor
     try:
         (step.__wrapped__ if getattr(step, "hooked", False) else step)(probe)  # without the hooks of all optimizers
     except Exception:  # hyper-parameters that only work on another device: the moments are unknown
-        return frozenset()
+        return None
     return frozenset(probe.state.get(tiny, {}))
+
+
+def foreign_moments(optimizer: Any, saved: Iterable[Any], expected: frozenset[Any] | None) -> set[Any]:
+    """Returns the saved moments that other classes or options of torch's optimizers create, and this one does not.
+
+    Args:
+        expected: the result of `expected_moments`.
+    """
+    if type(optimizer) is torch.optim.LBFGS:
+        expected = _LBFGS_MOMENTS
+    return set() if expected is None else TORCH_MOMENTS.intersection(saved) - expected

@@ -1,12 +1,13 @@
 """The saved state that each live optimizer takes, and the differences between both.
 
 Parameters are matched by name, through any of the names that a tied one has. A parameter that trains here must be
-known to the checkpoint; one that is frozen here need not. Nothing is changed before `apply_optimizers`.
+known to the checkpoint; one that is frozen here need not. Hyper-parameters and moments of other classes of
+`torch.optim`, which the optimizer here does not have, are left out. Nothing is changed before `apply_optimizers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,8 +28,8 @@ from .groups import (
     match_groups,
     saved_labels,
 )
-from .hyperparameters import assign_value, is_same
-from .moments import MomentPlacement, build_state, expected_moments
+from .hyperparameters import assign_value, is_same, torch_options
+from .moments import MomentPlacement, build_state, expected_moments, foreign_moments
 from .names import Key, get_in, key_path, parse_key
 from .optimizers import NamedOptimizer, groups_of, is_lbfgs, optimizer_names
 from .sources import RestoreSource, children_of, descend, leaves_below, nodes_by_name
@@ -147,7 +148,7 @@ class _Matcher:
         self.saved_keys = {name: node for name, node in found.items() if node is not None}
         self.used: set[str] = set()
         """Saved leaves that are wanted, or known to be of no use."""
-        self.expected: dict[object, frozenset[Any]] = {}
+        self.expected: dict[object, frozenset[Any] | None] = {}
         """For the present optimizer: the moments of parameters of one group, number of dimensions and dtype."""
 
     def plan(self, live: NamedOptimizer, keep: tuple[str, ...]) -> OptimizerPlan:
@@ -166,6 +167,10 @@ class _Matcher:
             if saved_labels(group, position, of):
                 lacking = [name for name in group.values if name not in found and name not in (*keep, "name")]
                 self.differences.missing += [f"{self.path}/values/{name}" for name in lacking]
+            for name in [name for name in found if name not in group.values and name in torch_options()]:
+                del found[name]
+                if (at := f"{self.path}/values/{name}") not in self.differences.unexpected:
+                    self.differences.unexpected.append(at)
             merged = {**group.values, **found}
             settings.update((member, merged) for member in group.members)
         plan = OptimizerPlan(self.prefix, live, of, values, self._form_of(live, of), keep)
@@ -227,9 +232,15 @@ class _Matcher:
                 self.differences.missing.append(path)
             return
         structure = self.saved_keys[name]
-        if live.form is None:  # what another kind of optimizer kept has no place here
-            structure = _without(structure, STATE_DICT_KEY)
+        saved, expected = set(children_of(structure)), None
+        if innermost is not None and settings:
+            expected = self._expected(innermost, settings, parameter)
+        foreign = foreign_moments(innermost, saved - here.keys(), expected)
+        left = self.differences.ignored if plan.keep else self.differences.unexpected
+        left += [f"{path}/{key_text(moment)}" for moment in sorted(foreign)]
         self.used.update(leaves_below(path, structure))
+        # what another kind of optimizer kept has no place here
+        structure = _without(structure, foreign if live.form is not None else {*foreign, STATE_DICT_KEY})
         counts = settings is not None and bool(settings.get("capturable") or settings.get("fused"))
         place = MomentPlacement(counts_on_device=counts, whole_shape=live.shards.get(id(parameter), ((), ()))[0])
         if (spec := self.source.leaves.get(f"model/{name}")) is not None:
@@ -240,13 +251,11 @@ class _Matcher:
                 dtypes=(spec.dtype, dtype_name(parameter.dtype)),
             )
         plan.saved[key] = _SavedState(path, structure, place)
-        saved, wanted = set(children_of(structure)), here
-        if saved and not here:
-            wanted = self._expected(innermost, settings, parameter) if innermost is not None and settings else ()
+        wanted = here or (expected if saved and expected else ())
         lacking = sorted((moment for moment in wanted if moment not in saved), key=str)
         self.differences.missing += [f"{path}/{key_text(moment)}" for moment in lacking]
 
-    def _expected(self, optimizer: Any, settings: dict[str, Any], parameter: Tensor) -> frozenset[Any]:
+    def _expected(self, optimizer: Any, settings: dict[str, Any], parameter: Tensor) -> frozenset[Any] | None:
         kind = id(settings), parameter.ndim, parameter.dtype
         if kind not in self.expected:
             self.expected[kind] = expected_moments(optimizer, settings, parameter)
@@ -281,11 +290,11 @@ class _Matcher:
                 self.differences.unexpected.append(path)
 
 
-def _without(node: Structure, key: str) -> Structure:
-    """Returns a structure without one of its children."""
+def _without(node: Structure, keys: Container[Any]) -> Structure:
+    """Returns a structure without some of its children."""
     if not isinstance(node, DictNode):
         return node
-    kept = [number for number, name in enumerate(children_of(node)) if name != key]
+    kept = [number for number, name in enumerate(children_of(node)) if name not in keys]
     return DictNode(tuple(node.keys[n] for n in kept), tuple(node.children[n] for n in kept))
 
 

@@ -33,16 +33,16 @@ class RestoreReport(msgspec.Struct, frozen=True):
     missing: tuple[str, ...]
     """Leaves of the targets that the checkpoint lacks; they stay unchanged."""
     unexpected: tuple[str, ...]
-    """Leaves of the checkpoint that no target has."""
+    """Leaves of the checkpoint that no target has, as moments and hyper-parameters of another class of optimizer."""
     materialised: tuple[str, ...]
     """Tensors that were on the meta device and have memory now."""
     on_meta: tuple[str, ...]
     """Tensors that are still on the meta device because they are not saved (non-persistent buffers) or missing. Give
     them memory and values before the model runs."""
     ignored: tuple[str, ...]
-    """What of the checkpoint is without use here: moments of frozen parameters, generators of missing devices, state
-    that an optimizer's or a scheduler's `load_state_dict` does not use, and parts at the root that were not asked for
-    ("scheduler")."""
+    """What of the checkpoint is without use here: moments of frozen parameters and of options that `keep` turns off,
+    generators of missing devices, state that an optimizer's or a scheduler's `load_state_dict` does not use, and parts
+    at the root that were not asked for ("scheduler")."""
     loader: Any = None
     """The loader's state, if `loader` cannot load it itself."""
     extra: Any = None

@@ -17,6 +17,7 @@ from ..arrays.stateful import is_optimizer, load_exact_state
 from ..core.tree.flatten import flatten, replace_leaves, unflatten
 from ..core.tree.structure import DictNode, Structure, key_text, paths_of
 from ..errors import MismatchError
+from .hyperparameters import torch_options
 from .moments import MomentPlacement, build_state
 from .sources import RestoreSource, children_of, descend, leaves_below
 
@@ -137,7 +138,7 @@ def _check_groups(live: Any, path: str, saved: Structure) -> None:
     """Refuses a state of other groups, before anything changes.
 
     Raises:
-        MismatchError: of another number of groups, or of parameters in one.
+        MismatchError: of another number of groups, or of parameters in one, or with hyper-parameters of another class.
     """
     groups = children_of(descend(saved, ("param_groups",)))
     counts = [len(children_of(descend(group, ("params",)))) for group in groups.values()]
@@ -148,4 +149,14 @@ def _check_groups(live: Any, path: str, saved: Structure) -> None:
             expected=f"groups of {', '.join(map(str, wanted))} parameters, as the optimizer has",
             found=f"groups of {', '.join(map(str, counts))} in the checkpoint",
             hint="Make the optimizer with the groups that were saved; treeckpt.training matches parameters by name",
+        )
+    here = {name for group in live["param_groups"] for name in group}
+    foreign = sorted((torch_options() & {name for group in groups.values() for name in children_of(group)}) - here)
+    if foreign:
+        raise MismatchError(
+            f"{path}/param_groups",
+            expected="the hyper-parameters of the optimizer's class",
+            found=f"{', '.join(foreign)} in the checkpoint too",
+            hint="Make an optimizer of the class that was saved; treeckpt.training.restore with strict=False takes what "
+            "both have",
         )

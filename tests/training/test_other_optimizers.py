@@ -1,0 +1,152 @@
+"""What a restore does with the state of an optimizer of another class or with other options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import treeckpt as tc
+from treeckpt.training.moments import TORCH_MOMENTS
+
+Job = tuple[nn.Module, Any]
+
+
+def make(kind: Any, *, steps: int = 0, **options: Any) -> Job:
+    model = nn.Linear(4, 2)
+    job = model, kind(model.parameters(), **options)
+    for _ in range(steps):
+        step(job)
+    return job
+
+
+def step(job: Job) -> None:
+    model, optimizer = job
+    optimizer.zero_grad()
+
+    def loss() -> torch.Tensor:
+        value = model(torch.ones(3, 4)).square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+
+
+def state_names(optimizer: Any) -> set[str]:
+    return {name for own in optimizer.state.values() for name in own}
+
+
+def saved(path: Path, job: Job) -> Path:
+    tc.save(path, tc.training.state(*job))
+    return path
+
+
+def test_sgd_takes_nothing_of_adamw_but_the_options_that_both_have(tmp_path: Path) -> None:
+    path = saved(tmp_path / "adamw", make(torch.optim.AdamW, steps=1, lr=0.25))
+    model, optimizer = make(torch.optim.SGD, momentum=0.9, lr=0.1)
+    options = set(optimizer.param_groups[0])
+    report = tc.training.restore(path, model, optimizer, strict=False)
+    assert not state_names(optimizer) and set(optimizer.param_groups[0]) == options
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert set(report.unexpected) == {
+        *(
+            f"param_groups/values/{name}"
+            for name in ("betas", "eps", "amsgrad", "capturable", "decoupled_weight_decay")
+        ),
+        *(f"optimizer/{name}/{own}" for name in ("weight", "bias") for own in ("step", "exp_avg", "exp_avg_sq")),
+    }
+    step((model, optimizer))
+    assert state_names(optimizer) == {"momentum_buffer"}
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (torch.optim.SGD, torch.optim.AdamW),
+        (torch.optim.Rprop, torch.optim.Adagrad),
+        (torch.optim.AdamW, torch.optim.LBFGS),
+        (torch.optim.LBFGS, torch.optim.AdamW),
+        (torch.optim.ASGD, torch.optim.SGD),
+    ],
+)
+def test_a_step_works_after_the_state_of_another_class_was_left_out(tmp_path: Path, before: Any, now: Any) -> None:
+    job = make(now)
+    first = state_names(job[1])
+    report = tc.training.restore(saved(tmp_path / "other", make(before, steps=2)), *job, strict=False)
+    assert state_names(job[1]) == first and report.unexpected
+    step(job)
+
+
+def test_state_that_another_class_would_take_silently_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path / "adam", make(torch.optim.Adam, steps=1))
+    with pytest.raises(tc.MismatchError, match="not here: .*param_groups/values/amsgrad"):
+        tc.training.restore(path, *make(torch.optim.RAdam))
+
+
+def test_a_manager_resumes_without_the_state_of_another_class(tmp_path: Path) -> None:
+    with tc.Manager(tmp_path) as manager:
+        manager.save(1, tc.training.state(*make(torch.optim.Adam, steps=1)))
+    model, optimizer = make(torch.optim.SGD)
+    report = tc.Manager(tmp_path).resume(model, optimizer, strict=False)
+    assert report is not None and "optimizer/weight/exp_avg" in report.unexpected and not state_names(optimizer)
+
+
+def test_a_registered_optimizer_of_another_class_is_refused_before_it_changes(tmp_path: Path) -> None:
+    with tc.Manager(tmp_path) as manager:
+        manager.register("optimizer", make(torch.optim.AdamW, steps=1)[1])
+        manager.save(1)
+    optimizer = make(torch.optim.SGD)[1]
+    before = dict(optimizer.param_groups[0])
+    with tc.Manager(tmp_path) as manager:
+        manager.register("optimizer", optimizer)
+        with pytest.raises(tc.MismatchError, match="amsgrad, betas, .* in the checkpoint too"):
+            manager.restore()
+    assert not state_names(optimizer) and dict(optimizer.param_groups[0]) == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "moment"),
+    [(torch.optim.Adam, {"amsgrad": True}, "max_exp_avg_sq"), (torch.optim.SGD, {"momentum": 0.9}, "momentum_buffer")],
+)
+def test_an_option_is_restored_with_its_moment_unless_it_is_kept(
+    tmp_path: Path, kind: Any, option: dict[str, Any], moment: str
+) -> None:
+    path, (name, value) = saved(tmp_path / "with", make(kind, steps=1, **option)), *option.items()
+    model, optimizer = make(kind)
+    tc.training.restore(path, model, optimizer)
+    assert optimizer.param_groups[0][name] == value and moment in state_names(optimizer)
+    job = make(kind)
+    report = tc.training.restore(path, *job, keep=(name,))
+    assert moment not in state_names(job[1]) and set(report.ignored) == {
+        f"optimizer/{p}/{moment}" for p in ("weight", "bias")
+    }
+    step(job)
+
+
+def test_entries_that_schedulers_and_users_add_are_restored(tmp_path: Path) -> None:
+    job = make(torch.optim.AdamW, steps=1)
+    torch.optim.lr_scheduler.StepLR(job[1], 1)
+    job[1].param_groups[0]["scale"] = 0.5
+    for own in job[1].state.values():
+        own["ema"] = torch.full((2,), 7.0)
+    model, optimizer = make(torch.optim.AdamW)
+    report = tc.training.restore(saved(tmp_path / "own", job), model, optimizer)
+    group = optimizer.param_groups[0]
+    assert (group["initial_lr"], group["scale"]) == (0.001, 0.5) and not (report.unexpected or report.ignored)
+    assert all(own["ema"].tolist() == [7, 7] for own in optimizer.state.values())
+
+
+@pytest.mark.parametrize("kind", [one for one in vars(torch.optim).values() if isinstance(one, type)])
+def test_the_moments_of_every_class_of_torch_are_known(kind: Any) -> None:
+    if kind in (torch.optim.Optimizer, torch.optim.SparseAdam):
+        pytest.skip("makes no state of dense parameters")
+    options = {"amsgrad": True, "momentum": 0.9, "centered": True}
+    model = nn.Linear(4, 2, bias=False)
+    probe = kind(model.parameters())
+    job = model, kind(model.parameters(), **{k: v for k, v in options.items() if k in probe.param_groups[0]})
+    step(job)
+    step(job)
+    assert state_names(job[1]) <= TORCH_MOMENTS
