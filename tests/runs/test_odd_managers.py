@@ -268,3 +268,31 @@ def test_a_metric_may_be_a_tensor_that_requires_grad(tmp_path: Path) -> None:
     assert made.best("loss") == 1
     with pytest.raises(tc.TreeError, match="metrics/loss"):
         made.save(2, {"a": 1}, metrics={"loss": torch.ones(2, requires_grad=True)})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("keep", "text", "gone"),
+    [
+        ({}, "last:3", [1, 2]),
+        ({"keep": "every:2"}, "every:2", [1, 3]),
+        ({"keep": "steps:4"}, "steps:4", [1, 2, 3]),
+        ({"keep": "period:3600"}, "period:3600", [2, 3, 4]),
+        ({"keep": "best:loss last:1"}, "best:loss:min:1 last:1", [1, 2, 3]),
+    ],
+)
+@pytest.mark.parametrize("background", [True, False])
+def test_what_a_clean_up_removes_is_logged_with_the_policies(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, keep: dict[str, Any], text: str, gone: list[int], background: bool
+) -> None:
+    with tc.Manager(tmp_path, keep=None, background=False) as before:
+        for step in range(1, 5):
+            before.save(step, {"x": step}, metrics={"loss": float(-step)})
+    with caplog.at_level("INFO", "treeckpt"), tc.Manager(tmp_path, background=background, **keep) as manager:
+        manager.restore()
+        manager.save(5, {"x": 5})
+        manager.wait()
+        assert manager.clean().removed == ()
+    [line] = [one for one in caplog.records if "removed" in one.getMessage()]
+    names = ", ".join(f"step_{step:08d}" for step in gone)
+    assert line.levelname == "INFO"
+    assert line.getMessage() == f"{tmp_path}: keep={text!r} removed checkpoint (no policy keeps it): {names}"

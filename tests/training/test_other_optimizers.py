@@ -82,7 +82,7 @@ def test_a_step_works_after_the_state_of_another_class_was_left_out(tmp_path: Pa
 
 def test_state_that_another_class_would_take_silently_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path / "adam", make(torch.optim.Adam, steps=1))
-    with pytest.raises(tc.MismatchError, match="not here: .*param_groups/values/amsgrad"):
+    with pytest.raises(tc.MismatchError, match=r"not here: .*param_groups/values/amsgrad"):
         tc.training.restore(path, *make(torch.optim.RAdam))
 
 
@@ -102,7 +102,7 @@ def test_a_registered_optimizer_of_another_class_is_refused_before_it_changes(tm
     before = dict(optimizer.param_groups[0])
     with tc.Manager(tmp_path) as manager:
         manager.register("optimizer", optimizer)
-        with pytest.raises(tc.MismatchError, match="amsgrad, betas, .* in the checkpoint too"):
+        with pytest.raises(tc.MismatchError, match=r"amsgrad, betas, .* in the checkpoint too"):
             manager.restore()
     assert not state_names(optimizer) and dict(optimizer.param_groups[0]) == before
 

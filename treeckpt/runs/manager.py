@@ -80,7 +80,7 @@ class Manager(RegistrationMixin, RestoreMixin):
             else in it is ever touched.
         keep: a policy or several of `treeckpt.policy`, or their text, as "last:3 best:loss"; a number is
             `Last(number)`, None keeps everything. By default the last 3 of all in `run` stay, whoever saved them. The
-            newest, pinned and known damaged checkpoints are always kept.
+            newest, pinned and known damaged checkpoints are always kept. What is deleted is logged (INFO, `treeckpt`).
         every: steps between saves.
         seconds: seconds between saves, by rank 0's clock; a step is due by either interval.
         background: saves with `save_async`: `save` returns as soon as the tree may change.

@@ -1,7 +1,7 @@
 """The background saves of a manager on one rank, and the clean-up after each of them.
 
 The clean-up runs in a thread of its own, one at a time, so that deleting terabytes does not delay training. It never
-makes a save fail: what it could not do is logged.
+makes a save fail: what it could not do is logged, and what it removed (INFO).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ..core.format.file_names import step_name
 from ..errors import CheckpointError
 from ..saving.at_exit import forget_at_exit, reset_after_fork
 from ..saving.future import Pending
+from .policy_text import keep_text
 from .run import CleanReport, RunDirectory
 from .select import CheckpointSelector
 
@@ -208,9 +209,20 @@ class RetentionRunner:
 
     def _clean(self, *, dry_run: bool) -> CleanReport:
         pending = self._pending
-        return self.directory.clean(
+        report = self.directory.clean(
             self._policies, grace=self._grace, busy=pending.busy(), claim=pending.claim, dry_run=dry_run
         )
+        if report.removed and not dry_run:
+            names: dict[str, list[str]] = {}
+            for removal in report.removed:
+                names.setdefault(f"{removal.what} ({removal.reason})", []).append(removal.name)
+            _log.info(
+                "%s: keep=%r removed %s",
+                report.run,
+                keep_text(self._policies),
+                "; ".join(f"{what}: {', '.join(some)}" for what, some in names.items()),
+            )
+        return report
 
     def clean_now(self, *, dry_run: bool) -> CleanReport:
         """Waits for the clean-up that was started last, then cleans up."""

@@ -24,11 +24,15 @@ from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import Structure, key_text
 from .sources import RestoreSource, children_of, leaves_below
 
-_LBFGS_MOMENTS = frozenset("func_evals n_iter d t old_dirs old_stps ro al H_diag prev_flat_grad prev_loss".split())
-TORCH_MOMENTS = _LBFGS_MOMENTS | frozenset(
-    "step exp_avg exp_avg_sq max_exp_avg_sq exp_inf mu_product momentum_buffer square_avg grad_avg acc_delta sum prev "
-    "step_size eta mu ax row_var col_var variance".split()
-)
+# fmt: off
+_LBFGS_MOMENTS = frozenset({
+    "func_evals", "n_iter", "d", "t", "old_dirs", "old_stps", "ro", "al", "H_diag", "prev_flat_grad", "prev_loss",
+})
+TORCH_MOMENTS = _LBFGS_MOMENTS | {
+    "step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "mu_product", "momentum_buffer", "square_avg",
+    "grad_avg", "acc_delta", "sum", "prev", "step_size", "eta", "mu", "ax", "row_var", "col_var", "variance",
+}
+# fmt: on
 """The names of all moments that the classes of `torch.optim` create."""
 
 

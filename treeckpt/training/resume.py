@@ -157,6 +157,6 @@ def _check_groups(live: Any, path: str, saved: Structure) -> None:
             f"{path}/param_groups",
             expected="the hyper-parameters of the optimizer's class",
             found=f"{', '.join(foreign)} in the checkpoint too",
-            hint="Make an optimizer of the class that was saved; treeckpt.training.restore with strict=False takes what "
-            "both have",
+            hint="Make an optimizer of the class that was saved; treeckpt.training.restore with strict=False takes "
+            "what both have",
         )
