@@ -218,8 +218,12 @@ def fit_safetensors(contents: Contents) -> FittedContents:
         if tie.view is not None:
             fit.note(path, f"a view of {tie.of}", "a copy")
     whole = {path: tie for path, tie in ties.items() if tie.view is None}
+    tied = [
+        Finding(path, "each array by itself", f"a tie of {tie.of}", "a name in the file's metadata, no tensor")
+        for path, tie in whole.items()
+    ]
     kept = {path: names[path] for path, leaf in contents.leaves if leaf is not None}
-    return FittedContents(fit.with_findings(contents), whole, kept)
+    return FittedContents(fit.with_findings(contents, *tied), whole, kept)
 
 
 def refuse_losses(contents: Contents, name: str) -> None:
