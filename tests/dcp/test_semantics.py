@@ -6,6 +6,7 @@ Rows about several ranks are in tests/multirank/dcp_cases.py.
 from __future__ import annotations
 
 import io
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,32 @@ def test_errors_are_checkpoint_exceptions_with_the_cause(form: str, tmp_path: Pa
         assert isinstance(caught.value.failures[0][0], tc.CheckpointNotFound)
     with pytest.raises(CheckpointException):
         FORMS[form][0]({"a": lambda: 0}, checkpoint_id=tmp_path / "one")
+
+
+def test_the_error_of_a_missing_path_is_printed_without_frames_of_this_package(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException) as caught:
+        treeckpt.dcp.load({"a": 0}, checkpoint_id=tmp_path / "none", no_dist=True)
+    [(error, frames)] = caught.value.failures.values()
+    assert isinstance(error, tc.CheckpointNotFound) and not frames and error.__traceback__ is not None
+    printed = "".join(traceback.format_exception(caught.value))
+    assert printed.count("Traceback") == 2 and "ended_together" not in printed.partition("CheckpointException")[2]
+    assert "FileNotFoundError" not in printed and printed.count(str(error)) == 1
+
+
+def test_the_error_of_a_state_dict_is_printed_with_its_frames_and_causes(tmp_path: Path) -> None:
+    class Broken:
+        def state_dict(self) -> Any:
+            try:
+                return {}["mine"]
+            except KeyError as error:
+                raise ValueError("no state") from error
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    with pytest.raises(CheckpointException) as caught:
+        treeckpt.dcp.load({"a": Broken()}, checkpoint_id=tmp_path / "none", no_dist=True)
+    printed = "".join(traceback.format_exception(caught.value))
+    assert "KeyError: 'mine'" in printed and 'raise ValueError("no state")' in str(caught.value)
 
 
 @each

@@ -11,10 +11,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.api import _wrap_exception as with_trace
 
 from .. import errors
-from ..errors import CheckpointExists, RankError, TreeckptError
+from ..errors import CheckpointExists, CheckpointNotFound, MismatchError, RankError, TreeckptError
 from ..io.comm.collective import gather_errors
 from ..io.comm.comm import Comm
 from ..io.comm.failures import Fault
+
+_PLAIN = CheckpointExists, CheckpointNotFound, MismatchError
+"""Errors whose text says all: they are printed without the frames and causes, which the error object keeps."""
 
 
 def exception_of(what: str, error: Exception, rank: int) -> CheckpointException:
@@ -26,10 +29,10 @@ def exception_of(what: str, error: Exception, rank: int) -> CheckpointException:
     """
     if isinstance(error, CheckpointExists):
         error.add_hint("Checkpoint already exists and self.overwrite=False")  # in DCP's words, which programs look for
-    failures: dict[int, Any] = {rank: with_trace(error)}
+    failures: dict[int, Any] = {rank: _with_frames(error)}
     if isinstance(error, RankError):
         failures = {at: (RuntimeError(cause), StackSummary()) for at, cause in error.ranks.items()}
-        failures[rank if rank in failures else min(failures, default=rank)] = with_trace(error)
+        failures[rank if rank in failures else min(failures, default=rank)] = _with_frames(error)
     return CheckpointException(what, failures)
 
 
@@ -39,7 +42,7 @@ def converted(what: str, rank: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise exception_of(what, error, rank) from error
+        raise exception_of(what, error, rank) from _cause(error)
 
 
 @contextlib.contextmanager
@@ -59,8 +62,17 @@ def ended_together(what: str, topic: str, comm: Comm) -> Iterator[None]:
     if faults:
         failures: dict[int, Any] = {fault.rank: (_error_of(fault), StackSummary()) for fault in faults}
         if error is not None:
-            failures[comm.rank] = with_trace(error)
-        raise CheckpointException(what, failures) from error
+            failures[comm.rank] = _with_frames(error)
+        raise CheckpointException(what, failures) from _cause(error)
+
+
+def _with_frames(error: Exception) -> Any:
+    """Returns an error as `CheckpointException` takes it: with its frames, where they are printed."""
+    return (error, StackSummary()) if isinstance(error, _PLAIN) else with_trace(error)
+
+
+def _cause(error: Exception | None) -> Exception | None:
+    return None if isinstance(error, _PLAIN) else error
 
 
 def _error_of(fault: Fault) -> Exception:
