@@ -18,7 +18,9 @@ from ..errors import CheckpointError, MismatchError
 from ..foreign.checksums import ArchiveStorages
 from ..io.comm.comm import Comm, as_comm
 from ..io.storage.bucket import check_path
+from ..io.storage.counting_store import CountedStores, OnBytesRead
 from ..io.storage.store import Store
+from ..loading.overlay import globs_of
 from ..loading.transforms import Renaming, Rule, Transforms, as_rules
 from . import contents as choosing
 from .cast import cast_floats
@@ -107,6 +109,7 @@ class ConvertOptions(TypedDict, total=False):
     overwrite: bool
     step: int | None
     comm: Any
+    on_read: OnBytesRead | None
 
 
 class _Options(msgspec.Struct, frozen=True):
@@ -149,6 +152,7 @@ def convert(
     overwrite: bool = False,
     step: int | None = None,
     comm: Any = None,
+    on_read: OnBytesRead | None = None,
 ) -> ConvertReport:
     """Writes a checkpoint in another format. Call it on every rank: they share the bytes.
 
@@ -176,6 +180,8 @@ def convert(
         overwrite: replaces a file, or a checkpoint of ours. Other directories are never replaced.
         step: of training, kept in a checkpoint of ours; by default that of the destination's name, or of the source.
         comm: as in `save`; "alone" writes in this process without talking.
+        on_read: takes the bytes that this process has read after each read, and those that it will read, None if that
+            is not known: before the tree is read, and where several ranks share the bytes. Any thread calls it.
 
     Raises:
         CheckpointNotFound, FormatError, CorruptError: the state of the source, or views in it that would be written as
@@ -187,19 +193,21 @@ def convert(
     text = os.fspath(destination)
     to, directory = _format(text, to)
     budget, limit = _sizes(to, directory, memory, max_shard_size)
-    tree = (_globs(select), _globs(exclude), subtree, as_rules(rename, transforms), hub_names)
+    tree = (globs_of(select) or (), globs_of(exclude) or (), subtree, as_rules(rename, transforms), hub_names)
     options = _Options(text, to, directory, dtype, limit, budget, *tree, lossy, dry_run, overwrite, step)
-    return _convert(source, options, as_comm(comm))
+    return _convert(source, options, as_comm(comm), CountedStores(on_read))
 
 
-def _convert(source: AnyPath | Store, options: _Options, comm: Comm) -> ConvertReport:
+def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: CountedStores) -> ConvertReport:
     """Opens the source, selects and casts its leaves, checks what the format can hold, and writes."""
     begin = time.perf_counter()
     kind, storages, dry_run = detect(source), ArchiveStorages(alone=comm.size == 1), options.dry_run
-    with open_source(source, kind, storages, options.exclude) as found:
+    with open_source(source, kind, storages, options.exclude, counted) as found:
         kept = choosing.exclude(found, options.exclude)
         chosen = choosing.subtree(choosing.select(kept, options.select), options.subtree)
         chosen = _transformed(chosen, options, storages)
+        if comm.size == 1 and not dry_run:
+            counted.expect(lambda: own_nbytes(chosen))
         if options.to in ("torch", "dcp"):
             chosen = with_state_dicts(chosen, numbered=options.to == "torch")
         cast = cast_floats(chosen, options.dtype, storages) if options.dtype is not None else chosen
@@ -301,10 +309,6 @@ def _sizes(to: str, directory: bool, memory: int | str, max_shard_size: int | st
             hint="Leave the suffix away to get a directory" if to == "safetensors" else "Leave it out",
         )
     return budget, _bytes(max_shard_size, "max_shard_size")
-
-
-def _globs(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
 
 
 def _bytes(size: int | str, name: str) -> int:

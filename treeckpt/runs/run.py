@@ -39,7 +39,7 @@ from ..io.storage.metadata_files import NewestIndex
 from ..io.storage.open import open_folder, open_run
 from ..io.storage.reader_leases import has_readers
 from ..io.storage.run_store import Folder, LocalRun, RunStore
-from .catalog import read_info, read_infos, read_marks
+from .catalog import OnRead, read_info, read_infos, read_marks
 from .checkpoint_info import CheckpointInfo, in_listing_order, loadable_text
 from .stat_cache import LruStatCache, StatCache
 
@@ -217,6 +217,7 @@ class RunDirectory:
         busy: Set[str] = frozenset(),
         claim: Callable[[str], AbstractContextManager[bool]] | None = None,
         dry_run: bool = False,
+        on_removal: OnRead = lambda done, total: None,
     ) -> CleanReport:
         """Deletes checkpoints that no policy keeps and files that crashed saves left.
 
@@ -225,23 +226,19 @@ class RunDirectory:
             busy: names of the directories in which this process is saving.
             claim: entered around each removal with the directory's name; gives False if a save has started there.
             dry_run: only reports what would be done.
+            on_removal: takes before each removal how many are done, and how many are planned.
         """
         facts = [self._fact(info, folder) for folder, info in self._read_infos()]
         plan = plan_cleanup(facts, policies, deletion_times(self._clock(), grace), busy=frozenset(busy))
         planned = CleanReport(
-            self.url,
-            plan.kept,
-            plan.removals,
-            plan.left,
-            warnings=plan.warnings,
-            abandoned=plan.abandoned,
-            foreign=plan.foreign,
+            self.url, plan.kept, plan.removals, plan.left, (), plan.warnings, dry_run, plan.abandoned, plan.foreign
         )
         if dry_run:
-            return msgspec.structs.replace(planned, dry_run=True)
+            return planned
         removed: list[Removal] = []
         left, failed = list(plan.left), list[RetainedDirectory]()
-        for removal in plan.removals:
+        for number, removal in enumerate(plan.removals):
+            on_removal(number, len(plan.removals))
             try:
                 with claim(removal.name) if claim is not None else contextlib.nullcontext(True) as free:
                     why = self.remove_directory(removal, grace) if free else "it is being saved"
