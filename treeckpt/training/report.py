@@ -26,7 +26,7 @@ class RestoreReport(msgspec.Struct, frozen=True):
     loaded: int
     """Leaves of models, optimizers and extra that were filled."""
     nbytes: int
-    """Bytes of the requested arrays, with those of an `extra` that comes back here."""
+    """Bytes of the requested arrays, with those of extra states of modules and of an `extra` that comes back here."""
     read_nbytes: int
     """Bytes of arrays that this rank read."""
     seconds: float
@@ -46,7 +46,8 @@ class RestoreReport(msgspec.Struct, frozen=True):
     loader: Any = None
     """The loader's state, if `loader` cannot load it itself."""
     extra: Any = None
-    """The saved tree, or the given one, filled; None where it was turned down or not selected."""
+    """The saved tree, or the given one, filled; None where it was turned down or not selected. It is read with all else:
+    checked before anything changes, and not lost with the checkpoint."""
     dropped: tuple[str, ...] = ()
     """Leaves that a rule dropped, by their names in the checkpoint."""
     renamed: tuple[tuple[str, str], ...] = ()
