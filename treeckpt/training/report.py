@@ -46,8 +46,8 @@ class RestoreReport(msgspec.Struct, frozen=True):
     loader: Any = None
     """The loader's state, if `loader` cannot load it itself."""
     extra: Any = None
-    """The saved tree, or the given one, filled; None where it was turned down or not selected. It is read with all else:
-    checked before anything changes, and not lost with the checkpoint."""
+    """The saved tree, or the given one, filled; None where it was turned down or not selected. It is read with the
+    rest: checked before anything changes, and not lost with the checkpoint."""
     dropped: tuple[str, ...] = ()
     """Leaves that a rule dropped, by their names in the checkpoint."""
     renamed: tuple[tuple[str, str], ...] = ()
