@@ -24,7 +24,7 @@ from ..loading.overlay import globs_of
 from ..loading.transforms import Renaming, Rule, Transforms, as_rules
 from . import contents as choosing
 from .cast import cast_floats
-from .contents import Contents, Finding, tree_of
+from .contents import Contents, ConvertReport, Finding, tree_of
 from .format_fit import (
     NOTHING,
     FittedContents,
@@ -54,42 +54,6 @@ _SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".b
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20,
           "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
 AnyPath = str | os.PathLike[str]
-
-
-class ConvertReport(msgspec.Struct, frozen=True):
-    """The result of a conversion, or of a dry run.
-
-    >>> len(tc.convert.convert("run/step_00000100", "model.safetensors", dry_run=True).losses)
-    1
-    """
-
-    source: str
-    destination: str
-    source_format: str
-    format: str
-    leaves: int
-    """Number of leaves that are written; in a dry run, that would be."""
-    arrays: int
-    nbytes: int
-    """Bytes of all arrays, each as often as it stands in the tree."""
-    files: tuple[str, ...]
-    written_nbytes: int
-    """Bytes of array data that this rank wrote."""
-    notes: tuple[Finding, ...]
-    """Changes of form without loss."""
-    losses: tuple[Finding, ...]
-    """Leaves that are left out or changed: only with `lossy`, and in a dry run."""
-    dry_run: bool
-    seconds: float
-
-    def __str__(self) -> str:
-        did = "would convert" if self.dry_run else "converted"
-        rows = [
-            f"{did} {self.source} ({self.source_format}) to {self.destination} ({self.format}): "
-            f"{self.leaves} leaves, {self.nbytes} bytes, {len(self.files)} files"
-        ]
-        rows += [f"  lost  {finding}" for finding in self.losses]
-        return "\n".join(rows + [f"  note  {finding}" for finding in self.notes])
 
 
 class ConvertOptions(TypedDict, total=False):
@@ -173,19 +137,16 @@ def convert(
         select, exclude: globs over paths, and all below them. What is excluded need not be readable without running
             code; as an element of a list or tuple it becomes None, so that the others stay where they are.
         subtree: a path: what is below it is the tree, and its names begin there.
-        rename, transforms: as in `load`; names are those below `subtree`.
+        rename, transforms, comm: as in `load` and `save`; names are those below `subtree`.
         hub_names: a model of transformers, or its config, whose `save_pretrained` gives names and layouts to its state.
         lossy: goes without what the format cannot hold, instead of refusing it.
         dry_run: writes nothing; the report says what would be lost, and what changes its form.
         overwrite: replaces a file, or a checkpoint of ours. Other directories are never replaced.
         step: of training, kept in a checkpoint of ours; by default that of the destination's name, or of the source.
-        comm: as in `save`; "alone" writes in this process without talking.
-        on_read: takes the bytes that this process has read after each read, and those that it will read, None if that
-            is not known: before the tree is read, and where several ranks share the bytes. Any thread calls it.
+        on_read: takes the bytes that were read, and those to read, None where several ranks share them; of any thread.
 
     Raises:
-        CheckpointNotFound, FormatError, CorruptError: the state of the source, or views in it that would be written as
-            far more bytes than it has.
+        CheckpointNotFound, FormatError, CorruptError: the state of the source, or views in it of far more bytes.
         TreeError: what cannot be read without running code, or what the format cannot hold.
         MismatchError: arguments that do not fit the source, or values that a cast would turn into infinity.
         CheckpointExists: there is something at the destination.

@@ -20,14 +20,7 @@ from contextlib import AbstractContextManager
 
 import msgspec
 
-from ..core.analysis.deletion import (
-    CleanupPlan,
-    Removal,
-    RetainedDirectory,
-    StepDirectory,
-    foreign_files,
-    plan_cleanup,
-)
+from ..core.analysis.deletion import CleanupPlan, Removal, RetainedDirectory, StepDirectory, foreign_files, plan_cleanup
 from ..core.analysis.retention_policy import Policy
 from ..core.format.file_names import PIN_NAME, check_step, deleted_name, is_step_name, step_name, step_of
 from ..core.format.index import INDEX_NAME
@@ -45,24 +38,29 @@ from .stat_cache import LruStatCache, StatCache
 
 
 class CleanReport(msgspec.Struct, frozen=True):
-    """The result of a clean-up, or with `dry_run` its plan."""
+    """The result of a clean-up, or with `dry_run` its plan.
+
+    Attributes:
+        run: its path or URL.
+        kept: the steps that are kept, with the reasons.
+        removed: what was removed, and why.
+        left: what is kept for now, and why.
+        failed: what could not be removed, and why.
+        warnings: problems of the policies: a metric that no checkpoint has.
+        dry_run: whether nothing was removed: then `removed` lists what would be.
+        abandoned: kept steps that are on abandoned branches: the newest checkpoint does not descend from them.
+        foreign: files in steps' directories that treeckpt did not write, by the name of the directory; they stay.
+    """
 
     run: str
     kept: dict[int, tuple[str, ...]]
-    """The steps that are kept, with the reasons."""
     removed: tuple[Removal, ...]
     left: tuple[RetainedDirectory, ...]
-    """What is kept for now, and why."""
     failed: tuple[RetainedDirectory, ...] = ()
-    """What could not be removed, and why."""
     warnings: tuple[str, ...] = ()
-    """Problems of the policies: a metric that no checkpoint has."""
     dry_run: bool = False
-    """Whether nothing was removed: then `removed` lists what would be."""
     abandoned: tuple[int, ...] = ()
-    """Kept steps that are on abandoned branches: the newest checkpoint does not descend from them."""
     foreign: dict[str, tuple[str, ...]] = {}
-    """Files in steps' directories that treeckpt did not write, by the name of the directory; they stay."""
 
     @property
     def nbytes(self) -> int:
