@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from ..arrays.stateful import is_stateful
+from ..core.option_names import checks_options
 from ..core.tree.flatten import PerRank
 from ..core.tree.structure import PerRankNode, key_text
 from ..errors import MismatchError
@@ -57,6 +58,7 @@ from .user_state import compare_extra, loader_actions
 _log = logging.getLogger("treeckpt")
 
 
+@checks_options
 def restore(
     source: Any,
     model: Modules,
@@ -111,9 +113,8 @@ def restore(
         As `treeckpt.load_into`; TreeError for an optimizer with parameters that are not the model's.
     """
     comm, rules = as_comm(comm, sends_messages=False), rules_of(rename, transforms, under, from_root=from_root)
-    select, exclude = globs_of(select), globs_of(exclude)
-    options = LoadOptions(select, "missing" if strict is True and partial else strict, cast, exclude=exclude,
-        verify=verify, allow_pickle=allow_pickle, read=read, rules=rules)  # fmt: skip
+    options = LoadOptions(globs_of(select), "missing" if strict is True and partial else strict, cast,
+        exclude=globs_of(exclude), verify=verify, allow_pickle=allow_pickle, read=read, rules=rules)  # fmt: skip
     targets = RestoreTargets(model, optimizer, scheduler, loader, rng, extra, tuple(keep), world_changed, device)
     run = functools.partial(_restore, comm=comm, targets=targets, options=options, under=under, from_root=from_root)
     return on_versions(source, run, together=read == "once") if is_stored(source) else run(source)
@@ -314,8 +315,7 @@ class _Restore:
         if optimizer is not None:
             of = next((plan.of for plan in reversed(self.plans) if plan.prefix == optimizer.prefix), {})
             state = from_groups(state, optimizer.groups, of, path=path)
-        unused = unused_entries(scheduler, state, (self.source.url, path), warn=self.comm.rank == 0)
-        self.ignored += unused
+        self.ignored += unused_entries(scheduler, state, (self.source.url, path), warn=self.comm.rank == 0)
         self.last.append(functools.partial(scheduler.load_state_dict, state))
 
     def check_keys(self) -> None:
