@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import ipaddress
 import os
 import secrets
@@ -95,6 +96,7 @@ def serve(
     )
     # threads that read directories and indexes must not delay answers: by default each runs for 5 ms at a time
     sys.setswitchinterval(0.001)
+    gc.freeze()  # modules and routes stay for good: each full collection would visit them, for some 40 ms
     with listening:
         if started is None:
             _announce(address, host, port)
