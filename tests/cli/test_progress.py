@@ -20,6 +20,7 @@ COMMANDS = [
     ("verifying", "verify", "RUN/step_00000001", "--repair"),
     ("comparing", "diff", "RUN/step_00000001", "RUN/step_00000001", "--values"),
     ("deleting", "gc", "RUN", "--keep-last", "1"),
+    ("applying the rules", "show", "RUN/step_00000001", "--rules", "RUN.rules"),
     ("reading values", "show", "RUN/step_00000001", "model/wte.weight"),
     ("reading the shards", "rebuild-index", "RUN/step_00000001", "--replace"),
     ("converting", "convert", "RUN/step_00000001", "RUN-converted", "--to", "treeckpt", "--overwrite"),
@@ -37,6 +38,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def run(tmp_path):
     write_checkpoint(tmp_path / "run" / "step_00000001", gpt_state(layers=1), step=1)
+    (tmp_path / "run.rules").write_text("model/* -> m/*")
     return tmp_path / "run"
 
 

@@ -143,7 +143,7 @@ def convert(
         dry_run: writes nothing; the report says what would be lost, and what changes its form.
         overwrite: replaces a file, or a checkpoint of ours. Other directories are never replaced.
         step: of training, kept in a checkpoint of ours; by default that of the destination's name, or of the source.
-        on_read: takes the bytes that were read, and those to read, None where several ranks share them; of any thread.
+        on_read: takes the bytes that were read and those to read (None where ranks share them), from any thread.
 
     Raises:
         CheckpointNotFound, FormatError, CorruptError: the state of the source, or views in it of far more bytes.

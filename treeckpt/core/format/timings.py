@@ -29,7 +29,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An interval of one rank's time.
 
     Attributes:
-        name: the phase: "save", "flatten", "plan", "agree", "write", "hash", "fsync", "gather", "publish" .
+        name: the phase: "save", "flatten", "plan", "agree", "write", "hash", "fsync", "gather", "publish" ...
         rank: whose time it is.
         start_ns: Unix time at which it began, in nanoseconds.
         stop_ns: Unix time at which it ended.
