@@ -11,6 +11,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -98,10 +99,7 @@ def serve(
     sys.setswitchinterval(0.001)
     gc.freeze()  # modules and routes stay for good: each full collection would visit them, for some 40 ms
     with listening:
-        if started is None:
-            _announce(address, host, port)
-        else:
-            started(address)
+        (started or partial(_announce, host=host, port=port))(address)
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listening])
     return 0
