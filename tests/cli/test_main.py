@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,7 +24,7 @@ from treeckpt.cli.command import EXIT_CODES
 from treeckpt.cli.listing import LEFT_OUT_FIRST
 from treeckpt.cli.main import main, new_parser
 from treeckpt.core.format.index import INDEX_NAME
-from treeckpt.runs.verification import this_user
+from treeckpt.runs.verification import VerificationStore, this_user
 from treeckpt_dashboard.web.server import _announce
 
 
@@ -234,7 +235,9 @@ def test_bad_checkpoints_are_one_message_and_code_1(cli, run, name):
     assert text.startswith("treeckpt: ") and name in text
 
 
-@pytest.mark.parametrize("command", ["verify", "verify --repair", "show", "trace --out t", "rebuild-index", "diff b"])
+@pytest.mark.parametrize(
+    "command", ["verify --repair", "verify --statistics", "show", "trace --out t", "rebuild-index", "diff b"]
+)
 def test_a_run_in_the_place_of_a_checkpoint_is_wrong_use_that_names_one(cli, run, tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     text = cli(*command.split(), run, code=2)
@@ -264,6 +267,40 @@ def test_verify_tells_intact_from_changed(cli, run, tmp_path):
     shard.write_bytes(data)
     report = json.loads(cli("verify", "--json", tmp_path / "c", code=1))
     assert report["ok"] is False and shard.name in json.dumps(report)
+
+
+def test_verify_of_a_run_prints_a_line_for_each_checkpoint_newest_first(cli, run, tmp_path, monkeypatch):
+    monkeypatch.setenv("TREECKPT_CACHE", str(tmp_path / "cache"))
+    lines = cli("verify", run, code=1).splitlines()
+    newest = [600, 500, 200, 100]
+    assert [line.partition(":")[0] for line in lines[:4]] == [str(run / f"step_{step:08d}") for step in newest]
+    assert "2 problems; shard-" in lines[0] and "1 problem; index.json: " in lines[1]
+    assert lines[2].endswith(": intact") and lines[3].endswith(": intact")
+    assert lines[4:] == ["not verified, as they have no index: step_00000400, step_00000300"]
+    found = json.loads(cli("verify", "--json", run, code=1))
+    assert [one["ok"] for one in found] == [False, False, True, True]
+    assert [one["report"]["path"] for one in found] == [str(run / f"step_{step:08d}") for step in newest]
+    assert "complete, verified" in cli("ls", run)
+    for step in (1, 2):
+        write_checkpoint(tmp_path / "good" / f"step_{step:08d}", {"a": step}, step=step)
+    assert len(cli("verify", tmp_path / "good").splitlines()) == 2
+
+
+def test_verify_of_a_run_goes_on_where_a_checkpoint_is_deleted_meanwhile(cli, tmp_path, monkeypatch):
+    monkeypatch.setenv("TREECKPT_CACHE", str(tmp_path / "cache"))
+    for step in (1, 2):
+        write_checkpoint(tmp_path / "run" / f"step_{step:08d}", {"a": step}, step=step)
+    record = VerificationStore.record
+
+    def record_and_delete(*arguments):
+        record(*arguments)
+        shutil.rmtree(tmp_path / "run" / "step_00000001", ignore_errors=True)
+
+    monkeypatch.setattr(VerificationStore, "record", record_and_delete)
+    lines = cli("verify", tmp_path / "run").splitlines()
+    assert lines[0].endswith(": intact") and lines[1:] == [
+        "not verified, as they were deleted meanwhile: step_00000001"
+    ]
 
 
 def test_diff(cli, run):

@@ -1,20 +1,25 @@
-"""The commands `verify` and `rebuild-index`: compare a checkpoint with its checksums, and repair it."""
+"""The commands `verify` and `rebuild-index`: compare checkpoints with their checksums, and repair one."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from .. import api
+from ..core.format.file_names import is_step_name
+from ..core.format.index import INDEX_NAME
 from ..core.numbers.unusual import reason_of
 from ..core.text import bytes_text, seconds_text
+from ..errors import CheckpointNotFound, CorruptError, FormatError
 from ..io.storage.open import open_folder, open_store
 from ..io.storage.store import Store
 from ..report.terminal import print_json, print_line, print_table
-from ..reports import VerifyReport
+from ..reports import Problem, VerifyReport
 from ..runs import catalog
+from ..runs.checkpoint_info import CheckpointInfo
 from ..runs.progress_bar import stores_bar
 from ..runs.statistics_store import StatisticsStore
 from ..runs.verification import (
@@ -35,25 +40,26 @@ _STATISTICS = "NaN, infinity, norm, mean, deviation and range of every array, fr
 def add_verify(commands: Commands) -> None:
     """Adds `verify`."""
     verify = commands.add("verify", _verify, "read everything and compare it with its checksums", progress=True)
-    verify.add_argument("checkpoint", metavar="CKPT")
+    verify.add_argument("checkpoint", metavar="CKPT", help="or a RUN: each of its checkpoints, newest first")
     also = verify.add_mutually_exclusive_group()
     also.add_argument("--repair", action="store_true", help="make again what can be, and say what is lost")
     also.add_argument("--statistics", action="store_true", help=_STATISTICS)
 
 
 def _verify(options: argparse.Namespace) -> int:
-    shown = progress_of(options)
-    nbytes = None if shown is False else catalog.read_info(options.checkpoint, follow=True).nbytes
+    shown, path = progress_of(options), options.checkpoint
+    if not (options.repair or options.statistics or catalog.is_checkpoint(path)) and catalog.run_exists(path):
+        found = [info for info in catalog.scan(path) if info.status != "foreign" and is_step_name(info.name)]
+        if any(info.status != "partial" for info in found):
+            return _verify_run(options, found)
+    nbytes = None if shown is False else catalog.read_info(path, follow=True).nbytes
     with stores_bar("verifying", nbytes, shown=shown) as counted:
-        report = _verified(options, counted)
-    rows = _statistics(options.checkpoint) if options.statistics and report.ok else None
+        report = _verified(path, options, counted)
+    rows = _statistics(path) if options.statistics and report.ok else None
     if options.json:
         print_json({"ok": report.ok, "report": report} | ({} if rows is None else {"statistics": rows}))
         return 0 if report.ok else 1
-    state = "intact" if report.ok else f"{len(report.problems)} problem{'s' * (len(report.problems) > 1)}"
-    took = seconds_text(report.seconds)
-    amount = bytes_text(report.nbytes) + " intact" * (not report.ok)
-    print_line(f"{options.checkpoint}: {report.files} shards, {amount} in {took}: {state}")
+    print_line(_line(path, report))
     for repair in report.repairs:
         print_line(f"  repaired {repair}", "yellow")
     for problem in report.problems:
@@ -63,7 +69,7 @@ def _verify(options: argparse.Namespace) -> int:
     if report.leftovers:
         nbytes = sum(one.nbytes for one in report.leftovers)
         text = f"{len(report.leftovers)} files of {bytes_text(nbytes)}: the next save there removes what is dead"
-        print_line(f"  left over: {text}, and so does treeckpt gc {options.checkpoint}", "yellow")
+        print_line(f"  left over: {text}, and so does treeckpt gc {path}", "yellow")
     if options.repair and report.lost:
         more = f" and {len(report.lost) - SHOWN} more; --json gives all" if len(report.lost) > SHOWN else ""
         print_line(f"  lost: {', '.join(path or '<root>' for path in report.lost[:SHOWN])}{more}", "red")
@@ -72,13 +78,46 @@ def _verify(options: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def _verified(options: argparse.Namespace, counted: Callable[[Store], Store]) -> VerifyReport:
+def _line(path: str, report: VerifyReport) -> str:
+    state = "intact" if report.ok else f"{len(report.problems)} problem{'s' * (len(report.problems) > 1)}"
+    amount = bytes_text(report.nbytes) + " intact" * (not report.ok)
+    return f"{path}: {report.files} shards, {amount} in {seconds_text(report.seconds)}: {state}"
+
+
+def _verify_run(options: argparse.Namespace, infos: Sequence[CheckpointInfo]) -> int:
+    """Verifies the checkpoints of a run that have an index, and prints a line for each."""
+    whole, reports = [info for info in infos if info.status != "partial"], dict[str, VerifyReport]()
+    total = sum(info.nbytes or 0 for info in whole)
+    with stores_bar(f"verifying {len(whole)} checkpoints", total, shown=progress_of(options)) as counted:
+        for info in whole:
+            with contextlib.suppress(CheckpointNotFound):  # it was deleted meanwhile
+                try:
+                    reports[info.path] = _verified(info.path, options, counted)
+                except (CorruptError, FormatError) as error:
+                    reports[info.path] = VerifyReport(info.path, 0, 0, (Problem(INDEX_NAME, f"{error}"),), 0.0)
+    ok = all(report.ok for report in reports.values())
+    if options.json:
+        print_json([{"ok": report.ok, "report": report} for report in reports.values()])
+        return 0 if ok else 1
+    for path, report in reports.items():
+        problems = "".join(f"; {problem.file}: {problem.text}" for problem in report.problems[:1])
+        print_line(_line(path, report) + problems, "" if report.ok else "red")
+    for what, some in (
+        ("have no index", [info for info in infos if info.status == "partial"]),
+        ("were deleted meanwhile", [info for info in whole if info.path not in reports]),
+    ):
+        if some:
+            print_line(f"not verified, as they {what}: {', '.join(info.name for info in some)}", "yellow")
+    return 0 if ok else 1
+
+
+def _verified(path: str, options: argparse.Namespace, counted: Callable[[Store], Store]) -> VerifyReport:
     """Verifies a checkpoint, and keeps the result for the dashboard and for `ls`."""
-    by, folder = this_user("treeckpt verify"), open_folder(options.checkpoint)
-    store = counted(open_store(options.checkpoint))
+    by, folder = this_user("treeckpt verify"), open_folder(path)
+    store = counted(open_store(path))
     if options.repair:
         report = api.verify(store, repair=True)
-        save_id = api.inspect(options.checkpoint).save_id
+        save_id = api.inspect(path).save_id
         entries = folder.listed().entries()  # as the repair left them
         verification = verification_of(report, save_id, fingerprint_of(entries, save_id), by)
     else:
