@@ -280,7 +280,8 @@ def test_verify_of_a_run_prints_a_line_for_each_checkpoint_newest_first(cli, run
     found = json.loads(cli("verify", "--json", run, code=1))
     assert [one["ok"] for one in found] == [False, False, True, True]
     assert [one["report"]["path"] for one in found] == [str(run / f"step_{step:08d}") for step in newest]
-    assert "complete, verified" in cli("ls", run)
+    verified = {one["step"]: one["verification"] for one in json.loads(cli("ls", "--json", run))}
+    assert verified[200]["complete"] and not verified[200]["problems"]
     for step in (1, 2):
         write_checkpoint(tmp_path / "good" / f"step_{step:08d}", {"a": step}, step=step)
     assert len(cli("verify", tmp_path / "good").splitlines()) == 2

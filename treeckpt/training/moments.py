@@ -143,7 +143,7 @@ def expected_moments(optimizer: Any, group: Mapping[str, Any], parameter: Tensor
     return frozenset(probe.state.get(tiny, {}))
 
 
-def foreign_moments(optimizer: Any, saved: Iterable[Any], expected: frozenset[Any] | None) -> set[Any]:
+def foreign_moments(optimizer: Any, saved: Iterable[Any], expected: frozenset[Any] | None) -> frozenset[Any]:
     """Returns the saved moments that other classes or options of torch's optimizers create, and this one does not.
 
     Args:
@@ -151,4 +151,4 @@ def foreign_moments(optimizer: Any, saved: Iterable[Any], expected: frozenset[An
     """
     if type(optimizer) is torch.optim.LBFGS:
         expected = _LBFGS_MOMENTS
-    return set() if expected is None else TORCH_MOMENTS.intersection(saved) - expected
+    return frozenset() if expected is None else TORCH_MOMENTS.intersection(saved) - expected
