@@ -257,7 +257,7 @@ def test_importing_the_demo_imports_no_torch():
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A run of 4 steps, the fewest: 20 s on two cores."""
+    """A run of 4 steps, the fewest."""
     run = tmp_path_factory.mktemp("demo") / "run"
     command = [sys.executable, "-m", "treeckpt.demo", "--run", str(run), "--steps", "4", "--no-serve"]
     environment = os.environ | {"COLUMNS": "80"}
