@@ -35,19 +35,28 @@ LONGEST = (
     "bench/test_bench.py",
     "demo/test_demo.py",
     "test_notebooks.py",
-    "crash",
-    "browser",
 )
-"""Files and folders that a worker begins with, and not at the very end."""
+"""Files that a worker begins with, and not at the very end."""
+SHORT = ("core", "dashboard")
+"""Folders of files that take a second each, which fill up the end."""
+WAITING = ("browser", "crash", "io/comm")
+"""Folders whose tests wait for longer than they compute: one after the other they leave processors idle."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sorts the files: the longest first, the short ones last, and those that wait spread over what is before these."""
     places = {item: item.path.relative_to(ROOT).as_posix() for item in items}
 
-    def turn(item: pytest.Item) -> int:
-        return next((i for i, name in enumerate(LONGEST) if places[item].startswith(name)), len(LONGEST))
+    def turn(place: str) -> int:
+        return LONGEST.index(place) if place in LONGEST else len(LONGEST) + place.startswith(SHORT)
 
-    items.sort(key=turn)
+    files = dict.fromkeys(places.values())
+    waiting = [place for place in files if place.startswith(WAITING)]
+    computing = sorted(files.keys() - waiting, key=lambda place: (turn(place), place))
+    long = [place for place in computing if not place.startswith(SHORT)]
+    turns = {place: float(n) for n, place in enumerate(computing)}
+    turns |= {place: 0.5 + n * len(long) / len(waiting) for n, place in enumerate(waiting)}
+    items.sort(key=lambda item: turns[places[item]])
 
 
 gc.disable()  # until all is collected

@@ -9,7 +9,7 @@ import treeckpt as tc
 
 from .layout_cases import check_load, make
 from .layout_models import models_of
-from .layouts import bits, layouts_of
+from .layouts import bits, kept, layouts_of
 
 __all__ = ["load_alone", "save_alone"]
 
@@ -23,7 +23,7 @@ def save_alone(directory: Path) -> None:
 def load_alone(directory: Path, world: int, *, variants: Iterable[int]) -> None:
     """Loads what a world of ranks saved, whole and as each layout of one rank."""
     for family in (layouts_of, models_of):
-        oracle = make(family(1)[0], 0, 1)
+        oracle = kept(make, family(1)[0], 0, 1)
         for layout in family(world):
             path = directory / f"{world} {layout}"
             for variant in variants:

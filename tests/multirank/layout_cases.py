@@ -14,7 +14,7 @@ import treeckpt as tc
 
 from .layout_models import MODELS_OF_DIFFERENT_KEYS, NOT_ON_META, build_model, models_of
 from .layouts import DIFFERENT_KEYS as ARRAYS_OF_DIFFERENT_KEYS
-from .layouts import build, difference, distribute, layouts_of, locals_of, mesh_of, seeded
+from .layouts import build, difference, distribute, kept, layouts_of, locals_of, mesh_of, seeded
 from .registry import Rank, case
 
 __all__ = ["check_load", "make"]
@@ -35,17 +35,17 @@ def make(layout: str, rank: int, world: int, **fill: Any) -> dict[str, Any]:
 
 def check_load(path: Path, layout: str, rank: int, world: int, variant: int) -> None:
     """Loads a checkpoint into a layout of the same arrays, in one of four ways, and compares with the oracle."""
-    expected = make(layout, rank, world)
+    expected = kept(make, layout, rank, world)
     strict = layout not in DIFFERENT_KEYS
     if layout in NOT_ON_META and variant == 2:
         variant = 0
     if variant == 0:
-        found = tc.load(path, make(layout, rank, world, fill=0), strict=strict)
+        found = tc.load(path, kept(make, layout, rank, world, fill=0), strict=strict)
     elif variant == 1:
         found = make(layout, rank, world, fill=255)
         tc.load_into(path, found, strict=strict)
     elif variant == 2:
-        found = tc.load(path, make(layout, rank, world, device="meta"), strict=strict)
+        found = tc.load(path, kept(make, layout, rank, world, device="meta"), strict=strict)
     else:
         specs = tc.abstract(expected)
         assert all(isinstance(spec, tc.ArraySpec) for spec in specs.values())
@@ -76,7 +76,7 @@ def save_all(here: Rank) -> None:
     """Each layout, each element of each array once."""
     for layout in (*layouts_of(here.world), *models_of(here.world)):
         path = here.directory / f"{here.world} {layout}"
-        tree = make(layout, here.rank, here.world)
+        tree = kept(make, layout, here.rank, here.world)
         tc.save(path, tree)
         if here.rank == 0:
             assert tc.verify(path).ok

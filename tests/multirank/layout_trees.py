@@ -14,7 +14,7 @@ import treeckpt as tc
 
 from .layout_groups import sequence
 from .layout_models import build_model, models_of
-from .layouts import bits, build, difference, distribute, layouts_of, mesh_of, seeded
+from .layouts import bits, build, difference, distribute, kept, layouts_of, mesh_of, seeded
 from .registry import Rank, case
 
 
@@ -56,11 +56,11 @@ def a_whole_tree_is_distributed_over_every_layout(here: Rank) -> None:
 
 def gather_all(here: Rank, *, every: bool) -> None:
     for n, (layout, make) in enumerate(_makers(here.world, every=every).items()):
-        oracle = make("model" if make is build_model else "plain", 0, 1)
+        oracle = kept(make, "model" if make is build_model else "plain", 0, 1)
         tree = make(layout, here.rank, here.world)
         chosen = (None, [here.world - 1], [1, 2])[n % 3]
         found = tc.trees.gather(tree, ranks=chosen, bucket_bytes=(1 << 10, 64 << 20)[n % 2])
-        again = make(layout, here.rank, here.world)  # on all ranks: some layouts take collectives to make
+        again = kept(make, layout, here.rank, here.world)  # on all ranks: some layouts take collectives to make
         assert not difference(tree, again), f"{layout}: the input is as it was"
         if chosen is None or here.rank in chosen:
             _same(found, oracle, layout)
@@ -72,13 +72,13 @@ def gather_all(here: Rank, *, every: bool) -> None:
 
 def distribute_all(here: Rank, *, every: bool) -> None:
     for n, (layout, make) in enumerate(_makers(here.world, every=every).items()):
-        expected = make(layout, here.rank, here.world)
+        expected = kept(make, layout, here.rank, here.world)
         source = (None, 0, here.world - 1)[n % 3]
-        whole = make("model" if make is build_model else "plain", 0, 1) if source in (None, here.rank) else None
+        whole = kept(make, "model" if make is build_model else "plain", 0, 1) if source in (None, here.rank) else None
         like = make(layout, here.rank, here.world, fill=0)
         found = tc.trees.distribute(whole, like, src=source, bucket_bytes=(1 << 10, 64 << 20)[n % 2])
         assert not (text := difference(found, expected)), f"{layout}: {text}"
-        assert not difference(like, make(layout, here.rank, here.world, fill=0)), "like is as it was"
+        assert not difference(like, kept(make, layout, here.rank, here.world, fill=0)), "like is as it was"
         tc.trees.copy_into(found, like)
         assert not (text := difference(like, expected)), f"{layout}: {text}"
         copy = tc.trees.offload(found, memory=("plain", "shared", "pinned")[n % 3])  # pyright: ignore

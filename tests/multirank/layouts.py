@@ -22,8 +22,9 @@ __all__ = [
     "build",
     "difference",
     "distribute",
-    "forget_meshes",
+    "forget_made",
     "full_arrays",
+    "kept",
     "layouts_of",
     "locals_of",
     "mesh_of",
@@ -65,11 +66,21 @@ def _originals(fill: int | None, device: str) -> dict[str, torch.Tensor]:
 
 
 _MESHES: dict[tuple[int, ...], DeviceMesh] = {}
+_KEPT: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
-def forget_meshes() -> None:
-    """Drops the meshes of a default process group that ends."""
+def forget_made() -> None:
+    """Drops the meshes of a default process group that ends, and the trees over them."""
     _MESHES.clear()
+    _KEPT.clear()
+
+
+def kept(make: Callable[..., dict[str, Any]], layout: str, rank: int, world: int, **fill: Any) -> dict[str, Any]:
+    """The tree that a function makes, made once in a phase, for what only reads it: to wrap a model takes 30 ms."""
+    key = (make, layout, rank, world, *fill.items())
+    if key not in _KEPT:
+        _KEPT[key] = make(layout, rank, world, **fill)
+    return _KEPT[key]
 
 
 def mesh_of(*shape: int, first: int = 0) -> DeviceMesh:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from treeckpt.io.comm.comm import TorchComm, default_comm
 
-from .layouts import forget_meshes
+from .layouts import forget_made
 from .registry import Case, Phases, Rank
 
 LIMIT = 120.0
@@ -57,5 +57,5 @@ def _run_phase(store: dist.Store, here: Rank, phase: str, found: Mapping[str, Ca
         (here.directory / f"{phase}.{here.rank}.json").write_text(json.dumps(results))
         dist.barrier()
     dist.barrier()
-    forget_meshes()
+    forget_made()
     dist.destroy_process_group()

@@ -1,9 +1,9 @@
 """Starts the processes of a task, follows their output, and ends them in every case.
 
-Several ranks run under torchrun (which picks a free port for its rendezvous), one runs as it is. Their output comes
-through one pipe: `@step N` lines move the progress bar, `@error RANK LINE` lines hold the traceback of a
-rank, and all other lines are kept for the case that a worker ends without a traceback. A worker that outlives this
-process ends at its next print.
+Several ranks run under torchrun's agent (which picks a free port for its rendezvous), one runs as it is. Their output
+comes through one pipe: `@step N` lines move the progress bar, `@error RANK LINE` lines hold the traceback of a rank,
+and all other lines are kept for the case that a worker ends without a traceback. A worker that outlives this process
+ends at its next print.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import FrameType
 
 import msgspec
 
-from .tasks import RANKS, Outcome, Task, outcome_path
+from .tasks import Outcome, Task, outcome_path
 
 PATIENCE = 600.0  # seconds for a whole task: many times what a slow machine takes
 TAIL = 40  # lines of output to show of a job that failed
@@ -60,12 +60,7 @@ def run_job(task: Task, on_step: OnStep, *, environment: Mapping[str, str], pati
 
 def command_of(task: Task) -> list[str]:
     """Returns the command line of a task."""
-    worker = ["-m", "treeckpt.demo.train", msgspec.json.encode(task).decode()]
-    ranks = RANKS[task.layout]
-    if ranks == 1:
-        return [sys.executable, *worker]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [sys.executable, *launcher, *worker]
+    return [sys.executable, "-m", "treeckpt.demo.train", msgspec.json.encode(task).decode()]
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -135,7 +130,7 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Ends a process and its workers: torchrun passes SIGTERM on, and gets 10 s for it."""
+    """Ends a process and its workers: torchrun's agent passes SIGTERM on, and gets 10 s for it."""
     if process.poll() is not None:
         return
     process.terminate()

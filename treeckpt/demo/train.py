@@ -1,21 +1,24 @@
 """The worker: what one rank of the demo does, in each of its layouts.
 
-`python -m treeckpt.demo.train TASK` runs under torchrun for the layouts of several ranks, and alone for the plain
-one. It prints `@step N` after each step and, if it fails, its traceback as `@error RANK LINE`; rank 0 writes the
-outcome.
+`python -m treeckpt.demo.train TASK` is the one rank of the plain layout, and torchrun's agent for a layout of several
+ranks: it forks them from itself, for each rank would else import torch anew, which takes 4 s. A rank prints `@step N`
+after each step and, if it fails, its traceback as `@error RANK LINE`; rank 0 writes the outcome.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import hashlib
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,9 +26,12 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import torch
+import torch._dynamo  # an optimizer imports it when it is made: in each rank, if not here
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
@@ -188,26 +194,63 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def main(argv: Sequence[str], *, rank: int) -> int:
-    """Runs the task given as JSON; returns the exit code."""
-    task: Task = msgspec.json.decode(argv[0], type=Task)  # pyright: ignore[reportArgumentType]
+def run_rank(text: str) -> None:
+    """Does the task given as JSON; one that fails prints why.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    task: Task = msgspec.json.decode(text, type=Task)  # pyright: ignore[reportArgumentType]
+    rank = int(os.environ.get("RANK", "0"))
     die_with_parent()
     if RANKS[task.layout] > 1 and os.getppid() == 1:
-        return 1  # torchrun ended before this process could ask to end with it
+        raise SystemExit(1)  # the agent ended before this process could ask to end with it
     try:
         outcome = run_task(task)
     except Exception:
         lines = traceback.format_exc().splitlines()
         sys.stdout.write("".join(f"@error {rank} {line}\n" for line in lines))
-        return 1
+        sys.stdout.flush()
+        raise SystemExit(1) from None
     if rank == 0:
         outcome_path(task).write_bytes(msgspec.json.encode(outcome))
-    return 0
+    # DTensor's caches keep the mesh after destroy_process_group, and so gloo's threads: one of them that frees a
+    # tensor while the interpreter ends aborts the process. A forked rank has no such end.
+    atexit.register(os._exit, 0)
+
+
+def run_ranks(text: str, ranks: int) -> None:
+    """Runs a task on several ranks, under torchrun's agent.
+
+    Raises:
+        SystemExit: a rank failed.
+    """
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=str(uuid.uuid4()),
+        rdzv_endpoint="localhost:0",
+        rdzv_backend="c10d",
+        max_restarts=0,
+        start_method="fork" if sys.platform == "linux" else "spawn",
+    )
+    gc.freeze()  # no rank's collector then copies what all share
+    try:
+        elastic_launch(config, run_rank)(text)
+    except ChildFailedError as error:
+        raise SystemExit(1) from error
+
+
+def main(text: str) -> None:
+    """Runs the task given as JSON, on as many ranks as its layout has."""
+    task: Task = msgspec.json.decode(text, type=Task)  # pyright: ignore[reportArgumentType]
+    ranks = RANKS[task.layout]
+    if ranks > 1:
+        run_ranks(text, ranks)
+    else:
+        run_rank(text)
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:], rank=int(os.environ.get("RANK", "0")))
-    sys.stdout.flush()
-    # DTensor's caches keep the mesh after destroy_process_group, and so gloo's threads: one of them that frees a
-    # tensor while the interpreter ends aborts the process.
-    os._exit(code)
+    main(sys.argv[1])

@@ -7,7 +7,7 @@ Checksums in the shards' headers are compared first: arrays that these show to b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -88,11 +88,15 @@ def value_changes(
     """
     for side in (a, b):
         side.check_against_files()
-    for x, y in comparable(a.index, b.index, found or diff(a.index, b.index)):
-        verdict = verdict_of(a, x, b, y)
-        delta = delta_of(a, x, b, y) if exact and verdict != "equal" else None
-        if verdict != "equal" and (delta is None or delta.changed):
-            yield ValueChange(x.path, y.path, verdict if delta is None else "changed", min(x.nbytes, y.nbytes), delta)
+    pairs = comparable(a.index, b.index, found or diff(a.index, b.index))
+    if exact:
+        for x, y, delta in measured_pairs(a, b, pairs, equal_too=False):
+            if delta.changed:
+                yield ValueChange(x.path, y.path, "changed", min(x.nbytes, y.nbytes), delta)
+        return
+    for x, y in pairs:
+        if (verdict := verdict_of(a, x, b, y)) != "equal":
+            yield ValueChange(x.path, y.path, verdict, min(x.nbytes, y.nbytes))
 
 
 def delta_of(a: Checkpoint, x: Leaf, b: Checkpoint, y: Leaf, *, cap: int | None = None) -> Delta:
@@ -123,16 +127,21 @@ def delta_of(a: Checkpoint, x: Leaf, b: Checkpoint, y: Leaf, *, cap: int | None 
 
 
 def measured_pairs(
-    a: Checkpoint, b: Checkpoint, pairs: Sequence[tuple[Leaf, Leaf]]
+    a: Checkpoint, b: Checkpoint, pairs: Iterable[tuple[Leaf, Leaf]], *, equal_too: bool = True
 ) -> Iterator[tuple[Leaf, Leaf, Delta]]:
     """Yields pairs of arrays of one shape and dtype with their differences, measured over all elements.
 
     Small arrays are read many at a time. Of arrays that are equal by their checksums only the first is read.
+
+    Args:
+        equal_too: whether these are yielded too.
     """
     batch: list[tuple[Leaf, Leaf, bool]] = []
     nbytes = 0
     for x, y in pairs:
         equal = verdict_of(a, x, b, y) == "equal"
+        if equal and not equal_too:
+            continue
         if x.ranks is not None or x.nbytes > PART:
             yield x, y, delta_of(a, x, a if equal else b, x if equal else y)
             continue

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from ..core.tree.globs import compile_globs
-from ..core.tree.merge import merge
+from ..core.tree.merge import merge_sources
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import DictNode, Structure, keys_of, parse_path
 from ..errors import MismatchError
@@ -101,7 +101,7 @@ class _OverlaySource:
 
     @cached_property
     def structure(self) -> Structure:
-        return reduce(merge, (member.structure for member in self.members))
+        return reduce(merge_sources, (member.structure for member in self.members))
 
     @cached_property
     def leaves(self) -> Mapping[str, ArraySpec | None]:
