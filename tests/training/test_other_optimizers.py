@@ -139,10 +139,11 @@ def test_entries_that_schedulers_and_users_add_are_restored(tmp_path: Path) -> N
     assert all(own["ema"].tolist() == [7, 7] for own in optimizer.state.values())
 
 
-@pytest.mark.parametrize("kind", [one for one in vars(torch.optim).values() if isinstance(one, type)])
+OTHERS = torch.optim.Optimizer, torch.optim.SparseAdam
+
+
+@pytest.mark.parametrize("kind", [k for k in vars(torch.optim).values() if isinstance(k, type) and k not in OTHERS])
 def test_the_moments_of_every_class_of_torch_are_known(kind: Any) -> None:
-    if kind in (torch.optim.Optimizer, torch.optim.SparseAdam):
-        pytest.skip("makes no state of dense parameters")
     options = {"amsgrad": True, "momentum": 0.9, "centered": True}
     model = nn.Linear(4, 2, bias=False)
     probe = kind(model.parameters())
@@ -150,3 +151,16 @@ def test_the_moments_of_every_class_of_torch_are_known(kind: Any) -> None:
     step(job)
     step(job)
     assert state_names(job[1]) <= TORCH_MOMENTS
+
+
+def test_sparse_adam_takes_all_that_was_saved_of_it(tmp_path: Path) -> None:
+    def job() -> Job:
+        model = nn.Embedding(4, 2, sparse=True)
+        return model, torch.optim.SparseAdam(model.parameters())
+
+    model, optimizer = job()
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    again = job()
+    report = tc.training.restore(saved(tmp_path / "sparse", (model, optimizer)), *again)
+    assert state_names(again[1]) == state_names(optimizer) and not (report.missing or report.unexpected)
