@@ -93,7 +93,7 @@ class ObjectBucket(Protocol):
         ...
 
     def judge(self, error: Exception) -> FetchFailure:
-        """Returns what may be done about an error of `fetch`, or of the pieces that it returns."""
+        """Returns what may be done about an error of `fetch`, of the pieces that it returns, or of `put`."""
         ...
 
     def put(self, key: str, data: bytes, *, replace: bool | VersionTag) -> None:

@@ -105,8 +105,8 @@ class FsspecBucket:
         return RangeResponse(None if len(data) == nbytes else self.size(key), iter([data]))
 
     def judge(self, error: Exception) -> FetchFailure:
-        """Nothing: the file system has repeated what can be."""
-        return FetchFailure(throttled=False, temporary=False)
+        """Returns whether an answer is missing; the file system has repeated what can be."""
+        return FetchFailure(throttled=False, temporary=isinstance(error.__cause__, (TimeoutError, ConnectionError)))
 
     def put(self, key: str, data: bytes, *, replace: bool | VersionTag) -> None:
         path = self._path(key)
