@@ -15,7 +15,9 @@ import treeckpt as tc
 from tests.helpers.far_s3 import FarS3, far_s3_server
 from tests.helpers.s3 import MIB, QUICK, array, same
 from treeckpt.io.storage import checkpoint as checkpoint_module
+from treeckpt.io.storage import obstore, upload_window
 from treeckpt.io.storage.counting_store import CountingStore
+from treeckpt.io.storage.range_fetcher import RequestDepth
 from treeckpt.runs.restore import Restorer
 
 NEAR: dict[str, Any] = {"latency": 0.0, "rate": 0.0, "page": 1000, "busy_above": 0, "trouble": 0.0, "rules": []}
@@ -306,6 +308,45 @@ def test_a_busy_store_slows_a_load_down_and_does_not_fail_it(far: FarS3, tree: d
     assert any(row["status"] == 503 for row in far.log())
 
 
+def refused(rows: list[dict[str, Any]]) -> int:
+    """The requests that the store has throttled."""
+    return sum(row["status"] == 503 for row in rows)
+
+
+def test_a_store_that_throttles_is_sent_half_as_many_reads_until_it_carries_them(
+    far: FarS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tc.ObjectStore, "request_nbytes", MIB // 4)
+    store, tree = far.store(), {"w": array(60)}
+    tc.save(store, tree)
+    far.set(busy_above=8, latency=0.02)
+    assert same(store, tree)
+    reads = sorted((row for row in far.log() if "safetensors" in row["path"]), key=lambda row: row["at"])
+    first, last = reads[: len(reads) // 2], reads[len(reads) // 2 :]
+    assert refused(first) > 20 and refused(last) < refused(first) / 3
+    assert max(row["busy"] for row in last) <= 16 and store._fetcher.depth.depth <= 16  # pyright: ignore
+
+
+def test_a_store_that_throttles_is_sent_fewer_parts_though_their_refusals_are_hidden(
+    far: FarS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload_window, "LATE_SECONDS", 0.1)
+    monkeypatch.setattr(obstore, "PART", 5 * MIB)
+    store, tree = far.store(), {"w": array(100)}
+    window = store._bucket._window  # pyright: ignore
+    window.depth = RequestDepth(16)
+    most: list[int] = []
+    for overwrite in (False, True):
+        far.set(busy_above=4, latency=0.005)
+        tc.save(store, tree, overwrite=overwrite)
+        log = far.log()
+        assert refused(log)
+        most.append(max(row["busy"] for row in log))
+    assert window.depth.depth < 16 and most[1] < most[0]
+    far.set(**NEAR)
+    assert same(store, tree)
+
+
 def test_a_save_sends_all_parts_at_once_and_asks_for_nothing_else(far: FarS3) -> None:
     store = far.store()
     far.set(latency=0.3)
@@ -376,15 +417,6 @@ def test_an_upload_that_fails_is_aborted_and_holds_no_place(far: FarS3, tree: di
     assert [row["status"] for row in far.log() if row["method"] == "DELETE" and "uploadId" in row["path"]] == [204]
     far.set(**NEAR)
     assert store.sizes().keys() == {name for name in store.sizes() if name.startswith("timings")} and kept
-
-
-def test_a_busy_store_slows_a_save_down_and_does_not_fail_it(far: FarS3) -> None:
-    store, tree = far.store(**QUICK), {"w": array(100)}
-    far.set(busy_above=4, latency=0.005)
-    tc.save(store, tree)
-    assert any(row["status"] == 503 for row in far.log())
-    far.set(**NEAR)
-    assert same(store, tree)
 
 
 def test_bytes_are_signed_where_nothing_else_protects_them(far: FarS3) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.background import until
+from treeckpt.io.storage import upload_window
 from treeckpt.io.storage.obstore import MAX_PARTS, PART, PARTS, part_nbytes
 from treeckpt.io.storage.range_fetcher import RequestDepth
 from treeckpt.io.storage.upload_window import UploadWindow
@@ -59,3 +62,29 @@ def test_a_part_waits_until_another_one_is_not_referred_to_any_more() -> None:
     del seen[0]
     thread.join(60)
     assert not thread.is_alive() and sum(map(len, seen)) == 16
+
+
+@pytest.mark.parametrize(
+    ("seconds", "depth"),
+    [
+        ([0.1] * 30, 64),  # as many as are in flight at a time, all alike
+        ([0.3, 0.6, 1.2, 0.9], 64),  # they share a rate
+        ([0.3, 1.5], 32),
+        ([0.3, 1.5, 1.6, 1.7], 32),  # in flight at the same time
+        ([0.3, 1.5, -1.5, -1.5, -1.5, -1.5], 8),  # each after the one before
+        ([10.0, 30.0], 64),
+        ([10.0, 41.0], 32),
+    ],
+)
+def test_parts_that_take_far_longer_than_the_fastest_halve_what_is_in_flight(
+    monkeypatch: pytest.MonkeyPatch, seconds: list[float], depth: int
+) -> None:
+    window, now = UploadWindow(), 100.0
+    monkeypatch.setattr(upload_window, "time", SimpleNamespace(monotonic=lambda: now))
+    window.depth.restart(now)
+    for taken in seconds:
+        sent = 100.0 if taken > 0 else now
+        now = sent + abs(taken)
+        with window.changed:
+            window.leave(8 * MIB, sent)
+    assert window.depth.depth == depth

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 from ...errors import StoreError
@@ -37,6 +38,9 @@ RETRIES = 10
 """Retries of obstore itself, unless the option `retry_config` says another number."""
 UPLOAD_RETRIES = 100
 """The same for a part of an upload, within three minutes: of many parts in flight some are refused many times."""
+UPLOAD_PAUSES = {"base": 4, "max_backoff": timedelta(seconds=4)}
+"""The next pause is drawn up to `base` times the last one. By 2, which is obstore's own, they stay at 0.1 seconds, and
+many parts in flight keep a store busy with requests that it refuses."""
 TRIES = 3
 PAUSE = 0.2
 """Seconds before the first retry here; then twice as long."""
@@ -121,7 +125,7 @@ class ObstoreBucket:
         # what fails is repeated by the caller, who must know when the store throttles
         self._once = with_retries(**{**retries, "max_retries": 0})
         # obstore repeats the parts of uploads and does not say when the store throttles
-        self._uploads = with_retries(**{"max_retries": UPLOAD_RETRIES, **retries})
+        self._uploads = with_retries(**{"max_retries": UPLOAD_RETRIES, "backoff": UPLOAD_PAUSES, **retries})
         self._window = UploadWindow()
         self._looks: dict[str, Future[None]] = {}
         """Checks of prefixes that were sent before the listings that need them."""
