@@ -347,6 +347,45 @@ def test_a_store_that_throttles_is_sent_fewer_parts_though_their_refusals_are_hi
     assert same(store, tree)
 
 
+@pytest.fixture
+def in_80(far: FarS3, monkeypatch: pytest.MonkeyPatch) -> tuple[tc.ObjectStore, dict[str, Any]]:
+    """A checkpoint whose data takes 80 requests."""
+    monkeypatch.setattr(tc.ObjectStore, "request_nbytes", MIB // 4)
+    store, tree = far.store(), {"w": array(20)}
+    tc.save(store, tree)
+    return store, tree
+
+
+def data_ranges(far: FarS3) -> list[str]:
+    """What was asked for of the data, in the order of the requests."""
+    return [row["range"] for row in far.log() if "safetensors" in row["path"]]
+
+
+def test_requests_of_a_slow_tail_are_sent_again_once_and_nobody_waits_for_them(
+    far: FarS3, in_80: tuple[tc.ObjectStore, dict[str, Any]]
+) -> None:
+    store, tree = in_80
+    far.set(latency=0.05, rules=[{"match": "safetensors bytes=[1-9]", "do": "slow", "times": 2, "seconds": 20.0}])
+    assert same(store, tree)
+    ended, log = time.monotonic(), far.log()
+    slow = {row["range"]: row["at"] for row in log if row["do"] == "slow"}
+    assert len(slow) == 2 and ended < min(slow.values()) + 20
+    asked = data_ranges(far)
+    assert [asked.count(wanted) for wanted in slow] == [2, 2]
+    assert sum(row["sent"] for row in far.gets(".safetensors")) <= 1.02 * tree["w"].nbytes
+
+
+def test_where_all_requests_take_as_long_none_is_sent_twice(
+    far: FarS3, in_80: tuple[tc.ObjectStore, dict[str, Any]]
+) -> None:
+    store, tree = in_80
+    far.set(latency=0.8)
+    assert same(store, tree)
+    asked = data_ranges(far)
+    assert len(asked) == len(set(asked)) > 80
+    assert sum(row["sent"] for row in far.gets(".safetensors")) <= 1.02 * tree["w"].nbytes
+
+
 def test_a_save_sends_all_parts_at_once_and_asks_for_nothing_else(far: FarS3) -> None:
     store = far.store()
     far.set(latency=0.3)
