@@ -44,7 +44,7 @@ def test_a_checkpoint_comes_back_over_a_slow_link(far: FarS3, tree: dict[str, An
     store = far.store()
     far.set(latency=0.02, rate=200e6)
     tc.save(store, tree)
-    assert [row["status"] for row in far.log() if "partNumber" in row["path"]] == [200] * 4, "parts of 8 MiB"
+    assert [row["status"] for row in far.log() if "partNumber" in row["path"]] == [200] * 3, "parts of 8 MiB"
     far.set(latency=0.02, rate=200e6)
     assert same(store, tree)
     read = sum(row["sent"] for row in far.gets(".safetensors"))
@@ -439,11 +439,11 @@ def test_several_shards_are_sent_at_the_same_time(far: FarS3, background: bool) 
 @pytest.mark.parametrize("kind", ["503", "500", "lost"])
 def test_of_an_upload_only_the_part_that_failed_is_sent_again(far: FarS3, tree: dict[str, Any], kind: str) -> None:
     store = far.store(**QUICK)
-    far.set(rules=[{"match": "^PUT .*partNumber=3", "do": kind}])
+    far.set(rules=[{"match": "^PUT .*partNumber=2", "do": kind}])
     tc.save(store, tree)
     log = far.log()
     numbers = [int(row["path"].partition("partNumber=")[2].partition("&")[0]) for row in log if "part" in row["path"]]
-    assert sorted(numbers) == [1, 2, 3, 3, 4]
+    assert sorted(numbers) == [1, 2, 2, 3]
     assert same(store, tree)
 
 

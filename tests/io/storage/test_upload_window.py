@@ -27,6 +27,12 @@ def test_parts_are_8_to_64_mib_and_never_more_than_a_service_takes(nbytes: int) 
     assert part == PART or -(-nbytes // part) <= PARTS or part >= 64 * MIB
 
 
+@given(st.integers(1, 512), st.integers(0, MIB - 1))
+def test_a_header_before_whole_parts_is_no_part_of_its_own(whole: int, header: int) -> None:
+    nbytes = whole * PART + header
+    assert -(-nbytes // part_nbytes(nbytes)) == whole
+
+
 @given(st.lists(st.integers(1, 40), max_size=20), st.integers(1, 30))
 def test_the_pieces_are_the_blocks_uncopied_and_none_lies_in_two_parts(sizes: list[int], part: int) -> None:
     data = np.arange(sum(sizes), dtype=np.uint16).astype(np.uint8)

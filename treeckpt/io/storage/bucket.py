@@ -93,7 +93,7 @@ class ObjectBucket(Protocol):
         ...
 
     def judge(self, error: Exception) -> FetchFailure:
-        """Returns what may be done about an error of `fetch`, of the pieces that it returns, or of `put`."""
+        """Returns what may be done about an error of `fetch`, or of the pieces that it returns."""
         ...
 
     def put(self, key: str, data: bytes, *, replace: bool | VersionTag) -> None:
@@ -104,6 +104,7 @@ class ObjectBucket(Protocol):
 
         Raises:
             FileExistsError: the object exists, or has another version.
+            StoreError: `unanswered` where the service may have written it all the same, or may do so later.
         """
         ...
 

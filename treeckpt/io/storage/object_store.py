@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from ...errors import CheckpointExists, CorruptError, StoreError
-from .bucket import OBJECT_SCHEMES, ObjectBucket, ObjectListing, RangeResponse, VersionTag, check_path, split_url
+from .bucket import OBJECT_SCHEMES, ObjectBucket, ObjectListing, RangeResponse, check_path, split_url
 from .fsspec import open_fsspec
 from .local_read import too_short
 from .memory import copy_bytes
@@ -214,16 +214,9 @@ class ObjectStore:
 
     def publish(self, name: str, data: bytes, *, replace: bool) -> None:
         try:
-            self._put(name, bytes(data), replace)
+            self._bucket.put(self._key(name), bytes(data), replace=replace)
         except FileExistsError as error:
             raise self._exists(name) from error
-
-    def _put(self, name: str, data: bytes, replace: bool | VersionTag) -> None:
-        try:
-            self._bucket.put(self._key(name), data, replace=replace)
-        except StoreError as error:
-            error.unanswered = self._bucket.judge(error).temporary
-            raise
 
     def publish_first(self, name: str, data: bytes, *, replaces: bool) -> bool:
         """Publishes a file of a save, and finds out by it whether the store has the conditional writes that it needs.
@@ -246,7 +239,7 @@ class ObjectStore:
             found, tag = self._bucket.read(key, limit)
             if not holds(found):
                 raise self._exists(name)
-            self._put(name, data, tag)
+            self._bucket.put(key, data, replace=tag)
         except FileNotFoundError:
             self.publish(name, data, replace=False)
         except FileExistsError as error:
