@@ -155,6 +155,25 @@ def test_a_restore_waits_only_for_a_listing_the_indexes_and_the_data(far: FarS3,
     assert all(row["ended"] <= deleted["at"] for row in log if row is not deleted), "it is held until all is read"
 
 
+def test_a_restore_after_latest_waits_only_for_a_listing_and_the_data(far: FarS3, run: tc.ObjectRun) -> None:
+    with tc.Manager(run, comm="alone", background=False) as manager:
+        assert manager.latest() == 2
+        far.set(latency=LATENCY)
+        assert np.array_equal(manager.restore()["w"], array(20))
+    assert [sorted(set(stage)) for stage in stages(ended_log(far))] == [
+        ["GET list-type"],
+        ["GET safetensors", "GET safetensors, header", "PUT lease"],
+        ["DELETE lease"],
+    ]
+
+
+def test_a_step_that_is_saved_again_after_latest_is_restored_as_it_is_now(far: FarS3, run: tc.ObjectRun) -> None:
+    with tc.Manager(run, comm="alone", background=False) as manager:
+        assert manager.latest() == 2
+        tc.save(run.folder("step_00000002").store, {"w": array(20) + 1}, step=2, overwrite=True)
+        assert np.array_equal(manager.restore()["w"], array(20) + 1)
+
+
 def ended_log(far: FarS3) -> list[dict[str, Any]]:
     """The requests so far, when all have been answered, a DELETE among them."""
     log: list[dict[str, Any]] = []
