@@ -173,7 +173,9 @@ def _dry_run(library: Library, run: Run, policies: Sequence[Policy]) -> tuple[Cl
     if not library.is_run(run):
         return None, "A checkpoint by itself: policies decide about runs."
     try:
-        return RunDirectory(run.store, cache=library.summary_cache(run)).clean(policies, dry_run=True), None
+        run_cache, known = library.summary_cache(run), library.cache.verifications
+        directory = RunDirectory(run.store, cache=run_cache, verifications=known)
+        return directory.clean(policies, dry_run=True), None
     except (TreeckptError, OSError) as error:
         return None, visible(str(error))
 

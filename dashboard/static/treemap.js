@@ -30,8 +30,6 @@ const LISTED = 500; // areas in the table
 let page = null;
 /** Leaves of the picture, largest first, and the frames around them. @type {{ leaves: Area[], frames: Area[] }} */
 let areas = { leaves: [], frames: [] };
-/** The leaves part by part. @type {Area[]} */
-let painted = [];
 const picture = document.createElement("canvas");
 let drawn = "";
 let chosen = -1;
@@ -53,36 +51,58 @@ function pathOf(box) {
   return names.join(" / ");
 }
 
-/** @typedef {{ box: number, children: Tree[] }} Tree */
-
 /** Computes the areas of a picture. @param {number} width @param {number} height */
 function arrange(width, height) {
   if (!page) return;
   const { parents, nbytes } = page;
-  /** @type {Tree[]} */
-  const nodes = parents.map((_, box) => ({ box, children: [] }));
+  /** The boxes inside each box. @type {number[][]} */
+  const inner = [];
   parents.forEach((parent, box) => {
-    if (parent >= 0) nodes[parent].children.push(nodes[box]);
+    if (parent >= 0) (inner[parent] ??= []).push(box);
   });
-  const root = hierarchy(nodes[0], (tree) => (tree.children.length ? tree.children : null));
-  root.sum((tree) => (tree.children.length ? 0 : nbytes[tree.box]));
-  const layout = /** @type {typeof treemap<Tree>} */ (treemap)().size([width, height]).paddingInner(1).round(true);
+  const root = hierarchy(0, (box) => inner[box]);
+  root.sum((box) => (inner[box] ? 0 : nbytes[box]));
+  const layout = /** @type {typeof treemap<number>} */ (treemap)().size([width, height]).paddingInner(1).round(true);
   layout.paddingTop((node) => (node.depth === 1 && node.children ? TITLE : 0))(root);
   areas = { leaves: [], frames: [] };
   let part = -1;
-  /** Every second child is drawn paler. @type {Map<object, number>} */
-  const shades = new Map();
-  root.eachBefore((node) => {
-    const { x0, y0, x1, y1, depth, children } = node;
+  const shades = new Uint8Array(parents.length); // every second child is drawn paler
+  root.eachBefore(({ x0, y0, x1, y1, depth, children, data: box }) => {
     if (depth === 1) part += 1;
-    children?.forEach((child, at) => shades.set(child, depth ? at % 2 : 0));
-    const shade = shades.get(node) ?? 0;
-    const area = { x0, y0, x1, y1, box: node.data.box, part: Math.max(0, part), depth, shade };
+    if (depth) inner[box]?.forEach((child, at) => (shades[child] = at % 2));
+    const area = { x0, y0, x1, y1, box, part: Math.max(0, part), depth, shade: shades[box] };
     if (!children) areas.leaves.push(area);
     else if (depth === 1) areas.frames.push(area);
   });
-  painted = [...areas.leaves];
   areas.leaves.sort((a, b) => nbytes[b.box] - nbytes[a.box]);
+}
+
+/**
+ * Fills the areas, pixel by pixel: as rectangles of a canvas, 100,000 of them take several times as long.
+ * @param {CanvasRenderingContext2D} g
+ */
+function fill(g) {
+  const { width, height } = g.canvas;
+  const ratio = g.getTransform().a;
+  const image = new ImageData(width, height);
+  const pixels = new Uint32Array(image.data.buffer);
+  /** The pixel of each part and shade. @type {number[]} */
+  const inks = [];
+  // the larger ones last, over those that have no width of their own
+  for (const { x0, y0, x1, y1, part, shade } of areas.leaves.toReversed()) {
+    const pixel = (inks[2 * part + shade] ??= pixelOf(fillOf(part), shade ? 0.82 : 1));
+    const left = Math.min(width - 1, Math.round(x0 * ratio));
+    const right = Math.max(left + 1, Math.round(x1 * ratio));
+    const bottom = Math.max(Math.round(y0 * ratio) + 1, Math.round(y1 * ratio));
+    for (let y = Math.round(y0 * ratio); y < bottom; y += 1) pixels.fill(pixel, y * width + left, y * width + right);
+  }
+  g.putImageData(image, 0, 0);
+}
+
+/** A colour as the four bytes of a pixel. @param {string} rgb @param {number} alpha */
+function pixelOf(rgb, alpha) {
+  const bytes = [...(rgb.match(/\d+/g) ?? []).slice(0, 3).map(Number), Math.round(255 * alpha)];
+  return new Uint32Array(new Uint8Array(bytes).buffer)[0];
 }
 
 /**
@@ -99,24 +119,11 @@ function write(g, text, x, y, room) {
   g.fillText(shown, x, y);
 }
 
-/** @param {CanvasRenderingContext2D} g */
+/** Draws the areas and their names. @param {CanvasRenderingContext2D} g */
 function paint(g) {
+  fill(g);
   g.textBaseline = "middle";
   g.textAlign = "left";
-  // boxes of one colour together: to change the colour costs more than to fill a box
-  for (const shade of [0, 1]) {
-    let last = -1;
-    g.globalAlpha = shade ? 0.82 : 1;
-    for (const area of painted) {
-      if (area.shade !== shade) continue;
-      if (area.part !== last) {
-        g.fillStyle = fillOf(area.part);
-        last = area.part;
-      }
-      g.fillRect(area.x0, area.y0, Math.max(0.5, area.x1 - area.x0), Math.max(0.5, area.y1 - area.y0));
-    }
-  }
-  g.globalAlpha = 1;
   for (const area of areas.leaves.slice(0, 400)) {
     const w = area.x1 - area.x0;
     const h = area.y1 - area.y0;

@@ -29,7 +29,7 @@ from treeckpt.io.storage.open import open_run
 from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder, RunStore
 from treeckpt.io.storage.store import Store
 from treeckpt.runs import catalog
-from treeckpt.runs.checkpoint_info import CheckpointInfo
+from treeckpt.runs.checkpoint_info import CheckpointInfo, with_verification
 from treeckpt.runs.stat_cache import LruStatCache, StatCache
 
 from .cache import Cache
@@ -169,9 +169,7 @@ class Library:
         info = catalog.read_info_or_corrupt(folder, cache=self.summary_cache(run), follow=not self.is_run(run))
         if info.status == "foreign" and (not folder.is_link or not self.is_run(run)):
             return look_at_foreign(folder, info, run.path if self.is_run(run) else None)
-        if info.status != "complete" or (found := self.cache.verifications.find(folder, info.save_id)) is None:
-            return info
-        return msgspec.structs.replace(info, verification=found)
+        return with_verification(info, folder, self.cache.verifications)
 
     def run(self, run_id: str) -> Run:
         """Returns the run of an id.

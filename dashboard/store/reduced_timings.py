@@ -7,7 +7,9 @@ spans.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import msgspec
 import numpy as np
@@ -45,13 +47,19 @@ class SlowRank(msgspec.Struct, frozen=True, array_like=True, gc=False):
     times: float | None
     """Its time there as a multiple of the median rank's; None if that is zero."""
 
+    def __post_init__(self) -> None:
+        for name in ("host", "phase"):  # the same in thousands of saves
+            msgspec.structs.force_setattr(self, name, sys.intern(getattr(self, name)))
+
 
 class ReducedTimings(catalog.SaveDuration, frozen=True):
     """The reduced timings of a save."""
 
     world: int
-    phases: dict[str, float]
-    """Seconds of each phase on the critical path."""
+    names: tuple[str, ...]
+    """Of the phases on the critical path, sorted; one object for all saves with equal ones."""
+    times: bytes
+    """float64[phases], little-endian: seconds of each phase on the critical path."""
     median: float
     """Seconds of own work of the median rank."""
     block: int
@@ -61,15 +69,29 @@ class ReducedTimings(catalog.SaveDuration, frozen=True):
     slow: list[SlowRank]
     """The stragglers, the largest loss of time first."""
 
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "names", _shared(self.names))
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase on the critical path."""
+        return dict(zip(self.names, np.frombuffer(self.times, "<f8").tolist(), strict=True))
+
     @property
     def longest_phase(self) -> str | None:
         """The phase that takes most of the critical path; None if it is empty."""
-        return max(self.phases, key=lambda name: self.phases[name], default=None)
+        return max((phases := self.phases), key=phases.__getitem__, default=None)
 
     def lines(self, block: int) -> np.ndarray:
         """Returns float16[lines] of `work` in lines of so many ranks, a multiple of this save's own block."""
         own = np.frombuffer(self.work, "<f2")
         return own if block == self.block else _longest(own, block // self.block)
+
+
+@lru_cache(1024)
+def _shared(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the first tuple of these that was given: saves of a run have the same phases."""
+    return tuple(map(sys.intern, names))
 
 
 def read_reduced(folder: Folder, name: str) -> ReducedTimings:
@@ -88,6 +110,7 @@ def read_reduced(folder: Folder, name: str) -> ReducedTimings:
 def reduce_timings(study: TimingReport) -> ReducedTimings:
     """Reduces the timings of a save."""
     timings, profile = study.timings, study.profile
+    phases = dict(sorted(_phase_seconds(study.critical).items()))
     block = 1
     while timings.world > MAX_LINES * block:
         block *= 2
@@ -96,7 +119,8 @@ def reduce_timings(study: TimingReport) -> ReducedTimings:
         blocked_seconds=profile.blocked_seconds,
         error=timings.error,
         world=timings.world,
-        phases=_phase_seconds(study.critical),
+        names=tuple(phases),
+        times=np.array([*phases.values()], "<f8").tobytes(),
         median=profile.median_ns / 1e9,
         block=block,
         work=_longest(_work_of_ranks(profile.ranks, timings.world), block).astype("<f2").tobytes(),

@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from functools import partial
 
 import msgspec
 
@@ -36,11 +38,19 @@ RECHECKED = 64
 ENOUGH = 100
 """Inspected directories after which a request hardly waits for the first scan: they fill a page."""
 SOON = 0.3
-"""Seconds for which every request waits for a scan; after that, or after the `wait` it gave, it gets what is known."""
+"""Seconds from the start of a scan for which requests wait, if they give no `wait`; then they get what is known."""
 REMOTE_SOON = 1.0
-"""The same for the first scan of a remote run, from its start: its first page takes a few requests in a row."""
+"""The same for the first scan of a remote run: its first page takes a few requests in a row."""
+BATCH = 8
+"""Directories of a local run that are inspected in one turn."""
 HARDLY = 0.08
 """Seconds for which a request waits for a scan that has enough to show: the scan may be about to end."""
+
+
+PATIENCE = 2.0
+"""Seconds for which a batch waits for its turn: a file system that hangs must not hold up the other runs."""
+_turns = ThreadPoolExecutor(1, "treeckpt-watch")
+"""Inspects the batches of all first scans of local runs in turn: several at once take as long, and delay requests."""
 
 
 class DirectoryState(msgspec.Struct, frozen=True):
@@ -127,7 +137,7 @@ class RunWatcher:
         if wait <= SOON and (self._slow or not self.progress.complete):
             wait = 0.0 if self._slow or running.enough.is_set() else HARDLY
             first = self._remote is not None and not self.progress.complete
-            running.enough.wait(running.started + REMOTE_SOON - time.monotonic() if first else SOON)
+            running.enough.wait(running.started + (REMOTE_SOON if first else SOON) - time.monotonic())
         running.done.wait(wait)
 
     def _run(self, scan: _Scan) -> None:
@@ -138,7 +148,8 @@ class RunWatcher:
             else:
                 self._scan_first(scan)
             self._on_scanned()
-        except (OSError, TreeckptError) as error:  # out of reach: the list stays, the next request tries again
+        # out of reach, or no thread can be started as the server ends: the list stays, the next request tries again
+        except (OSError, TreeckptError, RuntimeError) as error:
             problem = visible(str(error))
         finally:
             took = time.monotonic() - scan.started
@@ -165,13 +176,22 @@ class RunWatcher:
                 scan.enough.set()
 
         if self._remote is None:
-            for name in names:
-                look(self._store.folder(name))
+            for start in range(0, len(names), BATCH):
+                batch = partial(self._look_at_local, names[start : start + BATCH], look)
+                turn = _turns.submit(batch)
+                if wait_for([turn], PATIENCE).not_done and turn.cancel():
+                    batch()
+                else:
+                    turn.result()
         else:
             self._look_at_remote(self._remote, names, look)
         self.progress = ScanProgress(len(names), len(names), True)
         with self._lock:  # pages no longer show the progress
             self.version += 1
+
+    def _look_at_local(self, names: Sequence[str], look: Callable[[Folder], None]) -> None:
+        for name in names:
+            look(self._store.folder(name))
 
     def _look_at_remote(self, run: SupportsBulkListing, names: Sequence[str], look: Callable[[Folder], None]) -> None:
         """Looks at all folders: at those of the first page before the listing of the whole run has ended."""

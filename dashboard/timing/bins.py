@@ -92,12 +92,13 @@ def trend_bins(saves: Sequence[TimedSave]) -> TrendBins:
 
 def _phases(reduced: Sequence[ReducedTimings], starts: np.ndarray, counts: np.ndarray) -> tuple[list[str], np.ndarray]:
     """Returns the names of the phases, and float64[bins, phases] with the mean time of each."""
-    found = list(itertools.chain.from_iterable(one.phases for one in reduced))
-    seconds = np.fromiter(itertools.chain.from_iterable(one.phases.values() for one in reduced), np.float64, len(found))
-    column = {name: n for n, name in enumerate(dict.fromkeys(found))}
+    kinds = {one.names for one in reduced}
+    column = {name: n for n, name in enumerate(sorted(set().union(*kinds)))}
+    columns = {names: [column[name] for name in names] for names in kinds}
     matrix = np.zeros((len(reduced), len(column)))
-    rows = np.repeat(np.arange(len(reduced)), [len(one.phases) for one in reduced])
-    matrix[rows, [column[name] for name in found]] = seconds
+    rows = np.repeat(np.arange(len(reduced)), [len(one.names) for one in reduced])
+    found = np.fromiter(itertools.chain.from_iterable(columns[one.names] for one in reduced), np.intp, len(rows))
+    matrix[rows, found] = np.frombuffer(b"".join(one.times for one in reduced), "<f8")
     means = np.add.reduceat(matrix, starts, axis=0) / counts[:, None]
     most = means.max(axis=0)
     names = sorted(column, key=lambda name: (name == OTHER, -most[column[name]]))

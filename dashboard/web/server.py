@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import ipaddress
 import os
 import secrets
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -95,11 +97,9 @@ def serve(
     )
     # threads that read directories and indexes must not delay answers: by default each runs for 5 ms at a time
     sys.setswitchinterval(0.001)
+    gc.freeze()  # modules and routes stay for good: each full collection would visit them, for some 40 ms
     with listening:
-        if started is None:
-            _announce(address, host, port)
-        else:
-            started(address)
+        (started or partial(_announce, host=host, port=port))(address)
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listening])
     return 0

@@ -4,9 +4,11 @@ import json
 import os
 import time
 
+import numpy as np
 import pytest
 
 import treeckpt as tc
+from tests.helpers.corruption import flip
 from treeckpt.cli.main import main
 from treeckpt.core.format.file_names import step_name
 from treeckpt.core.format.shard_header import shard_name
@@ -73,6 +75,23 @@ def test_each_kept_step_has_its_reasons_and_each_removal_too(cli, run):
     assert "newest, one of the best 1 by acc, one of the last 1" in last
     assert sum("checkpoint: no policy keeps it" in line for line in text.splitlines()) == 5
     assert "1 kept, 5 removed" in text
+
+
+def test_a_checkpoint_that_is_known_to_be_damaged_takes_no_place_of_a_good_one(cli, tmp_path):
+    for step in (1, 2, 3):
+        tc.save(tmp_path / step_name(step), {"w": np.arange(1000.0)}, step=step)
+    [shard] = (tmp_path / step_name(3)).glob("shard-*")
+    shard.write_bytes(flip(shard.read_bytes(), shard.stat().st_size - 9))
+    cli("verify", tmp_path / step_name(3), code=1)
+    text = cli("gc", tmp_path, "--keep-last", 1)
+    assert {line.split("  ")[-1].strip() for line in text.splitlines() if line.startswith("kept")} == {
+        "newest, one of the last 1",
+        "damaged: counts for no policy",
+    }
+    manager = tc.Manager(tmp_path, keep=1, background=False)
+    assert manager.clean().kept.keys() == {2, 3}
+    manager.delete(3)
+    assert manager.steps() == [2]
 
 
 def test_as_json(cli, run):

@@ -108,6 +108,13 @@ def test_not_one_name_in_common_is_refused_without_strict_too(tmp_path: Path, tr
     assert not any(leaf.any() for leaf in (tree.get("w", np.zeros(1)),))
 
 
+def test_the_weights_themselves_are_proposed_before_a_copy_of_them(tmp_path: Path) -> None:
+    weights = {"w": np.zeros(3, int)}
+    tc.save(tmp_path / "c", {"extra": {"ema": {"module": weights}}, "averages": weights, "model": weights})
+    with pytest.raises(tc.MismatchError, match=r"w as model/w: pass rename=\{'model/\*': '\*'\}"):
+        tc.load_into(tmp_path / "c", weights)
+
+
 def test_one_name_in_common_is_enough_and_so_is_nothing_on_one_side(tmp_path: Path) -> None:
     tc.save(tmp_path / "c", TREE)
     tc.save(tmp_path / "empty", {"model": {}})

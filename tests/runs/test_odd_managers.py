@@ -43,6 +43,17 @@ def test_policies_may_be_the_text_of_the_dashboard(tmp_path: Path, keep: Any) ->
         assert repr(made) == repr(manager(tmp_path, keep=[Last(2), Best("loss", mode="max")]))
 
 
+def test_without_policies_the_last_three_stay_whoever_saved_them(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        tc.save(tmp_path / step_name(step), {"s": step}, step=step)
+    with manager(tmp_path, keep=None) as made:
+        made.save(6, {"s": 6})
+        assert made.steps() == [1, 2, 3, 4, 5, 6]
+    with manager(tmp_path) as made:
+        made.save(7, {"s": 7})
+    assert made.steps() == [5, 6, 7]
+
+
 def test_steps_may_be_integers_of_numpy(tmp_path: Path) -> None:
     made = manager(tmp_path)
     made.save(np.int64(4), {"s": 4})  # pyright: ignore[reportArgumentType]

@@ -61,6 +61,48 @@ def test_a_scheduler_that_is_left_where_a_training_goes_on_is_logged_in_one_line
     assert "scheduler, loader" in text and "scheduler=" in text
 
 
+def test_the_state_of_an_object_in_extra_that_is_left_where_a_training_goes_on_is_logged_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job()
+    ema = torch.optim.swa_utils.AveragedModel(job.model)
+    extra = {
+        "ema": ema,
+        "scaler": torch.amp.GradScaler("cpu"),
+        "epoch": 3,
+        "config": {"lr": 0.1},
+        "seen": torch.ones(2),
+    }
+    tc.save(tmp_path / "c", training.state(job.model, job.optimizer, extra=extra))
+    training.restore(tmp_path / "c", job.model)  # the weights alone: no training goes on
+    training.restore(tmp_path / "c", job.model, job.optimizer, extra=extra)
+    training.restore(tmp_path / "c", job.model, job.optimizer, extra=False)
+    assert not caplog.records
+    assert training.restore(tmp_path / "c", job.model, job.optimizer).extra["epoch"] == 3
+    [record] = caplog.records
+    text = record.getMessage()
+    assert record.levelno == logging.WARNING and text.startswith(str(tmp_path / "c")) and "\n" not in text
+    assert "extra/ema, extra/scaler in the checkpoint" in text and "extra=" in text
+
+
+def test_the_refusal_of_other_leaves_proposes_nothing_that_would_leave_all_of_them(tmp_path: Path) -> None:
+    def refusal(model: torch.nn.Module, optimizer: Any = None, **options: Any) -> str:
+        with pytest.raises(tc.MismatchError) as caught:
+            training.restore(tmp_path / "c", model, optimizer, rng=False, **options)
+        return caught.value.hint
+
+    job = Job()
+    ema = torch.optim.swa_utils.AveragedModel(job.model)
+    tc.save(tmp_path / "c", training.state(job.model, job.optimizer, extra={"ema": ema, "epoch": 3}))
+    other = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    other[0].register_parameter("scale", torch.nn.Parameter(torch.ones(2)))
+    for strict in (True, False):
+        assert "Not one name of the model is in the checkpoint: pass rename=" in refusal(other, strict=strict)
+    assert "has in extra: ema, epoch." in refusal(job.model, extra={"average": ema})
+    sgd = torch.optim.SGD(job.model.parameters(), lr=0.1, momentum=0.9)
+    assert "of the class and options that were saved" in refusal(job.model, sgd)
+
+
 def test_what_is_registered_and_what_no_longer_is_are_told_apart(tmp_path: Path) -> None:
     def resumed(names: list[str], **options: Any) -> Any:
         with tc.Manager(tmp_path, background=False) as manager:

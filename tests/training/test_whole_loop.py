@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -90,3 +91,52 @@ def test_a_loop_continues_with_the_same_losses(tmp_path: Path, loader: Callable[
     assert again.extra["seen"] == calm.extra["seen"] == 66 and again.scaler.get_scale() == calm.scaler.get_scale() > 8
     assert same_tensors(dict(again.ema.state_dict()), dict(calm.ema.state_dict()))
     assert again.beside["scheduler"].state_dict() == calm.beside["scheduler"].state_dict()
+
+
+CONTINUES = {  # what the generator of a loader is, or what is logged of it: the batches, the other random numbers
+    "draws from the generator of its sampler": (False, True),
+    "draws from the global generator": (True, False),
+    "one of its own": (True, True),
+}
+
+
+def _loader(why: str) -> Any:
+    shuffle, generator = why != "one of its own", None if "global" in why else torch.Generator()
+    return StatefulDataLoader([*range(8)], shuffle=shuffle, generator=generator)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("why", CONTINUES)
+@pytest.mark.parametrize("first_run", [True, False])
+def test_a_loader_whose_generator_does_not_continue_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, why: str, first_run: bool
+) -> None:
+    model, loader = net(0), _loader(why)
+    if not first_run:
+        tc.save(tmp_path / "step_00000001", training.state(model, loader=loader), step=1)
+    for _ in range(2):
+        tc.Manager(tmp_path, background=False).resume(model, loader={"train": loader} if first_run else loader)
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == (CONTINUES[why] != (True, True)) and all(
+        why in text and "generator=torch.Generator()" in text for text in texts
+    )
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("why", CONTINUES)
+def test_what_is_logged_of_generators_is_so(why: str) -> None:
+    def train(loader: Any, steps: int) -> tuple[list[Any], list[float], list[Any]]:
+        batches, numbers, states = list[Any](), list[float](), list[Any]()
+        while len(numbers) < steps:
+            for batch in loader:
+                batches.append(batch.tolist())
+                numbers.append(torch.rand(()).item())
+                states.append((copy.deepcopy(loader.state_dict()), torch.get_rng_state()))
+        return batches, numbers, states
+
+    batches, numbers, states = train(_loader(why), 16)
+    again = _loader(why)
+    again.load_state_dict(states[2][0])
+    torch.set_rng_state(states[2][1])
+    found = train(again, 13)
+    assert (batches[3:] == found[0], numbers[3:] == found[1]) == CONTINUES[why]

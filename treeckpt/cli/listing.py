@@ -8,15 +8,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from ..core.format.file_names import is_step_name
 from ..core.text import ago_text, bytes_text, seconds_text, time_text
 from ..io.storage.open import open_folder, open_run
 from ..report.terminal import print_json, print_line, print_table
 from ..runs import catalog
 from ..runs.active_saves import under_way_text
-from ..runs.checkpoint_info import CheckpointInfo
+from ..runs.checkpoint_info import CheckpointInfo, with_verification
 from ..runs.progress_bar import counting_bar
 from ..runs.verification import VerificationStore, cache_directory
 from .command import Commands, no_such_run, progress_of, usage_error
@@ -45,12 +43,7 @@ def _ls(options: argparse.Namespace) -> int:
         if not options.json:
             runs |= _runs_among(infos)
     known = VerificationStore(cache_directory())
-    found = [
-        msgspec.structs.replace(info, verification=known.find(open_folder(info.path), info.save_id))
-        if info.status == "complete"
-        else info
-        for info in found
-    ]
+    found = [with_verification(info, open_folder(info.path), known) for info in found]
     if options.json:
         print_json(found)
         return 0

@@ -52,7 +52,8 @@ def _verify(options: argparse.Namespace) -> int:
         return 0 if report.ok else 1
     state = "intact" if report.ok else f"{len(report.problems)} problem{'s' * (len(report.problems) > 1)}"
     took = seconds_text(report.seconds)
-    print_line(f"{options.checkpoint}: {report.files} shards, {bytes_text(report.nbytes)} in {took}: {state}")
+    amount = bytes_text(report.nbytes) + " intact" * (not report.ok)
+    print_line(f"{options.checkpoint}: {report.files} shards, {amount} in {took}: {state}")
     for repair in report.repairs:
         print_line(f"  repaired {repair}", "yellow")
     for problem in report.problems:

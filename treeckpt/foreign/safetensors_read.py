@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from ..arrays.lazy import LazyArray
+from ..core.format.decoding import decode_json
 from ..core.sharding.dtypes import dtype_of
 from ..core.tree.spec import ArraySpec
 from ..errors import CorruptError, FormatError, TreeckptError
@@ -74,7 +75,7 @@ def read_safetensors(window: FileRange, storages: ArchiveStorages) -> tuple[dict
 
 
 def _entry(name: str, raw: msgspec.Raw, data: FileRange, storages: ArchiveStorages) -> LazyArray:
-    entry = msgspec.json.decode(raw, type=_SafetensorsEntry)
+    entry = decode_json(raw, _SafetensorsEntry)
     dtype = TAGS.get(entry.dtype)
     if dtype is None:
         raise ValueError(f"dtype {entry.dtype[:20]!r} of {name[:80]!r}, which is not known")
@@ -122,7 +123,7 @@ def _read_index(store: Store, names: list[str]) -> dict[str, str]:
         )
     data = store.read(names[0], limit=MAX_HEADER)
     try:
-        files = msgspec.json.decode(data, type=_SafetensorsIndex).weight_map
+        files = decode_json(data, _SafetensorsIndex).weight_map
     except (msgspec.MsgspecError, RecursionError) as error:
         raise FormatError(f"{store.url}/{names[0]}", expected="a weight_map", found=f"{error}"[:200]) from error
     if bad := next((file for file in files.values() if "/" in file or file.startswith(".")), None):

@@ -329,13 +329,18 @@ def check_same(missing: Sequence[str], unexpected: Sequence[str], strict: Strict
     )
 
 
-def disjoint(missing: Sequence[str], unexpected: Sequence[str]) -> MismatchError:
-    """Returns the error where nothing would be loaded, as no leaf is both wanted and saved."""
+def disjoint(missing: Sequence[str], unexpected: Sequence[str], hint: str = "") -> MismatchError:
+    """Returns the error where nothing would be loaded, as no leaf is both wanted and saved.
+
+    Args:
+        hint: what to do where no prefix makes the names alike.
+    """
     return MismatchError(
         missing[0],
         expected="one leaf at least that is both wanted and in the checkpoint, also with strict=False",
         found=f"{some_of('missing in the checkpoint', missing)}; {some_of('not asked for', unexpected)}",
         hint=rename_hint(missing, unexpected)
+        or hint
         or "Give a tree with the outer keys of the saved one, as {'model': ...}, or rename={...}",
     )
 
@@ -343,7 +348,9 @@ def disjoint(missing: Sequence[str], unexpected: Sequence[str]) -> MismatchError
 def rename_hint(missing: Sequence[str], unexpected: Iterable[str]) -> str:
     """Returns what to do where all missing names are in the checkpoint behind another prefix, "" where they are not."""
     saved = set(unexpected)
-    for path in sorted(saved) if missing else ():
+    # a model's own weights are proposed before copies of them, such as an average in `extra`
+    nearest = sorted(saved, key=lambda path: (not path.startswith("model/"), path.count("/"), path))
+    for path in nearest if missing else ():
         same = next((i for i, (a, b) in enumerate(zip(missing[0], path, strict=False)) if a != b), 0)
         head = re.sub("[^/.]*$", "", path[:same])
         wanted, there = missing[0].removeprefix(head), path.removeprefix(head)

@@ -10,8 +10,9 @@ import msgspec
 from ..core.analysis.retention_policy import StepInfo
 from ..core.format.file_names import is_step_name, step_of
 from ..core.format.lineage import Lineage, LineageOrder, LineagePosition, SavedCheckpoint
+from ..io.storage.run_store import Folder
 from .active_saves import SaveUnderWay
-from .verification import Verification
+from .verification import Verification, VerificationStore
 
 Status = Literal["complete", "partial", "corrupt", "foreign"]
 
@@ -58,6 +59,11 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
         return tuple(save for save in self.saving if save.alive is not False)
 
     @property
+    def damaged(self) -> bool:
+        """Whether a verification found changed bytes."""
+        return self.verification is not None and self.verification.total > 0
+
+    @property
     def state(self) -> str:
         """The status as text, with what a verification found, and whether its branch is abandoned."""
         found = self.verification
@@ -95,11 +101,18 @@ def _sort_key(placed: tuple[CheckpointInfo, LineagePosition | None]) -> tuple[An
     return *kind, -sequence, -step, -(info.created_ns or 0), info.name
 
 
+def with_verification(info: CheckpointInfo, folder: Folder, known: VerificationStore) -> CheckpointInfo:
+    """Returns the same with what is known of the bytes of a complete checkpoint."""
+    if info.status != "complete" or (found := known.find(folder, info.save_id)) is None:
+        return info
+    return msgspec.structs.replace(info, verification=found)
+
+
 def step_info(info: CheckpointInfo) -> StepInfo:
     """Returns the data of a checkpoint by which policies decide."""
     step = step_of(info.name)
     assert step is not None, "a checkpoint of a run has the name of a step"
-    return StepInfo(step, info.created_ns or 0, info.metrics, info.pinned, info.sequence, info.abandoned)
+    return StepInfo(step, info.created_ns or 0, info.metrics, info.pinned, info.sequence, info.abandoned, info.damaged)
 
 
 def loadable_text(infos: Iterable[CheckpointInfo], step: int) -> str:

@@ -16,6 +16,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from ..core.format.decoding import decode_json
 from ..io.storage.bucket import is_url, local_path
 
 MAX_LINE = 1 << 16
@@ -51,7 +52,7 @@ def read_columns(path: Path, kinds: Mapping[str, str], head: type[C]) -> tuple[C
     """
     with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError), path.open("rb") as file:
         line = file.readline(MAX_LINE)
-        found = msgspec.json.decode(line, type=head)
+        found = decode_json(line, head)
         if found.rows < 0 or path.stat().st_size - len(line) != 8 * found.rows * len(kinds):
             return None
         if not found.rows:

@@ -79,7 +79,8 @@ class Manager(RegistrationMixin, RestoreMixin):
         run: a directory, or a URL (`s3://bucket/run`); checkpoints are its subdirectories `step_00000100`. Nothing
             else in it is ever touched.
         keep: a policy or several of `treeckpt.policy`, or their text, as "last:3 best:loss"; a number is
-            `Last(number)`, None keeps everything. The newest checkpoint and pinned ones are always kept.
+            `Last(number)`, None keeps everything. By default the last 3 of all in `run` stay, whoever saved them. The
+            newest, pinned and known damaged checkpoints are always kept.
         every: steps between saves.
         seconds: seconds between saves, by rank 0's clock; a step is due by either interval.
         background: saves with `save_async`: `save` returns as soon as the tree may change.

@@ -272,7 +272,10 @@ class RestoreMixin:
         found = self._restorer.restore(call, None, options, fills=True)
         if found is None:
             if self._comm.rank == 0:
+                from ..training.user_state import check_generators
+
                 _log.info("%s: no checkpoint: the training starts anew", self.directory.url)
+                check_generators(options.get("loader"))
             return None
         self._restored(found.step)
         return msgspec.structs.replace(found.result, passed_over=found.passed_over)

@@ -40,8 +40,9 @@ from ..io.storage.open import open_folder, open_run
 from ..io.storage.reader_leases import has_readers
 from ..io.storage.run_store import Folder, LocalRun, RunStore
 from .catalog import read_info, read_infos, read_marks
-from .checkpoint_info import CheckpointInfo, in_listing_order, loadable_text
+from .checkpoint_info import CheckpointInfo, in_listing_order, loadable_text, with_verification
 from .stat_cache import LruStatCache, StatCache
+from .verification import VerificationStore, cache_directory
 
 
 class CleanReport(msgspec.Struct, frozen=True):
@@ -103,6 +104,7 @@ class RunDirectory:
         run: its directory or URL, or a `RunStore`.
         clock: returns Unix nanoseconds.
         cache: caches indexes and timings.
+        verifications: what is known of checkpoints' bytes, by default what `treeckpt verify` of this user found.
 
     Raises:
         CheckpointNotFound: the path is that of a file.
@@ -114,12 +116,14 @@ class RunDirectory:
         *,
         clock: Callable[[], int] | None = None,
         cache: StatCache | None = None,
+        verifications: VerificationStore | None = None,
     ) -> None:
         self.store = open_run(run)
         self.url = self.store.url
         if isinstance(self.store, LocalRun):
             refuse_file(self.url)
         self._cache, self._clock = cache or LruStatCache(), clock or steady_clock()
+        self._verifications = verifications
 
     def folder(self, step: int) -> Folder:
         """Returns the directory of a step, whether or not it exists."""
@@ -226,19 +230,14 @@ class RunDirectory:
             claim: entered around each removal with the directory's name; gives False if a save has started there.
             dry_run: only reports what would be done.
         """
-        facts = [self._fact(info, folder) for folder, info in self._read_infos()]
+        known, found = self._verifications or VerificationStore(cache_directory()), self._read_infos()
+        facts = [self._fact(with_verification(info, folder, known), folder) for folder, info in found]
         plan = plan_cleanup(facts, policies, deletion_times(self._clock(), grace), busy=frozenset(busy))
         planned = CleanReport(
-            self.url,
-            plan.kept,
-            plan.removals,
-            plan.left,
-            warnings=plan.warnings,
-            abandoned=plan.abandoned,
-            foreign=plan.foreign,
+            self.url, plan.kept, plan.removals, plan.left, (), plan.warnings, dry_run, plan.abandoned, plan.foreign
         )
         if dry_run:
-            return msgspec.structs.replace(planned, dry_run=True)
+            return planned
         removed: list[Removal] = []
         left, failed = list(plan.left), list[RetainedDirectory]()
         for removal in plan.removals:
@@ -307,6 +306,7 @@ class RunDirectory:
             problem=info.error or "",
             sequence=info.sequence,
             abandoned=info.abandoned,
+            damaged=info.damaged,
         )
 
     def remove_directory(self, removal: Removal, grace: float) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from ..core.format.decoding import decode_msgpack
 from ..errors import RankError, TreeckptError
 from ..io.comm import waiting
 from ..io.comm.comm import Comm, PrefixComm
@@ -137,7 +138,7 @@ class SaveSchedule:
         limit, pause, start, logged = self._comm.timeout * 2 + 1, 0.0005, time.monotonic(), False
         while True:
             data = self._comm.wait([self._key("plan")], 0)[0]
-            plan = msgspec.msgpack.decode(data, type=_SchedulePlan) if data is not None else self._plan
+            plan = decode_msgpack(data, _SchedulePlan) if data is not None else self._plan
             if plan.decided >= self._calls:
                 return plan
             waited = time.monotonic() - start

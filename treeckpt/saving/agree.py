@@ -35,6 +35,7 @@ from ..arrays.describe import (
     place_table_rows,
 )
 from ..arrays.stateful import state_tree
+from ..core.format.decoding import decode_msgpack
 from ..core.format.index import INDEX_NAME
 from ..core.format.sidecars import Sidecar
 from ..core.planning.rank_trees import GlobalTree, digest_of
@@ -102,7 +103,7 @@ class AgreedSave(msgspec.Struct, frozen=True):
 
 
 T = TypeVar("T")
-_encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+_encode = msgspec.msgpack.encode
 
 
 def agree(
@@ -293,7 +294,7 @@ class _Agreement:
 
     def _merge(self, received: dict[int, bytes]) -> Conclusion[MergedTree]:
         """Rank 0's reply to the trees: merges them, and compares what replicas must share."""
-        trees = {rank: _decode(message, type=RankTree) for rank, message in received.items() if message}
+        trees = {rank: decode_msgpack(message, RankTree) for rank, message in received.items() if message}
         self.values = {path: value for each in reversed(trees.values()) for path, value in each.values.items()}
         merged = None
         if not self.decision.plan_is_cached:  # shapes are compared before contents

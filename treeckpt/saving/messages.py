@@ -195,7 +195,8 @@ def compare_contents(contents: Mapping[int, Mapping[str, bytes]]) -> None:
                     _readable_key(path),
                     expected=f"the same content on every rank that holds it, as on rank {first}",
                     found=f"another on rank {rank}",
-                    hint="Wrap what each rank has of its own in tc.PerRank; if they should be equal, find out why not",
+                    hint="Wrap what each rank has of its own in tc.PerRank, and that of which rank 0's counts in "
+                    "tc.FromRank; if they should be equal, find out why not",
                 )
     check_disjoint([(first, path) for path, (first, _) in seen.items()])
 

@@ -53,7 +53,7 @@ class SaveOptions(CommonOptions, frozen=True, kw_only=True):
     @property
     def common(self) -> CommonOptions:
         """The options that ranks compare."""
-        return msgspec.convert(self, CommonOptions, from_attributes=True)
+        return CommonOptions(**{name: getattr(self, name) for name in CommonOptions.__struct_fields__})
 
 
 def check_metadata(metadata: object) -> Mapping[str, object]:

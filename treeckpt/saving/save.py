@@ -20,6 +20,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from ..core.format.decoding import decode_msgpack
 from ..errors import RankError
 from ..io.comm.comm import Comm
 from ..io.comm.failures import raise_faults, to_fault, wrap_os_error
@@ -86,7 +87,7 @@ def complete(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> No
                 remove_files(store, names)
             raise
         message = writer.commit(reports, agreed.round.lost) if reports is not None else None
-        ended = msgspec.msgpack.decode(agreed.round.broadcast(message, last=True), type=CommitResult)
+        ended = decode_msgpack(agreed.round.broadcast(message, last=True), CommitResult)
         if ended.faults and not ended.in_place:
             remove_files(store, names)
     finally:

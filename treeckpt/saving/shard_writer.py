@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from ..arrays.base import ArraySource, SourcePiece
+from ..core.format.decoding import decode_msgpack
 from ..core.format.index import encode_index
 from ..core.format.save_progress import Progress
 from ..core.format.timings import timings_name
@@ -148,7 +149,7 @@ class InlineWriter:
             return WriteReport(to_fault(self.error, info.rank))
 
     def commit(self, reports: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
-        decoded = {rank: msgspec.msgpack.decode(report, type=WriteReport) for rank, report in reports.items()}
+        decoded = {rank: decode_msgpack(report, WriteReport) for rank, report in reports.items()}
         return msgspec.msgpack.encode(self._commit(decoded, lost))
 
     def _commit(self, reports: Mapping[int, WriteReport], lost: Mapping[int, str]) -> CommitResult:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..core.format.decoding import decode_msgpack
 from ..core.format.save_progress import progress_name
 from ..errors import CheckpointError
 from ..io.comm.failures import to_fault
@@ -60,7 +61,7 @@ name, _, function = entry.partition(":")
 channel = start_in_child(fd, parent)
 getattr(importlib.import_module(name), function)(channel)
 """
-_encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+_encode = msgspec.msgpack.encode
 
 
 class WriterProcess:
@@ -126,7 +127,7 @@ class WriterProcess:
         assert self._channel is not None, "it has sent the request"
         while True:
             data, _ = self._channel.receive(timeout=timeout)
-            reply = _decode(data, type=Reply)
+            reply = decode_msgpack(data, Reply)
             if isinstance(reply, Answer):
                 return reply
 
@@ -150,7 +151,7 @@ class WriterProcess:
 
     def modules(self) -> list[str]:
         """Returns the names of the modules that the process has imported; it must not be writing. Raises as `call`."""
-        return _decode(self.call(ListModules()).data, type=list[str])
+        return decode_msgpack(self.call(ListModules()).data, list[str])
 
     def end(self, *, grace: float = 0.0) -> str:
         """Ends the process, after `grace` seconds in which it may end by itself; returns how it ended."""
@@ -192,12 +193,12 @@ class ProcessWriter:
         try:
             self._process.prepare(self._plan, self._arena, timeout=self._timeout)
             request = WriteShards(self._info, self._address, self._arena.number, self._recorder.snapshot)
-            return _decode(self._call(request), type=WriteReport)
+            return decode_msgpack(self._call(request), WriteReport)
         except WriterGone as gone:
             return WriteReport(to_fault(self._end_process(gone), self._info.rank))
 
     def commit(self, reports: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
-        faults = lost or any(_decode(report, type=WriteReport).fault for report in reports.values())
+        faults = lost or any(decode_msgpack(report, WriteReport).fault for report in reports.values())
         if self._is_gone or faults:  # there is nothing to publish but an error
             return InlineWriter(self._store, self._info, self._plan, self._recorder).commit(reports, lost)
         try:

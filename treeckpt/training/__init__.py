@@ -11,12 +11,14 @@ State saved under one parallelism is restored into any other. This package impor
   into param groups in another order or split otherwise. Generators and loaders are saved for each rank.
 - An optimizer with a `state_dict` of its own, or one that wraps another, gets back everything in it, in the dtypes that
   were saved (`tests/training/test_own_state_dicts.py`).
-- A `DataLoader` draws a number from its generator, by default the global one, for each new iterator. Where the training
-  draws from that too, a `StatefulDataLoader` needs one of its own, beside its sampler's: `sampler=RandomSampler(data),
-  generator=torch.Generator()`, with torchdata's `RandomSampler`. Without it, its batches continue, and the other random
-  numbers do not (`tests/training/test_whole_loop.py`).
+- A `DataLoader` draws a number from its generator, by default the global one, for each new iterator, also one that
+  continues an epoch. Give a `StatefulDataLoader` one that nothing else draws from: `sampler=RandomSampler(data),
+  generator=torch.Generator()`, with torchdata's `RandomSampler`. With the global one the other random numbers of the
+  training do not continue; with `shuffle=True, generator=...` and no workers, which gives its sampler the same one,
+  later epochs have another order. `restore` and `Manager.resume` warn of both (`tests/training/test_whole_loop.py`).
 - Parts that the checkpoint has and a call does not name, such as a scheduler, are not restored: they are in
-  `RestoreReport.ignored`. A warning names a scheduler or loader that stayed behind while an optimizer was restored.
+  `RestoreReport.ignored`; an `extra` comes back in the report. A warning names a scheduler, a loader or the state of an
+  object in `extra` that was put into nothing while an optimizer was restored.
 """
 
 from ..arrays.registry import needs_torch

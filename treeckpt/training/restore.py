@@ -23,7 +23,7 @@ from ..errors import MismatchError
 from ..io.comm.comm import Comm, as_comm
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.consistent_reads import on_versions
-from ..loading.match import LoadOptions, Strict, disjoint, rename_hint, some_of
+from ..loading.match import LoadOptions, Strict
 from ..loading.overlay import Bank, CheckpointOverlay, globs_of
 from ..loading.read_batch import Verify
 from ..loading.shared_read import open_relay, together
@@ -33,6 +33,7 @@ from ..trees.per_rank_state import Policy
 from .capture import LEFT_OUT, optimizer_of
 from .check_model import check_entry, resolve_ties, without_ties
 from .foreign_states import as_training_state
+from .key_differences import check_keys
 from .modules import (
     Modules,
     StateDictEntry,
@@ -52,7 +53,7 @@ from .rng import set_rng
 from .schedules import from_groups, unused_keys
 from .sources import RestoreSource, children_of, descend, leaves_below, nodes_by_name
 from .targets import RestoreTargets
-from .user_state import compare_extra, loader_actions
+from .user_state import check_generators, compare_extra, loader_actions, objects_of_extra
 
 _log = logging.getLogger("treeckpt")
 
@@ -240,6 +241,8 @@ class _Restore:
     def plan_rest(self) -> None:
         """Loads the state of the loader and the generators, and compares or loads `extra`."""
         loader, extra = self.targets.loader, self.targets.extra
+        if self.comm.rank == 0:
+            check_generators(loader)
         if loader is not None and self._has("loader", "loader=..."):
             self.loader = self.own.load("loader")
             self.last += loader_actions(loader, self.loader, "loader")
@@ -282,6 +285,11 @@ class _Restore:
         if self.optimizers and left and self.comm.rank == 0:
             names, how = ", ".join(left), ", ".join(f"{part}=" for part in left)
             _log.warning("%s: %s in the checkpoint was not restored, as %s was not passed", self.source.url, names, how)
+        objects = objects_of_extra(self.source) if self.optimizers and self.targets.extra is None else set[str]()
+        if objects and self.extra is not None and self.comm.rank == 0:
+            names = ", ".join(f"extra/{name}" for name in sorted(objects))
+            how = "was put into no object, as extra= was not passed; RestoreReport.extra has it"
+            _log.warning("%s: %s in the checkpoint %s", self.source.url, names, how)
 
     def plan_schedulers(self) -> None:
         """Loads the states of the schedulers, for the param groups of the live optimizers.
@@ -318,20 +326,14 @@ class _Restore:
         Raises:
             MismatchError: they have not, by `strict`; without it, not one of the model's is in both.
         """
-        alike = self.wanted or self.left or not self.entries
-        if not self.options.strict and self.missing and self.unexpected and not alike:
-            raise disjoint(self.missing, self.unexpected)
-        unexpected = self.unexpected if self.options.strict is True else []
-        if not self.options.strict or not (bad := self.missing + unexpected):
-            return
-        texts = some_of("missing in the checkpoint", self.missing), some_of("not here", unexpected)
-        raise MismatchError(
-            bad[0],
-            expected="the same parameters and moments here as in the checkpoint",
-            found="; ".join(filter(None, texts)),
-            hint=rename_hint(self.missing, self.unexpected) or "Pass strict=False to restore what both have"
-            if self.missing and not self.left_out.issuperset(path.removeprefix("model/") for path in self.missing)
-            else "Pass strict='missing', or partial=True, if one is a part of the other",
+        saved_extra = children_of(descend(self.source.structure, ("extra",)))
+        check_keys(
+            self.missing,
+            self.unexpected,
+            self.options.strict,
+            alike=bool(self.wanted or self.left or not self.entries),
+            left_out=self.left_out,
+            extra=[key_text(key) for key in saved_extra],
         )
 
     # change ---------------------------------------------------------------------------------------------------------

@@ -6,9 +6,13 @@ A loader is one object or a tree of them: each loads the state that was saved at
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
+from weakref import WeakSet
+
+from torch.utils.data import DataLoader
 
 from ..arrays.registry import is_value
 from ..arrays.stateful import expand_states, holds_stateful, is_stateful
@@ -17,6 +21,8 @@ from ..core.tree.sequences import differing_sequences
 from ..core.tree.structure import index_path, key_text
 from ..errors import MismatchError
 from .sources import RestoreSource
+
+_log = logging.getLogger("treeckpt")
 
 
 def loader_actions(loader: Any, state: Any, path: str) -> Iterator[Callable[[], None]]:
@@ -43,6 +49,44 @@ def loader_actions(loader: Any, state: Any, path: str) -> Iterator[Callable[[], 
                 hint="Give the loaders in a tree as that which was saved",
             ) from error
         yield from loader_actions(one, part, here)
+
+
+_checked = WeakSet[Any]()
+"""The loaders whose generators were looked at; a warning comes once for each."""
+
+
+def check_generators(loader: Any) -> None:
+    """Logs which generators of a torchdata loader will not continue, or make others not continue.
+
+    A `DataLoader` draws a number from its generator for each new iterator, also for one that continues a saved epoch.
+    """
+    parts = loader.values() if isinstance(loader, Mapping) else loader if isinstance(loader, (list, tuple)) else ()
+    for one in parts:
+        check_generators(one)
+    if not isinstance(loader, DataLoader) or not is_stateful(loader) or loader in _checked:
+        return
+    _checked.add(loader)
+    batches = loader.batch_sampler
+    samplers = (loader.sampler, batches, getattr(batches, "sampler", None))
+    shared = any(getattr(one, "generator", None) is loader.generator for one in samplers)
+    if loader.generator is None:
+        lost = "draws from the global generator: other random numbers of the training (dropout) do not continue"
+    elif shared and not loader.num_workers:
+        lost = "draws from the generator of its sampler: the order of later epochs does not continue"
+    else:
+        return
+    _log.warning(
+        "loader: %s as they would without the interruption. Give it a generator of its own beside that of its sampler: "
+        "%s(data, sampler=RandomSampler(data), generator=torch.Generator()), with torchdata's RandomSampler",
+        lost,
+        type(loader).__qualname__,
+    )
+
+
+def objects_of_extra(source: RestoreSource) -> set[str]:
+    """Returns the names in `extra` under which the state of an object stands: arrays, or what a `GradScaler` saves."""
+    found = (path.split("/") for path, spec in source.leaves.items() if spec or path.endswith("/_growth_tracker"))
+    return {steps[1] for steps in found if steps[0] == "extra" and len(steps) > 2 and not steps[1].startswith("~")}
 
 
 def compare_extra(extra: Any, source: RestoreSource, *, rank: int) -> tuple[list[str], list[str], list[str]]:

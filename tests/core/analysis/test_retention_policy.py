@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -116,6 +117,16 @@ STEPS = [
 )
 def test_each_policy_keeps_what_it_says(policy, steps):
     assert list(kept(STEPS, [policy])) == steps
+
+
+@given(runs(), st.lists(POLICIES, max_size=3), st.data())
+def test_damaged_ones_stay_and_change_nothing_about_the_others(infos, policies, data):
+    bad = data.draw(st.sets(st.sampled_from([info.step for info in infos]))) if infos else set()
+    marked = [msgspec.structs.replace(info, damaged=info.step in bad) for info in infos]
+    stays = kept(marked, policies)
+    sound = [info for info in infos if info.step not in bad]
+    assert {step: why for step, why in stays.items() if step not in bad} == kept(sound, policies)
+    assert all("counts for no policy" in stays[step][-1] for step in bad)
 
 
 def test_reasons_are_named():

@@ -77,6 +77,8 @@ def test_a_flipped_byte_in_the_last_shard_is_found_and_stays_found(many_shards, 
     again = client_of(tmp_path / "run", tmp_path / "cache")  # another server
     row = the_checkpoint(again)
     assert row["status"] == "damaged" and last.name in row["error"]
+    assert row["kept"] == ["damaged: counts for no policy"]
+    assert "none verified, 1 damaged" in again.get(f"/runs/{row['run']}").text
     for page in (f"/checkpoints/{row['id']}", f"/checkpoints/{row['id']}/verify"):
         assert last.name in again.get(page).text
     listed = again.get(f"/api/v1/checkpoints/{row['id']}/files?start=100").json()["rows"]

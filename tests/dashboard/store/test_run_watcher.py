@@ -91,6 +91,30 @@ def test_a_full_page_is_shown_while_the_rest_is_looked_at(tmp_path):
     assert len(watch.infos) == 140 and watch.progress.complete
 
 
+def test_a_run_whose_file_system_hangs_does_not_hold_up_the_others(tmp_path, monkeypatch):
+    import threading
+
+    monkeypatch.setattr("treeckpt_dashboard.store.watch.PATIENCE", 0.05)
+    for name in ("hangs", "works"):
+        write_many(tmp_path / name, 30)
+    library, gate, asked = Library([tmp_path / "hangs", tmp_path / "works"]), threading.Event(), threading.Event()
+    first, second = library.runs
+
+    def look(folder):
+        asked.set()
+        gate.wait(300)
+        return library.inspect_directory(first, folder)
+
+    library.watches[first.id] = RunWatcher(first.store, look)
+    library.watches[first.id].start()
+    assert asked.wait(60)
+    library.watches[second.id].refresh(wait=300)
+    assert library.watches[second.id].progress.complete and not library.watches[first.id].progress.seen
+    gate.set()
+    library.watches[first.id].refresh(wait=300)
+    assert library.watches[first.id].progress.complete
+
+
 def test_a_shard_that_is_cut_short_later_is_found_in_the_end(tmp_path):
     write_many(tmp_path / "run", 3)
     now = [0.0]

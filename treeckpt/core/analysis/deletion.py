@@ -14,8 +14,9 @@ shards of the save, so that another save has replaced it. Timings alone keep not
 record a failure stay for the grace period, or until a later save is committed. A reader is alive while its process runs
 and renews its lease.
 
-Never deleted: directories that are not named as steps, files that treeckpt did not write, corrupt checkpoints (a person
-may still want to rescue what is in them), and pinned ones. A file with a time in the future counts as new.
+Never deleted: directories that are not named as steps, files that treeckpt did not write, corrupt checkpoints and those
+in which a verification found damage (a person may still want to rescue what is in them), and pinned ones. A file with a
+time in the future counts as new.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class StepDirectory(msgspec.Struct, frozen=True):
     sequence: int | None = None
     """As in `StepInfo`."""
     abandoned: bool = False
+    damaged: bool = False
 
 
 class CleanupTimes(msgspec.Struct, frozen=True):
@@ -236,7 +238,9 @@ class _DirectoryState:
     def info(self) -> StepInfo:
         folder = self.folder
         sequence, abandoned = folder.sequence, folder.abandoned
-        return StepInfo(folder.step, folder.created_ns, folder.metrics, self.pinned, sequence, abandoned)
+        return StepInfo(
+            folder.step, folder.created_ns, folder.metrics, self.pinned, sequence, abandoned, folder.damaged
+        )
 
     def stale(self) -> list[FileInfo]:
         """Returns files that no save and no reader needs any more, without those of the committed save."""

@@ -2,7 +2,8 @@
 
 A policy is plain data; `kept` returns every step that at least one policy keeps, with the reasons. The newest
 checkpoint always stays: policies only add to it. A decision that is repeated after the other checkpoints were deleted
-is the same.
+is the same. A checkpoint that is known to be damaged counts for no policy, so that it takes the place of no good one,
+and stays, as corrupt ones do: a person may still want what is intact in it.
 
 The newest is the one that was saved last. Checkpoints on abandoned branches count as older than all on the lineage of
 the newest, whenever they were saved.
@@ -32,6 +33,8 @@ class StepInfo(msgspec.Struct, frozen=True):
     """Rises in the order in which checkpoints were saved; None where that is the order of the steps."""
     abandoned: bool = False
     """Whether the newest checkpoint does not descend from it."""
+    damaged: bool = False
+    """Whether a verification found changed bytes."""
 
     @property
     def age(self) -> tuple[bool, int, int]:
@@ -148,8 +151,12 @@ def _is_number(value: object, least: int) -> bool:
 
 def kept(steps: Iterable[StepInfo], policies: Sequence[Policy]) -> dict[int, tuple[str, ...]]:
     """Returns the steps that stay, in rising order, each with the reasons."""
-    ordered = sorted(steps, key=lambda info: info.age)
-    reasons: dict[int, list[str]] = {info.step: ["pinned"] for info in ordered if info.pinned}
+    found = sorted(steps, key=lambda info: info.age)
+    reasons: dict[int, list[str]] = {info.step: ["pinned"] for info in found if info.pinned}
+    for info in found:
+        if info.damaged:
+            reasons.setdefault(info.step, []).append("damaged: counts for no policy")
+    ordered = [info for info in found if not info.damaged]
     for info in ordered[-1:]:
         reasons.setdefault(info.step, []).append("newest")
     for policy in policies:

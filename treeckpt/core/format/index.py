@@ -21,6 +21,7 @@ from ..tree.nesting import SplitStructure, split_structure
 from ..tree.value_codec import Value
 from .check_index import check_index
 from .chunks import NoChunks, encode_chunks
+from .decoding import decode_json
 from .index_v2 import pack, unpack
 from .lineage import Lineage
 from .records import ArrayRecord, FileTable, Index, Leaf, LeafRecord, PerRankArrays, file_table
@@ -127,7 +128,7 @@ def _lineage_from_text(index: Index) -> Index:
     if not isinstance(text, str):
         return index
     try:
-        lineage = msgspec.json.decode(text, type=Lineage)
+        lineage = decode_json(text, Lineage)
     except msgspec.MsgspecError:
         return index
     if not lineage.is_sound():

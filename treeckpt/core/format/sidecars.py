@@ -12,6 +12,8 @@ from collections.abc import Iterable
 import msgspec
 import xxhash
 
+from .decoding import decode_json
+
 FILES_KEY = "treeckpt.files"
 """The key of the metadata that holds the list as JSON text: readers older than sidecar files refuse fields that they do
 not know, but accept any metadata."""
@@ -66,7 +68,7 @@ def encode_sidecars(sidecars: tuple[Sidecar, ...]) -> str:
 def decode_sidecars(text: str) -> tuple[Sidecar, ...] | None:
     """Decodes the list; None for a text that no save has written."""
     try:
-        sidecars = msgspec.json.decode(text, type=tuple[Sidecar, ...])
+        sidecars = decode_json(text, tuple[Sidecar, ...])
     except msgspec.MsgspecError:
         return None
     return sidecars if _are_sound(sidecars) else None

@@ -13,13 +13,14 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
+from ...core.format.decoding import decode_msgpack
 from ...errors import TreeckptError
 from .comm import Comm
 from .failures import Fault, raise_faults, silent_faults, to_fault
 from .rounds import Round
 
 T = TypeVar("T")
-_encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+_encode = msgspec.msgpack.encode
 _HINT = "Call it on every rank, in the same order"
 
 
@@ -52,7 +53,7 @@ def decode_each(messages: Mapping[int, bytes], kind: type[T]) -> dict[int, T]:
     decoded: dict[bytes, T] = {}
     for message in messages.values():
         if message not in decoded:
-            decoded[message] = _decode(message, type=kind)
+            decoded[message] = decode_msgpack(message, kind)
     return {rank: decoded[message] for rank, message in messages.items()}
 
 
@@ -77,7 +78,7 @@ class Exchange(contextlib.AbstractContextManager["Exchange"]):
     def __enter__(self) -> Exchange:
         missed = self.round.join()
         if missed is not None:
-            self._missed = _decode(missed, type=_Reply)
+            self._missed = decode_msgpack(missed, _Reply)
         else:
             self._exit.enter_context(self.round.heartbeats())
         return self
@@ -108,7 +109,7 @@ class Exchange(contextlib.AbstractContextManager["Exchange"]):
             report, self._error = _report_of(work, self._comm.rank)
             reply, concluded = self._carry_out(report, conclude)
         raise_faults(reply.faults, self._path, self._comm.size, cause=self._error, hint=self._hint)
-        return concluded.result if concluded is not None else _decode(reply.result, type=kind)
+        return concluded.result if concluded is not None else decode_msgpack(reply.result, kind)
 
     def faults_of(self, report: _Report) -> tuple[Fault, ...]:
         """Carries out one step with a given report; returns the faults of all ranks without raising them."""
@@ -120,7 +121,7 @@ class Exchange(contextlib.AbstractContextManager["Exchange"]):
         """Returns rank 0's reply, and on rank 0 itself what the reply encodes."""
         messages = self.round.gather(_encode(report))
         if messages is None:
-            return _decode(self.round.broadcast(None), type=_Reply), None
+            return decode_msgpack(self.round.broadcast(None), _Reply), None
         reports = decode_each(messages, _Report)
         faults = [report.fault for report in reports.values() if report.fault is not None]
         faults += silent_faults(self.round.lost)
@@ -198,7 +199,7 @@ def all_gather(comm: Comm, topic: str, work: Callable[[], T], kind: type[T]) -> 
         return [work()]
     with Exchange(comm, topic) as exchange:
         results = exchange.step(lambda: _encode(work()), Conclusion, dict[int, bytes])
-    return [_decode(results[rank], type=kind) for rank in range(comm.size)]
+    return [decode_msgpack(results[rank], kind) for rank in range(comm.size)]
 
 
 class ByteGatherer(Protocol):
@@ -220,7 +221,7 @@ def gather_results(
 ) -> list[T]:
     """Does what `all_gather` does through another all-gather, in which no rank can be silent."""
     results = _gather_reports(ranks, topic, lambda: _encode(work()), hint)
-    return [_decode(result, type=kind) for result in results]
+    return [decode_msgpack(result, kind) for result in results]
 
 
 def from_rank(
@@ -228,12 +229,12 @@ def from_rank(
 ) -> T:
     """Returns the result of `work()` on rank `source`, on every rank; the other ranks do not call it."""
     mine = (lambda: _encode(work())) if ranks.rank == source else None
-    return _decode(_gather_reports(ranks, topic, mine, hint)[source], type=kind)
+    return decode_msgpack(_gather_reports(ranks, topic, mine, hint)[source], kind)
 
 
 def _gather_reports(ranks: ByteGatherer, topic: str, work: Callable[[], bytes] | None, hint: str) -> list[bytes]:
     report, error = _report_of(work, ranks.rank)
-    reports = [_decode(data, type=_Report) for data in ranks.all_gather(_encode(report))]
+    reports = [decode_msgpack(data, _Report) for data in ranks.all_gather(_encode(report))]
     faults = [other.fault for other in reports if other.fault is not None]
     raise_faults(faults, topic, ranks.size, cause=error, hint=hint)
     return [other.result for other in reports]

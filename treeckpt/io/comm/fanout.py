@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from ...core.format.decoding import decode_msgpack
 from ...core.sharding.int_runs import Runs, decode_runs, encode_runs
 
 TREE_ABOVE = 1024
@@ -68,7 +69,7 @@ def bundle(messages: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
 
 def unbundle(data: bytes) -> tuple[dict[int, bytes], dict[int, str]]:
     """Decodes a bundle: messages by rank, and the lost ranks. Equal messages are one object."""
-    bundled = msgspec.msgpack.decode(data, type=_Bundle)
+    bundled = decode_msgpack(data, _Bundle)
     messages: dict[int, bytes] = {}
     for ranks, message in bundled.messages:
         messages |= dict.fromkeys(decode_runs(ranks).tolist(), message)

@@ -29,6 +29,7 @@ from typing import cast
 
 import msgspec
 
+from ...core.format.decoding import decode_msgpack
 from ...errors import RankError
 from .comm import Comm, HierarchicalComm, MessageStore
 from .fanout import bundle, children_of, is_leader, parent_of, unbundle
@@ -129,7 +130,7 @@ class Round:
 
     def _read_state(self) -> _RoundState:
         data = self._comm.wait([_STATE], 0)[0]
-        return msgspec.msgpack.decode(data, type=_RoundState) if data is not None else _RoundState()
+        return decode_msgpack(data, _RoundState) if data is not None else _RoundState()
 
     def branch(self, name: str) -> Round:
         """Returns a round of the same ranks under a name on which they have agreed."""
@@ -264,7 +265,7 @@ class Round:
             self._post_down(received)
         if not self._name:
             comm.state.last_round = self._number
-        message = msgspec.msgpack.decode(received, type=_Broadcast)
+        message = decode_msgpack(received, _Broadcast)
         if message.last:
             self._leave(message)
         return message.data

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from ...core.format.decoding import decode_json
 from ...core.format.file_names import lease_name, parse_file_name
 from ...core.format.save_progress import Owner
 from ...errors import StoreError, TreeckptError
@@ -129,7 +130,7 @@ def read_lease(store: Store, name: str) -> tuple[Owner | None, bool | None]:
     A lease that was deleted since it was listed is not held.
     """
     try:
-        owner = msgspec.json.decode(store.read(name, limit=MAX_LEASE), type=Owner)
+        owner = decode_json(store.read(name, limit=MAX_LEASE), Owner)
     except FileNotFoundError:
         return None, False
     except (OSError, TreeckptError, msgspec.MsgspecError):

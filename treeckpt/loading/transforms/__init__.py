@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from ...core.format.decoding import decode_json
 from ...core.format.records import Index
 from ...core.tree.spec import ArraySpec
 from ...errors import FormatError, TreeckptError
@@ -232,7 +233,7 @@ def decode(data: bytes | str) -> tuple[Rule, ...]:
             if bytes(raw).startswith(b'"'):
                 rules += parse(msgspec.json.decode(raw, type=str))
             else:
-                rules.append(msgspec.json.decode(raw, type=Rule))
+                rules.append(decode_json(raw, Rule))
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise FormatError("rules", expected="a list of rules", found=f"{error}"[:200]) from error
     return tuple(rules)
