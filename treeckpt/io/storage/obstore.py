@@ -40,8 +40,8 @@ RETRIES = 10
 UPLOAD_RETRIES = 100
 """The same for a part of an upload, within three minutes: of many parts in flight some are refused many times."""
 UPLOAD_PAUSES = {"base": 4, "max_backoff": timedelta(seconds=4)}
-"""The next pause is drawn up to `base` times the last one. By 2, which is obstore's own, they stay at 0.1 seconds, and
-many parts in flight keep a store busy with requests that it refuses."""
+"""Between tries of a part: the next pause is drawn up to `base` times the last one. By 2, which is obstore's own, they
+stay at 0.1 seconds, and many parts in flight keep a store busy with requests that it refuses."""
 TRIES = 3
 PAUSE = 0.2
 """Seconds before the first retry here; then twice as long."""

@@ -20,7 +20,7 @@ from .range_fetcher import FEWEST, RequestDepth
 MOST = 128
 """Parts in flight, at most. obstore looks for parts that failed when so many have been started, and at the end."""
 LATE, LATE_SECONDS = 4.0, 1.0
-"""A part is late that takes so many times as long as the fastest of its size, and so many seconds longer: it was
+"""A part is late that takes so many times as long as the fastest of about its size, and so many seconds longer: it was
 refused, or parts in flight share a rate that far fewer would reach."""
 
 
@@ -61,7 +61,7 @@ class UploadWindow:
         self.changed = threading.Condition(threading.RLock())
         self.in_flight = 0
         self._fastest: dict[int, float] = {}
-        """Seconds of the fastest part, by the bytes of a part."""
+        """Seconds of the fastest part, by the power of two of its bytes."""
 
     def stream(self, blocks: Iterable[memoryview], part_nbytes: int) -> Generator[np.ndarray]:
         """Yields the blocks, uint8[n], cut where a part ends; waits before each part until it may be in flight."""
@@ -95,8 +95,8 @@ class UploadWindow:
     def leave(self, nbytes: int, sent: float) -> None:
         """Counts a part of `nbytes` bytes, all taken at `sent`, that is in flight no longer."""
         now = time.monotonic()
-        seconds = now - sent
-        fastest = self._fastest[nbytes] = min(self._fastest.get(nbytes, seconds), seconds)
+        seconds, size = now - sent, nbytes.bit_length()
+        fastest = self._fastest[size] = min(self._fastest.get(size, seconds), seconds)
         self.in_flight -= 1
         self.depth.add(nbytes, now)
         if seconds > max(LATE * fastest, fastest + LATE_SECONDS):
