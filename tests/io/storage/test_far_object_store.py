@@ -336,7 +336,7 @@ def test_a_store_that_throttles_is_sent_half_as_many_reads_until_it_carries_them
     far: FarS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tc.ObjectStore, "request_nbytes", MIB // 4)
-    store, tree = far.store(), {"w": array(60)}
+    store, tree = far.store(), {"w": array(40)}
     tc.save(store, tree)
     far.set(busy_above=8, latency=0.02)
     assert same(store, tree)
@@ -398,7 +398,7 @@ def test_where_all_requests_take_as_long_none_is_sent_twice(
     far: FarS3, in_80: tuple[tc.ObjectStore, dict[str, Any]]
 ) -> None:
     store, tree = in_80
-    far.set(latency=0.8)
+    far.set(latency=0.5)
     assert same(store, tree)
     asked = data_ranges(far)
     assert len(asked) == len(set(asked)) > 80

@@ -141,7 +141,7 @@ def test_an_index_that_appears_after_its_save_has_failed_has_its_shards(server: 
     url = server.url()
     if overwrite:
         tc.save(server.store(url), {"n": 0})
-    server.set(rules=[{"match": "^PUT .*index", "do": "slow", "times": 9, "seconds": 1.0}])
+    server.set(rules=[{"match": "^PUT .*index", "do": "slow", "times": 9, "seconds": 0.8}])
     with pytest.raises(tc.StoreError, match="The new index may be in place"):
         tc.save(impatient(server, url), {"w": array(1)}, overwrite=overwrite)
     assert until(lambda: any("ended" in row for row in server.log() if row["path"].endswith("index.json")), 60)

@@ -220,7 +220,7 @@ def test_of_twenty_requests_that_have_ended_one_slow_one_is_sent_again() -> None
     def fetch(wanted: Any) -> RangeResponse:
         asked.append(wanted[1])
         if wanted[1] >= 300 and asked.count(wanted[1]) == 1:
-            held.wait(0.7)  # far longer than the first 30
+            held.wait(0.5)  # far longer than the first 30
         return answer(wanted)
 
     assert sum(fetch_all(fetch).values()) == len(RANGES)
