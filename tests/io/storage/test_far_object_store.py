@@ -322,7 +322,7 @@ def test_other_bytes_than_those_of_the_range_are_an_error(far: FarS3, tree: dict
 def test_a_busy_store_slows_a_load_down_and_does_not_fail_it(far: FarS3, tree: dict[str, Any]) -> None:
     store = far.store(**QUICK)
     tc.save(store, tree)
-    far.set(busy_above=2, latency=0.005)
+    far.set(busy_above=2, latency=0.05)
     assert same(store, tree)
     assert any(row["status"] == 503 for row in far.log())
 
