@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 import treeckpt as tc
+from treeckpt import reports
+from treeckpt.runs.run import CleanReport
 
 NAMES = [
     "ArraySpec",
@@ -79,6 +83,20 @@ class NoTorch:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, NoTorch)
 """
+
+
+def test_the_fields_of_public_structs_are_in_their_docstrings() -> None:
+    modules = tc, tc.training, tc.convert, tc.policy, tc.rules, reports
+    found = {one for module in modules for one in vars(module).values() if isinstance(one, type)} | {CleanReport}
+    structs = {one for one in found if issubclass(one, msgspec.Struct)}
+    assert {tc.SaveReport, tc.training.RestoreReport, tc.rules.Rename, tc.ArraySpec, reports.Problem} < structs
+    missing: list[str] = []
+    for struct in structs:
+        text = "\n".join(base.__doc__ or "" for base in struct.__mro__ if base not in (msgspec.Struct, object))
+        told = {name for names in re.findall(r"^ {8}(\w+(?:, \w+)*): ", text, re.M) for name in names.split(", ")}
+        told |= {word for part in re.findall(r"`([^`]+)`", text) for word in re.findall(r"\w+", part)}
+        missing += [f"{struct.__name__}.{name}" for name in struct.__struct_fields__ if name not in told]
+    assert missing == []
 
 
 def test_what_needs_torch_says_so_where_it_is_not_installed(tmp_path: Path) -> None:

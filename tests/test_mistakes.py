@@ -110,6 +110,28 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda net: tc.load("weights", map_location="cpu"), "'map_location' is no option of load; device= says"),
+        (lambda net: tc.load("weights", weights_only=True), "of load; leave it out: no code .* allow_pickle=True"),
+        (lambda net: tc.load("run", step=10), r"of load; give the path of the step.*Manager\(run\).restore\(step="),
+        (lambda net: tc.Manager("run").restore(map_location="cpu"), "of load; device= says"),
+        (lambda net: tc.load_async("weights", map_location="cpu"), "of load_async, nor of load; device= says"),
+        (lambda net: tc.load_into("weights", net, stric=False), "of load_into; near to it is 'strict'"),
+        (lambda net: tc.save("new", {}, force=True), "'force' is no option of save; overwrite=True"),
+        (lambda net: tc.save_async("new", {}, process_group=None), "of save_async; comm= takes a process group"),
+        (lambda net: training.state(net, schedulers=None), "of state; near to it is 'scheduler'"),
+        (lambda net: tc.Manager("run").resume(net, lr_scheduler=None), "of restore; near to it is 'scheduler'"),
+        (lambda net: tc.Manager("run", max_to_keep=3), "of Manager, nor of save_async; keep= takes a number"),
+        (lambda net: tc.save("new", {}, colour=1), "^'colour' is no option of save$"),
+    ],
+)
+def test_an_option_of_another_library_is_named_with_what_it_is_here(net: nn.Module, act: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        act(net)
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_named_with_what_to_do(net: nn.Module, name: str) -> None:
     act, words = MISTAKES[name]

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import io
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
+import numpy as np
 import pytest
 
-from tests.helpers.notebooks import NOTEBOOKS, ROOT, run_in_kernel, run_quickly, text_of
+import treeckpt as tc
+from tests.helpers.notebooks import NOTEBOOKS, ROOT, run_in_kernel, run_quickly, sources_of, text_of
+from tests.helpers.samples import write_checkpoint
+from treeckpt.runs.catalog import read_timings
 from treeckpt_dashboard.runs import metrics
 
 STEMS = [path.stem for path in NOTEBOOKS]
@@ -72,6 +79,24 @@ def test_links_and_pictures_of_the_guide_exist(path: Path) -> None:
     targets = re.findall(r"\]\(([^)\s]+)\)", text)
     places = [(path.parent / target.partition("#")[0]).resolve() for target in targets if "://" not in target]
     assert [place for place in places if not place.exists() or ROOT not in place.parents] == []
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_the_code_on_a_slow_save_runs_on_a_save_of_the_readers_own(tmp_path: Path, world: int) -> None:
+    [path] = [path for path in NOTEBOOKS if path.stem == "08_a_slow_save"]
+    sample, *cells = sources_of(path)
+    names: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()) as shown, mpl.rc_context({"backend": "agg"}):
+        exec(sample, names)
+        if world == 1:
+            tc.save(tmp_path / "c", {"w": np.ones(9)})
+        else:  # its record names no hosts
+            write_checkpoint(tmp_path / "c", {"w": tc.PerRank(np.ones(9))}, world=world)
+        names["timings"] = read_timings(tmp_path / "c")
+        for cell in cells:
+            exec(cell, names)
+    assert re.search(r"^write +\d", shown.getvalue(), re.M) and names["study"].timings.world == world
+    names["plt"].close("all")
 
 
 def test_the_guides_name_metrics_and_states_that_the_dashboard_has() -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,30 @@ def test_the_python_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.Monk
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
+
+
+@pytest.mark.parametrize(("world", "twice"), [(4, 0), (2, 0), (1, 0), (3, 1)])
+def test_the_lines_for_a_sampler_leave_out_no_sample_on_any_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, world: int, twice: int
+) -> None:
+    [block] = [one for one in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "DistributedSampler" in one]
+
+    def left(world: int, seen: int) -> list[list[int]]:
+        """Returns what the sampler of each rank gives, of the epoch 3."""
+        found: list[list[int]] = []
+        for rank in range(world):
+            names: dict[str, Any] = {"extra": {"epoch": 3, "seen": seen}}
+            monkeypatch.setenv("RANK", f"{rank}")
+            monkeypatch.setenv("WORLD_SIZE", f"{world}")
+            exec(block, names)
+            loader = torch.utils.data.DataLoader(range(100), batch_size=4, sampler=names["sampler"])  # pyright: ignore[reportArgumentType]
+            found.append([int(number) for batch in loader for number in batch])
+        return found
+
+    before = {number for numbers in left(4, 0) for number in numbers[:16]}  # four batches of each of four ranks
+    after = [number for numbers in left(world, 64) for number in numbers]
+    padding = -100 % world  # the sampler gives each rank as many
+    assert before | set(after) == set(range(100)) and len(before) + len(after) == 100 + twice + padding
 
 
 class Batches:

@@ -9,6 +9,7 @@ from typing import Any, Literal, Unpack, cast
 
 from .arrays.stateful import state_tree
 from .core.format.file_names import check_step
+from .core.option_names import checks_options, meant_by
 from .core.tree.flatten import flatten, replace_leaves
 from .errors import MismatchError
 from .io.comm.collective import ending_together
@@ -50,6 +51,7 @@ _DROPPED = "This rank's tree, if it was loaded, is dropped"
 AnyComm = Any  # a Comm, a torch.distributed process group, "alone", or None for the default one
 
 
+@checks_options
 def save(
     path: SavePath,
     tree: object,
@@ -107,6 +109,7 @@ def save(
     return save_tree(open_store(path), tree, as_comm(comm), options, custom_metadata, files=files)
 
 
+@checks_options
 def save_async(
     path: SavePath,
     tree: object,
@@ -182,6 +185,7 @@ def prewarm(tree: object, *, writer: WriterKind = "process", comm: AnyComm = Non
     prewarm_tree(tree, as_comm(comm), writer)
 
 
+@checks_options
 def load(
     path: CheckpointPath | Bank | Sequence[Any],
     like: Any = None,
@@ -279,6 +283,7 @@ def load_abstract(
     return run_load(path, None, as_comm(comm, sends_messages=False), options, "error")[0]
 
 
+@checks_options
 def load_into(
     path: CheckpointPath | Bank | Sequence[Any],
     tree: Any,
@@ -319,11 +324,8 @@ def load_into(
     """
     comm = as_comm(comm, sends_messages=together)
     with _ending(comm, path, together=together, hint="What was to be filled may be filled on some ranks only"):
-        rules = as_rules(rename, transforms)
-        options = LoadOptions(
-            globs_of(select), strict, cast, None, verify, per_rank, True, False, allow_pickle, namespace, read, memory,
-            globs_of(exclude), rules,
-        )  # fmt: skip
+        options = LoadOptions(globs_of(select), strict, cast, None, verify, per_rank, True, False, allow_pickle,
+            namespace, read, memory, globs_of(exclude), as_rules(rename, transforms))  # fmt: skip
         return run_load_into(path, tree, comm, options, on_corrupt)
 
 
@@ -354,8 +356,9 @@ def load_async(
         MismatchError: an option with which ranks would exchange messages.
         TypeError: `load` has no such option.
     """
-    if unknown := options.keys() - LoadAsyncKeywords.__optional_keys__:
-        raise TypeError(f"{sorted(unknown)[0]!r} is no option of load_async, nor of load")
+    known = LoadAsyncKeywords.__optional_keys__
+    for name in sorted(options.keys() - known):
+        raise TypeError(f"{name!r} is no option of load_async, nor of load{meant_by(name, known)}")
     together = options.pop("together", False)
     comm = as_comm(options.pop("comm", None), sends_messages=together)
     for name, alone in (("read", "each"), ("on_corrupt", "error")):

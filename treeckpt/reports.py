@@ -21,6 +21,18 @@ class SaveReport(msgspec.Struct, frozen=True):
     >>> report = tc.save("run/step_00000200", model.state_dict(), step=200)
     >>> report.step, report.world, report.nbytes, len(report.files)
     (200, 1, 40, 1)
+
+    Attributes:
+        path: where it was saved.
+        save_id: the random id of the save, in the names of its files.
+        step: of training, as it was passed.
+        world: ranks that saved.
+        nbytes: bytes of array data that this rank wrote.
+        files: this rank's shards.
+        seconds: from the call until the index was published.
+        spans: of this rank: each phase with its time and bytes.
+        blocked_seconds: time until the call of a background save returned; None for a save in the foreground.
+        staged_nbytes: bytes that were copied before the call of a background save returned.
     """
 
     path: str
@@ -28,16 +40,11 @@ class SaveReport(msgspec.Struct, frozen=True):
     step: int | None
     world: int
     nbytes: int
-    """Bytes of array data that this rank wrote."""
     files: tuple[str, ...]
-    """This rank's shards."""
     seconds: float
-    """From the call until the index was published."""
     spans: tuple[Span, ...] = ()
     blocked_seconds: float | None = None
-    """Time until the call of a background save returned; None for a save in the foreground."""
     staged_nbytes: int = 0
-    """Bytes that were copied before the call of a background save returned."""
 
     def __str__(self) -> str:
         blocked = f", {seconds_text(self.blocked_seconds)} of it blocking" if self.blocked_seconds is not None else ""
@@ -74,31 +81,36 @@ class LoadReport(msgspec.Struct, frozen=True):
     >>> report = tc.load_into("run/step_00000100", {"step": 0, "more": 1}, strict=False)
     >>> report.loaded, report.missing, report.unexpected
     (1, ('more',), ('model/weight', 'model/bias'))
+
+    Attributes:
+        path: of the checkpoint.
+        nbytes: bytes of array data that were requested.
+        read_nbytes: bytes that were read from data areas to get them.
+        loaded: leaves that were filled.
+        missing: paths that were requested, but are not in the checkpoint.
+        unexpected: paths in the checkpoint that were not requested.
+        seconds: that the load took.
+        dropped: paths in the checkpoint that a rule left out.
+        renamed: leaves that rules only renamed: (path in the checkpoint, path as loaded).
+        sources: for a load from several checkpoints, the report of each.
+        damaged: leaves that `on_corrupt="skip"` left out, each with the bytes that are damaged.
+        unverified_nbytes: bytes of `nbytes` that were compared with no checksum: all with `verify=False` or
+            `mmap=True`; in files of other programs those of entries without a CRC-32, or of which this process read a
+            part alone. safetensors has none.
     """
 
     path: str
     nbytes: int
-    """Bytes of array data that were requested."""
     read_nbytes: int
-    """Bytes that were read from data areas to get them."""
     loaded: int
-    """Leaves that were filled."""
     missing: tuple[str, ...]
-    """Paths that were requested, but are not in the checkpoint."""
     unexpected: tuple[str, ...]
-    """Paths in the checkpoint that were not requested."""
     seconds: float
     dropped: tuple[str, ...] = ()
-    """Paths in the checkpoint that a rule left out."""
     renamed: tuple[tuple[str, str], ...] = ()
-    """Leaves that rules only renamed: (path in the checkpoint, path as loaded)."""
     sources: tuple[LoadReport, ...] = ()
-    """For a load from several checkpoints, the report of each."""
     damaged: tuple[DamagedLeaf, ...] = ()
-    """Leaves that `on_corrupt="skip"` left out, each with the bytes that are damaged."""
     unverified_nbytes: int = 0
-    """Bytes of `nbytes` that were compared with no checksum: all with `verify=False` or `mmap=True`; in files of other
-    programs those of entries without a CRC-32, or of which this process read a part alone. safetensors has none."""
 
     def __str__(self) -> str:
         rows = [
@@ -132,36 +144,52 @@ class LoadReport(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True, array_like=True):
-    """A fault of a checkpoint."""
+    """A fault of a checkpoint.
+
+    Attributes:
+        file: its name.
+        text: what is wrong.
+        start: first byte in the file, header included; None where the whole file is meant.
+        stop: the byte after the last.
+        leaves: paths of the leaves that cannot be loaded because of it.
+    """
 
     file: str
     text: str
     start: int | None = None
-    """First byte in the file, header included; None where the whole file is meant."""
     stop: int | None = None
     leaves: tuple[str, ...] = ()
-    """Paths of the leaves that cannot be loaded because of it."""
 
 
 class Repair(msgspec.Struct, frozen=True, array_like=True):
-    """A file that was rebuilt."""
+    """A file that was rebuilt.
+
+    Attributes:
+        file: its name.
+        what: what was made again, and from what.
+        kept_as: where the damaged file is kept, in the same directory.
+    """
 
     file: str
     what: str
     kept_as: str | None = None
-    """Where the damaged file is kept, in the same directory."""
 
     def __str__(self) -> str:
         return f"{self.file}: {self.what}" + (f" (the damaged file is kept as {self.kept_as})" if self.kept_as else "")
 
 
 class Leftover(msgspec.Struct, frozen=True, array_like=True):
-    """A file that belongs neither to the checkpoint nor to a save that is known to be alive."""
+    """A file that belongs neither to the checkpoint nor to a save that is known to be alive.
+
+    Attributes:
+        file: its name.
+        nbytes: its size.
+        why: how its save ended, or that this is not known.
+    """
 
     file: str
     nbytes: int
     why: str
-    """How its save ended, or that this is not known."""
 
 
 class VerifyReport(msgspec.Struct, frozen=True):
@@ -170,19 +198,25 @@ class VerifyReport(msgspec.Struct, frozen=True):
     >>> report = tc.verify("run/step_00000100")
     >>> report.ok, report.nbytes, report.problems
     (True, 40, ())
+
+    Attributes:
+        path: of the checkpoint.
+        files: shards that were read.
+        nbytes: bytes of array data whose checksums were compared.
+        problems: faults that were found; after a repair, those that remain.
+        seconds: that it took.
+        repairs: what was made again, with `repair=True`.
+        leftovers: files that dead saves left in the directory. They are no fault of the checkpoint; the next save
+            there, and `gc`, remove them.
     """
 
     path: str
     files: int
     nbytes: int
-    """Bytes of array data whose checksums were compared."""
     problems: tuple[Problem, ...]
-    """After a repair, those that remain."""
     seconds: float
     repairs: tuple[Repair, ...] = ()
     leftovers: tuple[Leftover, ...] = ()
-    """Files that dead saves left in the directory. They are no fault of the checkpoint; the next save there, and `gc`,
-    remove them."""
 
     @property
     def ok(self) -> bool:

@@ -20,6 +20,7 @@ import treeckpt as tc
 from tests.crash.disks import fill, small_disk
 from tests.helpers.samples import gpt_state, write_checkpoint, write_mixed_run
 from treeckpt.cli.command import EXIT_CODES
+from treeckpt.cli.listing import LEFT_OUT_FIRST
 from treeckpt.cli.main import main, new_parser
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.runs.verification import this_user
@@ -68,6 +69,14 @@ def test_ls_shows_what_a_checkpoint_follows_its_metrics_pins_and_verification(cl
     assert cells["step_00000003"][1] == "complete, abandoned branch"
     assert cells["step_00000003"][-4:] == ["not here", "intact, just now", "-", "-"]
     assert cells["step_00000001"][-4:] == ["-", "-", "-", "-"]
+
+
+def test_the_help_of_ls_says_what_each_column_means(cli, run, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["ls", "--help"])
+    told = re.findall(r"^  ([a-z]+) {2,}\S", capsys.readouterr().out.partition("columns, ")[2], re.M)
+    assert told == [*cli("ls", run).splitlines()[0].split()[:9], "after", "verified", "pinned", "metrics"]
+    assert set(LEFT_OUT_FIRST) < set(told)
 
 
 def test_a_narrow_terminal_shows_the_columns_that_tell_most(cli, run, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,18 @@ def test_each_checkpoint_of_a_bank_has_its_own_rules() -> None:
         tc.load(bank, {"more": 1}, strict="missing")
     with pytest.raises(tc.MismatchError, match=r"strict: expected True or False or 'missing', found 'unexpected'"):
         tc.load(bank, {"more": 1}, strict="unexpected")  # pyright: ignore[reportArgumentType]
+
+
+def test_checkpoints_with_mappings_of_two_kinds_load_as_one_tree() -> None:
+    """State dicts of `torch.save` are ordered ones in some files, and plain dicts in others."""
+    first, second = store_of({"m": OrderedDict(a=full(1), b=full(1))}), store_of({"m": {"b": full(2), "c": full(2)}})
+    for bank, kind in (([first, second], OrderedDict), ([second, first], dict)):
+        found = tc.load(bank)["m"]
+        assert type(found) is kind and {key: int(leaf[0]) for key, leaf in found.items()} == {
+            "a": 1, "b": 2 if kind is OrderedDict else 1, "c": 2,
+        }  # fmt: skip
+    with pytest.raises(tc.MismatchError, match=r"m: expected .* every checkpoint: OrderedDict of 2, found list of 1"):
+        tc.load([first, store_of({"m": [full(1)]})])
 
 
 def test_a_bank_is_checked_as_a_whole_before_anything_is_written() -> None:

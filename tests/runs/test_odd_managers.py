@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +250,7 @@ def test_a_manager_passes_on_every_option_of_saves_and_loads() -> None:
         (tc.load, keywords.LoadKeywords),
         (tc.load_into, keywords.LoadIntoKeywords),
     ):
-        assert passed_on.__optional_keys__ == function.__kwdefaults__.keys() - own
+        assert passed_on.__optional_keys__ == inspect.unwrap(function).__kwdefaults__.keys() - own
 
 
 def test_a_mistyped_option_is_told_with_the_one_that_is_like_it(tmp_path: Path) -> None:

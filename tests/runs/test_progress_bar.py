@@ -49,6 +49,16 @@ def test_an_unknown_total_shows_what_was_read(store):
     assert "verifying" in screen.getvalue() and "/?" in screen.getvalue()
 
 
+def test_a_total_that_is_known_late_shows_the_time_left(store):
+    screen = Terminal()
+    with stores_bar("comparing", patience=0, stream=screen) as counted:
+        begun = screen.getvalue()
+        counted.expect(lambda: 10**16)
+        assert tc.verify(counted(store)).ok
+    assert re.search(r"0:00:0\d", begun), "the time that passed"
+    assert re.search(r"\d{3,}:\d\d:\d\d", screen.getvalue()), "the time left: hundreds of hours"
+
+
 def test_a_quick_read_shows_nothing(store):
     screen = Terminal()
     with reading_bar(store, "restoring", stream=screen) as source:

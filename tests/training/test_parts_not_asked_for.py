@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +219,80 @@ def test_the_state_of_a_scheduler_of_another_class_is_logged_with_the_keys_that_
     assert record.levelno == logging.WARNING and text.startswith(f"{tmp_path / 'c'}: scheduler/0: ")
     assert "StepLR" in text and "only the saved state has T_max, eta_min, " in text and "has step_size, gamma," in text
     assert report.ignored == ("scheduler/0/T_max", "scheduler/0/eta_min")
+
+
+def several(kind: str, optimizer: torch.optim.Optimizer, *names: str) -> Any:
+    """Returns a scheduler of torch that consists of others, or the one other itself."""
+    schedule = torch.optim.lr_scheduler
+    made: dict[str, Any] = {
+        "warm": schedule.LinearLR,
+        "cosine": partial(schedule.CosineAnnealingLR, T_max=9),
+        "step": partial(schedule.StepLR, step_size=2),
+    }
+    parts = [made[name](optimizer) for name in names]
+    if kind == "alone":
+        return parts[0]
+    if kind == "chained":
+        return schedule.ChainedScheduler(parts, optimizer)
+    return schedule.SequentialLR(optimizer, parts, milestones=list(range(2, len(parts) + 1)))
+
+
+@pytest.mark.parametrize("kind", ["sequential", "chained"])
+def test_the_schedulers_in_a_scheduler_are_compared_one_by_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    job = Job()
+    job.scheduler = several(kind, job.optimizer, "warm", "cosine")
+    tc.save(tmp_path / "c", training.state(job.model, job.optimizer, scheduler=job.scheduler))
+    same = several(kind, job.optimizer, "warm", "cosine")
+    assert training.restore(tmp_path / "c", job.model, job.optimizer, scheduler=same).ignored == ()
+    assert not caplog.records
+    other = several(kind, job.optimizer, "warm", "step")
+    report = training.restore(tmp_path / "c", job.model, job.optimizer, scheduler=other)
+    [record] = caplog.records
+    assert record.getMessage().startswith(f"{tmp_path / 'c'}: scheduler/_schedulers/1: ")
+    assert "StepLR" in record.getMessage() and "only the saved state has T_max, eta_min, " in record.getMessage()
+    assert report.ignored == ("scheduler/_schedulers/1/T_max", "scheduler/_schedulers/1/eta_min")
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "found"),
+    [
+        (("sequential", "warm", "cosine", "step"), ("sequential", "warm", "cosine"), "of 2 .*found that of 3"),
+        (("chained", "warm", "cosine"), ("chained", "warm", "cosine", "step"), "of 3 .*found that of 2"),
+        (("alone", "step"), ("sequential", "warm", "step"), "SequentialLR of 2 .*found that of one scheduler alone"),
+    ],
+)
+def test_another_number_of_schedulers_in_one_is_refused_before_anything_changes(
+    tmp_path: Path, saved: Any, here: Any, found: str
+) -> None:
+    job, fresh = Job(), Job()
+    job.scheduler = several(saved[0], job.optimizer, *saved[1:])
+    tc.save(tmp_path / "c", training.state(job.model, job.optimizer, scheduler=job.scheduler))
+    before = fresh.model.weight.detach().clone()
+    with pytest.raises(tc.MismatchError, match=rf"^scheduler: expected .*{found}.*scheduler=None"):
+        training.restore(
+            tmp_path / "c", fresh.model, fresh.optimizer, scheduler=several(here[0], fresh.optimizer, *here[1:])
+        )
+    assert torch.equal(fresh.model.weight, before)
+
+
+def test_several_schedulers_restored_into_one_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    job.scheduler = several("sequential", job.optimizer, "warm", "cosine")
+    tc.save(tmp_path / "c", training.state(job.model, job.optimizer, scheduler=job.scheduler))
+    alone = several("alone", job.optimizer, "step")
+    report = training.restore(tmp_path / "c", job.model, job.optimizer, scheduler=alone)
+    assert report.ignored == ("scheduler/_schedulers",) and len(caplog.records) == 1
+
+
+def test_an_extra_that_comes_back_is_read_with_the_rest(tmp_path: Path) -> None:
+    job, fresh = damaged_extra(tmp_path / "damaged"), Job()
+    before = fresh.model.weight.detach().clone()
+    with pytest.raises(tc.CorruptError):
+        training.restore(tmp_path / "damaged", fresh.model, fresh.optimizer)
+    assert torch.equal(fresh.model.weight, before), "damage is found before anything changes: an older one can be taken"
+    tc.save(tmp_path / "c", training.state(job.model, job.optimizer, extra={"ema": torch.ones(3)}))
+    report = training.restore(tmp_path / "c", fresh.model, fresh.optimizer)
+    shutil.rmtree(tmp_path / "c")
+    assert torch.equal(report.extra["ema"], torch.ones(3)), "the checkpoint may go: it is not read later"

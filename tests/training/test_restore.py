@@ -16,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import treeckpt as tc
 from treeckpt import training
+from treeckpt.io.storage.counting_store import CountingStore
 
 from .jobs import net, run, same_tensors, stepped
 
@@ -324,6 +325,18 @@ def test_extra_state_is_kept_and_non_persistent_buffers_are_not(tmp_path: Path) 
     tc.save(tmp_path / "bare", {"model": {k: v for k, v in tree["model"].items() if "extra" not in k}})
     with pytest.raises(tc.MismatchError, match=r"model/0._extra_state"):
         training.restore(tmp_path / "bare", fresh, rng=False)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_model_with_extra_state_is_read_once(tmp_path: Path, several: bool) -> None:
+    model = nn.Sequential(Counting(), nn.Linear(512, 512))
+    tc.save(tmp_path / "c", training.state(model, rng=False))
+    counted: list[int] = []
+    store: Any = CountingStore(tc.LocalStore(tmp_path / "c"), counted.append)
+    report = training.restore([store] if several else store, model, rng=False)
+    weights = 4 * 512 * 513
+    assert weights < sum(counted) < 1.5 * weights, "headers and whole blocks too"
+    assert report.nbytes == weights + 4 * (2 + 3) + 8 * 3, "all tensors, with those of the extra state"
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")

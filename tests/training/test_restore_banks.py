@@ -68,6 +68,20 @@ def test_each_checkpoint_gives_its_part_and_later_ones_win(tmp_path: Path) -> No
     assert torch.equal(after, torch.get_rng_state())
 
 
+def test_rules_of_one_checkpoint_see_all_of_its_names_from_the_root(tmp_path: Path) -> None:
+    base, (ema, _) = saved(tmp_path / "base", 1), trained(2)
+    tc.save(tmp_path / "other", {"state_dict": dict(ema.state_dict())})
+    net, optimizer = trained(5)
+    bank: Any = [
+        tmp_path / "base",
+        tc.From(tmp_path / "other", rename={"state_dict": "model"}, exclude="model/head.*"),
+    ]
+    tc.training.restore(bank, net, optimizer, from_root=True)
+    found, first, second = parts(net, optimizer), parts(*base), dict(ema.named_parameters())
+    for name, value in found.items():
+        assert torch.equal(value, (second if name in ("body.weight", "body.bias") else first)[name]), name
+
+
 def test_a_whole_checkpoint_behind_another_is_all_that_is_taken(tmp_path: Path) -> None:
     saved(tmp_path / "base", 1)
     tuned = saved(tmp_path / "tuned", 2, steps=2)

@@ -48,6 +48,24 @@ def test_rules_see_the_names_of_the_files(tmp_path: Path) -> None:
         assert same_tensors(fresh.state_dict(), model.state_dict())
 
 
+def test_parts_of_a_model_at_another_place_are_left_out_by_their_new_names(tmp_path: Path) -> None:
+    model, ema = net(1), net(2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    stepped(model, optimizer)
+    tc.save(tmp_path / "c", training.state(model, optimizer, extra={"ema": ema.state_dict()}))
+    options: Any = {"from_root": True, "rename": {"model": "trained", "extra/ema": "model"}, "rng": False}
+    fresh = net(3)
+    began, kept = _saved(fresh), torch.optim.AdamW(fresh.parameters())
+    training.restore(tmp_path / "c", fresh, kept, exclude="model/last.*", **options)
+    for name, tensor in fresh.state_dict().items():
+        assert torch.equal(tensor, (began if name.startswith("last.") else ema.state_dict())[name]), name
+    moments = {name for name, one in fresh.named_parameters() if one in kept.state}
+    assert moments == {"first.weight", "first.bias", "norm.weight", "norm.bias"}, "they follow exclude"
+    for glob in ("trained/last.*", "extra/ema/last.*"):
+        with pytest.raises(tc.MismatchError, match=r"names that rules give|found one that means trained/"):
+            training.restore(tmp_path / "c", fresh, exclude=glob, **options)
+
+
 def test_an_error_says_which_names_there_are(tmp_path: Path) -> None:
     save_file({f"hub.{name}": tensor for name, tensor in _saved(net(1)).items()}, tmp_path / "model.safetensors")
     with pytest.raises(tc.MismatchError, match=r"there are model/hub\.\S+, model/hub\."):

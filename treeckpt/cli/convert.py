@@ -10,10 +10,8 @@ from typing import Any
 
 from ..core.text import bytes_text, seconds_text
 from ..io.comm.waiting import log_if_slow
-from ..io.storage.open import open_store
 from ..report.terminal import print_json, print_line
-from ..runs import catalog
-from ..runs.progress_bar import stores_bar
+from ..runs.progress_bar import counting_bar
 from .command import Commands, progress_of
 
 FORMATS = ("treeckpt", "torch", "dcp", "safetensors")
@@ -45,15 +43,14 @@ def add_convert(commands: Commands) -> None:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from ..convert import convert, detect
+    from ..convert import convert
 
-    ours = detect(options.source) == "treeckpt"  # of other formats the bar shows the time only
     with (
         _ranks() as rank,
-        stores_bar("converting", _nbytes(options, ours=ours), shown=False if rank else progress_of(options)) as counted,
+        counting_bar("converting", of_bytes=True, shown=False if rank else progress_of(options)) as count,
     ):
         report = convert(
-            counted(open_store(options.source)) if ours else options.source,
+            options.source,
             options.destination,
             to=options.to,
             dtype=options.dtype,
@@ -66,19 +63,11 @@ def _convert(options: argparse.Namespace) -> int:
             dry_run=options.dry_run,
             overwrite=options.overwrite,
             step=options.step,
+            on_read=count,
         )
     if rank == 0:
         _print_report(report, options)
     return 0
-
-
-def _nbytes(options: argparse.Namespace, *, ours: bool) -> int | None:
-    """Returns how many bytes this process will read, None if that is not known."""
-    alone = int(os.environ.get("WORLD_SIZE", "1")) < 2
-    whole = not (options.select or options.exclude or options.subtree or options.dry_run)
-    if not (ours and alone and whole) or progress_of(options) is False:
-        return None
-    return catalog.read_info(options.source, follow=True).nbytes
 
 
 def _print_report(report: Any, options: argparse.Namespace) -> None:

@@ -11,15 +11,16 @@ from ..core.text import bytes_text
 from ..report.output_file import replace_file
 from ..report.terminal import print_json, print_line
 from ..runs import catalog
-from .command import Commands
+from ..runs.progress_bar import counting_bar
+from .command import Commands, progress_of
 
 
 def add_commands(commands: Commands) -> None:
     """Adds `report` and `trace`."""
-    report = commands.add("report", _report, "write one HTML page of a checkpoint or a run")
+    report = commands.add("report", _report, "write one HTML page of a checkpoint or a run", progress=True)
     report.add_argument("path", metavar="CKPT_OR_RUN")
     report.add_argument("--html", required=True, metavar="FILE", help="where to; an existing file is replaced")
-    trace = commands.add("trace", _trace, "write the time of a save as a trace for Perfetto")
+    trace = commands.add("trace", _trace, "write the time of a save as a trace for Perfetto", progress=True)
     trace.add_argument("checkpoint", metavar="CKPT")
     trace.add_argument("--out", required=True, metavar="FILE", help="where to; an existing file is replaced")
 
@@ -27,7 +28,8 @@ def add_commands(commands: Commands) -> None:
 def _report(options: argparse.Namespace) -> int:
     from ..report import report
 
-    text = report(options.path, options.html)
+    with counting_bar(f"reading {options.path}", shown=progress_of(options)) as count:
+        text = report(options.path, options.html, on_read=count)
     if options.json:
         print_json({"file": options.html, "nbytes": len(text.encode())})
         return 0
@@ -36,14 +38,15 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _trace(options: argparse.Namespace) -> int:
-    timings = catalog.read_timings(options.checkpoint)
-    replace_file(Path(options.out), encode_trace(timings))
-    study = TimingReport(timings)
-    if options.json:
+    with counting_bar("writing the spans of ranks", shown=progress_of(options)) as count:
+        timings = catalog.read_timings(options.checkpoint)
+        replace_file(Path(options.out), encode_trace(timings, on_rank=count))
+        study = TimingReport(timings)
         about = {"late_call": study.late_call or None, "clocks": study.clocks or None}
+    if options.json:
         print_json({"file": options.out, "spans": len(timings.spans), **about})
         return 0
     print_line(f"{options.out}: {len(timings.spans)} spans; open it at https://ui.perfetto.dev")
-    for text in filter(None, (study.late_call, study.clocks)):
+    for text in filter(None, about.values()):
         print_line(text)
     return 0

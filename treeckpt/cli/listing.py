@@ -21,6 +21,24 @@ from .command import Commands, no_such_run, progress_of, usage_error
 
 METRICS = 4
 """Metrics of a checkpoint that are listed, at most."""
+_COLUMNS = f"""\
+columns, the newest checkpoint first; where the terminal is too narrow some are left out:
+  name      of the directory, in the run
+  status    complete; partial: shards without an index, of a save that is under way or was killed; corrupt: shards
+            are missing or cut short, or the index is damaged; foreign: files of another program; run: a run itself.
+            "abandoned branch": the newest checkpoint does not descend from it, as the training went back before it
+  step      of the training
+  size      of all arrays, replicas once; of a partial checkpoint, what its shards have
+  leaves    arrays and values
+  ranks     that saved it
+  saved     when the save began, in local time
+  age       time since then
+  took      duration of the save, from the first rank's start to the last one's end
+only where a checkpoint has it:
+  after     the step from which the training went on; "not here": that one is deleted
+  verified  what treeckpt verify or the dashboard found on this machine, and how long ago; "-": not verified
+  pinned    whether treeckpt pin keeps it
+  metrics   that it was saved with, the first {METRICS} by name"""
 LEFT_OUT_FIRST = ("leaves", "ranks", "took", "saved", "pinned", "after")
 """Columns that a narrow terminal does not show, in this order."""
 
@@ -28,6 +46,8 @@ LEFT_OUT_FIRST = ("leaves", "ranks", "took", "saved", "pinned", "after")
 def add_ls(commands: Commands) -> None:
     """Adds `ls`."""
     ls = commands.add("ls", _ls, "list the checkpoints of a run", progress=True)
+    assert ls.description is not None, "each command has one"
+    ls.description += f"\n\n{_COLUMNS}"
     ls.add_argument("runs", metavar="RUN", nargs="+")
 
 

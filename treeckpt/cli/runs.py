@@ -7,10 +7,8 @@ or in the directory of one checkpoint.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -120,14 +118,7 @@ def _gc(options: argparse.Namespace) -> int:
     else:
         what = "reading" if options.dry_run else "deleting from"
         with counting_bar(f"{what} {options.run_path}", shown=progress_of(options)) as count:
-            numbers = itertools.count(1)
-
-            @contextlib.contextmanager
-            def counted(_: str) -> Iterator[bool]:
-                yield True
-                count(next(numbers), None)
-
-            report = run.clean(policies, grace=options.grace, claim=counted, dry_run=options.dry_run)
+            report = run.clean(policies, grace=options.grace, dry_run=options.dry_run, on_removal=count)
     if options.json:
         print_json(report)
     else:

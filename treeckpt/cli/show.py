@@ -221,7 +221,8 @@ def _read_rules(path: str) -> tuple[Rule, ...]:
 
 def _show_rules(index: Index, options: argparse.Namespace) -> int:
     """Prints the leaves that rules produce from an index on rank 0, at and below a path."""
-    view = view_of(index, _read_rules(options.rules), source_rank=0, rank=0)
+    with stores_bar("applying the rules", shown=progress_of(options)):
+        view = view_of(index, _read_rules(options.rules), source_rank=0, rank=0)
     below = options.leaf.rstrip("/")
     rows = [
         _rule_row(view, path) for path in view.by_path if not below or path == below or path.startswith(below + "/")

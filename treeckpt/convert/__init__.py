@@ -6,10 +6,9 @@
 .. include:: FORMATS.md
 """
 
-from .contents import Finding
+from .contents import ConvertReport, Finding
 from .conversion import (
     FORMATS,
-    ConvertReport,
     convert,
     detect,
     to_dcp,

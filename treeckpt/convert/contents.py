@@ -47,18 +47,69 @@ class Finding(msgspec.Struct, frozen=True):
     >>> [finding] = tc.convert.convert("run/step_00000100", "model.safetensors", dry_run=True).losses
     >>> print(finding)
     step: ...
+
+    Attributes:
+        path: of the leaf or container.
+        expected: what the format holds.
+        found: what is there.
+        becomes: what is written in its place.
+        lost: whether a leaf is left out or its values change; else only its form, or that of a container.
     """
 
     path: str
     expected: str
-    """What the format holds."""
     found: str
     becomes: str
     lost: bool = False
-    """Whether a leaf is left out or its values change; else only its form, or that of a container."""
 
     def __str__(self) -> str:
         return f"{self.path or '<root>'}: {self.found} becomes {self.becomes}"
+
+
+class ConvertReport(msgspec.Struct, frozen=True):
+    """The result of a conversion, or of a dry run.
+
+    >>> len(tc.convert.convert("run/step_00000100", "model.safetensors", dry_run=True).losses)
+    1
+
+    Attributes:
+        source: its path.
+        destination: its path.
+        source_format: one of `SOURCES`.
+        format: one of `FORMATS`, that was written.
+        leaves: number of leaves that are written; in a dry run, that would be.
+        arrays: number of arrays.
+        nbytes: bytes of all arrays, each as often as it stands in the tree.
+        files: names of the files that were written.
+        written_nbytes: bytes of array data that this rank wrote.
+        notes: changes of form without loss.
+        losses: leaves that are left out or changed: only with `lossy`, and in a dry run.
+        dry_run: whether nothing was written.
+        seconds: that it took.
+    """
+
+    source: str
+    destination: str
+    source_format: str
+    format: str
+    leaves: int
+    arrays: int
+    nbytes: int
+    files: tuple[str, ...]
+    written_nbytes: int
+    notes: tuple[Finding, ...]
+    losses: tuple[Finding, ...]
+    dry_run: bool
+    seconds: float
+
+    def __str__(self) -> str:
+        did = "would convert" if self.dry_run else "converted"
+        rows = [
+            f"{did} {self.source} ({self.source_format}) to {self.destination} ({self.format}): "
+            f"{self.leaves} leaves, {self.nbytes} bytes, {len(self.files)} files"
+        ]
+        rows += [f"  lost  {finding}" for finding in self.losses]
+        return "\n".join(rows + [f"  note  {finding}" for finding in self.notes])
 
 
 class Contents(msgspec.Struct, frozen=True):

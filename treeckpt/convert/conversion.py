@@ -18,11 +18,13 @@ from ..errors import CheckpointError, MismatchError
 from ..foreign.checksums import ArchiveStorages
 from ..io.comm.comm import Comm, as_comm
 from ..io.storage.bucket import check_path
+from ..io.storage.counting_store import CountedStores, OnBytesRead
 from ..io.storage.store import Store
+from ..loading.overlay import globs_of
 from ..loading.transforms import Renaming, Rule, Transforms, as_rules
 from . import contents as choosing
 from .cast import cast_floats
-from .contents import Contents, Finding, tree_of
+from .contents import Contents, ConvertReport, Finding, tree_of
 from .format_fit import (
     NOTHING,
     FittedContents,
@@ -54,42 +56,6 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K
 AnyPath = str | os.PathLike[str]
 
 
-class ConvertReport(msgspec.Struct, frozen=True):
-    """The result of a conversion, or of a dry run.
-
-    >>> len(tc.convert.convert("run/step_00000100", "model.safetensors", dry_run=True).losses)
-    1
-    """
-
-    source: str
-    destination: str
-    source_format: str
-    format: str
-    leaves: int
-    """Number of leaves that are written; in a dry run, that would be."""
-    arrays: int
-    nbytes: int
-    """Bytes of all arrays, each as often as it stands in the tree."""
-    files: tuple[str, ...]
-    written_nbytes: int
-    """Bytes of array data that this rank wrote."""
-    notes: tuple[Finding, ...]
-    """Changes of form without loss."""
-    losses: tuple[Finding, ...]
-    """Leaves that are left out or changed: only with `lossy`, and in a dry run."""
-    dry_run: bool
-    seconds: float
-
-    def __str__(self) -> str:
-        did = "would convert" if self.dry_run else "converted"
-        rows = [
-            f"{did} {self.source} ({self.source_format}) to {self.destination} ({self.format}): "
-            f"{self.leaves} leaves, {self.nbytes} bytes, {len(self.files)} files"
-        ]
-        rows += [f"  lost  {finding}" for finding in self.losses]
-        return "\n".join(rows + [f"  note  {finding}" for finding in self.notes])
-
-
 class ConvertOptions(TypedDict, total=False):
     """The options of `convert`, except for the format to write."""
 
@@ -107,6 +73,7 @@ class ConvertOptions(TypedDict, total=False):
     overwrite: bool
     step: int | None
     comm: Any
+    on_read: OnBytesRead | None
 
 
 class _Options(msgspec.Struct, frozen=True):
@@ -149,6 +116,7 @@ def convert(
     overwrite: bool = False,
     step: int | None = None,
     comm: Any = None,
+    on_read: OnBytesRead | None = None,
 ) -> ConvertReport:
     """Writes a checkpoint in another format. Call it on every rank: they share the bytes.
 
@@ -169,17 +137,16 @@ def convert(
         select, exclude: globs over paths, and all below them. What is excluded need not be readable without running
             code; as an element of a list or tuple it becomes None, so that the others stay where they are.
         subtree: a path: what is below it is the tree, and its names begin there.
-        rename, transforms: as in `load`; names are those below `subtree`.
+        rename, transforms, comm: as in `load` and `save`; names are those below `subtree`.
         hub_names: a model of transformers, or its config, whose `save_pretrained` gives names and layouts to its state.
         lossy: goes without what the format cannot hold, instead of refusing it.
         dry_run: writes nothing; the report says what would be lost, and what changes its form.
         overwrite: replaces a file, or a checkpoint of ours. Other directories are never replaced.
         step: of training, kept in a checkpoint of ours; by default that of the destination's name, or of the source.
-        comm: as in `save`; "alone" writes in this process without talking.
+        on_read: takes the bytes that were read and those to read (None where ranks share them), from any thread.
 
     Raises:
-        CheckpointNotFound, FormatError, CorruptError: the state of the source, or views in it that would be written as
-            far more bytes than it has.
+        CheckpointNotFound, FormatError, CorruptError: the state of the source, or views in it of far more bytes.
         TreeError: what cannot be read without running code, or what the format cannot hold.
         MismatchError: arguments that do not fit the source, or values that a cast would turn into infinity.
         CheckpointExists: there is something at the destination.
@@ -187,19 +154,21 @@ def convert(
     text = os.fspath(destination)
     to, directory = _format(text, to)
     budget, limit = _sizes(to, directory, memory, max_shard_size)
-    tree = (_globs(select), _globs(exclude), subtree, as_rules(rename, transforms), hub_names)
+    tree = (globs_of(select) or (), globs_of(exclude) or (), subtree, as_rules(rename, transforms), hub_names)
     options = _Options(text, to, directory, dtype, limit, budget, *tree, lossy, dry_run, overwrite, step)
-    return _convert(source, options, as_comm(comm))
+    return _convert(source, options, as_comm(comm), CountedStores(on_read))
 
 
-def _convert(source: AnyPath | Store, options: _Options, comm: Comm) -> ConvertReport:
+def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: CountedStores) -> ConvertReport:
     """Opens the source, selects and casts its leaves, checks what the format can hold, and writes."""
     begin = time.perf_counter()
     kind, storages, dry_run = detect(source), ArchiveStorages(alone=comm.size == 1), options.dry_run
-    with open_source(source, kind, storages, options.exclude) as found:
+    with open_source(source, kind, storages, options.exclude, counted) as found:
         kept = choosing.exclude(found, options.exclude)
         chosen = choosing.subtree(choosing.select(kept, options.select), options.subtree)
         chosen = _transformed(chosen, options, storages)
+        if comm.size == 1 and not dry_run:
+            counted.expect(lambda: own_nbytes(chosen))
         if options.to in ("torch", "dcp"):
             chosen = with_state_dicts(chosen, numbered=options.to == "torch")
         cast = cast_floats(chosen, options.dtype, storages) if options.dtype is not None else chosen
@@ -301,10 +270,6 @@ def _sizes(to: str, directory: bool, memory: int | str, max_shard_size: int | st
             hint="Leave the suffix away to get a directory" if to == "safetensors" else "Leave it out",
         )
     return budget, _bytes(max_shard_size, "max_shard_size")
-
-
-def _globs(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
 
 
 def _bytes(size: int | str, name: str) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ..arrays.lazy import LazyArray
@@ -17,6 +18,7 @@ from ..foreign.file_arrays import memory_array
 from ..foreign.files import file_window, open_foreign
 from ..foreign.pickle_values import RefusedLeaf, refusal
 from ..foreign.sources import FOREIGN, check_exists, check_shape, directory_format, file_format, read_foreign
+from ..io.storage.counting_store import CountedStores
 from ..io.storage.open import open_store
 from ..io.storage.store import Store
 from .contents import Contents, contents_of, map_leaves
@@ -46,12 +48,17 @@ def detect(path: str | os.PathLike[str] | Store) -> str:
 
 @contextlib.contextmanager
 def open_source(
-    path: str | os.PathLike[str] | Store, kind: str, storages: ArchiveStorages, exclude: Sequence[str]
+    path: str | os.PathLike[str] | Store,
+    kind: str,
+    storages: ArchiveStorages,
+    exclude: Sequence[str],
+    counted: CountedStores,
 ) -> Iterator[Contents]:
     """Yields the contents of a checkpoint, with its arrays left in the files, which are closed at the end.
 
     Args:
         exclude: globs over paths that will be left out: objects there that cannot be read are no error.
+        counted: counts what is read.
 
     Raises:
         CheckpointError: the state of the files.
@@ -59,12 +66,14 @@ def open_source(
     """
     refused: list[RefusedLeaf] = []
     window = file_window(path) if isinstance(path, (str, os.PathLike)) and Path(path).is_file() else None
-    store = window.store if window else open_store(path) if kind == "treeckpt" else open_foreign(path)
+    opened = window.store if window else open_store(path) if kind == "treeckpt" else open_foreign(path)
+    store = counted(opened)
     with contextlib.closing(store):
         if kind == "treeckpt":
             contents = read_native(store, storages, refused)
         else:
-            found = read_foreign(window or store, kind, storages, refused)
+            source = msgspec.structs.replace(window, store=store) if window else store
+            found = read_foreign(source, kind, storages, refused)
             label = f"{path}" if kind == "safetensors" else found.label
             contents = contents_of(found.tree, label, found.metadata)
         left_out = Globs(exclude)

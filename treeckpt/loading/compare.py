@@ -68,6 +68,7 @@ class ValueChange(msgspec.Struct, frozen=True):
     """Its path in the second checkpoint."""
     verdict: ByteComparison
     nbytes: int
+    """Of each of the two, as far as they are compared: under `PerRank` of all ranks' arrays."""
     delta: Delta | None = None
 
 
@@ -91,12 +92,7 @@ def value_changes(
         verdict = verdict_of(a, x, b, y)
         delta = delta_of(a, x, b, y) if exact and verdict != "equal" else None
         if verdict != "equal" and (delta is None or delta.changed):
-            yield ValueChange(x.path, y.path, verdict if delta is None else "changed", _nbytes(x), delta)
-
-
-def _nbytes(leaf: Leaf) -> int:
-    assert leaf.spec is not None, "arrays only are compared"
-    return Region.whole(leaf.spec.shape).size * dtype_of(leaf.spec.dtype).itemsize
+            yield ValueChange(x.path, y.path, verdict if delta is None else "changed", min(x.nbytes, y.nbytes), delta)
 
 
 def delta_of(a: Checkpoint, x: Leaf, b: Checkpoint, y: Leaf, *, cap: int | None = None) -> Delta:
@@ -137,11 +133,11 @@ def measured_pairs(
     nbytes = 0
     for x, y in pairs:
         equal = verdict_of(a, x, b, y) == "equal"
-        if x.ranks is not None or _nbytes(x) > PART:
+        if x.ranks is not None or x.nbytes > PART:
             yield x, y, delta_of(a, x, a if equal else b, x if equal else y)
             continue
         batch.append((x, y, equal))
-        nbytes += _nbytes(x)
+        nbytes += x.nbytes
         if nbytes > PART or len(batch) == MANY:
             yield from _measured_batch(a, b, batch)
             batch, nbytes = [], 0

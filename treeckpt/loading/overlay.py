@@ -16,7 +16,7 @@ import msgspec
 from ..arrays.registry import abstract_of, resolve
 from ..core.tree.flatten import flatten, unflatten
 from ..core.tree.keyed_table import TableColumn
-from ..core.tree.merge import merge
+from ..core.tree.merge import merge_sources
 from ..core.tree.structure import index_path, paths_of
 from ..errors import CheckpointNotFound, MismatchError, TreeckptError
 from ..io.comm.comm import Comm, global_rank
@@ -288,7 +288,7 @@ def _provide(bank: Bank, like: object, comm: Comm, options: LoadOptions, *, in_p
 def _merged(trees: Sequence[object], comm: Comm, options: LoadOptions) -> object:
     """Merges several trees; `...` where none has a leaf."""
     flat = [flatten(tree, rank=comm.rank, namespace=options.namespace) for tree in trees]
-    structure = reduce(merge, (structure for structure, _ in flat))
+    structure = reduce(merge_sources, (structure for structure, _ in flat))
     found = {index_path(path, comm.rank): leaf for _, leaves in flat for path, leaf in leaves if leaf is not ...}
     leaves = iter([found.get(path, ...) for path, _ in paths_of(structure)])
     return unflatten(structure, leaves, resolve=resolve, rank=comm.rank, namespace=options.namespace)

@@ -9,18 +9,25 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ..runs.catalog import OnRead, is_checkpoint
 from .output_file import replace_file
 from .page import checkpoint_page, run_page
 
 __all__ = ["report"]
 
 
-def report(path: str | os.PathLike[str], html: str | os.PathLike[str] | None = None) -> str:
+def report(
+    path: str | os.PathLike[str],
+    html: str | os.PathLike[str] | None = None,
+    *,
+    on_read: OnRead | None = None,
+) -> str:
     """Renders the page of a checkpoint, or of a run and its newest checkpoint.
 
     Args:
         path: a directory.
         html: the file to write; an existing file is replaced.
+        on_read: takes how many checkpoints of a run were read, and how many there are.
 
     Returns:
         The page.
@@ -29,9 +36,7 @@ def report(path: str | os.PathLike[str], html: str | os.PathLike[str] | None = N
         CheckpointNotFound: there is neither a checkpoint nor a run.
         CheckpointError: the file cannot be written.
     """
-    from ..runs.catalog import is_checkpoint
-
-    text = checkpoint_page(path) if is_checkpoint(path) else run_page(path)
+    text = checkpoint_page(path) if is_checkpoint(path) else run_page(path, on_read=on_read)
     if html is not None:
         replace_file(Path(html), text.encode())
     return text

@@ -47,13 +47,16 @@ def checkpoint_page(path: str | os.PathLike[str]) -> str:
     return _document(info.name, [el("h1", info.name), *_checkpoint(path, info)])
 
 
-def run_page(path: str | os.PathLike[str]) -> str:
+def run_page(path: str | os.PathLike[str], *, on_read: catalog.OnRead | None = None) -> str:
     """Renders a run and its newest complete checkpoint.
+
+    Args:
+        on_read: as for `catalog.scan`.
 
     Raises:
         CheckpointNotFound: there is no checkpoint in it.
     """
-    found = [info for info in catalog.scan(path) if info.status != "foreign"]
+    found = [info for info in catalog.scan(path, on_read=on_read) if info.status != "foreign"]
     if not found:
         raise CheckpointNotFound(os.fspath(path), expected="a checkpoint, or a run of some", found="neither")
     name = Path(path).absolute().name

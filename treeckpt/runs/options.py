@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import operator
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any, Literal, SupportsIndex, TypedDict
 from ..arrays.registry import abstract_of, is_value
 from ..arrays.stateful import is_stateful
 from ..core.analysis.retention_policy import All, Best, Last, Policy, check_policies
+from ..core.option_names import meant_by
 from ..core.tree.containers import flatten_one_level
 from ..core.tree.flatten import flatten, replace_leaves
 from ..core.tree.in_place import update_in_place
@@ -122,8 +122,7 @@ def as_save_options(options: BackgroundSaveKeywords, *, background: bool, others
     if unknown := options.keys() - known.__optional_keys__:
         name = "save_async" if background else "save"
         wrong = sorted(unknown)[0]
-        near = difflib.get_close_matches(wrong, [*others, *known.__optional_keys__], n=1)
-        meant = "".join(f"; near to it is {one!r}" for one in near)
+        meant = meant_by(wrong, [*others, *known.__optional_keys__])
         raise TypeError(f"{wrong!r} is no option of Manager, nor of {name}{meant}")
     limit = shard_limit(options.get("max_shard_bytes"))
     return SaveOptions(**{"overwrite": True, **options, "max_shard_bytes": limit})

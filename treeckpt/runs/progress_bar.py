@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from ..core.text import bytes_text, rate_text, seconds_text
-from ..io.storage.counting_store import CountingStore
-from ..io.storage.far_store import for_reading
+from ..io.storage.counting_store import CountedStores
 from ..io.storage.store import Store
 
 if TYPE_CHECKING:
@@ -59,21 +58,27 @@ def stores_bar(
         shown: whether there is a bar, or lines where the stream is no terminal; None: a bar on a terminal only.
     """
     with _shown_bar(text, total, True, shown, patience, stream) as bar:
-        yield CountedStores(bar)
+        yield CountedStores(None if bar is None else bar.set, total)
 
 
 @contextlib.contextmanager
 def counting_bar(
-    text: str, *, shown: bool | None = None, patience: float | None = None, stream: TextIO | None = None
+    text: str,
+    *,
+    of_bytes: bool = False,
+    shown: bool | None = None,
+    patience: float | None = None,
+    stream: TextIO | None = None,
 ) -> Iterator[Callable[[int, int | None], object]]:
     """Gives a function that takes how many things are done, and of how many; while the body runs, a bar shows that.
 
     The second is None where it is not known.
 
     Args:
+        of_bytes: whether the things are bytes.
         shown: as for `stores_bar`.
     """
-    with _shown_bar(text, None, False, shown, patience, stream) as bar:
+    with _shown_bar(text, None, of_bytes, shown, patience, stream) as bar:
         yield (lambda done, total: None) if bar is None else bar.set
 
 
@@ -101,21 +106,6 @@ def _shown_bar(
         bar.close()
 
 
-class CountedStores:
-    """Gives stores whose reads a bar counts, or the stores themselves where nothing is shown."""
-
-    def __init__(self, bar: _ShownProgress | None) -> None:
-        self._bar = bar
-
-    def __call__(self, store: Store) -> Store:
-        return store if self._bar is None else CountingStore(for_reading(store), self._bar.add)
-
-    def expect(self, nbytes: Callable[[], int]) -> None:
-        """Sets how many more bytes will be read, where something is shown; `nbytes` computes it."""
-        if self._bar is not None:
-            self._bar.expect(nbytes())
-
-
 class _ShownProgress:
     """What is done of a total, and how fast."""
 
@@ -123,16 +113,6 @@ class _ShownProgress:
         self._text, self._total, self._of_bytes, self._stream = text, total, of_bytes, stream
         self._begin, self._done, self._closed = time.monotonic(), 0, False
         self._lock = threading.Lock()
-
-    def add(self, nbytes: int) -> None:
-        with self._lock:
-            self._done += nbytes
-            self._update()
-
-    def expect(self, more: int) -> None:
-        with self._lock:
-            self._total = self._done + more
-            self._update()
 
     def set(self, done: int, total: int | None) -> None:
         with self._lock:
@@ -203,6 +183,8 @@ class _Bar(_ShownProgress):
             progress, task = self._shown
             done = self._done if self._total is None else min(self._done, self._total)
             rate = self._done / max(time.monotonic() - self._begin, 1e-9)
+            if self._total is not None:
+                progress.columns = (*progress.columns[:-1], self._time_left)
             progress.update(task, completed=done, total=self._total, rate=f"{rate:,.0f}/s" if self._done else "")
 
     def show(self) -> None:
@@ -221,12 +203,12 @@ class _Bar(_ShownProgress):
         what = (DownloadColumn(), TransferSpeedColumn())
         if not self._of_bytes:
             what = (MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
-        time_left = TimeRemainingColumn() if self._total is not None or not self._of_bytes else TimeElapsedColumn()
         with self._lock:
             if self._closed:
                 return
             console = Console(file=self._stream)
-            columns = (TextColumn("{task.description}"), BarColumn(), *what, time_left)
+            columns = (TextColumn("{task.description}"), BarColumn(), *what, TimeElapsedColumn())
+            self._time_left = TimeRemainingColumn()
             progress = Progress(*columns, console=console, transient=True)
             self._shown = progress, progress.add_task(self._text, total=self._total, rate="")
             progress.start()

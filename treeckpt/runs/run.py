@@ -5,8 +5,7 @@ that save, and no process reads or writes there, the index is deleted and the di
 checkpoint; (3) readers' leases are checked once more; (4) the other files are deleted, the mark last, then the
 directory. A deletion that is killed at any point is finished by the next clean-up, which finds the mark.
 
-`io.storage.reader_leases` finds readers, `core.analysis.deletion` decides what is deleted, and `catalog` describes the
-checkpoints.
+`reader_leases` finds readers, `core.analysis.deletion` decides what is deleted, `catalog` describes the checkpoints.
 """
 
 from __future__ import annotations
@@ -20,14 +19,7 @@ from contextlib import AbstractContextManager
 
 import msgspec
 
-from ..core.analysis.deletion import (
-    CleanupPlan,
-    Removal,
-    RetainedDirectory,
-    StepDirectory,
-    foreign_files,
-    plan_cleanup,
-)
+from ..core.analysis.deletion import CleanupPlan, Removal, RetainedDirectory, StepDirectory, foreign_files, plan_cleanup
 from ..core.analysis.retention_policy import Policy
 from ..core.format.file_names import PIN_NAME, check_step, deleted_name, is_step_name, step_name, step_of
 from ..core.format.index import INDEX_NAME
@@ -39,31 +31,36 @@ from ..io.storage.metadata_files import NewestIndex
 from ..io.storage.open import open_folder, open_run
 from ..io.storage.reader_leases import has_readers
 from ..io.storage.run_store import Folder, LocalRun, RunStore
-from .catalog import read_info, read_infos, read_marks
+from .catalog import OnRead, read_info, read_infos, read_marks
 from .checkpoint_info import CheckpointInfo, in_listing_order, loadable_text, with_verification
 from .stat_cache import LruStatCache, StatCache
 from .verification import VerificationStore, cache_directory
 
 
 class CleanReport(msgspec.Struct, frozen=True):
-    """The result of a clean-up, or with `dry_run` its plan."""
+    """The result of a clean-up, or with `dry_run` its plan.
+
+    Attributes:
+        run: its path or URL.
+        kept: the steps that are kept, with the reasons.
+        removed: what was removed, and why.
+        left: what is kept for now, and why.
+        failed: what could not be removed, and why.
+        warnings: problems of the policies: a metric that no checkpoint has.
+        dry_run: whether nothing was removed: then `removed` lists what would be.
+        abandoned: kept steps that are on abandoned branches: the newest checkpoint does not descend from them.
+        foreign: files in steps' directories that treeckpt did not write, by the name of the directory; they stay.
+    """
 
     run: str
     kept: dict[int, tuple[str, ...]]
-    """The steps that are kept, with the reasons."""
     removed: tuple[Removal, ...]
     left: tuple[RetainedDirectory, ...]
-    """What is kept for now, and why."""
     failed: tuple[RetainedDirectory, ...] = ()
-    """What could not be removed, and why."""
     warnings: tuple[str, ...] = ()
-    """Problems of the policies: a metric that no checkpoint has."""
     dry_run: bool = False
-    """Whether nothing was removed: then `removed` lists what would be."""
     abandoned: tuple[int, ...] = ()
-    """Kept steps that are on abandoned branches: the newest checkpoint does not descend from them."""
     foreign: dict[str, tuple[str, ...]] = {}
-    """Files in steps' directories that treeckpt did not write, by the name of the directory; they stay."""
 
     @property
     def nbytes(self) -> int:
@@ -221,6 +218,7 @@ class RunDirectory:
         busy: Set[str] = frozenset(),
         claim: Callable[[str], AbstractContextManager[bool]] | None = None,
         dry_run: bool = False,
+        on_removal: OnRead = lambda done, total: None,
     ) -> CleanReport:
         """Deletes checkpoints that no policy keeps and files that crashed saves left.
 
@@ -229,6 +227,7 @@ class RunDirectory:
             busy: names of the directories in which this process is saving.
             claim: entered around each removal with the directory's name; gives False if a save has started there.
             dry_run: only reports what would be done.
+            on_removal: takes before each removal how many are done, and how many are planned.
         """
         known, found = self._verifications or VerificationStore(cache_directory()), self._read_infos()
         facts = [self._fact(with_verification(info, folder, known), folder) for folder, info in found]
@@ -240,7 +239,8 @@ class RunDirectory:
             return planned
         removed: list[Removal] = []
         left, failed = list(plan.left), list[RetainedDirectory]()
-        for removal in plan.removals:
+        for number, removal in enumerate(plan.removals):
+            on_removal(number, len(plan.removals))
             try:
                 with claim(removal.name) if claim is not None else contextlib.nullcontext(True) as free:
                     why = self.remove_directory(removal, grace) if free else "it is being saved"

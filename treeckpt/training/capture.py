@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 from ..arrays.dtensor import is_dtensor
 from ..arrays.stateful import is_stateful
+from ..core.option_names import checks_options
 from ..core.tree.containers import FromRank
 from ..core.tree.flatten import PerRank
 from ..core.tree.globs import compile_globs
@@ -38,6 +39,7 @@ class PartKeywords(TypedDict, total=False):
     frozen: bool
 
 
+@checks_options
 def state(
     model: Modules,
     optimizer: Optimizers | None = None,

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from ..core.tree.globs import compile_globs
-from ..core.tree.merge import merge
+from ..core.tree.merge import merge_sources
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import DictNode, Structure, keys_of, parse_path
 from ..errors import MismatchError
@@ -54,9 +54,9 @@ def place_under(given: Any, under: str) -> Any:
 class _OverlaySource:
     """Several checkpoints, of which later ones win."""
 
-    def __init__(self, bank: Bank, comm: Comm, options: LoadOptions) -> None:
+    def __init__(self, bank: Bank, comm: Comm, options: LoadOptions, *, from_root: bool) -> None:
         refuse_rules(options.rules)
-        self.comm, self.options = comm, options
+        self.comm, self.options, self._from_root = comm, options, from_root
         members = members_of(bank, self._look)
         self._all_members = [member for _, member in members]
         for source, member in members:
@@ -85,8 +85,8 @@ class _OverlaySource:
         self.ruled = sum(dropped, ()), sum(renamed, ())
 
     def _look(self, source: From) -> tuple[From, CheckpointSource]:
-        rules = as_rules(source.rename, source.transforms)
-        options = msgspec.structs.replace(self.options, rules=(carried(*rules),) if rules else ())
+        rules = rules_of(source.rename, source.transforms, "", from_root=self._from_root)
+        options = msgspec.structs.replace(self.options, rules=rules)
         assert isinstance(source.path, Checkpoint), "the bank is opened"
         return source, CheckpointSource(source.path, self.comm, options)
 
@@ -101,7 +101,7 @@ class _OverlaySource:
 
     @cached_property
     def structure(self) -> Structure:
-        return reduce(merge, (member.structure for member in self.members))
+        return reduce(merge_sources, (member.structure for member in self.members))
 
     @cached_property
     def leaves(self) -> Mapping[str, ArraySpec | None]:
@@ -124,8 +124,8 @@ class _OverlaySource:
     def value(self, path: str) -> Any:
         return self._provider[path].value(path)
 
-    def part(self, name: str, on_report: OnReport | None = None) -> Any:
-        return load_part(self._bank, name, self.comm, self.options, on_report=on_report)
+    def part(self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = ()) -> Any:
+        return load_part(self._bank, name, self.comm, self.options, on_report=on_report, select=select)
 
     def world_of(self, name: str) -> int:
         provider = self._provider_of(name)
@@ -162,7 +162,8 @@ def check_globs(source: RestoreSource, options: LoadOptions, entries: Sequence[s
     if not options.strict or not (options.select or options.exclude):
         return
     names = sorted(source.names)
-    ours = [*entries, *(name for name in names if name.startswith("model/")), *(["extra"] if with_extra else [])]
+    saved = [name for name in names if name.startswith("model/")]
+    ours = [*dict.fromkeys([*entries, *saved]), *(["extra"] if with_extra else [])]
     for what, globs in (("select", options.select), ("exclude", options.exclude)):
         for glob in compile_globs(globs or ()).unused(ours):
             if other := next((name for name in names if compile_globs((glob,)).match(name)), None):
@@ -173,7 +174,11 @@ def check_globs(source: RestoreSource, options: LoadOptions, entries: Sequence[s
                     hint="Leave other parts alone by their arguments: extra=False, rng=False, optimizer=None, "
                     "scheduler=None, loader=None",
                 )
-    options.check_used(lambda: ours)
+    try:
+        options.check_used(lambda: ours)
+    except MismatchError as error:
+        error.add_hint("Globs mean model/..., by the names that rules give")
+        raise
 
 
 def is_stored(given: Any) -> bool:
@@ -181,8 +186,11 @@ def is_stored(given: Any) -> bool:
     return isinstance(given, (str, os.PathLike, Checkpoint)) or hasattr(given, "sizes") or as_bank(given) is not None
 
 
-def open_source(given: Any, comm: Comm, options: LoadOptions) -> RestoreSource:
+def open_source(given: Any, comm: Comm, options: LoadOptions, *, from_root: bool = False) -> RestoreSource:
     """Opens a path or store, several of them, or a tree.
+
+    Args:
+        from_root: as for `restore`, of the rules on each of several checkpoints.
 
     Raises:
         MismatchError: the root is no training state.
@@ -192,7 +200,7 @@ def open_source(given: Any, comm: Comm, options: LoadOptions) -> RestoreSource:
     if isinstance(given, Mapping):
         source = TreeSource(given, comm, options)
     elif bank is not None:
-        source = _OverlaySource(bank, comm, options)
+        source = _OverlaySource(bank, comm, options, from_root=from_root)
     elif isinstance(given, Checkpoint):
         source = CheckpointSource(given, comm, options)
     else:

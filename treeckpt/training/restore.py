@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from ..arrays.stateful import is_stateful
+from ..core.option_names import checks_options
 from ..core.tree.flatten import PerRank
 from ..core.tree.structure import PerRankNode, key_text
 from ..errors import MismatchError
@@ -50,7 +51,7 @@ from .optimizers import NamedOptimizer, Optimizers, name_optimizers
 from .rank_state import RankState
 from .report import RestoreReport
 from .rng import set_rng
-from .schedules import from_groups, unused_keys
+from .schedules import from_groups, unused_entries
 from .sources import RestoreSource, children_of, descend, leaves_below, nodes_by_name
 from .targets import RestoreTargets
 from .user_state import check_generators, compare_extra, loader_actions, objects_of_extra
@@ -58,6 +59,7 @@ from .user_state import check_generators, compare_extra, loader_actions, objects
 _log = logging.getLogger("treeckpt")
 
 
+@checks_options
 def restore(
     source: Any,
     model: Modules,
@@ -93,9 +95,9 @@ def restore(
     Args:
         source: a path or store; a `Bank` or list of several; or a tree, `state(..., buffers="per_rank")` of this rank.
         model, optimizer, scheduler, loader, rng, extra: as for `state`; the optimizer may be fresh. A part that is None
-            or False is left alone; an `extra` of None comes back in the report. Modules on the meta device get memory
-            for this rank's share; what no checkpoint has stays there, see `RestoreReport.on_meta`.
-        select, exclude: globs over `model/...`, and "extra" if None: the rest stays, as does the optimizers' state.
+            or False is left alone; an `extra` of None is read and comes back in the report, False leaves it unread.
+            Modules on the meta device get memory for this rank's share; what no checkpoint has stays there.
+        select, exclude: globs over `model/...` as rules name it, and "extra" if None: the rest stays, moments too.
         rename, transforms: as for `treeckpt.load`, on `model/...`; the optimizers' state follows (`rules.Carried`).
         under: where in a training state the source belongs: "model" for a state dict alone. Rules see its own names.
         from_root: rules see all names, and can move `state_dict/...` to `model/...`; the optimizers' state stays.
@@ -112,21 +114,23 @@ def restore(
         As `treeckpt.load_into`; TreeError for an optimizer with parameters that are not the model's.
     """
     comm, rules = as_comm(comm, sends_messages=False), rules_of(rename, transforms, under, from_root=from_root)
-    select, exclude = globs_of(select), globs_of(exclude)
-    options = LoadOptions(select, "missing" if strict is True and partial else strict, cast, exclude=exclude,
-        verify=verify, allow_pickle=allow_pickle, read=read, rules=rules)  # fmt: skip
+    options = LoadOptions(globs_of(select), "missing" if strict is True and partial else strict, cast,
+        exclude=globs_of(exclude), verify=verify, allow_pickle=allow_pickle, read=read, rules=rules)  # fmt: skip
     targets = RestoreTargets(model, optimizer, scheduler, loader, rng, extra, tuple(keep), world_changed, device)
-    run = functools.partial(_restore, comm=comm, targets=targets, options=options, under=under)
+    run = functools.partial(_restore, comm=comm, targets=targets, options=options, under=under, from_root=from_root)
     return on_versions(source, run, together=read == "once") if is_stored(source) else run(source)
 
 
-def _restore(given: Any, *, comm: Comm, targets: RestoreTargets, options: LoadOptions, under: str) -> RestoreReport:
+def _restore(
+    given: Any, *, comm: Comm, targets: RestoreTargets, options: LoadOptions, under: str, from_root: bool
+) -> RestoreReport:
     """Restores one version of a source: compares everything first, then changes the targets."""
     opened = CheckpointOverlay(given).checkpoints if isinstance(given, (Checkpoint, Bank)) else []
     relay = open_relay(comm, opened, options.read)
     with together(relay):
         placed = place_under(given, under) if under else given
-        source = open_source(as_training_state(placed, targets.model, targets.optimizer, options.rules), comm, options)
+        placed = as_training_state(placed, targets.model, targets.optimizer, options.rules)
+        source = open_source(placed, comm, options, from_root=from_root)
         job = _Restore(source, comm, targets, options)
         paths = [f"model/{key_path(entry.key)}" for entry in job.entries]
         check_globs(source, options, paths, with_extra="extra" in job.parts and not targets.fills_extra)
@@ -168,17 +172,16 @@ class _Restore:
         self.loader: Any = None
         self.extra: Any = None
         self.returned: list[LoadReport] = []
-        """Of the load of an `extra` that comes back in the report."""
+        """Of the loads of extra states of modules, and of an `extra` that comes back in the report."""
         self.rng_state: Any = None
 
     # compare, and load the small parts --------------------------------------------------------------------------------
 
     def plan_model(self) -> None:
         """Compares the model with the source, and chooses the entries to fill."""
-        leaves, asked = self.source.leaves, set[str]()
+        leaves, asked, extra = self.source.leaves, set[str](), list[StateDictEntry]()
         names = {key_path(entry.key) for entry in self.entries}
         saved = nodes_by_name(descend(self.source.structure, ("model",)), names)
-        saved_extra: Any = None
         paths: dict[int, str] = {}
         for entry in self.entries:
             name = key_path(entry.key)
@@ -194,10 +197,8 @@ class _Restore:
                 if name not in saved:
                     self.missing.append(path)
                     continue
-                saved_extra = self.source.part("model") if saved_extra is None else saved_extra
                 asked.update(leaves_below(path, saved[name]))
-                state = functools.reduce(operator.getitem, entry.key, saved_extra)
-                self.last.append(functools.partial(entry.module.set_extra_state, state))
+                extra.append(entry)
                 continue
             if isinstance(saved.get(name), PerRankNode):
                 self.own_buffers.add(name)
@@ -210,6 +211,11 @@ class _Restore:
             check_entry(entry, leaves[path], path, cast=self.options.cast)
             self.wanted.append(entry)
             paths[id(entry)] = path
+        if extra:
+            states = self.source.part("model", self.returned.append, select=[f"model/{key_path(e.key)}" for e in extra])
+            for entry in extra:
+                state = functools.reduce(operator.getitem, entry.key, states)
+                self.last.append(functools.partial(entry.module.set_extra_state, state))
         self.missing = without_ties(self.missing, self.entries, self.wanted)
         self.wanted, left = resolve_ties(self.wanted, paths, self.source, strict=bool(self.options.strict))
         self.ignored += left
@@ -316,8 +322,7 @@ class _Restore:
         if optimizer is not None:
             of = next((plan.of for plan in reversed(self.plans) if plan.prefix == optimizer.prefix), {})
             state = from_groups(state, optimizer.groups, of, path=path)
-        unused = unused_keys(scheduler, state, f"{self.source.url}: {path}", warn=self.comm.rank == 0)
-        self.ignored += [f"{path}/{key_text(key)}" for key in unused]
+        self.ignored += unused_entries(scheduler, state, (self.source.url, path), warn=self.comm.rank == 0)
         self.last.append(functools.partial(scheduler.load_state_dict, state))
 
     def check_keys(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..arrays.stateful import is_stateful
+from ..core.tree.structure import key_text
 from ..errors import MismatchError
 from .groups import Labels, ParamGroup, common_value, saved_labels
 
@@ -33,6 +34,8 @@ PER_GROUP = frozenset(
 """The entries of torch's and timm's schedulers that have one value per group."""
 
 _MARK = "by_group"
+_PARTS = "_schedulers"
+"""The entry, and the attribute, of torch's schedulers that consist of others."""
 
 
 def to_groups(state: Any, labels: Sequence[str]) -> Any:
@@ -68,30 +71,47 @@ def from_groups(state: Any, groups: Sequence[ParamGroup], of: Labels, *, path: s
     return {k: from_groups(value, groups, of, path=f"{path}/{k}") for k, value in state.items()}
 
 
-def unused_keys(scheduler: Any, state: Any, path: str, *, warn: bool) -> list[str]:
-    """Returns the keys of the saved entries that a scheduler's own state has not, and logs if either has others.
+def unused_entries(scheduler: Any, state: Any, at: tuple[str, str], *, warn: bool) -> list[str]:
+    """Returns the paths of the saved entries that a scheduler's own state has not, and logs if either has others.
 
-    Names with a leading underscore are not compared, as they change between versions of torch.
+    The schedulers in a `SequentialLR` or `ChainedScheduler` are compared one by one. Other names with a leading
+    underscore are not compared, as they change between versions of torch.
 
     Args:
-        path: of the state, with the checkpoint's.
+        at: the URL of the checkpoint, and the path of the state in it.
         warn: whether this rank logs.
+
+    Raises:
+        MismatchError: the scheduler here consists of several, and another number was saved.
     """
     own = scheduler.state_dict() if is_stateful(scheduler) else None
     if not isinstance(own, Mapping) or not isinstance(state, Mapping):
         return []
-    here, saved = ([str(key) for key in one if not str(key).startswith("_")] for one in (own, state))
+    url, path = at
+    here, saved = ([str(key) for key in one if not str(key).startswith("_") or key == _PARTS] for one in (own, state))
     unused, stay = [key for key in saved if key not in here], [key for key in here if key not in saved]
     if warn and (unused or stay):
         _log.warning(
-            "%s: other entries were saved than the %s here has: only the saved state has %s, without use; only the "
+            "%s: %s: other entries were saved than the %s here has: only the saved state has %s, without use; only the "
             "scheduler here has %s, which stays",
+            url,
             path,
             type(scheduler).__qualname__,
             ", ".join(unused) or "nothing",
             ", ".join(stay) or "nothing",
         )
-    return unused
+    found = [f"{path}/{key_text(key)}" for key in unused]
+    parts, states = getattr(scheduler, _PARTS, ()) if _PARTS in own else (), state.get(_PARTS) or ()
+    if parts and len(parts) != len(states):
+        raise MismatchError(
+            path,
+            expected=f"the state of a {type(scheduler).__qualname__} of {len(parts)} schedulers",
+            found=f"that of {len(states) or 'one scheduler alone'} in the checkpoint {url}",
+            hint="Make one as the saved one, or leave it out (scheduler=None) and set it yourself",
+        )
+    for number, (part, one) in enumerate(zip(parts, states, strict=False)):
+        found += unused_entries(part, one, (url, f"{path}/{_PARTS}/{number}"), warn=warn)
+    return found
 
 
 def _entry(group: ParamGroup, position: int, entries: Mapping[str, Any], of: Labels, path: str) -> Any:

@@ -81,11 +81,12 @@ class RestoreSource(Protocol):
         """Returns the saved value at a path without an array."""
         ...
 
-    def part(self, name: str, on_report: OnReport | None = None) -> Any:
+    def part(self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = ()) -> Any:
         """Returns a part at the root, as saved.
 
         Args:
             on_report: gets the report of its load, if it is read.
+            select: the paths of what is needed of it, without which all is; other leaves may be `...`.
         """
         ...
 
@@ -210,8 +211,8 @@ class CheckpointSource:
         assert isinstance(record, ValueRecord), "arrays are read, and what is a rank's own is loaded by its part"
         return decode(record.value, path, allow_pickle=self.options.allow_pickle)
 
-    def part(self, name: str, on_report: OnReport | None = None) -> Any:
-        return load_part(self.checkpoint, name, self.comm, self.options, self.rules, on_report)
+    def part(self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = ()) -> Any:
+        return load_part(self.checkpoint, name, self.comm, self.options, self.rules, on_report, select)
 
     def world_of(self, name: str) -> int:
         return self.world
@@ -239,12 +240,13 @@ def load_part(
     options: LoadOptions,
     rules: Sequence[Rule] = (),
     on_report: OnReport | None = None,
+    select: Sequence[str] = (),
 ) -> Any:
-    """Loads a part at the root of a checkpoint, or of a bank of several, as it was saved."""
+    """Loads a part at the root of a checkpoint, or of a bank of several, as it was saved; see `RestoreSource.part`."""
     verify, allow_pickle = options.verify is not False, options.allow_pickle
     return api.load(
         source,
-        select=name,
+        select=select or name,
         comm=comm,
         per_rank="take",
         verify=verify,
@@ -318,7 +320,7 @@ class TreeSource:
     def is_left(self, path: str) -> bool:
         return False
 
-    def part(self, name: str, on_report: OnReport | None = None) -> Any:
+    def part(self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = ()) -> Any:
         return self.tree[name]
 
     def world_of(self, name: str) -> int:

@@ -6,7 +6,7 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -16,8 +16,12 @@ from ..sharding.int_runs import decode_runs
 from .clocks import ahead_by_rank, differing_clocks
 
 
-def encode_trace(timings: Timings) -> bytes:
-    """Encodes the JSON of a trace file; its times are microseconds since the start of the first span."""
+def encode_trace(timings: Timings, *, on_rank: Callable[[int, int], object] = lambda done, total: None) -> bytes:
+    """Encodes the JSON of a trace file; its times are microseconds since the start of the first span.
+
+    Args:
+        on_rank: takes how many ranks are done, and how many there are, after each.
+    """
     ahead = ahead_by_rank(differing_clocks(timings))
     origin = min((span.start_ns - ahead.get(span.rank, 0) for span in timings.spans), default=0)
     hosts = {rank: host.name for host in timings.hosts for rank in decode_runs(host.ranks).tolist()}
@@ -25,7 +29,7 @@ def encode_trace(timings: Timings) -> bytes:
     for span in timings.spans:
         by_rank.setdefault(span.rank, []).append(span)
     events: list[dict[str, Any]] = []
-    for rank, spans in sorted(by_rank.items()):
+    for number, (rank, spans) in enumerate(sorted(by_rank.items()), 1):
         name = f"rank {rank} on {hosts[rank]}" if rank in hosts else f"rank {rank}"
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
         events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
@@ -33,6 +37,7 @@ def encode_trace(timings: Timings) -> bytes:
             ts, dur = (span.start_ns - ahead.get(rank, 0) - origin) / 1e3, (span.stop_ns - span.start_ns) / 1e3
             args = {"args": {"nbytes": span.nbytes}} if span.nbytes else {}
             events.append({"ph": "X", "name": span.name, "pid": rank, "tid": track, "ts": ts, "dur": dur, **args})
+        on_rank(number, len(by_rank))
     about = {"save_id": timings.save_id, "step": timings.step, "world": timings.world, "error": timings.error}
     return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
 

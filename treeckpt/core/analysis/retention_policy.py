@@ -23,18 +23,25 @@ from ...errors import TreeckptError
 
 
 class StepInfo(msgspec.Struct, frozen=True):
-    """The facts about one checkpoint that policies decide by."""
+    """The facts about one checkpoint that policies decide by.
+
+    Attributes:
+        step: of training.
+        created_ns: Unix time at which the save began, in nanoseconds.
+        metrics: that were saved with it.
+        pinned: whether it is pinned.
+        sequence: rises in the order in which checkpoints were saved; None where that is the order of the steps.
+        abandoned: whether the newest checkpoint does not descend from it.
+        damaged: whether a verification found changed bytes.
+    """
 
     step: int
     created_ns: int
     metrics: dict[str, float] = {}
     pinned: bool = False
     sequence: int | None = None
-    """Rises in the order in which checkpoints were saved; None where that is the order of the steps."""
     abandoned: bool = False
-    """Whether the newest checkpoint does not descend from it."""
     damaged: bool = False
-    """Whether a verification found changed bytes."""
 
     @property
     def age(self) -> tuple[bool, int, int]:
@@ -68,7 +75,7 @@ class EverySteps(msgspec.Struct, frozen=True, tag="every_steps"):
 
 
 class Steps(msgspec.Struct, frozen=True, tag="steps"):
-    """The checkpoints of the given steps.
+    """The checkpoints of the given `steps`.
 
     >>> tc.Manager("job", keep=[tc.policy.Steps((1000, 5000))]).close()
     """
@@ -89,7 +96,7 @@ class EveryPeriod(msgspec.Struct, frozen=True, tag="every_period"):
 
 
 class Best(msgspec.Struct, frozen=True, tag="best"):
-    """The `count` checkpoints with the smallest (or largest) metric; of equal ones the later.
+    """The `count` checkpoints with the smallest `metric`, or with `mode="max"` the largest; of equal ones the later.
 
     A checkpoint without the metric, or whose metric is NaN, is not chosen. But as long as no checkpoint of the run has
     the metric (it is measured later, or its name is misspelt), all are kept.

@@ -26,12 +26,18 @@ class BadBytes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DamagedLeaf(msgspec.Struct, frozen=True, order=True):
-    """A leaf that cannot be read, and the damaged bytes of a file that are the cause."""
+    """A leaf that cannot be read, and the damaged bytes of a file that are the cause.
+
+    Attributes:
+        path: of the leaf.
+        file: its name.
+        start: first byte in the file, header included.
+        stop: the byte after the last.
+    """
 
     path: str
     file: str
     start: int
-    """First byte in the file, header included."""
     stop: int
 
     def __str__(self) -> str:

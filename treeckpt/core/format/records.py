@@ -133,27 +133,36 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
     ((2, 4), 'float32', 1, 40)
     >>> [chunk] = index.chunks_of(leaf)
     >>> file, at = index.locate(chunk.rank, chunk.start, chunk.start + leaf.nbytes, leaf.path)
+
+    Attributes:
+        save_id: the random id of the save.
+        step: of training.
+        created_ns: Unix time at which the save began, in nanoseconds, by the coordinator's clock.
+        world: number of ranks that saved.
+        structure: the containers of the tree.
+        specs: shapes and dtypes, to which leaves refer by number.
+        layouts: of arrays over ranks, to which leaves refer by number.
+        leaves: a record for each leaf, in the tree's order; `entries` has them with their paths.
+        files: the shards; `file_list` has them one by one.
+        metadata: metadata of the user.
+        lineage: set for a checkpoint that a manager saved.
+        sidecars: files that were saved with it; `treeckpt.read_file` reads one.
+        below: in a file, deep parts of the structure, see `core.tree.nesting`; empty in a decoded index.
     """
 
     save_id: str
     step: int | None
     created_ns: int
-    """Unix time at which the save began, in nanoseconds, by the coordinator's clock."""
     world: int
-    """Number of ranks that saved."""
     structure: Structure
     specs: tuple[ArraySpec, ...]
     layouts: tuple[Layout, ...]
     leaves: tuple[LeafRecord, ...]
     files: FileTable
     metadata: dict[str, Value]
-    """Metadata of the user."""
     lineage: Lineage | None = None
-    """Set for a checkpoint that a manager saved."""
     sidecars: tuple[Sidecar, ...] = ()
-    """Files that were saved with it; `treeckpt.read_file` reads one."""
     below: tuple[Structure, ...] = ()
-    """In a file, deep parts of the structure, see `core.tree.nesting`; empty in a decoded index."""
 
     @property
     def file_kind(self) -> str:

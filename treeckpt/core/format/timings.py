@@ -26,17 +26,23 @@ MAX_TIME = 1 << 62
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An interval of one rank's time."""
+    """An interval of one rank's time.
+
+    Attributes:
+        name: the phase: "save", "flatten", "plan", "agree", "write", "hash", "fsync", "gather", "publish" ...
+        rank: whose time it is.
+        start_ns: Unix time at which it began, in nanoseconds.
+        stop_ns: Unix time at which it ended.
+        nbytes: bytes that were moved in that time.
+        parent: position of the enclosing span among the rank's spans, -1 for none.
+    """
 
     name: str
-    """The phase: "save", "flatten", "plan", "agree", "write", "hash", "fsync", "gather", "publish" ..."""
     rank: int
     start_ns: int
     stop_ns: int
     nbytes: int = 0
-    """Bytes that were moved in that time."""
     parent: int = -1
-    """Position of the enclosing span among the rank's spans, -1 for none."""
 
     @property
     def seconds(self) -> float:

@@ -23,6 +23,23 @@ from .structure import (
 _Mapping = DictNode | OrderedDictNode | DefaultDictNode
 
 
+class _MergeRule(msgspec.Struct, frozen=True):
+    """Whose trees are merged."""
+
+    where: str
+    hint: str
+    mixed: bool
+    """Whether mappings of two kinds are joined."""
+
+
+_ACROSS_RANKS = _MergeRule(
+    "on every rank", "Ranks may hold different keys of a dict; wrap what differs otherwise in PerRank", mixed=False
+)
+_ACROSS_CHECKPOINTS = _MergeRule(
+    "in every checkpoint", "Give a tree to load into, or select= or exclude= it", mixed=True
+)
+
+
 def merge(a: Structure, b: Structure) -> Structure:
     """Returns the structure of two ranks' trees together: pipeline stages hold parts of one tree.
 
@@ -31,42 +48,50 @@ def merge(a: Structure, b: Structure) -> Structure:
     Raises:
         MismatchError: naming the first place where the two contradict each other.
     """
-    return trampoline(_merge(a, b, ""))
+    return trampoline(_merge(a, b, "", _ACROSS_RANKS))
 
 
-def _merge(a: Structure, b: Structure, path: str) -> Recursive[Structure]:
+def merge_sources(a: Structure, b: Structure) -> Structure:
+    """Returns the structure of the trees of two checkpoints together, as `merge` does.
+
+    Mappings of two kinds, as of a dict and an OrderedDict, become one of the first kind.
+    """
+    return trampoline(_merge(a, b, "", _ACROSS_CHECKPOINTS))
+
+
+def _merge(a: Structure, b: Structure, path: str, rule: _MergeRule) -> Recursive[Structure]:
     if a is None and b is None:
         return None
     if isinstance(a, AbsentNode) or isinstance(b, AbsentNode):
         return b if isinstance(a, AbsentNode) else a
     if isinstance(a, PerRankNode) and isinstance(b, PerRankNode):
         return _merge_ranks(a, b)
-    if isinstance(a, _Mapping) and isinstance(b, _Mapping) and type(a) is type(b):
-        return (yield _merge_mappings(a, b, path))
+    if isinstance(a, _Mapping) and isinstance(b, _Mapping) and (type(a) is type(b) or rule.mixed):
+        return (yield _merge_mappings(a, b, path, rule))
     if a is None or b is None or not _same_node(a, b):
         raise MismatchError(
             path,
-            expected=f"the same kind of node on every rank: {_node_name(a)}",
+            expected=f"the same kind of node {rule.where}: {_node_name(a)}",
             found=_node_name(b),
-            hint="Ranks may hold different keys of a dict; wrap what differs otherwise in PerRank",
+            hint=rule.hint,
         )
     prefix = f"{path}/" if path else ""
     merged: list[Structure] = []
     for key, x, y in zip(keys_of(a, path), a.children, b.children, strict=True):
-        merged.append(x if x is None and y is None else (yield _merge(x, y, prefix + key_text(key, path))))
+        merged.append(x if x is None and y is None else (yield _merge(x, y, prefix + key_text(key, path), rule)))
     return msgspec.structs.replace(a, children=tuple(merged))
 
 
-def _merge_mappings(a: _Mapping, b: _Mapping, path: str) -> Recursive[Node]:
+def _merge_mappings(a: _Mapping, b: _Mapping, path: str, rule: _MergeRule) -> Recursive[Node]:
     if isinstance(a, DefaultDictNode) and isinstance(b, DefaultDictNode) and a.factory != b.factory:
-        raise MismatchError(path, expected=f"the same default_factory on every rank: {a.factory}", found=f"{b.factory}")
+        raise MismatchError(path, expected=f"the same default_factory {rule.where}: {a.factory}", found=f"{b.factory}")
     # by text: the keys 1 and True are equal, but not the same
     texts = [key_text(key, path) for key in keys_of(a, path)]
     others = dict(zip((key_text(key, path) for key in keys_of(b, path)), b.children, strict=True))
     children = list(a.children)
     for at, text in enumerate(texts):
         if text in others:
-            children[at] = yield _merge(children[at], others[text], f"{path}/{text}" if path else text)
+            children[at] = yield _merge(children[at], others[text], f"{path}/{text}" if path else text, rule)
     known = set(texts)
     added = [(key, child) for key, (text, child) in zip(b.keys, others.items(), strict=True) if text not in known]
     keys = (*a.keys, *(key for key, _ in added))

@@ -1,12 +1,41 @@
-"""A store that counts the bytes of shards that are read through it, for progress bars."""
+"""Stores that count the bytes of files that are read through them, for progress bars."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from .far_store import for_reading
 from .store import Consume, FileRange, Store, SupportsFetching, SupportsMappedReads
+
+OnBytesRead = Callable[[int, int | None], object]
+"""Takes how many bytes of files were read, and how many there are to read, None where that is not known."""
+
+
+class CountedStores:
+    """Gives stores whose reads are counted together, in any threads, or the stores themselves without `on_read`."""
+
+    def __init__(self, on_read: OnBytesRead | None, total: int | None = None) -> None:
+        self._on_read, self._total, self._done = on_read, total, 0
+        self._lock = threading.Lock()
+
+    def __call__(self, store: Store) -> Store:
+        return store if self._on_read is None else CountingStore(for_reading(store), self._add)
+
+    def expect(self, nbytes: Callable[[], int]) -> None:
+        """Sets how many more bytes will be read, if they are counted; `nbytes` computes it."""
+        if self._on_read is not None:
+            more = nbytes()  # which may read
+            self._total = self._done + more
+            self._add(0)
+
+    def _add(self, nbytes: int) -> None:
+        assert self._on_read is not None, "only then are reads counted"
+        with self._lock:
+            self._done += nbytes
+            self._on_read(self._done, self._total)
 
 
 class CountingStore:

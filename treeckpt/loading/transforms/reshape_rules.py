@@ -25,10 +25,13 @@ NOWHERE = "_"
 class BaseRule(
     msgspec.Struct, frozen=True, tag_field="rule", omit_defaults=True, forbid_unknown_fields=True, kw_only=True
 ):
-    """The base of all rules."""
+    """The base of all rules.
+
+    Args:
+        optional: whether the rule may match no leaf; otherwise that is an error, as a misspelt name looks the same.
+    """
 
     optional: bool = False
-    """Whether the rule may match no leaf; otherwise that is an error, because a misspelt name looks the same."""
 
 
 class ArrayRule(BaseRule, frozen=True):
@@ -197,6 +200,11 @@ class Concat(JoiningRule, frozen=True, tag="concat"):
     >>> report = tc.save("run/step_00000200", {"a": np.ones((1, 2)), "b": np.zeros((1, 2))})
     >>> tc.load("run/step_00000200", transforms=tc.rules.Concat(("a", "b"), "ab"))["ab"].shape
     (2, 2)
+
+    Args:
+        sources, target: the patterns of the arrays, in their order, and the name of the new one.
+        axis: the axis to join.
+        groups: n.
     """
 
     sources: tuple[str, ...]
@@ -225,6 +233,11 @@ class Permute(SingleArrayRule, frozen=True, tag="permute"):
 
     >>> tc.load("run/step_00000100", transforms=tc.rules.Permute("model/weight"))["model"]["weight"].shape
     torch.Size([4, 2])
+
+    Args:
+        source: the array.
+        axes: the old number of each new dimension.
+        target: its new name; None keeps the name.
     """
 
     axes: tuple[int, ...] | None = None
@@ -262,6 +275,7 @@ class Cast(SingleArrayRule, frozen=True, tag="cast"):
     torch.bfloat16
 
     Args:
+        source: the arrays, or a node above them.
         dtype: a name, or a dtype of torch or numpy, which is stored as its name.
         of: casts only arrays of this dtype.
     """
@@ -290,6 +304,12 @@ class Slice(SingleArrayRule, frozen=True, tag="slice"):
 
     >>> tc.load("run/step_00000100", transforms=tc.rules.Slice("model/weight", 0, 3, axis=1))["model"]["weight"].shape
     torch.Size([2, 3])
+
+    Args:
+        source: the array.
+        start, stop: the range; None is an end of the axis.
+        axis: the axis to cut.
+        target: its new name; None keeps the name.
     """
 
     start: int | None = None
@@ -316,6 +336,10 @@ class Stack(JoiningRule, frozen=True, tag="stack"):
     >>> report = tc.save("run/step_00000200", {"e": [np.ones(2), np.zeros(2)]})
     >>> tc.load("run/step_00000200", transforms=tc.rules.Stack("e/$I", "experts"))["experts"].shape
     (2, 2)
+
+    Args:
+        sources, target: the pattern of the arrays, and the name of the new one.
+        axis: the new axis.
     """
 
     axis: int = 0
@@ -334,6 +358,10 @@ class Unstack(SplittingRule, frozen=True, tag="unstack"):
     >>> rule = tc.rules.Unstack("model/weight", "model/row.$I")
     >>> sorted(tc.load("run/step_00000100", transforms=rule)["model"])
     ['bias', 'row.0', 'row.1']
+
+    Args:
+        source, into: the array, and the pattern of the new names.
+        axis: the axis that goes.
     """
 
     axis: int = 0

@@ -31,6 +31,9 @@ class Rename(OneName, frozen=True, tag="rename"):
 
     >>> sorted(tc.load("run/step_00000100", transforms=tc.rules.Rename("model/weight", "model/w"))["model"])
     ['bias', 'w']
+
+    Args:
+        source, target: the pattern of leaves, or of a node above them, and their new name.
     """
 
 
@@ -40,6 +43,9 @@ class Renames(BaseRule, frozen=True, tag="renames"):
     >>> swap = tc.rules.Renames((("model/weight", "model/bias"), ("model/bias", "model/weight")))
     >>> tc.load("run/step_00000100", transforms=swap)["model"]["bias"].shape
     torch.Size([2, 4])
+
+    Args:
+        names: (pattern, new name) pairs.
     """
 
     names: tuple[tuple[str, str], ...]
@@ -55,6 +61,9 @@ class Copy(OneName, frozen=True, tag="copy"):
 
     >>> sorted(tc.load("run/step_00000100", transforms=tc.rules.Copy("model", "ema")))
     ['ema', 'model', 'step']
+
+    Args:
+        source, target: the pattern of leaves, or of a node above them, and their second name.
     """
 
 
@@ -63,6 +72,9 @@ class Drop(BaseRule, frozen=True, tag="drop"):
 
     >>> tc.load("run/step_00000100", transforms=tc.rules.Drop("model"))
     {'step': 100}
+
+    Args:
+        source: the pattern of leaves, or of a node above them.
     """
 
     source: str
@@ -73,6 +85,9 @@ class Keep(BaseRule, frozen=True, tag="keep"):
 
     >>> tc.load_into("run/step_00000100", {"model": model, "step": 0}, transforms=tc.rules.Keep("model/bias")).loaded
     2
+
+    Args:
+        source: the pattern of leaves, or of a node above them.
     """
 
     source: str
@@ -107,6 +122,9 @@ class Carried(BaseRule, frozen=True, tag="carried"):
     >>> rule = tc.rules.Carried((tc.rules.Rename("model/old.*", "model/*"),))
     >>> tc.training.restore("run/step_00000200", model, rng=False, transforms=rule).loaded
     2
+
+    Args:
+        rules: applied in order, on the names that they have in the state.
     """
 
     rules: tuple[Rule, ...]
