@@ -244,6 +244,9 @@ class StoreError(TreeckptError):
     treeckpt.errors.StoreError: nowhere://bucket/run: expected a path, or a URL that fsspec knows, found ...
     """
 
+    unanswered = False
+    """Whether a write was sent and not answered: the store may have carried it out, or may do so later."""
+
 
 class RankError(TreeckptError):
     """One or more ranks failed or fell silent. `ranks` maps each of them to its cause, as text.

@@ -1,7 +1,8 @@
 """Object stores of other makers, each in processes of its own: SeaweedFS and Azurite, and rclone as an S3 server.
 
-`make test-stores` installs them. fake-gcs-server is left out: it knows Google's JSON interface, and obstore writes by
-the XML one. MinIO, Ceph and Garage are in no registry of packages as servers that can be started alone.
+`make test-stores` installs them. fake-gcs-server and gcp-storage-emulator are left out: they know Google's JSON
+interface, and obstore writes by the XML one (see `tests/io/storage/test_google_store.py`). MinIO, Ceph and Garage are
+in no registry of packages as servers that can be started alone.
 """
 
 from __future__ import annotations

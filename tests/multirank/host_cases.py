@@ -142,6 +142,36 @@ def a_manager_restores_by_asking_once(here: Rank) -> None:
 
 
 @case
+def a_training_is_restored_by_asking_once(here: Rank) -> None:
+    run = f"s3://bucket/{here.directory.name}-{here.world}/training"
+    torch.manual_seed(1)
+    model = torch.nn.Linear(1024, 1024, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    saved = [leaf.detach().clone() for leaf in (model.weight, *_moments(optimizer))]
+    total = sum(leaf.nbytes for leaf in saved)
+    with tc.Manager(run, background=False) as manager:
+        manager.save(3, tc.training.state(model, optimizer))
+        acts: list[Callable[[], object]] = [
+            lambda: manager.resume(model, optimizer),
+            lambda: tc.training.restore(f"{run}/step_00000003", model, optimizer, rng=False, read="once"),
+        ]
+        for act in acts:
+            with torch.no_grad():
+                for leaf in (model.weight, *_moments(optimizer)):
+                    leaf.zero_()
+            shards, _ = _requests(here, act)
+            assert all(map(torch.equal, (model.weight, *_moments(optimizer)), saved))
+            assert total <= sum(row["sent"] for row in shards) <= 1.02 * total
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    [state] = optimizer.state.values()
+    return [state["exp_avg"], state["exp_avg_sq"]]
+
+
+@case
 def a_rank_that_cannot_restore_is_named_by_the_others_at_once(here: Rank) -> None:
     run = f"s3://bucket/{here.directory.name}-{here.world}/refused"
     begin = time.monotonic()

@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import time
+import zlib
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
@@ -66,6 +67,11 @@ def new_etag(body: S3Segment) -> str:
     """Returns a tag by size and a few bytes: hashing everything would be what is measured."""
     ends = os.pread(body.file.fileno(), 4096, 0) + os.pread(body.file.fileno(), 4096, max(body.nbytes - 4096, 0))
     return f'"{hashlib.md5(f"{body.nbytes} {time.monotonic_ns()}".encode() + ends).hexdigest()}"'
+
+
+def new_generation(etag: str) -> str:
+    """Returns the number by which Google's interface names the version with a tag."""
+    return str(zlib.crc32(etag.encode()) + 1)
 
 
 def flipped_copy(body: list[tuple[io.FileIO, int, int]]) -> io.FileIO:

@@ -4,8 +4,9 @@
 
 It prints its port. It answers what S3 clients of checkpoints send: GET with ranges, HEAD, PUT (with
 `If-None-Match: *` and `If-Match`), copies, DELETE, deletes of many, listings by pages, and multipart uploads.
-Signatures are not looked at, and every bucket exists. Objects stay in memory (memfd) and are sent by `sendfile`, so one
-core carries more than 1 GB/s.
+Signatures are not looked at, and every bucket exists. Google's XML interface differs in a header, which is known too:
+`x-goog-if-generation-match`. Objects stay in memory (memfd) and are sent by `sendfile`, so one core carries more than
+1 GB/s.
 
 `POST /!set` takes a JSON object with any of the fields of `S3Settings` and forgets the log; `GET /!log` gives the
 requests since then; `DELETE /!objects` forgets all objects. A rule is `{"match": regex over "METHOD path range",
@@ -35,7 +36,7 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 from xml.sax.saxutils import escape, unescape
 
-from treeckpt.bench.s3_objects import S3Object, S3Segment, flipped_copy, list_objects, new_etag
+from treeckpt.bench.s3_objects import S3Object, S3Segment, flipped_copy, list_objects, new_etag, new_generation
 
 PIECE_SECONDS = 0.02
 """A body goes in pieces that take about so long at the connection's rate."""
@@ -259,6 +260,7 @@ class S3Server:
     def _get(self, request: S3Request, found: S3Object) -> S3Answer:
         headers = {"ETag": found.etag, "Last-Modified": formatdate(found.modified, usegmt=True)}
         headers |= {"Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
+        headers["x-goog-generation"] = new_generation(found.etag)
         first, last, status = 0, found.nbytes - 1, 200
         if (asked := re.fullmatch(r"bytes=(\d+)-(\d*)", request.row["range"])) and request.do != "whole":
             first, last, status = int(asked[1]), min(int(asked[2] or last), last), 206
@@ -297,16 +299,18 @@ class S3Server:
     def _put(self, request: S3Request, new: S3Object) -> S3Answer:
         present = self.objects.get(request.path)
         none_match, match = request.headers.get("if-none-match"), request.headers.get("if-match")
+        tag = present.etag if present else ""
+        if generation := request.headers.get("x-goog-if-generation-match"):
+            none_match, match = generation == "0", generation != "0" and generation
+            tag = new_generation(tag)
         if none_match or match:
             manner = (match and self.settings.matching) or self.settings.conditional
             if manner == "refused":
                 return _error(501)
-            if manner == "honoured" and (
-                (none_match and present) or (match and (present is None or present.etag != match))
-            ):
+            if manner == "honoured" and ((none_match and present) or (match and (present is None or tag != match))):
                 return _error(412)
         self.objects[request.path] = new
-        return S3Answer(200, {"ETag": new.etag})
+        return S3Answer(200, {"ETag": new.etag, "x-goog-generation": new_generation(new.etag)})
 
     def _upload(self, request: S3Request, body: S3Segment) -> S3Answer:
         number = request.query.get("uploadId", "")

@@ -15,6 +15,7 @@ from ..core.tree.value_codec import Value, decode_value
 from ..errors import TreeckptError
 from ..io.storage.metadata_files import KnownIndex, NewestIndex, decode_and_check, read_index_bytes
 from ..io.storage.run_store import DirectoryEntry, Folder
+from ..io.storage.store import SupportsFetching
 from .stat_cache import StatCache
 
 METRICS = "metrics"
@@ -44,7 +45,7 @@ def read_summary(folder: Folder, index: DirectoryEntry, cache: StatCache, newest
 
     Args:
         index: the file, as it is now.
-        newest: is offered the index, if it is not in the cache.
+        newest: is offered the index, if it is not in the cache, and in an object store: local files take no round trip.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -53,7 +54,7 @@ def read_summary(folder: Folder, index: DirectoryEntry, cache: StatCache, newest
     def read() -> Summary:
         data = read_index_bytes(folder.store)
         found = decode_and_check(folder.store, data)
-        if newest is not None:
+        if newest is not None and isinstance(folder.store, SupportsFetching):
             newest.offer(KnownIndex(folder.url, data, found))
         return summarize_index(found)
 

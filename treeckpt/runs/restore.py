@@ -22,9 +22,9 @@ from ..io.comm.collective import from_rank0, gather_errors
 from ..io.comm.comm import Comm
 from ..io.comm.failures import raise_faults
 from ..io.storage.checkpoint import Checkpoint
-from ..io.storage.metadata_files import KnownIndex, NewestIndex
+from ..io.storage.metadata_files import KnownIndex
 from ..io.storage.reader_leases import hold_lease
-from ..io.storage.store import Store, SupportsFetching
+from ..io.storage.store import Store
 from ..loading.consistent_reads import on_one_version
 from ..loading.keywords import LoadKeywords
 from ..loading.shared_read import open_relay, together, usual_read
@@ -94,7 +94,7 @@ class Restorer:
         self._comm, self._load_comm = comm, load_comm
         self._chosen: CheckpointInfo | None = None
         self._known: KnownIndex | None = None
-        """Its index, if it was read to choose it."""
+        """Its index, if that was read in an object store to choose it; elsewhere it is read again under the lease."""
 
     def restore(
         self, call: RestoreCall, step: int | None, options: Mapping[str, Any], *, fills: bool, whole: bool = False
@@ -151,12 +151,10 @@ class Restorer:
 
     def _choose(self, step: int | None, tried: set[int]) -> _RestoreChoice:
         passed_over: list[str] = []
-        newest = NewestIndex()
-        info = self._chosen = self._selector.choose(step, tried, passed_over, newest)
+        info = self._chosen = self._selector.choose(step, tried, passed_over)
         if info is None:
             return _RestoreChoice(None, self.directory.url, None, step, ())
-        if newest.found is not None and newest.found.url == info.path:
-            self._known = newest.found
+        self._known = self._selector.take_index(info)
         return _RestoreChoice(step_info(info).step, info.path, info.nbytes, step, tuple(passed_over))
 
     def _lease(self, step: int | None) -> AbstractContextManager[object]:
@@ -184,8 +182,6 @@ class Restorer:
     ) -> tuple[Any, Exception | None]:
         store = self.directory.folder(found).store
         known, self._known = self._known, None
-        if not isinstance(store, SupportsFetching):
-            known = None  # it is read again under the lease, which takes no round trip
         bar = reading_bar(store, f"restoring step {found}", choice.nbytes if self._comm.size == 1 and whole else None)
         read = options.get("read") or usual_read(self._load_comm, store)
 

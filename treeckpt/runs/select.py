@@ -15,7 +15,7 @@ from ..core.analysis.retention_policy import Best, best_of, unmeasured_text
 from ..core.format.index import INDEX_NAME
 from ..errors import CheckpointNotFound, TreeckptError
 from ..io.storage.foreign_formats import describe_foreign
-from ..io.storage.metadata_files import NewestIndex
+from ..io.storage.metadata_files import KnownIndex, NewestIndex
 from .checkpoint_info import CheckpointInfo, step_info
 from .run import RunDirectory
 
@@ -28,6 +28,8 @@ class CheckpointSelector:
     def __init__(self, run: RunDirectory) -> None:
         self.directory = run
         self._logged: set[tuple[str, str]] = set()
+        self._read = NewestIndex()
+        """Is offered every index that is read; what is in the cache was offered before."""
 
     def warn_once(self, path: str, what: str) -> None:
         """Logs a warning about a path, unless it was logged before."""
@@ -43,9 +45,9 @@ class CheckpointSelector:
         """
         return [info for info in self._listed() if info.status == "complete"]
 
-    def _listed(self, read: NewestIndex | None = None) -> list[CheckpointInfo]:
+    def _listed(self) -> list[CheckpointInfo]:
         """Returns the checkpoints of the run; refuses the path of one checkpoint, which has none below it."""
-        infos, url = self.directory.checkpoints(newest=read), self.directory.url
+        infos, url = self.directory.checkpoints(newest=self._read), self.directory.url
         if not infos and (Path(url) / INDEX_NAME).is_file():
             raise CheckpointNotFound(
                 url,
@@ -63,7 +65,6 @@ class CheckpointSelector:
         without: Container[int] = (),
         busy: Container[str] = (),
         passed_over: list[str] | None = None,
-        read: NewestIndex | None = None,
     ) -> CheckpointInfo | None:
         """Returns the newest complete checkpoint, None if there is none.
 
@@ -72,12 +73,11 @@ class CheckpointSelector:
             without: steps to leave out.
             busy: directories in which a save is known to be under way: no warning is logged for them.
             passed_over: gets the path of each corrupt checkpoint that is newer, with what is wrong.
-            read: is offered the indexes that are read.
 
         Raises:
             CheckpointNotFound: the directory is one checkpoint.
         """
-        for info in self._listed(read):
+        for info in self._listed():
             if step_info(info).step in without:
                 continue
             why = info.error or info.status if info.status != "complete" else ""
@@ -106,13 +106,11 @@ class CheckpointSelector:
             self.warn_once(self.directory.url, unmeasured_text(policy.metric, infos))
         return found[0].step if found else None
 
-    def choose(
-        self, step: int | None, tried: Collection[int], passed_over: list[str], read: NewestIndex
-    ) -> CheckpointInfo | None:
+    def choose(self, step: int | None, tried: Collection[int], passed_over: list[str]) -> CheckpointInfo | None:
         """Returns the checkpoint to restore: that of `step`, or the newest that was not tried yet; None without any.
 
         Args:
-            passed_over, read: as for `newest`.
+            passed_over: as for `newest`.
 
         Raises:
             CheckpointNotFound: there is none of that step, only such as cannot be loaded, or something else.
@@ -120,11 +118,11 @@ class CheckpointSelector:
         """
         if step is not None:
             try:
-                return self.directory.checkpoint(step, newest=read)
+                return self.directory.checkpoint(step, newest=self._read)
             except CheckpointNotFound:
                 self._listed()  # raises the error for the path of one checkpoint in place of this one
                 raise
-        found = self.newest(without=tried, passed_over=passed_over, read=read)
+        found = self.newest(without=tried, passed_over=passed_over)
         if found is None and (foreign := describe_foreign(self.directory.url)) is not None:
             expected = "a run of checkpoints of treeckpt"
             raise CheckpointNotFound(self.directory.url, expected=expected, found=foreign[0], hint=foreign[1])
@@ -136,3 +134,8 @@ class CheckpointSelector:
                 hint="See what treeckpt verify says of each",
             )
         return found
+
+    def take_index(self, info: CheckpointInfo) -> KnownIndex | None:
+        """Returns the index of a checkpoint in an object store if it was the newest of those read; forgets it."""
+        found, self._read = self._read.found, NewestIndex()
+        return found if found and (found.url, found.index.save_id) == (info.path, info.save_id) else None

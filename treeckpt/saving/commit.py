@@ -32,6 +32,8 @@ from .plan_cache import GlobalPlan
 
 PUBLISHED_HINT = "The new index is in place, but may not survive a power loss; save again"
 """The hint of an error where publishing failed after its effect."""
+UNANSWERED_HINT = "The new index may be in place all the same: look at the checkpoint, or save again"
+"""The hint where an object store has not said whether it has published, or will."""
 
 
 class IndexContent(msgspec.Struct, frozen=True, array_like=True):
@@ -178,8 +180,13 @@ def publish_index(store: Store, data: bytes, info: SaveInfo) -> None:
         store.publish(INDEX_NAME, data, replace=info.options.overwrite)
 
 
-def index_may_be_published(store: Store, save_id: str) -> bool:
-    """Whether the index is there, or may be, after publishing failed: it can fail after the rename, at the sync."""
+def index_may_be_published(store: Store, save_id: str, error: BaseException | None = None) -> bool:
+    """Whether the index is there, or may be, after publishing failed with an error.
+
+    It can fail after the rename, at the sync. A store can carry a request out after the client has given it up.
+    """
+    if isinstance(error, StoreError) and error.unanswered:
+        return True
     try:
         return read_index(store).save_id == save_id
     except CheckpointNotFound:
@@ -191,7 +198,7 @@ def index_may_be_published(store: Store, save_id: str) -> bool:
 def with_published_hint(error: Exception) -> Exception:
     """Returns the same error with the hint that the index is in place all the same, or in an object store may be."""
     if isinstance(error, StoreError):
-        error.add_hint("The new index may be in place all the same: look at the checkpoint, or save again")
+        error.add_hint(UNANSWERED_HINT)
     if type(error) is not CheckpointError:
         return error
     hinted = CheckpointError(error.path, expected=error.expected, found=error.found, hint=PUBLISHED_HINT)

@@ -25,11 +25,11 @@ from ..errors import RankError
 from ..io.comm.comm import Comm
 from ..io.comm.failures import raise_faults, to_fault, wrap_os_error
 from ..io.gc_pause import gc_paused
-from ..io.storage.store import Store
+from ..io.storage.store import Store, SupportsFetching
 from ..io.timing import Recorder
 from ..reports import SaveReport
 from .agree import AgreedSave, agree
-from .commit import PUBLISHED_HINT, remove_files, shard_names, written_names
+from .commit import PUBLISHED_HINT, UNANSWERED_HINT, remove_files, shard_names, written_names
 from .messages import CommitResult, WriteReport
 from .options import LineageSource, SaveOptions
 from .session import previous_save
@@ -92,7 +92,8 @@ def complete(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> No
             remove_files(store, names)
     finally:
         writer.end()
-    hint = {"hint": PUBLISHED_HINT} if ended.in_place else {}
+    in_place = UNANSWERED_HINT if isinstance(store, SupportsFetching) else PUBLISHED_HINT
+    hint = {"hint": in_place} if ended.in_place else {}
     raise_faults(ended.faults, store.url, comm.size, cause=writer.error, **hint)
 
 

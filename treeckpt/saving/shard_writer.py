@@ -169,7 +169,7 @@ class InlineWriter:
                     publish_index(store, data, info)
             except Exception as caught:
                 error = wrap_os_error(caught, store.url)
-                if in_place := publishing and index_may_be_published(store, info.save_id):
+                if in_place := publishing and index_may_be_published(store, info.save_id, error):
                     error = with_published_hint(error)
                 faults.append(to_fault(error, 0, common=isinstance(error, CheckpointExists)))
                 self.error = self.error or error

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 import treeckpt as tc
+from tests.helpers.background import until
 from tests.helpers.far_s3 import FarS3, far_s3_server
 from tests.helpers.s3 import MIB, array, same
 from treeckpt.io.storage import object_store, obstore
@@ -131,6 +133,38 @@ def test_an_index_whose_answer_was_lost_is_published(server: FarS3) -> None:
         tc.save(impatient(server, f"{url}2"), {"n": 1})
     server.set()
     assert tc.load(server.store(f"{url}2")) == {"n": 1}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_index_that_appears_after_its_save_has_failed_has_its_shards(server: FarS3, overwrite: bool) -> None:
+    server.set(**NO_FAULTS)
+    url = server.url()
+    if overwrite:
+        tc.save(server.store(url), {"n": 0})
+    server.set(rules=[{"match": "^PUT .*index", "do": "slow", "times": 9, "seconds": 0.8}])
+    with pytest.raises(tc.StoreError, match="The new index may be in place"):
+        tc.save(impatient(server, url), {"w": array(1)}, overwrite=overwrite)
+    assert until(lambda: any("ended" in row for row in server.log() if row["path"].endswith("index.json")), 60)
+    assert until(lambda: all("ended" in row for row in server.log()), 60)
+    assert same(server.store(url), {"w": array(1)})
+
+
+def test_a_file_system_that_publishes_after_its_time_limit_has_the_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    late: list[Any] = []
+
+    def pipe_file(self: Any, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        if path.endswith("index.json"):
+            late.append(lambda: real(self, path, value))
+            raise TimeoutError
+        real(self, path, value, mode=mode, **options)
+
+    real = MemoryFileSystem.pipe_file
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
+    store, tree = tc.ObjectStore("memory://late/step"), {"w": np.arange(9.0)}
+    with pytest.raises(tc.StoreError, match="The new index may be in place"):
+        tc.save(store, tree)
+    late[0]()
+    assert same(store, tree)
 
 
 @pytest.mark.slow

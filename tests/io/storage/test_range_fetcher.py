@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from treeckpt.io.storage.bucket import FetchFailure, RangeResponse
-from treeckpt.io.storage.range_fetcher import MOST, START, RangeFetcher, RequestDepth, RequestTimes
+from treeckpt.io.storage.range_fetcher import HEDGED, MOST, START, RangeFetcher, RequestDepth, RequestTimes
 
 RANGES = [("file", 10 * n, 10) for n in range(100)]
 
@@ -212,6 +212,20 @@ def test_a_slow_request_is_sent_again_for_what_is_missing_and_the_first_answer_c
     assert sum(fetch_all(fetch).values()) == len(RANGES)
     held.set()
     assert asked == [990, 990 + after]
+
+
+def test_of_twenty_requests_that_have_ended_one_slow_one_is_sent_again() -> None:
+    held, asked = threading.Event(), list[int]()
+
+    def fetch(wanted: Any) -> RangeResponse:
+        asked.append(wanted[1])
+        if wanted[1] >= 300 and asked.count(wanted[1]) == 1:
+            held.wait(0.5)  # far longer than the first 30
+        return answer(wanted)
+
+    assert sum(fetch_all(fetch).values()) == len(RANGES)
+    assert len(RANGES) < len(asked) <= len(RANGES) * (1 + 1 / HEDGED) + 1
+    assert max(map(asked.count, asked)) == 2
 
 
 def test_no_range_is_no_request() -> None:

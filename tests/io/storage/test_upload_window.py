@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.background import until
+from treeckpt.io.storage import upload_window
 from treeckpt.io.storage.obstore import MAX_PARTS, PART, PARTS, part_nbytes
 from treeckpt.io.storage.range_fetcher import RequestDepth
 from treeckpt.io.storage.upload_window import UploadWindow
@@ -22,6 +25,12 @@ def test_parts_are_8_to_64_mib_and_never_more_than_a_service_takes(nbytes: int) 
     assert -(-nbytes // part) <= MAX_PARTS
     assert part >= PART and (part <= 64 * MIB or part == -(-nbytes // MAX_PARTS))
     assert part == PART or -(-nbytes // part) <= PARTS or part >= 64 * MIB
+
+
+@given(st.integers(1, 512), st.integers(0, MIB - 1))
+def test_a_header_before_whole_parts_is_no_part_of_its_own(whole: int, header: int) -> None:
+    nbytes = whole * PART + header
+    assert -(-nbytes // part_nbytes(nbytes)) == whole
 
 
 @given(st.lists(st.integers(1, 40), max_size=20), st.integers(1, 30))
@@ -59,3 +68,29 @@ def test_a_part_waits_until_another_one_is_not_referred_to_any_more() -> None:
     del seen[0]
     thread.join(60)
     assert not thread.is_alive() and sum(map(len, seen)) == 16
+
+
+@pytest.mark.parametrize(
+    ("seconds", "depth"),
+    [
+        ([0.1] * 30, 64),  # as many as are in flight at a time, all alike
+        ([0.3, 0.6, 1.2, 0.9], 64),  # they share a rate
+        ([0.3, 1.5], 32),
+        ([0.3, 1.5, 1.6, 1.7], 32),  # in flight at the same time
+        ([0.3, 1.5, -1.5, -1.5, -1.5, -1.5], 8),  # each after the one before
+        ([10.0, 30.0], 64),
+        ([10.0, 41.0], 32),
+    ],
+)
+def test_parts_that_take_far_longer_than_the_fastest_halve_what_is_in_flight(
+    monkeypatch: pytest.MonkeyPatch, seconds: list[float], depth: int
+) -> None:
+    window, now = UploadWindow(), 100.0
+    monkeypatch.setattr(upload_window, "time", SimpleNamespace(monotonic=lambda: now))
+    window.depth.restart(now)
+    for taken in seconds:
+        sent = 100.0 if taken > 0 else now
+        now = sent + abs(taken)
+        with window.changed:
+            window.leave(8 * MIB, sent)
+    assert window.depth.depth == depth

@@ -104,6 +104,7 @@ class ObjectBucket(Protocol):
 
         Raises:
             FileExistsError: the object exists, or has another version.
+            StoreError: `unanswered` where the service may have written it all the same, or may do so later.
         """
         ...
 

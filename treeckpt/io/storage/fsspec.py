@@ -167,12 +167,11 @@ class FsspecBucket:
         except NotImplementedError as error:
             raise StoreError(url, expected=f"a file system that can {what}", found="one that cannot") from error
         except Exception as error:  # each file system raises errors of its own library
-            raise StoreError(
-                url,
-                expected=f"to {what} it",
-                found=f"{type(error).__name__}: {error}"[:600],
-                hint="Look at the network, the permissions and the options of the file system",
-            ) from error
+            hint = "Look at the network, the permissions and the options of the file system"
+            found = f"{type(error).__name__}: {error}"[:600]
+            failed = StoreError(url, expected=f"to {what} it", found=found, hint=hint)
+            failed.unanswered = isinstance(error, (TimeoutError, ConnectionError))
+            raise failed from error
 
 
 def _entry(row: Mapping[str, Any]) -> DirectoryEntry:

@@ -30,7 +30,7 @@ class KnownIndex(msgspec.Struct, frozen=True):
 
 
 class NewestIndex:
-    """Keeps, of the indexes that are offered by several threads, the one that was created last."""
+    """Keeps, of the indexes that are offered by several threads, the one that was created last, as it was read last."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,7 +38,8 @@ class NewestIndex:
 
     def offer(self, known: KnownIndex) -> None:
         with self._lock:
-            if self.found is None or self.found.index.created_ns < known.index.created_ns:
+            kept = self.found
+            if kept is None or kept.url == known.url or kept.index.created_ns < known.index.created_ns:
                 self.found = known
 
 

@@ -15,13 +15,15 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 from ...errors import StoreError
-from .aws_profiles import HOW, check_instance, s3_options
-from .bucket import FetchFailure, ObjectListing, RangeResponse, VersionTag, missing_extra
+from .aws_profiles import check_instance, s3_options
+from .bucket import ObjectListing, RangeResponse, VersionTag, missing_extra
 from .conditional_put import Condition, find_out, is_known, no_conditional_writes, refuses_conditions, takes_conditions
 from .late_client import LateClient
+from .obstore_errors import INTERMEDIARY, first_line, is_cut, judge, status_of, to_store_error
 from .run_store import DirectoryEntry
 from .upload_window import MOST, UploadWindow
 
@@ -37,6 +39,9 @@ RETRIES = 10
 """Retries of obstore itself, unless the option `retry_config` says another number."""
 UPLOAD_RETRIES = 100
 """The same for a part of an upload, within three minutes: of many parts in flight some are refused many times."""
+UPLOAD_PAUSES = {"base": 4, "max_backoff": timedelta(seconds=4)}
+"""Between tries of a part: the next pause is drawn up to `base` times the last one. By 2, which is obstore's own, they
+stay at 0.1 seconds, and many parts in flight keep a store busy with requests that it refuses."""
 TRIES = 3
 PAUSE = 0.2
 """Seconds before the first retry here; then twice as long."""
@@ -45,22 +50,8 @@ _ENDPOINTS = ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url")
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _UNSIGNED = ("unsigned_payload", "aws_unsigned_payload", "AWS_UNSIGNED_PAYLOAD")
 _SCHEMES = {"s3a": "s3", "gcs": "gs", "azure": "az"}
-_INTERMEDIARY = "Something between here and the store answers in its place: look at the proxy and the endpoint"
 _WEB_PAGE = "a web page in its place"
 _HTML = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype\s+html|html)\b", re.IGNORECASE)
-# what obstore has no class or attribute for stands in the first line of a `GenericError`
-_CUT = re.compile(r"body|connection|incomplete|timed? ?out|reset|closed", re.IGNORECASE)
-_STATUS = re.compile(r"status code: (\d{3})")
-_NO_ANSWER = "HTTP error"
-_THROTTLED = (429, 503)
-_NO_CREDENTIALS = re.compile(
-    r"169\.254\.|latest/(api/token|meta-data)|metadata\.google|[Cc]redential|AccessKey|SecretAccess|MissingAccount"
-)
-_CREDENTIAL_HINTS = {
-    "s3": HOW,
-    "gs": "Set GOOGLE_APPLICATION_CREDENTIALS, or run: gcloud auth application-default login",
-    "az": "Set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or pass use_azure_cli=True",
-}
 
 
 class ObstoreBucket:
@@ -113,7 +104,7 @@ class ObstoreBucket:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             hint = "Options of the HTTP client, such as allow_http, go into client_options={...}"
-            raise StoreError(url, expected="options that obstore takes", found=_first_line(error), hint=hint) from error
+            raise StoreError(url, expected="options that obstore takes", found=first_line(error), hint=hint) from error
 
         def with_retries(**config: Any) -> LateClient:
             return LateClient(lambda: opened(root, client_options=client, **{**merged, "retry_config": config}))
@@ -121,7 +112,7 @@ class ObstoreBucket:
         # what fails is repeated by the caller, who must know when the store throttles
         self._once = with_retries(**{**retries, "max_retries": 0})
         # obstore repeats the parts of uploads and does not say when the store throttles
-        self._uploads = with_retries(**{"max_retries": UPLOAD_RETRIES, **retries})
+        self._uploads = with_retries(**{"max_retries": UPLOAD_RETRIES, "backoff": UPLOAD_PAUSES, **retries})
         self._window = UploadWindow()
         self._looks: dict[str, Future[None]] = {}
         """Checks of prefixes that were sent before the listings that need them."""
@@ -184,7 +175,7 @@ class ObstoreBucket:
     def _check_not_web_page(self, key: str, attributes: Mapping[str, str], data: bytes = b"") -> None:
         """Raises StoreError for a web page, which proxies and login pages send with a status of success."""
         if attributes.get("Content-Type", "").startswith("text/html") or _HTML.match(data):
-            raise StoreError(f"{self.url}/{key}", expected="to read it", found=_WEB_PAGE, hint=_INTERMEDIARY)
+            raise StoreError(f"{self.url}/{key}", expected="to read it", found=_WEB_PAGE, hint=INTERMEDIARY)
 
     # reading -------------------------------------------------------------------------------------------------
 
@@ -207,7 +198,7 @@ class ObstoreBucket:
             try:
                 result = self._obstore.get(self._once.get(), key, options={"range": (start, start + nbytes)})
             except self._obstore.exceptions.BaseError as error:
-                if _status(error) != 416 or (size := self._obstore.head(self._once.get(), key)["size"]) > start:
+                if status_of(error) != 416 or (size := self._obstore.head(self._once.get(), key)["size"]) > start:
                     raise
                 return RangeResponse(size, iter(()))  # the range is behind the end of the object
         return RangeResponse(result.meta["size"], self._pieces(key, result))
@@ -218,15 +209,7 @@ class ObstoreBucket:
             for piece in result.stream(min_chunk_size=PIECE):
                 yield memoryview(piece)
 
-    def judge(self, error: Exception) -> FetchFailure:
-        cause = error.__cause__
-        if not isinstance(cause, Exception) or not isinstance(cause, self._obstore.exceptions.GenericError):
-            return FetchFailure(throttled=False, temporary=False)
-        if (status := _status(cause)) is not None:
-            return FetchFailure(status in _THROTTLED, status in (408, 429) or status >= 500)
-        text = _first_line(cause)
-        broken = _NO_ANSWER in text or _CUT.search(text) is not None
-        return FetchFailure(throttled=False, temporary=broken and not _NO_CREDENTIALS.search(text))
+    judge = staticmethod(judge)
 
     # writing -------------------------------------------------------------------------------------------------
 
@@ -242,8 +225,11 @@ class ObstoreBucket:
             if self.read(key, len(data))[0] != data:
                 raise
         except StoreError as error:
-            if self.judge(error).temporary and self._holds(key, data):  # the last response was lost
+            temporary = judge(error).temporary
+            if temporary and self._holds(key, data):  # the last response was lost
                 return
+            # a request without a condition is repeated by obstore, a later answer so does not stand for all
+            error.unanswered = temporary and (replace is True or status_of(error.__cause__) is None)
             if replace is True or not refuses_conditions(error):
                 raise
             condition: Condition = "If-Match" if isinstance(replace, Mapping) else "If-None-Match"
@@ -276,7 +262,7 @@ class ObstoreBucket:
             try:
                 self._put(self._once.get(), key, data, mode)
             except StoreError as error:
-                if refuses_conditions(error) or not self.judge(error).temporary:
+                if refuses_conditions(error) or not judge(error).temporary:
                     raise
                 self._put(self._store, key, data, mode)
 
@@ -326,7 +312,7 @@ class ObstoreBucket:
         except (errors.AlreadyExistsError, errors.PreconditionError) as error:
             raise FileExistsError(f"{self.url}/{key}") from error
         except (errors.BaseError, FileNotFoundError, ValueError) as error:
-            raise self._to_store_error(what, key, error) from error
+            raise to_store_error(what, self.url, key, self.kind, error) from error
 
     def _retry(self, what: str, key: str, call: Callable[[], T], *, unless: Callable[[], bool] = lambda: False) -> T:
         """Makes a request; repeats it if the body of its response breaks off, `unless` it has changed something."""
@@ -335,63 +321,26 @@ class ObstoreBucket:
                 with self._wrapped_errors(what, key):
                     return call()
             except StoreError as error:
-                if tried == TRIES or unless() or not _is_cut(error):
+                if tried == TRIES or unless() or not is_cut(error):
                     raise
                 time.sleep(PAUSE * 2**tried)
         raise AssertionError("the last try returns or raises")
 
-    def _to_store_error(self, what: str, key: str, error: Exception) -> Exception:
-        url, text = f"{self.url}/{key}" if key else self.url, _first_line(error)
-        if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
-            hint = "Make the bucket, or look at its name and the endpoint"
-            return StoreError(url, expected=f"a bucket to {what} in", found="no such bucket", hint=hint)
-        if isinstance(error, FileNotFoundError):
-            return FileNotFoundError(url)
-        errors = self._obstore.exceptions
-        refused = isinstance(error, (errors.PermissionDeniedError, errors.UnauthenticatedError))
-        if _NO_CREDENTIALS.search(text.replace(key, "")):
-            hint = f"No credentials are found, or not taken. {_CREDENTIAL_HINTS.get(self.kind, '')}"
-        elif refused or "AccessDenied" in str(error) or _status(error) == 403:
-            hint = f"The credentials do not allow to {what} here: look at the policies of the user and of the bucket"
-        elif "non-partial" in text:
-            hint = _INTERMEDIARY
-        elif "redirect" in text.lower() or _status(error) == 301:
-            hint = "Set the bucket's region: AWS_REGION, or the option region"
-        elif isinstance(error, errors.InvalidPathError):
-            hint = "Another program has put this object there; remove it"
-        else:
-            hint = "Look at the network and the endpoint, and try again"
-        return StoreError(url, expected=f"to {what} it", found=text, hint=hint)
-
 
 def part_nbytes(nbytes: int) -> int:
-    """Returns the bytes of each part but the last of an upload."""
-    return max(PART, min(-(-nbytes // PARTS), LARGE_PART), -(-nbytes // MAX_PARTS))
+    """Returns the bytes of each part but the last of an upload.
+
+    A short rest, as of data of whole parts behind a header, is spread over the parts: of 64 that are in flight at a
+    time a 65th would wait for the first.
+    """
+    part = max(PART, min(-(-nbytes // PARTS), LARGE_PART), -(-nbytes // MAX_PARTS))
+    whole, rest = divmod(nbytes, part)
+    return -(-nbytes // whole) if whole and part == PART and rest < PART // 8 else part
 
 
 def _kind(url: str) -> str:
     scheme = url.partition("://")[0]
     return "s3" if scheme in ("s3", "s3a") else "gs" if scheme in ("gs", "gcs") else "az"
-
-
-def _status(error: Exception) -> int | None:
-    """Returns the HTTP status of an error of obstore; None where there was no answer."""
-    found = _STATUS.search(str(error).partition("\n")[0])
-    return int(found[1]) if found else None
-
-
-def _is_cut(error: Exception) -> bool:
-    """Whether the answer to a request broke off."""
-    cause = error.__cause__
-    return isinstance(cause, Exception) and _status(cause) is None and _CUT.search(_first_line(cause)) is not None
-
-
-def _first_line(error: BaseException) -> str:
-    """Returns the first line of an error of obstore; of a response in XML its code and message."""
-    text = str(error).split("\n\nDebug source", 1)[0]
-    messages = re.findall(r"<(?:Code|Message)>([^<]{1,200})</", text)
-    head = text.partition("\n")[0].partition("<?xml")[0].strip().rstrip(":")
-    return f"{head}: {', '.join(messages)}"[:600] if messages else head[:600]
 
 
 def _entry(meta: Mapping[str, Any]) -> DirectoryEntry:

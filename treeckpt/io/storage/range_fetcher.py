@@ -108,10 +108,10 @@ class RequestDepth:
         else:
             self.depth, self._trying = before, "none"
 
-    def throttle(self, started: float, now: float) -> None:
-        """Halves the depth for a refusal; once for all requests that were in flight at the last time."""
+    def throttle(self, started: float, now: float, *, least: int = 1) -> None:
+        """Halves the depth for a refusal, down to `least`; once for all requests in flight at the last time."""
         if started > self._halved_at:
-            self.depth, self._halved_at = max(self.depth // 2, 1), now
+            self.depth, self._halved_at = max(self.depth // 2, min(least, self.depth)), now
             self.restart(now)
 
 

@@ -2,7 +2,8 @@
 
 obstore takes the content of an upload in order, keeps the memory of each part until its request has ended, and repeats
 a request that fails by itself, after a pause that grows while the store throttles. A part so ends when nothing refers
-to its memory any more; its bytes are not copied.
+to its memory any more; its bytes are not copied. That the store throttles is seen by parts that take far longer than
+the fastest one: then half as many are in flight.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from collections.abc import Generator, Iterable
 
 import numpy as np
 
-from .range_fetcher import RequestDepth
+from .range_fetcher import FEWEST, RequestDepth
 
 MOST = 128
 """Parts in flight, at most. obstore looks for parts that failed when so many have been started, and at the end."""
+LATE, LATE_SECONDS = 4.0, 1.0
+"""A part is late that takes so many times as long as the fastest of about its size, and so many seconds longer: it was
+refused, or parts in flight share a rate that far fewer would reach."""
 
 
 class _UploadPart:
@@ -25,6 +29,8 @@ class _UploadPart:
 
     def __init__(self, window: UploadWindow) -> None:
         self._window, self._nbytes, self._pieces, self._whole = window, 0, 0, False
+        self._sent = 0.0
+        """When all of it was taken."""
 
     def take(self, piece: np.ndarray) -> np.ndarray:
         with self._window.changed:
@@ -35,15 +41,15 @@ class _UploadPart:
 
     def close(self) -> None:
         with self._window.changed:
-            self._whole = True
+            self._whole, self._sent = True, time.monotonic()
             if not self._pieces:
-                self._window.leave(self._nbytes)
+                self._window.leave(self._nbytes, self._sent)
 
     def _let_go(self) -> None:
         with self._window.changed:
             self._pieces -= 1
             if self._whole and not self._pieces:
-                self._window.leave(self._nbytes)
+                self._window.leave(self._nbytes, self._sent)
 
 
 class UploadWindow:
@@ -54,6 +60,8 @@ class UploadWindow:
         # an RLock: the last reference to a piece may end in a thread that holds the lock
         self.changed = threading.Condition(threading.RLock())
         self.in_flight = 0
+        self._fastest: dict[int, float] = {}
+        """Seconds of the fastest part, by the power of two of its bytes."""
 
     def stream(self, blocks: Iterable[memoryview], part_nbytes: int) -> Generator[np.ndarray]:
         """Yields the blocks, uint8[n], cut where a part ends; waits before each part until it may be in flight."""
@@ -84,8 +92,13 @@ class UploadWindow:
             self.in_flight += 1
         return _UploadPart(self)
 
-    def leave(self, nbytes: int) -> None:
-        """Counts a part of `nbytes` bytes that is in flight no longer."""
+    def leave(self, nbytes: int, sent: float) -> None:
+        """Counts a part of `nbytes` bytes, all taken at `sent`, that is in flight no longer."""
+        now = time.monotonic()
+        seconds, size = now - sent, nbytes.bit_length()
+        fastest = self._fastest[size] = min(self._fastest.get(size, seconds), seconds)
         self.in_flight -= 1
-        self.depth.add(nbytes, time.monotonic())
+        self.depth.add(nbytes, now)
+        if seconds > max(LATE * fastest, fastest + LATE_SECONDS):
+            self.depth.throttle(sent, now, least=FEWEST)
         self.changed.notify_all()
