@@ -105,6 +105,19 @@ def test_the_refusal_of_other_leaves_proposes_nothing_that_would_leave_all_of_th
     assert "of the class and options that were saved" in refusal(job.model, sgd)
 
 
+def test_an_option_that_an_older_torch_did_not_have_stays_as_it_is_here(tmp_path: Path) -> None:
+    job = Job()
+    state = training.state(job.model, job.optimizer)
+    for values in state["param_groups"]["values"].values():
+        values.pop("decoupled_weight_decay")  # AdamW has it since torch 2.7
+    tc.save(tmp_path / "c", state)
+    with pytest.raises(tc.MismatchError, match="strict=False to keep these options"):
+        training.restore(tmp_path / "c", job.model, job.optimizer)
+    report = training.restore(tmp_path / "c", job.model, job.optimizer, strict=False)
+    assert report.missing == ("param_groups/values/decoupled_weight_decay",)
+    assert job.optimizer.param_groups[0]["decoupled_weight_decay"] is True
+
+
 def test_what_is_registered_and_what_no_longer_is_are_told_apart(tmp_path: Path) -> None:
     def resumed(names: list[str], **options: Any) -> Any:
         with tc.Manager(tmp_path, background=False) as manager:

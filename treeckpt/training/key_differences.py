@@ -55,6 +55,8 @@ def _hint(missing: Sequence[str], extra: Collection[str], *, alike: bool) -> str
         return _NO_NAME_ALIKE
     if all(path.startswith("extra/") for path in missing):
         return f"The checkpoint has in extra: {', '.join(extra)}. Give these names, and `...` for what stays as it is"
+    if all(path.startswith("param_groups/") for path in missing):
+        return "Pass strict=False to keep these options as they are here, as with a checkpoint of an older torch"
     if all(path.startswith(("optimizer/", "param_groups/")) for path in missing):
         return "Give an optimizer of the class and options that were saved; optimizer=None leaves it as it is"
     return "Pass strict=False to restore what both have"
