@@ -67,7 +67,11 @@ def test_the_page_of_a_leaf_keeps_its_tabs_and_its_view(leaf):
     expect(leaf.get_by_role("button", name="by file")).to_have_attribute("aria-pressed", "true")
     leaf.keyboard.press("[")
     expect(leaf.locator("h1")).to_have_text("wte.weight")
-    leaf.get_by_role("navigation", name="Parts of the checkpoint").get_by_role("link", name="Tree").click()
+    tree = leaf.get_by_role("navigation", name="Parts of the checkpoint").get_by_role("link", name="Tree")
+    expect(tree).to_have_attribute(
+        "href", re.compile("open=")
+    )  # the script of the page sets it, after the text is there
+    tree.click()
     expect(leaf.get_by_role("link", name="wte.weight", exact=True)).to_be_visible()  # the tree is as open as it was
 
 
