@@ -11,9 +11,10 @@ import msgspec
 from treeckpt.core.text import seconds_text, visible
 
 from ..store.reduced_timings import ReducedTimings, SlowRank
-from .bins import TimedSave
 from .diagnosis import LEAST, SAVES, USUAL
 
+TimedSave = tuple[str, int, ReducedTimings]
+"""The id, step and timings of a checkpoint."""
 BEFORE = 100
 """Saves with which the last SAVES are compared."""
 HOSTS = 20

@@ -97,14 +97,10 @@ class TrendTables:
         """
         found = self._trends(run_id)
         if (bins := found.bins.get((low, high))) is None:
-            page = found.page
-            bins = trend_bins(
-                [
-                    (page.ids[n], page.step[n], reduced)
-                    for n, reduced in enumerate(found.reduced)
-                    if reduced is not None and low <= page.step[n] <= high
-                ]
-            )
+            page, reduced = found.page, found.reduced
+            shown = [n for n, step in enumerate(page.step) if low <= step <= high and reduced[n] is not None]
+            ids, steps = [page.ids[n] for n in shown], [page.step[n] for n in shown]
+            bins = trend_bins(ids, steps, [one for n in shown if (one := reduced[n]) is not None])
             found.bins = {(low, high): bins}  # the last view alone is kept
         return bins
 
