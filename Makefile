@@ -14,7 +14,7 @@ PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
 unexport PYTHONDONTWRITEBYTECODE
 SERVE ?= 1
 PYTEST_ARGS ?=
-JOBS ?= 5
+JOBS ?= 4
 FUZZ_SECONDS ?= 60
 MUTATIONS ?= 60
 MUTATE_SECONDS ?= 1800
@@ -63,7 +63,7 @@ demo: $(STAMP) ## train, save on 4 ranks, load on 2 and 1, then serve the dashbo
 	$(call say,Running the demo)
 	@$(BIN)/treeckpt demo $(if $(filter 0 no false,$(SERVE)),--no-serve)
 
-test: check chromium strace ## everything that checks the project in JOBS processes, 5 unless told: many of them wait (PYTEST_ARGS=... is passed on)
+test: check chromium strace ## everything that checks the project in JOBS processes, 4 unless told: many of them wait (PYTEST_ARGS=... is passed on)
 	$(call say,pytest and notebooks)
 	@$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 

@@ -60,7 +60,7 @@ class Flights:
 
 @pytest.fixture
 def flights(monkeypatch: pytest.MonkeyPatch) -> Flights:
-    found = Flights(0.02)
+    found = Flights(0.1)  # long enough for 16 threads to start on a busy machine
     monkeypatch.setattr(os, "preadv", found)
     monkeypatch.setattr(FarStore, "request_nbytes", MIB)
     return found
