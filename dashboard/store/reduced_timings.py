@@ -80,7 +80,8 @@ class ReducedTimings(catalog.SaveDuration, frozen=True):
     @property
     def longest_phase(self) -> str | None:
         """The phase that takes most of the critical path; None if it is empty."""
-        return max((phases := self.phases), key=phases.__getitem__, default=None)
+        phases = self.phases
+        return max(phases, key=phases.__getitem__, default=None)
 
     def lines(self, block: int) -> np.ndarray:
         """Returns float16[lines] of `work` in lines of so many ranks, a multiple of this save's own block."""

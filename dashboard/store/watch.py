@@ -48,7 +48,7 @@ HARDLY = 0.08
 
 
 PATIENCE = 2.0
-"""Seconds for which a batch waits for its turn: a file system that hangs must not hold up the other runs."""
+"""Seconds for which a batch waits for its turn, once a scan: a file system that hangs must not hold up other runs."""
 _turns = ThreadPoolExecutor(1, "treeckpt-watch")
 """Inspects the batches of all first scans of local runs in turn: several at once take as long, and delay requests."""
 
@@ -176,10 +176,12 @@ class RunWatcher:
                 scan.enough.set()
 
         if self._remote is None:
+            patience = PATIENCE
             for start in range(0, len(names), BATCH):
                 batch = partial(self._look_at_local, names[start : start + BATCH], look)
                 turn = _turns.submit(batch)
-                if wait_for([turn], PATIENCE).not_done and turn.cancel():
+                if wait_for([turn], patience).not_done and turn.cancel():
+                    patience = 0.0  # another run hangs: this scan no longer waits for turns
                     batch()
                 else:
                     turn.result()

@@ -1,5 +1,7 @@
 """The list of a run is kept up to date: what is inspected again, and what requests wait for."""
 
+from concurrent import futures
+
 import numpy as np
 import pytest
 
@@ -94,7 +96,14 @@ def test_a_full_page_is_shown_while_the_rest_is_looked_at(tmp_path):
 def test_a_run_whose_file_system_hangs_does_not_hold_up_the_others(tmp_path, monkeypatch):
     import threading
 
+    waits = []
+
+    def counted(turns, seconds):
+        waits.append(seconds)
+        return futures.wait(turns, seconds)
+
     monkeypatch.setattr("treeckpt_dashboard.store.watch.PATIENCE", 0.05)
+    monkeypatch.setattr("treeckpt_dashboard.store.watch.wait_for", counted)
     for name in ("hangs", "works"):
         write_many(tmp_path / name, 30)
     library, gate, asked = Library([tmp_path / "hangs", tmp_path / "works"]), threading.Event(), threading.Event()
@@ -110,6 +119,7 @@ def test_a_run_whose_file_system_hangs_does_not_hold_up_the_others(tmp_path, mon
     assert asked.wait(60)
     library.watches[second.id].refresh(wait=300)
     assert library.watches[second.id].progress.complete and not library.watches[first.id].progress.seen
+    assert waits == [0.05, 0.05, 0, 0, 0], "that of the first run, then of the second, which waits once"
     gate.set()
     library.watches[first.id].refresh(wait=300)
     assert library.watches[first.id].progress.complete
