@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack, cast
 
 from .arrays.stateful import state_tree
 from .core.format.file_names import check_step
-from .core.option_names import checks_options, meant_by
+from .core.option_names import check_options, checks_options
 from .core.tree.flatten import flatten, replace_leaves
 from .errors import MismatchError
 from .io.comm.collective import ending_together
@@ -356,9 +356,7 @@ def load_async(
         MismatchError: an option with which ranks would exchange messages.
         TypeError: `load` has no such option.
     """
-    known = LoadAsyncKeywords.__optional_keys__
-    for name in sorted(options.keys() - known):
-        raise TypeError(f"{name!r} is no option of load_async, nor of load{meant_by(name, known)}")
+    check_options(options, LoadAsyncKeywords.__optional_keys__, "load_async, nor of load")
     together = options.pop("together", False)
     comm = as_comm(options.pop("comm", None), sends_messages=together)
     for name, alone in (("read", "each"), ("on_corrupt", "error")):

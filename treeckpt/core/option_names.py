@@ -34,11 +34,19 @@ ELSEWHERE = {
 """What options of torch.load, torch.distributed.checkpoint and Orbax are here."""
 
 
-def meant_by(name: str, known: Iterable[str]) -> str:
-    """Returns what an unknown option likely means, as the end of an error; empty if nothing is like it."""
-    if name in ELSEWHERE:
-        return f"; {ELSEWHERE[name]}"
-    return "".join(f"; near to it is {one!r}" for one in difflib.get_close_matches(name, known, n=1))
+def check_options(given: Iterable[str], known: Iterable[str], of: str) -> None:
+    """Checks the names of options.
+
+    Args:
+        given: the names that a call has.
+        known: the names that there are.
+        of: what has options of these names.
+
+    Raises:
+        TypeError: one is unknown; the error names what was likely meant.
+    """
+    for name in sorted(set(given) - set(known)):
+        raise TypeError(f"{name!r} is no option of {of}{_meant_by(name, known)}")
 
 
 def checks_options(call: Callable[P, R]) -> Callable[P, R]:
@@ -47,8 +55,14 @@ def checks_options(call: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(call)
     def checked(*args: P.args, **options: P.kwargs) -> R:
-        for name in sorted(options.keys() - known):
-            raise TypeError(f"{name!r} is no option of {call.__name__}{meant_by(name, known)}")
+        check_options(options, known, call.__name__)
         return call(*args, **options)
 
     return checked
+
+
+def _meant_by(name: str, known: Iterable[str]) -> str:
+    """Returns what an unknown option likely means, as the end of an error; empty if nothing is like it."""
+    if name in ELSEWHERE:
+        return f"; {ELSEWHERE[name]}"
+    return "".join(f"; near to it is {one!r}" for one in difflib.get_close_matches(name, known, n=1))

@@ -10,7 +10,7 @@ from typing import Any, Literal, SupportsIndex, TypedDict
 from ..arrays.registry import abstract_of, is_value
 from ..arrays.stateful import is_stateful
 from ..core.analysis.retention_policy import All, Best, Last, Policy, check_policies
-from ..core.option_names import meant_by
+from ..core.option_names import check_options
 from ..core.tree.containers import flatten_one_level
 from ..core.tree.flatten import flatten, replace_leaves
 from ..core.tree.in_place import update_in_place
@@ -119,11 +119,7 @@ def as_save_options(options: BackgroundSaveKeywords, *, background: bool, others
         TreeckptError: `max_shard_bytes` is no size.
     """
     known = BackgroundSaveKeywords if background else SaveKeywords
-    if unknown := options.keys() - known.__optional_keys__:
-        name = "save_async" if background else "save"
-        wrong = sorted(unknown)[0]
-        meant = meant_by(wrong, [*others, *known.__optional_keys__])
-        raise TypeError(f"{wrong!r} is no option of Manager, nor of {name}{meant}")
+    check_options(options, [*others, *known.__optional_keys__], f"Manager, nor of save{'_async' * background}")
     limit = shard_limit(options.get("max_shard_bytes"))
     return SaveOptions(**{"overwrite": True, **options, "max_shard_bytes": limit})
 
