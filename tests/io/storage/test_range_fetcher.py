@@ -228,6 +228,25 @@ def test_of_twenty_requests_that_have_ended_one_slow_one_is_sent_again() -> None
     assert max(map(asked.count, asked)) == 2
 
 
+def test_a_request_that_is_sent_again_counts_for_the_memory_and_goes_before_new_ones() -> None:
+    asked, flights, lock = list[int](), [0], threading.Lock()
+    most = 0
+
+    def fetch(wanted: Any) -> RangeResponse:
+        nonlocal most
+        with lock:
+            asked.append(wanted[1])
+            flights[0] += wanted[2]
+            most = max(most, flights[0])
+        time.sleep(1.0 if wanted[1] == 300 and asked.count(300) == 1 else 0.02)
+        with lock:
+            flights[0] -= wanted[2]
+        return answer(wanted)
+
+    assert sum(fetch_all(fetch, memory=40).values()) == len(RANGES)
+    assert asked.count(300) == 2 and most <= 40
+
+
 def test_no_range_is_no_request() -> None:
     RangeFetcher(answer, judge, 1).run([], lambda *_: None, memory=10)
 

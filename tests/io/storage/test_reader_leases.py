@@ -5,16 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 import treeckpt as tc
 from treeckpt.core.analysis.retention_policy import Last
 from treeckpt.core.format.file_names import lease_name
-from treeckpt.io.storage import reader_leases
+from treeckpt.io.storage import leftovers, reader_leases
 from treeckpt.io.storage.process_owner import this_process
 from treeckpt.io.storage.reader_leases import has_readers, hold_lease, read_lease
 from treeckpt.io.storage.run_store import Folder
+from treeckpt.io.storage.store import Store
 from treeckpt.runs.run import RunDirectory
 
 NAME = lease_name("0" * 16)
@@ -57,8 +60,22 @@ def test_a_lease_that_is_being_deleted_is_no_leftover(folder: Folder, monkeypatc
     assert not report.removed and not report.left
 
 
-def test_a_lease_deleted_since_it_was_listed_is_not_held(folder: Folder) -> None:
-    assert read_lease(folder.store, NAME) == (None, False)
+def test_a_lease_deleted_since_it_was_listed_is_neither_held_nor_a_leftover(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.store.publish(NAME, msgspec.json.encode(this_process()), replace=True)
+    run = RunDirectory(folder.store.url.rpartition("/")[0])
+    read = leftovers.read_lease
+
+    def deleted(store: Store, name: str) -> Any:
+        store.delete(name)
+        return read(store, name)
+
+    for module in (leftovers, reader_leases):
+        monkeypatch.setattr(module, "read_lease", deleted)
+    assert not run.clean([Last(1)]).removed
+    folder.store.publish(NAME, msgspec.json.encode(this_process()), replace=True)
+    assert not has_readers(folder, time.time_ns())
 
 
 def test_a_lease_that_names_no_process_may_be_held(folder: Folder) -> None:

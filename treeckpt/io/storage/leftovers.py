@@ -47,15 +47,19 @@ def deletion_times(now_ns: int, grace: float = GRACE) -> CleanupTimes:
 
 def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[FileInfo, ...]:
     """Returns the files of a directory, and whether their processes are alive; `committed` is the save of the index."""
-    gone = leases_being_deleted()  # before the listing, which may still have those that are deleted by then
+    gone = leases_being_deleted()
     entries = {name: entry for name, entry in folder.entries().items() if entry.regular and name not in gone}
     alive: dict[str, bool | None] = {}
     ended: set[str] = set()
-    for name in entries:
+    for name in list(entries):
         owned = parse_file_name(name)
         if owned is None or not (owned.kind == "lease" or parse_progress_name(final_name(name))):
             continue
-        owner, alive[name] = _owner_state(folder.store, name, entries[name], now_ns)
+        try:
+            owner, alive[name] = _owner_state(folder.store, name, entries[name], now_ns)
+        except FileNotFoundError:  # a lease that was deleted since it was listed
+            del entries[name]
+            continue
         if owner is not None and is_running(owner) is False:
             ended.add(owner.tag)
     for name in entries:
@@ -69,7 +73,11 @@ def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[F
 
 
 def _owner_state(store: Store, name: str, entry: DirectoryEntry, now_ns: int) -> tuple[Owner | None, bool | None]:
-    """Returns the owner of a progress record or lease, and whether that process may still run; None if not known."""
+    """Returns the owner of a progress record or lease, and whether that process may still run; None if not known.
+
+    Raises:
+        FileNotFoundError: the lease was deleted since it was listed.
+    """
     if parse_progress_name(final_name(name)) is None:
         return read_lease(store, name)
     if (record := read_record(store, name)) is None:

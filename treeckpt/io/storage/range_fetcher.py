@@ -201,7 +201,9 @@ class _Run:
         self._large = len(requests) - self._small
         self._in_flight: list[_InFlight] = []
         self._held = self._workers = self._consuming = 0
-        """Bytes of ranges in flight; threads that take requests; calls of `consume`."""
+        """Bytes of requests in flight; threads that take requests; calls of `consume`."""
+        self._reserved = 0
+        """Bytes that new requests leave free for a second request for a slow range."""
         self._done = self._hedged = 0
         self._first, self._first_left = first, first
         self._error: BaseException | None = None
@@ -236,7 +238,7 @@ class _Run:
             if not self._left:
                 return
             nbytes = max(self._held_by(self._left[0]), 1)
-            room = max((self._memory - self._held) // nbytes, 0 if self._held else 1)
+            room = max((self._memory - self._held - self._reserved) // nbytes, 0 if self._held else 1)
             count = max(min(self._places() - self._workers, len(self._left), room), 0)
             self._workers += count
         for _ in range(count):  # without the lock: the first ones send their requests meanwhile
@@ -255,16 +257,23 @@ class _Run:
         return 0 if self._is_small(number) else self._requests[number][2]
 
     def _hedge(self) -> None:
-        """Sends a second request for each one that is slow."""
+        """Sends a second request for each one that is slow, when the memory has room for it."""
         slow, now = self._fetcher.times.slow(), time.monotonic()
+        self._reserved = 0
         if slow is None:
             return
         for one in self._in_flight:
-            if not one.hedged and now - one.started > slow and self._hedged <= self._done // HEDGED:
-                one.hedged = True
-                self._hedged += 1
-                one.tries += 1
-                threading.Thread(target=self._try, args=(one, 1), name="treeckpt-hedge", daemon=True).start()
+            if one.hedged or now - one.started <= slow or self._hedged > self._done // HEDGED:
+                continue
+            nbytes = self._held_by(one.number)
+            if self._held + nbytes > self._memory:
+                self._reserved = nbytes
+                return
+            one.hedged = True
+            self._hedged += 1
+            one.tries += 1
+            self._held += nbytes
+            threading.Thread(target=self._try, args=(one, 1), name="treeckpt-hedge", daemon=True).start()
 
     def _work(self) -> None:
         """Fetches one range after the other while there is room."""
@@ -278,7 +287,7 @@ class _Run:
             if not self._left or self._error is not None or self._workers > self._places():
                 return None
             nbytes = self._held_by(self._left[0])
-            if self._held and self._held + nbytes > self._memory:
+            if self._held and self._held + self._reserved + nbytes > self._memory:
                 return None
             self._held += nbytes
             one = _InFlight(self._left.popleft(), time.monotonic())
@@ -286,18 +295,20 @@ class _Run:
             return one
 
     def _try(self, one: _InFlight, tries: int) -> None:
-        """Fetches a range, from where its consumed bytes end, with retries."""
+        """Fetches a range, from where its consumed bytes end, with retries; then frees its memory."""
         begin = time.monotonic()
         for tried in range(1, tries + 1):
             started = time.monotonic()
             try:
                 self._stream(one)
-                return
+                break
             except Exception as error:
                 pause = self._pause_after(error, one, tries - tried, started, begin)
                 if pause is None:
-                    return
+                    break
                 time.sleep(pause)
+        with self._changed:
+            self._held -= self._held_by(one.number)
 
     def _stream(self, one: _InFlight) -> None:
         """Makes one request for what is missing of a range, and consumes it unless another request was faster."""
@@ -376,6 +387,5 @@ class _Run:
             self._fetcher.depth.add(nbytes, now)
             self._done += 1
             self._first_left -= one.number < self._first
-            self._held -= self._held_by(one.number)
             self._small -= self._is_small(one.number)
             self._changed.notify_all()

@@ -121,18 +121,26 @@ def has_readers(folder: Folder, now_ns: int) -> bool:
     entries = folder.entries().items()
     leases = [(name, entry) for name, entry in entries if (kind := parse_file_name(name)) and kind.kind == "lease"]
     recent = [name for name, entry in leases if now_ns - entry.modified_ns < LEASE * 1e9]
-    return any(read_lease(folder.store, name)[1] is not False for name in recent)
+    return any(_may_be_held(folder.store, name) for name in recent)
+
+
+def _may_be_held(store: Store, name: str) -> bool:
+    try:
+        return read_lease(store, name)[1] is not False
+    except FileNotFoundError:
+        return False
 
 
 def read_lease(store: Store, name: str) -> tuple[Owner | None, bool | None]:
     """Returns the process that a lease names, and whether it may still read: None where that is not known here.
 
-    A lease that was deleted since it was listed is not held.
+    Raises:
+        FileNotFoundError: the lease was deleted since it was listed.
     """
     try:
         owner = decode_json(store.read(name, limit=MAX_LEASE), Owner)
     except FileNotFoundError:
-        return None, False
+        raise
     except (OSError, TreeckptError, msgspec.MsgspecError):
         return None, None
     return owner, name in _held if owner == this_process() else is_running(owner)
