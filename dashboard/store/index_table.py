@@ -18,13 +18,13 @@ from typing import TypeVar
 
 import msgspec
 
-from treeckpt.core.analysis.outline import node_records
+from treeckpt.core.analysis.outline import IndexOutline, node_records
 from treeckpt.core.format.records import Index, LeafRecord
 from treeckpt.core.sharding.int_runs import Runs
 from treeckpt.core.tree.nesting import split_structure
 from treeckpt.runs.index_summary import Summary, summarize_index
 
-SCHEMA = "4"
+SCHEMA = "5"
 """Version of this format, in the name of the cache directory: other versions use other directories."""
 LEAVES = 64
 """Leaves of one block: all of them are decoded to show one."""
@@ -35,8 +35,8 @@ NODES = 64
 REPORTED = 256
 """Blocks of nodes between two reports of progress."""
 
-StoredLeaf = tuple[str, LeafRecord, Runs | None]
-"""Path, record, ranks."""
+StoredLeaf = tuple[LeafRecord, Runs | None]
+"""Record, ranks."""
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ PRAGMA synchronous = OFF;
 PRAGMA locking_mode = EXCLUSIVE;
 CREATE TABLE part (name TEXT PRIMARY KEY, data BLOB) WITHOUT ROWID;
 CREATE TABLE node (block INTEGER PRIMARY KEY, data BLOB);
-CREATE TABLE leaf (block INTEGER PRIMARY KEY, data BLOB);
+CREATE TABLE leaf (block INTEGER PRIMARY KEY, paths BLOB, data BLOB);
 CREATE TABLE name (block INTEGER PRIMARY KEY, text TEXT);
 """
 
@@ -85,18 +85,24 @@ def _fill(connection: sqlite3.Connection, index: Index, report: Callable[[int, i
         connection.execute("INSERT INTO node VALUES (?, ?)", (done, nodes.encode(block)))
         if done % REPORTED == 0:
             report(min(done * NODES, len(index.leaves)), len(index.leaves))
-    leaves = ((leaf.path, leaf.record, leaf.ranks) for leaf in index.entries)
     encode = msgspec.json.Encoder().encode
-    connection.executemany("INSERT INTO leaf VALUES (?, ?)", ((n, encode(b)) for n, b in _blocks(leaves, LEAVES)))
+    leaves = (
+        (n, encode([leaf.path for leaf in block]), encode([(leaf.record, leaf.ranks) for leaf in block]))
+        for n, block in _blocks(index.entries, LEAVES)
+    )
+    connection.executemany("INSERT INTO leaf VALUES (?, ?, ?)", leaves)
     names = (leaf.path.casefold().replace("\n", " ") for leaf in index.entries)
     connection.executemany("INSERT INTO name VALUES (?, ?)", ((n, "\n".join(b)) for n, b in _blocks(names, NAMES)))
     count = len(index.entries)
     head = msgspec.structs.replace(index, structure=None, leaves=())
+    columns = IndexOutline(index).columns()
     parts = {
         "count": str(count).encode(),
         "head": encode(head),
         "structure": encode(split_structure(index.structure)),
         "summary": encode(summary),
+        "nbytes": columns.nbytes.astype("<i8").tobytes(),
+        "spec": columns.spec.astype("<i4").tobytes(),
     }
     connection.executemany("INSERT INTO part VALUES (?, ?)", parts.items())
     return summary

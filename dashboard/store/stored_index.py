@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, overload
 
 import msgspec
+import numpy as np
 
-from treeckpt.core.analysis.outline import NodeRecord, Outline, OutlineRow
+from treeckpt.core.analysis.outline import LeafColumns, NodeRecord, Outline, OutlineRow
 from treeckpt.core.format.records import Index, Leaf, LeafRecord, PerRankValues, ValueRecord
 from treeckpt.core.tree.nesting import SplitStructure
 from treeckpt.core.tree.structure import Structure
@@ -26,6 +27,7 @@ from .index_table import LEAVES, NAMES, NODES, StoredLeaf
 
 _NODES = msgspec.msgpack.Decoder(list[NodeRecord])
 _BLOCK = msgspec.json.Decoder(list[StoredLeaf])
+_PATHS = msgspec.json.Decoder(list[str])
 # made once: the first decoding of a struct in two threads at a time can crash msgspec
 _HEAD = msgspec.json.Decoder(Index)
 _STRUCTURE = msgspec.json.Decoder(SplitStructure)
@@ -93,20 +95,21 @@ class _Entries(Sequence[Leaf]):
 
     def _read(self, block: int) -> list[Leaf]:
         with self._pool.connection() as connection:
-            [data] = connection.execute("SELECT data FROM leaf WHERE block = ?", (block,)).fetchone()
-        return self._decode(block, data)
+            row = connection.execute("SELECT paths, data FROM leaf WHERE block = ?", (block,)).fetchone()
+        return self._decode(block, *row)
 
-    def _decode(self, block: int, data: bytes) -> list[Leaf]:
+    def _decode(self, block: int, paths: bytes, data: bytes) -> list[Leaf]:
         found: list[Leaf] = []
-        for number, (path, record, ranks) in enumerate(_BLOCK.decode(data), block * LEAVES):
+        rows = zip(_PATHS.decode(paths), _BLOCK.decode(data), strict=True)
+        for number, (path, (record, ranks)) in enumerate(rows, block * LEAVES):
             spec = None if isinstance(record, (ValueRecord, PerRankValues)) else self._specs[record.spec]
             found.append(Leaf(number, path, record, ranks, spec))
         return found
 
     def __iter__(self) -> Iterator[Leaf]:
         with self._pool.connection() as connection:
-            for block, data in connection.execute("SELECT block, data FROM leaf ORDER BY block"):
-                yield from self._decode(block, data)
+            for row in connection.execute("SELECT block, paths, data FROM leaf ORDER BY block"):
+                yield from self._decode(*row)
 
 
 class _Records(Sequence[LeafRecord]):
@@ -172,6 +175,20 @@ class StoredOutline(Outline):
         first = start - start % NODES
         blocks = [self._block(number // NODES) for number in range(first, stop, NODES)]
         return list(chain.from_iterable(blocks))[start - first : stop - first]
+
+    def columns(self) -> LeafColumns:
+        nbytes, spec = self._pool.part("nbytes"), self._pool.part("spec")
+        return LeafColumns(np.frombuffer(nbytes, "<i8"), np.frombuffer(spec, "<i4"))
+
+    def paths(self, numbers: Iterable[int]) -> Iterator[str]:
+        read, paths = -1, list[str]()
+        with self._pool.connection() as connection:
+            for number in numbers:
+                if number // LEAVES != read:
+                    read = number // LEAVES
+                    [data] = connection.execute("SELECT paths FROM leaf WHERE block = ?", (read,)).fetchone()
+                    paths = _PATHS.decode(data)
+                yield paths[number % LEAVES]
 
     @cached_property
     def summary(self) -> Summary:

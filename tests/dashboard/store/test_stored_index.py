@@ -13,6 +13,7 @@ from tests.helpers.large import large_index
 from tests.helpers.samples import gpt_state, write_checkpoint
 from treeckpt.api import inspect as read_index
 from treeckpt.core.analysis.outline import IndexOutline
+from treeckpt.core.analysis.treemap import treemap_of
 from treeckpt.core.format.byte_map import extents_in_file, layout_of, locate_chunks
 from treeckpt.core.format.records import AliasRecord
 from treeckpt.core.tree.flatten import PerRank
@@ -65,6 +66,22 @@ def test_every_leaf_is_found_with_its_bytes(both):
         assert layout_of(stored.index, leaf) == layout_of(memory.index, leaf)
     for file in memory.index.file_list:
         assert extents_in_file(stored.index, file) == extents_in_file(memory.index, file)
+
+
+def test_columns_and_paths_of_leaves_are_the_same(both):
+    memory, stored = both
+    for a, b in zip(stored.columns(), memory.columns(), strict=True):
+        assert a.dtype == b.dtype and np.array_equal(a, b)
+    assert memory.columns().nbytes.sum() == memory.index.nbytes and -1 in memory.columns().spec
+    for numbers in ([], [3], range(len(memory.index.entries)), [70, 2, 2, 69]):
+        assert list(stored.paths(numbers)) == [memory.index.entries[n].path for n in numbers]
+
+
+@pytest.mark.parametrize("by", ["tree", "part", "rank", "file", "dtype"])
+def test_treemaps_are_the_same(both, by):
+    memory, stored = both
+    for count in (9, 20_000):
+        assert treemap_of(stored, by, count=count) == treemap_of(memory, by, count=count)
 
 
 def test_the_rest_of_the_index_is_the_same(both):

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 
 from ...errors import FormatError, MismatchError
-from ..format.records import ArrayRecord, Index, Leaf, PerRankArrays
+from ..format.records import ArrayRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
 from ..sharding.int_runs import length_of
 from ..sharding.placements import Layout, MeshLayout, Replicate
 from ..tree.structure import KeyTextCache, Node, Structure, containers_of
@@ -51,6 +52,15 @@ class OutlineRow(msgspec.Struct, frozen=True):
     leaves: int
     nbytes: int
     """Stored bytes of the subtree's arrays; shared storage counts where it was written."""
+
+
+class LeafColumns(NamedTuple):
+    """Of each leaf, by its number."""
+
+    nbytes: np.ndarray
+    """Stored bytes, int64."""
+    spec: np.ndarray
+    """Number of its spec in the index, int32; -1 for a leaf that is no array."""
 
 
 class _NodeChildren(msgspec.Struct, frozen=True):
@@ -109,6 +119,14 @@ class Outline(Protocol):
         """Returns the node with this path, None if there is none."""
         ...
 
+    def columns(self) -> LeafColumns:
+        """Returns bytes and spec of every leaf."""
+        ...
+
+    def paths(self, numbers: Iterable[int]) -> Iterator[str]:
+        """Yields the paths of leaves; quick where the numbers rise."""
+        ...
+
     def search(self, text: str, *, start: int = 0, count: int = 100) -> tuple[list[Leaf], int | None]:
         """Finds leaves from number `start` on whose path contains every word of `text`.
 
@@ -144,6 +162,14 @@ class IndexOutline(Outline):
             whole[record.spec] if type(record) is ArrayRecord else index.entries[number].nbytes
             for number, record in enumerate(index.leaves)
         ]
+
+    def columns(self) -> LeafColumns:
+        values = ValueRecord, PerRankValues
+        specs = [-1 if isinstance(record, values) else record.spec for record in self.index.leaves]
+        return LeafColumns(np.array(self.sizes, np.int64), np.array(specs, np.int32))
+
+    def paths(self, numbers: Iterable[int]) -> Iterator[str]:
+        return (self.index.entries[number].path for number in numbers)
 
     @cached_property
     def sums(self) -> list[int]:

@@ -56,10 +56,8 @@ def treemap_of(outline: Outline, by: TreemapKey, *, node: str = "", count: int =
     """
     if by == "tree":
         return _by_tree(outline, outline.row(node), count)
-    names, group, leaf, nbytes = (
-        _by_writer(outline.index, by) if by in ("rank", "file") else _by_kind(outline.index, by)
-    )
-    return _by_group(outline.index, names, group, leaf, nbytes, count)
+    shares = _by_writer(outline.index, by) if by in ("rank", "file") else _by_kind(outline, by)
+    return _by_group(outline, *shares, count)
 
 
 def _by_tree(outline: Outline, root: OutlineRow, count: int) -> list[TreemapBox]:
@@ -95,18 +93,18 @@ def state_part(path: str) -> str:
     return steps[0] if len(steps) < 3 else f"{steps[0]} … {steps[-1]}"
 
 
-def _by_kind(index: Index, by: TreemapKey) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
+def _by_kind(outline: Outline, by: TreemapKey) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
     """Returns the names of groups, and for each share of a leaf in a group: number of the group, of the leaf, bytes."""
     numbers: dict[str, int] = {}
-    rows: list[tuple[int, int, int]] = []
-    whole = [spec.nbytes for spec in index.specs]
-    for leaf in index.entries:
-        nbytes = whole[leaf.record.spec] if type(leaf.record) is ArrayRecord else leaf.nbytes
-        if nbytes and leaf.spec is not None:
-            name = leaf.spec.dtype if by == "dtype" else state_part(leaf.path)
-            rows.append((numbers.setdefault(name, len(numbers)), leaf.number, nbytes))
-    table = np.array(rows, np.int64).reshape(-1, 3)
-    return list(numbers), table[:, 0], table[:, 1], table[:, 2]
+    nbytes, spec = outline.columns()
+    [shown] = np.nonzero((nbytes > 0) & (spec >= 0))
+    if by == "dtype":
+        of_spec = [numbers.setdefault(one.dtype, len(numbers)) for one in outline.index.specs]
+        group = np.array(of_spec, np.int64)[spec[shown]]
+    else:
+        names = map(state_part, outline.paths(shown.tolist()))
+        group = np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
+    return list(numbers), group, shown, nbytes[shown]
 
 
 def _by_writer(index: Index, by: TreemapKey) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
@@ -135,8 +133,9 @@ def _by_writer(index: Index, by: TreemapKey) -> tuple[list[str], np.ndarray, np.
         group = rank
     else:
         group = _file_numbers(index, rank, np.concatenate([decode_runs(part.start) for part in parts]))
-    keys, where = np.unique(np.stack([group, leaf]), axis=1, return_inverse=True)
-    return _group_names(index, by), keys[0], keys[1], np.bincount(where.reshape(-1), nbytes).astype(np.int64)
+    keys, where = np.unique(group * len(index.leaves) + leaf, return_inverse=True)
+    groups, leaves = np.divmod(keys, len(index.leaves))
+    return _group_names(index, by), groups, leaves, np.bincount(where, nbytes).astype(np.int64)
 
 
 def _group_names(index: Index, by: TreemapKey) -> list[str]:
@@ -201,7 +200,7 @@ def _file_numbers(index: Index, rank: np.ndarray, start: np.ndarray) -> np.ndarr
 
 
 def _by_group(
-    index: Index, names: list[str], group: np.ndarray, leaf: np.ndarray, nbytes: np.ndarray, count: int
+    outline: Outline, names: list[str], group: np.ndarray, leaf: np.ndarray, nbytes: np.ndarray, count: int
 ) -> list[TreemapBox]:
     total = int(nbytes.sum())
     sums = np.bincount(group, nbytes, len(names)).astype(np.int64)
@@ -216,13 +215,13 @@ def _by_group(
         boxes.append(TreemapBox(0, "", int(sums[rest].sum()), more=len(rest)))
     left = {at: int(sums[at]) for at in where}
     members: list[int] = np.bincount(group[leaf >= 0], minlength=len(names)).tolist()
-    for share in np.argsort(-nbytes, kind="stable")[: max(0, count - len(boxes) - len(where))].tolist():
-        at, number, size = int(group[share]), int(leaf[share]), int(nbytes[share])
-        if number < 0 or size * MIN_SHARE < total:
-            continue
-        if at in where:
-            boxes.append(TreemapBox(where[at], index.entries[number].path, size, number))
-            left[at] -= size
-            members[at] -= 1
+    shown = np.argsort(-nbytes, kind="stable")[: max(0, count - len(boxes) - len(where))]
+    shown = shown[(leaf[shown] >= 0) & (nbytes[shown] >= -(-total // MIN_SHARE)) & np.isin(group[shown], list(where))]
+    rising = np.sort(leaf[shown]).tolist()
+    paths = dict(zip(rising, outline.paths(rising), strict=True))
+    for at, number, size in zip(group[shown].tolist(), leaf[shown].tolist(), nbytes[shown].tolist(), strict=True):
+        boxes.append(TreemapBox(where[at], paths[number], size, number))
+        left[at] -= size
+        members[at] -= 1
     boxes += [TreemapBox(where[at], "", rest, more=members[at]) for at, rest in left.items() if rest and members[at]]
     return boxes
