@@ -10,15 +10,17 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import multiprocessing
 import sys
 import uuid
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import torch._dynamo  # noqa: F401  an optimizer or DTensor imports it first of all: in each rank, if not here
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from .registry import Phases
-from .worker import run_phases
+from .worker import LIMIT, run_phases
 
 
 def main(cases: str, directory: str, *chosen: str) -> None:
@@ -35,11 +37,14 @@ def main(cases: str, directory: str, *chosen: str) -> None:
         max_restarts=0,
         start_method="fork",
     )
+    # the agent's store looks up the name of each rank that connects: a rank forked meanwhile has glibc's lock for ever
+    started = multiprocessing.get_context("fork").Barrier(config.nproc_per_node)
     gc.freeze()  # so that no rank's collector looks at, and thereby copies, what all share
-    elastic_launch(config, _run_rank)(Path(directory), phases)
+    elastic_launch(config, _run_rank)(Path(directory), phases, started)
 
 
-def _run_rank(directory: Path, phases: Phases) -> None:
+def _run_rank(directory: Path, phases: Phases, started: Barrier) -> None:
+    started.wait(LIMIT)
     run_phases(directory, phases)
     atexit._run_exitfuncs()  # an interpreter that ends calls them, a forked process does not
 

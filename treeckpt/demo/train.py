@@ -13,6 +13,7 @@ import ctypes
 import dataclasses
 import gc
 import hashlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ import traceback
 import uuid
 from collections.abc import Iterator
 from datetime import timedelta
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,6 +48,8 @@ from .tasks import RANKS, Digests, Outcome, Resume, Resumed, Saved, Task, Train,
 ROWS = 8  # of a global batch
 LEARNING_RATE = 1e-3
 SILENCE = timedelta(seconds=90)  # longer than any step on a busy machine, shorter than a reader's patience
+
+START_TIMEOUT = 60.0  # seconds in which all ranks are forked
 
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
@@ -194,8 +198,11 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def run_rank(text: str) -> None:
+def run_rank(text: str, started: Barrier | None = None) -> None:
     """Does the task given as JSON; one that fails prints why.
+
+    Args:
+        started: waits until all ranks have been started.
 
     Raises:
         SystemExit: it failed.
@@ -205,6 +212,8 @@ def run_rank(text: str) -> None:
     die_with_parent()
     if RANKS[task.layout] > 1 and os.getppid() == 1:
         raise SystemExit(1)  # the agent ended before this process could ask to end with it
+    if started is not None:
+        started.wait(START_TIMEOUT)
     try:
         outcome = run_task(task)
     except Exception:
@@ -235,9 +244,12 @@ def run_ranks(text: str, ranks: int) -> None:
         max_restarts=0,
         start_method="fork" if sys.platform == "linux" else "spawn",
     )
+    # The agent's store looks up the name of each rank that connects, in a thread. A rank that is forked meanwhile
+    # inherits glibc's lock of the resolver, held, and waits for it when it connects itself (seen in 1 of 150 starts).
+    started = multiprocessing.get_context(config.start_method).Barrier(ranks)
     gc.freeze()  # no rank's collector then copies what all share
     try:
-        elastic_launch(config, run_rank)(text)
+        elastic_launch(config, run_rank)(text, started)
     except ChildFailedError as error:
         raise SystemExit(1) from error
 
