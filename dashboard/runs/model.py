@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import attrgetter
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,15 +20,13 @@ from ..store.library import Library, Run
 from ..store.watch import ScanProgress
 from .metric_columns import condition_of, metric_value
 from .resume import Listed, ResumePanel, SavePace, resume_panel, save_pace
-from .summary import RunSummary, policies_of, summarize_run
+from .summary import LastResult, RunSummary, policies_of, summarize_run
 
 SORTS = r"newest|oldest|-?(bytes|time|step|status)|-?metric:.{1,500}"
 """Orders of a list: by age, or by a column; with a minus, the largest first."""
 StatusFilter = Literal["", Status]
 FIRST = 5
 """Checkpoints of each run in the answer about several runs."""
-
-T = TypeVar("T")
 
 
 class RunPart(msgspec.Struct, frozen=True):
@@ -175,7 +173,8 @@ def _run_part(library: Library, run: Run, query: ListQuery, count: int) -> tuple
     summary = summarize_run(run, found, policies)
     state: Status | None = "in_progress" if summary.saving else "stalled" if summary.stalled else None
     good = summary.resume.newest
-    matching = _select(_ByIdentity(found), query.status, query.q, query.sort)
+    select = partial(_select, status=query.status, q=query.q, sort=query.sort)
+    matching = _last_selection(run.id, query.status, query.q, query.sort).of(found, select)
     start = _position_after(matching, query) if query.cursor else query.start
     shown = matching[start : start + count]
     following = next_start(start, len(matching), count)
@@ -227,28 +226,20 @@ def _row(checkpoint_id: str, run: Run, info: CheckpointInfo, summary: RunSummary
     )
 
 
-class _ByIdentity(Generic[T]):
-    """A list that is hashed by identity: results in an `lru_cache` are valid until another list replaces it."""
-
-    def __init__(self, rows: Sequence[T]) -> None:
-        self.rows = rows
-
-    def __hash__(self) -> int:
-        return id(self.rows)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByIdentity) and other.rows is self.rows
-
-
 @lru_cache(64)
-def _select(items: _ByIdentity[tuple[str, CheckpointInfo]], status: StatusFilter, q: str, sort: str) -> Listed:
-    """Returns the checkpoints that pass a filter, sorted. The cache serves the next pages of the same query."""
+def _last_selection(run_id: str, status: StatusFilter, q: str, sort: str) -> LastResult[Listed]:
+    """Returns the cache that serves the next pages of the same query."""
+    return LastResult()
+
+
+def _select(listed: Listed, status: StatusFilter, q: str, sort: str) -> Listed:
+    """Returns the checkpoints that pass a filter, sorted."""
     words, conditions = _parse_search(q)
     if not words and not conditions and not status:
-        return _sorted(items.rows, sort)
+        return _sorted(listed, sort)
     found = [
         (checkpoint_id, info)
-        for checkpoint_id, info in items.rows
+        for checkpoint_id, info in listed
         if status in ("", status_of(info))
         and all(holds(info) for holds in conditions)
         and (not words or all(word in _searched_text(info) for word in words))

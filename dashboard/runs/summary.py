@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -71,25 +72,31 @@ class RunSummary(msgspec.Struct, frozen=True):
     resume: ResumeFacts
 
 
-class _LastSummary:
-    """The summary of one run by some policies, and the list that it was computed from."""
+T = TypeVar("T")
+
+
+class LastResult(Generic[T]):
+    """The last result of a function of the list of a run; it is valid until another list replaces this one."""
 
     def __init__(self) -> None:
-        self.pair: tuple[Listed, RunSummary] | None = None
+        self._pair: tuple[Listed, T] | None = None
+
+    def of(self, listed: Listed, compute: Callable[[Listed], T]) -> T:
+        """Returns the result for a list; computes it for another list than that of the last call."""
+        pair = self._pair
+        if pair is None or pair[0] is not listed:
+            pair = self._pair = (listed, compute(listed))
+        return pair[1]
 
 
 @lru_cache(512)
-def _last_summary(run_id: str, policies: tuple[Policy, ...]) -> _LastSummary:
-    return _LastSummary()
+def _last_summary(run_id: str, policies: tuple[Policy, ...]) -> LastResult[RunSummary]:
+    return LastResult()
 
 
 def summarize_run(run: Run, listed: Listed, policies: tuple[Policy, ...]) -> RunSummary:
     """Returns the summary of the checkpoints of a run, as `Library.checkpoints` lists them; computed once a list."""
-    last = _last_summary(run.id, policies)
-    pair = last.pair
-    if pair is None or pair[0] is not listed:
-        pair = last.pair = (listed, _summarize(listed, policies))
-    return pair[1]
+    return _last_summary(run.id, policies).of(listed, lambda found: _summarize(found, policies))
 
 
 def _summarize(listed: Listed, policies: tuple[Policy, ...]) -> RunSummary:

@@ -66,7 +66,7 @@ class ReducedTimings(catalog.SaveDuration, frozen=True):
     """How many consecutive ranks a line is of: a power of two."""
     work: bytes
     """float16[lines], little-endian: seconds of own work of each rank, or the longest of the line; NaN for none."""
-    slow: list[SlowRank]
+    slow: tuple[SlowRank, ...]
     """The stragglers, the largest loss of time first."""
 
     def __post_init__(self) -> None:
@@ -163,14 +163,14 @@ def _phase_seconds(path: Sequence[CriticalSegment]) -> dict[str, float]:
     return seconds
 
 
-def _slow_ranks(stragglers: Sequence[Straggler], hosts: Sequence[Host]) -> list[SlowRank]:
+def _slow_ranks(stragglers: Sequence[Straggler], hosts: Sequence[Host]) -> tuple[SlowRank, ...]:
     worst: dict[int, Straggler] = {}
     for straggler in stragglers:  # the largest loss first: of a rank, its worst phase rather than all of its work
         if straggler.rank not in worst or not worst[straggler.rank].phase:
             worst[straggler.rank] = straggler
     kept = list(worst.values())[:MAX_SLOW]
     names = host_names(hosts, (straggler.rank for straggler in kept))
-    return [
+    return tuple(
         SlowRank(s.rank, names.get(s.rank, "")[:MAX_TEXT], s.phase[:MAX_TEXT], s.times if s.median_ns else None)
         for s in kept
-    ]
+    )

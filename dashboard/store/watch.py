@@ -53,7 +53,7 @@ _turns = ThreadPoolExecutor(1, "treeckpt-watch")
 """Inspects the batches of all first scans of local runs in turn: several at once take as long, and delay requests."""
 
 
-class DirectoryState(msgspec.Struct, frozen=True):
+class DirectoryState(msgspec.Struct, frozen=True, gc=False):
     """One directory, as it was when it was inspected."""
 
     info: CheckpointInfo

@@ -266,7 +266,7 @@ def read_info(
     return CheckpointInfo(name, folder.url, "foreign", error=error)
 
 
-class SaveDuration(msgspec.Struct, frozen=True):
+class SaveDuration(msgspec.Struct, frozen=True, gc=False):
     """The parts of the timings that a list of checkpoints needs."""
 
     seconds: float

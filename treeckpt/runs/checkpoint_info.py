@@ -17,7 +17,7 @@ from .verification import Verification, VerificationStore
 Status = Literal["complete", "partial", "corrupt", "foreign"]
 
 
-class CheckpointInfo(msgspec.Struct, frozen=True):
+class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
     """One directory of a run."""
 
     name: str

@@ -22,7 +22,7 @@ METRICS = "metrics"
 """The key of custom metadata that holds a checkpoint's metrics: a dict of names and numbers."""
 
 
-class Summary(msgspec.Struct, frozen=True):
+class Summary(msgspec.Struct, frozen=True, gc=False):
     """The parts of an index that a list of checkpoints needs."""
 
     save_id: str
