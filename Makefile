@@ -25,7 +25,7 @@ DOCS := treeckpt treeckpt.training treeckpt.convert treeckpt.dcp treeckpt.loadin
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
-.PHONY: help install demo test test-all test-gpu test-stores test-dcp test-frameworks fuzz mutate check bench bench-dashboard docs notebooks format chromium strace clean
+.PHONY: help install demo test test-all pytest test-gpu test-stores test-dcp test-frameworks fuzz mutate check bench bench-dashboard docs notebooks format chromium strace clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -63,13 +63,16 @@ demo: $(STAMP) ## train, save on 4 ranks, load on 2 and 1, then serve the dashbo
 	$(call say,Running the demo)
 	@$(BIN)/treeckpt demo $(if $(filter 0 no false,$(SERVE)),--no-serve)
 
-test: check chromium strace ## everything that checks the project in JOBS processes, 4 unless told: many of them wait (PYTEST_ARGS=... is passed on)
-	$(call say,pytest and notebooks)
-	@$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+# The static checks take one process: they run beside the tests, of which many wait.
+test: chromium strace $(STAMP) ## everything that checks the project in JOBS processes, 4 unless told (PYTEST_ARGS=... is passed on)
+	@$(MAKE) -j 2 check pytest
 
-test-all: check chromium strace ## the same with the slow tests
-	$(call say,pytest and notebooks with the slow tests)
-	@$(BIN)/python -m pytest -n $(JOBS) -m 'slow or not slow' $(PYTEST_ARGS)
+test-all: chromium strace $(STAMP) ## the same with the slow tests
+	@$(MAKE) -j 2 check pytest MARKED='slow or not slow'
+
+pytest: $(STAMP)
+	$(call say,pytest and notebooks)
+	@$(BIN)/python -m pytest -n $(JOBS) $(if $(MARKED),-m '$(MARKED)') $(PYTEST_ARGS)
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device; skipped, and said so, where torch sees none
 	$(call say,pytest on CUDA)

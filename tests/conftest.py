@@ -64,7 +64,6 @@ gc.disable()  # until all is collected
 
 def pytest_collection_finish() -> None:
     """Takes modules and collected tests out of the garbage collector's passes: each took up to 1 s of a worker."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 

@@ -65,7 +65,7 @@ class RunWithFiles(LocalRun):
         found: dict[str, int] = {}
         with contextlib.suppress(OSError), os.scandir(self.path) as entries:
             for entry in entries:
-                if Path(entry.name).suffix not in SUFFIXES or entry.name.startswith(".") or entry.is_symlink():
+                if os.path.splitext(entry.name)[1] not in SUFFIXES or entry.name[0] == "." or entry.is_symlink():
                     continue
                 with contextlib.suppress(FileNotFoundError):  # another process may be deleting
                     modified_ns = entry.stat().st_mtime_ns
