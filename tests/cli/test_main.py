@@ -287,6 +287,34 @@ def test_verify_of_a_run_prints_a_line_for_each_checkpoint_newest_first(cli, run
     assert len(cli("verify", tmp_path / "good").splitlines()) == 2
 
 
+def test_verify_of_a_run_leaves_out_no_checkpoint_of_another_name_and_names_links(cli, tmp_path, monkeypatch):
+    monkeypatch.setenv("TREECKPT_CACHE", str(tmp_path / "cache"))
+    run = tmp_path / "run"
+    for name in ("step_00000001", "step_5", "best"):
+        write_checkpoint(run / name, gpt_state(layers=1), step=1)
+    (run / "logs").mkdir()
+    (run / "step_00000007").symlink_to(run / "best")
+    lines = cli("verify", run).splitlines()
+    assert {Path(line.partition(":")[0]).name for line in lines[:3]} == {"step_00000001", "step_5", "best"}
+    assert lines[3:] == ["not verified, as they are symbolic links: step_00000007"]
+    shard = next((run / "best").glob("shard-*"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert "; shard-" in cli("verify", run, code=1)
+    assert main(["verify", "--json", str(run)]) == 1
+
+
+def test_a_checkpoint_at_the_path_of_a_run_hides_no_step(cli, tmp_path, monkeypatch):
+    monkeypatch.setenv("TREECKPT_CACHE", str(tmp_path / "cache"))
+    run = tmp_path / "run"
+    for path in (run, run / "step_00000001", run / "step_00000002"):
+        write_checkpoint(path, gpt_state(layers=1), step=int(path.name[-1]) if path != run else None)
+    assert [line.split()[0] for line in cli("ls", run).splitlines()[1:]] == ["step_00000002", "step_00000001", "run"]
+    shard = next((run / "step_00000002").glob("shard-*"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    found = cli("verify", run, code=1)
+    assert "; shard-" in found and found.count(": intact") == 2
+
+
 def test_verify_of_a_run_goes_on_where_a_checkpoint_is_deleted_meanwhile(cli, tmp_path, monkeypatch):
     monkeypatch.setenv("TREECKPT_CACHE", str(tmp_path / "cache"))
     for step in (1, 2):

@@ -254,3 +254,14 @@ def test_the_report_counts_what_was_written(tmp_path: Path, capsys: pytest.Captu
     report = convert(tmp_path / "odd", tmp_path / "odd.pt", lossy=True)
     assert [str(loss) for loss in report.losses] == ["when: an array of datetime64[D] becomes None"]
     assert report.leaves == 2 and torch.load(tmp_path / "odd.pt")["when"] is None
+
+
+def test_custom_metadata_that_a_format_does_not_hold_is_named(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", {"w": np.zeros(3)}, custom_metadata={"commit": "1f3a", "metrics": {"loss": 0.5}})
+    report = tc.convert.convert(tmp_path / "c", tmp_path / "c.safetensors")
+    assert [str(note) for note in report.notes][-2:] == [
+        "commit: custom metadata becomes no part of it",
+        "metrics: custom metadata becomes no part of it",
+    ]
+    tc.convert.convert(tmp_path / "c", tmp_path / "d")
+    assert tc.inspect(tmp_path / "d").metadata == tc.inspect(tmp_path / "c").metadata

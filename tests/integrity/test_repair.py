@@ -199,6 +199,39 @@ def test_index_and_header_together_are_beyond_repair(saved: Path) -> None:
     assert {file.name: file.read_bytes() for file in saved.iterdir()} == before
 
 
+class Overwritten(tc.LocalStore):
+    """A directory into which another save is committed when a shard is read for the `at`-th time."""
+
+    left = 0
+
+    def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
+        super().read_into(name, offset, out, shared=shared)
+        self.left -= 1
+        if self.left == 0:
+            tc.save(self.directory, {"of": "the other save", "w": np.ones(5)}, overwrite=True)
+
+
+@pytest.mark.parametrize("act", ["repair", "repair an intact one", "rebuild"])
+def test_a_save_that_is_committed_meanwhile_is_replaced_by_no_rebuilt_index(tmp_path: Path, act: str) -> None:
+    errors: list[str] = []
+    for reads in range(1, 20):
+        path = tmp_path / f"{reads}"
+        tc.save(path, {"of": "the first save", "w": np.zeros(5)})
+        if act == "repair":
+            (path / INDEX_NAME).write_bytes((path / INDEX_NAME).read_bytes()[:-20])
+        store = Overwritten(path)
+        store.left = reads
+        try:
+            tc.rebuild_index(store, replace=True) if act == "rebuild" else tc.verify(store, repair=True)
+        except tc.CheckpointError as error:
+            errors.append(str(error))
+        if store.left > 0:
+            break
+        assert len(errors) == reads, "nothing is said of the save that is there now"
+        assert tc.load(path)["of"] == "the other save" and tc.verify(path).ok
+    assert any("another save was committed meanwhile" in error for error in errors)
+
+
 def test_other_stores_are_repaired_as_well() -> None:
     store = tc.MemoryStore()
     (name,) = tc.save(store, small_tree(0, 1)).files

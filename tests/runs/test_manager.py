@@ -22,8 +22,9 @@ from treeckpt.core.format.shard_header import shard_name
 from treeckpt.io.comm.comm import thread_comms
 from treeckpt.io.storage.open import open_run
 from treeckpt.io.storage.reader_leases import hold_lease
+from treeckpt.io.timing import steady_clock
 from treeckpt.runs.catalog import scan
-from treeckpt.runs.run import RunDirectory, steady_clock
+from treeckpt.runs.run import RunDirectory
 
 
 @pytest.fixture(params=["disk", "memory", pytest.param("s3", marks=pytest.mark.slow)])
@@ -392,6 +393,49 @@ def test_a_pin_between_decision_and_deletion_wins(tmp_path, monkeypatch):
     assert "pinned" in run.clean([Last(1)]).left[0].why
     names = {path.name for path in (tmp_path / step_name(1)).iterdir()}
     assert INDEX_NAME in names and not any(name.startswith("deleted") for name in names)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_pin_beside_the_deletion_of_the_index_keeps_the_step_or_is_an_error(run, monkeypatch, when):
+    made = fill(run, [1, 2])
+    folder = type(open_run(run).folder(step_name(1)).store)
+    real, told = folder.delete, []
+
+    def delete(store, name):
+        pins = name == INDEX_NAME and not told
+        told.append(name)
+        if pins and when == "before":
+            made.pin(1)
+        real(store, name)
+        if pins and when == "after":
+            with pytest.raises(tc.CheckpointNotFound, match="it is being deleted"):
+                made.pin(1)
+
+    monkeypatch.setattr(folder, "delete", delete)
+    report = manager(run, keep=1).clean()
+    monkeypatch.undo()
+    if when == "before":
+        assert "pinned meanwhile" in report.left[0].why and made.restore(step=1) == {"step": 1}
+        names = open_run(run).folder(step_name(1)).entries()
+        assert PIN_NAME in names and not any(name.startswith("deleted") for name in names)
+        assert manager(run, keep=1).clean().kept[1] == ("pinned",)
+    else:
+        assert made.steps() == [2] and open_run(run).names() == [step_name(2)]
+
+
+def test_a_pin_that_is_written_after_the_deletion_has_looked_is_an_error(tmp_path, monkeypatch):
+    fill(tmp_path, [1, 2])
+    run = RunDirectory(tmp_path)
+    put = run.put_pin
+
+    def put_late(step):
+        manager(tmp_path, keep=1).clean()
+        return put(step)
+
+    monkeypatch.setattr(run, "put_pin", put_late)
+    with pytest.raises(tc.CheckpointNotFound, match="found it was being deleted"):
+        run.pin(1)
+    assert os.listdir(tmp_path) == [step_name(2)]
 
 
 def test_a_save_to_the_step_between_decision_and_deletion_wins(tmp_path, monkeypatch):

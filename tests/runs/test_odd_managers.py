@@ -297,3 +297,30 @@ def test_what_a_clean_up_removes_is_logged_with_the_policies(
     names = ", ".join(f"step_{step:08d}" for step in gone)
     assert line.levelname == "INFO"
     assert line.getMessage() == f"{tmp_path}: keep={text!r} removed checkpoint (no policy keeps it): {names}"
+
+
+def test_custom_metadata_of_the_name_of_the_metrics_is_refused_beside_them_and_kept_alone(tmp_path: Path) -> None:
+    made = manager(tmp_path)
+    with pytest.raises(tc.TreeError, match=r"custom_metadata/metrics: expected another name beside the argument"):
+        made.save(1, {"s": 1}, metrics={"loss": 0.5}, custom_metadata={"metrics": {"full": [1, 2]}})
+    assert made.latest() is None
+    made.save(1, {"s": 1}, custom_metadata={"metrics": {"loss": 0.25}})
+    assert made.best("loss") == 1
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_pinned_step_that_is_saved_again_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, background: bool
+) -> None:
+    with manager(tmp_path, keep=None, background=background) as made:
+        made.save(1, {"s": 1})
+        made.save(2, {"s": 2}, pin=True)
+        made.wait()
+        made.restore(step=1)
+        made.save(2, {"s": 3}, pin=True)
+        made.save(3, {"s": 3})
+        made.wait()
+        assert "pinned" not in caplog.text, "the caller pins what is there from now on"
+        made.restore(step=1)
+        made.save(2, {"s": 4})
+    assert f"{tmp_path / step_name(2)}: is pinned, and this save replaces it" in caplog.text

@@ -203,3 +203,46 @@ def test_registered_state_of_each_rank_on_another_number_of_ranks_is_refused_by_
     assert isinstance(refused, tc.MismatchError) and "registered/own/place" in str(refused)
     assert "world_changed='take'" in str(refused)
     assert [out.value for out in on_ranks(1, lambda comm: resume(comm, world_changed="take"))] == [10]
+
+
+def test_a_newest_step_whose_index_cannot_be_read_is_named_though_its_place_in_the_lineage_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Job(tmp_path)
+    first.train(4)
+    first.manager.restore(step=1)
+    first.manager.save(2, tc.training.state(first.model, first.optimizer, scheduler=first.scheduler))
+    index = tmp_path / step_name(2) / "index.json"
+    index.write_bytes(index.read_bytes()[:-20])
+    job = Job(tmp_path)
+    report = job.resume()
+    assert report is not None and report.step == 4, "nothing tells any more that it was left behind"
+    [passed] = report.passed_over
+    assert passed.startswith(f"{index.parent}: corrupt, and perhaps saved after step 4: ")
+    assert passed in caplog.text.replace(": passed over, ", ": ")
+
+
+@pytest.mark.parametrize("target", ["there", "unmounted"])
+def test_a_newer_step_that_is_a_link_is_named_and_never_a_new_start(
+    tmp_path: Path, target: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, archive = tmp_path / "run", tmp_path / "archive"
+    Job(run).train(3)
+    archive.mkdir()
+
+    def move_to_archive(step: int) -> None:
+        (run / step_name(step)).rename(archive / step_name(step))
+        place = archive if target == "there" else tmp_path / "nowhere"
+        (run / step_name(step)).symlink_to(place / step_name(step))
+
+    move_to_archive(1)
+    report = Job(run).resume()
+    assert report is not None and (report.step, report.passed_over) == (3, ()), "an older one is left where it is"
+    move_to_archive(3)
+    report = Job(run).resume()
+    assert report is not None and report.step == 2
+    assert report.passed_over == (f"{run / step_name(3)}: a symbolic link, which is not followed",)
+    assert f"{run / step_name(3)}: passed over, a symbolic link" in caplog.text
+    move_to_archive(2)
+    with pytest.raises(tc.CheckpointNotFound, match="found only such as cannot be loaded"):
+        Job(run).resume()

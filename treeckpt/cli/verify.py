@@ -16,7 +16,7 @@ from ..core.text import bytes_text, seconds_text
 from ..errors import CheckpointNotFound, CorruptError, FormatError
 from ..io.storage.open import open_folder, open_store
 from ..io.storage.store import Store
-from ..report.terminal import print_json, print_line, print_table
+from ..report.terminal import fail, print_json, print_line, print_table
 from ..reports import Problem, VerifyReport
 from ..runs import catalog
 from ..runs.checkpoint_info import CheckpointInfo
@@ -48,9 +48,10 @@ def add_verify(commands: Commands) -> None:
 
 def _verify(options: argparse.Namespace) -> int:
     shown, path = progress_of(options), options.checkpoint
-    if not (options.repair or options.statistics or catalog.is_checkpoint(path)) and catalog.run_exists(path):
-        found = [info for info in catalog.scan(path) if info.status != "foreign" and is_step_name(info.name)]
-        if any(info.status != "partial" for info in found):
+    if not (options.repair or options.statistics) and catalog.run_exists(path):
+        found = catalog.scan(path)
+        alone = len(found) == 1 and catalog.is_checkpoint(path)
+        if not alone and any(info.status not in ("partial", "foreign") for info in found):
             return _verify_run(options, found)
     nbytes = None if shown is False else catalog.read_info(path, follow=True).nbytes
     with stores_bar("verifying", nbytes, shown=shown) as counted:
@@ -86,7 +87,8 @@ def _line(path: str, report: VerifyReport) -> str:
 
 def _verify_run(options: argparse.Namespace, infos: Sequence[CheckpointInfo]) -> int:
     """Verifies the checkpoints of a run that have an index, and prints a line for each."""
-    whole, reports = [info for info in infos if info.status != "partial"], dict[str, VerifyReport]()
+    whole = [info for info in infos if info.status not in ("partial", "foreign")]
+    reports: dict[str, VerifyReport] = {}
     total = sum(info.nbytes or 0 for info in whole)
     with stores_bar(f"verifying {len(whole)} checkpoints", total, shown=progress_of(options)) as counted:
         for info in whole:
@@ -98,16 +100,18 @@ def _verify_run(options: argparse.Namespace, infos: Sequence[CheckpointInfo]) ->
     ok = all(report.ok for report in reports.values())
     if options.json:
         print_json([{"ok": report.ok, "report": report} for report in reports.values()])
-        return 0 if ok else 1
-    for path, report in reports.items():
+    for path, report in () if options.json else reports.items():
         problems = "".join(f"; {problem.file}: {problem.text}" for problem in report.problems[:1])
         print_line(_line(path, report) + problems, "" if report.ok else "red")
+    links = [info for info in infos if is_step_name(info.name) and open_folder(info.path).is_link]
     for what, some in (
         ("have no index", [info for info in infos if info.status == "partial"]),
+        ("are symbolic links", links),
         ("were deleted meanwhile", [info for info in whole if info.path not in reports]),
     ):
         if some:
-            print_line(f"not verified, as they {what}: {', '.join(info.name for info in some)}", "yellow")
+            text = f"not verified, as they {what}: {', '.join(info.name for info in some)}"
+            fail(text) if options.json else print_line(text, "yellow")
     return 0 if ok else 1
 
 

@@ -190,6 +190,7 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
     notes = [finding for finding in contents.findings if not finding.lost]
     if options.to != "treeckpt":
         notes += [Finding(name, "a tree alone", "a sidecar file", "no part of it") for name, _ in chosen.sidecars]
+        notes += [Finding(name, "a tree alone", "custom metadata", "no part of it") for name in chosen.metadata]
     return ConvertReport(
         source=chosen.label,
         destination=options.destination,

@@ -104,3 +104,14 @@ class Recorder:
     def seconds(self) -> float:
         """Seconds since the recorder was created."""
         return (self.now() - self.created_ns) / 1e9
+
+
+def steady_clock(
+    wall: Callable[[], int] = time.time_ns, monotonic: Callable[[], int] = time.monotonic_ns
+) -> Callable[[], int]:
+    """Returns a clock in Unix nanoseconds that is never ahead of the monotonic time since its creation.
+
+    A system clock that jumps forward then does not make the files of a save under way look old.
+    """
+    start = wall() - monotonic()
+    return lambda: min(wall(), start + monotonic())

@@ -135,17 +135,30 @@ def scan(
 ) -> list[CheckpointInfo]:
     """Lists every checkpoint of a run, newest first, then foreign directories; or the one checkpoint at the path.
 
-    The newest is the one saved last. Abandoned branches follow after the lineage of the newest. Names that start with a
-    dot and entries that are no directories are left out. A directory that cannot be listed is reported as corrupt.
+    Where steps of a run are below a checkpoint at the path, all are listed. The newest is the one saved last. Abandoned
+    branches follow after the lineage of the newest. Names that start with a dot and entries that are no directories are
+    left out. A directory that cannot be listed is reported as corrupt.
 
     Raises:
         StoreError: the run cannot be reached, or refuses.
     """
     cache = cache or LruStatCache(0)
     if isinstance(run, (str, os.PathLike)) and is_checkpoint(run):
-        return [read_info_or_corrupt(open_folder(run), cache=cache, follow=True)]
+        folder = open_folder(run).listed()
+        one = read_info_or_corrupt(folder, cache=cache, follow=True)
+        if not _has_steps(folder):
+            return [one]
+        found = read_infos(open_run(run), cache, report_errors=True, on_read=on_read)
+        return in_listing_order([one, *(info for _, info in found if info.status != "foreign")])
     found = read_infos(open_run(run), cache, report_errors=True, on_read=on_read)
     return in_listing_order(info for _, info in found)
+
+
+def _has_steps(folder: Folder) -> bool:
+    """Whether directories named as steps are below the directory of a checkpoint."""
+    with contextlib.suppress(StoreError):
+        return any(is_step_name(name) and not entry.regular for name, entry in folder.entries().items())
+    return False
 
 
 def read_infos(

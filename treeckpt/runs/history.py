@@ -10,10 +10,12 @@ of a training that forgot to resume: it replaces the old steps, or its clean-ups
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Sequence
 
+from ..core.format.file_names import PIN_NAME
 from ..core.format.lineage import Lineage, SavedCheckpoint, next_lineage
 from .run import RunDirectory
 
@@ -49,22 +51,34 @@ class SaveHistory:
         with self._lock:
             self._notes, self._warned = (_HistoryEntry(mark, restored=True),), True
 
-    def next_save(self, step: int) -> NextSave | None:
-        """Records a save that is started; returns what determines its lineage, on rank 0."""
+    def next_save(self, step: int, *, pin: bool = False) -> NextSave | None:
+        """Records a save that is started, and whether it is pinned; returns what determines its lineage, on rank 0."""
         if self._rank:
             return None
         note = _HistoryEntry()
         with self._lock:
             before, self._notes = self._notes, (*self._notes, note)
-        return NextSave(self, step, note, before)
+        return NextSave(self, step, note, before, pin=pin)
 
-    def lineage(self, step: int, note: _HistoryEntry, before: tuple[_HistoryEntry, ...], save_id: str) -> Lineage:
+    def _warn_of_pinned(self, step: int) -> None:
+        """Warns where a save is about to replace a pinned checkpoint; raises nothing."""
+        with contextlib.suppress(Exception):
+            folder = self.directory.folder(step)
+            if PIN_NAME in folder.entries():
+                text = "is pinned, and this save replaces it: a pin keeps a checkpoint from clean-ups only"
+                self._warn(folder.url, f"{text}. overwrite=False of the Manager refuses to replace steps")
+
+    def lineage(
+        self, step: int, note: _HistoryEntry, before: tuple[_HistoryEntry, ...], save_id: str, *, pin: bool
+    ) -> Lineage:
         """Returns the lineage of a save, from the notes before it and the state of the run; raises nothing."""
         try:
             marks = self.directory.marks()
         except Exception as error:  # a save without the right lineage is better than none
             marks = [known.mark for known in before if known.mark is not None]
             self._warn(self.directory.url, f"could not be looked at for the lineage of step {step}: {error}")
+        if not pin and any(mark.step == step for mark in marks):
+            self._warn_of_pinned(step)
         if not self._warned:
             self._warn_of_forgotten_resume(marks, step)
             self._saved.add(save_id)
@@ -101,11 +115,14 @@ class NextSave:
     Args:
         note: of this save.
         before: the notes of earlier calls.
+        pin: whether the save itself is pinned: then it may replace a pinned checkpoint.
     """
 
-    def __init__(self, history: SaveHistory, step: int, note: _HistoryEntry, before: tuple[_HistoryEntry, ...]) -> None:
-        self._history, self._step, self._note, self._before = history, step, note, before
+    def __init__(
+        self, history: SaveHistory, step: int, note: _HistoryEntry, before: tuple[_HistoryEntry, ...], *, pin: bool
+    ) -> None:
+        self._history, self._step, self._note, self._before, self._pin = history, step, note, before, pin
 
     def lineage(self, save_id: str) -> Lineage:
         """Returns the lineage of the save with this id; raises nothing."""
-        return self._history.lineage(self._step, self._note, self._before, save_id)
+        return self._history.lineage(self._step, self._note, self._before, save_id, pin=self._pin)

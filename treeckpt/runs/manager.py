@@ -52,6 +52,7 @@ from .options import (
     as_policies,
     as_save_options,
     best_policy,
+    check_no_other_metrics,
     is_factory,
     parse_metrics,
 )
@@ -182,7 +183,7 @@ class Manager(RegistrationMixin, RestoreMixin):
             tree: must be a dict if anything is registered, which is saved beside it; without a tree only what is
                 registered is saved.
             metrics: numbers by which `Best` and `best` choose; those of rank 0 count.
-            pin: keeps the checkpoint until it is unpinned.
+            pin: keeps the checkpoint until it is unpinned, or the step is saved again: without `pin`, that is logged.
             files: as in `treeckpt.save`.
 
         Returns:
@@ -193,8 +194,9 @@ class Manager(RegistrationMixin, RestoreMixin):
             SystemExit: after a signal, if `save_on_signal` was called with `exit`.
         """
         step = check_step(step)
-        named = {} if metrics is None else {METRICS: parse_metrics(metrics)}
-        metadata = {**check_metadata(custom_metadata), **(named if self._comm.rank == 0 else {})}
+        named, custom = {} if metrics is None else {METRICS: parse_metrics(metrics)}, check_metadata(custom_metadata)
+        check_no_other_metrics(custom, named)
+        metadata = {**custom, **(named if self._comm.rank == 0 else {})}
         if self.stopping:
             self._pending.drain()  # an earlier failure must not prevent the last save
         elif self.options.busy == "wait":
@@ -223,7 +225,7 @@ class Manager(RegistrationMixin, RestoreMixin):
         unpin = partial(self._undo_pin, step, pinned)
         store, save = self.directory.folder(step).store, save_async_tree if self._background else save_tree
         try:
-            lineage = self._history.next_save(step)
+            lineage = self._history.next_save(step, pin=pin)
             result = save(store, tree, self._saving_comm, options, metadata, lineage, files)
         except BaseException:
             unpin()

@@ -141,6 +141,22 @@ def parse_metrics(metrics: object) -> dict[str, float]:
     return found
 
 
+def check_no_other_metrics(custom: Mapping[str, object], named: Mapping[str, object]) -> None:
+    """Refuses custom metadata of the name under which the metrics are saved.
+
+    Raises:
+        TreeError: there are both.
+    """
+    if both := custom.keys() & named.keys():
+        name = both.pop()
+        raise TreeError(
+            f"custom_metadata/{name}",
+            expected=f"another name beside the argument {name}, which is saved under this one",
+            found=f"{custom[name]!r:.60}",
+            hint="Give it another name; without the argument the numbers of a dict of this name are the metrics",
+        )
+
+
 def check_can_restore(path: str, name: str, thing: Any, namespace: str) -> None:
     """Checks that every value of a registered object can be restored in place.
 

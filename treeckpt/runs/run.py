@@ -2,8 +2,8 @@
 
 A checkpoint is deleted in these steps: (1) a mark `deleted.<save id>.json` is written; (2) if the index still names
 that save, and no process reads or writes there, the index is deleted and the directory synced: from now on it is no
-checkpoint; (3) readers' leases are checked once more; (4) the other files are deleted, the mark last, then the
-directory. A deletion that is killed at any point is finished by the next clean-up, which finds the mark.
+checkpoint; (3) readers' leases are checked once more, and a pin, which brings the index back; (4) the other files are
+deleted, the mark last, then the directory. The next clean-up finds the mark of a deletion that was killed, and ends it.
 
 `reader_leases` finds readers, `core.analysis.deletion` decides what is deleted, `catalog` describes the checkpoints.
 """
@@ -26,11 +26,12 @@ from ..core.format.index import INDEX_NAME
 from ..core.format.lineage import SavedCheckpoint
 from ..errors import CheckpointError, CheckpointNotFound, TreeckptError
 from ..io.storage.foreign_formats import describe_foreign, refuse_file
-from ..io.storage.leftovers import GRACE, committed_save_id, deletion_times, file_facts, plan_removal, remove_leftovers
+from ..io.storage.leftovers import GRACE, deletion_times, file_facts, index_of_save, plan_removal, remove_leftovers
 from ..io.storage.metadata_files import NewestIndex
 from ..io.storage.open import open_folder, open_run
 from ..io.storage.reader_leases import has_readers
 from ..io.storage.run_store import Folder, LocalRun, RunStore
+from ..io.timing import steady_clock
 from .catalog import OnRead, read_info, read_infos, read_marks
 from .checkpoint_info import CheckpointInfo, in_listing_order, loadable_text, with_verification
 from .stat_cache import LruStatCache, StatCache
@@ -81,17 +82,6 @@ class CleanReport(msgspec.Struct, frozen=True):
         rows += [f"  failed    {one.name}: {one.why}" for one in self.failed]
         rows += [f"  foreign   {name}: {', '.join(files)}" for name, files in self.foreign.items()]
         return "\n".join(rows + [f"  {warning}" for warning in self.warnings])
-
-
-def steady_clock(
-    wall: Callable[[], int] = time.time_ns, monotonic: Callable[[], int] = time.monotonic_ns
-) -> Callable[[], int]:
-    """Returns a clock in Unix nanoseconds that is never ahead of the monotonic time since its creation.
-
-    A system clock that jumps forward then does not make the files of a save under way look old.
-    """
-    start = wall() - monotonic()
-    return lambda: min(wall(), start + monotonic())
 
 
 class RunDirectory:
@@ -158,7 +148,8 @@ class RunDirectory:
         info = _checked(read_info(self.folder(step), cache=self._cache, timings=False, newest=newest))
         if info.status == "complete":
             return info
-        found, hint = describe_foreign(info.path) or (info.error or info.status, "")
+        foreign = describe_foreign(info.path) if info.status == "foreign" else None
+        found, hint = foreign or (info.error or info.status, "")
         if info.status == "corrupt":
             raise CheckpointError(info.path, expected="a complete checkpoint", found=found, hint=hint)
         raise self._not_found(step, found, hint)
@@ -177,7 +168,10 @@ class RunDirectory:
             CheckpointNotFound: there is no complete checkpoint.
         """
         self.checkpoint(step)
-        self.put_pin(step)
+        new = self.put_pin(step)
+        if new and self.folder(step).entry(INDEX_NAME) is None:  # a clean-up was under way that had not seen the pin
+            self.take_pin_back(step)
+            raise self._not_found(step, "it was being deleted")
 
     def put_pin(self, step: int) -> bool:
         """Pins a step that may not be saved yet; returns whether the pin is new."""
@@ -335,12 +329,18 @@ class RunDirectory:
         # the plan may be outdated: other removals took place before this one
         info = _checked(read_info(folder, cache=self._cache))
         kept = self._reason_to_keep(info, folder, grace)
-        if committed_save_id(folder) != removal.save_id or kept is not None:
+        index = index_of_save(folder, removal.save_id)
+        if index is None or kept is not None:
             folder.store.delete(mark)
             return kept.why if kept is not None else "another save has been committed there meanwhile"
         folder.store.delete(INDEX_NAME)
         folder.sync()
-        if has_readers(folder, self._clock()):
+        now = folder.listed()
+        if PIN_NAME in now.entries():  # `pin` looks for the index after it has written the pin
+            folder.store.publish(INDEX_NAME, index, replace=False)
+            folder.store.delete(mark)
+            return "it has been pinned meanwhile"
+        if has_readers(now, self._clock()):
             return "its index is gone; the rest goes when its reader is done"
         return ""
 

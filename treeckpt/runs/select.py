@@ -7,15 +7,17 @@ read for that. On request everything is read and compared with its checksums.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Iterator, Sequence
 from pathlib import Path
 
 from .. import api
 from ..core.analysis.retention_policy import Best, best_of, unmeasured_text
+from ..core.format.file_names import is_step_name, step_of
 from ..core.format.index import INDEX_NAME
 from ..errors import CheckpointNotFound, TreeckptError
 from ..io.storage.foreign_formats import describe_foreign
 from ..io.storage.metadata_files import KnownIndex, NewestIndex
+from ..io.storage.run_store import linked_names
 from .checkpoint_info import CheckpointInfo, step_info
 from .run import RunDirectory
 
@@ -72,24 +74,45 @@ class CheckpointSelector:
             verify: reads everything and compares checksums.
             without: steps to leave out.
             busy: directories in which a save is known to be under way: no warning is logged for them.
-            passed_over: gets the path of each corrupt checkpoint that is newer, with what is wrong.
+            passed_over: gets the path of each corrupt checkpoint and link that is newer, or may be, with what is wrong.
 
         Raises:
             CheckpointNotFound: the directory is one checkpoint.
         """
-        for info in self._listed():
+        infos, found = self._listed(), None
+        for info in infos:
             if step_info(info).step in without:
                 continue
             why = info.error or info.status if info.status != "complete" else ""
             if not why and verify:
                 why = self._problem(info)
             if not why:
-                return info
+                found = info
+                break
             if info.name not in busy:
                 self.warn_once(info.path, f"passed over, {info.status}: {why}")
             if passed_over is not None and info.status != "partial":
                 passed_over.append(f"{info.path}: {why}")
-        return None
+        for path, why in self._perhaps_newer(infos, found):
+            self.warn_once(path, f"passed over, {why}")
+            if passed_over is not None:
+                passed_over.append(f"{path}: {why}")
+        return found
+
+    def _perhaps_newer(
+        self, infos: Sequence[CheckpointInfo], found: CheckpointInfo | None
+    ) -> Iterator[tuple[str, str]]:
+        """Yields the path of each step that may have been saved after the one that was found, and why it is not known.
+
+        These are steps whose index, which has the lineage, cannot be read, and links with a higher step.
+        """
+        step = step_info(found).step if found is not None else -1
+        for info in infos[infos.index(found) + 1 :] if found is not None else ():
+            if info.status == "corrupt" and info.save_id is None:
+                yield info.path, f"corrupt, and perhaps saved after step {step}: {info.error}"
+        for name in linked_names(self.directory.store):
+            if is_step_name(name) and (step_of(name) or 0) > step:
+                yield self.directory.store.folder(name).url, "a symbolic link, which is not followed"
 
     def _problem(self, info: CheckpointInfo) -> str:
         try:

@@ -28,7 +28,7 @@ from ...core.format.save_progress import Owner, parse_progress_name
 from ...errors import CheckpointError, CheckpointNotFound, TreeckptError
 from ...reports import Leftover
 from .far_store import FarStore
-from .metadata_files import read_index, read_timings
+from .metadata_files import decode_and_check, read_index, read_index_bytes, read_timings
 from .object_store import ObjectFolder, ObjectStore
 from .process_owner import is_running
 from .progress_file import is_alive, read_record
@@ -102,6 +102,14 @@ def committed_save_id(folder: Folder) -> str | None:
         return read_index(folder.store).save_id
     except CheckpointError:
         return None
+
+
+def index_of_save(folder: Folder, save_id: str) -> bytes | None:
+    """Returns the content of the index if it names this save; None if not, or if it cannot be read."""
+    with contextlib.suppress(CheckpointError):
+        data = read_index_bytes(folder.store)
+        return data if decode_and_check(folder.store, data).save_id == save_id else None
+    return None
 
 
 def _folder_fact(folder: Folder, now_ns: int) -> StepDirectory:

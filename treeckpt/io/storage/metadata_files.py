@@ -79,6 +79,30 @@ def read_index_bytes(store: Store) -> bytes:
         raise wrap_read_error(error, f"{store.url}/{INDEX_NAME}", kind=CorruptError) from error
 
 
+def index_content(store: Store) -> bytes | None:
+    """Returns the content of a checkpoint's index, whatever it is; None if there is none, or it cannot be read."""
+    try:
+        return read_index_bytes(store)
+    except CheckpointError:
+        return None
+
+
+def check_index_unchanged(store: Store, before: bytes | None) -> None:
+    """Raises CheckpointError if the index is no longer `before`: it is that of another save, which must stay."""
+    if index_content(store) != before:
+        raise replaced_meanwhile(store)
+
+
+def replaced_meanwhile(store: Store) -> CheckpointError:
+    """Returns the error for a checkpoint that another save has replaced while it was repaired."""
+    return CheckpointError(
+        f"{store.url}/{INDEX_NAME}",
+        expected="the index that was read first",
+        found="another one, as another save was committed meanwhile",
+        hint="It is as that save has written it. Verify it again",
+    )
+
+
 def read_timings(store: Store, save_id: str) -> Timings | None:
     """Returns the timings of a save, None if there are none; raises CorruptError or FormatError if they are damaged."""
     name = timings_name(save_id)

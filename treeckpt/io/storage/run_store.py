@@ -112,6 +112,15 @@ def modified_times(run: RunStore) -> dict[str, int | None]:
     return {folder.name: folder.modified_ns() for folder in all_folders(run)}
 
 
+def linked_names(run: RunStore) -> list[str]:
+    """Returns the names of the symbolic links in a local run, also of those that lead nowhere."""
+    if not isinstance(run, LocalRun):
+        return []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(run.path) as entries:
+        return sorted(entry.name for entry in entries if entry.is_symlink())
+    return []
+
+
 def _entry(found: os.stat_result) -> DirectoryEntry:
     return DirectoryEntry(found.st_size, found.st_mtime_ns, found.st_ino, stat.S_ISREG(found.st_mode))
 
