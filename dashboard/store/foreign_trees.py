@@ -26,7 +26,7 @@ KEPT = 2
 """Trees that stay in memory."""
 
 
-SUFFIXES = frozenset({".bin", ".ckpt", ".pt", ".pth"})
+SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
 """Of files in a run that are looked at."""
 
 
@@ -65,7 +65,7 @@ class RunWithFiles(LocalRun):
         found: dict[str, int] = {}
         with contextlib.suppress(OSError), os.scandir(self.path) as entries:
             for entry in entries:
-                if os.path.splitext(entry.name)[1] not in SUFFIXES or entry.name[0] == "." or entry.is_symlink():
+                if not entry.name.endswith(SUFFIXES) or entry.name.startswith(".") or entry.is_symlink():
                     continue
                 with contextlib.suppress(FileNotFoundError):  # another process may be deleting
                     modified_ns = entry.stat().st_mtime_ns
