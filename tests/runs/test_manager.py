@@ -411,9 +411,9 @@ def test_a_pin_beside_the_deletion_of_the_index_keeps_the_step_or_is_an_error(ru
             with pytest.raises(tc.CheckpointNotFound, match="it is being deleted"):
                 made.pin(1)
 
-    monkeypatch.setattr(folder, "delete", delete)
-    report = manager(run, keep=1).clean()
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "delete", delete)
+        report = manager(run, keep=1).clean()
     if when == "before":
         assert "pinned meanwhile" in report.left[0].why and made.restore(step=1) == {"step": 1}
         names = open_run(run).folder(step_name(1)).entries()
