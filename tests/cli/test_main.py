@@ -332,6 +332,21 @@ def test_verify_of_a_run_goes_on_where_a_checkpoint_is_deleted_meanwhile(cli, tm
     ]
 
 
+def test_diff_names_what_differs_beside_the_leaves(cli, tmp_path):
+    tree = {"w": (np.zeros(3),)}
+    tc.save(tmp_path / "a", tree, custom_metadata={"commit": "1f", "x": 1}, files={"t.json": b"1", "same": b"s"})
+    tc.save(tmp_path / "b", tree, custom_metadata={"commit": "2e", "x": 1}, files={"t.json": b"2", "same": b"s"})
+    tc.save(tmp_path / "c", {"w": [np.zeros(3)]}, custom_metadata={"commit": "1f", "x": 1})
+    for more in ((), ("--values",)):
+        last = cli("diff", *more, tmp_path / "a", tmp_path / "b").splitlines()[-1]
+        assert last == "beside the leaves these differ: custom metadata commit, sidecar file t.json"
+        found = json.loads(cli("diff", "--json", *more, tmp_path / "a", tmp_path / "b"))
+        assert found["changes"] == [] and found["also"] == ["custom metadata commit", "sidecar file t.json"]
+        last = cli("diff", *more, tmp_path / "a", tmp_path / "c").splitlines()[-1]
+        assert last.startswith("beside the leaves these differ: sidecar file same, sidecar file t.json, containers,")
+        assert "beside" not in cli("diff", *more, tmp_path / "a", tmp_path / "a")
+
+
 def test_diff(cli, run):
     text = cli("diff", run / "step_00000100", run / "step_00000200")
     assert "scheduler/last_epoch" in text and "int 100" in text and "int 200" in text
