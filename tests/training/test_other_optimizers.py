@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,75 @@ def test_sparse_adam_takes_all_that_was_saved_of_it(tmp_path: Path) -> None:
     again = job()
     report = tc.training.restore(saved(tmp_path / "sparse", (model, optimizer)), *again)
     assert state_names(again[1]) == state_names(optimizer) and not (report.missing or report.unexpected)
+
+
+def two_groups(lr: Any, *more: dict[str, Any]) -> Job:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    settings = more or ({}, {})
+    groups = [{"params": part.parameters(), **own} for part, own in zip(model, settings, strict=True)]
+    return model, torch.optim.SGD(groups, lr=lr)
+
+
+def test_groups_that_share_a_tensor_here_get_the_values_that_each_had(tmp_path: Path) -> None:
+    rates = {"lr": torch.tensor(0.5)}, {"lr": torch.tensor(0.25)}
+    tc.save(tmp_path / "c", tc.training.state(*two_groups(0.1, *rates)))
+    model, optimizer = two_groups(shared := torch.tensor(0.125))
+    assert all(group["lr"] is shared for group in optimizer.param_groups)
+    tc.training.restore(tmp_path / "c", model, optimizer)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.25]
+    assert optimizer.param_groups[0]["lr"] is shared
+
+
+def test_optimizers_that_share_a_tensor_here_get_the_values_that_each_had(tmp_path: Path) -> None:
+    def pair(*rates: torch.Tensor) -> tuple[dict[str, nn.Module], dict[str, Any]]:
+        models: dict[str, nn.Module] = {"generator": nn.Linear(4, 4), "critic": nn.Linear(4, 1)}
+        parts = zip(models.items(), rates, strict=True)
+        return models, {name: torch.optim.Adam(one.parameters(), lr=rate) for (name, one), rate in parts}
+
+    tc.save(tmp_path / "c", tc.training.state(*pair(torch.tensor(0.5), torch.tensor(0.25))))
+    shared = torch.tensor(0.125)
+    models, optimizers = pair(shared, shared)
+    tc.training.restore(tmp_path / "c", models, optimizers)
+    assert [float(one.param_groups[0]["lr"]) for one in optimizers.values()] == [0.5, 0.25]
+
+
+def test_a_tensor_that_groups_share_and_that_one_keeps_stays_for_that_one(tmp_path: Path) -> None:
+    model, optimizer = two_groups(torch.tensor(0.5))
+    last = nn.ModuleDict({"1": nn.Linear(4, 2)})
+    tc.save(tmp_path / "c", tc.training.state(last, torch.optim.SGD(last.parameters(), lr=torch.tensor(0.25))))
+    tc.training.restore(tmp_path / "c", model, optimizer, strict=False)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.25]
+
+
+def test_groups_that_are_split_do_not_share_what_the_saved_one_had(tmp_path: Path) -> None:
+    model, optimizer = make(torch.optim.SGD, lr=torch.tensor(0.5))
+    optimizer.param_groups[0]["seen"] = [1]
+    tree = tc.training.state(model, optimizer)
+    tc.save(tmp_path / "c", tree)
+    for source in (tmp_path / "c", tree):
+        groups = [{"params": [one], "lr": 0.125} for one in model.parameters()]
+        split = torch.optim.SGD(groups, lr=0.125)
+        tc.training.restore(source, model, split)
+        split.param_groups[0]["lr"].fill_(0.25)
+        split.param_groups[0]["seen"].append(2)
+        assert float(split.param_groups[1]["lr"]) == float(optimizer.param_groups[0]["lr"]) == 0.5
+        assert split.param_groups[1]["seen"] == optimizer.param_groups[0]["seen"] == [1]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.ASGD])
+def test_steps_that_an_older_torch_counted_as_numbers_are_counted_on(tmp_path: Path, kind: Any) -> None:
+    model, optimizer = make(kind, steps=2, lr=0.1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for own in saved["state"].values():
+        own.update({name: value.item() for name, value in own.items() if not value.shape})
+    tc.save(tmp_path / "c", {"model": model.state_dict(), "optimizer": saved})
+    for steps in (0, 1):
+        fresh = make(kind, steps=steps, lr=0.1)
+        tc.training.restore(tmp_path / "c", *fresh, rng=False)
+        expected = torch.nn.Linear(4, 2)
+        expected.load_state_dict(model.state_dict())
+        theirs = kind(expected.parameters(), lr=0.1)
+        theirs.load_state_dict(copy.deepcopy(saved))
+        step(fresh)
+        step((expected, theirs))
+        assert torch.equal(fresh[0].weight, expected.weight)
