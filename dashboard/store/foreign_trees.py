@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import stat
 import threading
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +26,7 @@ KEPT = 2
 """Trees that stay in memory."""
 
 
-SUFFIXES = frozenset({".bin", ".ckpt", ".pt", ".pth"})
+SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
 """Of files in a run that are looked at."""
 
 
@@ -51,27 +51,16 @@ class RunWithFiles(LocalRun):
     """A run in a local directory, in which files of other programs are listed too, as folders are."""
 
     def names(self) -> list[str]:
-        return sorted([*super().names(), *self._files()])
-
-    def modified_times(self) -> dict[str, int | None]:
-        return super().modified_times() | self._files()
+        return sorted({*super().names(), *self.modified_times()})
 
     def folder(self, name: str) -> LocalFolder:
         path = self.path / name
         return ForeignFile(path) if path.suffix in SUFFIXES and path.is_file() else LocalFolder(path)
 
-    def _files(self) -> dict[str, int]:
-        """Returns when each file was last changed, by name."""
-        found: dict[str, int] = {}
-        with contextlib.suppress(OSError), os.scandir(self.path) as entries:
-            for entry in entries:
-                if os.path.splitext(entry.name)[1] not in SUFFIXES or entry.name[0] == "." or entry.is_symlink():
-                    continue
-                with contextlib.suppress(FileNotFoundError):  # another process may be deleting
-                    modified_ns = entry.stat().st_mtime_ns
-                    if entry.is_file() and _is_foreign_file(entry.path, modified_ns):
-                        found[entry.name] = modified_ns
-        return found
+    def is_checkpoint_file(self, entry: os.DirEntry[str], at: os.stat_result) -> bool:
+        if not entry.name.endswith(SUFFIXES) or entry.is_symlink() or not stat.S_ISREG(at.st_mode):
+            return False
+        return _is_foreign_file(entry.path, at.st_mtime_ns)
 
 
 @lru_cache(1 << 16)

@@ -217,7 +217,15 @@ class RunWatcher:
         start = self._next_recheck if self._next_recheck < len(names) else 0
         self._next_recheck = start + RECHECKED
         rechecked = set(names[start : self._next_recheck])
-        changed = [name for name in names if name in rechecked or not self._is_unchanged(name, changes[name])]
+        known = self._known
+        changed = [
+            name
+            for name in names
+            if name in rechecked
+            or (state := known[name]).modified_ns != changes[name]
+            or state.info.status != "complete"
+            or state.info.saving
+        ]
         self._update_all(map(folder_of, changed))
         self.progress = ScanProgress(len(names), len(names), True, self.progress.problem)
 
@@ -241,10 +249,6 @@ class RunWatcher:
                 del self._known[name]
             self.version += bool(gone)
         return names
-
-    def _is_unchanged(self, name: str, modified_ns: int | None) -> bool:
-        known = self._known[name]
-        return known.modified_ns == modified_ns and known.info.status == "complete" and not known.info.saving
 
     def _update(self, folder: Folder) -> None:
         name = folder.name

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import treeckpt as tc
+from treeckpt.cli.main import main
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.io.storage import metadata_files
 from treeckpt.io.storage.store import LocalStore
@@ -104,6 +105,16 @@ def test_verify_decodes_the_index_once(tmp_path: Path, decoded: list[str]) -> No
     decoded.clear()
     assert tc.verify(store).ok
     assert (store.index_reads, len(decoded)) == (1, 1)
+
+
+@pytest.mark.parametrize("leaf", [[], ["w"], ["--structure"]], ids=" ".join)
+def test_the_command_show_decodes_the_index_once(
+    tmp_path: Path, decoded: list[str], capsys: pytest.CaptureFixture[str], leaf: list[str]
+) -> None:
+    path = str(saved(tmp_path / "c", 1).directory)
+    decoded.clear()
+    assert main(["show", path, *leaf]) == 0 and "float64" in capsys.readouterr().out
+    assert len(decoded) == 1
 
 
 class Reader:

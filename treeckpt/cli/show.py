@@ -21,6 +21,7 @@ from ..core.text import bytes_text, layout_text, region_text, shape_text, time_t
 from ..core.tree.globs import similar_paths
 from ..core.tree.spec import ArraySpec
 from ..errors import FormatError, LayoutError, TreeckptError
+from ..io.storage.metadata_files import NewestIndex
 from ..loading.one_checkpoint import opened
 from ..loading.transforms import decode, parse
 from ..loading.transforms.rules import Rule
@@ -47,10 +48,11 @@ def add_show(commands: Commands) -> None:
 
 def _show(options: argparse.Namespace) -> int:
     with stores_bar("reading the index", shown=progress_of(options)):
-        info = catalog.read_info(options.checkpoint, follow=True)
+        read = NewestIndex(local=True)
+        info = catalog.read_info(options.checkpoint, follow=True, newest=read)
         if info.status == "partial" and not options.json:
             print_saves_under_way(info)
-        index = api.inspect(options.checkpoint)
+        index = read.found.index if read.found is not None else api.inspect(options.checkpoint)
     if options.rules:
         return _show_rules(index, options)
     outline = IndexOutline(index)

@@ -45,7 +45,7 @@ def read_summary(folder: Folder, index: DirectoryEntry, cache: StatCache, newest
 
     Args:
         index: the file, as it is now.
-        newest: is offered the index, if it is not in the cache, and in an object store: local files take no round trip.
+        newest: is offered the index, if it is not in the cache, and in an object store or `newest.local`.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -54,7 +54,7 @@ def read_summary(folder: Folder, index: DirectoryEntry, cache: StatCache, newest
     def read() -> Summary:
         data = read_index_bytes(folder.store)
         found = decode_and_check(folder.store, data)
-        if newest is not None and isinstance(folder.store, SupportsFetching):
+        if newest is not None and (newest.local or isinstance(folder.store, SupportsFetching)):
             newest.offer(KnownIndex(folder.url, data, found))
         return summarize_index(found)
 

@@ -30,10 +30,14 @@ class KnownIndex(msgspec.Struct, frozen=True):
 
 
 class NewestIndex:
-    """Keeps, of the indexes that are offered by several threads, the one that was created last, as it was read last."""
+    """Keeps, of the indexes that are offered by several threads, the one that was created last, as it was read last.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    Args:
+        local: whether it is offered those of local files too, which take no round trip to be read again.
+    """
+
+    def __init__(self, *, local: bool = False) -> None:
+        self.local, self._lock = local, threading.Lock()
         self.found: KnownIndex | None = None
 
     def offer(self, known: KnownIndex) -> None:

@@ -188,7 +188,7 @@ class LocalRun:
             raise wrap_read_error(error, self.url) from error
 
     def modified_times(self) -> dict[str, int | None]:
-        """Returns when each directory was last changed, by name; takes a few microseconds for each."""
+        """Returns when each checkpoint was last changed, by name; takes a few microseconds for each."""
         found: dict[str, int | None] = {}
         with contextlib.suppress(OSError), os.scandir(self.path) as entries:
             for entry in entries:
@@ -196,9 +196,15 @@ class LocalRun:
                     at = entry.stat()
                 except OSError:  # another process may be deleting, a link may lead nowhere
                     continue
-                if stat.S_ISDIR(at.st_mode) and not entry.name.startswith("."):
+                if entry.name.startswith("."):
+                    continue
+                if stat.S_ISDIR(at.st_mode) or self.is_checkpoint_file(entry, at):
                     found[entry.name] = at.st_mtime_ns
         return found
+
+    def is_checkpoint_file(self, entry: os.DirEntry[str], at: os.stat_result) -> bool:
+        """Whether an entry that is no directory is listed as a checkpoint too."""
+        return False
 
     def folder(self, name: str) -> LocalFolder:
         return LocalFolder(self.path / name)
