@@ -67,6 +67,7 @@ def _resumed(optimizer: Any, path: str, source: RestoreSource, selects: Callable
     saved, live = source.structure, optimizer.state_dict()
     for step in path.split("/"):
         saved = next((child for key, child in children_of(saved).items() if key_text(key) == step), None)
+    _check_names(live, path, saved, source)
     below = {p: f"{path}/{p}" for p, _ in paths_of(saved)} if saved is not None else {}
     arrays = {p for p, at in below.items() if source.leaves.get(at) is not None}
     here = {p for p, leaf in flatten(live)[1] if isinstance(leaf, Tensor)}
@@ -159,4 +160,27 @@ def _check_groups(live: Any, path: str, saved: Structure) -> None:
             found=f"{', '.join(foreign)} in the checkpoint too",
             hint="Make an optimizer of the class that was saved; treeckpt.training.restore with strict=False takes "
             "what both have",
+        )
+
+
+def _check_names(live: Any, path: str, saved: Structure, source: RestoreSource) -> None:
+    """Refuses parameters in another order, where both sides name them (`named_parameters`): state goes by number.
+
+    Raises:
+        MismatchError: a parameter stands at another place than when it was saved.
+    """
+    groups = live.get("param_groups") if isinstance(live, Mapping) else None
+    here = [name for group in groups or () for name in group.get("param_names", ())]
+    there: list[Any] = []
+    for key, group in children_of(descend(saved, ("param_groups",))).items():
+        names = children_of(group).get("param_names")
+        at = f"{path}/param_groups/{key_text(key)}/param_names"
+        there += [source.value(p) for p in leaves_below(at, names)] if names is not None else []
+    moved = next((n for n, name in zip(there, here, strict=False) if n != name and n in here), None)
+    if moved is not None:
+        raise MismatchError(
+            f"{path}/param_groups",
+            expected=f"the parameters in the order in which they were saved: {', '.join(map(str, there))[:200]}",
+            found=f"{moved} at another place: {', '.join(map(str, here))[:200]}",
+            hint="Make the optimizer of the parameters in that order; treeckpt.training matches them by name",
         )
