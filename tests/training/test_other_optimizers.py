@@ -237,3 +237,50 @@ def test_steps_that_an_older_torch_counted_as_numbers_are_counted_on(tmp_path: P
         step(fresh)
         step((expected, theirs))
         assert torch.equal(fresh[0].weight, expected.weight)
+
+
+class SharedCounter(torch.optim.SGD):
+    """All its parameters have one tensor that counts the steps, raised with the first of them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        first, *_ = every = [p for group in self.param_groups for p in group["params"]]
+        for p in every:
+            self.state[p].setdefault("step", self.state[first].get("step", torch.zeros(())))
+        self.state[first]["step"] += 1
+        for p in every:
+            p -= p.grad / self.state[p]["step"]
+
+
+def test_a_tensor_that_parameters_share_in_an_optimizer_is_shared_again(tmp_path: Path) -> None:
+    def made(steps: int) -> Job:
+        model = nn.Linear(4, 2)
+        job = model, SharedCounter(model.parameters(), lr=0.1)
+        for _ in range(steps):
+            taken(job)
+        return job
+
+    def taken(job: Job) -> None:
+        job[0](torch.ones(3, 4)).sum().backward()
+        job[1].step()
+
+    job = made(3)
+    tree = tc.training.state(*job)
+    tc.save(tmp_path / "c", tree)
+    fresh = [made(0), made(0)]
+    for source, one in zip((tmp_path / "c", tree), fresh, strict=True):
+        tc.training.restore(source, *one)
+        for mine, theirs in zip(one[0].parameters(), job[0].parameters(), strict=True):
+            mine.grad = theirs.grad.clone() if theirs.grad is not None else None
+    for one in (job, *fresh):
+        taken(one)
+        taken(one)
+    assert all(torch.equal(one[0].bias, job[0].bias) for one in fresh)
+    with tc.Manager(tmp_path / "run") as manager:
+        manager.register("optimizer", job[1])
+        manager.save(1, {}).result()
+    model, optimizer = made(0)
+    manager = tc.Manager(tmp_path / "run")
+    manager.register("optimizer", optimizer)
+    manager.restore()
+    assert optimizer.state[model.weight]["step"] is optimizer.state[model.bias]["step"]

@@ -72,10 +72,10 @@ class OptimizerPlan(msgspec.Struct):
 
     def build_moments(self, source: RestoreSource) -> dict[Key, dict[Any, Any]]:
         """Returns the tensors to be filled, by saved key; creates those that a fresh optimizer lacks."""
-        found: dict[Key, dict[Any, Any]] = {}
+        found, made = dict[Key, dict[Any, Any]](), dict[object, Tensor]()
         for key, saved in self.saved.items():
             parameter, own = self.live.parameters[key], self.live.own[key]
-            built = build_state(parameter, saved.structure, own, source, path=saved.path, place=saved.place)
+            built = build_state(parameter, saved.structure, own, source, path=saved.path, place=saved.place, made=made)
             self.moments[key] = built
             found[parse_key(saved.path)[1:]] = self.live.spread(key, built)
         return found

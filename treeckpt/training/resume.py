@@ -92,6 +92,7 @@ class _StateDictBuilder:
         self._by_number: dict[Any, Tensor] = dict(enumerate(parameter for group in groups for parameter in group))
         self._by_position = {(i, j): parameter for i, group in enumerate(groups) for j, parameter in enumerate(group)}
         counts = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
+        self._made: dict[object, Tensor] = {}
         self._place = MomentPlacement(counts_on_device=counts)
 
     def state(self, node: Structure, live: Any, at: str) -> Any:
@@ -124,7 +125,9 @@ class _StateDictBuilder:
                 mine = live.get(key) if isinstance(live, Mapping) else None
                 arrays = (p for p in leaves_below(path, child) if self._source.leaves[p] is not None)
                 place = msgspec.structs.replace(self._place, was_spread=any(map(self._source.is_spread, arrays)))
-                found[key] = build_state(parameters[key], child, mine or {}, self._source, path=path, place=place)
+                found[key] = build_state(
+                    parameters[key], child, mine or {}, self._source, path=path, place=place, made=self._made
+                )
             else:
                 found[key] = self._as_saved(child, path)
         return found
