@@ -205,6 +205,19 @@ def test_a_tensor_that_groups_share_and_that_one_keeps_stays_for_that_one(tmp_pa
     assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.25]
 
 
+@pytest.mark.parametrize("saved", [torch.tensor(0.1, dtype=torch.float64), 0.1], ids=["tensor", "number"])
+@pytest.mark.parametrize("here", [torch.tensor(1.0), torch.tensor(1)], ids=["float32", "int64"])
+def test_a_value_is_not_rounded_to_the_dtype_of_the_tensor_here(tmp_path: Path, saved: Any, here: torch.Tensor) -> None:
+    tc.save(tmp_path / "c", tc.training.state(*make(torch.optim.SGD, lr=saved)))
+    model, optimizer = make(torch.optim.SGD, lr=here)
+    tc.training.restore(tmp_path / "c", model, optimizer)
+    rate = optimizer.param_groups[0]["lr"]
+    if isinstance(saved, float) and here.is_floating_point():
+        assert rate is here and float(rate) == float(torch.tensor(0.1))  # stays the tensor that compiled code has
+    else:
+        assert rate == saved and type(rate) is type(saved)
+
+
 def test_groups_that_are_split_do_not_share_what_the_saved_one_had(tmp_path: Path) -> None:
     model, optimizer = make(torch.optim.SGD, lr=torch.tensor(0.5))
     optimizer.param_groups[0]["seen"] = [1]
