@@ -166,6 +166,14 @@ def test_a_straggler_loses_a_millisecond_or_more():
     assert slow_writers(MS, MS, MS, 2 * MS) == BOTH
 
 
+@pytest.mark.parametrize(("late", "found"), [(0, [(3, "hash")]), (380 * MS, [(3, "hash")]), (420 * MS, [])])
+def test_a_straggler_loses_a_hundredth_of_the_save_or_more(late, found):
+    """Rank 3 hashes for 4 ms more than the others; rank 1 writes until `late`."""
+    spans = [("hash", rank, 0, (1 + 4 * (rank == 3)) * MS) for rank in range(5)]
+    spans += [("write", rank, 5 * MS, 10 * MS + late * (rank == 1)) for rank in range(5)]
+    assert [(s.rank, s.phase) for s in stragglers_of(*spans) if s.phase == "hash"] == found
+
+
 def test_a_straggler_has_a_score_above_three_and_a_half():
     """With a deviation of 6745 the scores are a ten-thousandth of the distance from the median."""
     base = 4 * MS

@@ -2,7 +2,8 @@
 
 A rank is a straggler in a phase where its modified z-score (Iglewicz and Hoaglin), 0.6745 (x - median) / MAD, is above
 3.5. Where most ranks take the same time to the nanosecond, the deviation is zero and the score has no meaning, so a
-straggler must also be slower than the median by a fifth.
+straggler must also be slower than the median by a fifth. One that loses less than a hundredth of the save is none: to
+be as fast as the median there would gain nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ MIN_SCORE = 3.5
 MIN_SLOWDOWN = 1.2
 MIN_LOSS_NS = 1_000_000
 """Nanoseconds: a rank that loses less than a millisecond to the median is no straggler."""
+MIN_SHARE = 0.01
+"""Part of the duration of the save below which a loss is none either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,22 +140,24 @@ def find_stragglers(profile: SaveProfile, matrix: PhaseMatrix) -> tuple[Straggle
     A rank that called save later than the others is one in the phase LATE_CALL.
     """
     found: list[Straggler] = []
+    least_ns = max(MIN_LOSS_NS, MIN_SHARE * profile.seconds * 1e9)
     for column, phase in enumerate(matrix.phases):
         if phase not in WAITING_PHASES | COORDINATOR_PHASES:
             rows = np.flatnonzero(matrix.times[:, column] >= 0)
-            found += _outliers(phase, matrix.ranks[rows], matrix.times[rows, column])
+            found += _outliers(phase, matrix.ranks[rows], matrix.times[rows, column], least_ns)
     ranks = np.array([r.rank for r in profile.ranks], np.int64)
-    found += _outliers("", ranks, np.array([r.busy_ns for r in profile.ranks], np.int64))
-    found += _outliers(LATE_CALL, ranks, np.array([r.start_ns - profile.start_ns for r in profile.ranks], np.int64))
+    starts = [r.start_ns - profile.start_ns for r in profile.ranks]
+    found += _outliers("", ranks, np.array([r.busy_ns for r in profile.ranks], np.int64), least_ns)
+    found += _outliers(LATE_CALL, ranks, np.array(starts, np.int64), least_ns)
     return tuple(sorted(found, key=lambda s: (-s.lost_ns, s.rank, s.phase)))
 
 
-def _outliers(phase: str, ranks: np.ndarray, times: np.ndarray) -> list[Straggler]:
+def _outliers(phase: str, ranks: np.ndarray, times: np.ndarray, least_ns: float) -> list[Straggler]:
     if len(times) < 3:  # of two ranks none is the outlier
         return []
     median = int(np.partition(times, (len(times) - 1) // 2)[(len(times) - 1) // 2])
     deviation = float(np.median(np.abs(times - median)))
-    far = (times > median * MIN_SLOWDOWN) & (times - median >= MIN_LOSS_NS)
+    far = (times > median * MIN_SLOWDOWN) & (times - median >= least_ns)
     scores = 0.6745 * (times - median) / deviation if deviation else np.full(len(times), np.inf)
     return [
         Straggler(int(ranks[at]), phase, int(times[at]), median, float(scores[at]))
