@@ -197,7 +197,7 @@ class CheckpointSource:
         return are_equal((job, paths[0]), (job, paths[1]), spec)
 
     def identity(self, path: str) -> object:
-        return None if self.options.rules else identity_of(self.view.by_path[path][0])
+        return None if self.rules else identity_of(self.view.by_path[path][0])
 
     def reading_job(self) -> Load:
         """Returns a load that reads some arrays of the checkpoint, to compare them."""
