@@ -439,6 +439,35 @@ def test_moments_of_a_fresh_optimizer_keep_their_dtype(tmp_path: Path) -> None:
         assert moments["exp_avg"].dtype == torch.float32 and (moments["exp_avg"] == 1 / 3).all()
 
 
+@pytest.mark.parametrize("here", ["fresh", "stepped"])
+def test_an_optimizer_of_named_parameters_in_another_order_is_refused(tmp_path: Path, here: str) -> None:
+    def made(order: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
+        return model, torch.optim.Adam(list(model.named_parameters())[::order])
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+    model, optimizer = made(1)
+    step(model, optimizer)
+    with tc.Manager(tmp_path) as manager:
+        manager.register("optimizer", optimizer)
+        manager.save(1, {}).result()
+    for order in (1, -1):
+        model, optimizer = made(order)
+        if here == "stepped":
+            step(model, optimizer)
+        manager = tc.Manager(tmp_path)
+        manager.register("optimizer", optimizer)
+        if order == 1:
+            manager.restore()
+            continue
+        with pytest.raises(tc.MismatchError, match=r"registered/optimizer/param_groups: .* order .* 0.weight"):
+            manager.restore()
+        assert optimizer.param_groups[0]["param_names"] == ["1.weight", "0.weight"]
+
+
 def test_a_fresh_optimizer_of_other_groups_is_refused_before_anything_changes(tmp_path: Path) -> None:
     model = torch.nn.Linear(1, 1)
     for weights, act in ((_weights(), "save"), (_weights()[:1], "restore")):

@@ -97,3 +97,36 @@ def test_a_name_that_the_model_does_not_take_back_is_named(tmp_path: Path) -> No
     tc.save(tmp_path / "c", training.state(Stubborn()))
     with pytest.raises(tc.MismatchError, match=r"model/more: expected a name that the model's load_state_dict takes"):
         training.restore(tmp_path / "c", Stubborn())
+
+
+class Cached(nn.Linear):
+    """Keeps what it derives from its weight when that is loaded, in a hook or in code of its own."""
+
+    def __init__(self, *, hook: bool) -> None:
+        super().__init__(3, 3)
+        self.derived = self.weight.detach() * 2
+        self.hook = hook
+        if hook:
+            self.register_load_state_dict_post_hook(lambda module, keys: module.derive())
+
+    def derive(self) -> None:
+        self.derived = self.weight.detach() * 2
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        if not self.hook:
+            self.derive()
+
+
+@pytest.mark.parametrize("meta", [False, True], ids=["", "meta"])
+@pytest.mark.parametrize("wrap", [lambda m: m, nn.DataParallel], ids=["plain", "parallel"])
+@pytest.mark.parametrize("hook", [True, False], ids=["hook", "method"])
+def test_what_a_module_derives_when_it_is_loaded_is_derived(tmp_path: Path, hook: bool, wrap: Any, meta: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Cached(hook=hook))
+    tc.save(tmp_path / "c", training.state(model))
+    for source in (tmp_path / "c", training.state(model, buffers="per_rank")):
+        with torch.device("meta" if meta else "cpu"):
+            fresh = nn.Sequential(nn.Linear(3, 3), Cached(hook=hook))
+        weight = fresh[1].weight
+        training.restore(source, wrap(fresh))
+        assert torch.equal(fresh[1].derived, model[1].weight * 2) and fresh[1].weight is weight

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ..errors import MismatchError, TreeError
-from .hyperparameters import is_same
+from .hyperparameters import copied_value, is_same
 from .names import Key, key_path
 
 
@@ -146,7 +146,9 @@ def match_groups(
         names = dict.fromkeys(name for label in dict.fromkeys(label for _, label in places) for name in values[label])
         taken.append(
             {
-                name: common_value([(m, values[label].get(name, _ABSENT)) for m, label in places], f"{path}/{name}")
+                name: copied_value(
+                    common_value([(m, values[label].get(name, _ABSENT)) for m, label in places], f"{path}/{name}")
+                )
                 for name in names
                 if name != "name" and name not in keep
             }

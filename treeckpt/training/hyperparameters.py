@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -44,11 +46,40 @@ def is_same(a: Any, b: Any) -> bool:
         return bool(a == b)
 
 
+def copied_value(saved: Any) -> Any:
+    """Returns a saved value for one group alone: several groups may take it, and a tree in memory keeps its own."""
+    return saved.detach().clone() if isinstance(saved, Tensor) else copy.deepcopy(saved)
+
+
+def separate_tensors(groups: Sequence[tuple[dict[str, Any], Mapping[str, Any]]]) -> None:
+    """Gives groups a tensor of their own in place of one that they share with others and that is to differ there.
+
+    torch puts one tensor, as `lr`, into all groups that an optimizer is made of. The first group keeps the object.
+
+    Args:
+        groups: live groups, each with the values that it will take.
+    """
+    shared: dict[int, list[tuple[dict[str, Any], str, Any]]] = {}
+    for group, values in groups:
+        for name, live in group.items():
+            if isinstance(live, Tensor):
+                shared.setdefault(id(live), []).append((group, name, values.get(name, live)))
+    for (_, _, first), *others in shared.values():
+        for group, name, value in others:
+            if not is_same(first, value):
+                group[name] = group[name].detach().clone()
+
+
 def assign_value(live: Any, saved: Any) -> Any:
-    """Returns the new value of a group; a live tensor is filled and stays the object that compiled code holds."""
+    """Returns the new value of a group; a live tensor is filled and stays the object that compiled code holds.
+
+    A saved value that its dtype would round takes its place: a tensor of another dtype, a float beside integers.
+    """
     if not isinstance(live, Tensor) or isinstance(saved, bool) or not isinstance(saved, (Tensor, int, float)):
         return saved
-    if isinstance(saved, Tensor) and saved.shape != live.shape:
+    if isinstance(saved, Tensor) and (saved.shape, saved.dtype) != (live.shape, live.dtype):
+        return saved.to(live.device)
+    if isinstance(saved, float) and not live.is_floating_point():
         return saved
     with torch.no_grad():
         live.copy_(torch.as_tensor(saved))

@@ -196,15 +196,36 @@ def load_hook_tensors(entries: Sequence[StateDictEntry], filled: Sequence[StateD
         MismatchError: a module does not take a name of its own state dict.
     """
     for root in {id(entry.root): entry.root for entry in filled if not entry.live}.values():
-        state = {entry.raw: entry.value for entry in entries if entry.root is root and entry.kind != "extra"}
-        left = root.load_state_dict(state, strict=False).unexpected_keys
-        if left:
+        if left := _load_own_tensors(root, entries):
             raise MismatchError(
                 f"model/{left[0]}",
                 expected="a name that the model's load_state_dict takes, as its state_dict has it",
                 found=f"{len(left)} that it does not",
                 hint="Register a hook with register_load_state_dict_pre_hook that takes them back",
             )
+
+
+def derive_from_tensors(entries: Sequence[StateDictEntry], filled: Sequence[StateDictEntry]) -> None:
+    """Runs `load_state_dict` of models whose modules derive something in it, with the tensors that they have."""
+    for root in {id(entry.root): entry.root for entry in filled}.values():
+        if any(map(_has_code_for_load, root.modules())):
+            _load_own_tensors(root, entries)
+
+
+def _load_own_tensors(root: nn.Module, entries: Sequence[StateDictEntry]) -> list[str]:
+    """Loads a model's tensors into itself; returns the names that it does not take."""
+    state = {entry.raw: entry.value for entry in entries if entry.root is root and entry.kind != "extra"}
+    return root.load_state_dict(state, strict=False).unexpected_keys
+
+
+def _has_code_for_load(module: nn.Module) -> bool:
+    """Whether code that is not torch's runs when a module is loaded: a hook afterwards, or a method of its class."""
+    code = (
+        *module._load_state_dict_post_hooks.values(),
+        type(module)._load_from_state_dict,
+        type(module).load_state_dict,
+    )
+    return not all((getattr(one, "__module__", None) or "").startswith("torch.") for one in code)
 
 
 def has_load_hook(entry: StateDictEntry) -> bool:

@@ -67,6 +67,7 @@ def build_state(
     *,
     path: str,
     place: MomentPlacement,
+    made: dict[object, Tensor],
 ) -> dict[Any, Any]:
     """Returns the state of one parameter, to be filled: existing tensors stay, missing ones are created.
 
@@ -76,6 +77,8 @@ def build_state(
         source: provides specs and values of saved leaves.
         path: the saved path of the state.
         place: decides device, layout and dtype of new tensors.
+        made: the tensors that were created for the optimizer, to which it adds: what parameters shared, as a counter,
+            they share again.
     """
     found: dict[Any, Any] = {}
     for key, child in children_of(saved).items():
@@ -84,13 +87,24 @@ def build_state(
             found[key] = here[key]
             continue
         new_leaves = (
-            _leaf(parameter, str(key), spec, place, whole=place.was_spread and not source.is_spread(p))
+            _shared(
+                _leaf(parameter, str(key), spec, place, whole=place.was_spread and not source.is_spread(p)),
+                source.identity(p),
+                made,
+            )
             if (spec := source.leaves[p])
             else source.value(p)
             for p in paths
         )
         found[key] = unflatten(child, new_leaves, resolve=resolve)
     return found
+
+
+def _shared(new: Any, identity: object, made: dict[object, Tensor]) -> Any:
+    """Returns the tensor that was created before for the same saved one, if there is one as the new one."""
+    if identity is None or type(new) is not Tensor:
+        return new
+    return made.setdefault((identity, new.shape, new.dtype, new.device), new)
 
 
 def _leaf(parameter: Tensor, name: str, spec: ArraySpec, place: MomentPlacement, *, whole: bool) -> Any:

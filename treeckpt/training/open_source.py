@@ -118,6 +118,10 @@ class _OverlaySource:
         jobs = (first.reading_job(), paths[0]), (second.reading_job(), paths[1])
         return are_equal(*jobs, wanted_of(wanted, paths[0], self.comm))
 
+    def identity(self, path: str) -> object:
+        found = self._provider[path].identity(path)
+        return None if found is None else (id(self._provider[path]), found)
+
     def is_spread(self, path: str) -> bool:
         return self._provider[path].is_spread(path)
 

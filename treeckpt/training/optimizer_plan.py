@@ -28,7 +28,7 @@ from .groups import (
     match_groups,
     saved_labels,
 )
-from .hyperparameters import assign_value, is_same, torch_options
+from .hyperparameters import assign_value, is_same, separate_tensors, torch_options
 from .moments import MomentPlacement, build_state, expected_moments, foreign_moments
 from .names import Key, get_in, key_path, parse_key
 from .optimizers import NamedOptimizer, groups_of, is_lbfgs, optimizer_names
@@ -72,10 +72,10 @@ class OptimizerPlan(msgspec.Struct):
 
     def build_moments(self, source: RestoreSource) -> dict[Key, dict[Any, Any]]:
         """Returns the tensors to be filled, by saved key; creates those that a fresh optimizer lacks."""
-        found: dict[Key, dict[Any, Any]] = {}
+        found, made = dict[Key, dict[Any, Any]](), dict[object, Tensor]()
         for key, saved in self.saved.items():
             parameter, own = self.live.parameters[key], self.live.own[key]
-            built = build_state(parameter, saved.structure, own, source, path=saved.path, place=saved.place)
+            built = build_state(parameter, saved.structure, own, source, path=saved.path, place=saved.place, made=made)
             self.moments[key] = built
             found[parse_key(saved.path)[1:]] = self.live.spread(key, built)
         return found
@@ -301,6 +301,9 @@ def _without(node: Structure, keys: Container[Any]) -> Structure:
 def apply_optimizers(plans: Sequence[OptimizerPlan]) -> list[str]:
     """Loads state and hyper-parameters into the optimizers; returns the paths that they did not take."""
     left: list[str] = []
+    separate_tensors(
+        [pair for plan in plans for pair in zip(plan.live.optimizer.param_groups, plan.values, strict=True)]
+    )
     for plan in plans:
         if plan.live.form is None:
             _apply_plain(plan)
@@ -328,8 +331,14 @@ def _apply_plain(plan: OptimizerPlan) -> None:
     for group, values in zip(plan.live.optimizer.param_groups, plan.values, strict=True):
         for name, value in values.items():
             group[name] = assign_value(group.get(name), value)
-    if not type(optimizer).__setstate__.__module__.startswith("torch.optim."):
+    own_code = not type(optimizer).__setstate__.__module__.startswith("torch.optim.")
+    if own_code or any(_counts_in_numbers(moments) for moments in plan.moments.values()):
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+
+
+def _counts_in_numbers(moments: Mapping[Any, Any]) -> bool:
+    """Whether steps are counted as before torch 1.12, which the classes of torch convert in `__setstate__`."""
+    return any(isinstance(moments.get(name), (int, float)) for name in ("step", "mu_product", "eta", "mu"))
 
 
 def _load_state_dict(plan: OptimizerPlan) -> None:

@@ -40,6 +40,7 @@ from .modules import (
     StateDictEntry,
     allocate_meta_tensors,
     collect_entries,
+    derive_from_tensors,
     load_hook_tensors,
     on_meta,
     reset_fsdp_shards,
@@ -346,20 +347,18 @@ class _Restore:
     def run(self) -> RestoreReport:
         """Fills the targets."""
         roots = {id(entry.root) for entry in self.wanted if not entry.live}
-        made = allocate_meta_tensors(
-            [*self.wanted, *(one for one in self.model.hidden if id(one.root) in roots)], self.targets.device
-        )
-        if made:
+        hidden = [one for one in self.model.hidden if id(one.root) in roots]
+        if made := allocate_meta_tensors([*self.wanted, *hidden], self.targets.device):
             reset_fsdp_shards(self.targets.model)
         filled = self.source.fill(self._target(), take=self.comm.size != self.source.world)
         load_hook_tensors(self.entries, self.wanted)
         self.ignored += apply_optimizers(self.plans)
         for action in self.last:
             action()
+        derive_from_tensors(self.entries, self.wanted)
         if self.rng_state is not None:
             self.ignored += set_rng(self.rng_state)
-        left = on_meta(self.targets.model)
-        if left:
+        if left := on_meta(self.targets.model):
             _log.warning(
                 "%s: still on the meta device, as not saved: %s. Set before the model runs", self.source.url, left
             )

@@ -67,6 +67,7 @@ def _resumed(optimizer: Any, path: str, source: RestoreSource, selects: Callable
     saved, live = source.structure, optimizer.state_dict()
     for step in path.split("/"):
         saved = next((child for key, child in children_of(saved).items() if key_text(key) == step), None)
+    _check_names(live, path, saved, source)
     below = {p: f"{path}/{p}" for p, _ in paths_of(saved)} if saved is not None else {}
     arrays = {p for p, at in below.items() if source.leaves.get(at) is not None}
     here = {p for p, leaf in flatten(live)[1] if isinstance(leaf, Tensor)}
@@ -91,6 +92,7 @@ class _StateDictBuilder:
         self._by_number: dict[Any, Tensor] = dict(enumerate(parameter for group in groups for parameter in group))
         self._by_position = {(i, j): parameter for i, group in enumerate(groups) for j, parameter in enumerate(group)}
         counts = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
+        self._made: dict[object, Tensor] = {}
         self._place = MomentPlacement(counts_on_device=counts)
 
     def state(self, node: Structure, live: Any, at: str) -> Any:
@@ -123,7 +125,9 @@ class _StateDictBuilder:
                 mine = live.get(key) if isinstance(live, Mapping) else None
                 arrays = (p for p in leaves_below(path, child) if self._source.leaves[p] is not None)
                 place = msgspec.structs.replace(self._place, was_spread=any(map(self._source.is_spread, arrays)))
-                found[key] = build_state(parameters[key], child, mine or {}, self._source, path=path, place=place)
+                found[key] = build_state(
+                    parameters[key], child, mine or {}, self._source, path=path, place=place, made=self._made
+                )
             else:
                 found[key] = self._as_saved(child, path)
         return found
@@ -159,4 +163,27 @@ def _check_groups(live: Any, path: str, saved: Structure) -> None:
             found=f"{', '.join(foreign)} in the checkpoint too",
             hint="Make an optimizer of the class that was saved; treeckpt.training.restore with strict=False takes "
             "what both have",
+        )
+
+
+def _check_names(live: Any, path: str, saved: Structure, source: RestoreSource) -> None:
+    """Refuses parameters in another order, where both sides name them (`named_parameters`): state goes by number.
+
+    Raises:
+        MismatchError: a parameter stands at another place than when it was saved.
+    """
+    groups = live.get("param_groups") if isinstance(live, Mapping) else None
+    here = [name for group in groups or () for name in group.get("param_names", ())]
+    there: list[Any] = []
+    for key, group in children_of(descend(saved, ("param_groups",))).items():
+        names = children_of(group).get("param_names")
+        at = f"{path}/param_groups/{key_text(key)}/param_names"
+        there += [source.value(p) for p in leaves_below(at, names)] if names is not None else []
+    moved = next((n for n, name in zip(there, here, strict=False) if n != name and n in here), None)
+    if moved is not None:
+        raise MismatchError(
+            f"{path}/param_groups",
+            expected=f"the parameters in the order in which they were saved: {', '.join(map(str, there))[:200]}",
+            found=f"{moved} at another place: {', '.join(map(str, here))[:200]}",
+            hint="Make the optimizer of the parameters in that order; treeckpt.training matches them by name",
         )

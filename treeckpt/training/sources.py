@@ -73,6 +73,10 @@ class RestoreSource(Protocol):
         """Whether two arrays are one, or equal in the part that a tensor needs."""
         ...
 
+    def identity(self, path: str) -> object:
+        """Returns a key, equal for the paths of one saved tensor; None where rules may have made copies of it."""
+        ...
+
     def is_spread(self, path: str) -> bool:
         """Whether an array was distributed, as far as that is known."""
         ...
@@ -191,6 +195,9 @@ class CheckpointSource:
         spec = wanted_of(wanted, paths[0], self.comm)
         job = self.reading_job()
         return are_equal((job, paths[0]), (job, paths[1]), spec)
+
+    def identity(self, path: str) -> object:
+        return None if self.rules else identity_of(self.view.by_path[path][0])
 
     def reading_job(self) -> Load:
         """Returns a load that reads some arrays of the checkpoint, to compare them."""
@@ -316,6 +323,9 @@ class TreeSource:
     def are_equal(self, paths: tuple[str, str], wanted: Any) -> bool:
         first, second = (self._leaves[path] for path in paths)
         return moving.are_equal(first, second, wanted, paths[1], self.comm.rank)
+
+    def identity(self, path: str) -> object:
+        return id(self._leaves[path])
 
     def is_left(self, path: str) -> bool:
         return False
