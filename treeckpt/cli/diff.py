@@ -11,6 +11,7 @@ import msgspec
 
 from ..core.analysis.diff import Added, Diff, Moved, Removed, diff
 from ..core.format.records import Index
+from ..core.tree.nesting import split_structure
 from ..io.storage.open import open_store
 from ..loading.compare import ValueChange, value_changes
 from ..loading.one_checkpoint import opened
@@ -73,8 +74,10 @@ def _beside_leaves(a: Index, b: Index) -> list[str]:
     files = [{one.name: one.xxh3 for one in index.sidecars} for index in (a, b)]
     found = [f"custom metadata {name}" for name in _different(*metadata)]
     found += [f"sidecar file {name}" for name in _different(*files)]
-    if a.by_path.keys() == b.by_path.keys() and a.world == b.world and a.structure != b.structure:
-        found.append("containers, by kind or by the order of keys")
+    if a.by_path.keys() == b.by_path.keys() and a.world == b.world:
+        parts = [split_structure(index.structure) for index in (a, b)]  # of any depth
+        if parts[0] != parts[1]:
+            found.append("containers, by kind or by the order of keys")
     return found
 
 
