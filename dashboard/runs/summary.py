@@ -23,6 +23,8 @@ from .resume import Listed, ResumeFacts, resume_facts
 DURATIONS = 40
 """Saves of a run whose durations are drawn as a line."""
 
+T = TypeVar("T")
+
 
 def policies_of(library: Library, keep: str | None) -> tuple[Policy, ...]:
     """Returns the policies of a request, or those that the dashboard was given.
@@ -70,9 +72,6 @@ class RunSummary(msgspec.Struct, frozen=True):
     """The newest value of `metric`."""
     durations: list[float]
     resume: ResumeFacts
-
-
-T = TypeVar("T")
 
 
 class LastResult(Generic[T]):

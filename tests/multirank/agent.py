@@ -37,7 +37,8 @@ def main(cases: str, directory: str, *chosen: str) -> None:
         max_restarts=0,
         start_method="fork",
     )
-    # the agent's store looks up the name of each rank that connects: a rank forked meanwhile has glibc's lock for ever
+    # the agent's store looks up the name of each rank that connects, and a rank that is forked meanwhile inherits
+    # glibc's lock of the resolver, held
     started = multiprocessing.get_context("fork").Barrier(config.nproc_per_node)
     gc.freeze()  # so that no rank's collector looks at, and thereby copies, what all share
     elastic_launch(config, _run_rank)(Path(directory), phases, started)

@@ -48,10 +48,10 @@ def add_verify(commands: Commands) -> None:
 
 def _verify(options: argparse.Namespace) -> int:
     shown, path = progress_of(options), options.checkpoint
-    if not (options.repair or options.statistics) and catalog.run_exists(path):
-        found = catalog.scan(path)
-        alone = len(found) == 1 and catalog.is_checkpoint(path)
-        if not alone and any(info.status not in ("partial", "foreign") for info in found):
+    alone = options.repair or options.statistics
+    if not alone and (not catalog.is_checkpoint(path) or catalog.has_steps(open_folder(path))):
+        found = catalog.scan(path) if catalog.run_exists(path) else []
+        if any(info.status not in ("partial", "foreign") for info in found):
             return _verify_run(options, found)
     nbytes = None if shown is False else catalog.read_info(path, follow=True).nbytes
     with stores_bar("verifying", nbytes, shown=shown) as counted:

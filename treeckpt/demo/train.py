@@ -202,7 +202,7 @@ def run_rank(text: str, started: Barrier | None = None) -> None:
     """Does the task given as JSON; one that fails prints why.
 
     Args:
-        started: waits until all ranks have been started.
+        started: where this rank waits until all ranks have been started.
 
     Raises:
         SystemExit: it failed.
@@ -245,7 +245,7 @@ def run_ranks(text: str, ranks: int) -> None:
         start_method="fork" if sys.platform == "linux" else "spawn",
     )
     # The agent's store looks up the name of each rank that connects, in a thread. A rank that is forked meanwhile
-    # inherits glibc's lock of the resolver, held, and waits for it when it connects itself (seen in 1 of 150 starts).
+    # inherits glibc's lock of the resolver, held, and waits for it for ever when it connects (seen once in 36 starts).
     started = multiprocessing.get_context(config.start_method).Barrier(ranks)
     gc.freeze()  # no rank's collector then copies what all share
     try:

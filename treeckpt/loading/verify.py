@@ -23,13 +23,7 @@ from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.leftovers import list_leftovers
 from ..io.storage.local_read import too_short
 from ..io.storage.memory import aligned_buffer
-from ..io.storage.metadata_files import (
-    check_index_unchanged,
-    index_content,
-    read_sidecar,
-    read_timings,
-    rebuild_from_shards,
-)
+from ..io.storage.metadata_files import read_sidecar, read_timings, rebuild_from_shards
 from ..io.storage.shard_reader import ArrivingBlocks, OpenedShard, matches, open_shard
 from ..io.storage.store import FETCH_MEMORY, Store, SupportsFetching
 from ..io.timing import Recorder
@@ -121,9 +115,7 @@ def publish_rebuilt(store: Store, *, replace: bool) -> Index:
         raise CheckpointExists(
             store.url, expected=f"no {INDEX_NAME}", found="one", hint="Pass replace=True to make it anew"
         )
-    before = index_content(store)
     index = rebuild_from_shards(store)
-    check_index_unchanged(store, before)
     store.publish(INDEX_NAME, encode_index(index), replace=replace)
     return index
 

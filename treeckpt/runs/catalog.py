@@ -146,7 +146,7 @@ def scan(
     if isinstance(run, (str, os.PathLike)) and is_checkpoint(run):
         folder = open_folder(run).listed()
         one = read_info_or_corrupt(folder, cache=cache, follow=True)
-        if not _has_steps(folder):
+        if not has_steps(folder):
             return [one]
         found = read_infos(open_run(run), cache, report_errors=True, on_read=on_read)
         return in_listing_order([one, *(info for _, info in found if info.status != "foreign")])
@@ -154,7 +154,7 @@ def scan(
     return in_listing_order(info for _, info in found)
 
 
-def _has_steps(folder: Folder) -> bool:
+def has_steps(folder: Folder) -> bool:
     """Whether directories named as steps are below the directory of a checkpoint."""
     with contextlib.suppress(StoreError):
         return any(is_step_name(name) and not entry.regular for name, entry in folder.entries().items())

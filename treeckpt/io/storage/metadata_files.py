@@ -83,18 +83,12 @@ def read_index_bytes(store: Store) -> bytes:
         raise wrap_read_error(error, f"{store.url}/{INDEX_NAME}", kind=CorruptError) from error
 
 
-def index_content(store: Store) -> bytes | None:
+def _index_content(store: Store) -> bytes | None:
     """Returns the content of a checkpoint's index, whatever it is; None if there is none, or it cannot be read."""
     try:
         return read_index_bytes(store)
     except CheckpointError:
         return None
-
-
-def check_index_unchanged(store: Store, before: bytes | None) -> None:
-    """Raises CheckpointError if the index is no longer `before`: it is that of another save, which must stay."""
-    if index_content(store) != before:
-        raise replaced_meanwhile(store)
 
 
 def replaced_meanwhile(store: Store) -> CheckpointError:
@@ -164,7 +158,9 @@ def rebuild_from_shards(store: Store, *, save_id: str | None = None, whole: bool
     Raises:
         CheckpointNotFound: there are no shards.
         CorruptError, FormatError: no set of shards is complete and intact.
+        CheckpointError: another save has published an index meanwhile, which must stay.
     """
+    before = _index_content(store)
     saves: dict[str, list[str]] = {}
     for name in store.sizes():
         if (parsed := parse_shard_name(name)) is not None:
@@ -182,6 +178,8 @@ def rebuild_from_shards(store: Store, *, save_id: str | None = None, whole: bool
             errors.append(error)
     if not found:
         raise errors[0]
+    if _index_content(store) != before:
+        raise replaced_meanwhile(store)
     return max(found, key=lambda index: index.created_ns)
 
 
