@@ -319,7 +319,10 @@ def test_other_bytes_than_those_of_the_range_are_an_error(far: FarS3, tree: dict
         tc.load(store)
 
 
-def test_a_busy_store_slows_a_load_down_and_does_not_fail_it(far: FarS3, tree: dict[str, Any]) -> None:
+def test_a_busy_store_slows_a_load_down_and_does_not_fail_it(
+    far: FarS3, tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tc.ObjectStore, "request_nbytes", 3 * MIB)
     store = far.store(**QUICK)
     tc.save(store, tree)
     far.set(busy_above=2, latency=0.05)
