@@ -115,7 +115,7 @@ class InlineWriter:
         self._on_progress = on_progress or (lambda written: None)
         self._note: ProgressRecorder | None = None
         self._timings: Thread | None = None
-        """Writes them to an object store, at the same time as the progress record is removed."""
+        """Writes them to an object store, beside the index and then beside the removal of the progress record."""
         self._written = False
         """Whether all shards are written, which the others may know already."""
 
@@ -162,9 +162,11 @@ class InlineWriter:
                 with recorder.span("publish"):
                     index = complete_index(info, plan, reports)
                     data = encode_index(index)
-                    # before the index: should this save die after it, later ones know by them that it had ended
-                    write_timings(store, info, reports, None, recorder)
                     check_files_exist(store, index)
+                    # before the index, in an object store beside it: should this save die after it, later ones know by
+                    # them that it had ended
+                    if not self._start_timings(reports):
+                        write_timings(store, info, reports, None, recorder)
                     publishing = True
                     publish_index(store, data, info)
             except Exception as caught:
@@ -173,6 +175,7 @@ class InlineWriter:
                     error = with_published_hint(error)
                 faults.append(to_fault(error, 0, common=isinstance(error, CheckpointExists)))
                 self.error = self.error or error
+        self._join_timings()
         if not faults:
             # it is committed: the rest may fail without harm
             if not self._start_timings(reports):
@@ -199,11 +202,15 @@ class InlineWriter:
         with contextlib.suppress(Exception):
             write_timings(self._store, self._info, reports, None, self.recorder)
 
+    def _join_timings(self) -> None:
+        if self._timings is not None:
+            self._timings.join()
+            self._timings = None
+
     def end(self) -> None:
         if self._note is not None:
             self._note.end()
-        if self._timings is not None:
-            self._timings.join()
+        self._join_timings()
         if self._note is None:
             return
         if self._info.rank == 0 and not isinstance(self._store, SupportsCompareAndSwap):

@@ -432,8 +432,7 @@ def test_a_save_waits_for_no_answer_that_another_request_does_not_need(far: FarS
         ["POST uploads", "PUT progress"],
         ["PUT partNumber"],
         ["POST uploadId"],
-        ["PUT timings"],
-        ["PUT index"],
+        ["PUT index", "PUT timings"],
         ["DELETE progress", "PUT timings"],
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
@@ -263,6 +264,14 @@ def rated(depth: RequestDepth, rate: Callable[[int], float], windows: int) -> li
             depth.add(100, now)
         found.append(depth.depth)
     return found
+
+
+@pytest.mark.parametrize(("processors", "requests"), [(1, 16), (2, 32), (4, 64), (96, 64)])
+def test_a_machine_with_few_processors_begins_with_fewer_requests(
+    processors: int, requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(processors)), raising=False)
+    assert RangeFetcher(answer, judge, tries=1).depth.depth == requests
 
 
 def test_the_depth_rises_while_the_rate_does() -> None:
