@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import uuid
 from typing import Any
@@ -28,6 +29,7 @@ from .names import Entry, entries_of, fill_tensors, load_values
 from .writer import DcpBytes, DcpWriter, WholeValue
 
 _DCP_READER = filesystem.FileSystemReader
+_DCP_ARGUMENTS = inspect.signature(_DCP_READER)
 
 
 class DcpReader(StorageReader):
@@ -44,14 +46,18 @@ class DcpReader(StorageReader):
 
     Args:
         path: a path or URL, as for `treeckpt.load`.
-        unused, ignored: those of `FileSystemReader`, for directories of DCP.
+        options, named: those of `FileSystemReader`, for directories of DCP.
         allow_pickle: unpickles values that were saved so, which can run any code, as DCP does with all.
+
+    Raises:
+        TypeError: an argument that `FileSystemReader` does not have.
     """
 
-    def __init__(self, path: Any, *unused: Any, allow_pickle: bool = True, **ignored: Any) -> None:
+    def __init__(self, path: Any, *options: Any, allow_pickle: bool = True, **named: Any) -> None:
         super().__init__()
+        _DCP_ARGUMENTS.bind(path, *options, **named)
         self.path, self.allow_pickle = path, allow_pickle
-        self._unused, self._ignored = unused, ignored
+        self._options, self._named = options, named
         self._dcp: filesystem.FileSystemReader | None = None
         self.load_id = uuid.uuid4().hex
 
@@ -91,7 +97,7 @@ class DcpReader(StorageReader):
             CheckpointNotFound, CorruptError, FormatError: the state of the files.
         """
         if self.is_of_dcp():
-            self._dcp = _DCP_READER(self.path, *self._unused, **self._ignored)
+            self._dcp = _DCP_READER(self.path, *self._options, **self._named)
             return self._dcp.read_metadata(*args, **kwargs)
 
         return on_one_version(self.path, lambda found: metadata_of(found.index, self.path, self.load_id))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import io
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -30,6 +32,7 @@ from ..io.storage.foreign_formats import DCP_METADATA
 from ..io.storage.open import open_store
 from .names import DcpPath
 
+_DCP_ARGUMENTS = inspect.signature(FileSystemWriter)
 MARKER = b"A checkpoint of treeckpt: see index.json. This file is for programs that look for DCP's metadata.\n"
 
 
@@ -69,13 +72,14 @@ class DcpWriter(StorageWriter):
 
     Args:
         path: a path or URL, as for `treeckpt.save`.
-        unused, ignored: those of `FileSystemWriter`, of which only `overwrite` has an effect.
-        overwrite: replaces a checkpoint at the path, which stays valid until the new one is committed.
+        options, named: those of `FileSystemWriter`, in its order; of these only `overwrite` has an effect.
+            By default a checkpoint at the path is replaced; it stays valid until the new one is committed.
         marker: writes a file `.metadata` after the index, for programs that look for one; by default as `install` says.
         allow_pickle: stores values of unknown kinds as pickles; others are refused.
 
     Raises:
         TreeckptError: extensions, which would change the bytes.
+        TypeError: an argument that `FileSystemWriter` does not have.
     """
 
     marker_by_default: ClassVar[bool] = False
@@ -83,16 +87,16 @@ class DcpWriter(StorageWriter):
     def __init__(
         self,
         path: Any,
-        *unused: Any,
-        overwrite: bool = True,
+        *options: Any,
         marker: bool | None = None,
         allow_pickle: bool = True,
-        **ignored: Any,
+        **named: Any,
     ) -> None:
         super().__init__()
-        if ignored.get("_extensions"):
+        given = _DCP_ARGUMENTS.bind(path, *options, **named).arguments
+        if given.get("_extensions"):
             raise TreeckptError("_extensions", expected="none", found="some", hint="treeckpt stores bytes as they are")
-        self.path, self.overwrite, self.allow_pickle = path, overwrite, allow_pickle
+        self.path, self.overwrite, self.allow_pickle = path, given.get("overwrite", True), allow_pickle
         self.marker = self.marker_by_default if marker is None else marker
         self.save_id = ""  # of the last save, once it is there
 
