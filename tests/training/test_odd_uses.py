@@ -316,3 +316,23 @@ def test_an_optimizer_that_is_older_than_fully_shard_is_to_be_made_after_it(tmp_
             training.state(model, optimizer)
     finally:
         dist.destroy_process_group()
+
+
+class Cursor:
+    """Without `state_dict`."""
+
+    at = 3
+
+
+def test_a_loader_without_a_state_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+    model = net(0)
+    plain = torch.utils.data.DataLoader(range(8))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(tc.MismatchError, match=r"loader/train: .*found a DataLoader.*StatefulDataLoader"):
+        training.state(model, loader={"train": plain})
+    tc.save(tmp_path / "c", training.state(model, loader={"at": 3}))
+    for loader, name in ((plain, "DataLoader"), ({"at": plain}, "DataLoader"), (Cursor(), "Cursor")):
+        with pytest.raises(tc.MismatchError, match=f"found a {name}.*StatefulDataLoader"):
+            training.restore(tmp_path / "c", model, loader=loader)
+    assert training.restore(tmp_path / "c", model, loader={"at": 0}).loader == {"at": 3}
+    tc.save(tmp_path / "p", training.state(model, loader=Path("x")), allow_pickle=True)  # a value for pickle
+    training.restore(tmp_path / "p", model, loader=Path("y"), allow_pickle=True)

@@ -24,6 +24,7 @@ from .names import key_path, nested
 from .optimizers import NamedOptimizer, Optimizers, groups_of, name_optimizers, optimizer_chain, trees_of
 from .rng import rng_state
 from .schedules import to_groups
+from .user_state import check_loader
 
 Buffers = Literal["replicated", "first", "same", "per_rank"]
 """Whose buffers are saved, where several ranks hold a module."""
@@ -77,6 +78,7 @@ def state(
 
     Raises:
         TreeError: parameters of an optimizer that are not the model's, two objects of one name, a glob without meaning.
+        MismatchError: an iterable loader without `state_dict` and `load_state_dict`.
     """
     found = collect_entries(model)
     optimizers = name_optimizers(optimizer, found)
@@ -94,6 +96,7 @@ def state(
     if scheduler is not None:
         tree["scheduler"] = _scheduler_states(scheduler, optimizers)
     if loader is not None:
+        check_loader(loader, allow_pickle=True)
         tree["loader"] = PerRank(loader.state_dict() if is_stateful(loader) else loader)
     if rng:
         tree["rng"] = PerRank(rng_state())

@@ -55,7 +55,7 @@ from .rng import set_rng
 from .schedules import from_groups, unused_entries
 from .sources import RestoreSource, children_of, descend, leaves_below, nodes_by_name
 from .targets import RestoreTargets
-from .user_state import check_generators, compare_extra, loader_actions, objects_of_extra
+from .user_state import check_generators, check_loader, compare_extra, loader_actions, objects_of_extra
 
 _log = logging.getLogger("treeckpt")
 
@@ -248,6 +248,7 @@ class _Restore:
     def plan_rest(self) -> None:
         """Loads the state of the loader and the generators, and compares or loads `extra`."""
         loader, extra = self.targets.loader, self.targets.extra
+        check_loader(loader, self.comm.rank, allow_pickle=self.options.allow_pickle)
         if self.comm.rank == 0:
             check_generators(loader)
         if loader is not None and self._has("loader", "loader=..."):

@@ -7,14 +7,14 @@ A loader is one object or a tree of them: each loads the state that was saved at
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 from torch.utils.data import DataLoader
 
-from ..arrays.registry import is_value
+from ..arrays.registry import abstract_of, is_value
 from ..arrays.stateful import expand_states, holds_stateful, is_stateful
 from ..core.tree.flatten import flatten
 from ..core.tree.sequences import differing_sequences
@@ -49,6 +49,28 @@ def loader_actions(loader: Any, state: Any, path: str) -> Iterator[Callable[[], 
                 hint="Give the loaders in a tree as that which was saved",
             ) from error
         yield from loader_actions(one, part, here)
+
+
+def check_loader(loader: Any, rank: int = 0, *, allow_pickle: bool) -> None:
+    """Refuses a loader that is, or holds, an object without the methods through which its place is saved and loaded.
+
+    Args:
+        allow_pickle: takes such an object for a value, unless it is iterable: the pickle of a loader has no place.
+
+    Raises:
+        MismatchError: naming it.
+    """
+    for path, leaf in flatten({"loader": loader}, rank=rank)[1]:
+        if leaf is ... or holds_stateful(leaf) or is_value(leaf) or abstract_of(leaf, path, rank) is not None:
+            continue
+        if isinstance(leaf, Iterable) or not allow_pickle:
+            raise MismatchError(
+                path,
+                expected="an object with state_dict and load_state_dict, or plain values and arrays",
+                found=f"a {type(leaf).__qualname__}",
+                hint="Take torchdata's StatefulDataLoader; or leave loader= out, keep the epoch and the number of "
+                "samples in extra=, and skip as many after a restore",
+            )
 
 
 _checked = WeakSet[Any]()
