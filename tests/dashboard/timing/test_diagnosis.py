@@ -12,19 +12,20 @@ from treeckpt.core.sharding.int_runs import encode_runs
 MS = 1_000_000
 
 
-def save(run, step, fsync, *, hosts=(), late=0):
-    """Writes a save of 4 ranks whose rank 3 takes `fsync` milliseconds to make its bytes durable, the others 20.
+def save(run, step, fsync, *, hosts=(), late=0, world=4):
+    """Writes a save whose last rank takes `fsync` milliseconds to make its bytes durable, the others 20.
 
-    Rank 3 calls it `late` milliseconds after the others.
+    The last rank calls it `late` milliseconds after the others.
     """
+    last = world - 1
     path = run / f"step_{step:08d}"
     index = write_checkpoint(path, {"x": 1}, step=step)
     at, end = START_NS + late * MS, START_NS + (78 + fsync + late) * MS
     spans = []
-    for rank in range(4):
-        own = fsync if rank == 3 else 20
+    for rank in range(world):
+        own = fsync if rank == last else 20
         rows = [
-            ("save", at if rank == 3 else START_NS, end, -1),
+            ("save", at if rank == last else START_NS, end, -1),
             ("plan", at, at + 1 * MS, 0),
             ("write", at + 1 * MS, at + (71 + own) * MS, 0),
             ("hash", at + 1 * MS, at + 71 * MS, 2),
@@ -32,9 +33,9 @@ def save(run, step, fsync, *, hosts=(), late=0):
             ("gather", at + (71 + own) * MS, end - (7 * MS if rank == 0 else 0), 0),
         ]
         rows += [("publish", end - 7 * MS, end, 0)] if rank == 0 else []
-        rows += [("agree", START_NS, at, 0)] if late and rank < 3 else []
+        rows += [("agree", START_NS, at, 0)] if late and rank < last else []
         spans += [Span(name, rank, start, stop, 0, parent) for name, start, stop, parent in rows]
-    timings = Timings(index.save_id, step, 4, tuple(spans), None, hosts)
+    timings = Timings(index.save_id, step, world, tuple(spans), None, hosts)
     (path / timings_name(index.save_id)).write_bytes(encode_timings(timings))
 
 
@@ -114,3 +115,12 @@ def test_a_usual_save_is_not_called_slow_and_few_saves_are_no_measure(serve, slo
     )
     page, _ = timing(client, 2)
     assert page["diagnosis"].startswith("100 ms, with too few saves before it to compare with; ")
+
+
+def test_of_two_ranks_the_page_names_the_slower_and_does_not_say_that_none_stands_out(serve, tmp_path):
+    for world in (2, 4):
+        save(tmp_path / "run", world, 20 if world == 4 else 2322, world=world)
+    page, html = timing(serve(tmp_path / "run"), 2)
+    assert page["slowest"] == 1 and page["stragglers"] == []
+    assert "the table Ranks compares them" in html and "No rank stands out" not in html
+    assert "No rank stands out" in timing(serve(tmp_path / "run"), 4)[1]
