@@ -76,6 +76,29 @@ def test_an_error_says_which_names_there_are(tmp_path: Path) -> None:
         training.restore(tmp_path / "model.safetensors", net(2), rng=False)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("name", "optim"), [("model_state_dict", "optimizer_state_dict"), ("model", "optim")])
+@pytest.mark.parametrize("way", ["torch", "dcp"])
+def test_state_dicts_of_other_names_are_restored_as_the_error_says(
+    tmp_path: Path, way: str, name: str, optim: str
+) -> None:
+    model = net(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    stepped(model, optimizer)
+    tree = {name: model.state_dict(), optim: optimizer.state_dict()}
+    torch.save(tree, tmp_path / "old") if way == "torch" else dcp.save(tree, checkpoint_id=tmp_path / "old")
+    fresh = net(2)
+    theirs = torch.optim.AdamW(fresh.parameters())
+    with pytest.raises(tc.MismatchError, match=r"save\(new, {'model': old\[...\], 'optimizer': old\[...\]}\)"):
+        training.restore(tmp_path / "old", fresh, theirs, rng=False)
+    old = tc.load(tmp_path / "old")
+    tc.save(tmp_path / "new", {"model": old[name], "optimizer": old[optim]})
+    training.restore(tmp_path / "new", fresh, theirs, rng=False)
+    assert same_tensors(fresh.state_dict(), model.state_dict())
+    for mine, other in zip(fresh.parameters(), model.parameters(), strict=True):
+        assert same_tensors(theirs.state[mine], optimizer.state[other])
+
+
 # optimizers -----------------------------------------------------------------------------------------------------------
 def _write(way: str, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Path:
     """Saves a training as other programs do, and converts it where the way says so."""

@@ -8,7 +8,7 @@ state. Per-rank state, such as that of the generators, comes from one checkpoint
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, reduce
 from typing import Any
 
@@ -31,6 +31,10 @@ from ..trees.per_rank_state import Policy
 from .sources import CheckpointSource, OnReport, RestoreSource, TreeSource, children_of, fill_from, load_part, wanted_of
 
 OWN = "/~rank*"
+OTHER_NAMES = (
+    "State dicts under other names: old = treeckpt.load(path), then treeckpt.save(new, {'model': old[...], "
+    "'optimizer': old[...]}) with their names there, and restore new, with rng=False"
+)
 
 
 def rules_of(rename: Renaming, transforms: Transforms, under: str, *, from_root: bool) -> tuple[Rule, ...]:
@@ -185,6 +189,22 @@ def check_globs(source: RestoreSource, options: LoadOptions, entries: Sequence[s
         raise
 
 
+def missing_part(part: str, how: str, parts: Iterable[object]) -> MismatchError:
+    """Returns the error that a source lacks a part of a training state.
+
+    Args:
+        how: what would have saved it.
+        parts: those that it has.
+    """
+    hint = f"To leave what is here as it is, pass {part}={False if part == 'rng' else None}"
+    return MismatchError(
+        part,
+        expected=f"a state saved with {how}",
+        found=f"only {', '.join(map(str, parts))} in the checkpoint",
+        hint=hint + (f". {OTHER_NAMES}" if part == "optimizer" else ""),
+    )
+
+
 def is_stored(given: Any) -> bool:
     """Whether a source is a path, a store, or several of them, and no tree in memory."""
     return isinstance(given, (str, os.PathLike, Checkpoint)) or hasattr(given, "sizes") or as_bank(given) is not None
@@ -222,6 +242,7 @@ def open_source(given: Any, comm: Comm, options: LoadOptions, *, from_root: bool
             expected="a training state, with `model` at its root",
             found=keys[:200],
             hint="Save treeckpt.training.state(model, optimizer), or load this with treeckpt.load. Where the model's "
-            "state dict is the root, pass under='model'; where it has another name, from_root=True with rename=",
+            "state dict is the root, pass under='model'; where it has another name, from_root=True with rename=. "
+            + OTHER_NAMES,
         )
     return source

@@ -46,7 +46,7 @@ from .modules import (
     reset_fsdp_shards,
 )
 from .names import key_path, put_in
-from .open_source import check_globs, is_stored, open_source, place_under, rules_of
+from .open_source import check_globs, is_stored, missing_part, open_source, place_under, rules_of
 from .optimizer_plan import OptimizerPlan, apply_optimizers, plan_optimizers
 from .optimizers import NamedOptimizer, Optimizers, name_optimizers
 from .rank_state import RankState
@@ -228,7 +228,7 @@ class _Restore:
         if not self.optimizers:
             return
         if "optimizer" not in self.parts or "param_groups" not in self.parts:
-            self._missing_part("optimizer", "training.state(model, optimizer)")
+            raise missing_part("optimizer", "training.state(model, optimizer)", self.parts)
         known = sorted({name for live in self.optimizers for group in live.groups for name in group.values})
         if unknown := [name for name in keep if name not in known]:
             raise MismatchError("keep", expected=f"some of {', '.join(known)}", found=f"{unknown[0]!r}")
@@ -273,17 +273,9 @@ class _Restore:
         if part in self.parts:
             return True
         if self.options.strict:
-            self._missing_part(part, f"training.state(model, ..., {how})")
+            raise missing_part(part, f"training.state(model, ..., {how})", self.parts)
         self.missing.append(part)
         return False
-
-    def _missing_part(self, part: str, how: str) -> None:
-        raise MismatchError(
-            part,
-            expected=f"a state saved with {how}",
-            found=f"only {', '.join(map(str, self.parts))} in the checkpoint",
-            hint=f"To leave what is here as it is, pass {part}={False if part == 'rng' else None}",
-        )
 
     def note_rest(self) -> None:
         """Notes the parts that are not asked for; a training that goes on without some of its own is warned of."""
