@@ -59,11 +59,12 @@ def test_the_lines_for_a_sampler_leave_out_no_sample_on_any_number_of_ranks(
         """Returns what the sampler of each rank gives, of the epoch 3."""
         found: list[list[int]] = []
         for rank in range(world):
-            names: dict[str, Any] = {"extra": {"epoch": 3, "seen": seen}}
+            names: dict[str, Any] = {"extra": {"epoch": 3, "seen": seen}, "torch": torch}
             monkeypatch.setenv("RANK", f"{rank}")
             monkeypatch.setenv("WORLD_SIZE", f"{world}")
             exec(block, names)
-            loader = torch.utils.data.DataLoader(range(100), batch_size=4, sampler=names["sampler"])  # pyright: ignore[reportArgumentType]
+            options = {name: names[name] for name in ("sampler", "generator")}
+            loader = torch.utils.data.DataLoader(range(100), batch_size=4, **options)  # pyright: ignore[reportArgumentType]
             found.append([int(number) for batch in loader for number in batch])
         return found
 

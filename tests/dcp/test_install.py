@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import treeckpt as tc
@@ -51,19 +49,3 @@ def test_tools_of_dcp_that_name_the_reader_read_treeckpts_format(installed: None
 def test_options_that_would_change_the_bytes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(tc.TreeckptError, match="extensions"):
         treeckpt.dcp.Writer(tmp_path, _extensions=[object()])
-
-
-def test_overwrite_is_taken_from_its_place_among_dcps_arguments(installed: None, tmp_path: Path) -> None:
-    dcp.save({"n": 1}, checkpoint_id=tmp_path)
-    writer = dcp.FileSystemWriter(tmp_path, True, True, 1, 10_000_000, False, False)  # noqa: FBT003
-    with pytest.raises(CheckpointException, match="already exists"):
-        dcp.save({"n": 2}, storage_writer=writer)
-    assert tc.load(tmp_path) == {"n": 1}
-
-
-@pytest.mark.parametrize(
-    ("storage", "misspelt"), [(treeckpt.dcp.Writer, "overwrit"), (treeckpt.dcp.Reader, "allow_pickles")]
-)
-def test_an_argument_that_dcps_storage_does_not_have_is_refused(storage: Any, misspelt: str, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=misspelt):
-        storage(tmp_path, **{misspelt: False})

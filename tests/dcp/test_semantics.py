@@ -376,3 +376,20 @@ def test_a_planner_that_does_not_flatten_has_dicts_as_values(tmp_path: Path) -> 
     target: dict[str, Any] = {"a": torch.zeros(2), "b": 0}
     treeckpt.dcp.load(target, checkpoint_id=tmp_path / "one", planner=DefaultLoadPlanner(False, False))
     assert target["a"].tolist() == [1, 1] and target["b"] == {"c": 3}
+
+
+# arguments of a storage -----------------------------------------------------------------------------------------------
+def test_overwrite_is_taken_from_its_place_among_dcps_arguments(tmp_path: Path) -> None:
+    dcp.save({"n": 1}, storage_writer=treeckpt.dcp.Writer(tmp_path))
+    writer = treeckpt.dcp.Writer(tmp_path, True, True, 1, 10_000_000, False, False)
+    with pytest.raises(CheckpointException, match="already exists"):
+        dcp.save({"n": 2}, storage_writer=writer)
+    assert tc.load(tmp_path) == {"n": 1}
+
+
+@pytest.mark.parametrize(
+    ("storage", "misspelt"), [(treeckpt.dcp.Writer, "overwrit"), (treeckpt.dcp.Reader, "allow_pickles")]
+)
+def test_an_argument_that_dcps_storage_does_not_have_is_refused(storage: Any, misspelt: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=misspelt):
+        storage(tmp_path, **{misspelt: False})

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchdata.stateful_dataloader.sampler import RandomSampler
+from torchdata.stateful_dataloader.sampler import RandomSampler, StatefulDistributedSampler
 
 import treeckpt as tc
 from treeckpt import training
@@ -140,3 +141,38 @@ def test_what_is_logged_of_generators_is_so(why: str) -> None:
     torch.set_rng_state(states[2][1])
     found = train(again, 13)
     assert (batches[3:] == found[0], numbers[3:] == found[1]) == CONTINUES[why]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_with_a_plain_loader_other_random_numbers_continue_if_its_generator_is_its_own(
+    tmp_path: Path, own: bool
+) -> None:
+    def train(extra: dict[str, int], last: int) -> list[Any]:
+        found, generator = list[Any](), torch.Generator() if own else None
+        sampler = StatefulDistributedSampler([*range(8)], 1, 0)  # pyright: ignore[reportArgumentType]
+        loader = DataLoader([*range(8)], 2, sampler=sampler, generator=generator)  # pyright: ignore[reportArgumentType]
+        while extra["step"] < last:
+            sampler.set_epoch(extra["epoch"])
+            sampler.load_state_dict({"yielded": extra["seen"]})
+            if generator is not None:
+                generator.manual_seed(extra["epoch"])
+            for batch in loader:
+                found.append((batch.tolist(), torch.rand(()).item()))
+                extra["step"], extra["seen"] = extra["step"] + 1, extra["seen"] + 2
+                if extra["step"] == last:
+                    return found
+            extra["epoch"], extra["seen"] = extra["epoch"] + 1, 0
+        return found
+
+    model, extra = net(0), {"step": 0, "epoch": 0, "seen": 0}
+    train(extra, 6)  # in the middle of the second epoch
+    tc.save(tmp_path / "c", training.state(model, extra=extra))
+    model, again = net(0), {"step": 0, "epoch": 0, "seen": 0}
+    torch.manual_seed(1)
+    training.restore(tmp_path / "c", model, extra=again)
+    found = train(again, 12)
+    torch.manual_seed(0)
+    model, calm = net(0), {"step": 0, "epoch": 0, "seen": 0}
+    expected = train(calm, 12)[6:]
+    assert [batch for batch, _ in found] == [batch for batch, _ in expected] and again == calm
+    assert (found == expected) == own

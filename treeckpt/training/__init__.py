@@ -16,6 +16,7 @@ State saved under one parallelism is restored into any other. This package impor
   generator=torch.Generator()`, with torchdata's `RandomSampler`. With the global one the other random numbers of the
   training do not continue; with `shuffle=True, generator=...` and no workers, which gives its sampler the same one,
   later epochs have another order. `restore` and `Manager.resume` warn of both (`tests/training/test_whole_loop.py`).
+  A plain `DataLoader`, whose samples a loop skips by itself, draws alike and is not seen: seed its own with the epoch.
 - Parts that the checkpoint has and a call does not name, such as a scheduler, are not restored: they are in
   `RestoreReport.ignored`; an `extra` comes back in the report. A warning names a scheduler, a loader or the state of an
   object in `extra` that was put into nothing while an optimizer was restored.
