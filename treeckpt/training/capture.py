@@ -24,7 +24,7 @@ from .names import key_path, nested
 from .optimizers import NamedOptimizer, Optimizers, groups_of, name_optimizers, optimizer_chain, trees_of
 from .rng import rng_state
 from .schedules import to_groups
-from .user_state import check_loader
+from .user_state import loader_state
 
 Buffers = Literal["replicated", "first", "same", "per_rank"]
 """Whose buffers are saved, where several ranks hold a module."""
@@ -66,7 +66,7 @@ def state(
         model: a module; a list of the parts of one (pipeline stages) with distinct names; or a dict of several.
         optimizer: likewise. Its state is keyed by the model's parameter names.
         scheduler: an object with `state_dict`, or a list or dict of such.
-        loader: the position of this rank's data loader: an object with `state_dict`, or any tree.
+        loader: the position of this rank's data loader: an object with `state_dict`, or any tree; no other iterable.
         rng: whether the generators of torch, CUDA, numpy and Python are part of the state.
         extra: any tree of your own. State that differs between ranks goes under `treeckpt.PerRank`.
         buffers: of modules that several ranks hold. "replicated": one for all, that of the first rank of the wrapper or
@@ -78,7 +78,6 @@ def state(
 
     Raises:
         TreeError: parameters of an optimizer that are not the model's, two objects of one name, a glob without meaning.
-        MismatchError: an iterable loader without `state_dict` and `load_state_dict`.
     """
     found = collect_entries(model)
     optimizers = name_optimizers(optimizer, found)
@@ -96,8 +95,7 @@ def state(
     if scheduler is not None:
         tree["scheduler"] = _scheduler_states(scheduler, optimizers)
     if loader is not None:
-        check_loader(loader, allow_pickle=True)
-        tree["loader"] = PerRank(loader.state_dict() if is_stateful(loader) else loader)
+        tree["loader"] = PerRank(loader_state(loader))
     if rng:
         tree["rng"] = PerRank(rng_state())
     if extra is not None:

@@ -51,6 +51,16 @@ def loader_actions(loader: Any, state: Any, path: str) -> Iterator[Callable[[], 
         yield from loader_actions(one, part, here)
 
 
+def loader_state(loader: Any) -> Any:
+    """Returns what is saved of a loader.
+
+    Raises:
+        MismatchError: it is an iterable without `state_dict` and `load_state_dict`.
+    """
+    check_loader(loader, allow_pickle=True)
+    return loader.state_dict() if is_stateful(loader) else loader
+
+
 def check_loader(loader: Any, rank: int = 0, *, allow_pickle: bool) -> None:
     """Refuses a loader that is, or holds, an object without the methods through which its place is saved and loaded.
 
