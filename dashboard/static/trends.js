@@ -65,7 +65,9 @@ function contents(data, { dataset }) {
 
 /**
  * All figures of a save, as a person reads them.
- * @param {Trends} data @param {{ lines: Line[], words?: (number | string | null)[], text: (n: number) => string }[]} charts @param {number} at
+ * @param {Trends} data
+ * @param {{ lines: Line[], words?: (number | string | null)[], text: (n: number) => string }[]} charts
+ * @param {number} at
  */
 function textOf(data, charts, at) {
   const parts = charts.flatMap(({ lines, words, text }) =>

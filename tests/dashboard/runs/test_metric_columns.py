@@ -50,6 +50,8 @@ def test_a_newest_metric_that_is_not_finite_is_shown_and_not_an_older_one(serve,
     assert '<td class="n">NaN</td>' in html and '<td class="n">-Infinity</td>' in html
     table = client.get(f"/api/v1/runs/{row['id']}/trends/table.csv").text
     assert "NaN" in table and "-Infinity" in table
+    found = {q: steps(page(client, f"?q={q}")) for q in ("loss=nan", "loss=NaN", "loss>=nan", "loss=-inf")}
+    assert found == {"loss=nan": [3], "loss=NaN": [3], "loss>=nan": [], "loss=-inf": [2]}
 
 
 def test_metrics_sort_both_ways_and_what_has_none_comes_last(serve, measured):
