@@ -79,10 +79,13 @@ def test_each_kept_step_has_its_reasons_and_each_removal_too(cli, run):
 
 def test_a_checkpoint_that_is_known_to_be_damaged_takes_no_place_of_a_good_one(cli, tmp_path):
     for step in (1, 2, 3):
-        tc.save(tmp_path / step_name(step), {"w": np.arange(1000.0)}, step=step)
+        metrics = {"metrics": {"acc": step}}
+        tc.save(tmp_path / step_name(step), {"w": np.arange(1000.0)}, step=step, custom_metadata=metrics)
     [shard] = (tmp_path / step_name(3)).glob("shard-*")
     shard.write_bytes(flip(shard.read_bytes(), shard.stat().st_size - 9))
+    assert tc.Manager(tmp_path).best("acc", mode="max") == 3
     cli("verify", tmp_path / step_name(3), code=1)
+    assert tc.Manager(tmp_path).best("acc", mode="max") == 2
     text = cli("gc", tmp_path, "--keep-last", 1)
     assert {line.split("  ")[-1].strip() for line in text.splitlines() if line.startswith("kept")} == {
         "newest, one of the last 1",

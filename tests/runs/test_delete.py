@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,19 @@ def test_what_is_pinned_or_read_is_refused_and_stays(tmp_path: Path) -> None:
         assert manager.restore()["v"] == 1
         manager.delete(1)
         assert manager.steps() == []
+
+
+def test_a_step_that_another_process_deletes_at_the_same_moment_is_deleted(tmp_path: Path) -> None:
+    with tc.Manager(tmp_path, keep=None, background=False) as manager:
+        manager.save(1, {"v": 1})
+
+        @contextlib.contextmanager
+        def overtaken(name: str) -> Iterator[bool]:
+            shutil.rmtree(tmp_path / name)
+            yield True
+
+        manager.directory.delete(1, claim=overtaken)
+        assert manager.steps() == [] and not (tmp_path / step_name(1)).exists()
 
 
 def test_all_ranks_delete_one_step_or_raise(tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ class RunDirectory:
         grace: float = GRACE,
         claim: Callable[[str], AbstractContextManager[bool]] = lambda _: contextlib.nullcontext(True),
     ) -> None:
-        """Deletes one checkpoint as a clean-up does: what is killed on the way is finished by the next one.
+        """Deletes a checkpoint as a clean-up does, if no other process has; the next one finishes what is killed.
 
         Args:
             grace, claim: same as for `clean`.
@@ -269,7 +269,7 @@ class RunDirectory:
         plan = self._plan_alone(info, folder, grace)
         why = "it is pinned" if info.pinned else "".join(left.why for left in plan.left)
         if not why:
-            with claim(folder.name) as free, _wrapped_os_errors(folder.url):
+            with claim(folder.name) as free, _wrapped_os_errors(folder.url), contextlib.suppress(FileNotFoundError):
                 why = self.remove_directory(plan.removals[0], grace) if free else "it is being saved"
         if why and self.store.folder(folder.name).entries().keys() & {INDEX_NAME}:
             raise CheckpointError(

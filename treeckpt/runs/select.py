@@ -18,8 +18,9 @@ from ..errors import CheckpointNotFound, TreeckptError
 from ..io.storage.foreign_formats import describe_foreign
 from ..io.storage.metadata_files import KnownIndex, NewestIndex
 from ..io.storage.run_store import linked_names
-from .checkpoint_info import CheckpointInfo, step_info
+from .checkpoint_info import CheckpointInfo, step_info, with_verification
 from .run import RunDirectory
+from .verification import VerificationStore, cache_directory
 
 _log = logging.getLogger("treeckpt")
 
@@ -122,12 +123,21 @@ class CheckpointSelector:
         return "" if report.ok else f"{len(report.problems)} problems, first {report.problems[0].text}"
 
     def best(self, policy: Best) -> int | None:
-        """Returns the step that is best by a policy's metric; None, and logs the metrics there are, if none has it."""
-        infos = [step_info(info) for info in self.complete()]
-        found = best_of(infos, policy)
-        if infos and not found:
-            self.warn_once(self.directory.url, unmeasured_text(policy.metric, infos))
-        return found[0].step if found else None
+        """Returns the step that is best by a policy's metric; None, and logs the metrics there are, if none has it.
+
+        A step that a verification has found damaged counts for no policy; it is passed over, and logged.
+        """
+        infos = {step_info(info).step: info for info in self.complete()}
+        steps = [step_info(info) for info in infos.values()]
+        found, known = best_of(steps, policy), VerificationStore(cache_directory())
+        if steps and not found:
+            self.warn_once(self.directory.url, unmeasured_text(policy.metric, steps))
+        for step in (one.step for one in found):
+            info = infos[step]
+            if not with_verification(info, self.directory.store.folder(info.name), known).damaged:
+                return step
+            self.warn_once(info.path, "passed over as the best, since a verification has found it damaged")
+        return None
 
     def choose(self, step: int | None, tried: Collection[int], passed_over: list[str]) -> CheckpointInfo | None:
         """Returns the checkpoint to restore: that of `step`, or the newest that was not tried yet; None without any.

@@ -162,11 +162,11 @@ class InlineWriter:
                 with recorder.span("publish"):
                     index = complete_index(info, plan, reports)
                     data = encode_index(index)
-                    check_files_exist(store, index)
                     # before the index, in an object store beside it: should this save die after it, later ones know by
                     # them that it had ended
                     if not self._start_timings(reports):
                         write_timings(store, info, reports, None, recorder)
+                    check_files_exist(store, index)
                     publishing = True
                     publish_index(store, data, info)
             except Exception as caught:

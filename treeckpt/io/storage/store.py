@@ -31,6 +31,8 @@ TEXT = 32 << 20
 _UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 """Options of mmap by which a map keeps no file descriptor open, from Python 3.13 on."""
 
+DIRECTORY_TRIES = 5
+"""How often the directory is made again if clean-ups of other processes remove it before it holds a file."""
 FETCH_MEMORY = 512 << 20
 """Bytes that are on their way from a store that fetches, by default: 64 requests of 8 MiB."""
 
@@ -267,6 +269,10 @@ class LocalStore:
         self.readers.close()
 
     def create(self, name: str, nbytes: int) -> Writer:
+        for _ in range(DIRECTORY_TRIES):
+            with contextlib.suppress(FileNotFoundError):
+                return LocalWriter(self.directory / name, nbytes)
+            self.prepare()
         return LocalWriter(self.directory / name, nbytes)
 
     def publish(self, name: str, data: bytes, *, replace: bool) -> None:
