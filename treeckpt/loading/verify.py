@@ -22,6 +22,7 @@ from ..io.comm.comm import Comm
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.leftovers import list_leftovers
 from ..io.storage.local_read import too_short
+from ..io.storage.many_files import for_each
 from ..io.storage.memory import aligned_buffer
 from ..io.storage.metadata_files import read_sidecar, read_timings, rebuild_from_shards
 from ..io.storage.shard_reader import ArrivingBlocks, OpenedShard, matches, open_shard
@@ -33,8 +34,6 @@ from .leaf_moments import LeafMoments
 SHOWN = 5
 STEP = 8 << 20
 """Bytes that are read at a time."""
-HEADERS = 64
-"""Headers of shards that are read at a time from a remote store."""
 
 Survey = tuple[OpenedShard | None, list[BadBytes]]
 """A shard, None if its header is bad, and its bad bytes."""
@@ -209,8 +208,7 @@ def _survey_fetched(
 ) -> list[Survey]:
     """Surveys shards of a store that fetches; raises what a request raised."""
     assert isinstance(store, SupportsFetching), "the caller has looked"
-    with ThreadPoolExecutor(HEADERS, "treeckpt-verify") as pool:
-        surveys = list(pool.map(lambda file: _open(store, index, file, sizes.get(file.name), keep), files))
+    surveys = for_each(store, lambda file: _open(store, index, file, sizes.get(file.name), keep), files)
     parts = [
         (opened, start, min(start + _step(opened), opened.file.nbytes))
         for opened, bad in surveys

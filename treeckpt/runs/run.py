@@ -27,6 +27,7 @@ from ..core.format.lineage import SavedCheckpoint
 from ..errors import CheckpointError, CheckpointNotFound, TreeckptError
 from ..io.storage.foreign_formats import describe_foreign, refuse_file
 from ..io.storage.leftovers import GRACE, deletion_times, file_facts, index_of_save, plan_removal, remove_leftovers
+from ..io.storage.many_files import for_each
 from ..io.storage.metadata_files import NewestIndex
 from ..io.storage.open import open_folder, open_run
 from ..io.storage.reader_leases import has_readers
@@ -231,8 +232,7 @@ class RunDirectory:
         )
         if dry_run:
             return planned
-        removed: list[Removal] = []
-        left, failed = list(plan.left), list[RetainedDirectory]()
+        removed, left, failed = list[Removal](), list(plan.left), list[RetainedDirectory]()
         for number, removal in enumerate(plan.removals):
             on_removal(number, len(plan.removals))
             try:
@@ -310,8 +310,8 @@ class RunDirectory:
             return remove_leftovers(folder, removal)
         if why := self._remove_index(folder, removal, grace):
             return why
-        for name in removal.files[1:]:
-            folder.store.delete(name)
+        for_each(folder.store, folder.store.delete, removal.files[1:-1])
+        folder.store.delete(removal.files[-1])
         folder.sync()
         if removal.directory:
             folder.remove()

@@ -23,6 +23,7 @@ from ..core.planning.save_plan import ChunkOffsets, FilePlan, SingleChunkOffset,
 from ..core.sharding.int_runs import encode_runs
 from ..core.tree.value_codec import Value
 from ..errors import CheckpointError, CheckpointNotFound, StoreError
+from ..io.storage.many_files import for_each
 from ..io.storage.metadata_files import read_index
 from ..io.storage.store import MemoryStore, Store, SupportsCompareAndSwap
 from ..io.timing import Recorder
@@ -220,9 +221,12 @@ def write_timings(
 
 def remove_files(store: Store, names: Sequence[str]) -> None:
     """Deletes files; errors are ignored."""
-    for name in names:
+
+    def delete(name: str) -> None:
         with contextlib.suppress(Exception):
             store.delete(name)
+
+    for_each(store, delete, names)
 
 
 def remove_replaced(store: Store, save_id: str) -> None:

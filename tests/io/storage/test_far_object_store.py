@@ -408,6 +408,40 @@ def test_where_all_requests_take_as_long_none_is_sent_twice(
     assert sum(row["sent"] for row in far.gets(".safetensors")) <= 1.02 * tree["w"].nbytes
 
 
+def test_a_lost_index_is_made_again_from_headers_that_are_all_requested_at_once(
+    far: FarS3, parts: tuple[tc.ObjectStore, dict[str, Any]]
+) -> None:
+    store, tree = parts
+    index = tc.inspect(store)
+    store.delete("index.json")
+    far.set(latency=LATENCY)
+    assert tc.rebuild_index(store) == index
+    assert sum("GET safetensors, header" in stage for stage in stages(far.log())) == 1
+    assert same(store, tree)
+
+
+def test_the_files_of_a_step_are_deleted_all_at_once_its_index_first_and_its_mark_last(far: FarS3) -> None:
+    run = tc.ObjectRun(far.url(), **far.options())
+    with tc.Manager(run, comm="alone", background=False, max_shard_bytes=MIB) as manager:
+        manager.save(1, {f"w{n}": array(1) for n in range(8)})
+        far.set(latency=LATENCY)
+        manager.delete(1)
+    found = stages(far.log(), names=("index", "deleted"))
+    deleted = [stage for stage in found if stage[0].startswith("DELETE")]
+    assert [set(stage) for stage in deleted] == [{"DELETE index"}, {"DELETE "}, {"DELETE deleted"}]
+    assert len(deleted[1]) >= 8, "shards and timings"
+
+
+def test_a_save_that_overwrites_deletes_what_it_replaces_all_at_once(
+    far: FarS3, parts: tuple[tc.ObjectStore, dict[str, Any]]
+) -> None:
+    store, tree = parts
+    far.set(latency=LATENCY)
+    tc.save(store, tree, overwrite=True)
+    deleted = [stage.count("DELETE safetensors") for stage in stages(far.log(), names=("safetensors",))]
+    assert [count for count in deleted if count] == [5]
+
+
 def test_a_save_sends_all_parts_at_once_and_asks_for_nothing_else(far: FarS3) -> None:
     store = far.store()
     far.set(latency=0.3)

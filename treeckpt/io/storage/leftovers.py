@@ -28,6 +28,7 @@ from ...core.format.save_progress import Owner, parse_progress_name
 from ...errors import CheckpointError, CheckpointNotFound, TreeckptError
 from ...reports import Leftover
 from .far_store import FarStore
+from .many_files import for_each
 from .metadata_files import decode_and_check, read_index, read_index_bytes, read_timings
 from .object_store import ObjectFolder, ObjectStore
 from .process_owner import is_running
@@ -51,15 +52,17 @@ def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[F
     entries = {name: entry for name, entry in folder.entries().items() if entry.regular and name not in gone}
     alive: dict[str, bool | None] = {}
     ended: set[str] = set()
-    for name in list(entries):
-        owned = parse_file_name(name)
-        if owned is None or not (owned.kind == "lease" or parse_progress_name(final_name(name))):
-            continue
-        try:
-            owner, alive[name] = _owner_state(folder.store, name, entries[name], now_ns)
-        except FileNotFoundError:  # a lease that was deleted since it was listed
+    owned = [
+        name
+        for name in entries
+        if (kind := parse_file_name(name)) and (kind.kind == "lease" or parse_progress_name(final_name(name)))
+    ]
+    states = for_each(folder.store, lambda name: _owner_state(folder.store, name, entries[name], now_ns), owned)
+    for name, state in zip(owned, states, strict=True):
+        if state is None:
             del entries[name]
             continue
+        owner, alive[name] = state
         if owner is not None and is_running(owner) is False:
             ended.add(owner.tag)
     for name in entries:
@@ -72,14 +75,18 @@ def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[F
     return tuple(FileInfo(name, e.nbytes, e.modified_ns, alive.get(name)) for name, e in entries.items())
 
 
-def _owner_state(store: Store, name: str, entry: DirectoryEntry, now_ns: int) -> tuple[Owner | None, bool | None]:
+def _owner_state(
+    store: Store, name: str, entry: DirectoryEntry, now_ns: int
+) -> tuple[Owner | None, bool | None] | None:
     """Returns the owner of a progress record or lease, and whether that process may still run; None if not known.
 
-    Raises:
-        FileNotFoundError: the lease was deleted since it was listed.
+    The whole is None for a lease that was deleted since it was listed.
     """
     if parse_progress_name(final_name(name)) is None:
-        return read_lease(store, name)
+        try:
+            return read_lease(store, name)
+        except FileNotFoundError:
+            return None
     if (record := read_record(store, name)) is None:
         # a record is renewed soon if its process lives, so that an empty temporary file is never needed
         return None, False if not entry.nbytes and final_name(name) != name else None
@@ -153,8 +160,7 @@ def remove_leftovers(folder: Folder, removal: Removal) -> str:
     saves = {kind.save_id for kind in kinds if kind.kind in ("shard", "sidecar", "timings")}
     if saves and committed_save_id(folder) in saves:
         return "it has been committed meanwhile"
-    for name in removal.files:
-        folder.store.delete(name)
+    for_each(folder.store, folder.store.delete, removal.files)
     if removal.files:
         folder.sync()
     if removal.directory:

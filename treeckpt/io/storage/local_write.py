@@ -10,6 +10,9 @@ from pathlib import Path
 from .memory import PAGE, aligned_buffer
 from .os_files import BINARY, fcntl, sync_file, write_at
 
+DIRECTORY_TRIES = 5
+"""How often the directory of a new file is made again."""
+
 
 def sync_directory(directory: Path) -> None:
     """Makes the names in a directory durable; does nothing on Windows, where no directory can be opened."""
@@ -36,6 +39,15 @@ def make_directory(directory: Path) -> None:
         return
     with contextlib.suppress(*[PermissionError] if exists else []):  # the parent may belong to another user
         sync_directory(directory.parent)
+
+
+def create_file(path: Path, nbytes: int) -> LocalWriter:
+    """Creates a file; makes its directory again where clean-ups of other processes remove it while it is empty."""
+    for _ in range(DIRECTORY_TRIES):
+        with contextlib.suppress(FileNotFoundError):
+            return LocalWriter(path, nbytes)
+        make_directory(path.parent)
+    return LocalWriter(path, nbytes)
 
 
 class LocalWriter:

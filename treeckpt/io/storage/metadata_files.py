@@ -15,6 +15,7 @@ from ...core.format.timings import Timings, decode_timings, timings_name
 from ...errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError
 from ..os_errors import wrap_read_error
 from .foreign_formats import describe_foreign, describe_place
+from .many_files import for_each
 from .shard_reader import read_header
 from .store import Store
 
@@ -185,7 +186,7 @@ def rebuild_from_shards(store: Store, *, save_id: str | None = None, whole: bool
 
 def _rebuild(store: Store, names: list[str], whole: bool) -> Index:
     sizes = store.sizes()
-    headers = [read_header(store, name, file_size=sizes.get(name)) for name in names]
+    headers = for_each(store, lambda name: read_header(store, name, file_size=sizes.get(name)), names)
     index = rebuild(headers, store.url)
     missing = sorted(set(range(index.world)) - {header.rank for _, header in headers})
     if missing:

@@ -27,6 +27,7 @@ from ...core.format.save_progress import (
     progress_name,
 )
 from ...errors import TreeckptError
+from .many_files import for_each
 from .object_store import ObjectStore
 from .process_owner import is_running, this_process
 from .store import LocalStore, MemoryStore, Store
@@ -64,7 +65,8 @@ def replace_file(store: Store, name: str, data: bytes) -> None:
 
 def read_progress(store: Store, names: Iterable[str]) -> list[Progress]:
     """Reads the progress records among a directory's files, ordered by save and rank; unreadable ones are skipped."""
-    records = [read_record(store, name) for name in names if parse_progress_name(name) is not None]
+    progress = [name for name in names if parse_progress_name(name) is not None]
+    records = for_each(store, lambda name: read_record(store, name), progress)
     found = [record for record in records if record is not None]
     return sorted(found, key=lambda record: (record.started_ns, record.save_id, record.rank))
 

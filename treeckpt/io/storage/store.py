@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 from ...core.format.seals import check_no_zeros
 from ...errors import CheckpointExists, CorruptError
 from .local_read import LocalReader, ReaderCache, open_regular, too_short
-from .local_write import LocalWriter, make_directory, sync_directory
+from .local_write import create_file, make_directory, sync_directory
 from .os_files import sync_file
 from .process_owner import this_process
 
@@ -31,8 +31,6 @@ TEXT = 32 << 20
 _UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 """Options of mmap by which a map keeps no file descriptor open, from Python 3.13 on."""
 
-DIRECTORY_TRIES = 5
-"""How often the directory is made again if clean-ups of other processes remove it before it holds a file."""
 FETCH_MEMORY = 512 << 20
 """Bytes that are on their way from a store that fetches, by default: 64 requests of 8 MiB."""
 
@@ -269,11 +267,7 @@ class LocalStore:
         self.readers.close()
 
     def create(self, name: str, nbytes: int) -> Writer:
-        for _ in range(DIRECTORY_TRIES):
-            with contextlib.suppress(FileNotFoundError):
-                return LocalWriter(self.directory / name, nbytes)
-            self.prepare()
-        return LocalWriter(self.directory / name, nbytes)
+        return create_file(self.directory / name, nbytes)
 
     def publish(self, name: str, data: bytes, *, replace: bool) -> None:
         temporary = self.directory / f".{name}.{this_process().tag}{secrets.token_hex(4)}.tmp"

@@ -1,0 +1,35 @@
+"""Calls a function for each of many files: one after the other on a disk, many at a time in a remote store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from .store import Store, SupportsFetching
+
+AT_A_TIME = 64
+"""Calls at a time, each of which waits for one answer of the store or a few."""
+T = TypeVar("T")
+F = TypeVar("F")
+
+
+def for_each(store: Store, call: Callable[[F], T], files: Sequence[F]) -> list[T]:
+    """Returns the result of each call.
+
+    Raises:
+        Exception: that of the first file whose call raised; on a disk the calls for later files were not made.
+    """
+    if not isinstance(store, SupportsFetching) or len(files) < 2:
+        return [call(file) for file in files]
+    with ThreadPoolExecutor(min(AT_A_TIME, len(files)), "treeckpt-files") as pool:
+        return [future.result() for future in [_submitted(pool, call, file) for file in files]]
+
+
+def _submitted(pool: ThreadPoolExecutor, call: Callable[[F], T], file: F) -> Future[T]:
+    try:
+        return pool.submit(call, file)
+    except RuntimeError:  # no thread can be started, as when the interpreter ends
+        done = Future[T]()
+        done.set_result(call(file))
+        return done
