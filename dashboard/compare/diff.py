@@ -27,7 +27,7 @@ from treeckpt.loading.compare import delta_of, verdict_of
 from treeckpt.loading.read_batch import read_arrays
 from treeckpt.runs.checkpoint_info import CheckpointInfo
 
-from ..pages.checkpoints import PAGE, CheckpointRow, checkpoint_row
+from ..pages.checkpoints import PAGE, CheckpointRow, checkpoint_row, shorten
 from ..store.library import Library, NotFound
 
 MAX_READ = 64 << 20
@@ -87,6 +87,10 @@ class DiffPage(msgspec.Struct, frozen=True):
     """Differences of the indexes by kind."""
     same: int
     """Leaves without a difference in the indexes."""
+    also: list[str]
+    """What differs beside the leaves: custom metadata and sidecar files by name, and containers; the first PAGE."""
+    more: int
+    """How many more there are of these."""
     arrays: int
     """Pairs of arrays whose contents can be compared."""
     known: dict[str, int]
@@ -253,6 +257,7 @@ def diff_page(
     """
     rows, infos = find_both(library, a, b)
     comparison = comparisons.compare(*infos)
+    also = comparison.found.also
     delta, problem = None, None
     with comparison.reading():
         found, following = _page(comparison, show, q.casefold().split(), start, MAX_READ if read else 0)
@@ -270,6 +275,8 @@ def diff_page(
         next=following,
         counts=comparison.counts,
         same=comparison.found.same,
+        also=[shorten(name) for name in also[:PAGE]],
+        more=max(0, len(also) - PAGE),
         arrays=len(comparison.pairs),
         known=comparison.known,
         rows=found,

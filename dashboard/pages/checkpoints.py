@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.text import visible
+from treeckpt.core.text import json_number, visible
 from treeckpt.runs.active_saves import SaveUnderWay, waits_for_text
 from treeckpt.runs.checkpoint_info import CheckpointInfo
 from treeckpt.runs.verification import DamagedPart, Verification, VerificationResult
@@ -66,8 +66,8 @@ class CheckpointRow(msgspec.Struct, frozen=True):
     error: str | None
     readable: bool
     """Whether there is an index to browse."""
-    metrics: dict[str, float | None] = {}
-    """What was saved with it, the first MAX_METRICS of it."""
+    metrics: dict[str, float | str] = {}
+    """What was saved with it, the first MAX_METRICS of it; "NaN", "Infinity" or "-Infinity" of no finite one."""
     best: dict[str, str] = {}
     """By metric: "best" of the run by a policy; where no policy names the metric, "lowest" or "highest"."""
     pinned: bool = False
@@ -156,7 +156,7 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
         rate=rate,
         error=visible(error) if error else None,
         readable=info.leaves is not None,
-        metrics={shorten(name): value for name, value in list(info.metrics.items())[:MAX_METRICS]},
+        metrics={shorten(name): json_number(value) for name, value in list(info.metrics.items())[:MAX_METRICS]},
         pinned=info.pinned,
         format=info.format if isinstance(info, ForeignInfo) else None,
         verification=_verification_row(found) if found is not None else None,

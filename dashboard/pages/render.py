@@ -39,6 +39,11 @@ def days_text(days: float) -> str:
     return f"{days * 24:.1f} h" if days * 24 >= 1 else f"{days * 1440:.0f} min"
 
 
+def _figure(value: float | str) -> str:
+    """Formats a number with five digits; the name of one that is not finite stays."""
+    return value if isinstance(value, str) else f"{value:.5g}"
+
+
 def span_text(seconds: float) -> str:
     """Formats a time between two events in one unit, to two digits."""
     if seconds < 0.1:
@@ -82,7 +87,7 @@ def templates() -> Environment:
         "bytes": partial(_or_dash, bytes_text),
         "clock": partial(_or_dash, _local_time),
         "days": partial(_or_dash, days_text),
-        "figure": partial(_or_dash, "{:.5g}".format),
+        "figure": partial(_or_dash, _figure),
         "json": json.dumps,  # ASCII only, and autoescaped as any text: safe in an attribute, unlike `tojson`
         "number": partial(_or_dash, "{:,}".format),
         "rate": partial(_or_dash, rate_text),

@@ -14,13 +14,13 @@ COLUMNS = 4
 """Metrics that have a column in a list of checkpoints."""
 MAX_NAME = 200
 """Characters of the name of a metric that has a column."""
-_CONDITION = re.compile(r"(.+?)(<=|>=|<|>|=)([-+]?(?:[0-9.]+(?:e[-+]?[0-9]+)?|inf))")
+_CONDITION = re.compile(r"(.+?)(<=|>=|<|>|=)([-+]?(?:[0-9.]+(?:e[-+]?[0-9]+)?|inf|nan))")
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "<=": lambda a, b: a <= b,
     ">=": lambda a, b: a >= b,
     "<": lambda a, b: a < b,
     ">": lambda a, b: a > b,
-    "=": lambda a, b: a == b,
+    "=": lambda a, b: a == b or (math.isnan(a) and math.isnan(b)),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from treeckpt.core.text import visible
+from treeckpt.core.text import json_number, visible
 from treeckpt.runs.checkpoint_info import CheckpointInfo
 from treeckpt.runs.policy_text import keep_text
 
@@ -48,8 +48,8 @@ class RunPart(msgspec.Struct, frozen=True):
     pace: SavePace
     metric: str | None
     """The metric that stands for the run: its loss, or the first of `metrics`."""
-    value: float | None
-    """The newest value of that metric."""
+    value: float | str | None
+    """The newest value of that metric; "NaN", "Infinity" or "-Infinity" if it is not finite."""
     durations: list[float]
     """Seconds that the newest DURATIONS complete saves took, oldest first."""
     saving: int
@@ -191,7 +191,7 @@ def _run_part(library: Library, run: Run, query: ListQuery, count: int) -> tuple
         good=_row(good[0], run, good[1], summary) if good else None,
         pace=_pace(summary),
         metric=shorten(summary.metric) if summary.metric is not None else None,
-        value=summary.value,
+        value=json_number(summary.value),
         durations=summary.durations,
         saving=summary.saving,
         stalled=summary.stalled,

@@ -12,6 +12,7 @@ import msgspec
 
 from treeckpt.core.analysis.retention_policy import Best, Policy
 from treeckpt.core.format.lineage import SequenceRanges
+from treeckpt.core.text import json_number
 from treeckpt.runs.checkpoint_info import CheckpointInfo, mark_of
 
 from ..pages.checkpoints import CheckpointRow, checkpoint_row, iso_time, per_rank_keyword, shorten, status_of
@@ -51,7 +52,7 @@ class ResumePoint(msgspec.Struct, frozen=True):
     metric: str | None
     """By which it is the best; None if it was not chosen by a metric."""
     mode: Literal["min", "max"] | None
-    value: float | None
+    value: float | str | None
     checkpoint: CheckpointRow
     snippets: ResumeSnippets
 
@@ -211,7 +212,7 @@ def resume_panel(library: Library, run: Run, facts: ResumeFacts) -> ResumePanel:
         return ResumePoint(
             metric=shorten(rating.metric) if rating else None,
             mode=rating.mode if rating else None,
-            value=info.metrics[rating.metric] if rating else None,
+            value=json_number(info.metrics[rating.metric]) if rating else None,
             checkpoint=checkpoint_row(checkpoint_id, run, info),
             snippets=_snippets(library, run, info, newest=pair is facts.newest),
         )

@@ -17,7 +17,7 @@ from treeckpt.runs.policy_text import parse_keep
 from ..pages.checkpoints import status_of
 from ..store.foreign_trees import ForeignInfo
 from ..store.library import Library, Run
-from .metric_columns import best_marks, first_metric, metric_names, metric_value
+from .metric_columns import best_marks, first_metric, metric_names
 from .resume import Listed, ResumeFacts, resume_facts
 
 DURATIONS = 40
@@ -108,7 +108,7 @@ def _summarize(listed: Listed, policies: tuple[Policy, ...]) -> RunSummary:
     gone = {info.name: info.nbytes or 0 for info in decided if info.name not in reasons}
     complete = [info for info in infos if info.status == "complete" and not info.abandoned]
     metric = first_metric(metrics)
-    values = (metric_value(info, metric) for info in complete if metric is not None)
+    values = (info.metrics[metric] for info in complete if metric is not None and metric in info.metrics)
     return RunSummary(
         complete=sum(info.status == "complete" for info in infos),
         others=sum(isinstance(info, ForeignInfo) for info in infos),
@@ -123,7 +123,7 @@ def _summarize(listed: Listed, policies: tuple[Policy, ...]) -> RunSummary:
         best=best_marks(infos, metrics, policies),
         branches=_branches(infos),
         metric=metric,
-        value=next((value for value in values if value is not None), None),
+        value=next(values, None),
         durations=[info.seconds for info in complete if info.seconds is not None][DURATIONS - 1 :: -1],
         resume=resume_facts(listed, policies, metrics),
     )

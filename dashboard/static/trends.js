@@ -7,7 +7,7 @@ import { nameLines, stepChart } from "./step_chart.js";
 /**
  * @typedef {{
  *   ids: string[], step: number[], seconds: (number | null)[], blocked: (number | null)[], nbytes: number[],
- *   rate: (number | null)[], dedupe: (number | null)[], metrics: Record<string, (number | null)[]>,
+ *   rate: (number | null)[], dedupe: (number | null)[], metrics: Record<string, (number | string | null)[]>,
  *   scan: { complete: boolean },
  * }} Trends
  * @typedef {{
@@ -44,7 +44,9 @@ function contents(data, { dataset }) {
   const line = (label, values, colour, dash) => ({ label, values, colour, dash });
   if (dataset.metric !== undefined) {
     const name = JSON.parse(dataset.metric);
-    return { lines: [line(name, data.metrics[name], "--c1")], text: figure, free: true };
+    const words = data.metrics[name];
+    const values = words.map((n) => (typeof n === "number" ? n : null));
+    return { lines: [line(name, values, "--c1")], words, text: figure, free: true };
   }
   switch (dataset.chart) {
     case "rate":
@@ -63,13 +65,15 @@ function contents(data, { dataset }) {
 
 /**
  * All figures of a save, as a person reads them.
- * @param {Trends} data @param {{ lines: Line[], text: (n: number) => string }[]} charts @param {number} at
+ * @param {Trends} data
+ * @param {{ lines: Line[], words?: (number | string | null)[], text: (n: number) => string }[]} charts
+ * @param {number} at
  */
 function textOf(data, charts, at) {
-  const parts = charts.flatMap(({ lines, text }) =>
+  const parts = charts.flatMap(({ lines, words, text }) =>
     lines.map(({ label, values }) => {
-      const n = values[at];
-      return n === null ? null : `${label} ${text(n)}`;
+      const n = words ? words[at] : values[at]; // a word where it is no finite number
+      return n === null ? null : `${label} ${typeof n === "string" ? n : text(n)}`;
     }),
   );
   return `step ${numberText(data.step[at])} · ${parts.filter((part) => part !== null).join(" · ")}`;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from treeckpt.core.text import visible
+from treeckpt.core.text import json_number, visible
 from treeckpt.runs.checkpoint_info import CheckpointInfo
 
 from ..pages.checkpoints import next_start
@@ -51,8 +50,8 @@ class TrendsPage(msgspec.Struct, frozen=True):
     """The phase that takes most of the critical path."""
     slow: list[int | None]
     """The straggler that lost the most time."""
-    metrics: dict[str, list[float | None]]
-    """The metrics that most checkpoints have, by name."""
+    metrics: dict[str, list[float | str | None]]
+    """The metrics that most checkpoints have, by name; "NaN", "Infinity" or "-Infinity" for no finite value."""
     start: int
     next: int | None
 
@@ -139,7 +138,7 @@ def _run_trends(library: Library, run: Run, listed: list[tuple[str, CheckpointIn
         phase=_column(reduced, lambda one: None if one.longest_phase is None else visible(one.longest_phase)),
         slow=_column(reduced, lambda one: one.slow[0].rank if one.slow else None),
         metrics={
-            name: [_finite(info.metrics.get(name)) for info in infos]
+            name: [json_number(info.metrics.get(name)) for info in infos]
             for name, _ in Counter(name for info in infos for name in info.metrics).most_common(MAX_METRICS)
         },
         start=0,
@@ -150,7 +149,3 @@ def _run_trends(library: Library, run: Run, listed: list[tuple[str, CheckpointIn
 
 def _column(reduced: list[ReducedTimings | None], value: Callable[[ReducedTimings], T | None]) -> list[T | None]:
     return [value(one) if one is not None else None for one in reduced]
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

@@ -130,7 +130,7 @@ class RequestGuard:
             return self._set_cookie(scope, [pair for pair in query if pair[0] != "token"])
         if hmac.compare_digest(cookie.encode("utf-8", "replace"), self._session.encode()):
             return None
-        if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._token):
+        if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), self._token):
             return None
         shown = {"WWW-Authenticate": "Bearer", "Cache-Control": "no-store"}
         if is_api(path) and "text/html" not in headers.get("accept", ""):  # no browser's address bar

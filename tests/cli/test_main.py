@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import re
 import shlex
@@ -278,8 +279,11 @@ def test_verify_of_a_run_prints_a_line_for_each_checkpoint_newest_first(cli, run
     assert lines[2].endswith(": intact") and lines[3].endswith(": intact")
     assert lines[4:] == ["not verified, as they have no index: step_00000400, step_00000300"]
     found = json.loads(cli("verify", "--json", run, code=1))
-    assert [one["ok"] for one in found] == [False, False, True, True]
-    assert [one["report"]["path"] for one in found] == [str(run / f"step_{step:08d}") for step in newest]
+    assert [one["ok"] for one in found[:4]] == [False, False, True, True]
+    assert [one["report"]["path"] for one in found[:4]] == [str(run / f"step_{step:08d}") for step in newest]
+    assert found[4:] == [
+        {"ok": None, "path": str(run / f"step_{step:08d}"), "not_verified": "no index"} for step in (400, 300)
+    ]
     verified = {one["step"]: one["verification"] for one in json.loads(cli("ls", "--json", run))}
     assert verified[200]["complete"] and not verified[200]["problems"]
     for step in (1, 2):
@@ -297,6 +301,8 @@ def test_verify_of_a_run_leaves_out_no_checkpoint_of_another_name_and_names_link
     lines = cli("verify", run).splitlines()
     assert {Path(line.partition(":")[0]).name for line in lines[:3]} == {"step_00000001", "step_5", "best"}
     assert lines[3:] == ["not verified, as they are symbolic links: step_00000007"]
+    [link] = [one for one in json.loads(cli("verify", "--json", run)) if "not_verified" in one]
+    assert link == {"ok": None, "path": str(run / "step_00000007"), "not_verified": "symbolic link"}
     shard = next((run / "best").glob("shard-*"))
     shard.write_bytes(shard.read_bytes()[:-1])
     assert "; shard-" in cli("verify", run, code=1)
@@ -332,6 +338,36 @@ def test_verify_of_a_run_goes_on_where_a_checkpoint_is_deleted_meanwhile(cli, tm
     ]
 
 
+@pytest.fixture(scope="module")
+def named(tmp_path_factory):
+    path = tmp_path_factory.mktemp("named") / "c"
+    write_checkpoint(path, {"é שלום 😀": 1, "arrays": [np.zeros(1)] * 2000})
+    return path
+
+
+def run_process(*arguments, **options):
+    command = [sys.executable, "-m", "treeckpt.cli.main", *map(str, arguments)]
+    return subprocess.run(command, check=False, stderr=subprocess.PIPE, timeout=60, **options)
+
+
+@pytest.mark.parametrize("what", [(), ("--structure",), ("--json",)])
+def test_a_reader_that_closes_the_pipe_early_is_no_error(named, what):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as closed:
+        done = run_process("show", named, *what, stdout=closed)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_characters_that_the_output_cannot_encode_are_escaped(named):
+    env = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    text = run_process("show", named, "--depth", 1, stdout=subprocess.PIPE, env=env)
+    assert (text.returncode, text.stderr) == (0, b"") and rb"\xe9 \u05e9" in text.stdout
+    found = run_process("show", named, "--structure", "--json", stdout=subprocess.PIPE, env=env)
+    assert found.returncode == 0 and found.stdout.isascii(), found.stderr
+    assert "é שלום 😀" in [row["path"] for row in json.loads(found.stdout)]
+
+
 def test_diff_names_what_differs_beside_the_leaves(cli, tmp_path):
     tree = {"w": (np.zeros(3),)}
     tc.save(tmp_path / "a", tree, custom_metadata={"commit": "1f", "x": 1}, files={"t.json": b"1", "same": b"s"})
@@ -345,6 +381,21 @@ def test_diff_names_what_differs_beside_the_leaves(cli, tmp_path):
         last = cli("diff", *more, tmp_path / "a", tmp_path / "c").splitlines()[-1]
         assert last.startswith("beside the leaves these differ: sidecar file same, sidecar file t.json, containers,")
         assert "beside" not in cli("diff", *more, tmp_path / "a", tmp_path / "a")
+
+
+def test_numbers_that_json_lacks_are_named_in_it_and_not_taken_for_none(cli, tmp_path, monkeypatch):
+    monkeypatch.setenv("TREECKPT_CACHE", str(tmp_path / "cache"))
+    metrics = {"loss": math.nan, "high": math.inf, "low": -math.inf, "lr": 0.5}
+    with tc.Manager(tmp_path / "run", background=False) as manager:
+        manager.save(1, {"gone": np.full(3, np.nan), "big": np.full(2, 1.5e308)}, metrics=metrics)
+    [row] = json.loads(cli("ls", "--json", tmp_path / "run"))
+    assert row["metrics"] == {"loss": "NaN", "high": "Infinity", "low": "-Infinity", "lr": 0.5}
+    path = tmp_path / "run" / "step_00000001"
+    rows = {one["path"]: one for one in json.loads(cli("verify", "--statistics", "--json", path))["statistics"]}
+    assert rows["big"]["norm"] == "Infinity" and rows["big"]["high"] == 1.5e308
+    assert [rows["gone"][name] for name in ("norm", "mean", "deviation", "low", "high")] == [None] * 5
+    [line] = [line for line in cli("verify", "--statistics", path).splitlines() if line.startswith("gone")]
+    assert line.split() == ["gone", "3", "NaN", "3", "0", "-", "-", "-", "-", "-"]
 
 
 def test_diff(cli, run):

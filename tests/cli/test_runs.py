@@ -142,6 +142,15 @@ def test_a_metric_that_no_checkpoint_has_is_wrong_use_and_deletes_nothing(cli, r
     assert len(steps(run)) == 6
 
 
+@pytest.mark.parametrize("also", [(), ("--dry-run",), ("--keep-last", 1)])
+def test_a_step_that_is_not_there_is_wrong_use_and_deletes_nothing(cli, run, also):
+    (run / step_name(700)).mkdir()
+    text = cli("gc", run, "--steps", "100,310,700,600", *also, code=2)
+    assert "has no steps 310, 700" in text, "a directory without an index keeps nothing either"
+    assert "Steps that can be loaded: 100, 200, 300, 400, 500, 600; the nearest is 300" in text
+    assert steps(run) == [1, 2, 3, 4, 5, 6]
+
+
 def test_runs_without_metrics_or_checkpoints_have_none_to_choose_by(cli, tmp_path):
     assert "0 kept, 0 removed" in cli("gc", tmp_path, "--best", "loss")
     tc.Manager(tmp_path, background=False).save(1, {"s": 1})

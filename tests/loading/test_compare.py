@@ -105,6 +105,24 @@ def test_numbers_that_are_not_finite_and_numbers_in_bfloat16(tmp_path):
     assert (found["h"].changed, found["h"].max_abs, found["h"].mean_abs) == (1, 2.0, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "before", "after", "gaps"),
+    [
+        ("int64", [2**60, 2**60 + 1, -(2**63)], [2**60 + 1, 2**60 + 1, -(2**63) + 3], [1, 0, 3]),
+        ("uint64", [2**64 - 1, 5, 0], [2**64 - 2, 7, 0], [1, 2, 0]),
+        ("int64", [-(2**63), 2**63 - 1], [2**63 - 1, -(2**63)], [2**64 - 1, 2**64 - 1]),
+    ],
+)
+def test_differences_of_large_integers_are_exact(tmp_path, dtype, before, after, gaps):
+    a, b = sides(tmp_path, {"x": np.array(before, dtype)}, {"x": np.array(after, dtype)}, **ALONE)
+    [(x, y)] = comparable(a.index, b.index, diff(a.index, b.index))
+    found = delta_of(a, x, b, y)
+    assert (found.changed, found.max_abs) == (np.count_nonzero(gaps), float(max(gaps)))
+    assert found.mean_abs == pytest.approx(sum(gaps) / len(gaps)) and found.change == pytest.approx(
+        np.hypot.reduce(gaps)
+    )
+
+
 def test_a_cap_compares_the_first_elements_and_says_so(tmp_path):
     a, b = sides(tmp_path, {"x": BIG}, {"x": BIG + 1})
     x, y = a.index.entries[0], b.index.entries[0]

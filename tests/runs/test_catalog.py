@@ -69,6 +69,14 @@ def test_a_checkpoint_given_as_the_run_is_found(tmp_path):
     assert not catalog.is_checkpoint(tmp_path)
 
 
+def test_a_checkpoint_whose_index_cannot_be_read_has_the_bytes_of_its_shards(tmp_path):
+    index = write_checkpoint(tmp_path / "c")
+    (tmp_path / "c" / INDEX_NAME).write_bytes(b"{")
+    info = catalog.read_info(tmp_path / "c")
+    assert (info.status, info.leaves) == ("corrupt", None)
+    assert info.nbytes == sum((tmp_path / "c" / file.name).stat().st_size for file in index.file_list) > 0
+
+
 def test_a_missing_shard_makes_it_corrupt(tmp_path):
     index = write_checkpoint(tmp_path / "step_00000001", step=1)
     (tmp_path / "step_00000001" / index.file_list[2].name).unlink()

@@ -5,13 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 from collections import Counter
-from collections.abc import Mapping
-
-import msgspec
 
 from ..core.analysis.diff import Added, Diff, Moved, Removed, diff
-from ..core.format.records import Index
-from ..core.tree.nesting import split_structure
 from ..io.storage.open import open_store
 from ..loading.compare import ValueChange, value_changes
 from ..loading.one_checkpoint import opened
@@ -49,9 +44,8 @@ def _diff(options: argparse.Namespace) -> int:
             # what the checksums do not show to be equal is read, of both
             counted.expect(lambda: 2 * sum(one.nbytes for one in value_changes(a, b, found, exact=False)))
             values = sorted(value_changes(a, b, found), key=_rank)
-        also = _beside_leaves(a.index, b.index)
     if options.json:
-        compared = {"changes": found.changes, "same": found.same, "also": also}
+        compared = {"changes": found.changes, "same": found.same, "also": found.also}
         print_json(compared if values is None else compared | {"values": values, "equal_by": "recorded checksums"})
         return 0
     rows = _diff_rows(found) + [("content", v.path, "", _delta_text(v)) for v in values or ()]
@@ -63,26 +57,9 @@ def _diff(options: argparse.Namespace) -> int:
         f"{alike} {'leaf' if alike == 1 else 'leaves'} alike"
     ]
     print_line(f"{', '.join(parts)} ({_NOT_COMPARED if values is None else _BY_CHECKSUMS})", "dim")
-    if also:
-        print_line(f"beside the leaves these differ: {', '.join(also)}", "yellow")
+    if found.also:
+        print_line(f"beside the leaves these differ: {', '.join(found.also)}", "yellow")
     return 0
-
-
-def _beside_leaves(a: Index, b: Index) -> list[str]:
-    """Returns what differs beside the leaves: custom metadata and sidecar files by name, and containers."""
-    metadata = [{name: msgspec.json.encode(value) for name, value in index.metadata.items()} for index in (a, b)]
-    files = [{one.name: one.xxh3 for one in index.sidecars} for index in (a, b)]
-    found = [f"custom metadata {name}" for name in _different(*metadata)]
-    found += [f"sidecar file {name}" for name in _different(*files)]
-    if a.by_path.keys() == b.by_path.keys() and a.world == b.world:
-        parts = [split_structure(index.structure) for index in (a, b)]  # of any depth
-        if parts[0] != parts[1]:
-            found.append("containers, by kind or by the order of keys")
-    return found
-
-
-def _different(a: Mapping[str, object], b: Mapping[str, object]) -> list[str]:
-    return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
 
 
 def _rank(change: ValueChange) -> tuple[float, str]:

@@ -8,8 +8,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from ..core.format.file_names import is_step_name
-from ..core.text import ago_text, bytes_text, seconds_text, time_text
+from ..core.text import ago_text, bytes_text, json_number, seconds_text, time_text
 from ..io.storage.open import open_folder, open_run
 from ..report.terminal import print_json, print_line, print_table
 from ..runs import catalog
@@ -65,7 +67,7 @@ def _ls(options: argparse.Namespace) -> int:
     known = VerificationStore(cache_directory())
     found = [with_verification(info, open_folder(info.path), known) for info in found]
     if options.json:
-        print_json(found)
+        print_json([_json_of(info) for info in found])
         return 0
     if not found:
         print_line("no checkpoints")
@@ -80,6 +82,11 @@ def _ls(options: argparse.Namespace) -> int:
         if steps := runs.get(info.path):
             print_line(f"{info.name}: a run of {steps} step{'s' * (steps > 1)}, which treeckpt ls {info.path} lists")
     return 0
+
+
+def _json_of(info: CheckpointInfo) -> Mapping[str, object]:
+    metrics = {name: json_number(value) for name, value in info.metrics.items()}
+    return msgspec.structs.asdict(info) | {"metrics": metrics}
 
 
 def _runs_among(found: Sequence[CheckpointInfo]) -> dict[str, int]:

@@ -7,6 +7,7 @@ does, in processes of its own.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .. import bench
 
         return bench.main(arguments[1:])
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what its encoding lacks, as on the error stream
     parser = new_parser()
     if not arguments:
         parser.print_help()

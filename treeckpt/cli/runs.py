@@ -13,10 +13,11 @@ from functools import partial
 from typing import Any
 
 from ..core.analysis.retention_policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps
-from ..core.format.file_names import MAX_STEP, is_step_name, step_name
+from ..core.format.file_names import MAX_STEP, is_step_name, step_name, step_of
 from ..core.text import bytes_text
 from ..report.terminal import print_json, print_line, print_table
 from ..runs.catalog import is_checkpoint, scan
+from ..runs.checkpoint_info import CheckpointInfo, loadable_text
 from ..runs.policy_text import parse_best
 from ..runs.progress_bar import counting_bar
 from ..runs.run import GRACE, CleanReport, RunDirectory, clean_checkpoint
@@ -30,7 +31,7 @@ def add_commands(commands: Commands) -> None:
     gc.add_argument("--keep-last", type=_count, metavar="N", help="keep the newest N checkpoints")
     gc.add_argument("--every", type=_count, metavar="K", help="keep each step that is a multiple of K")
     gc.add_argument("--period", type=_seconds, metavar="S", help="keep the first checkpoint of every S seconds")
-    gc.add_argument("--steps", type=_steps, metavar="A,B,...", help="keep these steps")
+    gc.add_argument("--steps", type=_steps, metavar="A,B,...", help="keep these steps, each of which must be there")
     gc.add_argument(
         "--best",
         type=_best,
@@ -111,7 +112,7 @@ def _gc(options: argparse.Namespace) -> int:
     run, alone = RunDirectory(options.run_path), is_checkpoint(options.run_path)
     alone = alone and not run.checkpoints()
     policies = _policies(options)
-    if problem := _no_run(options.run_path, run, policies) if alone else _no_metric(run, options.best):
+    if problem := _no_run(options.run_path, run, policies) if alone else _misses(run, options):
         return usage_error(problem)
     if alone:
         report = clean_checkpoint(options.run_path, grace=options.grace, dry_run=options.dry_run)
@@ -144,9 +145,27 @@ def no_checkpoint(options: argparse.Namespace) -> str:
     return ""
 
 
-def _no_metric(run: RunDirectory, policies: Sequence[Best]) -> str:
+def _misses(run: RunDirectory, options: argparse.Namespace) -> str:
+    """Returns the error where steps or a metric are named that no checkpoint has, empty if there is none."""
+    if not options.steps and not options.best:
+        return ""
+    infos = run.checkpoints()
+    return _no_steps(run, infos, options.steps or ()) or _no_metric(run, infos, options.best)
+
+
+def _no_steps(run: RunDirectory, infos: Sequence[CheckpointInfo], steps: Sequence[int]) -> str:
+    """Returns the error, with the steps that can be loaded, where steps are named that the run has not."""
+    there = {step_of(info.name) for info in infos if info.status in ("complete", "corrupt")}
+    absent = [str(step) for step in steps if step not in there]
+    if not absent:
+        return ""
+    word = "step" if len(absent) == 1 else "steps"
+    return f"--steps: {run.url} has no {word} {', '.join(absent)}. {loadable_text(infos, int(absent[0]))}"
+
+
+def _no_metric(run: RunDirectory, infos: Sequence[CheckpointInfo], policies: Sequence[Best]) -> str:
     """Returns the error, with the known metrics, where a metric is named that no checkpoint has; empty otherwise."""
-    infos = [info for info in run.checkpoints() if info.status == "complete"] if policies else []
+    infos = [info for info in infos if info.status == "complete"] if policies else []
     there = {name for info in infos for name in info.metrics}
     unknown = [policy.metric for policy in policies if policy.metric not in there]
     if not infos or not unknown:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
@@ -12,7 +12,7 @@ from .. import api
 from ..core.format.file_names import is_step_name
 from ..core.format.index import INDEX_NAME
 from ..core.numbers.unusual import reason_of
-from ..core.text import bytes_text, seconds_text
+from ..core.text import bytes_text, json_number, seconds_text
 from ..errors import CheckpointNotFound, CorruptError, FormatError
 from ..io.storage.open import open_folder, open_store
 from ..io.storage.store import Store
@@ -34,6 +34,12 @@ from .command import Commands, progress_of
 from .show import index_summary
 
 SHOWN = 20
+_LEFT_OUT = {
+    "no index": "have no index",
+    "symbolic link": "are symbolic links",
+    "deleted meanwhile": "were deleted meanwhile",
+}
+"""Why a step of a run is not verified: in JSON, and of several in a sentence."""
 _STATISTICS = "NaN, infinity, norm, mean, deviation and range of every array, from the same bytes; unusual ones first"
 
 
@@ -58,7 +64,7 @@ def _verify(options: argparse.Namespace) -> int:
         report = _verified(path, options, counted)
     rows = _statistics(path) if options.statistics and report.ok else None
     if options.json:
-        print_json({"ok": report.ok, "report": report} | ({} if rows is None else {"statistics": rows}))
+        print_json({"ok": report.ok, "report": report} | ({} if rows is None else {"statistics": _json_of(rows)}))
         return 0 if report.ok else 1
     print_line(_line(path, report))
     for repair in report.repairs:
@@ -98,21 +104,30 @@ def _verify_run(options: argparse.Namespace, infos: Sequence[CheckpointInfo]) ->
                 except (CorruptError, FormatError) as error:
                     reports[info.path] = VerifyReport(info.path, 0, 0, (Problem(INDEX_NAME, f"{error}"),), 0.0)
     ok = all(report.ok for report in reports.values())
+    left_out = _left_out(infos, reports)
     if options.json:
-        print_json([{"ok": report.ok, "report": report} for report in reports.values()])
+        rows = [{"ok": report.ok, "report": report} for report in reports.values()]
+        others = [(info.path, why) for why, some in left_out.items() for info in some]
+        print_json(rows + [{"ok": None, "path": path, "not_verified": why} for path, why in others])
         return 0 if ok else 1
     for path, report in reports.items():
         problems = "".join(f"; {problem.file}: {problem.text}" for problem in report.problems[:1])
         print_line(_line(path, report) + problems, "" if report.ok else "red")
-    links = [info for info in infos if is_step_name(info.name) and open_folder(info.path).is_link]
-    for what, some in (
-        ("have no index", [info for info in infos if info.status == "partial"]),
-        ("are symbolic links", links),
-        ("were deleted meanwhile", [info for info in whole if info.path not in reports]),
-    ):
+    for why, some in left_out.items():
         if some:
-            print_line(f"not verified, as they {what}: {', '.join(info.name for info in some)}", "yellow")
+            print_line(f"not verified, as they {_LEFT_OUT[why]}: {', '.join(info.name for info in some)}", "yellow")
     return 0 if ok else 1
+
+
+def _left_out(infos: Sequence[CheckpointInfo], verified: Collection[str]) -> dict[str, list[CheckpointInfo]]:
+    """Returns the steps of a run that were not verified, by the reason."""
+    links = [info for info in infos if is_step_name(info.name) and open_folder(info.path).is_link]
+    whole = [info for info in infos if info.status not in ("partial", "foreign")]
+    return {
+        "no index": [info for info in infos if info.status == "partial"],
+        "symbolic link": links,
+        "deleted meanwhile": [info for info in whole if info.path not in verified],
+    }
 
 
 def _verified(path: str, options: argparse.Namespace, counted: Callable[[Store], Store]) -> VerifyReport:
@@ -132,18 +147,18 @@ def _verified(path: str, options: argparse.Namespace, counted: Callable[[Store],
 
 
 class StatisticsRow(msgspec.Struct, frozen=True):
-    """The statistics of one array, as `verify --statistics --json` prints them."""
+    """The statistics of one array, as `verify --statistics --json` prints them; None where no element is finite."""
 
     path: str
     unusual: str
     count: int
     nan: int
     infinite: int
-    norm: float
-    mean: float
-    deviation: float
-    low: float
-    high: float
+    norm: float | None
+    mean: float | None
+    deviation: float | None
+    low: float | None
+    high: float | None
 
 
 def _statistics(checkpoint: str) -> list[StatisticsRow]:
@@ -156,9 +171,13 @@ def _statistics(checkpoint: str) -> list[StatisticsRow]:
     for at in found.ranking.order.tolist():
         one, path = found.row(at), index.entries[int(found.columns["leaf"][at])].path
         reason = reason_of(found.ranking, at, one.nan, one.infinite)
-        numbers = (one.norm, one.mean, one.deviation, one.low, one.high)
+        numbers = (one.norm, one.mean, one.deviation, one.low, one.high) if one.finite else (None,) * 5
         rows.append(StatisticsRow(path, reason, one.count, one.nan, one.infinite, *numbers))
     return rows
+
+
+def _json_of(rows: list[StatisticsRow]) -> list[dict[str, object]]:
+    return [{name: json_number(value) for name, value in msgspec.structs.asdict(row).items()} for row in rows]
 
 
 def _print_statistics(rows: list[StatisticsRow]) -> None:
@@ -169,7 +188,7 @@ def _print_statistics(rows: list[StatisticsRow]) -> None:
             row.unusual,
             str(row.nan),
             str(row.infinite),
-            *(f"{n:.5g}" for n in (row.norm, row.mean, row.deviation, row.low, row.high)),
+            *("-" if n is None else f"{n:.5g}" for n in (row.norm, row.mean, row.deviation, row.low, row.high)),
         )
         for row in rows[:SHOWN]
     ]

@@ -6,9 +6,11 @@ characters as escapes, and `value_text` is bounded in length and depth whatever 
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from collections.abc import Sequence
 from datetime import UTC, datetime, tzinfo
+from typing import TypeVar
 
 from ..errors import TreeckptError
 from .sharding.int_runs import length_of
@@ -16,6 +18,7 @@ from .sharding.placements import Layout, MeshLayout, Placement, Replicate, Shard
 from .sharding.region import Region
 from .tree.value_codec import TypedValue, Value, decode_value
 
+T = TypeVar("T")
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 _MAX_DEPTH = 8
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
@@ -39,6 +42,13 @@ def bytes_text(nbytes: float) -> str:
     while abs(size) >= 999.5 and unit < len(_UNITS) - 1:
         size, unit = size / 1000, unit + 1
     return f"{size:.0f} B" if unit == 0 else f"{size:.3g} {_UNITS[unit]}"
+
+
+def json_number(value: T) -> T | str:
+    """Returns a value as JSON has it: NaN and infinities, which JSON lacks, as `NaN`, `Infinity` and `-Infinity`."""
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def rate_text(nbytes: float, seconds: float = 1.0) -> str:

@@ -30,6 +30,8 @@ MANY = 4096
 """Arrays that are read at a time, at most."""
 BATCH = 1 << 17
 """Elements that are compared at a time: as float64 they stay in a processor's cache."""
+INTS = ("int64", "uint64")
+"""Dtypes whose elements float64 does not hold exactly."""
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -195,7 +197,7 @@ class _Sums:
             numbers, others = numbers[finite], others[finite]
         self.finite += numbers.size
         with np.errstate(over="ignore", invalid="ignore"):  # two finite numbers can be further apart than the largest
-            gaps = np.abs(others - numbers).reshape(-1)
+            gaps = np.abs(others - numbers).reshape(-1) if dtype not in INTS else _int_gaps(left, right, dtype)
             self.total += float(gaps.sum())
             self.most = max(self.most, float(gaps.max(initial=0.0)))
             if numbers.dtype.kind == "c":
@@ -221,3 +223,9 @@ class _Sums:
             change=self.change,
             cosine=None if cosine is None else min(1.0, max(-1.0, cosine)),
         )
+
+
+def _int_gaps(left: np.ndarray, right: np.ndarray, dtype: str) -> np.ndarray:
+    """Returns the differences of 64-bit integers as float64: those of the numbers as float64 are 0 for neighbours."""
+    bits, others = left.view(np.uint64), right.view(np.uint64)
+    return np.where(left.view(dtype) > right.view(dtype), bits - others, others - bits).astype(np.float64)

@@ -5,8 +5,11 @@ All text goes through `visible` here, so that names from files cannot send contr
 
 from __future__ import annotations
 
+import codecs
+import json
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import msgspec
 from rich.console import Console
@@ -18,26 +21,37 @@ from ..core.text import visible
 STYLES = {"complete": "green", "partial": "yellow", "corrupt": "bold red", "foreign": "dim"}
 
 
+class OutputConsole(Console):
+    """A console that leaves it to its caller what a closed pipe means; rich ends the process with code 1."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        """Raises the BrokenPipeError that is handled."""
+        raise
+
+
 def print_json(thing: object) -> None:
     """Prints indented JSON of any object that msgspec can encode."""
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(thing), indent=2).decode() + "\n")
+    text = msgspec.json.format(msgspec.json.encode(thing), indent=2).decode()
+    if codecs.lookup(sys.stdout.encoding or "utf-8").name != "utf-8":
+        text = json.dumps(json.loads(text), indent=2)  # ASCII, which every encoding of a terminal has
+    sys.stdout.write(text + "\n")
 
 
 def print_line(text: str, style: str = "") -> None:
     """Prints one line of text."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = OutputConsole(highlight=False, soft_wrap=True)
     console.print(Text(visible(text), style=style))
 
 
 def fail(text: str) -> None:
     """Prints a message on the error stream."""
-    Console(stderr=True, highlight=False, soft_wrap=True).print(Text(visible(text), style="red"))
+    OutputConsole(stderr=True, highlight=False, soft_wrap=True).print(Text(visible(text), style="red"))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
     """Prints a table; cells that are a status are coloured, columns named in `right` are aligned to the right."""
     cells = [[visible(cell) for cell in row] for row in rows]
-    console = Console(highlight=False)
+    console = OutputConsole(highlight=False)
     if not console.is_terminal:
         _print_plain(columns, cells, right)
         return
@@ -62,6 +76,6 @@ def _print_plain(columns: Sequence[str], rows: Sequence[Sequence[str]], right: S
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
     """Prints names and values, one pair on each line."""
     width = max((len(name) for name, _ in facts), default=0)
-    console = Console(highlight=False, soft_wrap=True)
+    console = OutputConsole(highlight=False, soft_wrap=True)
     for name, text in facts:
         console.print(Text.assemble((f"{name:<{width}}  ", "dim"), visible(text)))

@@ -265,7 +265,8 @@ def read_info(
         except StoreError:  # says nothing about the checkpoint
             raise
         except TreeckptError as error:
-            return CheckpointInfo(name, folder.url, "corrupt", step_of(name), error=str(error))
+            nbytes = sum(files[one].nbytes for one in files if parse_shard_name(one) is not None)
+            return CheckpointInfo(name, folder.url, "corrupt", step_of(name), nbytes=nbytes, error=str(error))
         info = _with_index(folder, summary, files, cache if timings else None)
         if info.status == "corrupt" and (now := folder.listed()).entries().get(INDEX_NAME, index) != index:
             # another save has replaced it since the listing

@@ -30,7 +30,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
     world: int | None = None
     leaves: int | None = None
     nbytes: int | None = None
-    """Bytes of the arrays, each byte counted once; for a partial checkpoint, bytes of the shards found."""
+    """Bytes of the arrays, each byte counted once; without an index that can be read, bytes of the shards found."""
     created_ns: int | None = None
     seconds: float | None = None
     """Duration of the save: from the start of the first rank to the end of the last rank."""

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.samples import MESH, gpt_state, write_checkpoint
+from treeckpt.api import inspect as read_index
 from treeckpt.core.analysis.diff import Added, Changed, Moved, Removed, diff
 from treeckpt.core.sharding.placements import MeshLayout, Replicate, Shard
 
@@ -25,6 +26,17 @@ def test_equal_trees_have_no_difference(indexes):
     a, b = indexes(gpt_state(layers=1), gpt_state(layers=1))
     assert diff(a, b).changes == ()
     assert diff(a, b).same == len(a.leaves)
+
+
+def test_metadata_sidecar_files_and_containers_that_differ_are_named(indexes, tmp_path):
+    for name, digit in (("a", "1"), ("b", "2")):
+        files = {"t": digit.encode(), "same": b"s"}
+        write_checkpoint(tmp_path / name, tree(), metadata={"commit": digit, "x": 1}, files=files)
+    a, b = read_index(tmp_path / "a"), read_index(tmp_path / "b")
+    assert diff(a, a).also == () and diff(a, b).changes == ()
+    assert diff(a, b).also == ("custom metadata commit", "sidecar file t")
+    c, d = indexes({"w": [1, 2]}, {"w": (1, 2)})
+    assert diff(c, d).also == ("containers, by kind or by the order of keys",)
 
 
 def test_values_are_compared_with_their_types(indexes):

@@ -52,6 +52,21 @@ def test_structure_comes_first_then_contents_by_their_checksums(asked):
     assert page["known"] == {"changed": 2, "equal": 1} and page["next"] is None
 
 
+def test_what_differs_beside_the_leaves_is_named(serve, tmp_path):
+    for step, note in ((1, "a"), (2, "b")):
+        metadata = {"<b>note</b>": note} | {f"{n:03}": step for n in range(100)}
+        write_checkpoint(tmp_path / f"step_{step:08d}", {"x": 1}, step=step, world=1, metadata=metadata)
+    client = serve(tmp_path)
+    [run] = client.get("/api/v1/runs").json()["runs"]
+    b, a = (c["id"] for c in run["checkpoints"])
+    found = client.get("/api/v1/diff", params={"a": a, "b": b}).json()
+    assert (found["also"][0], len(found["also"]), found["more"]) == ("custom metadata 000", 100, 1)
+    html = client.get("/diff", params={"a": a, "b": b}).text
+    assert "Beside the leaves these differ: custom metadata 000, " in html and "and 1 more." in html
+    same = client.get("/api/v1/diff", params={"a": a, "b": a}).json()
+    assert same["also"] == [] and "Beside" not in client.get("/diff", params={"a": a, "b": a}).text
+
+
 def test_rows_can_be_filtered_by_kind_and_by_words(asked):
     assert set(told(asked(show="structure"))) == {("<b>", "value"), ("new", "added"), ("old", "removed"),
                                                   ("shape", "shape")}  # fmt: skip

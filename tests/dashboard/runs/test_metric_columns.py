@@ -29,7 +29,7 @@ def test_metrics_are_columns_with_the_best_of_the_run(serve, measured):
     assert run["metrics"] == ["loss", "accuracy"], "those that a policy names come first"
     rows = {row["step"]: row for row in run["checkpoints"]}
     assert rows[200]["metrics"] == {"loss": 2.25, "accuracy": 0.4} and rows[600]["metrics"] == {}
-    assert rows[300]["metrics"]["loss"] is None, "NaN has no JSON"
+    assert rows[300]["metrics"]["loss"] == "NaN", "logged, but no number"
     assert [(step, row["best"]) for step, row in rows.items() if row["best"]] == [
         (500, {"accuracy": "lowest"}), (200, {"loss": "best", "accuracy": "highest"}),
     ]  # fmt: skip
@@ -37,6 +37,21 @@ def test_metrics_are_columns_with_the_best_of_the_run(serve, measured):
     html = client.get(f"/runs/{run['id']}?keep=best:loss:min:2").text
     assert "sort=-metric%3Aloss" in html and "2.25" in html and 'class="best">best<' in html
     assert "2.25" in client.get(f"/checkpoints/{rows[200]['id']}").text
+
+
+def test_a_newest_metric_that_is_not_finite_is_shown_and_not_an_older_one(serve, tmp_path):
+    run = write_metrics(tmp_path / "run", {1: {"loss": 2.0}, 2: {"loss": -math.inf}, 3: {"loss": math.nan}, 4: {}})
+    client = serve(run)
+    row = page(client).json()["run"]
+    assert (row["metric"], row["value"]) == ("loss", "NaN"), "the newest one that was logged"
+    trends = client.get(f"/api/v1/runs/{row['id']}/trends").json()
+    assert trends["metrics"] == {"loss": [2.0, "-Infinity", "NaN", None]}
+    html = client.get(f"/runs/{row['id']}/trends").text
+    assert '<td class="n">NaN</td>' in html and '<td class="n">-Infinity</td>' in html
+    table = client.get(f"/api/v1/runs/{row['id']}/trends/table.csv").text
+    assert "NaN" in table and "-Infinity" in table
+    found = {q: steps(page(client, f"?q={q}")) for q in ("loss=nan", "loss=NaN", "loss>=nan", "loss=-inf")}
+    assert found == {"loss=nan": [3], "loss=NaN": [3], "loss>=nan": [], "loss=-inf": [2]}
 
 
 def test_metrics_sort_both_ways_and_what_has_none_comes_last(serve, measured):
@@ -65,6 +80,6 @@ def test_metrics_are_trends_beside_size_and_duration(serve, measured):
     found = client.get(f"/api/v1/runs/{run['id']}/trends").json()
     assert found["metrics"] == {
         "accuracy": [0.2, 0.4, 0.3, None, 0.1, None],
-        "loss": [3.5, 2.25, None, 2.5, None, None],
+        "loss": [3.5, 2.25, "NaN", 2.5, None, None],
     }
     assert "loss by step" in client.get(f"/runs/{run['id']}/trends").text

@@ -139,6 +139,12 @@ def test_without_the_token_nothing_is_shown(guarded, ids):
     assert guarded.get("/", headers={"authorization": "Bearer ÿ".encode("latin-1")}).status_code == 401
 
 
+def test_a_token_beyond_ascii_is_taken_as_utf_8(serve, run):
+    guarded = serve(run, token="sécret ключ")
+    for given, status in (("sécret ключ".encode(), 200), ("sécret".encode("latin-1"), 401), (b"s\xff", 401)):
+        assert guarded.get("/api/v1/runs", headers={"authorization": b"Bearer " + given}).status_code == status
+
+
 def test_the_page_that_asks_for_the_token_allows_only_its_own_style_and_says_when_a_token_is_wrong(guarded):
     page = guarded.get("/")
     [style] = re.findall(r"<style>(.*)</style>", page.text, re.DOTALL)

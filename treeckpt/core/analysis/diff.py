@@ -1,6 +1,7 @@
 """Compares two checkpoints by their indexes alone.
 
-Leaves are compared by path: kind, shape, dtype, layout, and the values of Python leaves. The contents of arrays are in
+Leaves are compared by path: kind, shape, dtype, layout, and the values of Python leaves; beside them custom metadata,
+sidecar files and containers, which are only named. The contents of arrays are in
 the shards, not in the index: `comparable` lists the arrays that can be compared; `checksum_diff` and
 `treeckpt.loading.compare` compare them. A leaf that is missing on one side and an equal one that is new on the other
 are reported as moved where exactly one partner fits: the one that shares the longest end of the path.
@@ -9,6 +10,7 @@ are reported as moved where exactly one partner fits: the one that shares the lo
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -17,6 +19,7 @@ from ..format.byte_map import layout_of
 from ..format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
 from ..sharding.int_runs import length_of
 from ..text import layout_text, region_text, shape_text, value_text, value_type
+from ..tree.nesting import split_structure
 
 Aspect = Literal["kind", "shape", "dtype", "layout", "value"]
 
@@ -62,6 +65,8 @@ class Diff(msgspec.Struct, frozen=True):
 
     changes: tuple[Change, ...]
     same: int
+    also: tuple[str, ...] = ()
+    """What differs beside the leaves: custom metadata and sidecar files by name, and containers."""
 
     def count(self, what: str) -> int:
         """Counts the changes of a kind: "added", "removed", "moved", or an aspect."""
@@ -85,7 +90,24 @@ def diff(a: Index, b: Index) -> Diff:
         changes += _compare(a, x, b, y)
     changes += [Removed(leaf.path, leaf_text(a, leaf)) for leaf in removed.values()]
     changes += [Added(leaf.path, leaf_text(b, leaf)) for leaf in added.values()]
-    return Diff(tuple(sorted(changes, key=lambda c: (c.path, str(c.__struct_config__.tag)))), same)
+    in_order = sorted(changes, key=lambda c: (c.path, str(c.__struct_config__.tag)))
+    return Diff(tuple(in_order), same, tuple(_beside_leaves(a, b)))
+
+
+def _beside_leaves(a: Index, b: Index) -> list[str]:
+    metadata = [{name: msgspec.json.encode(value) for name, value in index.metadata.items()} for index in (a, b)]
+    files = [{one.name: one.xxh3 for one in index.sidecars} for index in (a, b)]
+    found = [f"custom metadata {name}" for name in _different(*metadata)]
+    found += [f"sidecar file {name}" for name in _different(*files)]
+    if a.by_path.keys() == b.by_path.keys() and a.world == b.world:
+        parts = [split_structure(index.structure) for index in (a, b)]  # of any depth
+        if parts[0] != parts[1]:
+            found.append("containers, by kind or by the order of keys")
+    return found
+
+
+def _different(a: Mapping[str, object], b: Mapping[str, object]) -> list[str]:
+    return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
 
 
 def comparable(a: Index, b: Index, found: Diff) -> list[tuple[Leaf, Leaf]]:
