@@ -229,7 +229,9 @@ def _snippets(library: Library, run: Run, info: CheckpointInfo, *, newest: bool)
     take = per_rank_keyword(info)
     manager = None
     if library.is_run(run) and mark_of(info) is not None:
-        call = "manager.resume(model, optimizer)" if newest else f"state = manager.restore(step={info.step}{take})"
+        call = f"state = manager.restore(step={info.step}{take})"
+        if newest:
+            call = "manager.resume(model, optimizer)  # and scheduler=, loader=, extra= where they were saved"
         manager = f"import treeckpt as tc\nmanager = tc.Manager({run.store.url!a}, keep=None)\n{call}"
     load = f"import treeckpt as tc\nstate = tc.load({info.path!a}{take})"
     return ResumeSnippets(manager, load, f"treeckpt verify {shell_quoted(info.path)}")

@@ -279,6 +279,17 @@ def test_a_checkpoint_at_the_path_is_replaced_unless_the_writer_refuses(form: st
 
 
 @pytest.mark.parametrize("form", OURS)
+def test_a_directory_of_dcp_is_replaced_and_its_data_files_stay(form: str, tmp_path: Path) -> None:
+    FORMS["dcp"][0]({"a": torch.ones(3)}, checkpoint_id=tmp_path)
+    save, load = FORMS[form]
+    save({"a": torch.zeros(3)}, checkpoint_id=tmp_path)
+    assert not (tmp_path / ".metadata").exists() and len(list(tmp_path.glob("*.distcp"))) == 1
+    target = {"a": torch.ones(3)}
+    load(target, checkpoint_id=tmp_path)
+    assert not target["a"].any()
+
+
+@pytest.mark.parametrize("form", OURS)
 def test_a_marker_is_there_only_where_it_is_asked_for(form: str, tmp_path: Path) -> None:
     save = treeckpt.dcp.save if form == "treeckpt" else dcp.save
     for marker in (True, False):

@@ -36,7 +36,7 @@ class RestoreReport(msgspec.Struct, frozen=True):
         ignored: what of the checkpoint is without use here: moments of frozen parameters and of options that `keep`
             turns off, generators of missing devices, state that an optimizer's or a scheduler's `load_state_dict` does
             not use, and parts at the root that were not asked for ("scheduler").
-        loader: the loader's state, if `loader` cannot load it itself.
+        loader: what was saved as the loader's position, where that was a tree of values and not an object's state.
         extra: the saved tree, or the given one, filled; None where it was turned down or not selected. It is read with
             the rest: checked before anything changes, and not lost with the checkpoint.
         dropped: leaves that a rule dropped, by their names in the checkpoint.
