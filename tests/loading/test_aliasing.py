@@ -240,3 +240,40 @@ def test_a_new_tree_has_both_arrays_where_like_has_one() -> None:
     for like in ({"a": A, "b": A}, {"a": A, "b": A.detach()}, dict.fromkeys("ab", tc.ArraySpec((2, 3), "float32"))):
         found = tc.load(saved({"a": A, "b": A + 1}), like)
         assert torch.equal(found["a"], A) and torch.equal(found["b"], A + 1), "nothing is lost, so nothing is refused"
+
+
+# pieces of one array --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("offsets", [[0, 6], [(0, 0), (2, 0)], [0, (2, 0)]])
+def test_pieces_of_one_array_in_the_same_memory_are_refused(offsets: list[Any]) -> None:
+    store, memory = saved({"w": torch.arange(12.0).view(4, 3)}), torch.zeros(6)
+    leaf = tc.Sharded([memory if isinstance(at, int) else memory.view(2, 3) for at in offsets], (4, 3), offsets)
+    with pytest.raises(tc.MismatchError, match="w: expected memory of its own for each piece"):
+        tc.load_into(store, {"w": leaf})
+    with pytest.raises(tc.MismatchError, match="w: expected memory of its own for each piece"):
+        tc.trees.copy_into({"w": tc.Sharded(torch.arange(12.0), (4, 3), 0)}, {"w": leaf})
+    assert not memory.any(), "nothing is written"
+
+
+@given(st.integers(0, 12), st.integers(0, 12), st.integers(-2, 2))
+def test_pieces_of_one_array_may_share_what_they_have_in_common(low: int, high: int, shift: int) -> None:
+    """Flat ranges with a common part, in one buffer; shifted, the elements of the one are not those of the other."""
+    low, high = sorted((low, high))
+    store, memory = saved({"w": torch.arange(12.0).view(4, 3) + 1}), torch.zeros(16)
+    at = low + 2 + shift
+    leaf = tc.Sharded([memory[2 : 2 + high], memory[at : at + 12 - low]], (4, 3), [0, low])
+    meet = {n: n - 2 for n in range(2, 2 + high)}, {n: n - at + low for n in range(at, at + 12 - low)}
+    if any(meet[0][n] != meet[1][n] for n in meet[0].keys() & meet[1].keys()):
+        with pytest.raises(tc.MismatchError, match="memory of its own"):
+            tc.load_into(store, {"w": leaf})
+        assert not memory.any()
+    else:
+        tc.load_into(store, {"w": leaf})
+        filled = meet[0] | meet[1]
+        assert memory.tolist() == [filled.get(n, -1) + 1.0 for n in range(16)]
+
+
+def test_columns_of_one_matrix_are_pieces_of_one_array() -> None:
+    wide = torch.zeros(4, 6)
+    leaf = tc.Sharded([wide[:, ::2], wide[:, 1::2]], (4, 6), [(0, 0), (0, 3)])
+    tc.load_into(saved({"w": torch.arange(24.0).view(4, 6)}), {"w": leaf})
+    assert torch.equal(torch.cat([wide[:, ::2], wide[:, 1::2]], 1), torch.arange(24.0).view(4, 6))

@@ -217,6 +217,57 @@ def a_local_tensor_that_does_not_fit_is_refused(here: Rank) -> None:
 
 
 @case("four")
+def a_local_tensor_whose_elements_share_memory_is_no_target(here: Rank) -> None:
+    local = torch.zeros(1, 3).expand(2, 3)
+    leaf = DTensor.from_local(local, mesh_of(4), (Shard(0),), run_check=False)
+    tc.save(here.directory / "in one place", {"w": torch.arange(24.0).view(8, 3)})
+    for load in (
+        lambda: tc.load_into(here.directory / "in one place", {"w": leaf}),
+        lambda: tc.trees.copy_into({"w": torch.arange(24.0).view(8, 3)}, {"w": leaf}),
+    ):
+        with pytest.raises(tc.MismatchError, match="w: expected a tensor with memory for each element"):
+            load()
+    assert not local.any(), "nothing is written"
+    found = tc.load(here.directory / "in one place", {"w": leaf})["w"].to_local()
+    assert torch.equal(found, torch.arange(24.0).view(4, 2, 3)[here.rank])
+
+
+class Scaled(torch.Tensor):
+    """As quantised weights are: integers and a scale, shown as float32, with no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, *parts: torch.Tensor) -> Scaled:
+        found = torch.Tensor._make_wrapper_subclass(cls, parts[0].shape, dtype=torch.float32)  # pyright: ignore
+        found.parts = parts if len(parts) == 2 else parts[0].parts  # pyright: ignore[reportAttributeAccessIssue]
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def plain(leaf: Any) -> Any:
+            return leaf.parts[0].float() * leaf.parts[1] if isinstance(leaf, cls) else leaf
+
+        if function is torch.ops.aten.detach.default or function is torch.ops.aten.view.default:
+            return cls(*args[0].parts)
+        return function(*map(plain, args), **(kwargs or {}))
+
+
+@case("four")
+def a_local_tensor_of_a_class_with_other_storage_is_refused_by_name(here: Rank) -> None:
+    integers = torch.full((2, 3), 7, dtype=torch.int8)
+    leaf = DTensor.from_local(Scaled(integers, torch.tensor(0.5)), mesh_of(4), (Shard(0),), run_check=False)
+    tc.save(here.directory / "plain rows", {"w": torch.arange(24.0).view(8, 3)})
+    for act in (
+        lambda: tc.save(here.directory / "scaled rows", {"w": leaf}),
+        lambda: tc.load_into(here.directory / "plain rows", {"w": leaf}),
+        lambda: tc.load(here.directory / "plain rows", {"w": leaf}),
+        lambda: tc.abstract({"w": leaf}),
+    ):
+        with pytest.raises(tc.TreeckptError, match=r"w: expected a dense tensor or DTensor, found .*Scaled"):
+            act()
+    assert integers.eq(7).all()
+
+
+@case("four")
 def one_failing_rank_fails_all_and_the_next_save_works(here: Rank) -> None:
     tree = {"w": torch.ones(3), "x": object() if here.rank == 2 else 1}
     with pytest.raises(tc.RankError, match=r"rank 2.*x: expected") as caught:

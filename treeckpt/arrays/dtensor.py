@@ -30,9 +30,7 @@ def local_of(leaf: Any, path: str, rank: int) -> tuple[MeshLayout, torch.Tensor]
         LayoutError: partial sums, placements of another kind, or a local tensor of another shape than they give.
     """
     layout = layout_of(leaf, path)
-    local = leaf._local_tensor.detach()
-    if type(local) is not torch.Tensor:
-        local = local.wait() if hasattr(local, "wait") else torch.Tensor(local)
+    local = part_of(leaf)
     shape = local_shape(layout, tuple(leaf.shape), rank)
     if shape is not None and tuple(local.shape) != shape and math.prod(shape) + local.numel() > 0:
         raise LayoutError(
@@ -42,6 +40,17 @@ def local_of(leaf: Any, path: str, rank: int) -> tuple[MeshLayout, torch.Tensor]
             hint="Save the pieces with tc.Sharded, which takes any offset and shape",
         )
     return layout, local
+
+
+def part_of(leaf: Any) -> torch.Tensor:
+    """Returns the local tensor of a DTensor: a plain one, which shows its memory, where its class adds no storage."""
+    local = leaf._local_tensor.detach()
+    if type(local) is torch.Tensor:
+        return local
+    if hasattr(local, "wait"):
+        return local.wait()
+    own_storage = type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return local if own_storage else local.as_subclass(torch.Tensor)
 
 
 def layout_of(leaf: Any, path: str) -> MeshLayout:

@@ -15,6 +15,7 @@ import numpy as np
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, flat_regions, tiles
 from ..core.tree.spec import ArraySpec
+from ..errors import MismatchError
 from .base import ArrayTarget, HostArray, HostMemory, StridedMemory, TargetPiece, raw_dtype
 
 MAX_OVERLAP_STEPS = 1_000_000
@@ -157,13 +158,45 @@ def conflicting_pair(
 ) -> tuple[int, int] | None:
     """Returns two targets, by number, that would write different bytes to one address; None if there are none.
 
+    Twice the same number: two pieces of one target would.
+
     Args:
         is_one: whether two targets take the same bytes, which need not be compared then.
         fill: reads the new content of targets.
         limit: bytes to read at a time; a longer part is read alone.
     """
-    pairs = (pair for pair in overlapping_pairs(targets) if not is_one(*pair))
-    return _first_difference((part for pair in pairs for part in overlaps_of(targets, pair, limit // 2)), fill, limit)
+    numbered = [(number, part) for number, target in enumerate(targets) for part in _disjoint_parts(target)]
+    owners, parts = [number for number, _ in numbered], [part for _, part in numbered]
+
+    def differ(first: int, second: int) -> bool:
+        return first == second or not is_one(first, second)
+
+    pairs = (pair for pair in overlapping_pairs(parts) if differ(*(owners[number] for number in pair)))
+    overlaps = (overlap for pair in pairs for overlap in overlaps_of(parts, pair, limit // 2))
+    found = _first_difference(
+        overlaps, lambda wanted: fill([(owners[number], pieces) for number, pieces in wanted]), limit
+    )
+    return None if found is None else (owners[found[0]], owners[found[1]])
+
+
+def _disjoint_parts(target: ArrayTarget) -> list[ArrayTarget]:
+    """Returns a target as it is, or one for each of its pieces where their address ranges overlap."""
+    if len(target.pieces) < 2 or target.layout is not None:
+        return [target]
+    extents = [window.extent for _, window in _windows(target)]
+    if not overlapping_groups([low for low, _ in extents], [high for _, high in extents]):
+        return [target]
+    return [msgspec.structs.replace(target, pieces=(piece,)) for piece in target.pieces]
+
+
+def pieces_in_one_place(path: str) -> MismatchError:
+    """Returns the error of an array of which pieces with different content share memory in the target."""
+    return MismatchError(
+        path,
+        expected="memory of its own for each piece of the target, but for what pieces have in common",
+        found="pieces that share memory, and other bytes for each",
+        hint="Check the offsets given to tc.Sharded, and that each piece is an array of its own",
+    )
 
 
 def _first_difference(overlaps: Iterable[Overlap], fill: FillTargets, limit: int) -> tuple[int, int] | None:

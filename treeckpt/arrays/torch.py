@@ -32,7 +32,7 @@ from .base import (
     local_shape_of,
     overlaps_itself,
 )
-from .dtensor import is_dtensor, layout_of, local_of
+from .dtensor import is_dtensor, layout_of, local_of, part_of
 from .numpy import cast as cast_as_numpy
 from .plain_tensor import PLAIN_CLASSES, PLAIN_DTYPES, dtype_name, is_plain, kind_of, plain_info, plain_memory
 from .torch_memory import TensorData, raw_array, signed_dtype, tensor_data
@@ -58,6 +58,8 @@ known_dtype = torch_dtype
 
 def _check(leaf: torch.Tensor, path: str) -> None:
     """Refuses tensors without bytes of their own, and those whose bytes depend on more than dtype and shape."""
+    if is_dtensor(leaf):
+        leaf = part_of(leaf)
     kind = type(leaf)
     reason = None
     if leaf.is_nested:
@@ -68,7 +70,7 @@ def _check(leaf: torch.Tensor, path: str) -> None:
         reason = f"a tensor of layout {leaf.layout}"
     elif leaf.is_quantized:
         reason = f"a quantised tensor ({leaf.dtype})"
-    elif kind not in PLAIN_CLASSES and not is_dtensor(leaf):
+    elif kind not in PLAIN_CLASSES:
         reason = f"the tensor subclass {kind.__module__}.{kind.__qualname__}"
     if reason is not None:
         raise TreeError(
@@ -187,9 +189,20 @@ def target(leaf: torch.Tensor, path: str, rank: int) -> ArrayTarget:
         )
     if is_dtensor(leaf):
         layout, local = local_of(leaf, path, rank)
+        _check_memory(local, path)
         pieces = [TargetPiece(*piece) for piece in _pieces(layout, local, tuple(leaf.shape), rank)]
         return ArrayTarget(_spec(leaf), leaf, pieces, layout)
     tensor = leaf.detach()
+    _check_memory(tensor, path)
+    return ArrayTarget(_spec(leaf), leaf, (TargetPiece(Region.whole(tuple(leaf.shape)), tensor_data(tensor)),))
+
+
+def _check_memory(tensor: torch.Tensor, path: str) -> None:
+    """Refuses tensors to fill that have not memory of its own for each element.
+
+    Raises:
+        MismatchError: more elements than their storage has, or several in one place.
+    """
     try:
         _storage(tensor, path)
     except TreeError as error:
@@ -201,7 +214,6 @@ def target(leaf: torch.Tensor, path: str, rank: int) -> ArrayTarget:
             found=f"strides {tensor.stride()} for shape {tuple(tensor.shape)}",
             hint="Use load(path, like=tree), which makes new tensors",
         )
-    return ArrayTarget(_spec(leaf), leaf, (TargetPiece(Region.whole(tuple(leaf.shape)), tensor_data(tensor)),))
 
 
 def like(

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..arrays.base import ArrayTarget, StridedMemory, TargetPiece
-from ..arrays.overlaps import conflicting_pair, in_same_memory, is_equal, memory_key
+from ..arrays.overlaps import conflicting_pair, in_same_memory, is_equal, memory_key, pieces_in_one_place
 from ..arrays.registry import target_of
 from ..core.format.records import AliasRecord, Leaf
 from ..core.sharding.region import c_strides
@@ -51,6 +51,8 @@ def check_ties(wanted: Sequence[Wanted]) -> None:
     )
     if found is not None:
         first, second = (wanted[number].path for number in found)
+        if first == second:
+            raise pieces_in_one_place(first)
         raise MismatchError(
             second,
             expected=f"the bytes of {first}, with which it shares memory in the target",

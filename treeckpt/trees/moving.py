@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from ..arrays.base import ArraySource, ArrayTarget, HostArray, SourcePiece, Storage, TargetPiece
-from ..arrays.overlaps import conflicting_pair, in_same_memory, is_equal
+from ..arrays.overlaps import conflicting_pair, in_same_memory, is_equal, pieces_in_one_place
 from ..arrays.registry import (
     abstract_of,
     decode,
@@ -317,6 +317,8 @@ def _check_ties(copies: Sequence[_ArrayCopy]) -> None:
     found = conflicting_pair([copy.target for copy in copies], is_one, partial(_put_all, copies), BLOCK)
     if found is not None:
         first, second = (copies[number].path for number in found)
+        if first == second:
+            raise pieces_in_one_place(first)
         raise MismatchError(
             second,
             expected=f"the bytes of {first}, with which it shares memory in the target",
