@@ -241,6 +241,57 @@ def test_tied_weights_stay_tied_and_are_written_once(tmp_path: Path) -> None:
         assert torch.equal(empty["head"].weight, whole["model"]["head.weight"])
 
 
+def _ends(names: str, seed: int = 0) -> tuple[nn.ModuleDict, torch.optim.Optimizer]:
+    """The embedding, the head, or both tied, as the first stage of a pipeline, the last one and the whole have them."""
+    torch.manual_seed(seed)
+    weight = nn.Parameter(torch.randn(5, 4))
+    model = nn.ModuleDict({name: nn.Linear(4, 5, bias=False) for name in names.split()})
+    for part in model.values():
+        part.weight = weight
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01 + seed)
+    weight.grad = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("stage", ["embedding", "head"])
+@pytest.mark.parametrize("stored", [True, False])
+def test_state_of_a_tied_parameter_goes_to_a_stage_that_has_one_of_its_names(
+    tmp_path: Path, stage: str, *, stored: bool
+) -> None:
+    model, optimizer = _ends("embedding head")
+    source: Any = training.state(model, optimizer, rng=False)
+    if stored:
+        tc.save(tmp_path / "c", source)
+        source = tmp_path / "c"
+    part, again = _ends(stage, 1)
+    report = training.restore(source, part, again, rng=False, strict="missing")
+    assert report.missing == () and torch.equal(part[stage].weight, model["head"].weight)
+    assert same_tensors(again.state_dict()["state"], optimizer.state_dict()["state"])
+    assert again.param_groups[0]["lr"] == 0.01
+
+
+def test_stages_that_trained_one_weight_alike_restore_into_one_tied_parameter(tmp_path: Path) -> None:
+    def saved(*seeds: int, lr: float = 0.01, grown: float = 0.0) -> Path:
+        stages = [_ends(name, seed) for name, seed in zip(("embedding", "head"), seeds, strict=True)]
+        stages[1][1].param_groups[0]["lr"] = lr
+        stages[1][1].state[stages[1][0]["head"].weight]["exp_avg"][4, 3] += grown
+        path = tmp_path / f"{seeds} {lr} {grown}"
+        tc.save(path, training.state([one[0] for one in stages], [one[1] for one in stages], rng=False))
+        return path
+
+    expected, optimizer = _ends("embedding head")
+    whole, again = _ends("embedding head", 1)
+    report = training.restore(saved(0, 0), whole, again, rng=False)
+    assert (report.missing, report.unexpected, report.ignored) == ((), (), ())
+    assert torch.equal(whole["head"].weight, expected["head"].weight)
+    assert same_tensors(again.state_dict()["state"], optimizer.state_dict()["state"])
+    with pytest.raises(tc.MismatchError, match=r"optimizer/head.weight: .* states that differ"):
+        training.restore(saved(0, 0, grown=1.0), whole, again, rng=False)
+    with pytest.raises(tc.MismatchError, match="param_groups/lr: expected one value"):
+        training.restore(saved(0, 0, lr=0.5), whole, again, rng=False)
+
+
 class Tied(nn.Module):
     """Three names of one matrix, and of one buffer two."""
 

@@ -146,6 +146,8 @@ class _Matcher:
         self.path = key_path(("param_groups", *prefix))
         found = nodes_by_name(descend(source.structure, ("optimizer", *prefix)), self.saved_of)
         self.saved_keys = {name: node for name, node in found.items() if node is not None}
+        self.names: dict[Key, list[str]] = {}
+        """Those found so far of the live parameters."""
         self.used: set[str] = set()
         """Saved leaves that are wanted, or known to be of no use."""
         self.expected: dict[object, frozenset[Any] | None] = {}
@@ -155,8 +157,8 @@ class _Matcher:
         """Returns the plan of one optimizer."""
         of: dict[str, list[str]] = {}
         for key in (member for group in live.groups for member in group.members):
-            if (name := self._saved_name(key)) is not None:
-                of[key_path(key)] = self.saved_of[name]
+            if names := self._saved_names(key):
+                of[key_path(key)] = list(dict.fromkeys(label for name in names for label in self.saved_of[name]))
         for here in range(len(live.groups)):
             if (label := self.empty.get(self.position + here)) is not None:
                 of[empty_label(here)] = [label]
@@ -202,17 +204,48 @@ class _Matcher:
         self.differences.missing += [f"{path}/{key_text(key)}" for key in lacking]
         return {**{key: live.form[key] for key in lacking}, **form}
 
-    def _saved_name(self, key: Key) -> str | None:
-        """Returns the one of a parameter's names under which the checkpoint has it; None if it has none of them."""
+    def _saved_names(self, key: Key) -> list[str]:
+        """Returns the names under which the checkpoint has the state of a parameter; it is the same under each.
+
+        They are those that the parameter has here. If the checkpoint has none of them, its name of the same array, if
+        no other parameter takes that: state of a tied one is saved under one name, and a stage may have another one.
+        """
+        if key in self.names:
+            return self.names[key]
         known = [name for name in self.tied[key] if name in self.saved_of]
-        if len(known) > 1:
-            raise MismatchError(
-                self._state_path(known[1]),
-                expected=f"one parameter with {known[0]}, as in the model",
-                found="two in the checkpoint, each with state of its own",
-                hint="Untie the parameters",
-            )
-        return known[0] if known else None
+        for other in known[1:]:
+            if not self._is_same_state(known[0], other):
+                raise MismatchError(
+                    self._state_path(other),
+                    expected=f"one parameter with {known[0]}, as in the model",
+                    found="two in the checkpoint, with states that differ",
+                    hint="Untie the parameters",
+                )
+        there = [path for name in self.tied[key] if (path := f"model/{name}") in self.source.leaves]
+        if not known and (one := {self.source.identity(path) for path in there} - {None}):
+            taken = {name for names in (*self.tied.values(), *self.names.values()) for name in names}
+            saved = [(name, f"model/{name}") for name in self.saved_of if name not in taken]
+            known = [n for n, path in saved if path in self.source.leaves and self.source.identity(path) in one]
+        self.names[key] = known
+        return known
+
+    def _saved_name(self, key: Key) -> str | None:
+        """Returns a name under which the checkpoint has the state of a parameter; None if it has none."""
+        return next(iter(self._saved_names(key)), None)
+
+    def _is_same_state(self, first: str, second: str) -> bool:
+        """Whether the checkpoint has the same state for two parameters."""
+        structure = self.saved_keys.get(first)
+        if structure != self.saved_keys.get(second):
+            return False
+        ends = (leaves_below(self._state_path(name), structure) if structure else [] for name in (first, second))
+        return all(self._is_same_leaf(*pair) for pair in zip(*ends, strict=True))
+
+    def _is_same_leaf(self, first: str, second: str) -> bool:
+        a, b = self.source.leaves[first], self.source.leaves[second]
+        if a is None or b is None:
+            return a is b and is_same(self.source.value(first), self.source.value(second))
+        return (a.shape, a.dtype) == (b.shape, b.dtype) and self.source.are_equal((first, second), a)
 
     def _state_path(self, name: str) -> str:
         return f"{key_path(('optimizer', *self.prefix))}/{name}"
