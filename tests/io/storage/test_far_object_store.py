@@ -89,7 +89,7 @@ def stages(
     return found
 
 
-LATENCY = 0.15
+LATENCY = 0.25
 """Seconds: far longer than it takes to send all requests that wait for no answer."""
 
 
