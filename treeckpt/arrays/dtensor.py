@@ -49,7 +49,7 @@ def part_of(leaf: Any) -> torch.Tensor:
         return local
     if hasattr(local, "wait"):
         return local.wait()
-    own_storage = type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    own_storage = type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # pyright: ignore
     return local if own_storage else local.as_subclass(torch.Tensor)
 
 
