@@ -8,6 +8,7 @@ known to the checkpoint; one that is frozen here need not. Hyper-parameters and 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -205,10 +206,9 @@ class _Matcher:
         return {**{key: live.form[key] for key in lacking}, **form}
 
     def _saved_names(self, key: Key) -> list[str]:
-        """Returns the names under which the checkpoint has the state of a parameter; it is the same under each.
+        """Returns the names under which the checkpoint has the state of a parameter, which is the same under each.
 
-        They are those that the parameter has here. If the checkpoint has none of them, its name of the same array, if
-        no other parameter takes that: state of a tied one is saved under one name, and a stage may have another one.
+        They are those of its names here; if there are none, of the same array: a stage may have one of a tied one's.
         """
         if key in self.names:
             return self.names[key]
@@ -221,25 +221,28 @@ class _Matcher:
                     found="two in the checkpoint, with states that differ",
                     hint="Untie the parameters",
                 )
-        there = [path for name in self.tied[key] if (path := f"model/{name}") in self.source.leaves]
-        if not known and (one := {self.source.identity(path) for path in there} - {None}):
-            taken = {name for names in (*self.tied.values(), *self.names.values()) for name in names}
-            saved = [(name, f"model/{name}") for name in self.saved_of if name not in taken]
-            known = [n for n, path in saved if path in self.source.leaves and self.source.identity(path) in one]
-        self.names[key] = known
-        return known
+        if not known:
+            there = [path for name in self.tied[key] if (path := f"model/{name}") in self.source.leaves]
+            arrays = dict.fromkeys(map(self.source.identity, there))
+            known = [name for one in arrays if one is not None for name in self._other_names.pop(one, ())]
+        return self.names.setdefault(key, known)
 
-    def _saved_name(self, key: Key) -> str | None:
-        """Returns a name under which the checkpoint has the state of a parameter; None if it has none."""
-        return next(iter(self._saved_names(key)), None)
+    @cached_property
+    def _other_names(self) -> dict[Any, list[str]]:
+        """The parameters with state that no live one has the name of or has taken, by the identity of their arrays."""
+        found: dict[Any, list[str]] = {}
+        live = {name for names in self.tied.values() for name in names}
+        for name, path in ((name, f"model/{name}") for name in self.saved_of if name not in live):
+            if path in self.source.leaves:
+                found.setdefault(self.source.identity(path), []).append(name)
+        return found
 
     def _is_same_state(self, first: str, second: str) -> bool:
         """Whether the checkpoint has the same state for two parameters."""
         structure = self.saved_keys.get(first)
-        if structure != self.saved_keys.get(second):
-            return False
         ends = (leaves_below(self._state_path(name), structure) if structure else [] for name in (first, second))
-        return all(self._is_same_leaf(*pair) for pair in zip(*ends, strict=True))
+        alike = structure == self.saved_keys.get(second)
+        return alike and all(self._is_same_leaf(*pair) for pair in zip(*ends, strict=True))
 
     def _is_same_leaf(self, first: str, second: str) -> bool:
         a, b = self.source.leaves[first], self.source.leaves[second]
@@ -258,7 +261,7 @@ class _Matcher:
             innermost: the optimizer that creates its state, if that is known.
         """
         live, parameter = plan.live, plan.live.parameters[key]
-        here, name = live.own[key], self._saved_name(key)
+        here, name = live.own[key], next(iter(self._saved_names(key)), None)
         path = self._state_path(name or key_path(key))
         if name is None or name not in self.saved_keys:
             if parameter.requires_grad or here:
@@ -297,7 +300,7 @@ class _Matcher:
     def _check_order(self, live: NamedOptimizer) -> None:
         if self.order is None or not is_lbfgs(live.stateful):
             return
-        order = [self._saved_name(key) for key in live.parameters]
+        order = [next(iter(self._saved_names(key)), None) for key in live.parameters]
         if order != list(self.order):
             raise MismatchError(
                 f"{self.path}/order",
