@@ -341,6 +341,7 @@ def test_a_store_that_throttles_is_sent_half_as_many_reads_until_it_carries_them
     monkeypatch.setattr(tc.ObjectStore, "request_nbytes", MIB // 4)
     store, tree = far.store(), {"w": array(40)}
     tc.save(store, tree)
+    store._fetcher.depth = RequestDepth(64)  # pyright: ignore
     far.set(busy_above=8, latency=0.02)
     assert same(store, tree)
     reads = sorted((row for row in far.log() if "safetensors" in row["path"]), key=lambda row: row["at"])
