@@ -30,3 +30,9 @@ def _colours(page, selector):
             return seen.size;
         }"""
     )
+
+
+def expect_phone_width(page):
+    """Nothing is wider than a phone, at the latest when the charts have followed a change of the window's width."""
+    script = "document.documentElement.scrollWidth"
+    assert until(lambda: page.evaluate(script) <= 390), f"{page.url} is {page.evaluate(script)} pixels wide"

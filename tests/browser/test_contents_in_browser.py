@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from tests.browser.helpers import expect_colours
+from tests.browser.helpers import expect_colours, expect_phone_width
 from tests.helpers.samples import write_checkpoint
 from treeckpt.cli.main import main
 
@@ -53,7 +53,7 @@ def test_one_click_tells_whether_a_nan_is_anywhere(watched, address, accessible)
     page.set_viewport_size({"width": 390, "height": 844})
     page.get_by_role("link", name="in 1 array").click()
     expect(rows.first).to_contain_text("1 NaN")
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    expect_phone_width(page)
 
 
 def test_an_array_is_drawn_over_the_steps(watched, address, accessible):
@@ -78,7 +78,7 @@ def test_an_array_is_drawn_over_the_steps(watched, address, accessible):
     expect(page.locator("#peek-cell")).to_contain_text("row 0, column 0 · about")
     accessible(page, "a leaf over steps")
     page.set_viewport_size({"width": 390, "height": 844})
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    expect_phone_width(page)
     page.locator("#steps-chart").focus()
     page.keyboard.press("Home")
     page.keyboard.press("Enter")
@@ -97,4 +97,4 @@ def test_what_changed_most_is_two_clicks_away(watched, address, accessible):
     page.get_by_role("link", name="layers", exact=True).click()
     expect(rows.first.get_by_role("link")).to_have_text("model/layers.2")
     page.set_viewport_size({"width": 390, "height": 844})
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    expect_phone_width(page)

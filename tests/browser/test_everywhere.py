@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.browser.helpers import WIDE
+from tests.browser.helpers import WIDE, expect_phone_width
 from tests.dashboard.helpers import PAGES
 
 expect = pytest.importorskip("playwright.sync_api").expect
@@ -67,7 +67,7 @@ def test_every_page_fits_a_phone_and_axe_finds_nothing_to_object_to(watched, add
         page.set_viewport_size({"width": 390, "height": 844})
         page.goto(place)
         page.wait_for_load_state("networkidle")
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390, place
+        expect_phone_width(page)
         tables = (
             "[...document.querySelectorAll('table.cards')].filter((t) => t.scrollWidth > t.parentElement.clientWidth)"
         )

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.browser.helpers import SCHEMES
+from tests.browser.helpers import SCHEMES, expect_phone_width
 from tests.helpers.large import write_many
 from tests.helpers.samples import write_metrics
 
@@ -122,4 +122,4 @@ def test_these_pages_are_accessible_and_fit_a_phone(watched, place, accessible, 
     for part in (page.url, place):
         page.goto(part)
         page.wait_for_load_state("load")
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390, part
+        expect_phone_width(page)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.browser.helpers import SCHEMES
+from tests.browser.helpers import SCHEMES, expect_phone_width
 from tests.helpers.samples import gpt_state
 
 expect = pytest.importorskip("playwright.sync_api").expect
@@ -133,7 +133,7 @@ def test_the_token_is_asked_once_on_a_styled_page_and_leaves_the_address(serve, 
     page.get_by_role("button", name="Open").click()
     expect(page.get_by_role("heading", name="gpt")).to_be_visible()
     assert "token" not in page.url
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    expect_phone_width(page)
     page.get_by_role("link", name="step 700").click()
     expect(page.get_by_role("treeitem")).to_have_count(5)
     context.close()

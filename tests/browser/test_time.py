@@ -5,7 +5,7 @@ import re
 import httpx
 import pytest
 
-from tests.browser.helpers import SCHEMES, expect_colours
+from tests.browser.helpers import SCHEMES, expect_colours, expect_phone_width
 from tests.helpers.large import write_timed
 from tests.helpers.samples import START_NS, write_checkpoint
 from treeckpt.core.format.timings import BLOCKING, Host, Span, Timings, encode_timings, timings_name
@@ -256,10 +256,10 @@ def test_pages_of_time_fit_a_phone_and_follow_the_scheme(watched, address, schem
     page.get_by_role("link", name="Trends over steps").click()
     expect(page.get_by_role("heading", level=1)).to_contain_text("Trends")
     page.wait_for_load_state("networkidle")
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    expect_phone_width(page)
     page.get_by_role("link", name="changes").last.click()
     expect(page.get_by_role("heading", name="From step 200 to step 700")).to_be_visible()
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    expect_phone_width(page)
 
 
 def test_a_report_opens_from_a_file_and_its_tree_is_searched(chromium, run, tmp_path):

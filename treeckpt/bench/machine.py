@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 
+from ..io.storage.os_files import usable_cpus
+
 PACKAGES = (
     "treeckpt",
     "torch",
@@ -43,7 +45,7 @@ def describe_machine() -> Machine:
         except PackageNotFoundError:
             continue
     return Machine(
-        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpus=usable_cpus(),
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),

@@ -127,8 +127,9 @@ class CheckpointSelector:
 
         A step that a verification has found damaged counts for no policy; it is passed over, and logged.
         """
-        infos = {step_info(info).step: info for info in self.complete()}
-        steps = [step_info(info) for info in infos.values()]
+        complete = self.complete()
+        steps = [step_info(info) for info in complete]
+        infos = {one.step: info for one, info in zip(steps, complete, strict=True)}
         found, known = best_of(steps, policy), VerificationStore(cache_directory())
         if steps and not found:
             self.warn_once(self.directory.url, unmeasured_text(policy.metric, steps))

@@ -2,7 +2,8 @@
 
 1. All ranks agree on one plan (`agree`).
 2. Every rank writes its shards, durably, under names that hold the save id; then rank 0 writes the sidecar files so.
-3. Every rank reports. If all have written, the coordinator publishes timings and then the index, which is the commit.
+3. Every rank reports. If all have written, the coordinator publishes the index, which is the commit, and the
+   timings: before it on a file system, at the same time in an object store.
 4. Every rank receives the result. Any failure makes every rank raise an error that names rank, path and cause; what the
    failed save wrote is deleted, and an earlier index stays valid. A rank that does not receive the result deletes
    nothing. A rank that is interrupted deletes what it wrote, if that cannot be committed any more. A coordinator that

@@ -12,12 +12,14 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
 from ..arrays.base import HostMemory
 from ..core.format.shard_header import BLOCK, block_count, hash_block, hash_parts, with_hashes
 from ..core.planning.save_plan import FilePlan
+from ..io.storage.many_files import submit_or_call
 from ..io.storage.memory import aligned_buffer
 from ..io.storage.store import Writer
 from ..io.timing import Recorder
@@ -117,12 +119,7 @@ class _AreaHasher:
     def _submit(self) -> None:
         parts, start = self._parts, self._start
         self._parts, self._start, self._held = [], self._start + self._held, 0
-        try:
-            done = self._pool.submit(self._hash, parts, start // BLOCK)
-        except RuntimeError:  # no thread can be started; that one which runs may do the same again does no harm
-            done = Future[int]()
-            done.set_result(self._hash(parts, start // BLOCK))
-        self._pending.append(done)
+        self._pending.append(submit_or_call(self._pool, partial(self._hash, parts, start // BLOCK)))
 
     def _hash(self, parts: list[np.ndarray], number: int) -> int:
         """Hashes the blocks from `number` on; returns the nanoseconds that it took."""

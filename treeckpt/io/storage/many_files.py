@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from .store import Store, SupportsFetching
@@ -23,13 +24,17 @@ def for_each(store: Store, call: Callable[[F], T], files: Sequence[F]) -> list[T
     if not isinstance(store, SupportsFetching) or len(files) < 2:
         return [call(file) for file in files]
     with ThreadPoolExecutor(min(AT_A_TIME, len(files)), "treeckpt-files") as pool:
-        return [future.result() for future in [_submitted(pool, call, file) for file in files]]
+        return [future.result() for future in [submit_or_call(pool, partial(call, file)) for file in files]]
 
 
-def _submitted(pool: ThreadPoolExecutor, call: Callable[[F], T], file: F) -> Future[T]:
+def submit_or_call(pool: ThreadPoolExecutor, call: Callable[[], T]) -> Future[T]:
+    """Submits a call to a pool; makes it here where no thread can be started, as when the interpreter ends.
+
+    After an error of the pool a thread of it may make the same call once more.
+    """
     try:
-        return pool.submit(call, file)
-    except RuntimeError:  # no thread can be started, as when the interpreter ends
+        return pool.submit(call)
+    except RuntimeError:
         done = Future[T]()
-        done.set_result(call(file))
+        done.set_result(call())
         return done

@@ -1,4 +1,4 @@
-"""System calls on open files that not every system has, with what stands in for them.
+"""System calls that not every system has, most of them on open files, with what stands in for them.
 
 Windows has neither reads and writes at an offset nor directories that can be opened; macOS syncs a file to its device
 only, whose cache loses it when the power fails, unless told otherwise. Which calls there are is looked up at each call.
@@ -25,6 +25,11 @@ BINARY = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 _seeking = threading.Lock()
 """Held between a seek and the read or write there: threads share the position of a descriptor."""
+
+
+def usable_cpus() -> int:
+    """Returns the number of processors that this process may run on; of the machine where the system does not tell."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def read_at(fd: int, parts: Sequence[memoryview], offset: int) -> int:

@@ -11,7 +11,6 @@ of the processor while it is copied and hashed.
 from __future__ import annotations
 
 import bisect
-import os
 import random
 import threading
 import time
@@ -23,6 +22,7 @@ import msgspec
 
 from ...errors import StoreError
 from .bucket import FetchFailure, RangeResponse
+from .os_files import usable_cpus
 from .store import Consume, FileRange
 
 START = 64
@@ -172,8 +172,7 @@ class RangeFetcher:
         self, fetch: Callable[[FileRange], RangeResponse], judge: Callable[[Exception], FetchFailure], tries: int
     ) -> None:
         self.fetch, self.judge, self.tries = fetch, judge, tries
-        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.depth, self.times = RequestDepth(min(PER_CPU * cpus, START)), RequestTimes()
+        self.depth, self.times = RequestDepth(min(PER_CPU * usable_cpus(), START)), RequestTimes()
         self.lock = threading.Lock()
 
     def run(self, requests: Sequence[FileRange], consume: Consume, *, memory: int, first: int = 0) -> None:
