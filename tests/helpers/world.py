@@ -17,6 +17,7 @@ from treeckpt.io.comm.comm import Comm, thread_comms
 from treeckpt.io.storage.store import Store, Writer
 
 __all__ = [
+    "LONG",
     "Faulty",
     "Outcome",
     "Patient",

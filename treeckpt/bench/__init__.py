@@ -254,9 +254,9 @@ def run_task(task: BenchTask) -> Iterator[list[Trial] | AsyncTrial]:
 
     scenario = task.scenario
     if scenario.beside:
-        return run_job("treeckpt.bench.measure_async", task, ranks=1, result=AsyncTrial)
+        return run_job("treeckpt.bench.measure_async", task, AsyncTrial)
     if scenario.ranks > 1:
-        return run_job("treeckpt.bench.ranks", task, ranks=scenario.ranks, result=list[Trial])
+        return run_job("treeckpt.bench.ranks", task, list[Trial])
     if scenario.remote:
         return run_remote(task)
     if scenario.keyed:

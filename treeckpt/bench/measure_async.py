@@ -1,8 +1,8 @@
 """Measures background saves: how long they block, how much they slow training steps, and how long they hold the GIL.
 
-In a process of its own, under torchrun with one rank (DCP's writer process needs a process group): each contender in
-turn saves a state in the background while this thread goes on with training steps on one core, or, for many small
-leaves, while a thread ticks every millisecond.
+In a process of its own, the only rank of a process group (DCP's writer process needs one): each contender in turn saves
+a state in the background while this thread goes on with training steps on one core, or, for many small leaves, while a
+thread ticks every millisecond.
 """
 
 from __future__ import annotations

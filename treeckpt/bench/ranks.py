@@ -1,6 +1,6 @@
-"""Scenarios in processes of their own, under torchrun: those of several ranks, and background saves.
+"""Scenarios in processes of their own: those of several ranks, and background saves.
 
-`run_job` starts the processes; each calls `do_task`, and rank 0 prints results as lines of JSON that begin with `MARK`.
+`run_job` starts a process, which calls `do_task`; rank 0 prints results as lines of JSON that begin with `MARK`.
 `python -m treeckpt.bench.ranks TASK` is the process of a scenario of several ranks.
 """
 
@@ -16,6 +16,7 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from ..demo.fork_ranks import fork_ranks
 from ..demo.launch import started, worker_environment
 from .checkpointers import SyncOneRank, sync_checkpointers
 from .measure import BenchError, Measurement, RankGroup
@@ -26,14 +27,13 @@ T = TypeVar("T")
 MARK = "@trials "
 
 
-def run_job(module: str, task: BenchTask, *, ranks: int, result: type[T]) -> Iterator[T]:
-    """Runs a module under torchrun, with a task as its argument; yields the results that it prints.
+def run_job(module: str, task: BenchTask, result: type[T]) -> Iterator[T]:
+    """Runs a module with a task as its argument; yields the results that it prints.
 
     Raises:
         BenchError: it failed; the message ends with its last output.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, *launcher, "-m", module, msgspec.json.encode(task).decode()]
+    command = [sys.executable, "-m", module, msgspec.json.encode(task).decode()]
     printed: list[str] = []
     with started(command, worker_environment(os.environ)) as process:
         for line in process.stdout or ():
@@ -47,16 +47,22 @@ def run_job(module: str, task: BenchTask, *, ranks: int, result: type[T]) -> Ite
 
 
 def do_task(work: Callable[[BenchTask], Iterator[Any]]) -> None:
-    """Does the task on the command line in a process group, prints its results on rank 0, and ends the process."""
-    dist.init_process_group("gloo")
+    """Does the task on the command line on its ranks, in a process group; prints its results on rank 0."""
+    task = msgspec.json.decode(sys.argv[1], type=BenchTask)
+    if task.scenario.ranks > 1:
+        fork_ranks(_work, task.scenario.ranks, work, task)
+    else:  # not forked: a process that has asked for CUDA devices must not fork
+        _work(work, task, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _work(work: Callable[[BenchTask], Iterator[Any]], task: BenchTask, **group: Any) -> None:
+    dist.init_process_group("gloo", **group)
     try:
-        for result in work(msgspec.json.decode(sys.argv[1], type=BenchTask)):
+        for result in work(task):
             if dist.get_rank() == 0:
                 print(MARK + msgspec.json.encode(result).decode(), flush=True)
     finally:
         dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # DTensor's caches keep gloo's threads: one that frees a tensor while the interpreter ends aborts it
 
 
 class _TorchrunGroup(RankGroup):

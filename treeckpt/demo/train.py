@@ -1,39 +1,29 @@
 """The worker: what one rank of the demo does, in each of its layouts.
 
 `python -m treeckpt.demo.train TASK` is the one rank of the plain layout, and torchrun's agent for a layout of several
-ranks: it forks them from itself, for each rank would else import torch anew, which takes 4 s. A rank prints `@step N`
-after each step and, if it fails, its traceback as `@error RANK LINE`; rank 0 writes the outcome.
+ranks. A rank prints `@step N` after each step and, if it fails, its traceback as `@error RANK LINE`; rank 0 writes the
+outcome.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import ctypes
 import dataclasses
-import gc
 import hashlib
-import multiprocessing
 import os
-import signal
 import sys
 import traceback
-import uuid
 from collections.abc import Iterator
 from datetime import timedelta
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import torch
-import torch._dynamo  # an optimizer imports it when it is made: in each rank, if not here
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
@@ -41,6 +31,7 @@ import treeckpt as tc
 from treeckpt import training
 
 from .data import batch, read_text
+from .fork_ranks import die_with_parent, fork_ranks
 from .layouts import place
 from .model import ModelConfig, build_model
 from .tasks import RANKS, Digests, Outcome, Resume, Resumed, Saved, Task, Train, Trained, checkpoint_path, outcome_path
@@ -48,10 +39,6 @@ from .tasks import RANKS, Digests, Outcome, Resume, Resumed, Saved, Task, Train,
 ROWS = 8  # of a global batch
 LEARNING_RATE = 1e-3
 SILENCE = timedelta(seconds=90)  # longer than any step on a busy machine, shorter than a reader's patience
-
-START_TIMEOUT = 60.0  # seconds in which all ranks are forked
-
-PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 T = TypeVar("T")
 
@@ -192,28 +179,14 @@ def run_task(task: Task) -> Outcome:
             dist.destroy_process_group()
 
 
-def die_with_parent() -> None:
-    """Has the kernel end this process when the one that started it ends (Linux; elsewhere its next print does)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def run_rank(text: str, started: Barrier | None = None) -> None:
+def run_rank(text: str) -> None:
     """Does the task given as JSON; one that fails prints why.
-
-    Args:
-        started: where this rank waits until all ranks have been started.
 
     Raises:
         SystemExit: it failed.
     """
     task: Task = msgspec.json.decode(text, type=Task)  # pyright: ignore[reportArgumentType]
     rank = int(os.environ.get("RANK", "0"))
-    die_with_parent()
-    if RANKS[task.layout] > 1 and os.getppid() == 1:
-        raise SystemExit(1)  # the agent ended before this process could ask to end with it
-    if started is not None:
-        started.wait(START_TIMEOUT)
     try:
         outcome = run_task(task)
     except Exception:
@@ -223,45 +196,24 @@ def run_rank(text: str, started: Barrier | None = None) -> None:
         raise SystemExit(1) from None
     if rank == 0:
         outcome_path(task).write_bytes(msgspec.json.encode(outcome))
-    # DTensor's caches keep the mesh after destroy_process_group, and so gloo's threads: one of them that frees a
-    # tensor while the interpreter ends aborts the process. A forked rank has no such end.
-    atexit.register(os._exit, 0)
-
-
-def run_ranks(text: str, ranks: int) -> None:
-    """Runs a task on several ranks, under torchrun's agent.
-
-    Raises:
-        SystemExit: a rank failed.
-    """
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=str(uuid.uuid4()),
-        rdzv_endpoint="localhost:0",
-        rdzv_backend="c10d",
-        max_restarts=0,
-        start_method="fork" if sys.platform == "linux" else "spawn",
-    )
-    # The agent's store looks up the name of each rank that connects, in a thread. A rank that is forked meanwhile
-    # inherits glibc's lock of the resolver, held, and waits for it for ever when it connects (seen once in 36 starts).
-    started = multiprocessing.get_context(config.start_method).Barrier(ranks)
-    gc.freeze()  # no rank's collector then copies what all share
-    try:
-        elastic_launch(config, run_rank)(text, started)
-    except ChildFailedError as error:
-        raise SystemExit(1) from error
 
 
 def main(text: str) -> None:
-    """Runs the task given as JSON, on as many ranks as its layout has."""
+    """Runs the task given as JSON, on as many ranks as its layout has.
+
+    Raises:
+        SystemExit: it failed.
+    """
     task: Task = msgspec.json.decode(text, type=Task)  # pyright: ignore[reportArgumentType]
     ranks = RANKS[task.layout]
-    if ranks > 1:
-        run_ranks(text, ranks)
-    else:
+    if ranks == 1:
+        die_with_parent(os.getppid())
         run_rank(text)
+        return
+    try:
+        fork_ranks(run_rank, ranks, text)
+    except ChildFailedError as error:
+        raise SystemExit(1) from error
 
 
 if __name__ == "__main__":
