@@ -119,9 +119,11 @@ def test_a_leader_that_comes_late_is_waited_for_and_so_are_those_below_it() -> N
 
 
 def test_a_leader_that_falls_silent_after_it_spoke_leaves_nobody_waiting() -> None:
-    comms = thread_comms(8, timeout=0.3, group_sizes=TIERS)
+    comms = thread_comms(8, timeout=0.5, group_sizes=TIERS)
+    running = threading.Barrier(8)
 
     def act(comm: Comm) -> Any:
+        running.wait(LONG)
         conversation = Round(comm, "a")
         conversation.join()
         heard = conversation.gather(b"")
