@@ -27,7 +27,10 @@ settings.register_profile("thorough", deadline=None, max_examples=2000, suppress
 settings.load_profile("suite")
 
 ROOT = Path(__file__).parent
+BROWSER = "tests/browser/"
+"""Files of one worker: each would else start a Chromium and servers of its own."""
 LONGEST = (
+    "browser/",
     "io/storage/test_mapped_read.py",  # forks, which fails in a worker that has mapped more than the machine's memory
     "saving/test_at_exit.py",
     "multirank/test_multirank.py",
@@ -36,10 +39,10 @@ LONGEST = (
     "demo/test_demo.py",
     "test_notebooks.py",
 )
-"""Files that a worker begins with, and not at the very end."""
+"""Files that a worker begins with, and not at the very end; and a folder."""
 SHORT = ("core", "dashboard")
 """Folders of files that take a second each, which fill up the end."""
-WAITING = ("browser", "crash", "io/comm")
+WAITING = ("crash", "io/comm")
 """Folders whose tests wait for longer than they compute: one after the other they leave processors idle."""
 
 
@@ -48,7 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {item: item.path.relative_to(ROOT).as_posix() for item in items}
 
     def turn(place: str) -> int:
-        return LONGEST.index(place) if place in LONGEST else len(LONGEST) + place.startswith(SHORT)
+        long = [n for n, start in enumerate(LONGEST) if place.startswith(start)]
+        return long[0] if long else len(LONGEST) + place.startswith(SHORT)
 
     files = dict.fromkeys(places.values())
     waiting = [place for place in files if place.startswith(WAITING)]
@@ -73,8 +77,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With pytest-xdist, in the order above, a file's tests on one worker, for what they share."""
     from xdist.scheduler import LoadFileScheduling
 
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return BROWSER if nodeid.startswith(BROWSER) else super()._split_scope(nodeid)
+
     config.option.loadscopereorder = False
-    return LoadFileScheduling(config, log)
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -243,16 +243,17 @@ def writer(tmp_path: Path) -> Iterator[Path]:
         process.kill()
 
 
-def test_hundreds_of_loads_beside_a_process_that_overwrites_are_each_of_one_version(writer: Path) -> None:
+@pytest.mark.parametrize("turns", [80, pytest.param(300, marks=pytest.mark.slow)])
+def test_loads_beside_a_process_that_overwrites_are_each_of_one_version(writer: Path, turns: int) -> None:
     met: set[int] = set()
     target = state(0)
-    for turn in range(300):
+    for turn in range(turns):
         way = WAYS[turn % len(WAYS)]
         met.add(version_of(way(writer)))
         tc.load_into(writer, target)
         met.add(version_of(target))
         assert tc.verify(writer).ok
-    assert len(met) > 20, "it was replaced again and again"
+    assert len(met) > turns // 15, "it was replaced again and again"
 
 
 net = torch.nn.Module()
