@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.analysis.outline import Outline, words_in
 from treeckpt.core.numbers.layer_changes import LayerChange, layer_changes, relative_changes
 from treeckpt.core.text import visible
 from treeckpt.io.storage.run_store import LocalFolder
@@ -231,8 +231,8 @@ def changes_page(
         total = len(matching)
         rows = [ranked.array_row(row) for row in matching[start : start + PAGE].tolist()]
     elif ranked is not None:
-        words = q.casefold().split()
-        layers = [one for one in ranked.layers if all(word in one.layer.casefold() for word in words)]
+        holds = words_in(q)
+        layers = [one for one in ranked.layers if holds(one.layer.casefold())]
         total = len(layers)
         rows = [_layer_row(one) for one in layers[start : start + PAGE]]
     return ChangesPage(
