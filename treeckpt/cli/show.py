@@ -17,7 +17,7 @@ from ..core.format.byte_map import layout_of, locate_chunks
 from ..core.format.chunks import DeferredChunks, NoChunks
 from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
 from ..core.sharding.int_runs import length_of
-from ..core.text import bytes_text, layout_text, region_text, shape_text, time_text, value_text, value_type
+from ..core.text import bytes_text, json_number, layout_text, region_text, shape_text, time_text, value_text, value_type
 from ..core.tree.globs import similar_paths
 from ..core.tree.spec import ArraySpec
 from ..errors import FormatError, LayoutError, TreeckptError
@@ -160,7 +160,11 @@ def _print_leaf(
         if isinstance(record, ArrayRecord) and isinstance(record.chunks, DeferredChunks):
             record = msgspec.structs.replace(record, chunks=NoChunks())
         known = {"path": leaf.path, "record": record, "spec": leaf.spec, "layout": layout, "chunks": chunks}
-        print_json({**known, "values": values})
+        statistics = values.statistics if values else None
+        if values and statistics:
+            numbers = {name: json_number(value) for name, value in msgspec.structs.asdict(statistics).items()}
+            known["values"] = msgspec.structs.asdict(values) | {"statistics": numbers}
+        print_json({"values": values, **known})
         return
     print_facts(_leaf_facts(index, leaf) + (_value_facts(values) if values else []))
     for line in values.text.splitlines() if values else ():
@@ -182,7 +186,7 @@ def _value_facts(values: LeafValues) -> list[tuple[str, str]]:
         of = f"of the first {values.sampled:,} of {values.elements:,} elements: " if part else ""
         numbers = ("minimum", "maximum", "mean", "deviation", "norm")
         known = [(name, number) for name in numbers if (number := getattr(found, name)) is not None]
-        texts = [f"{name} {number:.6g}" for name, number in known]
+        texts = [f"{name} {number}" if isinstance(number, int) else f"{name} {number:.6g}" for name, number in known]
         texts += [
             f"{n} {name}" for name, n in (("NaN", found.nan), ("infinite", found.infinite), ("zero", found.zero)) if n
         ]

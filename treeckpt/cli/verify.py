@@ -158,6 +158,7 @@ class StatisticsRow(msgspec.Struct, frozen=True):
     mean: float | None
     deviation: float | None
     low: float | None
+    """In JSON text for an integer beyond 2**53, as `high`."""
     high: float | None
 
 
@@ -188,7 +189,10 @@ def _print_statistics(rows: list[StatisticsRow]) -> None:
             row.unusual,
             str(row.nan),
             str(row.infinite),
-            *("-" if n is None else f"{n:.5g}" for n in (row.norm, row.mean, row.deviation, row.low, row.high)),
+            *(
+                "-" if n is None else str(n) if isinstance(n, int) else f"{n:.5g}"
+                for n in (row.norm, row.mean, row.deviation, row.low, row.high)
+            ),
         )
         for row in rows[:SHOWN]
     ]
