@@ -20,7 +20,7 @@ from treeckpt.core.analysis.diff import Added, Change, Changed, Moved, Removed, 
 from treeckpt.core.analysis.outline import words_in
 from treeckpt.core.format.byte_map import chunk_count
 from treeckpt.core.format.records import Index
-from treeckpt.core.text import visible
+from treeckpt.core.text import json_number, visible
 from treeckpt.errors import TreeckptError
 from treeckpt.io.storage.checkpoint import Checkpoint
 from treeckpt.io.storage.open import open_store
@@ -51,8 +51,9 @@ class DeltaRow(msgspec.Struct, frozen=True):
     elements: int
     compared: int
     changed: int
-    max_abs: float | None
-    mean_abs: float | None
+    max_abs: float | str | None
+    """None where no two elements are finite; "Infinity" where the difference overflows, as `mean_abs`."""
+    mean_abs: float | str | None
     not_finite: int
 
 
@@ -299,7 +300,13 @@ def _delta_row(comparison: Comparison, pair: int) -> DeltaRow:
     x, y = comparison.pairs[pair]
     found = delta_of(comparison.a, x, comparison.b, y, cap=MAX_READ)
     return DeltaRow(
-        x.path, found.elements, found.compared, found.changed, found.max_abs, found.mean_abs, found.not_finite
+        x.path,
+        found.elements,
+        found.compared,
+        found.changed,
+        json_number(found.max_abs),
+        json_number(found.mean_abs),
+        found.not_finite,
     )
 
 
