@@ -22,6 +22,7 @@ from ..core.tree.globs import similar_paths
 from ..core.tree.spec import ArraySpec
 from ..errors import FormatError, LayoutError, TreeckptError
 from ..io.storage.metadata_files import NewestIndex
+from ..io.storage.open import open_folder
 from ..loading.one_checkpoint import opened
 from ..loading.transforms import decode, parse
 from ..loading.transforms.rules import Rule
@@ -47,9 +48,10 @@ def add_show(commands: Commands) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    with stores_bar("reading the index", shown=progress_of(options)):
-        read = NewestIndex(local=True)
-        info = catalog.read_info(options.checkpoint, follow=True, newest=read)
+    with stores_bar("reading the index", shown=progress_of(options)) as counted:
+        read, folder = NewestIndex(local=True), open_folder(options.checkpoint)
+        folder.store = counted(folder.store)
+        info = catalog.read_info(folder, follow=True, newest=read)
         if info.status == "partial" and not options.json:
             print_saves_under_way(info)
         index = read.found.index if read.found is not None else api.inspect(options.checkpoint)

@@ -20,7 +20,7 @@ from ..report.terminal import print_json, print_line, print_table
 from ..reports import Problem, VerifyReport
 from ..runs import catalog
 from ..runs.checkpoint_info import CheckpointInfo
-from ..runs.progress_bar import stores_bar
+from ..runs.progress_bar import counting_bar, stores_bar
 from ..runs.statistics_store import StatisticsStore
 from ..runs.verification import (
     VerificationStore,
@@ -211,8 +211,8 @@ def add_rebuild_index(commands: Commands) -> None:
 
 
 def _rebuild_index(options: argparse.Namespace) -> int:
-    with stores_bar("reading the shards", shown=progress_of(options)) as counted:
-        index = api.rebuild_index(counted(open_store(options.checkpoint)), replace=options.replace)
+    with counting_bar("reading the shards", shown=progress_of(options)) as count:
+        index = api.rebuild_index(options.checkpoint, replace=options.replace, on_read=count)
     if options.json:
         print_json(index_summary(index))
     else:
