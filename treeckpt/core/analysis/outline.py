@@ -273,14 +273,13 @@ def _no_node(name: str) -> MismatchError:
     return MismatchError(name[:80], expected="the positions of a node in the tree", found="no such node")
 
 
-def node_records(index: Index) -> Iterator[NodeRecord]:
+def node_records(outline: IndexOutline) -> Iterator[NodeRecord]:
     """Yields every node in the order of its number.
 
     Raises:
         FormatError: the bytes of all leaves are more than fit 64 bits.
     """
-    outline = IndexOutline(index)
-    sizes, sums = outline.sizes, outline.sums
+    index, sizes, sums = outline.index, outline.sizes, outline.sums
     if sums[-1] >= MAX_NBYTES:
         raise FormatError("", expected="fewer than 2**63 bytes in all", found=f"{sums[-1]}")
     waiting: deque[tuple[Node, str, int]] = deque()
