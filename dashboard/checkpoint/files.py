@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import msgspec
@@ -190,13 +191,15 @@ def strip_page(outline: Outline, number: int) -> StripPage:
     """
     index = outline.index
     file = _file_of(index, number)
-    names = _group_names(outline)
-    groups = ["header", *dict.fromkeys(names.values()), "other parts", "padding"]
-    where = {name: at for at, name in enumerate(groups)}
+    parts = outline.children(count=10_000)
+    # those with the most bytes have a colour of their own
+    largest = [row for row in sorted(parts, key=lambda row: -row.nbytes)[:MAX_GROUPS] if row.nbytes]
+    groups = ["header", *dict.fromkeys(shorten(row.key) for row in largest), "other parts", "padding"]
+    at = {row.node: groups.index(shorten(row.key), 1) for row in largest}
+    starts = [row.first for row in parts] + [row.first + row.leaves for row in parts[-1:]]
+    kinds = [*(at.get(row.node, len(groups) - 2) for row in parts), len(groups) - 2]
     extents = _extents(index, file)
-    segments = _join_neighbours(
-        [(e, where.get(names.get(index.entries[e.leaf].path.partition("/")[0], ""), len(groups) - 2)) for e in extents]
-    )
+    segments = _join_neighbours([(extent, kinds[bisect_right(starts, extent.leaf) - 1]) for extent in extents])
     return StripPage(
         number,
         file.header + file.nbytes,
@@ -215,12 +218,6 @@ def _unused(file: File, extents: Sequence[Extent], group: int) -> list[list[int]
         reach = max(reach, extent.stop)
     end = file.header + file.nbytes
     return [*found, [reach, end, group]] if reach < end else found
-
-
-def _group_names(outline: Outline) -> dict[str, str]:
-    """Returns the children of the root with the most bytes: they have a colour of their own."""
-    rows = sorted(outline.children(count=10_000), key=lambda row: -row.nbytes)
-    return {row.key: shorten(row.key) for row in rows[:MAX_GROUPS] if row.nbytes}
 
 
 def _join_neighbours(extents: Sequence[tuple[Extent, int]]) -> list[list[int]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 
 from treeckpt.core.numbers.moments import Moments
+from treeckpt.core.text import json_number
 from treeckpt.runs.checkpoint_info import CheckpointInfo
 from treeckpt.runs.statistics_store import LeafStatistics
 
@@ -22,8 +24,9 @@ class LeafNumbers(msgspec.Struct, frozen=True):
     count: int
     nan: int
     infinite: int
-    minimum: float | None
-    maximum: float | None
+    minimum: float | str | None
+    """Text for an integer beyond 2**53, as `maximum`."""
+    maximum: float | str | None
     mean: float | None
     deviation: float | None
     norm: float | None
@@ -85,8 +88,8 @@ def summary_of(library: Library, info: CheckpointInfo) -> ContentsSummary | None
 def leaf_numbers(moments: Moments) -> LeafNumbers:
     """Returns statistics as a page shows them."""
     known = moments.finite > 0
-    values = (moments.low, moments.high, moments.mean, moments.deviation, moments.norm, moments.largest)
-    numbers = [value if known and math.isfinite(value) else None for value in values]
+    values = (moments.low, moments.high, moments.mean, moments.deviation, moments.norm, float(moments.largest))
+    numbers: list[Any] = [json_number(value) if known and math.isfinite(value) else None for value in values]
     return LeafNumbers(moments.count, moments.nan, moments.infinite, *numbers)
 
 

@@ -211,7 +211,7 @@ def _statistics(data: np.ndarray, dtype: str) -> StatisticsPart | None:
 
 
 def _number(number: float | None) -> str | None:
-    return None if number is None else f"{number:.5g}"
+    return None if number is None else str(number) if isinstance(number, int) else f"{number:.5g}"
 
 
 def _plane(found: Peek, y: int | None, x: int | None) -> np.ndarray:

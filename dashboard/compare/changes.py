@@ -14,9 +14,9 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.analysis.outline import Outline, words_in
 from treeckpt.core.numbers.layer_changes import LayerChange, layer_changes, relative_changes
-from treeckpt.core.text import visible
+from treeckpt.core.text import json_number, visible
 from treeckpt.io.storage.run_store import LocalFolder
 from treeckpt.runs.change_store import ComparedSave
 from treeckpt.runs.checkpoint_info import CheckpointInfo
@@ -49,15 +49,15 @@ class ChangeRow(msgspec.Struct, frozen=True):
     elements: int | None
     not_finite: int
     """Changed elements of which one is infinite or not a number."""
-    before: float | None
-    """Euclidean norm in the first checkpoint."""
-    change: float | None
+    before: float | str | None
+    """Euclidean norm in the first checkpoint; "Infinity" where it overflows, as `change` and `max_abs`."""
+    change: float | str | None
     """Norm of the difference."""
     relative: float | None
     """The one over the other; None for infinity: zeros that changed, or elements that are not finite."""
     cosine: float | None
-    max_abs: float | None
-    """Largest difference."""
+    max_abs: float | str | None
+    """Largest difference; None where no two elements are finite, and for a layer."""
 
 
 class ChangesPage(msgspec.Struct, frozen=True):
@@ -135,11 +135,11 @@ class _Ranked:
             changed=values["changed"],
             elements=values["elements"],
             not_finite=values["not_finite"],
-            before=_finite(values["before"]),
-            change=_finite(values["change"]),
+            before=json_number(values["before"]),
+            change=json_number(values["change"]),
             relative=_finite(float(self._relative[row])),
             cosine=_finite(values["cosine"]),
-            max_abs=_finite(values["max_abs"]),
+            max_abs=None if math.isnan(values["max_abs"]) else json_number(values["max_abs"]),
         )
 
 
@@ -148,7 +148,7 @@ def _finite(number: float) -> float | None:
 
 
 def _layer_row(one: LayerChange) -> ChangeRow:
-    norms = (_finite(one.before), _finite(one.change), _finite(one.relative), one.cosine)
+    norms = (json_number(one.before), json_number(one.change), _finite(one.relative), one.cosine)
     return ChangeRow(shorten(one.layer), None, None, one.arrays, one.changed, None, one.not_finite, *norms, None)
 
 
@@ -231,8 +231,8 @@ def changes_page(
         total = len(matching)
         rows = [ranked.array_row(row) for row in matching[start : start + PAGE].tolist()]
     elif ranked is not None:
-        words = q.casefold().split()
-        layers = [one for one in ranked.layers if all(word in one.layer.casefold() for word in words)]
+        holds = words_in(q)
+        layers = [one for one in ranked.layers if holds(one.layer.casefold())]
         total = len(layers)
         rows = [_layer_row(one) for one in layers[start : start + PAGE]]
     return ChangesPage(

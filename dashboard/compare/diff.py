@@ -17,9 +17,10 @@ from typing import Literal
 import msgspec
 
 from treeckpt.core.analysis.diff import Added, Change, Changed, Moved, Removed, comparable, diff
+from treeckpt.core.analysis.outline import words_in
 from treeckpt.core.format.byte_map import chunk_count
 from treeckpt.core.format.records import Index
-from treeckpt.core.text import visible
+from treeckpt.core.text import json_number, visible
 from treeckpt.errors import TreeckptError
 from treeckpt.io.storage.checkpoint import Checkpoint
 from treeckpt.io.storage.open import open_store
@@ -50,8 +51,9 @@ class DeltaRow(msgspec.Struct, frozen=True):
     elements: int
     compared: int
     changed: int
-    max_abs: float | None
-    mean_abs: float | None
+    max_abs: float | str | None
+    """None where no two elements are finite; "Infinity" where the difference overflows, as `mean_abs`."""
+    mean_abs: float | str | None
     not_finite: int
 
 
@@ -260,7 +262,7 @@ def diff_page(
     also = comparison.found.also
     delta, problem = None, None
     with comparison.reading():
-        found, following = _page(comparison, show, q.casefold().split(), start, MAX_READ if read else 0)
+        found, following = _page(comparison, show, q, start, MAX_READ if read else 0)
         if pair is not None:
             try:
                 delta = _delta_row(comparison, pair)
@@ -298,19 +300,24 @@ def _delta_row(comparison: Comparison, pair: int) -> DeltaRow:
     x, y = comparison.pairs[pair]
     found = delta_of(comparison.a, x, comparison.b, y, cap=MAX_READ)
     return DeltaRow(
-        x.path, found.elements, found.compared, found.changed, found.max_abs, found.mean_abs, found.not_finite
+        x.path,
+        found.elements,
+        found.compared,
+        found.changed,
+        json_number(found.max_abs),
+        json_number(found.mean_abs),
+        found.not_finite,
     )
 
 
-def _page(
-    comparison: Comparison, show: Show, words: list[str], start: int, readable: int
-) -> tuple[list[DiffRow], int | None]:
+def _page(comparison: Comparison, show: Show, q: str, start: int, readable: int) -> tuple[list[DiffRow], int | None]:
     """Returns a page of rows and the next position. Changes of the indexes come first, then pairs of arrays.
 
     Args:
         readable: bytes that may be read to compare elements.
     """
     changes, pairs = comparison.found.changes, comparison.pairs
+    holds = words_in(q)
     rows: list[DiffRow] = []
     compared = 0
     for at in range(start, len(changes) + len(pairs)):
@@ -322,10 +329,10 @@ def _page(
             return rows, None
         else:
             number = at - len(changes)
-            if not _contains(pairs[number][0].path, words):
+            if not holds(pairs[number][0].path.casefold()):
                 continue
             compared += 1
-            verdict = comparison.verdict(number, ahead=1 if words else AHEAD)
+            verdict = comparison.verdict(number, ahead=1 if q.strip() else AHEAD)
             delta, nbytes = None, 2 * pairs[number][0].nbytes
             if verdict in ("changed", "unknown") and nbytes <= readable:
                 readable -= nbytes
@@ -338,13 +345,9 @@ def _page(
             if wanted:
                 x, y = pairs[number]
                 row = DiffRow("content", x.path, "", "", verdict, number, x.number, y.number, x.nbytes, delta)
-        if row is not None and _contains(row.path, words):
+        if row is not None and holds(row.path.casefold()):
             rows.append(row)
     return rows, None
-
-
-def _contains(path: str, words: list[str]) -> bool:
-    return all(word in path.casefold() for word in words)
 
 
 def _kind_of(change: Change) -> str:

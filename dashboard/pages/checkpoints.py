@@ -59,6 +59,9 @@ class CheckpointRow(msgspec.Struct, frozen=True):
     world: int | None
     leaves: int | None
     nbytes: int | None
+    """Bytes of the arrays."""
+    disk_nbytes: int | None
+    """Bytes of all its files."""
     created: str | None
     seconds: float | None
     rate: float | None
@@ -151,6 +154,7 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
         world=info.world,
         leaves=info.leaves,
         nbytes=info.nbytes,
+        disk_nbytes=info.disk_nbytes,
         created=iso_time(info.created_ns),
         seconds=info.seconds,
         rate=rate,

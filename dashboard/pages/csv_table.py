@@ -100,4 +100,4 @@ def _cell(value: Any) -> Any:
     if not isinstance(value, str):
         return msgspec.json.encode(value).decode()
     value = value.encode("utf-8", "backslashreplace").decode()
-    return f"'{value}" if value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
+    return f"'{value}" if value[:1] in ("=", "+", "-", "@", "\t", "\r") and not value[1:].isdecimal() else value

@@ -9,8 +9,8 @@ from typing import get_args
 from ..pages.checkpoints import Status, status_of
 from ..store.library import Library, Run
 from .resume import save_pace
-from .summary import summarize_run
-from .usage import disk_of, sum_nbytes
+from .summary import sum_nbytes, summarize_run
+from .usage import disk_of
 
 _STATUSES = get_args(Status)
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
@@ -18,10 +18,10 @@ _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 _HELP = {
     "runs": "Runs that the dashboard was given.",
     "checkpoints": "Directories of a run by what they are.",
-    "checkpoint_bytes": "Bytes of a run's checkpoints.",
+    "checkpoint_bytes": "Bytes of all files of a run's checkpoints.",
     "newest_step": "Step of the newest complete checkpoint.",
     "newest_timestamp_seconds": "Unix time at which the newest complete checkpoint was begun.",
-    "newest_bytes": "Bytes of the newest complete checkpoint.",
+    "newest_bytes": "Bytes of the arrays of the newest complete checkpoint.",
     "newest_save_seconds": "Seconds that the newest complete save took.",
     "newest_good_step": "Step of the newest checkpoint that is complete and not known to be damaged.",
     "newest_good_age_seconds": "Seconds since that checkpoint was begun.",

@@ -40,6 +40,7 @@ class RunPart(msgspec.Struct, frozen=True):
     others: int
     """Checkpoints of other formats, whose trees can be browsed."""
     nbytes: int
+    """Bytes of all files of its checkpoints."""
     newest_step: int | None
     state: Status | None
     """Of a save in progress, of a stalled one, else of the newest directory; None if there is none."""
@@ -66,6 +67,7 @@ class RunPart(msgspec.Struct, frozen=True):
     goes: int
     """Checkpoints that no policy keeps."""
     goes_nbytes: int
+    """Bytes of all files of these."""
     sort: str
     status: str
     q: str

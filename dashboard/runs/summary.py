@@ -35,6 +35,11 @@ def policies_of(library: Library, keep: str | None) -> tuple[Policy, ...]:
     return library.policies if keep is None else parse_keep(keep)
 
 
+def sum_nbytes(infos: Sequence[CheckpointInfo]) -> int:
+    """Adds up the bytes that the files of checkpoints take."""
+    return sum(info.disk_nbytes or 0 for info in infos)
+
+
 def reasons_of(infos: Sequence[CheckpointInfo], policies: Sequence[Policy]) -> dict[str, tuple[str, ...]]:
     """Returns why complete checkpoints are kept, by name, without those that nothing keeps."""
     by_step = {step: info for info in infos if (step := _retention_step(info)) is not None}
@@ -54,6 +59,7 @@ class RunSummary(msgspec.Struct, frozen=True):
     complete: int
     others: int
     nbytes: int
+    """Bytes of all files."""
     newest: int | None
     saving: int
     stalled: int
@@ -105,14 +111,14 @@ def _summarize(listed: Listed, policies: tuple[Policy, ...]) -> RunSummary:
     reasons = reasons_of(infos, policies)
     decided = (info for info in infos if policies and _retention_step(info) is not None)
     metrics = metric_names(infos, policies)
-    gone = {info.name: info.nbytes or 0 for info in decided if info.name not in reasons}
+    gone = {info.name: info.disk_nbytes or 0 for info in decided if info.name not in reasons}
     complete = [info for info in infos if info.status == "complete" and not info.abandoned]
     metric = first_metric(metrics)
     values = (info.metrics[metric] for info in complete if metric is not None and metric in info.metrics)
     return RunSummary(
         complete=sum(info.status == "complete" for info in infos),
         others=sum(isinstance(info, ForeignInfo) for info in infos),
-        nbytes=sum(info.nbytes or 0 for info in infos if info.status != "foreign"),
+        nbytes=sum_nbytes(infos),
         newest=next((info.step for info in infos if info.status == "complete"), None),
         saving=saves["in_progress"],
         stalled=saves["stalled"],

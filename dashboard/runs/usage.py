@@ -16,8 +16,9 @@ from treeckpt.runs.policy_text import keep_text
 from treeckpt.runs.run import CleanReport, RunDirectory
 
 from ..pages.checkpoints import PAGE, next_start, status_of
+from ..store.foreign_trees import ForeignInfo
 from ..store.library import Library, Run
-from .summary import policies_of, reasons_of
+from .summary import policies_of, reasons_of, sum_nbytes
 
 DAY_NS = 86_400 * 10**9
 
@@ -49,6 +50,7 @@ class UsageRow(msgspec.Struct, frozen=True):
     path: str
     checkpoints: int
     nbytes: int
+    """Bytes of all files of its checkpoints, as every count of bytes here."""
     share: float
     """Share of the bytes of all runs."""
     statuses: dict[str, int]
@@ -104,9 +106,8 @@ def usage_page(library: Library, keep: str | None, start: int) -> UsagePage:
     return UsagePage(keep_text(policies), total, sum(row.freed for row in rows), start, rows)
 
 
-def sum_nbytes(infos: Sequence[CheckpointInfo]) -> int:
-    """Adds up the bytes of the checkpoints of a run."""
-    return sum(info.nbytes or 0 for info in infos if info.status != "foreign")
+def _is_checkpoint(info: CheckpointInfo) -> bool:
+    return info.status != "foreign" or isinstance(info, ForeignInfo)
 
 
 def _usage_row(
@@ -114,20 +115,20 @@ def _usage_row(
 ) -> UsageRow:
     nbytes, statuses = sum_nbytes(infos), dict[str, int]()
     for info in infos:
-        if info.status != "foreign":
-            statuses[status_of(info)] = statuses.get(status_of(info), 0) + (info.nbytes or 0)
+        if _is_checkpoint(info):
+            statuses[status_of(info)] = statuses.get(status_of(info), 0) + (info.disk_nbytes or 0)
     report, problem = _dry_run(library, run, policies or (All(),))
     freed = report.nbytes if report else 0
     removed = report.removed if report else ()
     growth = growth_of(
-        [(i.created_ns, i.nbytes) for i in infos if i.status == "complete" and i.created_ns and i.nbytes]
+        [(i.created_ns, i.disk_nbytes) for i in infos if i.status == "complete" and i.created_ns and i.disk_nbytes]
     )
     free, disk, number = disk_of(run)
     return UsageRow(
         run=run.id,
         name=run.name,
         path=visible(run.store.url),
-        checkpoints=sum(info.status != "foreign" for info in infos),
+        checkpoints=sum(map(_is_checkpoint, infos)),
         nbytes=nbytes,
         share=nbytes / total if total else 0.0,
         statuses=statuses,
@@ -190,7 +191,7 @@ def _reasons(infos: Sequence[CheckpointInfo], policies: tuple[Policy, ...]) -> l
     by_name = {info.name: info for info in infos}
     found: dict[str, list[int]] = {}
     for name, reasons in reasons_of(infos, policies).items():
-        nbytes = by_name[name].nbytes or 0
+        nbytes = by_name[name].disk_nbytes or 0
         for reason in reasons:
             row = found.setdefault(reason, [0, 0, 0])
             row[0], row[1], row[2] = row[0] + 1, row[1] + nbytes, row[2] + (nbytes if len(reasons) == 1 else 0)

@@ -6,7 +6,7 @@ import { axisStyle, keepFitted } from "./plots.js";
 
 /**
  * @typedef {{
- *   count: number, nan: number, infinite: number, minimum: number | null, maximum: number | null,
+ *   count: number, nan: number, infinite: number, minimum: number | string | null, maximum: number | string | null,
  *   mean: number | null, deviation: number | null, norm: number | null, largest: number | null,
  * }} Numbers
  */

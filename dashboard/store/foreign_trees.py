@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import threading
@@ -88,7 +89,18 @@ def look_at_foreign(folder: Folder, info: CheckpointInfo, inside: Path | None) -
         error = f"{found[0]} with a link out of the run, {link}, which is not followed; open it by itself"
         return msgspec.structs.replace(info, error=error)
     error = f"{found[0]}, not of treeckpt"
-    return ForeignInfo(info.name, info.path, "foreign", info.step, error=error, format=found[0])
+    return ForeignInfo(
+        info.name, info.path, "foreign", info.step, disk_nbytes=_disk_nbytes(folder.path), error=error, format=found[0]
+    )
+
+
+def _disk_nbytes(path: Path) -> int:
+    """Adds up the bytes of a file, or of the files of a directory, where links lead."""
+    nbytes = 0
+    for file in path.iterdir() if path.is_dir() else [path]:
+        with contextlib.suppress(OSError):  # another process may be deleting, a link may lead nowhere
+            nbytes += file.stat().st_size if file.is_file() else 0
+    return nbytes
 
 
 def _link_out(folder: LocalFolder, root: Path) -> str | None:

@@ -79,9 +79,9 @@ def build_table(index: Index, target: Path, report: Callable[[int, int], None] =
 
 
 def _fill(connection: sqlite3.Connection, index: Index, report: Callable[[int, int], None]) -> Summary:
-    summary = summarize_index(index)
+    summary, outline = summarize_index(index), IndexOutline(index)
     nodes = msgspec.msgpack.Encoder()
-    for done, block in _blocks(node_records(index), NODES):
+    for done, block in _blocks(node_records(outline), NODES):
         connection.execute("INSERT INTO node VALUES (?, ?)", (done, nodes.encode(block)))
         if done % REPORTED == 0:
             report(min(done * NODES, len(index.leaves)), len(index.leaves))
@@ -95,7 +95,7 @@ def _fill(connection: sqlite3.Connection, index: Index, report: Callable[[int, i
     connection.executemany("INSERT INTO name VALUES (?, ?)", ((n, "\n".join(b)) for n, b in _blocks(names, NAMES)))
     count = len(index.entries)
     head = msgspec.structs.replace(index, structure=None, leaves=())
-    columns = IndexOutline(index).columns()
+    columns = outline.columns()
     parts = {
         "count": str(count).encode(),
         "head": encode(head),

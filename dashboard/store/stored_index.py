@@ -16,7 +16,7 @@ from typing import Any, overload
 import msgspec
 import numpy as np
 
-from treeckpt.core.analysis.outline import LeafColumns, NodeRecord, Outline, OutlineRow
+from treeckpt.core.analysis.outline import LeafColumns, NodeRecord, Outline, OutlineRow, words_in
 from treeckpt.core.format.records import Index, Leaf, LeafRecord, PerRankValues, ValueRecord
 from treeckpt.core.tree.nesting import SplitStructure
 from treeckpt.core.tree.structure import Structure
@@ -247,16 +247,14 @@ class StoredOutline(Outline):
         return None
 
     def matches(self, text: str, *, start: int = 0) -> Iterator[int]:
-        words = sorted(text.casefold().split(), key=len, reverse=True)
+        holds = words_in(text)
         start = min(start, len(self.index.entries))
         with self._pool.connection() as connection:
             blocks = connection.execute("SELECT block, text FROM name WHERE block >= ? ORDER BY block",
                                         (start // NAMES,))  # fmt: skip
             for block, text in blocks:
-                if not all(word in text for word in words):
-                    continue
-                for number, name in enumerate(text.split("\n"), block * NAMES):
-                    if number >= start and all(word in name for word in words):
+                for number, name in enumerate(text.split("\n") if holds(text) else (), block * NAMES):
+                    if number >= start and holds(name):
                         yield number
 
 

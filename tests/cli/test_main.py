@@ -404,6 +404,17 @@ def test_diff(cli, run):
     assert json.loads(cli("diff", "--json", run / "step_00000100", run / "step_00000100"))["changes"] == []
 
 
+def test_json_of_diff_tells_a_difference_that_overflows_from_one_that_there_is_not(cli, tmp_path):
+    for name, number in (("a", -1.5e308), ("b", 1.5e308)):
+        tree = {"over": np.array([number]), "gone": np.array([math.copysign(np.inf, number)]), "text": np.array([name])}
+        tc.save(tmp_path / name, tree)
+    values = json.loads(cli("diff", "--json", "--values", tmp_path / "a", tmp_path / "b"))["values"]
+    found = {row["path"]: row["delta"] for row in values}
+    assert [found["over"][name] for name in ("max_abs", "mean_abs", "change", "before")] == ["Infinity"] * 3 + [1.5e308]
+    assert (found["gone"]["max_abs"], found["gone"]["not_finite"]) == (None, 1)
+    assert (found["text"]["max_abs"], found["text"]["not_finite"], found["text"]["changed"]) == (None, 0, 1)
+
+
 def test_rebuild_index(cli, tmp_path):
     index = write_checkpoint(tmp_path / "c", gpt_state(layers=1), publish=False)
     assert "made again" in cli("rebuild-index", tmp_path / "c")

@@ -11,6 +11,8 @@ import pytest
 import treeckpt as tc
 from tests.helpers.samples import gpt_state, write_checkpoint
 from treeckpt.cli.main import main
+from treeckpt.core.format.index import INDEX_NAME
+from treeckpt.core.text import bytes_text
 from treeckpt.runs import progress_bar
 
 COMMANDS = [
@@ -104,6 +106,18 @@ def test_a_deletion_knows_how_many_checkpoints_go(run, capsys, errors_of):
         tc.save(run / f"step_{step:08d}", {"a": step}, step=step)
     lines = errors_of(io.StringIO(), "gc", "RUN", "--keep-last", "1", "--progress").splitlines()
     assert re.search(r": 1 of 2, .+ left$", lines[-1]), lines
+
+
+def test_a_rebuild_knows_how_many_shards_it_has_to_read_and_the_index_counts_as_read(run, capsys, errors_of):
+    def last(*command):
+        return errors_of(io.StringIO(), *command, "--progress").splitlines()[-1]
+
+    assert re.match(r"reading the shards: 4 of 4, ", last("rebuild-index", "RUN/step_00000001", "--replace"))
+    size = bytes_text(sum(file.stat().st_size for file in (run / "step_00000001").glob("*.json")))
+    assert last("show", "RUN/step_00000001").startswith(f"reading the index: {size}, "), "and the timings"
+    tc.save(run / "step_00000002", {"a": 1}, step=2)
+    both = sum((run / name / INDEX_NAME).stat().st_size for name in ("step_00000001", "step_00000002"))
+    assert last("diff", "RUN/step_00000001", "RUN/step_00000002").startswith(f"comparing: {bytes_text(both)}, ")
 
 
 def test_a_trace_counts_ranks_and_a_report_checkpoints(run, capsys, errors_of):

@@ -36,6 +36,23 @@ def cli(capsys):
     return call
 
 
+def test_ls_says_what_files_of_other_programs_are_and_which_command_reads_them(cli, run):
+    hub = run / "hub"
+    hub.mkdir()
+    (hub / "model.safetensors").write_bytes(b"")
+    said = "a directory of safetensors files. Read it as it is with treeckpt show or tc.load"
+    assert f"{hub}: {said}" in cli("ls", hub) and f"\n{hub}: {said}" in cli("ls", run)
+    (hub / "onnx").mkdir()
+    assert f"\n{hub}: {said}" in cli("ls", hub)
+    assert json.loads(cli("ls", "--json", hub))[0]["name"] == "onnx"
+    file = run / "saved.pt"
+    file.write_bytes(b"PK\3\4")
+    assert "it is a file of torch.save. Read it as it is with treeckpt show or tc.load" in cli("ls", file, code=2)
+    file.write_bytes(b"\x80\2}.")
+    assert "bare pickle" in (told := cli("ls", file, code=2)) and "treeckpt show" not in told
+    assert cli("ls", run / "hub" / "onnx") == "no checkpoints\n"
+
+
 def steps(run):
     return [step // 100 for step in tc.Manager(run).steps()]
 

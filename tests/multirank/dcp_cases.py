@@ -61,8 +61,10 @@ def dcp_forms_save_and_load_each_other_in_other_layouts(here: Rank) -> None:
 def dcp_values_that_differ_are_refused_or_the_first_ranks(here: Rank) -> None:
     state = {"n": here.rank, "same": 5, "t": torch.full((2,), float(here.rank)), "only": {f"r{here.rank}": here.rank}}
     path = here.directory / "dcp conflict"
-    with pytest.raises(CheckpointException, match=r"(?s)n: .*rank"):
+    with pytest.raises(CheckpointException, match=r"(?s)n: .*rank.*With on_conflict=\"rank0\" "):
         treeckpt.dcp.save(state, checkpoint_id=path)
+    with pytest.raises(CheckpointException, match="on_conflict"):
+        treeckpt.dcp.async_save(state, checkpoint_id=path).result()
     assert not (path / "index.json").exists()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

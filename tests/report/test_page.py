@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,10 +19,13 @@ import treeckpt as tc
 from tests.helpers.samples import write_checkpoint, write_mixed_run
 from treeckpt.cli.main import main
 from treeckpt.core.html import el, joined, table
+from treeckpt.core.text import bytes_text
 from treeckpt.errors import CheckpointNotFound
+from treeckpt.io.storage import metadata_files
 from treeckpt.report import report
 from treeckpt.report.page import CHILDREN, NODES
 from treeckpt.report.pictures import WIDTH, _squares
+from treeckpt.runs.catalog import scan
 
 ATTACK = "</script><img src=x onerror=alert(1)>\u202e"
 
@@ -63,6 +67,18 @@ def test_a_report_of_a_run_shows_every_checkpoint_and_the_newest_one(run, tmp_pa
     elements = Elements(text)
     assert elements.names.count("svg") >= 5 and len(text) < 400_000
     assert [p.name for p in tmp_path.iterdir()] == ["r.html"]
+
+
+def test_a_report_decodes_an_index_once_for_a_checkpoint_and_counts_what_files_take(run, monkeypatch):
+    decoded = []
+    decode = metadata_files.decode_index
+    monkeypatch.setattr(metadata_files, "decode_index", lambda *given: decoded.append(1) or decode(*given))
+    complete = next(info for info in scan(run) if info.status == "complete")
+    decoded.clear()
+    page = report(complete.path)
+    assert len(decoded) == 1 and complete.save_id in page
+    files = [file for info in scan(run) if info.status != "foreign" for file in Path(info.path).iterdir()]
+    assert bytes_text(sum(file.stat().st_size for file in files)) in report(run)
 
 
 def test_a_report_asks_for_nothing_and_runs_no_script_but_its_own(run):

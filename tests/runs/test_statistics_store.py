@@ -14,6 +14,10 @@ def test_what_is_kept_comes_back_and_a_damaged_file_is_none(tmp_path):
     found = store.find(url, index.save_id)
     assert (found.head.fingerprint, found.head.rows) == ("print", 2)
     assert found.row(found.row_of(index.entries[0].path)) == one and found.row_of("nothing") is None
+    wide = Moments(2, 0, 0, -(2**63), 2**63 - 1, 0.5, 1.5, 2.5)
+    assert store.record(url, index, "print", 5, {0: wide, 1: one})
+    rows = store.find(url, index.save_id)
+    assert (rows.row(0), rows.row(1)) == (wide, one) and type(rows.row(0).low) is int and type(rows.row(1).low) is float
     assert found.row(1) == Moments() and found.ranking.order.tolist() == [0, 1]
     assert store.find(url, "0" * 16) is None and store.find(str(tmp_path), index.save_id) is None
     [path] = store.directory.iterdir()

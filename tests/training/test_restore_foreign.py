@@ -99,6 +99,25 @@ def test_state_dicts_of_other_names_are_restored_as_the_error_says(
         assert same_tensors(theirs.state[mine], optimizer.state[other])
 
 
+def test_state_dicts_in_memory_are_sent_to_their_file_and_restored_as_the_error_says(tmp_path: Path) -> None:
+    model, fresh = net(1), net(2)
+    optimizer, theirs = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(fresh.parameters())
+    stepped(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "old.pt")
+    trees = tc.load(tmp_path / "old.pt"), torch.load(tmp_path / "old.pt")
+    for tree in trees:
+        with pytest.raises(tc.MismatchError, match=r"a state dict.*Give the path of the file.*save\(new, tree\)"):
+            training.restore(tree, fresh, theirs, rng=False)
+    assert not theirs.state
+    tc.save(tmp_path / "new", trees[1])
+    for path in ("old.pt", "new"):
+        fresh = net(2)
+        theirs = torch.optim.AdamW(fresh.parameters())
+        training.restore(tmp_path / path, fresh, theirs, rng=False)
+        for mine, other in zip(fresh.parameters(), model.parameters(), strict=True):
+            assert same_tensors(theirs.state[mine], optimizer.state[other])
+
+
 # optimizers -----------------------------------------------------------------------------------------------------------
 def _write(way: str, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Path:
     """Saves a training as other programs do, and converts it where the way says so."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import math
 from collections import Counter
+from collections.abc import Mapping
+
+from msgspec.structs import asdict
 
 from ..core.analysis.diff import Added, Diff, Moved, Removed, diff
+from ..core.text import json_number
 from ..io.storage.open import open_store
 from ..loading.compare import ValueChange, value_changes
 from ..loading.one_checkpoint import opened
@@ -45,8 +49,10 @@ def _diff(options: argparse.Namespace) -> int:
             counted.expect(lambda: 2 * sum(one.nbytes for one in value_changes(a, b, found, exact=False)))
             values = sorted(value_changes(a, b, found), key=_rank)
     if options.json:
-        compared = {"changes": found.changes, "same": found.same, "also": found.also}
-        print_json(compared if values is None else compared | {"values": values, "equal_by": "recorded checksums"})
+        compared: dict[str, object] = {"changes": found.changes, "same": found.same, "also": found.also}
+        if values is not None:
+            compared |= {"values": [_json_of(change) for change in values], "equal_by": "recorded checksums"}
+        print_json(compared)
         return 0
     rows = _diff_rows(found) + [("content", v.path, "", _delta_text(v)) for v in values or ()]
     print_table(("what", "path", "before", "after"), rows) if rows else None
@@ -60,6 +66,12 @@ def _diff(options: argparse.Namespace) -> int:
     if found.also:
         print_line(f"beside the leaves these differ: {', '.join(found.also)}", "yellow")
     return 0
+
+
+def _json_of(change: ValueChange) -> Mapping[str, object]:
+    """Returns a change as JSON has it: a difference that overflows is "Infinity", and null is one that there is not."""
+    delta = {name: json_number(value) for name, value in asdict(change.delta).items()} if change.delta else None
+    return asdict(change) | {"delta": delta}
 
 
 def _rank(change: ValueChange) -> tuple[float, str]:

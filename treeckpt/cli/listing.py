@@ -7,11 +7,14 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
 from ..core.format.file_names import is_step_name
 from ..core.text import ago_text, bytes_text, json_number, seconds_text, time_text
+from ..io.storage.bucket import local_path
+from ..io.storage.foreign_formats import describe_foreign
 from ..io.storage.open import open_folder, open_run
 from ..report.terminal import print_json, print_line, print_table
 from ..runs import catalog
@@ -56,6 +59,7 @@ def add_ls(commands: Commands) -> None:
 def _ls(options: argparse.Namespace) -> int:
     found: list[CheckpointInfo] = []
     runs: dict[str, int] = {}
+    others: dict[str, tuple[str, str]] = {}
     for run in options.runs:
         with counting_bar(f"reading {run}", shown=progress_of(options)) as count:
             infos = catalog.scan(run, on_read=count)
@@ -64,17 +68,20 @@ def _ls(options: argparse.Namespace) -> int:
         found += infos
         if not options.json:
             runs |= _runs_among(infos)
+            others |= _others_among(run, infos)
     known = VerificationStore(cache_directory())
     found = [with_verification(info, open_folder(info.path), known) for info in found]
     if options.json:
         print_json([_json_of(info) for info in found])
         return 0
-    if not found:
+    if not found and not others:
         print_line("no checkpoints")
-        return 0
     columns = _fitting(_columns(found, runs))
     rows = list(zip(*columns.values(), strict=True))
-    print_table(list(columns), rows, right=("step", "size", "leaves", "ranks", "took", "after"))
+    if rows:
+        print_table(list(columns), rows, right=("step", "size", "leaves", "ranks", "took", "after"))
+    for place, (what, hint) in others.items():
+        print_line(f"{place}: {what}. {hint}")
     for info in found:
         if info.error and info.status != "foreign":
             print_line(f"{info.name}: {info.error}", "dim")
@@ -95,6 +102,13 @@ def _runs_among(found: Sequence[CheckpointInfo]) -> dict[str, int]:
         return {}
     counts = {info.path: sum(map(is_step_name, open_run(info.path).names())) for info in found}
     return {path: steps for path, steps in counts.items() if steps}
+
+
+def _others_among(run: str, found: Sequence[CheckpointInfo]) -> dict[str, tuple[str, str]]:
+    """Returns by path what the checkpoints of other programs are, and what reads them; links are not followed."""
+    foreign = [info.path for info in found if info.status == "foreign" and not Path(info.path).is_symlink()]
+    places = foreign if len(foreign) < len(found) else [local_path(run), *foreign]
+    return {place: described for place in places if (described := describe_foreign(place))}
 
 
 def _columns(found: Sequence[CheckpointInfo], runs: Mapping[str, int]) -> dict[str, list[str]]:

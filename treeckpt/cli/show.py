@@ -17,11 +17,12 @@ from ..core.format.byte_map import layout_of, locate_chunks
 from ..core.format.chunks import DeferredChunks, NoChunks
 from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
 from ..core.sharding.int_runs import length_of
-from ..core.text import bytes_text, layout_text, region_text, shape_text, time_text, value_text, value_type
+from ..core.text import bytes_text, json_number, layout_text, region_text, shape_text, time_text, value_text, value_type
 from ..core.tree.globs import similar_paths
 from ..core.tree.spec import ArraySpec
 from ..errors import FormatError, LayoutError, TreeckptError
 from ..io.storage.metadata_files import NewestIndex
+from ..io.storage.open import open_folder
 from ..loading.one_checkpoint import opened
 from ..loading.transforms import decode, parse
 from ..loading.transforms.rules import Rule
@@ -47,9 +48,10 @@ def add_show(commands: Commands) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    with stores_bar("reading the index", shown=progress_of(options)):
-        read = NewestIndex(local=True)
-        info = catalog.read_info(options.checkpoint, follow=True, newest=read)
+    with stores_bar("reading the index", shown=progress_of(options)) as counted:
+        read, folder = NewestIndex(local=True), open_folder(options.checkpoint)
+        folder.store = counted(folder.store)
+        info = catalog.read_info(folder, follow=True, newest=read)
         if info.status == "partial" and not options.json:
             print_saves_under_way(info)
         index = read.found.index if read.found is not None else api.inspect(options.checkpoint)
@@ -160,7 +162,11 @@ def _print_leaf(
         if isinstance(record, ArrayRecord) and isinstance(record.chunks, DeferredChunks):
             record = msgspec.structs.replace(record, chunks=NoChunks())
         known = {"path": leaf.path, "record": record, "spec": leaf.spec, "layout": layout, "chunks": chunks}
-        print_json({**known, "values": values})
+        statistics = values.statistics if values else None
+        if values and statistics:
+            numbers = {name: json_number(value) for name, value in msgspec.structs.asdict(statistics).items()}
+            known["values"] = msgspec.structs.asdict(values) | {"statistics": numbers}
+        print_json({"values": values, **known})
         return
     print_facts(_leaf_facts(index, leaf) + (_value_facts(values) if values else []))
     for line in values.text.splitlines() if values else ():
@@ -182,7 +188,7 @@ def _value_facts(values: LeafValues) -> list[tuple[str, str]]:
         of = f"of the first {values.sampled:,} of {values.elements:,} elements: " if part else ""
         numbers = ("minimum", "maximum", "mean", "deviation", "norm")
         known = [(name, number) for name in numbers if (number := getattr(found, name)) is not None]
-        texts = [f"{name} {number:.6g}" for name, number in known]
+        texts = [f"{name} {number}" if isinstance(number, int) else f"{name} {number:.6g}" for name, number in known]
         texts += [
             f"{n} {name}" for name, n in (("NaN", found.nan), ("infinite", found.infinite), ("zero", found.zero)) if n
         ]

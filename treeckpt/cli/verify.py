@@ -20,7 +20,7 @@ from ..report.terminal import print_json, print_line, print_table
 from ..reports import Problem, VerifyReport
 from ..runs import catalog
 from ..runs.checkpoint_info import CheckpointInfo
-from ..runs.progress_bar import stores_bar
+from ..runs.progress_bar import counting_bar, stores_bar
 from ..runs.statistics_store import StatisticsStore
 from ..runs.verification import (
     VerificationStore,
@@ -158,6 +158,7 @@ class StatisticsRow(msgspec.Struct, frozen=True):
     mean: float | None
     deviation: float | None
     low: float | None
+    """In JSON text for an integer beyond 2**53, as `high`."""
     high: float | None
 
 
@@ -188,7 +189,10 @@ def _print_statistics(rows: list[StatisticsRow]) -> None:
             row.unusual,
             str(row.nan),
             str(row.infinite),
-            *("-" if n is None else f"{n:.5g}" for n in (row.norm, row.mean, row.deviation, row.low, row.high)),
+            *(
+                "-" if n is None else str(n) if isinstance(n, int) else f"{n:.5g}"
+                for n in (row.norm, row.mean, row.deviation, row.low, row.high)
+            ),
         )
         for row in rows[:SHOWN]
     ]
@@ -207,8 +211,8 @@ def add_rebuild_index(commands: Commands) -> None:
 
 
 def _rebuild_index(options: argparse.Namespace) -> int:
-    with stores_bar("reading the shards", shown=progress_of(options)) as counted:
-        index = api.rebuild_index(counted(open_store(options.checkpoint)), replace=options.replace)
+    with counting_bar("reading the shards", shown=progress_of(options)) as count:
+        index = api.rebuild_index(options.checkpoint, replace=options.replace, on_read=count)
     if options.json:
         print_json(index_summary(index))
     else:

@@ -45,7 +45,12 @@ def bytes_text(nbytes: float) -> str:
 
 
 def json_number(value: T) -> T | str:
-    """Returns a value as JSON has it: NaN and infinities, which JSON lacks, as `NaN`, `Infinity` and `-Infinity`."""
+    """Returns a value as JSON has it: NaN and infinities, which JSON lacks, as `NaN`, `Infinity` and `-Infinity`.
+
+    Integers beyond 2**53, of which programs that read numbers as float64 lose digits, are text too.
+    """
+    if isinstance(value, int) and abs(value) > 1 << 53:
+        return str(value)
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

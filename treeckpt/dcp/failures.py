@@ -29,6 +29,8 @@ def exception_of(what: str, error: Exception, rank: int) -> CheckpointException:
     """
     if isinstance(error, CheckpointExists):
         error.add_hint("Checkpoint already exists and self.overwrite=False")  # in DCP's words, which programs look for
+    if isinstance(error, MismatchError) and "tc.FromRank" in error.hint:  # ranks bring different contents
+        error.add_hint('With on_conflict="rank0" what the first rank has is saved, with a warning')
     failures: dict[int, Any] = {rank: _with_frames(error)}
     if isinstance(error, RankError):
         failures = {at: (RuntimeError(cause), StackSummary()) for at, cause in error.ranks.items()}

@@ -10,7 +10,7 @@ from ..core.format.records import Index
 from ..foreign.foreign_checkpoint import open_checkpoint
 from ..io.os_errors import wrap_read_error
 from ..io.storage.checkpoint import Checkpoint
-from ..io.storage.metadata_files import read_sidecar
+from ..io.storage.metadata_files import OnShardsRead, read_sidecar
 from ..io.storage.store import Store
 from ..reports import VerifyReport
 from .consistent_reads import on_one_version
@@ -83,7 +83,7 @@ def verify(path: CheckpointPath, *, repair: bool = False) -> VerifyReport:
         return repair_store(checkpoint.own().store)
 
 
-def rebuild_index(path: CheckpointPath, *, replace: bool = False) -> Index:
+def rebuild_index(path: CheckpointPath, *, replace: bool = False, on_read: OnShardsRead | None = None) -> Index:
     """Makes a lost index.json again from the shards alone, and publishes it.
 
     >>> tc.rebuild_index("run/step_00000100", replace=True).world
@@ -91,10 +91,11 @@ def rebuild_index(path: CheckpointPath, *, replace: bool = False) -> Index:
 
     Args:
         replace: also where there is an index.
+        on_read: takes how many shards were read, and of how many, from any thread.
 
     Raises:
         CheckpointExists: there is one, and `replace` is not given.
         CheckpointNotFound, CorruptError: the shards are not all there, or not intact.
     """
     with opened(path) as checkpoint:
-        return publish_rebuilt(checkpoint.own().store, replace=replace)
+        return publish_rebuilt(checkpoint.own().store, replace=replace, on_read=on_read)

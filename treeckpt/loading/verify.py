@@ -24,7 +24,7 @@ from ..io.storage.leftovers import list_leftovers
 from ..io.storage.local_read import too_short
 from ..io.storage.many_files import for_each
 from ..io.storage.memory import aligned_buffer
-from ..io.storage.metadata_files import read_sidecar, read_timings, rebuild_from_shards
+from ..io.storage.metadata_files import OnShardsRead, read_sidecar, read_timings, rebuild_from_shards
 from ..io.storage.shard_reader import ArrivingBlocks, OpenedShard, matches, open_shard
 from ..io.storage.store import FETCH_MEMORY, Store, SupportsFetching
 from ..io.timing import Recorder
@@ -108,13 +108,13 @@ def _sidecar_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
             yield Problem(name, str(error), 0, sidecar.nbytes)
 
 
-def publish_rebuilt(store: Store, *, replace: bool) -> Index:
+def publish_rebuilt(store: Store, *, replace: bool, on_read: OnShardsRead | None = None) -> Index:
     """See `treeckpt.rebuild_index`."""
     if not replace and INDEX_NAME in store.sizes():
         raise CheckpointExists(
             store.url, expected=f"no {INDEX_NAME}", found="one", hint="Pass replace=True to make it anew"
         )
-    index = rebuild_from_shards(store)
+    index = rebuild_from_shards(store, on_read=on_read)
     store.publish(INDEX_NAME, encode_index(index), replace=replace)
     return index
 

@@ -17,6 +17,7 @@ from ..core.sharding.region import Region
 from ..core.text import bytes_text, layout_text, rate_text, region_text, seconds_text, shape_text, time_text, value_text
 from ..core.tree.recursion import Recursive, trampoline
 from ..errors import CheckpointNotFound, TreeckptError
+from ..io.storage.metadata_files import NewestIndex
 from ..runs import catalog
 from ..runs.checkpoint_info import CheckpointInfo
 from ..runs.notebook import COLUMNS, checkpoint_rows
@@ -43,8 +44,10 @@ def checkpoint_page(path: str | os.PathLike[str]) -> str:
     Raises:
         CheckpointNotFound: there is none.
     """
-    info = catalog.read_info(path, follow=True)
-    return _document(info.name, [el("h1", info.name), *_checkpoint(path, info)])
+    read = NewestIndex(local=True)
+    info = catalog.read_info(path, follow=True, newest=read)
+    index = read.found.index if read.found is not None else None
+    return _document(info.name, [el("h1", info.name), *_checkpoint(path, info, index)])
 
 
 def run_page(path: str | os.PathLike[str], *, on_read: catalog.OnRead | None = None) -> str:
@@ -67,7 +70,7 @@ def run_page(path: str | os.PathLike[str], *, on_read: catalog.OnRead | None = N
         [
             ("complete checkpoints", len(complete)),
             ("others", len(found) - len(complete)),
-            ("on disk", bytes_text(sum(info.nbytes or 0 for info in found))),
+            ("on disk", bytes_text(sum(info.disk_nbytes or 0 for info in found))),
             ("newest step", complete[0].step if complete else None),
         ]
     )
@@ -107,11 +110,11 @@ def _trends(complete: list[CheckpointInfo]) -> list[Html]:
     ]
 
 
-def _checkpoint(path: str | os.PathLike[str], info: CheckpointInfo) -> list[Html]:
+def _checkpoint(path: str | os.PathLike[str], info: CheckpointInfo, index: Index | None = None) -> list[Html]:
     state = el("p", info.status if not info.error else f"{info.status}: {info.error}", class_="dim")
-    timing = _timing(path)
+    timing = _timing(path, info.save_id if info.leaves is not None else None)
     try:
-        index = api.inspect(path)
+        index = index or api.inspect(path)
     except TreeckptError as error:
         return [state, el("p", f"{error}", class_="bad"), *timing]
     outline = IndexOutline(index)
@@ -225,9 +228,9 @@ def _files(index: Index) -> Html:
     return _section("Shards", table(columns, rows, right=columns[1:]), more)
 
 
-def _timing(path: str | os.PathLike[str]) -> list[Html]:
+def _timing(path: str | os.PathLike[str], save_id: str | None) -> list[Html]:
     try:
-        study = TimingReport(catalog.read_timings(path))
+        study = TimingReport(catalog.read_timings(path, save_id=save_id))
     except TreeckptError:
         return []
     profile = study.profile

@@ -100,6 +100,10 @@ def _regular(entries: Files) -> Files:
     return {name: entry for name, entry in entries.items() if entry.regular}
 
 
+def _disk_nbytes(files: Files) -> int:
+    return sum(entry.nbytes for entry in files.values())
+
+
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether a directory itself contains files of a checkpoint, complete or not."""
     if is_url(text := os.fspath(path)):
@@ -266,7 +270,15 @@ def read_info(
             raise
         except TreeckptError as error:
             nbytes = sum(files[one].nbytes for one in files if parse_shard_name(one) is not None)
-            return CheckpointInfo(name, folder.url, "corrupt", step_of(name), nbytes=nbytes, error=str(error))
+            return CheckpointInfo(
+                name,
+                folder.url,
+                "corrupt",
+                step_of(name),
+                nbytes=nbytes,
+                disk_nbytes=_disk_nbytes(files),
+                error=str(error),
+            )
         info = _with_index(folder, summary, files, cache if timings else None)
         if info.status == "corrupt" and (now := folder.listed()).entries().get(INDEX_NAME, index) != index:
             # another save has replaced it since the listing
@@ -317,6 +329,7 @@ def _with_index(folder: Folder, summary: Summary, files: Files, durations: StatC
         world=summary.world,
         leaves=summary.leaves,
         nbytes=summary.nbytes,
+        disk_nbytes=_disk_nbytes(files),
         created_ns=summary.created_ns,
         seconds=took.seconds if took else None,
         blocked_seconds=took.blocked_seconds if took else None,
@@ -360,6 +373,7 @@ def _without_index(folder: Folder, files: Files, cache: StatCache) -> Checkpoint
         save_id=shards[newest][0] if newest else None,
         world=shards[newest][2] if newest else None,
         nbytes=sum(files[n].nbytes for n in shards),
+        disk_nbytes=_disk_nbytes(files),
         created_ns=min(begun, default=None),
         seconds=seconds,
         error=text,

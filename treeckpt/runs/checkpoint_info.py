@@ -31,6 +31,8 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
     leaves: int | None = None
     nbytes: int | None = None
     """Bytes of the arrays, each byte counted once; without an index that can be read, bytes of the shards found."""
+    disk_nbytes: int | None = None
+    """Bytes of all its files: with headers, index, timings and sidecar files. None if they were not listed."""
     created_ns: int | None = None
     seconds: float | None = None
     """Duration of the save: from the start of the first rank to the end of the last rank."""

@@ -40,7 +40,7 @@ def run_html(run: str | RunStore, summary: str) -> Html:
     return joined([
         el("p", el("code", summary)),
         facts([("checkpoints", sum(info.status == "complete" for info in found)),
-               ("on disk", bytes_text(sum(info.nbytes or 0 for info in found)))]),
+               ("on disk", bytes_text(sum(info.disk_nbytes or 0 for info in found)))]),
         *(el("p", text) for text in saving),
         table(COLUMNS, checkpoint_rows(found[:ROWS]), right=("step", "size", "leaves", "ranks", "took", "blocked")),
         el("p", f"and {len(found) - ROWS} older") if len(found) > ROWS else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -19,9 +20,13 @@ MOMENTS = ("count", "nan", "infinite", "low", "high", "mean", "spread", "norm")
 COLUMNS = (
     {"leaf": "<i8", "key": "<u8"}
     | {name: "<i8" if name in MOMENTS[:3] else "<f8" for name in MOMENTS}
+    | {"low_rest": "<f8", "high_rest": "<f8"}
     | {"order": "<i8", "score": "<f8", "factor": "<f8", "peak": "<f8"}
 )
-"""The number of the leaf, a hash of its path, and the fields of `Moments` and of `Ranking`."""
+"""The number of the leaf, a hash of its path, and the fields of `Moments` and of `Ranking`.
+
+`low_rest` is what an integer `low` has beyond its float64, NaN where `low` is no integer; `high_rest` likewise.
+"""
 
 
 class StatisticsHead(Columns, frozen=True):
@@ -43,7 +48,11 @@ class LeafStatistics:
 
     def row(self, at: int) -> Moments:
         """Returns the statistics in one row."""
-        return Moments(*(self.columns[name][at].item() for name in MOMENTS))
+        found = {name: self.columns[name][at].item() for name in MOMENTS}
+        for name in ("low", "high"):
+            if not math.isnan(rest := self.columns[f"{name}_rest"][at].item()):
+                found[name] = int(found[name]) + int(rest)
+        return Moments(**found)
 
     @cached_property
     def ranking(self) -> Ranking:
@@ -54,6 +63,10 @@ class LeafStatistics:
         """Returns the row of the array at a path; None if there is none, or none of numbers."""
         found = np.flatnonzero(self.columns["key"] == np.uint64(_key(path)))
         return int(found[0]) if len(found) else None
+
+
+def _rest(number: float) -> float:
+    return number - int(float(number)) if isinstance(number, int) else math.nan
 
 
 def _key(path: str) -> int:
@@ -86,5 +99,7 @@ class StatisticsStore:
         paths = [index.entries[number].path for number in found]
         columns = {"leaf": np.array(list(found), np.int64), "key": np.array([_key(path) for path in paths], np.uint64)}
         columns |= {name: np.array([getattr(row, name) for row in found.values()], COLUMNS[name]) for name in MOMENTS}
+        for name in ("low", "high"):
+            columns[f"{name}_rest"] = np.array([_rest(getattr(row, name)) for row in found.values()], np.float64)
         columns |= asdict(rank_unusual(paths, columns))
         return write_columns(self._path(url, index.save_id), COLUMNS, head, columns, limit=self._limit)

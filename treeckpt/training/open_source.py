@@ -189,13 +189,22 @@ def check_globs(source: RestoreSource, options: LoadOptions, entries: Sequence[s
         raise
 
 
-def missing_part(part: str, how: str, parts: Iterable[object]) -> MismatchError:
+def missing_part(part: str, how: str, parts: Iterable[object], *, in_memory: bool = False) -> MismatchError:
     """Returns the error that a source lacks a part of a training state.
 
     Args:
         how: what would have saved it.
         parts: those that it has.
+        in_memory: whether the source is a tree in memory, in which state dicts of optimizers are not read.
     """
+    if in_memory and part in parts:
+        return MismatchError(
+            part,
+            expected=f"in a tree in memory, what {how} gives",
+            found="a state dict, which restore reads from files only",
+            hint="Give the path of the file in place of its tree; or treeckpt.save(new, tree), and restore new, with "
+            f"rng=False. To leave what is here as it is, pass {part}=None",
+        )
     hint = f"To leave what is here as it is, pass {part}={False if part == 'rng' else None}"
     return MismatchError(
         part,

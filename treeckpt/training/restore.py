@@ -53,7 +53,7 @@ from .rank_state import RankState
 from .report import RestoreReport
 from .rng import set_rng
 from .schedules import from_groups, unused_entries
-from .sources import RestoreSource, children_of, descend, leaves_below, nodes_by_name
+from .sources import RestoreSource, TreeSource, children_of, descend, leaves_below, nodes_by_name
 from .targets import RestoreTargets
 from .user_state import check_generators, check_loader, compare_extra, loader_actions, objects_of_extra
 
@@ -228,7 +228,8 @@ class _Restore:
         if not self.optimizers:
             return
         if "optimizer" not in self.parts or "param_groups" not in self.parts:
-            raise missing_part("optimizer", "training.state(model, optimizer)", self.parts)
+            how, in_memory = "training.state(model, optimizer)", isinstance(self.source, TreeSource)
+            raise missing_part("optimizer", how, self.parts, in_memory=in_memory)
         known = sorted({name for live in self.optimizers for group in live.groups for name in group.values})
         if unknown := [name for name in keep if name not in known]:
             raise MismatchError("keep", expected=f"some of {', '.join(known)}", found=f"{unknown[0]!r}")

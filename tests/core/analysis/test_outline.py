@@ -106,7 +106,8 @@ def test_any_tree_is_numbered_so_that_children_stand_side_by_side(shape):
 
     count = sum(1 for _ in _leaves(shape))
     index = msgspec.structs.replace(large_index(4), structure=build(shape), leaves=(ValueRecord(1),) * count)
-    nodes, outline = list(node_records(index)), IndexOutline(index)
+    outline = IndexOutline(index)
+    nodes = list(node_records(outline))
 
     def walk(number, name):
         key, kind, cls, child, children, first, leaves, nbytes = nodes[number]

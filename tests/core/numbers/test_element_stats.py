@@ -29,7 +29,8 @@ def test_statistics_are_those_of_numpy(array):
     if not len(finite):
         assert found.minimum is None and found.bins == ()
         return
-    assert (found.minimum, found.maximum) == (finite.min(), finite.max())
+    exact = array if array.dtype.kind == "i" else finite
+    assert (found.minimum, found.maximum) == (exact.min().item(), exact.max().item())
     assert sum(found.bins) == len(finite) and (len(found.bins), len(found.edges)) == (BINS, BINS + 1)
     assert (
         list(found.edges) == sorted(found.edges) and found.edges[0] <= finite.min() <= finite.max() <= found.edges[-1]
@@ -39,6 +40,16 @@ def test_statistics_are_those_of_numpy(array):
         scale = np.abs(finite).max() or 1.0  # squares of numbers below 1e-150 are zero
         assert math.isclose(found.norm, scale * np.linalg.norm(finite / scale), rel_tol=1e-9, abs_tol=1e-300)
         assert math.isclose(found.deviation, finite.std(), rel_tol=1e-6, abs_tol=1e-9 * np.abs(finite).max())
+
+
+BEYOND = [2**53 + 1, 2**62 + 3, -(2**63), 2**63 - 1, 2**53 + 3]
+
+
+@pytest.mark.parametrize(("dtype", "numbers"), [("int64", BEYOND), ("uint64", [2**64 - 1, 2**63 + 1, 2**53 + 1])])
+def test_wide_integers_have_exact_ends_and_a_mean_rounded_once(dtype, numbers):
+    found = element_stats(raw(np.array(numbers * 1000, dtype)), dtype)
+    assert (found.minimum, found.maximum, found.mean) == (min(numbers), max(numbers), sum(numbers) / len(numbers))
+    assert type(found.minimum) is type(found.maximum) is int
 
 
 def test_pieces_add_up_to_the_whole():

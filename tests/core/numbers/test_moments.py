@@ -30,7 +30,9 @@ def expect_of_numpy(found, numbers):
         assert (found.norm, found.mean, found.deviation, found.largest) == (0, 0, 0, 0)
         return
     scale = np.abs(finite).max() or 1.0
-    assert (found.low, found.high, found.largest) == (finite.min(), finite.max(), np.abs(finite).max())
+    assert (float(found.low), float(found.high), float(found.largest)) == (
+        finite.min(), finite.max(), np.abs(finite).max(),
+    )  # fmt: skip
     near = {"rel_tol": 1e-9, "abs_tol": 1e-9 * scale}
     if scale < 1e306:  # the mean of larger ones overflows in numpy
         assert math.isclose(found.mean, (finite / scale).mean() * scale, **near)
@@ -84,6 +86,18 @@ def test_the_largest_and_the_smallest_numbers_neither_overflow_nor_vanish():
     for size in (1e300, 1e-300, 5e-324):
         found = moments_of(raw(np.array([size, -size, size, size])), "float64")
         assert math.isclose(found.norm, 2 * size) and math.isclose(found.mean, size / 2, abs_tol=5e-324)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
+def test_wide_integers_have_exact_ends(dtype):
+    limits = np.iinfo(dtype)
+    numbers = [limits.max, limits.max - 1, limits.min, 2**53 + 1]
+    found = moments_of(raw(np.array(numbers, dtype)), dtype)
+    assert (found.low, found.high, found.mean) == (limits.min, limits.max, sum(numbers) / 4)
+    found = merged(
+        moments_of(raw(np.array([5, 2**53 + 1], dtype)), dtype), moments_of(raw(np.array([7], dtype)), dtype)
+    )
+    assert (found.low, found.high) == (5, 2**53 + 1)
 
 
 def test_text_and_times_have_no_statistics():

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.numbers.unusual import group_of, rank_unusual, reason_of
+from treeckpt.core.numbers.unusual import Ranking, group_of, rank_unusual, reason_of
 
 
 def columns(rows):
@@ -69,3 +69,10 @@ def test_every_row_is_ranked_once_whatever_the_numbers_are(drawn):
     assert sorted(row for row, _ in found) == list(range(len(rows)))
     bad = [row for row, _ in found if rows[row][1] + rows[row][2]]
     assert [row for row, _ in found[: len(bad)]] == bad
+
+
+def test_a_reason_has_plain_numbers():
+    ranking = Ranking(np.zeros(1, np.int64), *(np.array([number]) for number in (4.0, 1 / 73_512, 1.0)))
+    assert reason_of(ranking, 0, 0, 0) == "RMS 1/73,500 of that of like arrays"
+    ranking = Ranking(np.zeros(1, np.int64), *(np.array([number]) for number in (4.0, 1.0, 12_345.0)))
+    assert reason_of(ranking, 0, 0, 0) == "largest value 12,300 × the RMS"

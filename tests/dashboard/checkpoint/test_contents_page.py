@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -80,6 +82,29 @@ def test_the_command_and_the_dashboard_share_them_and_show_one_array_over_steps(
     assert main(["verify", "--statistics", "--json", str(run / "step_00000002")]) == 0
     shown = json.loads(capsys.readouterr().out)["statistics"]
     assert shown[0]["path"] == "model/loss_scale" and shown[0]["nan"] == 1
+
+
+def test_integers_that_float64_does_not_hold_keep_their_digits(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TREECKPT_CACHE", str(tmp_path / "cache"))
+    step, low, high = str(tmp_path / "wide" / "step_00000001"), -(2**63), 2**63 - 1
+    write_checkpoint(Path(step), {"wide": np.array([low, 5, high])}, step=1, world=1)
+    for command in (["verify", "--statistics", step], ["show", step, "wide"]):
+        assert main(command) == 0
+        assert {str(low), str(high)} <= set(re.findall(r"-?\d+", capsys.readouterr().out))
+    assert main(["verify", "--statistics", "--json", step]) == 0
+    [found] = json.loads(capsys.readouterr().out)["statistics"]
+    assert (found["low"], found["high"]) == (str(low), str(high))
+    assert main(["show", step, "wide", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["values"]["statistics"]
+    assert (found["minimum"], found["maximum"], found["mean"]) == (str(low), str(high), 4 / 3)
+    client = client_of(tmp_path / "wide", tmp_path / "cache")
+    at = addresses(client)[1]
+    [row] = client.get(f"/api/v1{at}/contents").json()["rows"]
+    assert (row["minimum"], row["maximum"], row["largest"]) == (str(low), str(high), 2.0**63)
+    for page in (f"{at}/contents", f"{at}/leaves/0", f"/api/v1{at}/contents/table.csv"):
+        assert f">{low}<" in (text := client.get(page).text) or f",{low}," in text
+    found = client.get(f"/api/v1{at}/leaves/0/peek").json()["statistics"]
+    assert (found["minimum"], found["maximum"]) == (str(low), str(high))
 
 
 def test_statistics_hold_for_the_files_that_were_read_only(client, run):

@@ -28,6 +28,15 @@ def test_extents_and_strip_fill_a_shard_without_holes(client, newest):
     assert all(a[1] == b[0] for a, b in zip(strip["segments"], strip["segments"][1:], strict=False))
 
 
+def test_each_byte_of_a_strip_is_of_the_part_that_its_leaf_is_in(asked):
+    strip, extents = asked("/files/0/strip"), asked("/files/0")["rows"]
+    for extent in extents:
+        part = extent["path"].partition("/")[0]
+        [group] = [group for start, stop, group in strip["segments"] if start <= extent["start"] < stop]
+        assert strip["groups"][group] == (part if part in strip["groups"] else "other parts"), part
+    assert len({row["path"].partition("/")[0] for row in extents}) > 5
+
+
 def test_checksums_are_compared_a_part_at_a_time(asked, path, serve, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART", 1000)
     found = asked("/files/0/checksums")

@@ -37,6 +37,27 @@ def measured(client, query):
     return client.get("/api/v1/diff/changes", params=query).json()
 
 
+def test_a_difference_that_overflows_is_told_from_one_that_there_is_not(pair, tmp_path):
+    numbers = {"over": 1.5e308, "gone": np.inf}
+    for step, sign in ((1, -1), (2, 1)):
+        tree = {path: np.array([sign * number]) for path, number in numbers.items()}
+        write_checkpoint(tmp_path / "far" / f"step_{step:08d}", tree, step=step, world=1)
+    client = client_of(tmp_path / "far", tmp_path / "cache")
+    [found] = client.get("/api/v1/runs").json()["runs"]
+    b, a = (row["id"] for row in found["checkpoints"])
+    rows = {row["path"]: row for row in measured(client, {"a": a, "b": b})["rows"]}
+    assert (rows["over"]["max_abs"], rows["over"]["change"], rows["gone"]["max_abs"]) == ("Infinity", "Infinity", None)
+    query = {"a": a, "b": b, "show": "content", "read": "true"}
+    rows = {row["path"]: row["delta"] for row in client.get("/api/v1/diff", params=query).json()["rows"]}
+    assert (rows["over"]["max_abs"], rows["over"]["mean_abs"], rows["gone"]["max_abs"]) == (
+        "Infinity",
+        "Infinity",
+        None,
+    )
+    for page in ("/diff", "/diff/changes"):
+        assert "Infinity" in client.get(page, params={**query, "by": "array"}).text
+
+
 def test_arrays_and_layers_are_ranked_by_relative_change(pair):
     client, query, _ = pair
     before = client.get("/api/v1/diff/changes", params=query).json()

@@ -85,7 +85,7 @@ def test_reasons_are_those_of_retention_and_the_rest_goes_next(serve, tmp_path):
     ]
     run = page(client).json()["run"]
     assert (run["goes"], run["keep"]) == (2, "last:2 every:300")
-    assert run["goes_nbytes"] == 2 * rows[0]["nbytes"]
+    assert run["goes_nbytes"] == rows[2]["disk_nbytes"] + rows[5]["disk_nbytes"]
     asked = page(client, "?keep=all").json()["run"]
     assert asked["goes"] == 0 and asked["checkpoints"][2]["kept"] == ["all are kept"]
     html = client.get(f"/runs/{run['id']}").text

@@ -3,11 +3,13 @@
 import re
 from typing import get_args
 
+import numpy as np
 import pytest
 
 from tests.dashboard.helpers import page, under_way
 from tests.helpers.large import write_many
-from tests.helpers.samples import START_NS, write_mixed_run
+from tests.helpers.samples import FILES, START_NS, write_checkpoint, write_mixed_run
+from treeckpt.core.text import bytes_text
 from treeckpt_dashboard.pages.checkpoints import Status
 from treeckpt_dashboard.pages.render import days_text, span_text
 from treeckpt_dashboard.runs.usage import Growth, days_until, growth_of
@@ -16,7 +18,7 @@ from treeckpt_dashboard.runs.usage import Growth, days_until, growth_of
 def test_usage_adds_up_and_says_what_would_go(serve, tmp_path):
     write_many(tmp_path / "run", 6)
     client = serve(tmp_path / "run")
-    size = page(client).json()["run"]["checkpoints"][0]["nbytes"]
+    size = page(client).json()["run"]["checkpoints"][0]["disk_nbytes"]
     usage = client.get("/api/v1/usage", params={"keep": "last:2 every:300"}).json()
     [run] = usage["runs"]
     assert usage["nbytes"] == run["nbytes"] == 6 * size and run["statuses"] == {"committed": 6 * size}
@@ -26,13 +28,43 @@ def test_usage_adds_up_and_says_what_would_go(serve, tmp_path):
         "a multiple of 300 steps": (2, 2 * size, size),
     }
     assert [row["name"] for row in run["rows"]] == [f"step_{n:08d}" for n in (100, 200, 400)]
-    assert run["removals"] == 3 and run["freed"] > 3 * size  # headers and records go too
+    assert run["removals"] == 3 and run["freed"] == 3 * size
     assert run["per_day"] == pytest.approx(size * 86_400 / 60) and run["between"] == 60
     assert run["days"] == pytest.approx(run["disk_free"] / run["per_day"]) and run["days_after"] > run["days"]
     assert len(list((tmp_path / "run").iterdir())) == 6
     html = client.get("/usage", params={"keep": "last:2 every:300"}).text
     assert "step_00000100" in html and "would free" in html
     assert "Without policies" in client.get("/usage").text
+
+
+def test_what_is_on_disk_is_what_all_files_take_on_every_page(serve, tmp_path):
+    run = tmp_path / "run"
+    write_checkpoint(run / "step_00000700", step=700, files=FILES)
+    (run / "step_00000300").mkdir()
+    torn = bytes(12345)
+    (run / "step_00000300" / "shard-00000-of-00001.00000000000000ff.safetensors").write_bytes(torn)
+    foreign = pytest.importorskip("safetensors.numpy").save({"w": np.ones(1000, np.float32)})
+    (run / "hub").mkdir()
+    (run / "hub" / "model.safetensors").write_bytes(foreign)
+    whole = sum(file.stat().st_size for file in (run / "step_00000700").iterdir())
+    total = whole + len(torn) + len(foreign)
+    client = serve(run)
+    part = page(client).json()["run"]
+    rows = {row["name"]: row for row in part["checkpoints"]}
+    assert {name: row["disk_nbytes"] for name, row in rows.items()} == {
+        "step_00000700": whole,
+        "step_00000300": len(torn),
+        "hub": len(foreign),
+    }
+    assert rows["step_00000700"]["nbytes"] < whole and part["nbytes"] == total
+    usage = client.get("/api/v1/usage").json()
+    assert usage["nbytes"] == usage["runs"][0]["nbytes"] == sum(usage["runs"][0]["statuses"].values()) == total
+    assert usage["runs"][0]["checkpoints"] == 3
+    assert f'treeckpt_checkpoint_bytes{{run="run"}} {total}' in client.get("/metrics").text
+    shown = {"": total, f"runs/{part['id']}": total}
+    shown |= {f"checkpoints/{row['id']}": row["disk_nbytes"] for name, row in rows.items() if name != "step_00000300"}
+    for place, nbytes in shown.items():
+        assert f"<dt>On disk</dt><dd>{bytes_text(nbytes)}" in client.get(f"/{place}").text
 
 
 def test_usage_of_bad_directories_and_of_single_checkpoints(serve, tmp_path):

@@ -93,7 +93,16 @@ def test_the_rest_of_the_index_is_the_same(both):
     assert stored.summary == summarize_index(memory.index) and stored.index.nbytes == memory.index.nbytes
 
 
-WORDS = ["model", "layers.1", "QKV", "weight", "exp", "3", "~", "zzz", "line"]
+@pytest.mark.parametrize("word", ["A/B", "odd/a/b", "odd/a~1b", "a~1b", "/a/"])
+def test_a_key_with_a_slash_or_tilde_is_found_as_it_is_typed_and_as_it_is_stored(both, word):
+    for outline in both:
+        assert [leaf.path for leaf in outline.search(word)[0]] == ["odd/a~1b"]
+        assert "odd/~0" in [leaf.path for leaf in outline.search("odd/~")[0]]
+        assert [leaf.path for leaf in outline.search("~0")[0]] == ["odd/~0"]
+        assert outline.search("a/b zzz")[0] == outline.search("a.b")[0] == outline.search("a//b")[0] == []
+
+
+WORDS = ["model", "layers.1", "QKV", "weight", "exp", "3", "~", "zzz", "line", "a/b", "ODD/A"]
 
 
 @given(words=st.lists(st.sampled_from(WORDS), max_size=3), start=st.integers(0, 400), count=st.integers(1, 60))

@@ -18,6 +18,7 @@ import msgspec
 from ..format.byte_map import layout_of
 from ..format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
 from ..sharding.int_runs import length_of
+from ..sharding.region import Region
 from ..text import layout_text, region_text, shape_text, value_text, value_type
 from ..tree.nesting import split_structure
 
@@ -130,13 +131,17 @@ def _by_name(index: Index) -> dict[tuple[str, int], Leaf]:
     return {(path, at): leaf for path, leaves in index.by_path.items() for at, leaf in enumerate(leaves)}
 
 
+_KINDS = {
+    AliasRecord: "tie",
+    ValueRecord: "value",
+    PerRankValues: "value per rank",
+    PerRankArrays: "array per rank",
+    ArrayRecord: "array",
+}
+
+
 def _kind(leaf: Leaf) -> str:
-    record = leaf.record
-    if isinstance(record, AliasRecord):
-        return "tie"
-    if isinstance(record, (ValueRecord, PerRankValues)):
-        return "value" if isinstance(record, ValueRecord) else "value per rank"
-    return "array per rank" if isinstance(record, PerRankArrays) else "array"
+    return _KINDS[type(leaf.record)]
 
 
 def leaf_text(index: Index, leaf: Leaf) -> str:
@@ -171,27 +176,39 @@ def _compare(a: Index, x: Leaf, b: Index, y: Leaf) -> list[Change]:
         found.append(Changed(x.path, "shape", shape_text(x.spec.shape), shape_text(y.spec.shape)))
     if x.spec.dtype != y.spec.dtype:
         found.append(Changed(x.path, "dtype", x.spec.dtype, y.spec.dtype))
-    layouts = _layout(a, x), _layout(b, y)
-    if layouts[0][0] != layouts[1][0]:
-        found.append(Changed(x.path, "layout", layouts[0][1], layouts[1][1]))
+    if _layout(a, x) != _layout(b, y):
+        found.append(Changed(x.path, "layout", _layout_text(a, x), _layout_text(b, y)))
     return found
 
 
-def _layout(index: Index, leaf: Leaf) -> tuple[object, str]:
-    """Returns the layout of a leaf as (object to compare, text)."""
+def _layout(index: Index, leaf: Leaf) -> object:
+    """Returns what is equal for equal layouts of leaves."""
     record = leaf.record
     if isinstance(record, AliasRecord):
-        target = index.entries[record.of].path
-        return (target, record.view), f"{'the storage' if record.view is None else 'a view'} of {target}"
+        return index.entries[record.of].path, record.view
     if isinstance(record, PerRankArrays):
-        return leaf.ranks, f"{length_of(leaf.ranks or ())} ranks"
+        return leaf.ranks
     assert isinstance(record, ArrayRecord), "values have no layout"
     layout = layout_of(index, leaf)
+    return layout if layout is not None else tuple(_pieces(index, leaf)[:MAX_CHUNKS])
+
+
+def _pieces(index: Index, leaf: Leaf) -> list[tuple[int, Region]]:
+    return [(chunk.rank, chunk.region) for chunk in index.chunks_of(leaf)]
+
+
+def _layout_text(index: Index, leaf: Leaf) -> str:
+    record = leaf.record
+    if isinstance(record, AliasRecord):
+        return f"{'the storage' if record.view is None else 'a view'} of {index.entries[record.of].path}"
+    if isinstance(record, PerRankArrays):
+        return f"{length_of(leaf.ranks or ())} ranks"
+    layout = layout_of(index, leaf)
     if layout is not None:
-        return layout, layout_text(layout)
-    pieces = [(chunk.rank, chunk.region) for chunk in index.chunks_of(leaf)]
+        return layout_text(layout)
+    pieces = _pieces(index, leaf)
     shown = "; ".join(f"rank {rank} {region_text(region)}" for rank, region in pieces[:4])
-    return tuple(pieces[:MAX_CHUNKS]), f"{len(pieces)} pieces: {shown}{'; …' if len(pieces) > 4 else ''}"
+    return f"{len(pieces)} pieces: {shown}{'; …' if len(pieces) > 4 else ''}"
 
 
 def _signature(index: Index, leaf: Leaf) -> object:

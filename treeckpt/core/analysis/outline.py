@@ -11,8 +11,9 @@ from the root, 0, so that the children of a node are adjacent.
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -252,24 +253,33 @@ class IndexOutline(Outline):
         return row
 
     def matches(self, text: str, *, start: int = 0) -> Iterator[int]:
-        words = text.casefold().split()
-        for number in range(start, len(self._folded)):
-            if all(word in self._folded[number] for word in words):
-                yield number
+        holds = words_in(text)
+        return (number for number in range(start, len(self._folded)) if holds(self._folded[number]))
+
+
+def words_in(text: str) -> Callable[[str], bool]:
+    """Returns a test of a casefolded path: whether it contains every word of `text`.
+
+    A `/` and a `~` of a word also stand for those in a key, which a path has as `~1` and `~0`.
+    """
+    words = sorted(text.casefold().split(), key=len, reverse=True)
+    plain = [word for word in words if "/" not in word and "~" not in word]
+    spellings = [re.escape(word).replace("\\~", "\\~0?").replace("/", "(?:/|\\~1)") for word in words]
+    patterns = [re.compile(one) for one, word in zip(spellings, words, strict=True) if word not in plain]
+    return lambda path: all(word in path for word in plain) and all(pattern.search(path) for pattern in patterns)
 
 
 def _no_node(name: str) -> MismatchError:
     return MismatchError(name[:80], expected="the positions of a node in the tree", found="no such node")
 
 
-def node_records(index: Index) -> Iterator[NodeRecord]:
+def node_records(outline: IndexOutline) -> Iterator[NodeRecord]:
     """Yields every node in the order of its number.
 
     Raises:
         FormatError: the bytes of all leaves are more than fit 64 bits.
     """
-    outline = IndexOutline(index)
-    sizes, sums = outline.sizes, outline.sums
+    index, sizes, sums = outline.index, outline.sizes, outline.sums
     if sums[-1] >= MAX_NBYTES:
         raise FormatError("", expected="fewer than 2**63 bytes in all", found=f"{sums[-1]}")
     waiting: deque[tuple[Node, str, int]] = deque()

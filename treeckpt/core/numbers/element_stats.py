@@ -65,6 +65,20 @@ def _widen(elements: np.ndarray) -> np.ndarray:
         return elements.astype(np.complex128 if elements.dtype.kind in "cW" else np.float64)
 
 
+def wide_integers(data: np.ndarray, dtype: str) -> np.ndarray | None:
+    """Returns raw bytes as the 64-bit integers that they are, not all of which float64 holds; None for other dtypes."""
+    return np.ascontiguousarray(data).reshape(-1).view(dtype) if dtype in ("int64", "uint64") else None
+
+
+def sum_of(integers: np.ndarray) -> int:
+    """Adds up 64-bit integers exactly."""
+    total = 0
+    for start in range(0, len(integers), BATCH):  # the sum of so many halves fits 64 bits
+        part = integers[start : start + BATCH]
+        total += (int((part >> 32).sum()) << 32) + int((part & 0xFFFFFFFF).sum())
+    return total
+
+
 def elements_of(data: np.ndarray, dtype: str) -> np.ndarray | None:
     """Converts raw bytes to float64 or complex128.
 
@@ -114,6 +128,7 @@ class ElementStats(msgspec.Struct, frozen=True):
     infinite: int
     zero: int
     minimum: float | None
+    """Of integers an int, as `maximum` is."""
     maximum: float | None
     mean: float | None
     deviation: float | None
@@ -150,7 +165,11 @@ def element_stats(data: np.ndarray, dtype: str) -> ElementStats | None:
                 total += float(numbers.sum())
     if not finite:
         return ElementStats(count, nan, infinite, zero, None, None, None, None, None, (), ())
-    mean = total / finite
+    ends, mean = (low, high), total / finite
+    if (integers := wide_integers(data, dtype)) is not None:
+        ends, mean = (int(integers.min()), int(integers.max())), sum_of(integers) / finite
+    elif dtype.startswith(("int", "uint")):
+        ends = int(low), int(high)
     edges = _bin_edges(low, high)
     bins = np.zeros(len(edges) - 1, np.int64)
     scale = max(abs(low), abs(high)) or 1.0
@@ -161,7 +180,7 @@ def element_stats(data: np.ndarray, dtype: str) -> ElementStats | None:
         bins += np.histogram(numbers, edges)[0]
     deviation, norm = scale * math.sqrt(spread / finite), scale * math.sqrt(squares)
     edge_list, bin_list = tuple(edges.tolist()), tuple(bins.tolist())
-    return ElementStats(count, nan, infinite, zero, low, high, mean, deviation, norm, edge_list, bin_list)
+    return ElementStats(count, nan, infinite, zero, *ends, mean, deviation, norm, edge_list, bin_list)
 
 
 def _bin_edges(low: float, high: float) -> np.ndarray:

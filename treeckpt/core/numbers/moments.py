@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ..sharding.dtypes import dtype_of
-from .element_stats import as_numbers
+from .element_stats import as_numbers, sum_of, wide_integers
 
 BATCH = 1 << 16
 """Elements that are converted at a time: as float64 they stay in a processor's cache."""
@@ -23,6 +23,9 @@ TINY, EXACT = 1e-280, 1e-3
 """A sum of squares below TINY has lost elements to underflow. A sum of squared deviations below EXACT times the sum of
 squares has lost digits if it was computed from that."""
 
+WIDE = 2.0**53
+"""Beyond it float64 does not hold all integers."""
+
 
 class Moments(msgspec.Struct, frozen=True):
     """Statistics of elements. Complex elements count by magnitude; all but the counts leave out NaN and infinity."""
@@ -31,7 +34,7 @@ class Moments(msgspec.Struct, frozen=True):
     nan: int = 0
     infinite: int = 0
     low: float = math.inf
-    """The smallest element; infinity where none is finite."""
+    """The smallest element; infinity where none is finite. It is an int if float64 does not hold all of the array."""
     high: float = -math.inf
     mean: float = 0.0
     spread: float = 0.0
@@ -93,8 +96,18 @@ def moments_of(data: np.ndarray, dtype: str) -> Moments | None:
             if numbers is None:
                 return None
             part = _batch(np.abs(numbers) if numbers.dtype.kind == "c" else numbers.reshape(-1))
+            if part.largest >= WIDE:
+                part = _exact(part, data[start : start + BATCH * itemsize], dtype)
             found = merged(found, part) if start else part
     return found
+
+
+def _exact(part: Moments, data: np.ndarray, dtype: str) -> Moments:
+    """Returns the statistics of one batch with ends and a mean that no conversion to float64 has rounded."""
+    if (integers := wide_integers(data, dtype)) is None:
+        return part
+    low, high, mean = int(integers.min()), int(integers.max()), sum_of(integers) / len(integers)
+    return msgspec.structs.replace(part, low=low, high=high, mean=mean)
 
 
 def _numbers(data: np.ndarray, dtype: str, itemsize: int) -> np.ndarray | None:

@@ -96,6 +96,11 @@ def reason_of(ranking: Ranking, row: int, nan: int, infinite: int) -> str:
         return ""
     factor, peak = float(ranking.factor[row]), float(ranking.peak[row])
     if max(factor, 1 / factor) >= FACTOR:
-        many = f"{factor:,.3g} ×" if factor > 1 else f"1/{1 / factor:,.3g} of"
+        many = f"{_times(factor)} ×" if factor > 1 else f"1/{_times(1 / factor)} of"
         return f"RMS {many} that of like arrays"
-    return f"largest value {peak:,.3g} × the RMS"
+    return f"largest value {_times(peak)} × the RMS"
+
+
+def _times(factor: float) -> str:
+    """Formats a factor to three digits, below a billion without an exponent."""
+    return f"{factor:.3g}" if factor < 999.5 or factor >= 1e9 else f"{float(f'{factor:.3g}'):,.0f}"

@@ -22,7 +22,7 @@ class CountedStores:
         self._lock = threading.Lock()
 
     def __call__(self, store: Store) -> Store:
-        return store if self._on_read is None else CountingStore(for_reading(store), self._add)
+        return store if self._on_read is None else CountingStore(for_reading(store), self._add, self._add_more)
 
     def expect(self, nbytes: Callable[[], int]) -> None:
         """Sets how many more bytes will be read, if they are counted; `nbytes` computes it."""
@@ -30,6 +30,12 @@ class CountedStores:
             more = nbytes()  # which may read
             self._total = self._done + more
             self._add(0)
+
+    def _add_more(self, nbytes: int) -> None:
+        """Counts bytes that are not in the total, as those of indexes."""
+        with self._lock:
+            self._total = None if self._total is None else self._total + nbytes
+        self._add(nbytes)
 
     def _add(self, nbytes: int) -> None:
         assert self._on_read is not None, "only then are reads counted"
@@ -39,11 +45,13 @@ class CountedStores:
 
 
 class CountingStore:
-    """A store that calls `count` with the bytes of each read of a shard."""
+    """A store that calls `count` with the bytes of each read of a shard, and `count_more` with those of other files."""
 
-    def __init__(self, inner: Store, count: Callable[[int], None]) -> None:
-        self._inner, self._count, self.url = inner, count, inner.url
-        self.prepare, self.sizes, self.read, self.map = inner.prepare, inner.sizes, inner.read, inner.map
+    def __init__(
+        self, inner: Store, count: Callable[[int], None], count_more: Callable[[int], None] | None = None
+    ) -> None:
+        self._inner, self._count, self._count_more, self.url = inner, count, count_more, inner.url
+        self.prepare, self.sizes, self.map = inner.prepare, inner.sizes, inner.map
         self.create, self.publish, self.delete, self.close = inner.create, inner.publish, inner.delete, inner.close
         if isinstance(inner, SupportsMappedReads):
             self.mapped = partial(self._mapped, inner)
@@ -73,6 +81,12 @@ class CountingStore:
             self._count(len(data))
 
         inner.fetch(ranges, counted, memory=memory, first=first, shared=shared)
+
+    def read(self, name: str, *, limit: int) -> bytes:
+        data = self._inner.read(name, limit=limit)
+        if self._count_more is not None:
+            self._count_more(len(data))
+        return data
 
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
         self._inner.read_into(name, offset, out, shared=shared)

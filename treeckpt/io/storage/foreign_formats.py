@@ -68,10 +68,10 @@ def describe_foreign(url: str) -> tuple[str, str] | None:
     if kind is None:
         return None
     if kind == "safetensors" and path.is_dir():
-        return "a directory of safetensors files", _convert_first(url)
+        return "a directory of safetensors files", _as_it_is(url)
     if kind == "pickle":
         return _TEXTS[kind], "Load it with torch, in a place where its code may run, and save it anew"
-    return _TEXTS[kind], _convert_first(url)
+    return _TEXTS[kind], _as_it_is(url)
 
 
 def refuse_file(path: str) -> None:
@@ -86,8 +86,8 @@ def refuse_file(path: str) -> None:
         raise CheckpointNotFound(path, expected=expected, found=found, hint=hint)
 
 
-def _convert_first(url: str) -> str:
-    return f"Convert it first: tc.convert.convert({url!r}, 'NEW'), then load 'NEW'"
+def _as_it_is(url: str) -> str:
+    return f"Read it as it is with treeckpt show or tc.load, or convert it: tc.convert.convert({url!r}, 'NEW')"
 
 
 def describe_place(url: str) -> tuple[str, str]:

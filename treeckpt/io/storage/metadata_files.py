@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from itertools import count
 
 import msgspec
 
 from ...core.format.check_index import check_against_files, needs_file_sizes
 from ...core.format.index import INDEX_NAME, MAX_INDEX, decode_index, rebuild
 from ...core.format.records import Index
-from ...core.format.shard_header import parse_shard_name
+from ...core.format.shard_header import ShardHeader, parse_shard_name
 from ...core.format.sidecars import checksum, stored_name
 from ...core.format.timings import Timings, decode_timings, timings_name
 from ...errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError
@@ -18,6 +20,9 @@ from .foreign_formats import describe_foreign, describe_place
 from .many_files import for_each
 from .shard_reader import read_header
 from .store import Store
+
+OnShardsRead = Callable[[int, int], object]
+"""Takes how many shards were read, and of how many."""
 
 
 class KnownIndex(msgspec.Struct, frozen=True):
@@ -148,13 +153,16 @@ def read_sidecar(store: Store, index: Index, name: str) -> bytes:
     return bytes(data)
 
 
-def rebuild_from_shards(store: Store, *, save_id: str | None = None, whole: bool = True) -> Index:
+def rebuild_from_shards(
+    store: Store, *, save_id: str | None = None, whole: bool = True, on_read: OnShardsRead | None = None
+) -> Index:
     """Returns the index that the newest complete set of shards describes.
 
     Args:
         save_id: rebuilds the index of this save only, if it has shards there.
         whole: refuses shards and sidecar files that are missing, cut short or too long, as those of a save that never
             finished are.
+        on_read: takes how many shards were read, and of how many, from any thread.
 
     Raises:
         CheckpointNotFound: there are no shards.
@@ -174,7 +182,7 @@ def rebuild_from_shards(store: Store, *, save_id: str | None = None, whole: bool
     errors: list[CheckpointError] = []
     for names in saves.values():
         try:
-            found.append(_rebuild(store, sorted(names), whole))
+            found.append(_rebuild(store, sorted(names), whole, on_read))
         except CheckpointError as error:
             errors.append(error)
     if not found:
@@ -184,9 +192,16 @@ def rebuild_from_shards(store: Store, *, save_id: str | None = None, whole: bool
     return max(found, key=lambda index: index.created_ns)
 
 
-def _rebuild(store: Store, names: list[str], whole: bool) -> Index:
-    sizes = store.sizes()
-    headers = for_each(store, lambda name: read_header(store, name, file_size=sizes.get(name)), names)
+def _rebuild(store: Store, names: list[str], whole: bool, on_read: OnShardsRead | None) -> Index:
+    sizes, done = store.sizes(), count(1)
+
+    def read(name: str) -> tuple[int, ShardHeader]:
+        found = read_header(store, name, file_size=sizes.get(name))
+        if on_read is not None:
+            on_read(next(done), len(names))
+        return found
+
+    headers = for_each(store, read, names)
     index = rebuild(headers, store.url)
     missing = sorted(set(range(index.world)) - {header.rank for _, header in headers})
     if missing:
