@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..arrays.stateful import pass_state
 from ..core.option_names import checks_options
 from ..core.tree.flatten import PerRank
 from ..core.tree.structure import PerRankNode, key_text
@@ -255,7 +256,8 @@ class _Restore:
             self.last += loader_actions(loader, self.loader, "loader")
         if self.targets.fills_extra and self._has("extra", "extra=..."):
             self.extra = extra
-            missing, unexpected, own = compare_extra(extra, self.source, rank=self.comm.rank)
+            missing, unexpected, own, unused = compare_extra(extra, self.source, rank=self.comm.rank)
+            self.ignored += unused
             self.missing, self.unexpected = self.missing + missing, self.unexpected + unexpected
             self.own.check("extra", own)
         elif extra is None and "extra" in self.parts and not self.options.selects("extra"):
@@ -306,7 +308,7 @@ class _Restore:
                 of = next((plan.of for plan in self.plans if plan.live is optimizer), {})
                 state = from_groups(state, optimizer.groups, of, path=path)
             self.ignored += unused_entries(one, state, (self.source.url, path), warn=self.comm.rank == 0)
-            self.last.append(functools.partial(one.load_state_dict, state))
+            self.last.append(functools.partial(pass_state, path, one, state))
 
     def check_keys(self) -> None:
         """Checks that the targets and the source have the same leaves.
