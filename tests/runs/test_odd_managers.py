@@ -38,6 +38,15 @@ def test_a_checkpoint_in_the_place_of_its_run_is_refused_with_the_name_of_the_ru
             call()
 
 
+def test_a_checkpoint_of_an_object_store_in_the_place_of_its_run_is_refused_too() -> None:
+    run = "memory://taken-for-its-run/run"
+    manager(run).save(4, {"w": np.zeros(2)})
+    made = manager(f"{run}/{step_name(4)}")
+    for call in (made.latest, lambda: made.resume(torch.nn.Linear(1, 1))):
+        with pytest.raises(tc.CheckpointNotFound, match=rf"found one checkpoint\. .*above it, {run},"):
+            call()
+
+
 @pytest.mark.parametrize("keep", ["last:2 best:loss:max", ["last:2", "best:loss:max"], [Last(2), "best:loss:max"]])
 def test_policies_may_be_the_text_of_the_dashboard(tmp_path: Path, keep: Any) -> None:
     with manager(tmp_path, keep=keep) as made:

@@ -121,6 +121,19 @@ def test_a_first_run_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert record.getMessage() == f"{tmp_path / 'misspelt'}: no checkpoint: the training starts anew"
 
 
+@pytest.mark.parametrize("above", ["{}", "memory://runs-below{}"], ids=["local", "bucket"])
+def test_a_first_run_above_other_runs_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, above: str
+) -> None:
+    folder = above.format(tmp_path)
+    for name in ("a", "b"):
+        tc.save(f"{folder}/{name}/{step_name(3)}", {"w": np.zeros(2)}, step=3)
+    assert tc.Manager(folder, background=False).resume(torch.nn.Linear(1, 1)) is None
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().endswith(f"starts anew. Below it are runs: {folder}/a, {folder}/b")
+
+
 def test_a_resume_says_what_does_not_fit_before_anything_changes(tmp_path: Path) -> None:
     Job(tmp_path).train(1)
     job = Job(tmp_path, seed=9)

@@ -113,3 +113,59 @@ def test_momentum_of_matrices_comes_back_and_is_known(tmp_path: Path) -> None:
     expected = [run(model, optimizer, 2) for optimizer in optimizers]
     torch.manual_seed(3)
     assert [run(fresh, optimizer, 2) for optimizer in again] == expected
+
+
+def test_a_disabled_scaler_leaves_what_was_saved_of_another_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`load_state_dict` of a `GradScaler(enabled=False)` does nothing; before, no word was said."""
+    model = torch.nn.Linear(2, 2)
+    tc.save(tmp_path / "c", training.state(model, rng=False, extra={"scaler": torch.amp.GradScaler("cpu")}))
+    off = {"scaler": torch.amp.GradScaler("cpu", enabled=False)}
+    report = training.restore(tmp_path / "c", model, rng=False, extra=off)
+    assert report.ignored == ("extra/scaler",)
+    tc.load_into(tmp_path / "c", {"extra": off}, strict="missing")
+    words = "extra/scaler: what was saved of a GradScaler was not restored: the one here has enabled=False"
+    assert [record.getMessage() for record in caplog.records] == [words, words]
+    tc.save(tmp_path / "off", {"extra": off})
+    tc.load_into(tmp_path / "off", {"extra": off})
+    assert len(caplog.records) == 2
+
+
+def test_an_enabled_scaler_for_which_a_disabled_one_was_saved_is_refused_before_anything_changes(
+    tmp_path: Path,
+) -> None:
+    """torch raises a `RuntimeError`, after the model was filled."""
+    model = torch.nn.Linear(2, 2)
+    off = {"scaler": torch.amp.GradScaler("cpu", enabled=False)}
+    tc.save(tmp_path / "c", training.state(model, rng=False, extra=off))
+    other = torch.nn.Linear(2, 2)
+    before = other.weight.detach().clone()
+    on: dict[str, Any] = {"scaler": torch.amp.GradScaler("cpu")}
+    with pytest.raises(tc.MismatchError, match=r"extra/scaler: .*found that of one with enabled=False.*`\.\.\.`"):
+        training.restore(tmp_path / "c", other, rng=False, extra=on)
+    assert torch.equal(other.weight, before)
+    training.restore(tmp_path / "c", other, rng=False, extra={"scaler": ...})
+    assert torch.equal(other.weight, model.weight)
+
+
+class Refuses:
+    """An object whose `load_state_dict` raises."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise ValueError(f"of another version: {state}")
+
+
+@pytest.mark.parametrize("part", ["scheduler", "loader", "extra"])
+def test_an_object_that_raises_as_it_takes_its_state_is_named_with_what_has_changed(tmp_path: Path, part: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    given: dict[str, Any] = {part: {"it": Refuses()}}
+    tc.save(tmp_path / "c", training.state(model, rng=False, **given))
+    with pytest.raises(ValueError, match="of another version") as caught:
+        training.restore(tmp_path / "c", model, rng=False, **given)
+    assert caught.value.__notes__ == [
+        f"raised by Refuses.load_state_dict for {part}/it; the arrays of the target are filled already"
+    ]

@@ -146,3 +146,78 @@ def test_a_stage_that_asks_for_more_than_was_saved_is_refused_and_unchanged(tmp_
     assert same_tensors(larger.model.state_dict(), before) and not larger.optimizer.state
     with pytest.raises(tc.MismatchError, match="Pass strict='missing', or partial=True, if one is a part of the other"):
         Job(Mixture([1])).restore(tmp_path / "c")
+
+
+class Parts:
+    """Four layers in several parts, each with an optimizer and a scheduler of its own, as virtual stages have them."""
+
+    def __init__(self, parts: int, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        layers = [nn.Linear(2, 2) for _ in range(4)]
+        self.models = [nn.Module() for _ in range(parts)]
+        for number, layer in enumerate(layers):
+            self.models[number * parts // 4].add_module(f"{number}", layer)
+        self.optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1 + seed) for model in self.models]
+        self.schedulers: list[Any] = [
+            torch.optim.lr_scheduler.SequentialLR(
+                one,
+                [torch.optim.lr_scheduler.ExponentialLR(one, 0.5), torch.optim.lr_scheduler.LambdaLR(one, lambda _: 1)],
+                [4],
+            )
+            for one in self.optimizers
+        ]
+
+    def step(self) -> None:
+        for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            scheduler.step()
+
+    def rates(self) -> set[tuple[float, int]]:
+        return {(one.get_last_lr()[0], one.last_epoch) for one in self.schedulers} | {
+            (group["lr"], self.schedulers[0].last_epoch) for one in self.optimizers for group in one.param_groups
+        }
+
+
+@pytest.mark.parametrize(("saved", "here"), [(2, 2), (2, 1), (1, 2), (4, 2), (1, 1)])
+@pytest.mark.parametrize("form", ["list", "one"])
+def test_schedulers_of_parts_go_on_in_another_number_of_parts(tmp_path: Path, saved: int, here: int, form: str) -> None:
+    """With two parts, all were refused: the groups of each were looked for in the last part."""
+    old, new = Parts(saved), Parts(here, seed=1)
+    old.step()
+    tc.save(tmp_path / "c", training.state(old.models, old.optimizers, scheduler=old.schedulers, rng=False))
+    given: Any = new.schedulers[0] if form == "one" and here == 1 else new.schedulers
+    report = training.restore(tmp_path / "c", new.models, new.optimizers, scheduler=given, rng=False)
+    assert report.ignored == () and new.rates() == old.rates() == {(0.05, 1)}
+    old.step(), new.step()
+    assert new.rates() == old.rates() == {(0.025, 2)}
+    assert same_tensors(*({k: v for m in parts.models for k, v in m.state_dict().items()} for parts in (old, new)))
+
+
+def test_parts_whose_schedules_differ_keep_each_its_own_and_no_other_number_takes_them(tmp_path: Path) -> None:
+    old, new = Parts(2), Parts(2, seed=1)
+    old.step()
+    old.schedulers[1].step()
+    tc.save(tmp_path / "c", training.state(old.models, old.optimizers, scheduler=old.schedulers, rng=False))
+    training.restore(tmp_path / "c", new.models, new.optimizers, scheduler=new.schedulers, rng=False)
+    assert [one.last_epoch for one in new.schedulers] == [1, 2]
+    whole = Parts(1, seed=1)
+    with pytest.raises(tc.MismatchError, match=r"scheduler: expected schedulers \[0\], found \[0, 1\] in the"):
+        given: Any = {"scheduler": whole.schedulers, "keep": ("lr", "initial_lr"), "rng": False}
+        training.restore(tmp_path / "c", whole.models, whole.optimizers, **given)
+
+
+@pytest.mark.parametrize("saved", ["one", "dict"])
+def test_one_scheduler_and_a_dict_of_them_are_told_apart_before_anything_changes(tmp_path: Path, saved: str) -> None:
+    """The model was filled, and then a `KeyError` of torch was raised."""
+    old, new = Parts(1), Parts(1, seed=1)
+    one, several = ({"one": job.schedulers[0], "dict": {"a": job.schedulers[0]}} for job in (old, new))
+    tc.save(tmp_path / "c", training.state(old.models, old.optimizers, scheduler=one[saved], rng=False))
+    before = {name: tensor.clone() for name, tensor in new.models[0].state_dict().items()}
+    found = "found one in the checkpoint" if saved == "one" else r"expected one scheduler, found \['a'\]"
+    with pytest.raises(tc.MismatchError, match=rf"scheduler: .*{found}.*Give them as they were saved"):
+        other = several["dict" if saved == "one" else "one"]
+        training.restore(tmp_path / "c", new.models, new.optimizers, scheduler=other, rng=False)
+    assert same_tensors(new.models[0].state_dict(), before)

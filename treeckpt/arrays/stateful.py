@@ -8,6 +8,7 @@ arrays may have grown (a data loader's queue): its state is loaded as it was sav
 from __future__ import annotations
 
 import collections
+import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import lru_cache
 from typing import Any
@@ -20,6 +21,8 @@ from ..core.tree.in_place import update_in_place
 from ..core.tree.structure import index_path, key_text, rank_key
 from ..errors import LayoutError, MismatchError, TreeError
 from .registry import is_value
+
+_log = logging.getLogger("treeckpt")
 
 
 def is_stateful(value: object) -> bool:
@@ -72,12 +75,27 @@ def is_optimizer(value: object) -> bool:
     return not isinstance(value, type) and all(hasattr(value, name) for name in names)
 
 
-def load_exact_state(owner: Any, state: Any) -> None:
+def pass_state(path: str, owner: Any, state: Any) -> None:
+    """Passes an object its state; an error of its own gets a note that names the path."""
+    try:
+        owner.load_state_dict(state)
+    except Exception as error:
+        where = f"raised by {type(owner).__qualname__}.load_state_dict for {path}"
+        error.add_note(f"{where}; the arrays of the target are filled already")
+        raise
+
+
+def is_disabled_scaler(value: object) -> bool:
+    """Whether an object is a disabled `GradScaler` of torch: its state is empty, and it ignores what it loads."""
+    return is_of_torch(value, _SCALER) and not value.is_enabled()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def load_exact_state(path: str, owner: Any, state: Any) -> None:
     """Loads the state of an object; the state of an optimizer's parameters keeps the dtypes of `state`.
 
     torch casts it to the dtype of the parameter, also in an optimizer inside a wrapper.
     """
-    owner.load_state_dict(state)
+    pass_state(path, owner, state)
     optimizers = _optimizers_in(owner)
     for given in _states_in(state) if optimizers else ():
         numbers = [number for group in given["param_groups"] for number in group["params"]]
@@ -228,9 +246,28 @@ class ExpandedTree:
                         found="nothing in the checkpoint",
                         hint="Leave it out with `...`",
                     )
+                self._check_scaler(found, saved)
                 found.state = saved
-            elif _is_torch_optimizer(found.owner) and not self._has_moments(found.state):  # its lr is a tensor
+            elif is_of_torch(found.owner, _OPTIMIZER) and not self._has_moments(found.state):  # its lr is a tensor
                 self._saved_state(load, found)
+
+    def _check_scaler(self, found: _StatefulLeaf, saved: Any) -> None:
+        """Compares whether a `GradScaler` was enabled and is; one that does not take its state up is logged.
+
+        Raises:
+            MismatchError: a disabled one was saved, which has no state for the one here.
+        """
+        if is_disabled_scaler(found.owner):
+            if saved and self.rank == 0:
+                what = "what was saved of a GradScaler was not restored: the one here has enabled=False"
+                _log.warning("%s: %s", found.path, what)
+        elif saved == {} and is_of_torch(found.owner, _SCALER):
+            raise MismatchError(
+                found.path,
+                expected="the state of a GradScaler with enabled=True",
+                found="that of one with enabled=False, which is empty",
+                hint="Leave it out with `...`, and the one here stays as it is",
+            )
 
     def _saved_state(self, load: Callable[[str], Any], found: _StatefulLeaf) -> Any:
         """Returns the saved state of an object, `_NOTHING` where there is none.
@@ -240,7 +277,7 @@ class ExpandedTree:
         """
         tree = load(index_path(found.path, self.rank))
         node = _node_at(tree, found.path, self.rank, self.namespace)
-        if _is_torch_optimizer(found.owner) and node is not _NOTHING and self._has_moments(node):
+        if is_of_torch(found.owner, _OPTIMIZER) and node is not _NOTHING and self._has_moments(node):
             raise MismatchError(
                 found.path,
                 expected="an optimizer that has state already, to fill in place",
@@ -272,11 +309,11 @@ class ExpandedTree:
                 content: Any = found.inside.original
                 found.owner.update((key, value) for key, value in content.items() if found.owner[key] is not value)
             elif found.has_arrays:
-                load_exact_state(found.owner, found.state)
+                load_exact_state(found.path, found.owner, found.state)
             else:
                 _, leaves = flatten(found.state, rank=self.rank, namespace=self.namespace)
                 if all(leaf is not ... for _, leaf in leaves):  # else a part of it could not be loaded
-                    load_exact_state(found.owner, found.state)
+                    load_exact_state(found.path, found.owner, found.state)
                     loaded += len(leaves)
         return loaded
 
@@ -341,6 +378,10 @@ def _node_at(tree: Any, path: str, rank: int, namespace: str) -> Any:
     return node
 
 
-def _is_torch_optimizer(value: object) -> bool:
-    """Whether an object is an optimizer of torch, without importing torch."""
-    return any(f"{k.__module__}.{k.__qualname__}" == "torch.optim.optimizer.Optimizer" for k in type(value).__mro__)
+def is_of_torch(value: object, name: str) -> bool:
+    """Whether an object is of a class of torch, by its full name, without importing torch."""
+    return any(f"{k.__module__}.{k.__qualname__}" == name for k in type(value).__mro__)
+
+
+_OPTIMIZER = "torch.optim.optimizer.Optimizer"
+_SCALER = "torch.amp.grad_scaler.GradScaler"

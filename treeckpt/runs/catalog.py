@@ -165,6 +165,11 @@ def has_steps(folder: Folder) -> bool:
     return False
 
 
+def runs_below(run: RunStore) -> list[str]:
+    """Returns the paths of the directories of a run that are runs themselves."""
+    return [folder.url for folder in all_folders(run) if has_steps(folder)]
+
+
 def read_infos(
     run: RunStore,
     cache: StatCache,

@@ -28,6 +28,7 @@ from ..io.storage.store import Store
 from ..loading.consistent_reads import on_one_version
 from ..loading.keywords import LoadKeywords
 from ..loading.shared_read import open_relay, together, usual_read
+from .catalog import runs_below
 from .checkpoint_info import CheckpointInfo, mark_of, step_info
 from .history import SaveHistory
 from .options import RestoreKeywords
@@ -262,7 +263,8 @@ class RestoreMixin:
 
         Returns:
             The report; None on a first run, when nothing was saved yet: nothing has changed then, and `count` is 0.
-            Rank 0 logs it (INFO, to the logger `treeckpt`), as a misspelt name of a run looks the same.
+            Rank 0 logs it (INFO, to the logger `treeckpt`), as a misspelt name of a run looks the same; as a warning
+            where runs lie below.
 
         Raises:
             CheckpointNotFound: there are checkpoints, none of which can be loaded.
@@ -274,7 +276,10 @@ class RestoreMixin:
             if self._comm.rank == 0:
                 from ..training.user_state import check_generators
 
-                _log.info("%s: no checkpoint: the training starts anew", self.directory.url)
+                url, found = self.directory.url, runs_below(self.directory.store)
+                below = f". Below it are runs: {', '.join(found[:5])}" if found else ""
+                level = logging.WARNING if found else logging.INFO
+                _log.log(level, "%s: no checkpoint: the training starts anew%s", url, below)
                 check_generators(options.get("loader"))
             return None
         self._restored(found.step)

@@ -15,8 +15,10 @@ from ..core.analysis.retention_policy import Best, best_of, unmeasured_text
 from ..core.format.file_names import is_step_name, step_of
 from ..core.format.index import INDEX_NAME
 from ..errors import CheckpointNotFound, TreeckptError
+from ..io.storage.bucket import is_url
 from ..io.storage.foreign_formats import describe_foreign
 from ..io.storage.metadata_files import KnownIndex, NewestIndex
+from ..io.storage.object_store import ObjectRun
 from ..io.storage.run_store import linked_names
 from .checkpoint_info import CheckpointInfo, step_info, with_verification
 from .run import RunDirectory
@@ -50,14 +52,16 @@ class CheckpointSelector:
 
     def _listed(self) -> list[CheckpointInfo]:
         """Returns the checkpoints of the run; refuses the path of one checkpoint, which has none below it."""
-        infos, url = self.directory.checkpoints(newest=self._read), self.directory.url
-        if not infos and (Path(url) / INDEX_NAME).is_file():
+        infos, run, url = self.directory.checkpoints(newest=self._read), self.directory.store, self.directory.url
+        if infos:
+            return infos
+        if INDEX_NAME in run.own_entries() if isinstance(run, ObjectRun) else (Path(url) / INDEX_NAME).is_file():
+            above = url.rpartition("/")[0] if is_url(url) else Path(url).parent
             raise CheckpointNotFound(
                 url,
                 expected="a run, the directory that holds the checkpoints",
                 found="one checkpoint",
-                hint=f"Give the directory above it, {Path(url).absolute().parent}, or load it with tc.load or "
-                "tc.training.restore",
+                hint=f"Give the directory above it, {above}, or load it with tc.load or tc.training.restore",
             )
         return infos
 

@@ -391,7 +391,8 @@ def _load_state_dict(plan: OptimizerPlan) -> None:
         return [{**group.values, **mine} for group, mine in zip(live.groups, found, strict=True)]
 
     before = [dict(group) for group in live.stateful.param_groups]
-    load_exact_state(live.stateful, join(plan.form, live.numbering, own, grouped, live.form))
+    state = join(plan.form, live.numbering, own, grouped, live.form)
+    load_exact_state(key_path(("optimizer", *plan.prefix)), live.stateful, state)
     for group, held in zip(live.stateful.param_groups, before, strict=True):
         for name, value in held.items():
             if isinstance(value, Tensor) and name in group:  # compiled code may hold it: it stays the same object

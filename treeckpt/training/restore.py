@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..arrays.stateful import is_stateful
+from ..arrays.stateful import pass_state
 from ..core.option_names import checks_options
 from ..core.tree.flatten import PerRank
 from ..core.tree.structure import PerRankNode, key_text
@@ -52,7 +52,7 @@ from .optimizers import NamedOptimizer, Optimizers, name_optimizers
 from .rank_state import RankState
 from .report import RestoreReport
 from .rng import set_rng
-from .schedules import from_groups, unused_entries
+from .schedules import from_groups, match_schedulers, unused_entries
 from .sources import RestoreSource, TreeSource, children_of, descend, leaves_below, nodes_by_name
 from .targets import RestoreTargets
 from .user_state import check_generators, check_loader, compare_extra, loader_actions, objects_of_extra
@@ -257,7 +257,8 @@ class _Restore:
             self.last += loader_actions(loader, self.loader, "loader")
         if self.targets.fills_extra and self._has("extra", "extra=..."):
             self.extra = extra
-            missing, unexpected, own = compare_extra(extra, self.source, rank=self.comm.rank)
+            missing, unexpected, own, unused = compare_extra(extra, self.source, rank=self.comm.rank)
+            self.ignored += unused
             self.missing, self.unexpected = self.missing + missing, self.unexpected + unexpected
             self.own.check("extra", own)
         elif extra is None and "extra" in self.parts and not self.options.selects("extra"):
@@ -301,24 +302,14 @@ class _Restore:
         scheduler = self.targets.scheduler
         if scheduler is None or not self._has("scheduler", "scheduler=..."):
             return
-        saved = self.source.part("scheduler")
-        if is_stateful(scheduler) or not isinstance(scheduler, (Mapping, list, tuple)):
-            self._plan_scheduler(scheduler, saved, "scheduler")
-            return
-        keys = list(scheduler) if isinstance(scheduler, Mapping) else list(range(len(scheduler)))
-        saved_keys = list(saved) if isinstance(saved, Mapping) else list(range(len(saved)))
-        if set(keys) != set(saved_keys):
-            raise MismatchError("scheduler", expected=f"schedulers {keys}", found=f"{saved_keys} in the checkpoint")
-        for key in keys:
-            self._plan_scheduler(scheduler[key], saved[key], f"scheduler/{key}")
-
-    def _plan_scheduler(self, scheduler: Any, state: Any, path: str) -> None:
-        optimizer = optimizer_of(scheduler, self.optimizers)
-        if optimizer is not None:
-            of = next((plan.of for plan in reversed(self.plans) if plan.prefix == optimizer.prefix), {})
-            state = from_groups(state, optimizer.groups, of, path=path)
-        self.ignored += unused_entries(scheduler, state, (self.source.url, path), warn=self.comm.rank == 0)
-        self.last.append(functools.partial(scheduler.load_state_dict, state))
+        saved, lives = self.source.part("scheduler"), self.optimizers
+        for path, one, state in match_schedulers(scheduler, saved, lambda one: optimizer_of(one, lives)):
+            optimizer = optimizer_of(one, lives)
+            if optimizer is not None:
+                of = next((plan.of for plan in self.plans if plan.live is optimizer), {})
+                state = from_groups(state, optimizer.groups, of, path=path)
+            self.ignored += unused_entries(one, state, (self.source.url, path), warn=self.comm.rank == 0)
+            self.last.append(functools.partial(pass_state, path, one, state))
 
     def check_keys(self) -> None:
         """Checks that the targets and the source have the same leaves.

@@ -34,7 +34,7 @@ class ResumedOptimizer:
 
     def load_state_dict(self, state: Any) -> None:
         """Loads the state into the optimizer; moments keep the dtype that was saved."""
-        load_exact_state(self.optimizer, state)
+        load_exact_state("optimizer", self.optimizer, state)
 
 
 def with_resumed_optimizers(

@@ -7,14 +7,16 @@ groups. The rest of the state is unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..arrays.stateful import is_stateful
 from ..core.tree.structure import key_text
 from ..errors import MismatchError
 from .groups import Labels, ParamGroup, common_value, saved_labels
+from .hyperparameters import is_same
 
 _log = logging.getLogger("treeckpt")
 
@@ -69,6 +71,65 @@ def from_groups(state: Any, groups: Sequence[ParamGroup], of: Labels, *, path: s
     if set(state) == {_MARK}:
         return [_entry(group, position, state[_MARK], of, path) for position, group in enumerate(groups)]
     return {k: from_groups(value, groups, of, path=f"{path}/{k}") for k, value in state.items()}
+
+
+def match_schedulers(given: Any, saved: Any, optimizer_of: Callable[[Any], Any]) -> list[tuple[str, Any, Any]]:
+    """Returns (path, scheduler, its saved state) of a scheduler, or of each in a list or dict.
+
+    Schedulers in a list, one for each part of an optimizer (pipeline stages), may be of other parts than were saved:
+    each takes what was saved of all parts, by group.
+
+    Args:
+        optimizer_of: returns the optimizer, or the part of one, whose rates a scheduler sets; None for none of these.
+
+    Raises:
+        MismatchError: other schedulers were saved.
+    """
+    one = is_stateful(given) or not isinstance(given, (Mapping, list, tuple))
+    here: dict[Any, Any] = {None: given} if one else dict(given if isinstance(given, Mapping) else enumerate(given))
+    there: dict[Any, Any] = {None: saved}
+    if isinstance(saved, list):
+        there = dict(enumerate(saved))
+    elif isinstance(saved, Mapping) and saved and all(isinstance(part, Mapping) for part in saved.values()):
+        own: Any = here[None].state_dict() if one and is_stateful(given) else {}
+        there = there if own.keys() & saved.keys() else dict(saved)
+    lives = [optimizer_of(scheduler) for scheduler in here.values()]
+    distinct = None not in lives and len({id(live) for live in lives}) == len(lives)
+    listed = not any(isinstance(key, str) for key in (*here, *there))
+    if there and distinct and listed and len({live.prefix for live in lives}) == 1:
+        with contextlib.suppress(ValueError):
+            state = _joined(list(there.values()))
+            return [(f"scheduler/{key}" if key in there and not one else "scheduler", here[key], state) for key in here]
+    if here.keys() != there.keys():
+        raise MismatchError(
+            "scheduler",
+            expected="one scheduler" if one else f"schedulers {list(here)}",
+            found=("one" if list(there) == [None] else f"{list(there)}") + " in the checkpoint",
+            hint="Give them as they were saved, one, a list or a dict, or leave them out (scheduler=None)",
+        )
+    return [("scheduler" if key is None else f"scheduler/{key_text(key)}", s, there[key]) for key, s in here.items()]
+
+
+def _joined(states: Sequence[Any]) -> Any:
+    """Returns the state of all parts of an optimizer.
+
+    Raises:
+        ValueError: they differ in more than the groups that they have.
+    """
+    first = states[0]
+    if all(type(state) is dict and set(state) == {_MARK} for state in states):
+        joined: dict[str, Any] = {}
+        for label, entry in (item for state in states for item in state[_MARK].items()):
+            if not is_same(joined.setdefault(label, entry), entry):
+                raise ValueError(label)
+        return {_MARK: joined}
+    if all(type(state) is dict and state.keys() == first.keys() for state in states):
+        return {key: _joined([state[key] for state in states]) for key in first}
+    if all(type(state) is list and len(state) == len(first) for state in states):
+        return [_joined(parts) for parts in zip(*states, strict=True)]
+    if not all(is_same(first, state) for state in states):
+        raise ValueError(first)
+    return first
 
 
 def unused_entries(scheduler: Any, state: Any, at: tuple[str, str], *, warn: bool) -> list[str]:

@@ -15,7 +15,7 @@ from weakref import WeakSet
 from torch.utils.data import DataLoader
 
 from ..arrays.registry import abstract_of, is_value
-from ..arrays.stateful import expand_states, holds_stateful, is_stateful
+from ..arrays.stateful import expand_states, holds_stateful, is_disabled_scaler, is_stateful, pass_state
 from ..core.tree.flatten import flatten
 from ..core.tree.sequences import differing_sequences
 from ..core.tree.structure import index_path, key_text
@@ -32,7 +32,7 @@ def loader_actions(loader: Any, state: Any, path: str) -> Iterator[Callable[[], 
         MismatchError: nothing was saved for an object.
     """
     if is_stateful(loader):
-        yield partial(loader.load_state_dict, state)
+        yield partial(pass_state, path, loader, state)
         return
     pairs: Any = loader.items() if isinstance(loader, Mapping) else ()
     for key, one in enumerate(loader) if isinstance(loader, (list, tuple)) else pairs:
@@ -121,13 +121,17 @@ def objects_of_extra(source: RestoreSource) -> set[str]:
     return {steps[1] for steps in found if steps[0] == "extra" and len(steps) > 2 and not steps[1].startswith("~")}
 
 
-def compare_extra(extra: Any, source: RestoreSource, *, rank: int) -> tuple[list[str], list[str], list[str]]:
+def compare_extra(extra: Any, source: RestoreSource, *, rank: int) -> tuple[list[str], list[str], list[str], list[str]]:
     """Returns the paths that only the given tree has, that only the checkpoint has, and of what both have per rank.
+
+    The last are those of disabled objects, which leave what was saved of them unused.
 
     Paths at or below `...` are not compared, nor is the state of an object without arrays, which checks it itself.
     """
     tree: dict[str, Any] = {"extra": extra}
-    given = tuple(f"{index_path(path, rank)}/" for path, leaf in flatten(tree, rank=rank)[1] if leaf is not ...)
+    leaves = [(index_path(path, rank), leaf) for path, leaf in flatten(tree, rank=rank)[1]]
+    given = tuple(f"{path}/" for path, leaf in leaves if leaf is not ...)
+    disabled = [path for path, leaf in leaves if is_disabled_scaler(leaf)]
     found = expand_states(tree, rank=rank, mappings=True)
     tree = tree if found is None else found.target()
     _, leaves = flatten(tree, rank=rank)
@@ -148,4 +152,5 @@ def compare_extra(extra: Any, source: RestoreSource, *, rank: int) -> tuple[list
         if leaf is not ... and path not in source.leaves and not path.startswith(free)
     ]
     own = [path for path in there if "~rank*" in path and f"{path}/".startswith(given)]
-    return missing, [path for path in there if path not in wanted and not path.startswith(free)], own
+    unused = [path for path in disabled if any(one.startswith(f"{path}/") for one in there)]
+    return missing, [path for path in there if path not in wanted and not path.startswith(free)], own, unused

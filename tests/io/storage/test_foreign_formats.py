@@ -133,3 +133,25 @@ def test_where_nothing_is_the_path_is_to_be_checked(tmp_path: Path) -> None:
     for path in (tmp_path / "nothing", tmp_path, tmp_path / "notes.txt"):
         with pytest.raises(tc.CheckpointNotFound, match="Check the path"):
             tc.load(path)
+
+
+def test_a_data_file_of_dcp_is_refused_with_its_directory(tmp_path: Path) -> None:
+    """It holds tensors one after the other; the last one was loaded as if it were all."""
+    dcp.save({"a": torch.ones(2), "b": torch.zeros(3)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (file,) = (tmp_path / "dcp").glob("*.distcp")
+    for call in (tc.load, tc.inspect, lambda path: tc.convert.convert(path, tmp_path / "new")):
+        with pytest.raises(tc.TreeckptError, match=rf"{file.name}"):
+            call(file)
+    with pytest.raises(tc.CheckpointNotFound, match=rf"a data file of torch.dist.* Give its directory, {file.parent}"):
+        tc.load(file)
+
+
+def test_what_lies_one_or_two_directories_below_the_path_is_named(tmp_path: Path) -> None:
+    (tmp_path / "out/files").mkdir(parents=True)
+    torch.save({"w": torch.ones(2)}, tmp_path / "out/files/model.pt")
+    tc.save(tmp_path / "out/run/step_00000001", {"w": 1}, step=1)
+    for path in (tmp_path, tmp_path / "out"):
+        with pytest.raises(tc.CheckpointNotFound) as caught:
+            tc.load(path)
+        below = f"Give one of those below it: {tmp_path}/out/files/model.pt, {tmp_path}/out/run"
+        assert below in str(caught.value)

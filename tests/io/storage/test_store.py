@@ -567,11 +567,26 @@ def test_a_reader_can_be_closed_twice(tmp_path: Path) -> None:
         ("s3://", r"expected s3://bucket/path, found no bucket"),
         ("s3://bucket/../other", "a step up"),
         ("memory://a/../../b", "a step up"),
+        ("memory://", "found nothing after memory://"),
+        ("://x", "a URL that fsspec knows"),
     ],
 )
 def test_urls_that_lead_nowhere_are_refused(url: str, text: str) -> None:
     with pytest.raises(tc.StoreError, match=text):
         open_store(url)
+
+
+@pytest.mark.parametrize("path", [Path("s3://b/run"), Path("memory://run"), Path("s3://b/run").absolute(), "file:/a"])
+def test_a_url_that_lost_a_slash_is_refused_and_no_local_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: Path | str
+) -> None:
+    """`pathlib.Path` makes one slash of two; the checkpoint went to a local directory of the name `s3:`."""
+    monkeypatch.chdir(tmp_path)
+    for call in (lambda: tc.save(path, {"a": 1}), lambda: tc.load(path), lambda: tc.Manager(path).latest()):
+        with pytest.raises(tc.CheckpointError, match=r"found (s3|memory|file):/\w.*://\w.*as text, without pathlib"):
+            call()
+    assert not list(tmp_path.iterdir())
+    assert isinstance(open_store("./exp:/run"), LocalStore) and isinstance(open_store("C:/run"), LocalStore)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeGuard
 
@@ -20,6 +21,8 @@ OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "ab
 """URL schemes that obstore serves; fsspec serves all others, except file://."""
 
 _LOCAL = ("file://", "local://")
+_LOST_SLASH = re.compile(rf"(?:^[a-zA-Z][\w+.-]+|(?<=/)(?:{'|'.join(sorted(OBJECT_SCHEMES))})):/(?=[^/])")
+"""The beginning of a URL of which `pathlib` or `os.path` has taken a slash away, also below a directory."""
 VersionTag = Mapping[str, Any]
 """Identifies the version of an object that was read, for a conditional write that replaces only this version."""
 
@@ -147,11 +150,21 @@ def local_path(path: str) -> str:
     """Returns the path of a file:// URL; a path is returned as it is.
 
     Raises:
-        CheckpointError: the path is empty, which pathlib takes for the current directory, or no file can have it.
+        CheckpointError: the path is empty, which pathlib takes for the current directory, no file can have it, or it
+            is a URL that lost a slash.
     """
     check_path(path)
     for scheme in _LOCAL:
         path = path.removeprefix(scheme)
+    if lost := _LOST_SLASH.search(path):
+        url = path[lost.start() :]
+        raise CheckpointError(
+            "path",
+            expected="a path, or a URL with ://",
+            found=f"{url:.200}",
+            hint=f"Give {url.replace(':/', '://', 1):.200} as text, without pathlib and os.path, which make one slash "
+            f"of two; or ./{url:.200} for a local directory of this name",
+        )
     if not path:
         hint = "Pass '.' for the current directory"
         raise CheckpointError("path", expected="a path, a URL or a store", found="an empty one", hint=hint)

@@ -32,10 +32,9 @@ class CountedStores:
             self._add(0)
 
     def _add_more(self, nbytes: int) -> None:
-        """Counts bytes that are not in the total, as those of indexes."""
-        with self._lock:
-            self._total = None if self._total is None else self._total + nbytes
-        self._add(nbytes)
+        """Counts bytes that no total has in it, as those of indexes, while none is known."""
+        if self._total is None:
+            self._add(nbytes)
 
     def _add(self, nbytes: int) -> None:
         assert self._on_read is not None, "only then are reads counted"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ...core.format.file_names import is_step_name
+from ...core.format.index import INDEX_NAME
 from ...errors import CheckpointNotFound
 
-DCP_METADATA = ".metadata"
+DCP_METADATA, DCP_DATA = ".metadata", ".distcp"
 HFAI_PART = re.compile(r"PART_([0-9]{3,})\.pt")
 PADDLE_METADATA = re.compile(r"[0-9]+\.metadata")
 SAFETENSORS_INDEX = ".safetensors.index.json"
@@ -45,6 +47,8 @@ def format_of_head(name: str, head: bytes) -> str | None:
     """Returns the format of a file by its name and first bytes: "torch", "paddle", "safetensors", "pickle", or None."""
     if PADDLE_METADATA.fullmatch(name):
         return "paddle"
+    if name.endswith(DCP_DATA):  # tensors one after the other, each as a file of torch.save, of which one would be read
+        return None
     if head[:4] == b"PK\3\4":
         return "torch"
     if head[8:HEAD] == b"{":
@@ -100,13 +104,28 @@ def describe_place(url: str) -> tuple[str, str]:
             near = next(parent for parent in path.parents if parent.exists())
             return "nothing at this path", f"{hint}: {_meant(path, near)}{near} {_held(near)}"
         steps = [name for name in os.listdir(path) if is_step_name(name)] if path.is_dir() else []
+        if path.name.endswith(DCP_DATA):
+            return "a data file of torch.distributed.checkpoint", f"Give its directory, {path.parent}"
+        if not steps and path.is_dir():
+            below = ", ".join(itertools.islice(_loadable_below(path, 3), 3))
+            return f"a directory that {_held(path)}", f"Give one of those below it: {below}" if below else hint
         if not steps:
-            return (f"a directory that {_held(path)}" if path.is_dir() else "a file of no known format"), hint
+            return "a file of no known format", hint
     except OSError:
         return "none", hint
     newest = path / max(steps, key=lambda name: (len(name), name))
     found = f"a run of {len(steps)} step{'s' * (len(steps) > 1)}"
     return found, f"Load a step, as {newest}, or take tc.Manager({url!r}), which chooses the newest"
+
+
+def _loadable_below(path: Path, depth: int) -> Iterator[str]:
+    """Yields the paths of checkpoints, runs and files of other programs in a directory; looks at 30 names of each."""
+    for child in sorted(path.iterdir())[:30]:
+        names = os.listdir(child) if child.is_dir() and os.access(child, os.R_OK | os.X_OK) else []
+        if INDEX_NAME in names or any(map(is_step_name, names)) or describe_foreign(str(child)):
+            yield str(child)
+        elif names and depth > 1:
+            yield from _loadable_below(child, depth - 1)
 
 
 def _meant(path: Path, near: Path) -> str:

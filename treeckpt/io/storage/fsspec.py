@@ -24,8 +24,12 @@ _TIMES = ("mtime", "modified", "LastModified", "last_modified", "updated", "crea
 
 def open_fsspec(url: str, options: Mapping[str, Any]) -> tuple[FsspecBucket, str]:
     """Opens the file system of a URL; returns it with the key that the URL names. Raises as `open_bucket`."""
-    if any(part in (".", "..") for part in url.partition("://")[2].split("/")):
+    scheme, _, rest = url.partition("://")
+    if any(part in (".", "..") for part in rest.split("/")):
         raise StoreError(url, expected="a path below the root", found="a step up")
+    if not scheme or not rest.strip("/"):  # fsspec takes both for local paths
+        expected = "a path, or a URL that fsspec knows, as memory://path"
+        raise StoreError(url, expected=expected, found=f"nothing {'after' if scheme else 'before'} {scheme}://")
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
@@ -37,12 +41,11 @@ def open_fsspec(url: str, options: Mapping[str, Any]) -> tuple[FsspecBucket, str
         raise StoreError(url, expected="a path, or a URL that fsspec knows", found=f"{error}") from error
     except ImportError as error:
         raise StoreError(url, expected="the library for this kind of URL", found=f"{error}") from error
-    scheme, _, rest = url.partition("://")
     # paths of http are whole URLs; others lack the scheme, and some the host
     key = path.removeprefix(f"{scheme}://").partition("/")[2] if "://" in path else path.strip("/")
     key = key.strip("/")
     base = url.rstrip("/")
-    root = base[: -len(key)].removesuffix("/") if key and base.endswith(key) else base if rest else f"{scheme}:/"
+    root = base[: -len(key)].removesuffix("/") if key and base.endswith(key) else base
     above = path.rstrip("/")[: -len(key)] if key else path
     return FsspecBucket(fs, root, above, options, shared=scheme != "memory", conditional=conditional), key
 

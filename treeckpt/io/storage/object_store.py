@@ -312,6 +312,10 @@ class ObjectRun:
     def _store(self, name: str) -> ObjectStore:
         return ObjectStore._within(self._bucket, f"{self._prefix}/{name}".lstrip("/"))
 
+    def own_entries(self) -> dict[str, DirectoryEntry]:
+        """Returns what lies at the prefix itself."""
+        return ObjectStore._within(self._bucket, self._prefix).entries()
+
     def folders(self) -> list[ObjectFolder]:
         """Returns all directories with their content, by one listing of the whole run."""
         entries: dict[str, dict[str, DirectoryEntry]] = {}
