@@ -14,7 +14,7 @@ PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
 unexport PYTHONDONTWRITEBYTECODE
 SERVE ?= 1
 PYTEST_ARGS ?=
-JOBS ?= 4
+JOBS ?= 6
 FUZZ_SECONDS ?= 60
 MUTATIONS ?= 60
 MUTATE_SECONDS ?= 1800
@@ -64,7 +64,7 @@ demo: $(STAMP) ## train, save on 4 ranks, load on 2 and 1, then serve the dashbo
 	@$(BIN)/treeckpt demo $(if $(filter 0 no false,$(SERVE)),--no-serve)
 
 # The static checks take one process: they run beside the tests, of which many wait.
-test: chromium strace $(STAMP) ## everything that checks the project in JOBS processes, 4 unless told (PYTEST_ARGS=... is passed on)
+test: chromium strace $(STAMP) ## everything that checks the project in JOBS processes, 6 unless told (PYTEST_ARGS=... is passed on)
 	@$(MAKE) -j 2 check pytest
 
 test-all: chromium strace $(STAMP) ## the same with the slow tests
