@@ -100,6 +100,19 @@ def test_shards_by_size_with_an_index_in_dtypes_of_choice(tmp_path: Path) -> Non
     assert torch.equal(back["tie"], tree["tie"].bfloat16()) and sorted(back) == sorted(tree)
 
 
+def test_a_shard_that_is_missing_is_named_also_without_an_index(tmp_path: Path) -> None:
+    tc.save(tmp_path / "one", model_tree())
+    to_safetensors(tmp_path / "one", tmp_path / "hub", max_shard_size="2.5kB")
+    first, *_, last = sorted((tmp_path / "hub").glob("*.safetensors"))
+    (tmp_path / "hub" / "model.safetensors.index.json").unlink()
+    assert sorted(tc.load(tmp_path / "hub")) == sorted(model_tree())
+    last.unlink()
+    for call in (tc.load, tc.inspect, lambda path: convert(path, tmp_path / "two")):
+        with pytest.raises(tc.CorruptError, match=rf"{last.name}: expected \d files"):
+            call(tmp_path / "hub")
+    assert tc.load(first), "one file by itself is what it is"
+
+
 def test_a_cast_never_makes_infinity(tmp_path: Path) -> None:
     tc.save(tmp_path / "one", {"w": torch.tensor([1e5, float("inf")]), "v": torch.tensor([float("inf"), 3.0])})
     with pytest.raises(tc.TreeckptError, match=r"w: expected values up to 65504.*found 100000"):

@@ -236,6 +236,22 @@ def test_replicas_are_written_once_and_other_ids_on_the_same_buckets_are_refused
         assert isinstance(error, tc.MismatchError) and "emb/ids" in str(error)
 
 
+@pytest.mark.parametrize(("rows", "found"), [(50, True), (9000, False)])
+def test_small_slots_that_differ_on_the_same_buckets_are_refused(tmp_path: Path, rows: int, found: bool) -> None:
+    oracle = make_oracle(rows)
+    changed = {i: (embedding, [9.0] if n == 7 else count) for n, (i, (embedding, count)) in enumerate(oracle.items())}
+
+    def act(comm: Any, **options: Any) -> Any:
+        return tc.save(
+            tmp_path / "c", {"emb": table_of((oracle, changed)[comm.rank], (0, 65_536))}, comm=comm, **options
+        )
+
+    for error in errors_of(on_ranks(2, act)):
+        assert isinstance(error, tc.MismatchError) == found and ("emb/slots/count" in str(error)) == found
+    for error in errors_of(on_ranks(2, lambda comm: act(comm, verify_replicas=True, overwrite=True))):
+        assert isinstance(error, tc.MismatchError) and "emb/slots/count" in str(error), "all of them, if asked for"
+
+
 @pytest.mark.parametrize(
     ("ids", "slots", "options", "words"),
     [

@@ -185,7 +185,8 @@ def content_digests(described: DescribedTree, *, every: bool) -> dict[str, bytes
         itemsize = dtype_of(source.spec.dtype).itemsize
         if spec.rows is not None and isinstance(source.layout, BoxLayout):
             # which buckets have two owners is not known here; with equal ids it is the same part of the table
-            if every or spec.path.rpartition("/")[2] == TABLE_KEYS[0]:
+            small = itemsize * source.pieces[0].region.size <= SMALL_LEAF_NBYTES
+            if every or small or spec.path.rpartition("/")[2] == TABLE_KEYS[0]:
                 found[piece_key(spec.path, source.layout.pieces[0][1])] = _hash_piece(source.pieces[0], itemsize)
         elif _is_replica(source) and (every or itemsize * source.pieces[0].region.size <= SMALL_LEAF_NBYTES):
             found[spec.path] = _hash_piece(source.pieces[0], itemsize)

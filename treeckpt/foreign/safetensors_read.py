@@ -6,7 +6,10 @@ Names are flat. A name that `__metadata__` gives for another one is a tie, as
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -30,6 +33,10 @@ TAGS = {
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "C64": "complex64",
 }  # fmt: skip
 """The dtypes of safetensors."""
+
+
+_SHARD = re.compile(r"(.*)-([0-9]{5,9})-of-([0-9]{5,9})\.safetensors")
+"""The name of one of several files: what they have in common, its number from 1 on, and how many there are."""
 
 
 class _SafetensorsEntry(msgspec.Struct, gc=False):
@@ -100,6 +107,8 @@ def read_sharded(store: Store, storages: ArchiveStorages) -> tuple[dict[str, Laz
     indexes = [name for name in sizes if name.endswith(SAFETENSORS_INDEX)]
     wanted = _read_index(store, indexes) if indexes else {}
     names = set(wanted.values()) if indexes else {name for name in sizes if name.endswith(".safetensors")}
+    if not indexes:
+        _check_shards(store.url, names)
     found: dict[str, LazyArray] = {}
     metadata: dict[str, str] = {}
     for name in sorted(names):
@@ -114,6 +123,23 @@ def read_sharded(store: Store, storages: ArchiveStorages) -> tuple[dict[str, Laz
         raise CorruptError(store.url, expected=f"the tensor {min(missing)[:80]!r}", found="none in its file")
     stored = {name: found.pop(name) for name in wanted}
     return stored | found, metadata
+
+
+def _check_shards(url: str, names: Iterable[str]) -> None:
+    """Checks that of files with numbers in their names none is missing."""
+    groups: dict[tuple[str, str], set[int]] = {}
+    for name in names:
+        if shard := _SHARD.fullmatch(name):
+            groups.setdefault((shard[1], shard[3]), set()).add(int(shard[2]))
+    for (common, count), numbers in groups.items():
+        if len(numbers) < int(count):
+            missing = next(n for n in itertools.count(1) if n not in numbers)
+            raise CorruptError(
+                f"{url}/{common}-{missing:0{len(count)}d}-of-{count}.safetensors",
+                expected=f"{int(count)} files, as the names of the others say",
+                found=f"{len(numbers)}, and not this one",
+                hint="Load the files that are there one by one, if a part is meant",
+            )
 
 
 def _read_index(store: Store, names: list[str]) -> dict[str, str]:
