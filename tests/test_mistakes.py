@@ -37,6 +37,10 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda net: tc.load("run/step_00000030"),
         r"step_00000030: expected .*, found nothing at this path\. Check the path: .*run holds .*_00000020",
     ),
+    "a random generator as it is": (
+        lambda net: tc.save("new", training.state(net, extra={"shuffle": torch.Generator()})),
+        r"extra/shuffle: expected .*, found torch.*Generator.*Save its state, from \.get_state, in tc\.PerRank",
+    ),
     "a mistyped run": (
         lambda net: tc.load("rnu/step_00000020"),
         r"found nothing at this path\. Check the path: near to it is .*/run/step_00000020\. .* holds ",

@@ -110,21 +110,22 @@ def _encode(value: object, path: str, extra: Callable[[object], TypedValue | Non
         path,
         expected="an array, a container or a plain Python value",
         found=f"{type_name(kind)}: {_short_repr(value)}",
-        hint=_mapping_hint(kind)
-        if isinstance(value, Mapping)
-        else "Convert it to one of these, register its class "
-        "with optree.register_pytree_node, or pass allow_pickle=True",
+        hint=_hint(value),
     )
 
 
-def _mapping_hint(kind: type) -> str:
-    """Returns what makes a container of a mapping class whose state is more than items and plain attributes."""
-    name = kind.__name__
-    return (
-        f"Save dict(...) of it, or register its class: optree.register_pytree_node({name}, "
-        f"lambda m: (list(m.values()), tuple(m), tuple(m)), lambda keys, values: {name}(zip(keys, values)), "
-        "namespace='mine'), and pass namespace='mine' to save and load; or pass allow_pickle=True"
-    )
+def _hint(value: object) -> str:
+    """Returns how to save a value of an unknown class: a mapping, a random generator, or something else."""
+    name = type(value).__name__
+    if isinstance(value, Mapping):
+        return (
+            f"Save dict(...) of it, or register its class: optree.register_pytree_node({name}, "
+            f"lambda m: (list(m.values()), tuple(m), tuple(m)), lambda keys, values: {name}(zip(keys, values)), "
+            "namespace='mine'), and pass namespace='mine' to save and load; or pass allow_pickle=True"
+        )
+    if state := next((one for one in ("get_state", "getstate", "bit_generator") if hasattr(value, one)), None):
+        return f"Save its state, from .{state}, in tc.PerRank(...) if each rank has its own; or pass allow_pickle=True"
+    return "Convert it to one of these, register its class with optree.register_pytree_node, or pass allow_pickle=True"
 
 
 def _short_repr(value: object) -> str:
