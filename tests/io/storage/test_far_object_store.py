@@ -542,7 +542,7 @@ def test_verify_keeps_many_requests_in_flight_and_finds_what_was_changed(far: Fa
 def test_verify_ends_where_connections_are_cut_and_the_server_is_busy(far: FarS3) -> None:
     store = far.store()
     tc.save(store, {"w": array(50)})
-    far.set(busy_above=3, rules=[{"match": "^GET .*safetensors", "do": "reset", "times": 3}])
+    far.set(busy_above=3, latency=0.05, rules=[{"match": "^GET .*safetensors", "do": "reset", "times": 3}])
     assert tc.verify(store).ok
     log = far.log()
     assert sum(row["do"] == "reset" for row in log) == 3 and any(row["status"] == 503 for row in log)
