@@ -15,7 +15,7 @@ from treeckpt.core.numbers.number_image import number_image
 from treeckpt.core.sharding.dtypes import dtype_of
 from treeckpt.core.sharding.int_runs import decode_runs
 from treeckpt.core.sharding.region import Region
-from treeckpt.core.text import region_text
+from treeckpt.core.text import number_text, region_text
 from treeckpt.core.tree.spec import ArraySpec
 from treeckpt.io.storage.store import Store
 from treeckpt.loading.peek import MAX_NBYTES, Peek, peek
@@ -211,7 +211,7 @@ def _statistics(data: np.ndarray, dtype: str) -> StatisticsPart | None:
 
 
 def _number(number: float | None) -> str | None:
-    return None if number is None else str(number) if isinstance(number, int) else f"{number:.5g}"
+    return None if number is None else number_text(number)
 
 
 def _plane(found: Peek, y: int | None, x: int | None) -> np.ndarray:

@@ -14,6 +14,7 @@ from treeckpt.core.sharding.region import Region
 from treeckpt.core.text import (
     bytes_text,
     layout_text,
+    number_text,
     placement_text,
     rate_text,
     region_text,
@@ -55,6 +56,11 @@ values = st.recursive(
 @given(values, st.integers(1, 100))
 def test_any_value_reads_within_its_limit(value, limit):
     assert len(value_text(encode_value(value, "x"), limit)) <= limit
+
+
+def test_integers_of_arrays_are_whole_and_floats_are_rounded():
+    assert (number_text(2**63 - 1), number_text(-7)) == ("9223372036854775807", "-7")
+    assert (number_text(1 / 3), number_text(123456.7, 6)) == ("0.33333", "123457")
 
 
 def test_values_read_as_python_writes_them():

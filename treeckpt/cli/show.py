@@ -17,7 +17,17 @@ from ..core.format.byte_map import layout_of, locate_chunks
 from ..core.format.chunks import DeferredChunks, NoChunks
 from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
 from ..core.sharding.int_runs import length_of
-from ..core.text import bytes_text, json_number, layout_text, region_text, shape_text, time_text, value_text, value_type
+from ..core.text import (
+    bytes_text,
+    json_number,
+    layout_text,
+    number_text,
+    region_text,
+    shape_text,
+    time_text,
+    value_text,
+    value_type,
+)
 from ..core.tree.globs import similar_paths
 from ..core.tree.spec import ArraySpec
 from ..errors import FormatError, LayoutError, TreeckptError
@@ -188,7 +198,7 @@ def _value_facts(values: LeafValues) -> list[tuple[str, str]]:
         of = f"of the first {values.sampled:,} of {values.elements:,} elements: " if part else ""
         numbers = ("minimum", "maximum", "mean", "deviation", "norm")
         known = [(name, number) for name in numbers if (number := getattr(found, name)) is not None]
-        texts = [f"{name} {number}" if isinstance(number, int) else f"{name} {number:.6g}" for name, number in known]
+        texts = [f"{name} {number_text(number, 6)}" for name, number in known]
         texts += [
             f"{n} {name}" for name, n in (("NaN", found.nan), ("infinite", found.infinite), ("zero", found.zero)) if n
         ]

@@ -12,7 +12,7 @@ from .. import api
 from ..core.format.file_names import is_step_name
 from ..core.format.index import INDEX_NAME
 from ..core.numbers.unusual import reason_of
-from ..core.text import bytes_text, json_number, seconds_text
+from ..core.text import bytes_text, json_number, number_text, seconds_text
 from ..errors import CheckpointNotFound, CorruptError, FormatError
 from ..io.storage.open import open_folder, open_store
 from ..io.storage.store import Store
@@ -189,10 +189,7 @@ def _print_statistics(rows: list[StatisticsRow]) -> None:
             row.unusual,
             str(row.nan),
             str(row.infinite),
-            *(
-                "-" if n is None else str(n) if isinstance(n, int) else f"{n:.5g}"
-                for n in (row.norm, row.mean, row.deviation, row.low, row.high)
-            ),
+            *("-" if n is None else number_text(n) for n in (row.norm, row.mean, row.deviation, row.low, row.high)),
         )
         for row in rows[:SHOWN]
     ]

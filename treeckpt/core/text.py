@@ -56,6 +56,11 @@ def json_number(value: T) -> T | str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
+def number_text(number: float, digits: int = 5) -> str:
+    """Formats a number of an array: an integer whole, a float to so many digits."""
+    return str(number) if isinstance(number, int) else f"{number:.{digits}g}"
+
+
 def rate_text(nbytes: float, seconds: float = 1.0) -> str:
     """Formats bytes per second: `1.23 GB/s`; `-` where no time passed."""
     return f"{bytes_text(nbytes / seconds)}/s" if seconds > 0 else "-"
