@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any, NamedTuple
 
-__all__ = ["AFTER_COMMIT", "CALLS", "Case", "all_cases", "some_cases"]
+__all__ = ["AFTER_COMMIT", "AFTER_RESULT", "CALLS", "Case", "all_cases", "some_cases"]
 
 
 class Case(NamedTuple):
@@ -43,6 +43,8 @@ CALLS: dict[tuple[bool, str], tuple[str, ...]] = {
 }
 """What a save asks of its store, on rank 0 or on another one."""
 AFTER_COMMIT = "publish index"
+AFTER_RESULT = "delete progress"
+"""The first call after all ranks were told that the save has succeeded."""
 
 
 def _cases(processes: int, how: str, what: str, who: str, culprits: tuple[int, ...]) -> list[Case]:
