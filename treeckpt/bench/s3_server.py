@@ -4,9 +4,9 @@
 
 It prints its port. It answers what S3 clients of checkpoints send: GET with ranges, HEAD, PUT (with
 `If-None-Match: *` and `If-Match`), copies, DELETE, deletes of many, listings by pages, and multipart uploads.
-Signatures are not looked at, and every bucket exists. Google's XML interface differs in a header, which is known too:
-`x-goog-if-generation-match`. Objects stay in memory (memfd) and are sent by `sendfile`, so one core carries more than
-1 GB/s.
+Signatures are not looked at (the log leaves out those in URLs), and every bucket exists. Google's XML interface differs
+in a header, which is known too: `x-goog-if-generation-match`. Objects stay in memory (memfd) and are sent by
+`sendfile`, so one core carries more than 1 GB/s.
 
 `POST /!set` takes a JSON object with any of the fields of `S3Settings` and forgets the log; `GET /!log` gives the
 requests since then; `DELETE /!objects` forgets all objects. A rule is `{"match": regex over "METHOD path range",
@@ -40,7 +40,7 @@ from treeckpt.bench.s3_objects import S3Object, S3Segment, flipped_copy, list_ob
 
 PIECE_SECONDS = 0.02
 """A body goes in pieces that take about so long at the connection's rate."""
-ERRORS = {400: "InvalidArgument", 404: "NoSuchKey", 412: "PreconditionFailed", 416: "InvalidRange"}
+ERRORS = {400: "InvalidArgument", 403: "AccessDenied", 404: "NoSuchKey", 412: "PreconditionFailed", 416: "InvalidRange"}
 ERRORS |= {429: "TooManyRequests", 500: "InternalError", 501: "NotImplemented", 503: "SlowDown"}
 
 
@@ -69,6 +69,8 @@ class S3Settings:
     """Writes with `If-None-Match`: honoured, ignored (as if they were plain), or refused (501)."""
     matching: str = ""
     """Writes with `If-Match`; as `conditional` unless told."""
+    presigned: str = "honoured"
+    """URLs with a signature: honoured or refused (403)."""
     page: int = 1000
     """Keys in a page of a listing."""
     rules: list[dict[str, Any]] = field(default_factory=list)
@@ -124,7 +126,9 @@ class S3Server:
         method, target, _ = first.split(" ")
         headers = {n.lower(): v.strip() for n, _, v in (line.partition(":") for line in lines if line)}
         url = urlsplit(target)
-        row: dict[str, Any] = {"method": method, "path": target, "range": headers.get("range", ""), "status": 0}
+        path, presigned = re.subn(r"[?&]X-Amz-[^&]*", "", target)
+        row: dict[str, Any] = {"method": method, "path": path, "range": headers.get("range", ""), "status": 0}
+        row["presigned"] = presigned > 0
         request = S3Request(method, unquote(url.path).lstrip("/"), dict(parse_qsl(url.query, True)), headers, row)
         if request.path.startswith("!"):
             body = await reader.readexactly(int(headers.get("content-length", 0)))
@@ -241,6 +245,8 @@ class S3Server:
         if request.do in ("500", "503", "429"):
             return _error(int(request.do))
         method, key, query = request.method, request.path, request.query
+        if request.row["presigned"] and self.settings.presigned == "refused":
+            return _error(403)
         if "list-type" in query or (method == "GET" and "/" not in key.rstrip("/")):
             return _xml(list_objects(self.objects, key.rstrip("/"), query, self.settings.page))
         if "delete" in query:

@@ -17,10 +17,18 @@ from tests.helpers.s3 import MIB, QUICK, array, same
 from treeckpt.io.storage import checkpoint as checkpoint_module
 from treeckpt.io.storage import obstore, upload_window
 from treeckpt.io.storage.counting_store import CountingStore
-from treeckpt.io.storage.range_fetcher import RequestDepth
+from treeckpt.io.storage.request_depth import RequestDepth
 from treeckpt.runs.restore import Restorer
 
-NEAR: dict[str, Any] = {"latency": 0.0, "rate": 0.0, "page": 1000, "busy_above": 0, "trouble": 0.0, "rules": []}
+NEAR: dict[str, Any] = {
+    "presigned": "honoured",
+    "latency": 0.0,
+    "rate": 0.0,
+    "page": 1000,
+    "busy_above": 0,
+    "trouble": 0.0,
+    "rules": [],
+}
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from treeckpt.io.storage import multipart, obstore
 from treeckpt.io.storage import object_store as objects_module
 from treeckpt.io.storage.bucket import ObjectListing
 from treeckpt.io.storage.memory import aligned_buffer
-from treeckpt.io.storage.range_fetcher import RequestDepth
+from treeckpt.io.storage.request_depth import RequestDepth
 from treeckpt.io.storage.run_store import DirectoryEntry
 from treeckpt.runs import catalog
 from treeckpt.runs.run import RunDirectory

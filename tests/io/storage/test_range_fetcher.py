@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import Counter
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from treeckpt.io.storage.bucket import FetchFailure, RangeResponse
-from treeckpt.io.storage.range_fetcher import HEDGED, MOST, START, RangeFetcher, RequestDepth, RequestTimes
+from treeckpt.io.storage.range_fetcher import HEDGED, RangeFetcher, RequestTimes
 
 RANGES = [("file", 10 * n, 10) for n in range(100)]
 
@@ -147,7 +146,7 @@ def test_what_is_in_flight_or_not_consumed_fits_the_memory(memory: int) -> None:
         return answer(wanted)
 
     assert sum(fetch_all(fetch, memory=memory).values()) == len(RANGES)
-    assert most[0] <= max(memory, 10) and most[0] <= 10 * START
+    assert most[0] <= max(memory, 10) and most[0] <= 10 * 64
 
 
 @pytest.mark.parametrize("kind", [Passing, Throttled])
@@ -250,87 +249,6 @@ def test_a_request_that_is_sent_again_counts_for_the_memory_and_goes_before_new_
 
 def test_no_range_is_no_request() -> None:
     RangeFetcher(answer, judge, 1).run([], lambda *_: None, memory=10)
-
-
-# depth and times ------------------------------------------------------------------------------------------------------
-def rated(depth: RequestDepth, rate: Callable[[int], float], windows: int) -> list[int]:
-    """The depth after each window, of a store whose bytes per second depend on it."""
-    found, now = [], 1.0
-    depth.restart(now)
-    for _ in range(windows):
-        count = max(depth.depth, 10)
-        for _ in range(count):
-            now += 100 / rate(depth.depth)
-            depth.add(100, now)
-        found.append(depth.depth)
-    return found
-
-
-@pytest.mark.parametrize(("processors", "requests"), [(1, 16), (2, 32), (4, 64), (96, 64)])
-def test_a_machine_with_few_processors_begins_with_fewer_requests(
-    processors: int, requests: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(processors)), raising=False)
-    assert RangeFetcher(answer, judge, tries=1).depth.depth == requests
-
-
-def test_the_depth_rises_while_the_rate_does() -> None:
-    depth = RequestDepth(8, most=100)
-    assert rated(depth, lambda depth: 100.0 * depth, 12)[-1] == 100
-
-
-@pytest.mark.parametrize("latency", [0.005, 0.04, 0.15])
-@pytest.mark.parametrize("of_connection", [30e6, 90e6, 1e9])
-@pytest.mark.parametrize("of_link", [1.5e9, 12e9])
-def test_the_depth_that_is_found_gives_nearly_the_best_rate(
-    latency: float, of_connection: float, of_link: float
-) -> None:
-    def rate(depth: int) -> float:  # in requests of 8 MiB, 100 of which `rated` takes for one
-        return 100 * min(depth / (latency + (8 << 20) / of_connection), of_link / (8 << 20))
-
-    assert rate(rated(RequestDepth(), rate, 20)[-1]) > 0.85 * max(rate(depth) for depth in range(1, MOST + 1))
-
-
-def test_the_depth_stays_where_more_requests_gain_nothing() -> None:
-    depth = RequestDepth(8, most=100)
-    assert set(rated(depth, lambda depth: 1000.0, 12)[2:]) == {8}
-
-
-@pytest.mark.parametrize("enough", [12, 30])
-def test_the_depth_falls_to_what_is_enough(enough: int) -> None:
-    found = rated(RequestDepth(), lambda depth: 100.0 * min(depth, enough), 16)
-    assert enough <= found[-1] < 1.6 * enough and len(set(found[-4:])) == 1
-
-
-def test_the_depth_falls_where_refusals_that_nobody_sees_cost_time() -> None:
-    assert rated(RequestDepth(), lambda depth: 400.0 if depth <= 16 else 6400.0 / depth, 16)[-1] <= 16
-
-
-def test_the_depth_is_looked_for_again_when_the_rate_has_changed() -> None:
-    depth = RequestDepth()
-    assert rated(depth, lambda depth: 10.0 * min(depth, 12), 16)[-1] < 20
-    assert rated(depth, lambda depth: 90.0 * min(depth, 60), 16)[-1] >= 60
-    assert rated(depth, lambda depth: 10.0 * min(depth, 12), 16)[-1] < 20
-
-
-def test_a_pause_between_two_loads_is_not_taken_for_a_low_rate() -> None:
-    depth = RequestDepth(8, most=100)
-    rated(depth, lambda depth: 100.0 * depth, 2)
-    before = depth.depth
-    depth.restart(1000.0)
-    for number in range(before):
-        depth.add(100, 1000.0 + (number + 1) / before)
-    assert depth.depth >= before
-
-
-def test_a_store_that_throttles_gets_half_the_requests_once_for_all_that_were_in_flight() -> None:
-    depth = RequestDepth(64)
-    for _ in range(20):
-        depth.throttle(started=1.0, now=2.0)
-    assert depth.depth == 32
-    depth.throttle(started=2.5, now=3.0)
-    assert depth.depth == 16
-    assert max(rated(depth, lambda depth: 100.0 * depth, 5)) <= 16 + 5, "then one more for each window"
 
 
 def test_a_request_is_slow_past_the_99th_percentile_of_enough_others() -> None:

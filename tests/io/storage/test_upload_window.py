@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.helpers.background import until
 from treeckpt.io.storage import upload_window
 from treeckpt.io.storage.obstore import MAX_PARTS, PART, PARTS, part_nbytes
-from treeckpt.io.storage.range_fetcher import RequestDepth
+from treeckpt.io.storage.request_depth import RequestDepth
 from treeckpt.io.storage.upload_window import UploadWindow
 
 MIB = 1 << 20
@@ -86,6 +86,7 @@ def test_parts_that_take_far_longer_than_the_fastest_halve_what_is_in_flight(
     monkeypatch: pytest.MonkeyPatch, seconds: list[float], depth: int
 ) -> None:
     window, now = UploadWindow(), 100.0
+    window.depth = RequestDepth(64)
     monkeypatch.setattr(upload_window, "time", SimpleNamespace(monotonic=lambda: now))
     window.depth.restart(now)
     for taken in seconds:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeGuard
 
 import msgspec
@@ -41,8 +41,8 @@ class RangeResponse(msgspec.Struct, frozen=True):
 
     size: int | None
     """Bytes of the whole object; None where only the range is known to be there."""
-    pieces: Iterator[memoryview]
-    """The bytes of the range that the object has, in order, as they arrive."""
+    pieces: Generator[memoryview]
+    """The bytes of the range that the object has, in order, as they arrive; each lasts until the next one is taken."""
 
 
 class ObjectListing(msgspec.Struct, frozen=True):

@@ -17,7 +17,8 @@ from .local_read import LocalReader
 from .mapped_read import file_system
 from .memory import PAGE, aligned_buffer
 from .page_cache import is_cached
-from .range_fetcher import RangeFetcher, RequestDepth
+from .range_fetcher import RangeFetcher
+from .request_depth import RequestDepth
 from .store import Consume, FileRange, LocalStore, Store
 
 FAR = {
@@ -111,7 +112,7 @@ class FarStore(LocalStore):
                 reader.read_into(offset, out, shared=True)
             else:
                 self.choice.read_into(reader, offset, out)
-        return RangeResponse(size, iter([out]))
+        return RangeResponse(size, (piece for piece in [out]))
 
 
 def _is_final(error: Exception) -> FetchFailure:

@@ -105,7 +105,7 @@ class FsspecBucket:
     def fetch(self, key: str, start: int, nbytes: int) -> RangeResponse:
         with self._wrapped_errors("read", key):
             data = memoryview(self._fs.cat_file(self._path(key), start=start, end=start + nbytes))
-        return RangeResponse(None if len(data) == nbytes else self.size(key), iter([data]))
+        return RangeResponse(None if len(data) == nbytes else self.size(key), (piece for piece in [data]))
 
     def judge(self, error: Exception) -> FetchFailure:
         """Nothing: the file system has repeated what can be."""

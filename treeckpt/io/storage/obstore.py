@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -24,6 +24,7 @@ from .bucket import ObjectListing, RangeResponse, VersionTag, missing_extra
 from .conditional_put import Condition, find_out, is_known, no_conditional_writes, refuses_conditions, takes_conditions
 from .late_client import LateClient
 from .obstore_errors import INTERMEDIARY, first_line, is_cut, judge, status_of, to_store_error
+from .presigned_reads import AnswerError, PresignedReader, can_presign
 from .run_store import DirectoryEntry
 from .upload_window import MOST, UploadWindow
 
@@ -45,6 +46,8 @@ stay at 0.1 seconds, and many parts in flight keep a store busy with requests th
 TRIES = 3
 PAUSE = 0.2
 """Seconds before the first retry here; then twice as long."""
+SIGNED_FOR = timedelta(minutes=5)
+"""How long a presigned URL is taken; each request has its own."""
 TIMEOUTS = {"timeout": "120s", "connect_timeout": "10s"}
 _ENDPOINTS = ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url")
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
@@ -85,10 +88,13 @@ class ObstoreBucket:
             # objects are deleted one at a time, and some services do not support bulk delete
             merged.setdefault("disable_bulk_delete", True)
             merged.setdefault("conditional_put", "etag")  # before AWS_CONDITIONAL_PUT, which is looked at above
-        client = {**TIMEOUTS, **merged.pop("client_options", {})}
+        asked = merged.pop("client_options", {})
+        client = {**TIMEOUTS, **asked}
         endpoints = [merged.get(name) for name in _ENDPOINTS] + [os.environ.get(name) for name in _ENDPOINT_VARIABLES]
         self._endpoint = str(next(filter(None, endpoints), ""))
         is_plain = self._endpoint.startswith("http://")  # the user named it
+        direct = self.kind == "s3" and can_presign(self._endpoint, merged, asked)
+        self._presigned = PresignedReader(self._sign) if direct else None
         if self.kind == "s3" and not is_plain and not any(name in merged or name in os.environ for name in _UNSIGNED):
             # TLS protects the bytes of a request; their SHA-256 takes more time than all else in an upload
             merged["unsigned_payload"] = True
@@ -190,24 +196,32 @@ class ObstoreBucket:
             self._check_not_web_page(key, result.attributes, data[:1000])
             return data, tag
 
-        self._once.open_soon()  # data is often fetched after the index
+        if self._presigned is None:
+            self._once.open_soon()  # data is often fetched after the index
         return self._retry("read", key, get)
 
     def fetch(self, key: str, start: int, nbytes: int) -> RangeResponse:
         with self._wrapped_errors("read", key):
+            if self._presigned and (found := self._presigned.get(key, start, nbytes)) is not None:
+                return RangeResponse(found.size, self._pieces(key, found.pieces))
             try:
                 result = self._obstore.get(self._once.get(), key, options={"range": (start, start + nbytes)})
             except self._obstore.exceptions.BaseError as error:
                 if status_of(error) != 416 or (size := self._obstore.head(self._once.get(), key)["size"]) > start:
                     raise
-                return RangeResponse(size, iter(()))  # the range is behind the end of the object
-        return RangeResponse(result.meta["size"], self._pieces(key, result))
-
-    def _pieces(self, key: str, result: Any) -> Iterator[memoryview]:
+                return RangeResponse(size, self._pieces(key, ()))  # the range is behind the end of the object
+        self._presigned = None  # the store answers obstore, and refuses presigned URLs
         # piece by piece: to collect the body of a response takes memory, and a copy, of all its bytes
+        return RangeResponse(result.meta["size"], self._pieces(key, result.stream(min_chunk_size=PIECE)))
+
+    def _pieces(self, key: str, pieces: Iterable[Any]) -> Generator[memoryview]:
         with self._wrapped_errors("read", key):
-            for piece in result.stream(min_chunk_size=PIECE):
+            for piece in pieces:
                 yield memoryview(piece)
+
+    def _sign(self, key: str) -> str:
+        """Returns a URL by which the holder can read an object for a while."""
+        return self._obstore.sign(self._store, "GET", key, SIGNED_FOR)
 
     judge = staticmethod(judge)
 
@@ -311,7 +325,7 @@ class ObstoreBucket:
             yield
         except (errors.AlreadyExistsError, errors.PreconditionError) as error:
             raise FileExistsError(f"{self.url}/{key}") from error
-        except (errors.BaseError, FileNotFoundError, ValueError) as error:
+        except (errors.BaseError, AnswerError, FileNotFoundError, ValueError) as error:
             raise to_store_error(what, self.url, key, self.kind, error) from error
 
     def _retry(self, what: str, key: str, call: Callable[[], T], *, unless: Callable[[], bool] = lambda: False) -> T:

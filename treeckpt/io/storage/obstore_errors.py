@@ -7,6 +7,7 @@ import re
 from ...errors import StoreError
 from .aws_profiles import HOW
 from .bucket import FetchFailure
+from .presigned_reads import AnswerError
 
 INTERMEDIARY = "Something between here and the store answers in its place: look at the proxy and the endpoint"
 # what obstore has no class or attribute for stands in the first line of a `GenericError`
@@ -14,6 +15,8 @@ _CUT = re.compile(r"body|connection|incomplete|timed? ?out|reset|closed", re.IGN
 _STATUS = re.compile(r"status code: (\d{3})")
 _NO_ANSWER = "HTTP error"
 _THROTTLED = (429, 503)
+_OTHER_BYTES = re.compile(r"non-partial|answered with|Requested \d")
+"""Of errors about bytes that were not asked for."""
 _NO_CREDENTIALS = re.compile(
     r"169\.254\.|latest/(api/token|meta-data)|metadata\.google|[Cc]redential|AccessKey|SecretAccess|MissingAccount"
 )
@@ -49,7 +52,7 @@ def judge(error: Exception) -> FetchFailure:
     from obstore.exceptions import GenericError
 
     cause = error.__cause__
-    if not isinstance(cause, GenericError):
+    if not isinstance(cause, (GenericError, AnswerError)):
         return FetchFailure(throttled=False, temporary=False)
     if (status := status_of(cause)) is not None:
         return FetchFailure(status in _THROTTLED, status in (408, 429) or status >= 500)
@@ -80,7 +83,7 @@ def to_store_error(what: str, bucket: str, key: str, kind: str, error: Exception
         hint = f"No credentials are found, or not taken. {_CREDENTIAL_HINTS.get(kind, '')}"
     elif refused or "AccessDenied" in str(error) or status_of(error) == 403:
         hint = f"The credentials do not allow to {what} here: look at the policies of the user and of the bucket"
-    elif "non-partial" in text:
+    elif _OTHER_BYTES.search(text):
         hint = INTERMEDIARY
     elif "redirect" in text.lower() or status_of(error) == 301:
         hint = "Set the bucket's region: AWS_REGION, or the option region"

@@ -11,40 +11,23 @@ of the processor while it is copied and hashed.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import random
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import msgspec
 
 from ...errors import StoreError
 from .bucket import FetchFailure, RangeResponse
-from .os_files import usable_cpus
+from .request_depth import RequestDepth, first_depth
 from .store import Consume, FileRange
 
-START = 64
-"""Requests in flight at first: 8 MiB each, at 40 ms and 90 MB/s a connection, come to 4 GB/s."""
-PER_CPU = 16
-"""Reads in flight at first for each processor, up to `START`: one receives less than 1 GB/s. More of them fill the
-buffers of the sockets, not those of the caller: two processors took 0.59 s for 0.54 GB with 32, and 0.73 s with 64."""
-MOST = 192
-"""Requests in flight, at most."""
 SMALL = 4096
 """A request for less than one part of so many of the memory, as for a header or the end of a shard, takes no place of
 large ones, and no memory: the last of 64 would wait for it, and be late by a round trip."""
-WINDOW = 0.25
-"""Seconds over which a rate is measured, at least."""
-GAIN = 1.1
-"""Part by which the rate must rise for more requests in flight to stay."""
-KEPT = 0.95
-"""Part of the rate that fewer requests in flight must reach to be enough."""
-FEWEST = 8
-"""Requests in flight below which none is tried to be saved."""
-CHANGED = 2.0
-"""The depth is looked for again when the rate has risen or fallen by this factor since it was found."""
 SAMPLES = 16
 """Requests that must have ended before a slow one is known to be slow."""
 SLOW = 1.5
@@ -59,64 +42,6 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 """Seconds before the first retry, and before any."""
 HEDGE_SECONDS = 0.05
 """How often requests in flight are looked at."""
-
-
-class RequestDepth:
-    """The number of requests in flight: raised while the rate rises with it, halved when the store throttles.
-
-    Where more gain nothing, fewer are tried: near stores need few, and a store whose refusals are hidden by retries
-    gets slower with too many.
-    """
-
-    def __init__(self, depth: int = START, *, most: int = MOST) -> None:
-        self.depth, self._most = depth, most
-        self._begin, self._nbytes, self._ended = 0.0, 0, 0
-        self._known: tuple[int, float] | None = None
-        """Depth and rate before it was changed last; the rate of the largest that was worth it while it is lowered."""
-        self._trying: Literal["more", "fewer", "none"] = "more"
-        self._halved_at = -1.0
-
-    def restart(self, now: float) -> None:
-        """Begins to measure at time `now` in seconds: after a pause without requests, and with another depth."""
-        self._begin, self._nbytes, self._ended = now, 0, 0
-
-    def add(self, nbytes: int, now: float) -> None:
-        """Counts a request that succeeded at time `now`."""
-        self._nbytes += nbytes
-        self._ended += 1
-        if self._ended < self.depth or now - self._begin < WINDOW:
-            return
-        rate = self._nbytes / (now - self._begin)
-        self.restart(now)
-        if self._halved_at >= 0:
-            self.depth = min(self.depth + 1, self._most)
-        else:
-            self._adapt(rate)
-
-    def _adapt(self, rate: float) -> None:
-        """Changes the depth after a window with a rate."""
-        before, best = self._known or (self.depth, 0.0)
-        if self._trying == "none":
-            if not best / CHANGED < rate < best * CHANGED:
-                self._trying, self._known = "more", None
-        elif self._trying == "more" and rate >= best * GAIN:
-            self._known = self.depth, rate
-            self.depth = min(self.depth * 3 // 2, self._most)
-            if self.depth == self._known[0]:
-                self._trying = "none"
-        elif self._trying == "more" or rate >= best * KEPT:
-            enough = before if self._trying == "more" else self.depth
-            self._known = enough, best
-            self.depth = max(enough * 2 // 3, min(FEWEST, enough))
-            self._trying = "fewer" if self.depth < enough else "none"
-        else:
-            self.depth, self._trying = before, "none"
-
-    def throttle(self, started: float, now: float, *, least: int = 1) -> None:
-        """Halves the depth for a refusal, down to `least`; once for all requests in flight at the last time."""
-        if started > self._halved_at:
-            self.depth, self._halved_at = max(self.depth // 2, min(least, self.depth)), now
-            self.restart(now)
 
 
 class RequestTimes:
@@ -172,7 +97,7 @@ class RangeFetcher:
         self, fetch: Callable[[FileRange], RangeResponse], judge: Callable[[Exception], FetchFailure], tries: int
     ) -> None:
         self.fetch, self.judge, self.tries = fetch, judge, tries
-        self.depth, self.times = RequestDepth(min(PER_CPU * usable_cpus(), START)), RequestTimes()
+        self.depth, self.times = RequestDepth(first_depth()), RequestTimes()
         self.lock = threading.Lock()
 
     def run(self, requests: Sequence[FileRange], consume: Consume, *, memory: int, first: int = 0) -> None:
@@ -323,10 +248,11 @@ class _Run:
             size = response.size
             if size is not None:
                 nbytes = max(min(nbytes, size - offset), 0)
-            for piece in response.pieces:
-                if not self._put(one, at, piece, size):
-                    return
-                at += len(piece)
+            with contextlib.closing(response.pieces) as pieces:  # an error that is kept would keep a connection open
+                for piece in pieces:
+                    if not self._put(one, at, piece, size):
+                        return
+                    at += len(piece)
             if at < nbytes:
                 raise _CutShort(name, expected=f"{nbytes} bytes from {offset} on", found=f"{at}, then the end")
         if not nbytes and not self._put(one, 0, memoryview(b""), size):

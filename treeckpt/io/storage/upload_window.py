@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterable
 
 import numpy as np
 
-from .range_fetcher import FEWEST, RequestDepth
+from .request_depth import FEWEST, RequestDepth, first_depth
 
 MOST = 128
 """Parts in flight, at most. obstore looks for parts that failed when so many have been started, and at the end."""
@@ -56,7 +56,7 @@ class UploadWindow:
     """Counts the parts in flight of all uploads to one bucket."""
 
     def __init__(self) -> None:
-        self.depth = RequestDepth(most=MOST)
+        self.depth = RequestDepth(first_depth(), most=MOST)
         # an RLock: the last reference to a piece may end in a thread that holds the lock
         self.changed = threading.Condition(threading.RLock())
         self.in_flight = 0
