@@ -12,8 +12,8 @@ from ..core.sharding.dtypes import dtype_of
 from ..core.tree.spec import ArraySpec
 from ..errors import CorruptError, MismatchError
 from ..io.storage.checkpoint import Checkpoint
+from ..io.storage.fetching import SupportsFetching
 from ..io.storage.page_cache import available_memory
-from ..io.storage.store import SupportsFetching
 from .transforms.view import ComposedLeaf
 
 VIEWS = 64 << 20

@@ -23,8 +23,8 @@ from ..core.tree.spec import ArraySpec
 from ..errors import MismatchError
 from ..io.comm.comm import Comm, global_rank, other_world_error, ranks_of_host
 from ..io.storage.checkpoint import Checkpoint
+from ..io.storage.fetching import FETCH_MEMORY, SupportsFetching
 from ..io.storage.memory import SlabAllocator
-from ..io.storage.store import FETCH_MEMORY, SupportsFetching
 from ..io.timing import Recorder
 from ..reports import LoadReport
 from .check_sizes import Claims

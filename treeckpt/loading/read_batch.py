@@ -28,8 +28,8 @@ from ..core.sharding.region import Region, any_overlap, coalesce, intersect
 from ..core.tree.spec import ArraySpec
 from ..errors import FormatError, TreeckptError
 from ..io.storage.checkpoint import Checkpoint, ShardReader, UnexpectedBlocks
+from ..io.storage.fetching import SupportsFetching
 from ..io.storage.page_cache import available_memory
-from ..io.storage.store import SupportsFetching
 from ..io.timing import Recorder
 from .read_request import ContiguousMemory, LeafPlaceholder, NewArray, ReadRequest, request_for
 from .read_tasks import (

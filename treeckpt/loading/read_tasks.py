@@ -30,9 +30,10 @@ from ..core.planning.load_plan import (
 )
 from ..core.sharding.region import byte_runs
 from ..io.storage.checkpoint import ShardReader
+from ..io.storage.fetching import SupportsFetching
 from ..io.storage.memory import PAGE, aligned_buffer, copy_bytes, populating
 from ..io.storage.shard_reader import ByteRange, aligned_range
-from ..io.storage.store import Store, SupportsFetching
+from ..io.storage.store import Store
 from .read_request import BoxDestination, Boxes, ContiguousMemory, NewArray, ReadRequest, Scatter
 
 D = TypeVar("D")
@@ -250,7 +251,9 @@ def run_tasks(reader: ShardReader, tasks: Sequence[ReadTask], *, memory: int, wr
     """
     if isinstance(reader.store, SupportsFetching):
         with populating([task.out for task in tasks if task.out is not None]) as arrived:
-            _fetch(reader, tasks, partial(_put_part, tasks, written, {}, arrived), memory)
+            placement, ranges = _Placement(tasks, written, arrived), [task.byte_range for task in tasks]
+            shared = any(task.shared for task in tasks)  # then all through the page cache
+            reader.fetch(ranges, placement.put, memory=memory, shared=shared, place=placement.place)
         return sum(task.nbytes for task in tasks)
     largest = max((task.nbytes for task in tasks if task.out is None), default=0)
     threads = max(1, min(READERS, memory // max(largest, 1)))
@@ -275,7 +278,8 @@ def read_each(
         memory: bytes of buffers, at most, unless one read needs more.
     """
     if isinstance(reader.store, SupportsFetching):
-        _fetch(reader, tasks, partial(_collect_part, tasks, put, {}), memory)
+        ranges, shared = [task.byte_range for task in tasks], any(task.shared for task in tasks)
+        reader.fetch(ranges, partial(_collect_part, tasks, put, {}), memory=memory, shared=shared)
         return
     threads = max(1, min(READERS, memory // max((task.nbytes for task in tasks), default=1)))
     buffers = buffers_for(tasks, threads)
@@ -292,14 +296,6 @@ def read_each(
                 buffers.put(buffer)
 
     WorkerThreads(threads)([partial(read, number, task) for number, task in enumerate(tasks)])
-
-
-def _fetch(
-    reader: ShardReader, tasks: Sequence[ReadTask], consume: Callable[[int, int, memoryview], object], memory: int
-) -> None:
-    """Fetches the ranges of tasks, through the page cache if other ranks of the host read some of them too."""
-    ranges, shared = [task.byte_range for task in tasks], any(task.shared for task in tasks)
-    reader.fetch(ranges, consume, memory=memory, shared=shared)
 
 
 def _collect_part(
@@ -319,31 +315,49 @@ def _collect_part(
         put(number, collected.pop(number))
 
 
-def _put_part(
-    tasks: Sequence[ReadTask],
-    written: list[ReadTask],
-    collected: dict[int, memoryview],
-    arrived: threading.Event,
-    number: int,
-    at: int,
-    data: memoryview,
-) -> None:
-    """Puts the bytes of a task from `at` on, which come in order, in place.
+class _Placement:
+    """Puts the bytes of tasks in place as they arrive, in order for each task.
 
     Args:
-        collected: the bytes so far of tasks whose destinations are not contiguous, by their numbers.
-        arrived: is set.
+        arrived: is set with the first bytes.
     """
-    arrived.set()
-    task = tasks[number]
-    if task.out is not None:
-        copy_bytes(task.out[at:], data)
-    elif isinstance(task.destinations, Boxes):
-        _collect_part(tasks, lambda _, whole: task.write(whole, written), collected, number, at, data)
-    elif task.destinations is not None:
-        if not at:
-            written.append(task)
-        task.destinations.write(task.start + at, data)
+
+    def __init__(self, tasks: Sequence[ReadTask], written: list[ReadTask], arrived: threading.Event) -> None:
+        self._tasks, self._written, self._arrived = tasks, written, arrived
+        self._begun: set[int] = set()
+        self._collected: dict[int, memoryview] = {}
+        """The bytes so far of tasks whose destinations are not contiguous, by their numbers."""
+
+    def place(self, number: int, at: int, nbytes: int) -> memoryview | None:
+        """Returns the memory where bytes of a task belong, from `at` on; None if there is not much at one place."""
+        task, memory = self._tasks[number], None
+        self._arrived.set()
+        if task.out is not None:
+            memory = task.out[at : at + nbytes]
+        elif isinstance(task.destinations, Scatter):
+            memory = task.destinations.memory(task.start + at, task.start + at + nbytes)
+            if memory is not None:
+                self._begin(number)
+        return memory
+
+    def put(self, number: int, at: int, data: memoryview) -> None:
+        """Puts bytes of a task in place, from `at` on, unless they lie there already."""
+        task = self._tasks[number]
+        self._arrived.set()
+        if task.out is not None:
+            copy_bytes(task.out[at:], data)
+        elif isinstance(task.destinations, Boxes):
+            _collect_part(
+                self._tasks, lambda _, whole: task.write(whole, self._written), self._collected, number, at, data
+            )
+        elif task.destinations is not None:
+            self._begin(number)
+            task.destinations.write(task.start + at, data)
+
+    def _begin(self, number: int) -> None:
+        if number not in self._begun:
+            self._begun.add(number)
+            self._written.append(self._tasks[number])
 
 
 class _TaskRunner(msgspec.Struct, frozen=True):

@@ -26,7 +26,8 @@ from ..errors import CheckpointError, CheckpointNotFound
 from ..io.comm.comm import Comm, members_of, world_size
 from ..io.comm.waiting import log_if_slow
 from ..io.storage.checkpoint import Checkpoint, Replaced, ShardReader
-from ..io.storage.store import Store, SupportsFetching
+from ..io.storage.fetching import SupportsFetching
+from ..io.storage.store import Store
 from .read_request import BoxDestination, ReadRequest
 from .read_tasks import ReadTask, run_tasks
 from .shared_tasks import SharedTasks, failed_elsewhere, unreachable

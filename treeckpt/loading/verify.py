@@ -20,13 +20,14 @@ from ..errors import CheckpointError, CheckpointExists, TreeckptError
 from ..io.comm.collective import all_gather
 from ..io.comm.comm import Comm
 from ..io.storage.checkpoint import Checkpoint
+from ..io.storage.fetching import FETCH_MEMORY, SupportsFetching
 from ..io.storage.leftovers import list_leftovers
 from ..io.storage.local_read import too_short
 from ..io.storage.many_files import for_each
 from ..io.storage.memory import aligned_buffer
 from ..io.storage.metadata_files import OnShardsRead, read_sidecar, read_timings, rebuild_from_shards
 from ..io.storage.shard_reader import ArrivingBlocks, OpenedShard, matches, open_shard
-from ..io.storage.store import FETCH_MEMORY, Store, SupportsFetching
+from ..io.storage.store import Store
 from ..io.timing import Recorder
 from ..reports import Problem, VerifyReport
 from .leaf_moments import LeafMoments

@@ -13,9 +13,9 @@ from ..core.format.records import Index
 from ..core.format.sidecars import stored_name
 from ..core.tree.value_codec import Value, decode_value
 from ..errors import TreeckptError
+from ..io.storage.fetching import SupportsFetching
 from ..io.storage.metadata_files import KnownIndex, NewestIndex, decode_and_check, read_index_bytes
 from ..io.storage.run_store import DirectoryEntry, Folder
-from ..io.storage.store import SupportsFetching
 from .stat_cache import StatCache
 
 METRICS = "metrics"

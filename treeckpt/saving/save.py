@@ -26,7 +26,8 @@ from ..errors import RankError
 from ..io.comm.comm import Comm
 from ..io.comm.failures import raise_faults, to_fault, wrap_os_error
 from ..io.gc_pause import gc_paused
-from ..io.storage.store import Store, SupportsFetching
+from ..io.storage.fetching import SupportsFetching
+from ..io.storage.store import Store
 from ..io.timing import Recorder
 from ..reports import SaveReport
 from .agree import AgreedSave, agree

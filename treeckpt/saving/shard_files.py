@@ -16,8 +16,9 @@ import msgspec
 from ..core.format.shard_header import ShardHeader, encode_header, with_hashes
 from ..core.planning.save_plan import FilePlan
 from ..errors import CheckpointError
+from ..io.storage.fetching import SupportsFetching
 from ..io.storage.memory import aligned_buffer
-from ..io.storage.store import Store, SupportsFetching, Writer
+from ..io.storage.store import Store, Writer
 from ..io.timing import Recorder
 from .shard_stream import BUFFER, BufferedWriter, Pipeline, ShardSource, write_data
 from .shard_upload import COPIES, ShardUpload

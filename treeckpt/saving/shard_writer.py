@@ -19,9 +19,10 @@ from ..core.format.timings import timings_name
 from ..core.planning.save_plan import FilePlan
 from ..errors import CheckpointExists
 from ..io.comm.failures import silent_faults, to_fault, wrap_os_error
+from ..io.storage.fetching import SupportsFetching
 from ..io.storage.leftovers import clear_leftovers
 from ..io.storage.progress_file import ProgressRecorder
-from ..io.storage.store import Store, SupportsCompareAndSwap, SupportsFetching
+from ..io.storage.store import Store, SupportsCompareAndSwap
 from ..io.timing import Recorder
 from .commit import (
     SaveInfo,

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from .far_store import for_reading
-from .store import Consume, FileRange, Store, SupportsFetching, SupportsMappedReads
+from .fetching import Consume, FileRange, Place, SupportsFetching
+from .store import Store, SupportsMappedReads
 
 OnBytesRead = Callable[[int, int | None], object]
 """Takes how many bytes of files were read, and how many there are to read, None where that is not known."""
@@ -74,12 +75,13 @@ class CountingStore:
         memory: int,
         first: int = 0,
         shared: bool = False,
+        place: Place | None = None,
     ) -> None:
         def counted(number: int, at: int, data: memoryview, size: int | None) -> None:
             consume(number, at, data, size)
             self._count(len(data))
 
-        inner.fetch(ranges, counted, memory=memory, first=first, shared=shared)
+        inner.fetch(ranges, counted, memory=memory, first=first, shared=shared, place=place)
 
     def read(self, name: str, *, limit: int) -> bytes:
         data = self._inner.read(name, limit=limit)

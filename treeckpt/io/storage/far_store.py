@@ -12,14 +12,15 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from .bucket import FetchFailure, RangeResponse
+from .bucket import FetchFailure, PieceBody, RangeResponse
+from .fetching import Consume, FileRange, Place
 from .local_read import LocalReader
 from .mapped_read import file_system
 from .memory import PAGE, aligned_buffer
 from .page_cache import is_cached
 from .range_fetcher import RangeFetcher
 from .request_depth import RequestDepth
-from .store import Consume, FileRange, LocalStore, Store
+from .store import LocalStore, Store
 
 FAR = {
     0x6969,  # NFS
@@ -97,9 +98,16 @@ class FarStore(LocalStore):
             fetcher.depth = RequestDepth(START, most=MOST)
 
     def fetch(
-        self, ranges: Sequence[FileRange], consume: Consume, *, memory: int, first: int = 0, shared: bool = False
+        self,
+        ranges: Sequence[FileRange],
+        consume: Consume,
+        *,
+        memory: int,
+        first: int = 0,
+        shared: bool = False,
+        place: Place | None = None,
     ) -> None:
-        self._fetchers[shared].run(ranges, consume, memory=memory, first=first)
+        self._fetchers[shared].run(ranges, consume, memory=memory, first=first, place=place)
 
     def _fetch_one(self, shared: bool, wanted: FileRange) -> RangeResponse:
         """Reads a range, less what lies behind the end of the file, through the page cache if it is `shared`."""
@@ -112,7 +120,7 @@ class FarStore(LocalStore):
                 reader.read_into(offset, out, shared=True)
             else:
                 self.choice.read_into(reader, offset, out)
-        return RangeResponse(size, (piece for piece in [out]))
+        return RangeResponse(size, PieceBody([out]))
 
 
 def _is_final(error: Exception) -> FetchFailure:

@@ -7,7 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from .store import Store, SupportsFetching
+from .fetching import SupportsFetching
+from .store import Store
 
 AT_A_TIME = 64
 """Calls at a time, each of which waits for one answer of the store or a few."""

@@ -20,6 +20,7 @@ from typing import Any
 
 from ...errors import CheckpointExists, CorruptError, StoreError
 from .bucket import OBJECT_SCHEMES, ObjectBucket, ObjectListing, RangeResponse, check_path, split_url
+from .fetching import Consume, FileRange, Place
 from .fsspec import open_fsspec
 from .local_read import too_short
 from .memory import copy_bytes
@@ -27,7 +28,7 @@ from .multipart import SINGLE_PUT_LIMIT, MultipartWriter, SinglePutWriter
 from .obstore import ObstoreBucket
 from .range_fetcher import RangeFetcher
 from .run_store import DirectoryEntry, Folder
-from .store import Consume, FileRange, Writer
+from .store import Writer
 
 HEAD = 64 << 10
 """Bytes fetched by the first small read at the beginning of an object: a header comes together with its length."""
@@ -177,9 +178,16 @@ class ObjectStore:
         return self._bucket.fetch(self._key(name), offset, nbytes)
 
     def fetch(
-        self, ranges: Sequence[FileRange], consume: Consume, *, memory: int, first: int = 0, shared: bool = False
+        self,
+        ranges: Sequence[FileRange],
+        consume: Consume,
+        *,
+        memory: int,
+        first: int = 0,
+        shared: bool = False,
+        place: Place | None = None,
     ) -> None:
-        self._fetcher.run(ranges, consume, memory=memory, first=first)
+        self._fetcher.run(ranges, consume, memory=memory, first=first, place=place)
 
     def read_parts(self, name: str, offset: int, parts: Sequence[memoryview], *, shared: bool = False) -> bool:
         return False  # nothing is cached on this host

@@ -13,14 +13,16 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from ...errors import StoreError
 from .aws_profiles import check_instance, s3_options
-from .bucket import ObjectListing, RangeResponse, VersionTag, missing_extra
+from .bucket import ObjectListing, PieceBody, RangeBody, RangeResponse, VersionTag, missing_extra
 from .conditional_put import Condition, find_out, is_known, no_conditional_writes, refuses_conditions, takes_conditions
 from .late_client import LateClient
 from .obstore_errors import INTERMEDIARY, first_line, is_cut, judge, status_of, to_store_error
@@ -203,21 +205,19 @@ class ObstoreBucket:
     def fetch(self, key: str, start: int, nbytes: int) -> RangeResponse:
         with self._wrapped_errors("read", key):
             if self._presigned and (found := self._presigned.get(key, start, nbytes)) is not None:
-                return RangeResponse(found.size, self._pieces(key, found.pieces))
+                return RangeResponse(found.size, self._named(key, found.body))
             try:
                 result = self._obstore.get(self._once.get(), key, options={"range": (start, start + nbytes)})
             except self._obstore.exceptions.BaseError as error:
                 if status_of(error) != 416 or (size := self._obstore.head(self._once.get(), key)["size"]) > start:
                     raise
-                return RangeResponse(size, self._pieces(key, ()))  # the range is behind the end of the object
+                return RangeResponse(size, PieceBody(()))  # the range is behind the end of the object
         self._presigned = None  # the store answers obstore, and refuses presigned URLs
         # piece by piece: to collect the body of a response takes memory, and a copy, of all its bytes
-        return RangeResponse(result.meta["size"], self._pieces(key, result.stream(min_chunk_size=PIECE)))
+        return RangeResponse(result.meta["size"], self._named(key, PieceBody(result.stream(min_chunk_size=PIECE))))
 
-    def _pieces(self, key: str, pieces: Iterable[Any]) -> Generator[memoryview]:
-        with self._wrapped_errors("read", key):
-            for piece in pieces:
-                yield memoryview(piece)
+    def _named(self, key: str, body: RangeBody) -> RangeBody:
+        return _NamedBody(body, partial(self._wrapped_errors, "read", key))
 
     def _sign(self, key: str) -> str:
         """Returns a URL by which the holder can read an object for a while."""
@@ -339,6 +339,18 @@ class ObstoreBucket:
                     raise
                 time.sleep(PAUSE * 2**tried)
         raise AssertionError("the last try returns or raises")
+
+
+class _NamedBody:
+    """A body whose errors name the object; they are raised as `wrapped` has it."""
+
+    def __init__(self, body: RangeBody, wrapped: Callable[[], AbstractContextManager[None]]) -> None:
+        self._body, self._wrapped, self.places = body, wrapped, body.places
+        self.abort, self.close = body.abort, body.close
+
+    def read(self, memory: memoryview | None = None) -> memoryview:
+        with self._wrapped():
+            return self._body.read(memory)
 
 
 def part_nbytes(nbytes: int) -> int:

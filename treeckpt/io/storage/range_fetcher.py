@@ -6,6 +6,9 @@ that many in flight within a budget of memory, gives up places when the store th
 requests that fail for a moment, and sends a second one for a request that takes far longer than the others. Bytes are
 consumed piece by piece as they arrive: hardly any memory is needed beyond where they go, and each byte is in the cache
 of the processor while it is copied and hashed.
+
+Where the caller says in which memory bytes belong, a body that can is received there. Of a range then no second request
+is under way: one that is slow is cut, and what is missing of it is asked for again.
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from ...errors import StoreError
-from .bucket import FetchFailure, RangeResponse
+from .bucket import FetchFailure, RangeBody, RangeResponse
+from .fetching import Consume, FileRange, Place
 from .request_depth import RequestDepth, first_depth
-from .store import Consume, FileRange
 
 SMALL = 4096
 """A request for less than one part of so many of the memory, as for a header or the end of a shard, takes no place of
@@ -34,6 +37,9 @@ SLOW = 1.5
 """A request is sent again after so many times the 99th percentile of the others."""
 LEAST = 0.2
 """Seconds below which no request is slow."""
+PLACED = 4 << 20
+"""Bytes that are received where they belong at a time: with fewer, threads wait more often for Python's global lock.
+537 MB at 1 ms took 0.37 s with 1 MiB, 0.33 s with 2, 0.30 s with 4 and 0.34 s with 8."""
 HEDGED = 20
 """One of so many requests may be sent again for being slow."""
 RETRY_SECONDS = 180.0
@@ -80,6 +86,8 @@ class _InFlight(msgspec.Struct):
     """Requests that were sent for it and have not ended."""
     hedged: bool = False
     done: bool = False
+    placing: RangeBody | None = None
+    """The body that is being received where its bytes belong."""
     lock: threading.Lock = msgspec.field(default_factory=threading.Lock)
     """Held while bytes of it are consumed."""
 
@@ -100,7 +108,15 @@ class RangeFetcher:
         self.depth, self.times = RequestDepth(first_depth()), RequestTimes()
         self.lock = threading.Lock()
 
-    def run(self, requests: Sequence[FileRange], consume: Consume, *, memory: int, first: int = 0) -> None:
+    def run(
+        self,
+        requests: Sequence[FileRange],
+        consume: Consume,
+        *,
+        memory: int,
+        first: int = 0,
+        place: Place | None = None,
+    ) -> None:
         """Fetches all ranges and hands their bytes to `consume` as they arrive, from several threads.
 
         After an error nothing is handed over any more; requests that are still in flight then end unheard.
@@ -109,20 +125,28 @@ class RangeFetcher:
             memory: bytes of ranges that have been requested and not consumed, at most, unless one range is longer;
                 small ones beside large ones are not counted.
             first: the first so many ranges are consumed before any other, which may be on their way already.
+            place: as for `SupportsFetching.fetch`.
 
         Raises:
             Exception: the first error of a request or of `consume`.
         """
-        _Run(self, requests, consume, memory, first).run()
+        _Run(self, requests, consume, memory, first, place).run()
 
 
 class _Run:
     """One call of `RangeFetcher.run`."""
 
     def __init__(
-        self, fetcher: RangeFetcher, requests: Sequence[FileRange], consume: Consume, memory: int, first: int
+        self,
+        fetcher: RangeFetcher,
+        requests: Sequence[FileRange],
+        consume: Consume,
+        memory: int,
+        first: int,
+        place: Place | None,
     ) -> None:
         self._fetcher, self._requests, self._consume, self._memory = fetcher, requests, consume, memory
+        self._place = place
         self._changed = threading.Condition(fetcher.lock)
         self._left = deque(range(len(requests)))
         self._small = sum(map(self._is_small, self._left))
@@ -153,7 +177,10 @@ class _Run:
                 self._error = self._error or error
                 self._changed.notify_all()
         with self._changed:
-            while self._consuming:
+            for one in self._in_flight:
+                if one.placing is not None:
+                    one.placing.abort()
+            while self._consuming or any(one.placing for one in self._in_flight):
                 self._changed.wait()
             if self._error is not None:
                 raise self._error
@@ -200,6 +227,9 @@ class _Run:
                 return
             one.hedged = True
             self._hedged += 1
+            if one.placing is not None:
+                one.placing.abort()  # its thread asks again
+                continue
             one.tries += 1
             self._held += nbytes
             threading.Thread(target=self._try, args=(one, 1), name="treeckpt-hedge", daemon=True).start()
@@ -248,8 +278,8 @@ class _Run:
             size = response.size
             if size is not None:
                 nbytes = max(min(nbytes, size - offset), 0)
-            with contextlib.closing(response.pieces) as pieces:  # an error that is kept would keep a connection open
-                for piece in pieces:
+            with contextlib.closing(response.body) as body:
+                while at < nbytes and len(piece := self._read(one, at, nbytes - at, body)):
                     if not self._put(one, at, piece, size):
                         return
                     at += len(piece)
@@ -258,6 +288,26 @@ class _Run:
         if not nbytes and not self._put(one, 0, memoryview(b""), size):
             return
         self._end(one, nbytes, started)
+
+    def _read(self, one: _InFlight, at: int, left: int, body: RangeBody) -> memoryview:
+        """Returns the next bytes of a range, from `at` on; where they belong, unless others may put them there too."""
+        memory = None
+        if self._place is not None and body.places and not self._first_left:
+            memory = self._place(one.number, at, min(left, PLACED))
+        with self._changed:
+            if one.hedged or one.done or self._error is not None:
+                memory = None
+            if memory is not None:
+                one.placing = body
+        if memory is None:
+            return body.read()
+        try:
+            return body.read(memory)
+        finally:
+            with self._changed:
+                one.placing = None
+                if self._error is not None:
+                    self._changed.notify_all()
 
     def _put(self, one: _InFlight, at: int, piece: memoryview, size: int | None) -> bool:
         """Consumes the bytes that start at `at` of a range, less those it has had; False if none are wanted any more.

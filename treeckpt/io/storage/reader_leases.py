@@ -20,9 +20,10 @@ from ...core.format.decoding import decode_json
 from ...core.format.file_names import lease_name, parse_file_name
 from ...core.format.save_progress import Owner
 from ...errors import StoreError, TreeckptError
+from .fetching import SupportsFetching
 from .process_owner import is_running, this_process
 from .run_store import Folder
-from .store import Store, SupportsFetching
+from .store import Store
 
 LEASE = 600.0
 """Seconds for which a lease is valid after it was renewed."""
