@@ -14,7 +14,17 @@ from ..core.format.byte_map import chunk_count, layout_of, locate_chunks
 from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf
 from ..core.html import Child, Html, el, facts, table
 from ..core.sharding.region import Region
-from ..core.text import bytes_text, layout_text, rate_text, region_text, seconds_text, shape_text, time_text, value_text
+from ..core.text import (
+    bytes_text,
+    count_text,
+    layout_text,
+    rate_text,
+    region_text,
+    seconds_text,
+    shape_text,
+    time_text,
+    value_text,
+)
 from ..core.tree.recursion import Recursive, trampoline
 from ..errors import CheckpointNotFound, TreeckptError
 from ..io.storage.metadata_files import NewestIndex
@@ -144,7 +154,8 @@ def _sizes(outline: Outline) -> Html:
         cells.append((leaf.path.rpartition("/")[2], title, colour, leaf.nbytes))
     rest = outline.index.nbytes - sum(cell[3] for cell in cells)
     if rest > 0:
-        cells.append(("the rest", f"{len(outline.index.entries) - len(arrays):,} smaller leaves", 7, rest))
+        more = count_text(len(outline.index.entries) - len(arrays), "smaller leaf", "smaller leaves")
+        cells.append(("the rest", more, 7, rest))
     total = outline.index.nbytes or 1
     nodes = sorted(outline.children(count=10_000), key=lambda row: -row.nbytes)[:10]
     columns = ("part", "leaves", "size", "share")
@@ -200,7 +211,8 @@ def _nodes(outline: Outline, parent: OutlineRow, left: list[int], depth: int) ->
         if row.kind == "leaf":
             found.append(_leaf(outline.index, row))
             continue
-        size = el("span", f"{row.leaves:,} leaves, {bytes_text(row.nbytes)}", class_="size")
+        leaves = count_text(row.leaves, "leaf", "leaves")
+        size = el("span", f"{leaves}, {bytes_text(row.nbytes)}", class_="size")
         inner = yield _nodes(outline, row, left, depth + 1)
         summary = el("summary", el("span", row.key, class_="mono"), size)
         found.append(el("details", summary, *inner, open="" if not depth else None))

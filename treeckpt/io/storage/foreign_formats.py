@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ...core.format.file_names import is_step_name
 from ...core.format.index import INDEX_NAME
+from ...core.text import count_text
 from ...errors import CheckpointNotFound
 
 DCP_METADATA, DCP_DATA = ".metadata", ".distcp"
@@ -114,7 +115,7 @@ def describe_place(url: str) -> tuple[str, str]:
     except OSError:
         return "none", hint
     newest = path / max(steps, key=lambda name: (len(name), name))
-    found = f"a run of {len(steps)} step{'s' * (len(steps) > 1)}"
+    found = f"a run of {count_text(len(steps), 'step')}"
     return found, f"Load a step, as {newest}, or take tc.Manager({url!r}), which chooses the newest"
 
 
