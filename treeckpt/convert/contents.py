@@ -127,12 +127,14 @@ class Contents(msgspec.Struct, frozen=True):
     findings: tuple[Finding, ...] = ()
     sidecars: tuple[tuple[str, Callable[[], bytes]], ...] = ()
     """Names of the files that were saved with it, and functions that read them."""
+    unread: tuple[str, ...] = ()
+    """Names of files beside those of the source that are not read: of another format, or in no index."""
 
 
-def contents_of(tree: Any, label: str, metadata: dict[str, Any] | None = None) -> Contents:
+def contents_of(tree: Any, label: str, metadata: dict[str, Any], unread: tuple[str, ...]) -> Contents:
     """Returns the contents of a tree."""
     structure, leaves = flatten(tree)
-    return Contents(structure, tuple(leaves), label, metadata=metadata or {})
+    return Contents(structure, tuple(leaves), label, metadata=metadata, unread=unread)
 
 
 def tree_of(contents: Contents) -> Any:
