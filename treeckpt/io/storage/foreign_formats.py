@@ -15,7 +15,7 @@ from ...core.text import count_text
 from ...errors import CheckpointNotFound
 
 DCP_METADATA, DCP_DATA = ".metadata", ".distcp"
-HFAI_PART = re.compile(r"PART_([0-9]{3,})\.pt")
+HFAI_PART = re.compile(r"PART_([0-9]+)\.pt")
 PADDLE_METADATA = re.compile(r"[0-9]+\.metadata")
 SAFETENSORS_INDEX = ".safetensors.index.json"
 TORCH_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
