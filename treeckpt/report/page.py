@@ -69,7 +69,8 @@ def run_page(path: str | os.PathLike[str], *, on_read: catalog.OnRead | None = N
     Raises:
         CheckpointNotFound: there is no checkpoint in it.
     """
-    found = [info for info in catalog.scan(path, on_read=on_read) if info.status != "foreign"]
+    read = NewestIndex(local=True)
+    found = [info for info in catalog.scan(path, newest=read, on_read=on_read) if info.status != "foreign"]
     if not found:
         raise CheckpointNotFound(os.fspath(path), expected="a checkpoint, or a run of some", found="neither")
     name = Path(path).absolute().name
@@ -86,7 +87,9 @@ def run_page(path: str | os.PathLike[str], *, on_read: catalog.OnRead | None = N
     )
     parts = [el("h1", name), about, _section("Checkpoints", rows, more), *_trends(complete)]
     if complete:
-        parts += [el("h1", complete[0].name), *_checkpoint(complete[0].path, complete[0])]
+        newest, known = complete[0], read.found  # which may be one that is corrupt, or of an abandoned branch
+        index = known.index if known is not None and known.index.save_id == newest.save_id else None
+        parts += [el("h1", newest.name), *_checkpoint(newest.path, newest, index)]
     return _document(name, parts)
 
 
