@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,25 @@ def test_schedulers_of_parts_go_on_in_another_number_of_parts(tmp_path: Path, sa
     old.step(), new.step()
     assert new.rates() == old.rates() == {(0.025, 2)}
     assert same_tensors(*({k: v for m in parts.models for k, v in m.state_dict().items()} for parts in (old, new)))
+
+
+def test_a_restore_finds_the_optimizer_of_each_scheduler_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    module = sys.modules["treeckpt.training.restore"]
+    find = module.optimizer_of
+    monkeypatch.setattr(module, "optimizer_of", lambda one, lives: asked.append(one) or find(one, lives))
+    for kinds in (list, lambda found: dict(zip("ab", found, strict=True))):
+        old, new = Parts(2), Parts(2, seed=1)
+        old.step()
+        tc.save(
+            tmp_path / "c",
+            training.state(old.models, old.optimizers, scheduler=kinds(old.schedulers), rng=False),
+            overwrite=True,
+        )
+        asked.clear()
+        given: Any = {"scheduler": kinds(new.schedulers), "rng": False}
+        training.restore(tmp_path / "c", new.models, new.optimizers, **given)
+        assert asked == new.schedulers and new.rates() == old.rates()
 
 
 def test_parts_whose_schedules_differ_keep_each_its_own_and_no_other_number_takes_them(tmp_path: Path) -> None:
