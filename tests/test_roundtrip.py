@@ -209,7 +209,7 @@ def test_a_lost_index_is_rebuilt_equal(tmp_path: pathlib.Path) -> None:
     tc.save(tmp_path / "c", tree, step=3, custom_metadata={"loss": 0.5})
     index = tc.inspect(tmp_path / "c")
     os.unlink(tmp_path / "c" / "index.json")
-    with pytest.raises(tc.CheckpointNotFound, match="1 shards"):
+    with pytest.raises(tc.CheckpointNotFound, match="1 shard of"):
         tc.load(tmp_path / "c")
     assert tc.rebuild_index(tmp_path / "c") == index == tc.inspect(tmp_path / "c")
     assert index.step == 3 and index.metadata == {"loss": 0.5}

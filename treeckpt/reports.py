@@ -7,7 +7,7 @@ import msgspec
 from .core.format.damage import DamagedLeaf
 from .core.format.timings import Span
 from .core.html import el, facts, joined, table
-from .core.text import bytes_text, rate_text, seconds_text
+from .core.text import bytes_text, count_text, rate_text, seconds_text
 
 __all__ = ["Leftover", "LoadReport", "SaveReport", "VerifyReport"]
 
@@ -114,7 +114,8 @@ class LoadReport(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         rows = [
-            f"loaded {self.path}  {self.loaded} leaves, {bytes_text(self.nbytes)} in {seconds_text(self.seconds)} "
+            f"loaded {self.path}  {count_text(self.loaded, 'leaf', 'leaves')}, "
+            f"{bytes_text(self.nbytes)} in {seconds_text(self.seconds)} "
             f"({rate_text(self.nbytes, self.seconds)}, {bytes_text(self.read_nbytes)} read)"
         ]
         if self.unverified_nbytes:
@@ -229,8 +230,8 @@ class VerifyReport(msgspec.Struct, frozen=True):
         return tuple(sorted({path for problem in self.problems for path in problem.leaves}))
 
     def __str__(self) -> str:
-        state = "intact" if self.ok else f"{len(self.problems)} problems"
-        rows = [f"verified {self.path}  {self.files} shards, {bytes_text(self.nbytes)}: {state}"]
+        state = "intact" if self.ok else count_text(len(self.problems), "problem")
+        rows = [f"verified {self.path}  {count_text(self.files, 'shard')}, {bytes_text(self.nbytes)}: {state}"]
         rows += [f"  repaired {repair}" for repair in self.repairs]
         rows += [f"  {problem.file}: {problem.text}" for problem in self.problems]
         return "\n".join(rows + [f"  {one.file}: {bytes_text(one.nbytes)} {one.why}" for one in self.leftovers])

@@ -13,7 +13,7 @@ from treeckpt.core.sharding.dtypes import dtype_of
 from treeckpt.core.sharding.int_runs import decode_runs
 from treeckpt.core.sharding.placements import MeshLayout, mesh_ranks
 from treeckpt.core.sharding.region import Region
-from treeckpt.core.text import layout_text, placement_text, value_text, value_type
+from treeckpt.core.text import count_text, layout_text, placement_text, value_text, value_type
 from treeckpt.core.tree.spec import ArraySpec
 from treeckpt.loading.peek import MAX_NBYTES
 from treeckpt.runs.statistics_store import LeafStatistics
@@ -145,7 +145,7 @@ def _layout_text(base: Leaf, layout: MeshLayout | None) -> str | None:
     if base.spec is None:
         return None
     if isinstance(base.record, PerRankArrays):
-        return f"an array of its own on each of {chunk_count(base)} ranks"
+        return f"an array of its own on each of {count_text(chunk_count(base), 'rank')}"
     return layout_text(layout)
 
 

@@ -1,6 +1,6 @@
 // @ts-check
 /** The bytes that each rank wrote, as a bar chart. */
-import { api, bytesText, find, numberText, reason } from "./dom.js";
+import { api, bytesText, countText, find, reason } from "./dom.js";
 import { barChart } from "./plots.js";
 
 /** @typedef {{ ranks: number[], nbytes: number[], mean: number }} Balance */
@@ -10,7 +10,7 @@ const readout = find("#balance-text");
 
 /** @param {Balance} balance */
 function show({ ranks, nbytes, mean }) {
-  const count = `${numberText(ranks.length)} ${ranks.length === 1 ? "rank" : "ranks"}`;
+  const count = countText(ranks.length, "rank");
   const summary = `${count}; the line is the mean, ${bytesText(mean)}`;
   const draw = barChart(holder, 170, (bar) => {
     const times = (nbytes[bar] / (mean || 1)).toFixed(2);

@@ -93,6 +93,9 @@ export function secondsText(seconds) {
 /** @param {number} n */
 export const numberText = (n) => n.toLocaleString("en");
 
+/** `1 leaf`, `2 leaves`. @param {number} count @param {string} one @param {string} several */
+export const countText = (count, one, several = `${one}s`) => `${numberText(count)} ${count === 1 ? one : several}`;
+
 /** What the address says of the view. @param {string} name */
 export const recalled = (name) => new URLSearchParams(location.search).get(name);
 

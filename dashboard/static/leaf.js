@@ -1,6 +1,6 @@
 // @ts-check
 /** The shard map: a plane of an array's index space, its regions coloured by the rank or the file that holds them. */
-import { api, buttonGroup, bytesText, find, numberText, reason, recalled, remember } from "./dom.js";
+import { api, buttonGroup, bytesText, countText, find, numberText, reason, recalled, remember } from "./dom.js";
 import { colour, fillBox, fillOf, follow, hatch, ink, label, legend, selectable } from "./canvas.js";
 
 const holder = find("#map");
@@ -190,16 +190,16 @@ function select(item) {
 
 function summary() {
   if (!map) return "";
-  const count = `${numberText(map.boxes.length)} ${map.boxes.length === 1 ? "region" : "regions"}`;
+  const count = countText(map.boxes.length, "region");
   const names = [
     map.y !== null ? `vertical: ${map.dims[map.y]}` : "",
     map.x !== null ? `horizontal: ${map.dims[map.x]}` : "",
   ].filter(Boolean);
   const troubles = [
-    map.missing ? `${numberText(map.missing)} elements are in no chunk` : "",
-    map.overlaps.length ? `chunks overlap in ${numberText(map.overlaps.length)} places` : "",
+    map.missing ? `${countText(map.missing, "element is", "elements are")} in no chunk` : "",
+    map.overlaps.length ? `chunks overlap in ${countText(map.overlaps.length, "place")}` : "",
   ].filter(Boolean);
-  if (map.more) troubles.push(`${numberText(map.more)} more are not drawn`);
+  if (map.more) troubles.push(`${countText(map.more, "more is", "more are")} not drawn`);
   return [count, names.join(", "), ...troubles].join(" · ");
 }
 

@@ -1,6 +1,7 @@
 // @ts-check
 /** One array over the steps of its run: norm, mean, standard deviation, largest value, and how many are not finite. */
-import { api, base, buttonGroup, find, make, numberText, reason, recalled, remember, tableOf } from "./dom.js";
+import { api, base, buttonGroup, countText, find, make, numberText } from "./dom.js";
+import { reason, recalled, remember, tableOf } from "./dom.js";
 import { colour } from "./canvas.js";
 import { axisStyle, keepFitted } from "./plots.js";
 
@@ -55,10 +56,11 @@ function draw(data) {
   const values = () => data.numbers.map((n) => MEASURES[measure][1](n));
   /** @param {number | null | undefined} at */
   const tell = (at) => {
-    const unknown = data.unknown ? `; ${numberText(data.unknown)} other checkpoints have no statistics yet` : "";
+    const others = countText(data.unknown, "other checkpoint has", "other checkpoints have");
+    const unknown = data.unknown ? `; ${others} no statistics yet` : "";
     readout.textContent =
       at === null || at === undefined
-        ? `${numberText(data.step.length)} steps${unknown}`
+        ? `${countText(data.step.length, "step")}${unknown}`
         : `step ${numberText(data.step[at])} · ${MEASURES[measure][0]} ${figure(values()[at])}`;
   };
   const plot = new uPlot(

@@ -1,6 +1,6 @@
 // @ts-check
 /** Values of an array: a slice is read on demand; its statistics, histogram and first values are shown. */
-import { api, bytesText, find, make, numberText, reason, recalled, remember, tableOf } from "./dom.js";
+import { api, bytesText, countText, find, make, numberText, reason, recalled, remember, tableOf } from "./dom.js";
 import { showPicture } from "./leaf_image.js";
 import { barChart } from "./plots.js";
 
@@ -37,7 +37,7 @@ const drawHistogram = barChart(find("#peek-chart"), 180, (bin) => {
 
 /** @param {Statistics} statistics @param {number} bin */
 const binText = ({ bins, edges }, bin) =>
-  `${numberText(bins[bin])} values from ${short(edges[bin])} to ${short(edges[bin + 1])}`;
+  `${countText(bins[bin], "value")} from ${short(edges[bin])} to ${short(edges[bin + 1])}`;
 
 /** @param {Statistics} statistics */
 function showHistogram({ bins, edges }) {
@@ -99,7 +99,7 @@ function show(found) {
   const whose = found.rank === null ? "" : ` of rank ${found.rank}`;
   const why = map.hasAttribute("data-foreign") ? "the format has none for parts" : "they cover more than this slice";
   const checked = found.verified ? "checksums match" : `checksums not compared: ${why}`;
-  const size = `${numberText(found.elements)} elements, ${bytesText(found.nbytes)}`;
+  const size = `${countText(found.elements, "element")}, ${bytesText(found.nbytes)}`;
   state.textContent = `${found.region}${whose} · ${size} · ${bytesText(found.read)} read, ${checked}`;
   shown = found.statistics;
   holder.hidden = false;

@@ -1,6 +1,6 @@
 // @ts-check
 /** The treemap: one area per leaf, in proportion to its bytes, inside its part of the tree, rank, file or dtype. */
-import { api, base, buttonGroup, bytesText, find, make, numberText } from "./dom.js";
+import { api, base, buttonGroup, bytesText, countText, find, make } from "./dom.js";
 import { reason, recalled, remember, tableOf, visible } from "./dom.js";
 import { colour, fillOf, follow, ink, selectable } from "./canvas.js";
 import { noter } from "./tip.js";
@@ -41,7 +41,7 @@ document.addEventListener("theme", () => {
 /** @param {number} box */
 function nameOf(box) {
   if (!page) return "";
-  return page.more[box] ? `${numberText(page.more[box])} smaller ones` : page.names[box] || "(all)";
+  return page.more[box] ? countText(page.more[box], "smaller one") : page.names[box] || "(all)";
 }
 
 /** The names from the picture's root to a box. @param {number} box */
@@ -177,7 +177,7 @@ const redraw = follow(canvas, { height: (width) => (width < 500 ? 320 : 300), dr
 function summary() {
   if (!page) return "";
   return page.total
-    ? `${bytesText(page.total)} in ${numberText(areas.leaves.length)} areas; a click opens one`
+    ? `${bytesText(page.total)} in ${countText(areas.leaves.length, "area")}; a click opens one`
     : "No arrays here.";
 }
 

@@ -1,6 +1,7 @@
 // @ts-check
 /** The page of trends: phases, ranks and figures over the steps of a run. A step leads to the timing of its save. */
-import { api, base, buttonGroup, bytesText, find, numberText, reason, recalled, remember, secondsText } from "./dom.js";
+import { api, base, buttonGroup, bytesText, countText, find, numberText } from "./dom.js";
+import { reason, recalled, remember, secondsText } from "./dom.js";
 import { binText, rankHeat } from "./rank_heat.js";
 import { nameLines, stepChart } from "./step_chart.js";
 
@@ -158,7 +159,7 @@ async function redraw() {
 /** @param {Bins} bins */
 function aboutBins({ saves, counts }) {
   if (!saves) return "No save in this range has timings.";
-  return `${numberText(saves)} saves${counts[0] > 1 ? `, ${numberText(counts[0])} in each bin` : ""}`;
+  return `${countText(saves, "save")}${counts[0] > 1 ? `, ${numberText(counts[0])} in each bin` : ""}`;
 }
 
 let asked = false;

@@ -1,6 +1,6 @@
 // @ts-check
 /** The waterfall of a save: zoomed by dragging and by keys, and walked through with the arrow keys. */
-import { buttonGroup, find, numberText, recalled } from "./dom.js";
+import { buttonGroup, countText, find, recalled } from "./dom.js";
 import { follow } from "./canvas.js";
 import { FRAME, LEFT, WAITS, drawWaterfall, pixelsPerUnit } from "./waterfall_draw.js";
 import { LANE, bandsOf, edgesOf, orderOf, spanAt } from "./waterfall_layout.js";
@@ -62,7 +62,7 @@ export function showWaterfall(canvas, data, slowest, note) {
     const count = scene.view.r1 - scene.view.r0;
     const lines = scene.layout.bands.length;
     const binned = lines < count ? `; each line is the slowest of ${Math.ceil(count / lines)}` : "";
-    return `${numberText(count)} ranks${binned}. Drag over a part, or press Enter on a line, to see its spans.`;
+    return `${countText(count, "rank")}${binned}. Drag over a part, or press Enter on a line, to see its spans.`;
   }
 
   /** Zooms time about the middle, or about what is chosen. @param {number} factor */

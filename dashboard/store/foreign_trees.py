@@ -15,7 +15,7 @@ from treeckpt.core.analysis.outline import IndexOutline, Outline
 from treeckpt.core.format.file_names import is_step_name
 from treeckpt.core.text import bytes_text, visible
 from treeckpt.errors import FormatError
-from treeckpt.io.storage.foreign_formats import DCP_METADATA, describe_foreign
+from treeckpt.io.storage.foreign_formats import DCP_METADATA, TORCH_SUFFIXES, describe_foreign
 from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder, LocalRun
 from treeckpt.io.storage.store import Store
 from treeckpt.runs.checkpoint_info import CheckpointInfo
@@ -25,10 +25,6 @@ MAX_METADATA = 64 << 20
 """Bytes of the metadata of torch.distributed.checkpoint beyond which they are not read here."""
 KEPT = 2
 """Trees that stay in memory."""
-
-
-SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
-"""Of files in a run that are looked at."""
 
 
 class ForeignInfo(CheckpointInfo, frozen=True):
@@ -56,10 +52,10 @@ class RunWithFiles(LocalRun):
 
     def folder(self, name: str) -> LocalFolder:
         path = self.path / name
-        return ForeignFile(path) if path.suffix in SUFFIXES and path.is_file() else LocalFolder(path)
+        return ForeignFile(path) if path.suffix in TORCH_SUFFIXES and path.is_file() else LocalFolder(path)
 
     def is_checkpoint_file(self, entry: os.DirEntry[str], at: os.stat_result) -> bool:
-        if not entry.name.endswith(SUFFIXES) or entry.is_symlink() or not stat.S_ISREG(at.st_mode):
+        if not entry.name.endswith(TORCH_SUFFIXES) or entry.is_symlink() or not stat.S_ISREG(at.st_mode):
             return False
         return _is_foreign_file(entry.path, at.st_mtime_ns)
 

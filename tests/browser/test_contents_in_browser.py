@@ -61,7 +61,7 @@ def test_an_array_is_drawn_over_the_steps(watched, address, accessible):
     page.get_by_role("link", name="step 2").click()
     page.get_by_role("link", name="Contents").click()
     page.get_by_role("link", name="layers.2.k").click()
-    expect(page.locator("#steps-text")).to_contain_text("2 steps; 1 other checkpoints have no statistics yet")
+    expect(page.locator("#steps-text")).to_contain_text("2 steps; 1 other checkpoint has no statistics yet")
     expect_colours(page, "#steps-chart canvas", 2)
     page.get_by_role("button", name="std", exact=True).click()
     page.locator("#steps-chart").focus()

@@ -190,7 +190,7 @@ def test_values_are_read_when_they_are_asked_for(page):
     expect_colours(page, "#peek-chart canvas", 2)
     page.locator("#peek-chart").focus()
     page.keyboard.press("End")
-    expect(page.locator("#peek-bin")).to_contain_text("1 values from")
+    expect(page.locator("#peek-bin")).to_contain_text("1 value from")
     page.reload()
     expect(page.locator("#peek-text")).to_contain_text("[0:3, 0:5] · 15 elements")
 

@@ -424,6 +424,25 @@ def test_rebuild_index(cli, tmp_path):
     cli("rebuild-index", "--replace", tmp_path / "c")
 
 
+def test_one_of_a_thing_is_in_the_singular(cli, tmp_path, monkeypatch):
+    monkeypatch.setenv("TREECKPT_CACHE", str(tmp_path / "cache"))
+    run, hub = tmp_path / "run", tmp_path / "hub"
+    hub.mkdir()
+    save_file({"w": np.zeros(1)}, hub / "model.safetensors")
+    saved = tc.Manager(run, keep=None, background=False).save(1, {"w": np.zeros(1)})
+    step = Path(saved.path)
+    tc.save(tmp_path / "own", tc.PerRank({"w": np.zeros(1), "value": 7}))
+    texts = [cli("show", step), cli("show", hub), cli("verify", step), cli("verify", run), cli("gc", run)]
+    texts += [cli("show", tmp_path / "own", leaf) for leaf in ("~rank*/w", "~rank*/value")]
+    texts += [cli("show", tmp_path / "own", "--structure"), cli("convert", step, tmp_path / "out", "--to", "torch")]
+    (step / INDEX_NAME).unlink()
+    texts += [cli("rebuild-index", step), str(tc.verify(step)), tc.inspect(step)._repr_html_()]
+    texts += [str(tc.load_into(step, {"w": np.ones(1)})), str(tc.convert.convert(step, tmp_path / "again", to="torch"))]
+    assert "in 1 shard" in texts[0] and "in 1 file\n" in texts[1] and "1 shard, 8 B" in texts[2]
+    for text in texts:
+        assert not re.search(r"\b1 (shards|files|leaves|ranks|checkpoints|arrays|problems|pieces|spans)\b", text), text
+
+
 def test_hostile_names_cannot_steer_the_terminal(cli, tmp_path):
     write_checkpoint(tmp_path / "step_00000001", {"a\x1b[2J\u202e": 1, "b": "x\x1b]0;t\x07"})
     for text in (cli("show", tmp_path / "step_00000001"), cli("ls", tmp_path)):

@@ -20,7 +20,7 @@ COMMANDS = [
     ("reading the index", "show", "RUN/step_00000001"),
     ("verifying", "verify", "RUN/step_00000001"),
     ("verifying", "verify", "RUN/step_00000001", "--repair"),
-    ("verifying 1 checkpoints", "verify", "RUN"),
+    ("verifying 1 checkpoint", "verify", "RUN"),
     ("comparing", "diff", "RUN/step_00000001", "RUN/step_00000001", "--values"),
     ("deleting", "gc", "RUN", "--keep-last", "1"),
     ("applying the rules", "show", "RUN/step_00000001", "--rules", "RUN.rules"),

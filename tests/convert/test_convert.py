@@ -51,7 +51,7 @@ def test_formats_are_found_by_looking(tmp_path: Path) -> None:
     with pytest.raises(tc.CheckpointNotFound):
         detect(tmp_path / "nothing")
     (tmp_path / "treeckpt" / "index.json").unlink()
-    with pytest.raises(tc.CheckpointNotFound, match="shards of a save that never finished"):
+    with pytest.raises(tc.CheckpointNotFound, match="1 shard of a save that never finished"):
         convert(tmp_path / "treeckpt", tmp_path / "new")
 
 
@@ -209,7 +209,7 @@ def test_the_command_line_says_what_it_did_and_what_would_be_lost(
     report = json.loads(capsys.readouterr().out)
     assert report["files"] == ["model.safetensors"] and report["nbytes"] == 40 and report["format"] == "safetensors"
     assert main(["convert", hub, str(tmp_path / "back"), "--step", "5", "--memory", "64MiB"]) == 0
-    assert "1 leaves, 40 B, safetensors to treeckpt" in capsys.readouterr().out
+    assert "1 leaf, 40 B, safetensors to treeckpt" in capsys.readouterr().out
     assert tc.load(tmp_path / "back")["w"].dtype == torch.bfloat16 and tc.inspect(tmp_path / "back").step == 5
     assert main(["convert", str(tmp_path / "gone"), hub]) == 1
 

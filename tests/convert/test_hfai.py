@@ -31,6 +31,18 @@ def test_parts_are_put_together_as_hfai_load_does(tmp_path: Path, world: int) ->
         assert_same({name: back["optimizer"]["state"][number][name] for name in moments}, moments)
 
 
+@pytest.mark.parametrize("digits", [1, 2, 4])
+def test_numbers_of_parts_may_have_any_number_of_digits(tmp_path: Path, digits: int) -> None:
+    write_parts(tmp_path / "old", {"model": [{"w": torch.arange(300.0)}], "optimizer": []}, {}, 3)
+    for rank in range(3):
+        (tmp_path / "old" / f"PART_{rank:03d}.pt").rename(tmp_path / "old" / f"PART_{rank:0{digits}d}.pt")
+    assert tc.convert.detect(tmp_path / "old") == "hfai"
+    assert torch.equal(tc.load(tmp_path / "old")["model"]["w"], torch.arange(300.0))
+    torch.save([1], tmp_path / "old" / f"PART_{1:0{digits}d}.pt")
+    with pytest.raises(tc.FormatError, match=rf"PART_{1:0{digits}d}\.pt: expected a part of hfai"):
+        tc.load(tmp_path / "old")
+
+
 def test_several_models_and_no_optimizer(tmp_path: Path) -> None:
     first, second = trained(1)[0], trained(2)[0]
     write_parts(tmp_path / "ckpt", {"model": [first, second], "optimizer": []}, {}, 2)

@@ -13,6 +13,7 @@ from treeckpt.core.sharding.placements import BoxLayout, Mesh, MeshLayout, Repli
 from treeckpt.core.sharding.region import Region
 from treeckpt.core.text import (
     bytes_text,
+    count_text,
     layout_text,
     number_text,
     placement_text,
@@ -146,6 +147,11 @@ def test_times_read_to_the_second_in_their_zone():
     assert time_text(1_750_000_000_999_999_999) == "2025-06-15 15:06:40 UTC"
     assert time_text(0, ZoneInfo("Europe/Berlin")) == "1970-01-01 01:00:00"
     assert [time_text(None), time_text(1 << 100)] == ["-", "out of range"]
+
+
+def test_a_number_of_things_is_in_the_singular_for_one():
+    assert [count_text(n, "shard") for n in (0, 1, 2, 1024)] == ["0 shards", "1 shard", "2 shards", "1,024 shards"]
+    assert [count_text(n, "leaf", "leaves") for n in (1, 3)] == ["1 leaf", "3 leaves"]
 
 
 def test_shapes_and_regions_read_as_python_writes_them():

@@ -99,7 +99,7 @@ def test_equal_leaves_and_losses_pass():
     [
         (EQUAL | {3: ({"a": "3", "b": "4"}, {"a": "3", "b": "wrong"})}, "step 3 b on rank 1"),
         (EQUAL | {3: ({"a": "3"}, {"a": "3", "b": "4"})}, "step 3 b on rank 0"),
-        (EQUAL | {2: ({"a": "1", "b": "2"},)}, "step 2: 1 ranks answered"),
+        (EQUAL | {2: ({"a": "1", "b": "2"},)}, "step 2: 1 rank answered"),
         ({3: EQUAL[3]}, "step 2: 0 ranks answered"),
     ],
     ids=["one rank's leaf differs", "a leaf is missing", "a rank is missing", "a checkpoint is missing"],

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import treeckpt as tc
-from tests.helpers.samples import write_checkpoint, write_mixed_run
+from tests.helpers.samples import write_checkpoint, write_mixed_run, write_run
 from treeckpt.cli.main import main
 from treeckpt.core.html import el, joined, table
 from treeckpt.core.text import bytes_text
@@ -69,7 +69,7 @@ def test_a_report_of_a_run_shows_every_checkpoint_and_the_newest_one(run, tmp_pa
     assert [p.name for p in tmp_path.iterdir()] == ["r.html"]
 
 
-def test_a_report_decodes_an_index_once_for_a_checkpoint_and_counts_what_files_take(run, monkeypatch):
+def test_a_report_decodes_each_index_once_and_counts_what_files_take(run, tmp_path, monkeypatch):
     decoded = []
     decode = metadata_files.decode_index
     monkeypatch.setattr(metadata_files, "decode_index", lambda *given: decoded.append(1) or decode(*given))
@@ -77,6 +77,8 @@ def test_a_report_decodes_an_index_once_for_a_checkpoint_and_counts_what_files_t
     decoded.clear()
     page = report(complete.path)
     assert len(decoded) == 1 and complete.save_id in page
+    decoded.clear()
+    assert "step_00000003" in report(write_run(tmp_path / "run", steps=(1, 2, 3))) and len(decoded) == 3
     files = [file for info in scan(run) if info.status != "foreign" for file in Path(info.path).iterdir()]
     assert bytes_text(sum(file.stat().st_size for file in files)) in report(run)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,51 @@ def test_schedulers_of_parts_go_on_in_another_number_of_parts(tmp_path: Path, sa
     old.step(), new.step()
     assert new.rates() == old.rates() == {(0.025, 2)}
     assert same_tensors(*({k: v for m in parts.models for k, v in m.state_dict().items()} for parts in (old, new)))
+
+
+class RotaryStage(nn.Module):
+    """One layer of several, beside a table that each stage has."""
+
+    def __init__(self, number: int, *, persistent: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(number): nn.Linear(3, 3)})
+        self.register_buffer("rotary", torch.arange(3.0), persistent=persistent)
+
+
+def test_a_buffer_that_two_parts_on_a_rank_have_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(tc.TreeError) as refused:
+        training.state([RotaryStage(0), RotaryStage(1)], rng=False)
+    assert (refused.value.path, refused.value.found) == ("rotary", "a buffer of two parts on this rank")
+    assert "persistent=False in all but one" in refused.value.hint and "{'first': ..., 'second':" in refused.value.hint
+    stages, fresh = ([RotaryStage(0), RotaryStage(1, persistent=False)] for _ in range(2))
+    stages[0].rotary += 5
+    tc.save(tmp_path / "c", training.state(stages, rng=False))
+    training.restore(tmp_path / "c", fresh, rng=False)
+    assert all(same_tensors(a.state_dict(), b.state_dict()) for a, b in zip(stages, fresh, strict=True))
+    named, others = ({"first": RotaryStage(0), "second": RotaryStage(1)} for _ in range(2))
+    named["second"].rotary += 7
+    tc.save(tmp_path / "named", training.state(named, rng=False))
+    training.restore(tmp_path / "named", others, rng=False)
+    assert all(same_tensors(named[name].state_dict(), others[name].state_dict()) for name in named)
+
+
+def test_a_restore_finds_the_optimizer_of_each_scheduler_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    module = sys.modules["treeckpt.training.restore"]
+    find = module.optimizer_of
+    monkeypatch.setattr(module, "optimizer_of", lambda one, lives: asked.append(one) or find(one, lives))
+    for kinds in (list, lambda found: dict(zip("ab", found, strict=True))):
+        old, new = Parts(2), Parts(2, seed=1)
+        old.step()
+        tc.save(
+            tmp_path / "c",
+            training.state(old.models, old.optimizers, scheduler=kinds(old.schedulers), rng=False),
+            overwrite=True,
+        )
+        asked.clear()
+        given: Any = {"scheduler": kinds(new.schedulers), "rng": False}
+        training.restore(tmp_path / "c", new.models, new.optimizers, **given)
+        assert asked == new.schedulers and new.rates() == old.rates()
 
 
 def test_parts_whose_schedules_differ_keep_each_its_own_and_no_other_number_takes_them(tmp_path: Path) -> None:

@@ -185,10 +185,10 @@ def content_digests(described: DescribedTree, *, every: bool) -> dict[str, bytes
         itemsize = dtype_of(source.spec.dtype).itemsize
         if spec.rows is not None and isinstance(source.layout, BoxLayout):
             # which buckets have two owners is not known here; with equal ids it is the same part of the table
-            small = itemsize * source.pieces[0].region.size <= SMALL_LEAF_NBYTES
-            if every or small or spec.path.rpartition("/")[2] == TABLE_KEYS[0]:
+            wanted = every or _is_small(source.pieces[0].region, itemsize)
+            if wanted or spec.path.rpartition("/")[2] == TABLE_KEYS[0]:
                 found[piece_key(spec.path, source.layout.pieces[0][1])] = _hash_piece(source.pieces[0], itemsize)
-        elif _is_replica(source) and (every or itemsize * source.pieces[0].region.size <= SMALL_LEAF_NBYTES):
+        elif _is_replica(source) and (every or _is_small(source.pieces[0].region, itemsize)):
             found[spec.path] = _hash_piece(source.pieces[0], itemsize)
     return found
 
@@ -211,7 +211,7 @@ def piece_digests(described: DescribedTree, *, world: int, every: bool) -> list[
             continue
         itemsize = dtype_of(source.spec.dtype).itemsize
         for piece in source.pieces:
-            if every or itemsize * piece.region.size <= SMALL_LEAF_NBYTES:
+            if every or _is_small(piece.region, itemsize):
                 group = groups.setdefault((layout.mesh.shape, copies), {})
                 group[piece_key(spec.path, piece.region)] = _hash_piece(piece, itemsize)
     return list(groups.values())
@@ -233,6 +233,10 @@ def box_digests(described: DescribedTree, boxes: Sequence[tuple[str, Region]]) -
     return list(dict.fromkeys(found))
 
 
+def _is_small(region: Region, itemsize: int) -> bool:
+    return region.size * itemsize <= SMALL_LEAF_NBYTES
+
+
 def _is_replica(source: ArraySource) -> bool:
     if source.layout is None:
         return True
@@ -242,14 +246,14 @@ def _is_replica(source: ArraySource) -> bool:
 
 
 def _hash_piece(piece: SourcePiece, itemsize: int) -> bytes:
-    if isinstance(piece.data, HostMemory) and piece.region.size * itemsize <= SMALL_LEAF_NBYTES:
+    if isinstance(piece.data, HostMemory) and _is_small(piece.region, itemsize):
         return xxhash.xxh3_128_digest(piece.data.tobytes())
     return _hash_box(piece.data, Region.whole(piece.region.shape), itemsize)
 
 
 def _hash_box(data: ArrayReader, box: Region, itemsize: int) -> bytes:
     slices = box.slices()
-    if box.size * itemsize <= SMALL_LEAF_NBYTES or not slices:
+    if _is_small(box, itemsize) or not slices:
         return xxhash.xxh3_128_digest(np.ascontiguousarray(data.read(slices)).data)
     state = xxhash.xxh3_128()
     first, stop = box.offset[0], box.stop[0]

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from ..core.text import bytes_text, seconds_text
+from ..core.text import bytes_text, count_text, seconds_text
 from ..io.comm.waiting import log_if_slow
 from ..report.terminal import print_json, print_line
 from ..runs.progress_bar import counting_bar
@@ -79,7 +79,7 @@ def _print_report(report: Any, options: argparse.Namespace) -> None:
             print_line(f"{word}: {finding}", style)
         if len(findings) > SHOWN:
             print_line(f"{word}: ... and {len(findings) - SHOWN} more; --json gives all", style)
-    what = f"{report.leaves} leaves, {bytes_text(report.nbytes)}"
+    what = f"{count_text(report.leaves, 'leaf', 'leaves')}, {bytes_text(report.nbytes)}"
     kinds = f"{report.source_format} to {report.format}"
     if report.dry_run:
         print_line(f"{report.destination}: nothing written; would be {what}, {kinds}")

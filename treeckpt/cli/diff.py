@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from msgspec.structs import asdict
 
 from ..core.analysis.diff import Added, Diff, Moved, Removed, diff
-from ..core.text import json_number
+from ..core.text import count_text, json_number
 from ..io.storage.open import open_store
 from ..loading.compare import ValueChange, value_changes
 from ..loading.one_checkpoint import opened
@@ -59,9 +59,7 @@ def _diff(options: argparse.Namespace) -> int:
     counts = Counter(row[0] for row in rows)
     changed = {change.path for change in found.changes}
     alike = found.same - sum(v.path not in changed for v in values or ())
-    parts = [f"{n} {what}" for what, n in counts.most_common()] + [
-        f"{alike} {'leaf' if alike == 1 else 'leaves'} alike"
-    ]
+    parts = [f"{n} {what}" for what, n in counts.most_common()] + [f"{count_text(alike, 'leaf', 'leaves')} alike"]
     print_line(f"{', '.join(parts)} ({_NOT_COMPARED if values is None else _BY_CHECKSUMS})", "dim")
     if found.also:
         print_line(f"beside the leaves these differ: {', '.join(found.also)}", "yellow")

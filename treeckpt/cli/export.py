@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..core.analysis.perfetto import encode_trace
 from ..core.analysis.timing_report import TimingReport
-from ..core.text import bytes_text
+from ..core.text import bytes_text, count_text
 from ..report.output_file import replace_file
 from ..report.terminal import print_json, print_line
 from ..runs import catalog
@@ -46,7 +46,7 @@ def _trace(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"file": options.out, "spans": len(timings.spans), **about})
         return 0
-    print_line(f"{options.out}: {len(timings.spans)} spans; open it at https://ui.perfetto.dev")
+    print_line(f"{options.out}: {count_text(len(timings.spans), 'span')}; open it at https://ui.perfetto.dev")
     for text in filter(None, about.values()):
         print_line(text)
     return 0

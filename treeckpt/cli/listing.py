@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from ..core.format.file_names import is_step_name
-from ..core.text import ago_text, bytes_text, json_number, seconds_text, time_text
+from ..core.text import ago_text, bytes_text, count_text, json_number, seconds_text, time_text
 from ..io.storage.bucket import local_path
 from ..io.storage.foreign_formats import describe_foreign
 from ..io.storage.open import open_folder, open_run
@@ -87,7 +87,7 @@ def _ls(options: argparse.Namespace) -> int:
             print_line(f"{info.name}: {info.error}", "dim")
         print_saves_under_way(info)
         if steps := runs.get(info.path):
-            print_line(f"{info.name}: a run of {steps} step{'s' * (steps > 1)}, which treeckpt ls {info.path} lists")
+            print_line(f"{info.name}: a run of {count_text(steps, 'step')}, which treeckpt ls {info.path} lists")
     return 0
 
 
@@ -160,7 +160,7 @@ def _verified_text(info: CheckpointInfo, now: int) -> str:
     found = info.verification
     if found is None:
         return "-"
-    what = "intact" if found.ok else f"{found.total} problem{'s' * (found.total != 1)}"
+    what = "intact" if found.ok else count_text(found.total, "problem")
     return f"{what}, {ago_text((now - found.ended_ns) / 1e9)}"
 
 

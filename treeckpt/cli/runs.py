@@ -14,7 +14,7 @@ from typing import Any
 
 from ..core.analysis.retention_policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps
 from ..core.format.file_names import MAX_STEP, is_step_name, step_name, step_of
-from ..core.text import bytes_text
+from ..core.text import bytes_text, count_text
 from ..report.terminal import print_json, print_line, print_table
 from ..runs.catalog import is_checkpoint, scan
 from ..runs.checkpoint_info import CheckpointInfo, loadable_text
@@ -179,7 +179,8 @@ def _print_report(report: CleanReport, *, alone: bool) -> None:
     rows = [("kept", step_name(step), "", report.why(step)) for step in report.kept]
     word = "would go" if report.dry_run else "removed"
     for one in report.removed:
-        what = "checkpoint" if one.what == "checkpoint" else f"{len(one.files)} files" if one.files else "directory"
+        files = count_text(len(one.files), "file") if one.files else "directory"
+        what = "checkpoint" if one.what == "checkpoint" else files
         rows.append((word, one.name, bytes_text(one.nbytes), f"{what}: {one.reason}"))
     rows += [("left", one.name, "", one.why) for one in report.left]
     rows += [("failed", one.name, "", one.why) for one in report.failed]
@@ -191,7 +192,7 @@ def _print_report(report: CleanReport, *, alone: bool) -> None:
         print_line(warning, "yellow")
     freed = "would be freed" if report.dry_run else "freed"
     gone = sum(len(one.files) for one in report.removed)
-    what = f"{gone} files {word}" if alone else f"{len(report.kept)} kept, {len(report.removed)} {word}"
+    what = f"{count_text(gone, 'file')} {word}" if alone else f"{len(report.kept)} kept, {len(report.removed)} {word}"
     print_line(f"{what}, {bytes_text(report.nbytes)} {freed}", "dim")
 
 

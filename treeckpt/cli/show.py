@@ -19,6 +19,7 @@ from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRank
 from ..core.sharding.int_runs import length_of
 from ..core.text import (
     bytes_text,
+    count_text,
     json_number,
     layout_text,
     number_text,
@@ -126,7 +127,7 @@ def _summary_texts(index: Index) -> list[tuple[str, object]]:
         ("save id", index.save_id),
         ("ranks", index.world),
         ("leaves", len(index.leaves)),
-        ("size", f"{bytes_text(index.nbytes)} in {len(index.file_list)} {index.file_kind}"),
+        ("size", f"{bytes_text(index.nbytes)} in {count_text(len(index.file_list), index.file_kind)}"),
         *((f"file {one.name}", bytes_text(one.nbytes)) for one in index.sidecars),
         *((f"metadata {name}", value_text(value)) for name, value in index.metadata.items()),
     ]
@@ -214,13 +215,14 @@ def _leaf_facts(index: Index, leaf: Leaf) -> list[tuple[str, str]]:
     if isinstance(record, ValueRecord):
         return [*facts, ("type", value_type(record.value)), ("value", value_text(record.value, 2000))]
     if isinstance(record, PerRankValues):
-        return [*facts, ("values", f"one for each of {len(record.values)} ranks: {leaf_text(index, leaf)}")]
+        ranks = count_text(len(record.values), "rank")
+        return [*facts, ("values", f"one for each of {ranks}: {leaf_text(index, leaf)}")]
     assert leaf.spec is not None, "only values have no spec"
     facts += [("dtype", leaf.spec.dtype), ("shape", shape_text(leaf.spec.shape)), ("kind", leaf.spec.kind)]
     if isinstance(record, AliasRecord):
         return [*facts, ("shares", f"the storage of {index.entries[record.of].path}")]
     if isinstance(record, PerRankArrays):
-        return [*facts, ("layout", f"one for each of {length_of(leaf.ranks or ())} ranks")]
+        return [*facts, ("layout", f"one for each of {count_text(length_of(leaf.ranks or ()), 'rank')}")]
     return [*facts, ("layout", layout_text(layout_of(index, leaf)))]
 
 

@@ -12,7 +12,7 @@ from .. import api
 from ..core.format.file_names import is_step_name
 from ..core.format.index import INDEX_NAME
 from ..core.numbers.unusual import reason_of
-from ..core.text import bytes_text, json_number, number_text, seconds_text
+from ..core.text import bytes_text, count_text, json_number, number_text, seconds_text
 from ..errors import CheckpointNotFound, CorruptError, FormatError
 from ..io.storage.open import open_folder, open_store
 from ..io.storage.store import Store
@@ -75,7 +75,8 @@ def _verify(options: argparse.Namespace) -> int:
         print_line(f"  {one.file}: {bytes_text(one.nbytes)} {one.why}", "yellow")
     if report.leftovers:
         nbytes = sum(one.nbytes for one in report.leftovers)
-        text = f"{len(report.leftovers)} files of {bytes_text(nbytes)}: the next save there removes what is dead"
+        files = count_text(len(report.leftovers), "file")
+        text = f"{files} of {bytes_text(nbytes)}: the next save there removes what is dead"
         print_line(f"  left over: {text}, and so does treeckpt gc {path}", "yellow")
     if options.repair and report.lost:
         more = f" and {len(report.lost) - SHOWN} more; --json gives all" if len(report.lost) > SHOWN else ""
@@ -86,9 +87,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _line(path: str, report: VerifyReport) -> str:
-    state = "intact" if report.ok else f"{len(report.problems)} problem{'s' * (len(report.problems) > 1)}"
+    state = "intact" if report.ok else count_text(len(report.problems), "problem")
     amount = bytes_text(report.nbytes) + " intact" * (not report.ok)
-    return f"{path}: {report.files} shards, {amount} in {seconds_text(report.seconds)}: {state}"
+    return f"{path}: {count_text(report.files, 'shard')}, {amount} in {seconds_text(report.seconds)}: {state}"
 
 
 def _verify_run(options: argparse.Namespace, infos: Sequence[CheckpointInfo]) -> int:
@@ -96,7 +97,8 @@ def _verify_run(options: argparse.Namespace, infos: Sequence[CheckpointInfo]) ->
     whole = [info for info in infos if info.status not in ("partial", "foreign")]
     reports: dict[str, VerifyReport] = {}
     total = sum(info.nbytes or 0 for info in whole)
-    with stores_bar(f"verifying {len(whole)} checkpoints", total, shown=progress_of(options)) as counted:
+    what = f"verifying {count_text(len(whole), 'checkpoint')}"
+    with stores_bar(what, total, shown=progress_of(options)) as counted:
         for info in whole:
             with contextlib.suppress(CheckpointNotFound):  # it was deleted meanwhile
                 try:
@@ -195,7 +197,7 @@ def _print_statistics(rows: list[StatisticsRow]) -> None:
     ]
     print_table(columns, shown, right=columns[2:])
     if len(rows) > SHOWN:
-        print_line(f"  and {len(rows) - SHOWN} more arrays; --json gives all", "dim")
+        print_line(f"  and {count_text(len(rows) - SHOWN, 'more array')}; --json gives all", "dim")
 
 
 def add_rebuild_index(commands: Commands) -> None:
@@ -213,7 +215,6 @@ def _rebuild_index(options: argparse.Namespace) -> int:
     if options.json:
         print_json(index_summary(index))
     else:
-        print_line(
-            f"{options.checkpoint}: index.json made again, {len(index.leaves)} leaves, {bytes_text(index.nbytes)}"
-        )
+        leaves = count_text(len(index.leaves), "leaf", "leaves")
+        print_line(f"{options.checkpoint}: index.json made again, {leaves}, {bytes_text(index.nbytes)}")
     return 0

@@ -14,6 +14,7 @@ import msgspec
 
 from ..arrays.registry import resolve
 from ..core.sharding.int_runs import decode_runs
+from ..core.text import count_text
 from ..core.tree.flatten import flatten, unflatten
 from ..core.tree.globs import Globs
 from ..core.tree.recursion import Recursive, trampoline
@@ -106,7 +107,8 @@ class ConvertReport(msgspec.Struct, frozen=True):
         did = "would convert" if self.dry_run else "converted"
         rows = [
             f"{did} {self.source} ({self.source_format}) to {self.destination} ({self.format}): "
-            f"{self.leaves} leaves, {self.nbytes} bytes, {len(self.files)} files"
+            f"{count_text(self.leaves, 'leaf', 'leaves')}, {self.nbytes} bytes, "
+            f"{count_text(len(self.files), 'file')}"
         ]
         rows += [f"  lost  {finding}" for finding in self.losses]
         return "\n".join(rows + [f"  note  {finding}" for finding in self.notes])
@@ -125,12 +127,14 @@ class Contents(msgspec.Struct, frozen=True):
     findings: tuple[Finding, ...] = ()
     sidecars: tuple[tuple[str, Callable[[], bytes]], ...] = ()
     """Names of the files that were saved with it, and functions that read them."""
+    unread: tuple[str, ...] = ()
+    """Names of files beside those of the source that are not read: of another format, or in no index."""
 
 
-def contents_of(tree: Any, label: str, metadata: dict[str, Any] | None = None) -> Contents:
+def contents_of(tree: Any, label: str, metadata: dict[str, Any], unread: tuple[str, ...]) -> Contents:
     """Returns the contents of a tree."""
     structure, leaves = flatten(tree)
-    return Contents(structure, tuple(leaves), label, metadata=metadata or {})
+    return Contents(structure, tuple(leaves), label, metadata=metadata, unread=unread)
 
 
 def tree_of(contents: Contents) -> Any:
@@ -330,7 +334,8 @@ def spread_ranks(
             for rank in decode_runs(group).tolist():
                 by_rank.append((rank, made))
                 rows.extend((_with_rank(at, path, rank), number, rank) for at, number, _ in shared)
-        findings.append(Finding(path, "one tree", f"state of each of {len(by_rank)} ranks' own", "a dict by rank"))
+        found = f"state of its own for each of {count_text(len(by_rank), 'rank')}"
+        findings.append(Finding(path, "one tree", found, "a dict by rank"))
         return DictNode(tuple(rank for rank, _ in by_rank), tuple(child for _, child in by_rank))
 
     spread = trampoline(walk(structure, ""))

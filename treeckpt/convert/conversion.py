@@ -188,6 +188,9 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
     arrays = [leaf for _, leaf in contents.leaves if isinstance(leaf, LazyArray)]
     losses = tuple(finding for finding in contents.findings if finding.lost)
     notes = [finding for finding in contents.findings if not finding.lost]
+    notes += [
+        Finding(name, "files of one format", "a file beside those read", "no part of it") for name in chosen.unread
+    ]
     if options.to != "treeckpt":
         notes += [Finding(name, "a tree alone", "a sidecar file", "no part of it") for name, _ in chosen.sidecars]
         notes += [Finding(name, "a tree alone", "custom metadata", "no part of it") for name in chosen.metadata]

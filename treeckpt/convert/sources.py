@@ -75,7 +75,7 @@ def open_source(
             source = msgspec.structs.replace(window, store=store) if window else store
             found = read_foreign(source, kind, storages, refused)
             label = f"{path}" if kind == "safetensors" else found.label
-            contents = contents_of(found.tree, label, found.metadata)
+            contents = contents_of(found.tree, label, found.metadata, found.unread)
         left_out = Globs(exclude)
         for one in refused:
             if not left_out.match(one.path):

@@ -61,6 +61,11 @@ def number_text(number: float, digits: int = 5) -> str:
     return str(number) if isinstance(number, int) else f"{number:.{digits}g}"
 
 
+def count_text(count: int, one: str, several: str = "") -> str:
+    """Formats a number of things: `1 shard`, `2 shards`; `several` is the plural if that is not `one` with an s."""
+    return f"{count:,} {one if count == 1 else several or one + 's'}"
+
+
 def rate_text(nbytes: float, seconds: float = 1.0) -> str:
     """Formats bytes per second: `1.23 GB/s`; `-` where no time passed."""
     return f"{bytes_text(nbytes / seconds)}/s" if seconds > 0 else "-"

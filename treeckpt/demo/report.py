@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from ..core.text import count_text
 from .tasks import LAYOUTS, RANKS, Digests, Layout, Resume, Resumed, Saved, Trained
 
 LOSS_TOLERANCE = 1e-4
@@ -62,7 +63,7 @@ def compare_runs(trained: Trained, resumed: Resumed, task: Resume) -> DemoCompar
             leaves += len(found)
             different += [f"step {step} {path} on rank {rank}" for path in differing(oracle[step], found)]
         if len(ranks) != RANKS[task.layout]:
-            different.append(f"step {step}: {len(ranks)} ranks answered")
+            different.append(f"step {step}: {count_text(len(ranks), 'rank')} answered")
     gap = largest_gap(trained.losses[task.step :], resumed.losses)
     return DemoComparison(task, resumed.nbytes, resumed.seconds, leaves, tuple(different), gap)
 

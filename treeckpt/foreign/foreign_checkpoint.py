@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,10 @@ from ..core.analysis.checksum_diff import Checksums
 from ..core.format.records import File, Index
 from ..core.tree.flatten import flatten
 from ..errors import FormatError
+from ..io.comm.launchers import launched_rank
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.far_store import for_reading
-from ..io.storage.foreign_formats import describe_foreign
+from ..io.storage.foreign_formats import describe_foreign, names_text
 from ..io.storage.memory import PAGE
 from ..io.storage.open import open_store
 from ..io.storage.shard_reader import OpenedShard
@@ -25,6 +27,8 @@ from .files import FileRange, ForeignStore, foreign_at
 if TYPE_CHECKING:
     from .foreign_index import ForeignIndex
     from .pickle_values import RefusedLeaf
+
+_log = logging.getLogger("treeckpt")
 
 
 class _EntryChecks(msgspec.Struct, frozen=True):
@@ -77,6 +81,9 @@ class ForeignCheckpoint(Checkpoint):
             kind = directory_format(source)
         refused: list[RefusedLeaf] = []
         found = read_foreign(self._source, kind, self._storages, refused)
+        if found.unread and ((launched := launched_rank()) is None or launched.rank == 0):
+            text = "%s: files of %s are read, and beside them these are not: %s. Give the path of one to load it"
+            _log.warning(text, self.url, kind, names_text(found.unread))
         sizes = {name: size for name, size in self.sizes.items() if not name.startswith(".")}
         for path, leaf in flatten(found.tree)[1]:
             self._storages.note(path, leaf)

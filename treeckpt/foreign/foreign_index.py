@@ -58,7 +58,7 @@ class ForeignIndex(Index, frozen=True, dict=True):
 
     @property
     def file_kind(self) -> str:
-        return "files"
+        return "file"
 
     @property
     def nbytes(self) -> int:

@@ -41,7 +41,7 @@ class HfaiParts:
         self.states: list[Any] = []
         for _, name in names:
             self.states.append(read_torch(store_window(store, name, files), storages, refused))
-        self._check()
+        self._check([name for _, name in names])
 
     def _wrong(self, expected: str, found: str) -> CorruptError:
         return CorruptError(
@@ -51,9 +51,9 @@ class HfaiParts:
             hint="Parts of another save may lie here, or some are missing; hfai writes no record that could tell",
         )
 
-    def _check(self) -> None:
-        for number, state in enumerate(self.states):
-            label = f"{self.store.url}/PART_{number:03d}.pt"
+    def _check(self, names: Sequence[str]) -> None:
+        for number, (name, state) in enumerate(zip(names, self.states, strict=True)):
+            label = f"{self.store.url}/{name}"
             if not isinstance(state, dict) or not {"model", "optimizer"} <= state.keys():
                 raise FormatError(label, expected="a part of hfai.checkpoint.save", found=f"{type(state).__name__}")
             if (version := state.get("__version__", "1.0.0")) != VERSION:

@@ -97,8 +97,8 @@ class _SafetensorsIndex(msgspec.Struct):
     metadata: dict[str, Any] = {}
 
 
-def read_sharded(store: Store, storages: ArchiveStorages) -> tuple[dict[str, LazyArray], dict[str, str]]:
-    """Returns the tensors and the metadata of a directory, of the files in its index or of all.
+def read_sharded(store: Store, storages: ArchiveStorages) -> tuple[dict[str, LazyArray], dict[str, str], set[str]]:
+    """Returns the tensors and the metadata of a directory, of the files in its index or of all, and their names.
 
     Raises:
         FormatError, CorruptError: files or tensors are missing, or named twice.
@@ -122,7 +122,7 @@ def read_sharded(store: Store, storages: ArchiveStorages) -> tuple[dict[str, Laz
     if missing := wanted.keys() - found.keys():
         raise CorruptError(store.url, expected=f"the tensor {min(missing)[:80]!r}", found="none in its file")
     stored = {name: found.pop(name) for name in wanted}
-    return stored | found, metadata
+    return stored | found, metadata, names
 
 
 def _check_shards(url: str, names: Iterable[str]) -> None:

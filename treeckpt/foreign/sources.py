@@ -14,7 +14,7 @@ from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import MAX_NDIM
 from ..core.tree.spec import ArraySpec
 from ..errors import CheckpointNotFound, FormatError
-from ..io.storage.foreign_formats import HEAD, format_of_head, format_of_names
+from ..io.storage.foreign_formats import HEAD, format_of_head, format_of_names, other_formats
 from ..io.storage.store import Store
 from .checksums import ArchiveStorages
 from .dcp_read import read_dcp
@@ -40,6 +40,8 @@ class ForeignTree(msgspec.Struct, frozen=True):
     label: str
     """Their URL, for errors."""
     metadata: dict[str, Any] = {}
+    unread: tuple[str, ...] = ()
+    """Names of the files of the directory that hold arrays and are not read: of other formats, or in no index."""
 
 
 def file_format(path: Path) -> str:
@@ -95,17 +97,23 @@ def read_foreign(
         if kind == "paddle":
             return ForeignTree(read_paddle(source.store, storages, source.name), source.label)
         return _flat_tree(source.label, *read_safetensors(source, storages))
+    sizes = source.sizes()
+    unread = tuple(other_formats(sizes, kind))
     if kind == "dcp":
-        return ForeignTree(read_dcp(source, storages, refused), source.url)
+        return ForeignTree(read_dcp(source, storages, refused), source.url, unread=unread)
     if kind == "hfai":
-        return ForeignTree(read_hfai(source, storages, refused), source.url)
+        return ForeignTree(read_hfai(source, storages, refused), source.url, unread=unread)
     if kind == "paddle":
-        return ForeignTree(read_paddle(source, storages), source.url)
-    return _flat_tree(source.url, *read_sharded(source, storages))
+        return ForeignTree(read_paddle(source, storages), source.url, unread=unread)
+    arrays, metadata, names = read_sharded(source, storages)
+    beside = sorted(name for name in sizes if name.endswith(".safetensors") and name not in names)
+    return _flat_tree(source.url, arrays, metadata, (*beside, *unread))
 
 
-def _flat_tree(label: str, arrays: dict[str, Any], metadata: dict[str, str]) -> ForeignTree:
-    return ForeignTree(dict(arrays), label, {key: metadata[key] for key in metadata if key != "format"})
+def _flat_tree(
+    label: str, arrays: dict[str, Any], metadata: dict[str, str], unread: tuple[str, ...] = ()
+) -> ForeignTree:
+    return ForeignTree(dict(arrays), label, {key: metadata[key] for key in metadata if key != "format"}, unread)
 
 
 def check_shape(spec: ArraySpec, path: str, label: str) -> None:

@@ -14,7 +14,17 @@ from ..core.format.byte_map import chunk_count, layout_of, locate_chunks
 from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf
 from ..core.html import Child, Html, el, facts, table
 from ..core.sharding.region import Region
-from ..core.text import bytes_text, layout_text, rate_text, region_text, seconds_text, shape_text, time_text, value_text
+from ..core.text import (
+    bytes_text,
+    count_text,
+    layout_text,
+    rate_text,
+    region_text,
+    seconds_text,
+    shape_text,
+    time_text,
+    value_text,
+)
 from ..core.tree.recursion import Recursive, trampoline
 from ..errors import CheckpointNotFound, TreeckptError
 from ..io.storage.metadata_files import NewestIndex
@@ -59,7 +69,8 @@ def run_page(path: str | os.PathLike[str], *, on_read: catalog.OnRead | None = N
     Raises:
         CheckpointNotFound: there is no checkpoint in it.
     """
-    found = [info for info in catalog.scan(path, on_read=on_read) if info.status != "foreign"]
+    read = NewestIndex(local=True)
+    found = [info for info in catalog.scan(path, newest=read, on_read=on_read) if info.status != "foreign"]
     if not found:
         raise CheckpointNotFound(os.fspath(path), expected="a checkpoint, or a run of some", found="neither")
     name = Path(path).absolute().name
@@ -76,7 +87,9 @@ def run_page(path: str | os.PathLike[str], *, on_read: catalog.OnRead | None = N
     )
     parts = [el("h1", name), about, _section("Checkpoints", rows, more), *_trends(complete)]
     if complete:
-        parts += [el("h1", complete[0].name), *_checkpoint(complete[0].path, complete[0])]
+        newest, known = complete[0], read.found  # which may be one that is corrupt, or of an abandoned branch
+        index = known.index if known is not None and known.index.save_id == newest.save_id else None
+        parts += [el("h1", newest.name), *_checkpoint(newest.path, newest, index)]
     return _document(name, parts)
 
 
@@ -144,7 +157,8 @@ def _sizes(outline: Outline) -> Html:
         cells.append((leaf.path.rpartition("/")[2], title, colour, leaf.nbytes))
     rest = outline.index.nbytes - sum(cell[3] for cell in cells)
     if rest > 0:
-        cells.append(("the rest", f"{len(outline.index.entries) - len(arrays):,} smaller leaves", 7, rest))
+        more = count_text(len(outline.index.entries) - len(arrays), "smaller leaf", "smaller leaves")
+        cells.append(("the rest", more, 7, rest))
     total = outline.index.nbytes or 1
     nodes = sorted(outline.children(count=10_000), key=lambda row: -row.nbytes)[:10]
     columns = ("part", "leaves", "size", "share")
@@ -200,7 +214,8 @@ def _nodes(outline: Outline, parent: OutlineRow, left: list[int], depth: int) ->
         if row.kind == "leaf":
             found.append(_leaf(outline.index, row))
             continue
-        size = el("span", f"{row.leaves:,} leaves, {bytes_text(row.nbytes)}", class_="size")
+        leaves = count_text(row.leaves, "leaf", "leaves")
+        size = el("span", f"{leaves}, {bytes_text(row.nbytes)}", class_="size")
         inner = yield _nodes(outline, row, left, depth + 1)
         summary = el("summary", el("span", row.key, class_="mono"), size)
         found.append(el("details", summary, *inner, open="" if not depth else None))

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from ..core.format.save_progress import Progress, SavePhase, fraction_of, progress_name
-from ..core.text import bytes_text, seconds_text
+from ..core.text import bytes_text, count_text, seconds_text
 from ..io.storage.progress_file import is_alive, read_progress
 from ..io.storage.run_store import DirectoryEntry, Folder
 
@@ -115,6 +115,7 @@ def waits_for_text(save: SaveUnderWay, now_ns: int) -> str:
     missing = f" {who} not reported, so whether all is being written is not known." if save.silent else ""
     if save.alive is False:
         return "It was killed: the process that was to commit it has ended."
+    ranks = count_text(save.world, "rank")
     quiet, unheard = (max(0.0, (now_ns - ns) / 1e9) for ns in (save.updated_ns, save.heard_ns))
     if quiet > STALLED and unheard <= STALLED:
         return (
@@ -124,12 +125,12 @@ def waits_for_text(save: SaveUnderWay, now_ns: int) -> str:
         text = f"It hangs or was killed: nothing new from {what} for {seconds_text(quiet)}."
         return f"{text} Whether its coordinator still runs cannot be seen from here.{missing}"
     if save.writing and save.done:
-        return f"{save.done} of {save.world} ranks wait for {_few(save.writing)}, still writing.{missing}"
+        return f"{save.done} of {ranks} wait for {_few(save.writing)}, still writing.{missing}"
     if save.writing:
         still = save.ranks - save.done
-        return f"{still} of {save.world} ranks {'is' if still == 1 else 'are'} writing.{missing}"
+        return f"{still} of {ranks} {'is' if still == 1 else 'are'} writing.{missing}"
     if save.silent:
-        return f"The bytes of {save.done} of {save.world} ranks are durable.{missing}"
+        return f"The bytes of {save.done} of {ranks} are durable.{missing}"
     return "Every rank's bytes are durable; the coordinator is to commit."
 
 
@@ -142,7 +143,7 @@ def under_way_text(save: SaveUnderWay, now_ns: int) -> str:
     """Describes a save under way in a sentence."""
     quiet = (now_ns - save.updated_ns) / 1e9
     what = "being written" if save.phase == "write" else "written, waiting for the commit"
-    far = f"{save.fraction:.0%} of {bytes_text(save.planned)} on {save.ranks} of {save.world} ranks"
+    far = f"{save.fraction:.0%} of {bytes_text(save.planned)} on {save.ranks} of {count_text(save.world, 'rank')}"
     if save.alive is False:
         return f"save {save.save_id} was killed: {far}"
     if quiet > STALLED:

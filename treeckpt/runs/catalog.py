@@ -135,7 +135,11 @@ def _is_checkpoint_file(name: str) -> bool:
 
 
 def scan(
-    run: str | os.PathLike[str] | RunStore, *, cache: StatCache | None = None, on_read: OnRead | None = None
+    run: str | os.PathLike[str] | RunStore,
+    *,
+    cache: StatCache | None = None,
+    newest: NewestIndex | None = None,
+    on_read: OnRead | None = None,
 ) -> list[CheckpointInfo]:
     """Lists every checkpoint of a run, newest first, then foreign directories; or the one checkpoint at the path.
 
@@ -143,18 +147,21 @@ def scan(
     branches follow after the lineage of the newest. Names that start with a dot and entries that are no directories are
     left out. A directory that cannot be listed is reported as corrupt.
 
+    Args:
+        newest: as for `read_info`.
+
     Raises:
         StoreError: the run cannot be reached, or refuses.
     """
     cache = cache or LruStatCache(0)
     if isinstance(run, (str, os.PathLike)) and is_checkpoint(run):
         folder = open_folder(run).listed()
-        one = read_info_or_corrupt(folder, cache=cache, follow=True)
+        one = read_info_or_corrupt(folder, cache=cache, follow=True, newest=newest)
         if not has_steps(folder):
             return [one]
-        found = read_infos(open_run(run), cache, report_errors=True, on_read=on_read)
+        found = read_infos(open_run(run), cache, report_errors=True, newest=newest, on_read=on_read)
         return in_listing_order([one, *(info for _, info in found if info.status != "foreign")])
-    found = read_infos(open_run(run), cache, report_errors=True, on_read=on_read)
+    found = read_infos(open_run(run), cache, report_errors=True, newest=newest, on_read=on_read)
     return in_listing_order(info for _, info in found)
 
 
@@ -188,8 +195,8 @@ def read_infos(
     Raises:
         StoreError: the run cannot be reached, or refuses.
     """
-    reader = read_info_or_corrupt if report_errors else partial(read_info, timings=timings, newest=newest)
-    one = partial(reader, cache=cache)
+    reader = read_info_or_corrupt if report_errors else partial(read_info, timings=timings)
+    one = partial(reader, cache=cache, newest=newest)
     return _for_each_folder(run, one, on_read)
 
 
@@ -230,13 +237,15 @@ def _read_mark(folder: Folder, cache: StatCache) -> SavedCheckpoint | None:
     return None
 
 
-def read_info_or_corrupt(folder: Folder, *, cache: StatCache | None = None, follow: bool = False) -> CheckpointInfo:
+def read_info_or_corrupt(
+    folder: Folder, *, cache: StatCache | None = None, follow: bool = False, newest: NewestIndex | None = None
+) -> CheckpointInfo:
     """Same as `read_info`, but a local directory that cannot be read is reported as corrupt, with the error.
 
     For lists that are shown to a person.
     """
     try:
-        return read_info(folder, cache=cache, follow=follow)
+        return read_info(folder, cache=cache, follow=follow, newest=newest)
     except StoreError as error:
         if not isinstance(folder, LocalFolder):
             raise

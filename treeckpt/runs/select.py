@@ -14,6 +14,7 @@ from .. import api
 from ..core.analysis.retention_policy import Best, best_of, unmeasured_text
 from ..core.format.file_names import is_step_name, step_of
 from ..core.format.index import INDEX_NAME
+from ..core.text import count_text
 from ..errors import CheckpointNotFound, TreeckptError
 from ..io.storage.bucket import is_url
 from ..io.storage.foreign_formats import describe_foreign
@@ -124,7 +125,7 @@ class CheckpointSelector:
             report = api.verify(self.directory.store.folder(info.name).store)
         except TreeckptError as error:
             return str(error)
-        return "" if report.ok else f"{len(report.problems)} problems, first {report.problems[0].text}"
+        return "" if report.ok else f"{count_text(len(report.problems), 'problem')}, first {report.problems[0].text}"
 
     def best(self, policy: Best) -> int | None:
         """Returns the step that is best by a policy's metric; None, and logs the metrics there are, if none has it.

@@ -8,6 +8,7 @@ statistics do): the first rank of the wrapper or mesh around the module saves it
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -122,6 +123,7 @@ def collect_entries(model: Modules) -> ModelEntries:
     """
     roots = named_objects(model, nn.Module, "model")
     entries = [entry for prefix, root in roots for entry in _collect_one(root, prefix)]
+    _check_buffers(entries)
     nested((entry.key, None) for entry in entries)  # raises for two entries with one name
     there, hidden = {id(entry.value) for entry in entries}, list[StateDictEntry]()
     for prefix, root in roots:
@@ -135,6 +137,20 @@ def collect_entries(model: Modules) -> ModelEntries:
             if tensor.shape == shard.tensor.shape and _addresses(tensor) == _addresses(shard.tensor):
                 shards[id(tensor)] = tuple(whole.metadata().size), tuple(shard.metadata.shard_offsets)
     return ModelEntries(entries, hidden, ties, shards)
+
+
+def _check_buffers(entries: Sequence[StateDictEntry]) -> None:
+    """Refuses parts of a model, as stages of a pipeline on one rank, of which only buffers have a name in common."""
+    counts = Counter(entry.key for entry in entries)
+    twice = [entry for entry in entries if counts[entry.key] > 1]
+    if twice and all(entry.kind == "buffer" for entry in twice):
+        raise TreeError(
+            key_path(twice[0].key),
+            expected="one value for each name",
+            found="a buffer of two parts on this rank",
+            hint="If the modules compute it, register it with persistent=False in all but one. Else give the parts as "
+            "a dict of names, {'first': ..., 'second': ...}: such a checkpoint is restored into parts of these names",
+        )
 
 
 def _collect_one(root: nn.Module, prefix: Key) -> Iterator[StateDictEntry]:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from ..core.text import count_text
 from ..io.comm.comm import Comm
 from ..trees.per_rank_state import Policies, Policy, check_parts, policy_of, refused
 from .rng import check_rng
@@ -42,7 +43,7 @@ class RankState:
         policy, saved = policy_of(self._policies, part) or default, self._source.world_of(part)
         found = self._source.own(part, policy)
         if saved != self._comm.size:
-            self.notes[part] = f"merged of {saved} ranks" if callable(policy) else self._taken(saved)
+            self.notes[part] = f"merged of {count_text(saved, 'rank')}" if callable(policy) else self._taken(saved)
         return found
 
     def load_generators(self) -> Any:
@@ -64,7 +65,7 @@ class RankState:
                 "used again",
                 f"gives rank r the state of rank r % {saved} instead, and rng=False leaves them without this warning",
             )
-            self.notes["rng"] = f"left as it was here, saved by {saved} ranks"
+            self.notes["rng"] = f"left as it was here, saved by {count_text(saved, 'rank')}"
             return None
         check_rng(state)
         return state
@@ -72,10 +73,10 @@ class RankState:
     def _warn(self, saved: int, what: str, take: str) -> None:
         if self._comm.rank == 0:
             _log.warning(
-                "%s: saved by %d ranks, restored by %d: the random generators of each rank %s. "
+                "%s: saved by %s, restored by %d: the random generators of each rank %s. "
                 "world_changed={'rng': 'take'} %s",
                 self._source.url,
-                saved,
+                count_text(saved, "rank"),
                 self._comm.size,
                 what,
                 take,

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ..core.text import bytes_text, seconds_text
+from ..core.text import bytes_text, count_text, seconds_text
 
 _LISTED = "missing", "on_meta", "ignored", "unexpected", "dropped", "left_alone", "world_changed", "passed_over"
 """The fields of a report whose paths are printed, a line for each."""
@@ -70,7 +70,8 @@ class RestoreReport(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         rows = [
-            f"restored {self.path}  {self.loaded} leaves, {bytes_text(self.nbytes)} in {seconds_text(self.seconds)}"
+            f"restored {self.path}  {count_text(self.loaded, 'leaf', 'leaves')}, "
+            f"{bytes_text(self.nbytes)} in {seconds_text(self.seconds)}"
         ]
         for name in _LISTED:
             rows += [f"  {name.replace('_', ' '):<10}  {path}" for path in getattr(self, name)]

@@ -303,8 +303,7 @@ class _Restore:
         if scheduler is None or not self._has("scheduler", "scheduler=..."):
             return
         saved, lives = self.source.part("scheduler"), self.optimizers
-        for path, one, state in match_schedulers(scheduler, saved, lambda one: optimizer_of(one, lives)):
-            optimizer = optimizer_of(one, lives)
+        for path, one, optimizer, state in match_schedulers(scheduler, saved, lambda one: optimizer_of(one, lives)):
             if optimizer is not None:
                 of = next((plan.of for plan in self.plans if plan.live is optimizer), {})
                 state = from_groups(state, optimizer.groups, of, path=path)

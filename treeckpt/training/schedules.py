@@ -73,8 +73,8 @@ def from_groups(state: Any, groups: Sequence[ParamGroup], of: Labels, *, path: s
     return {k: from_groups(value, groups, of, path=f"{path}/{k}") for k, value in state.items()}
 
 
-def match_schedulers(given: Any, saved: Any, optimizer_of: Callable[[Any], Any]) -> list[tuple[str, Any, Any]]:
-    """Returns (path, scheduler, its saved state) of a scheduler, or of each in a list or dict.
+def match_schedulers(given: Any, saved: Any, optimizer_of: Callable[[Any], Any]) -> list[tuple[str, Any, Any, Any]]:
+    """Returns (path, scheduler, its optimizer, its saved state) of a scheduler, or of each in a list or dict.
 
     Schedulers in a list, one for each part of an optimizer (pipeline stages), may be of other parts than were saved:
     each takes what was saved of all parts, by group.
@@ -99,7 +99,8 @@ def match_schedulers(given: Any, saved: Any, optimizer_of: Callable[[Any], Any])
     if there and distinct and listed and len({live.prefix for live in lives}) == 1:
         with contextlib.suppress(ValueError):
             state = _joined(list(there.values()))
-            return [(f"scheduler/{key}" if key in there and not one else "scheduler", here[key], state) for key in here]
+            paths = [f"scheduler/{key}" if key in there and not one else "scheduler" for key in here]
+            return list(zip(paths, here.values(), lives, [state] * len(here), strict=True))
     if here.keys() != there.keys():
         raise MismatchError(
             "scheduler",
@@ -107,7 +108,8 @@ def match_schedulers(given: Any, saved: Any, optimizer_of: Callable[[Any], Any])
             found=("one" if list(there) == [None] else f"{list(there)}") + " in the checkpoint",
             hint="Give them as they were saved, one, a list or a dict, or leave them out (scheduler=None)",
         )
-    return [("scheduler" if key is None else f"scheduler/{key_text(key)}", s, there[key]) for key, s in here.items()]
+    paths = ["scheduler" if key is None else f"scheduler/{key_text(key)}" for key in here]
+    return list(zip(paths, here.values(), lives, [there[key] for key in here], strict=True))
 
 
 def _joined(states: Sequence[Any]) -> Any:

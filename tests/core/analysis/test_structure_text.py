@@ -46,7 +46,7 @@ dict
       1: 0.99
   own: per_rank
     ~rank*: dict
-      seed: 1 ranks: 7
+      seed: 1 rank: 7
   empty: dict, empty
 """
 

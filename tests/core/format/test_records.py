@@ -163,4 +163,4 @@ def test_a_notebook_shows_the_largest_arrays_and_how_many_others():
     names = [page.index(f"&lt;w{n}&gt;") for n in range(12, 0, -1)]
     assert names == sorted(names) and "&lt;w0&gt;" not in page and "tie" not in page and page.count("<tr>") == 13
     assert "[13, 1000]" in page and '<td class="n">13 kB</td>' in page and "112 B in 4 shards" in page
-    assert page.endswith("<p>and 1 smaller arrays</p>") and "smaller" not in shown(12) and "<dd>14</dd>" in shown(12)
+    assert page.endswith("<p>and 1 smaller array</p>") and "smaller" not in shown(12) and "<dd>14</dd>" in shown(12)

@@ -1,6 +1,14 @@
 """Every page answers as HTML, with relative links, and never with an error of the server."""
 
+import re
+
+import numpy as np
+
 from tests.dashboard.helpers import PAGES, checkpoint_pages
+from tests.helpers.samples import write_run
+from treeckpt.core.tree.flatten import PerRank
+
+MANY = "shards|files|leaves|ranks|checkpoints|arrays|problems|rows|saves|steps|elements|directories|runs"
 
 
 def test_every_page_answers_as_html(client, ids):
@@ -16,7 +24,6 @@ def test_every_page_answers_as_html(client, ids):
 
 
 def test_addresses_are_relative_at_every_depth_and_work_under_a_root_path(run, serve):
-    import re
     from urllib.parse import urljoin
 
     client = serve(run, root_path="/proxy/8265")
@@ -54,3 +61,16 @@ def test_no_question_is_answered_with_an_error_of_the_server(asked):
         ]:  # fmt: skip
             response = asked.client.get(f"/api/v1{asked.page}{rest}", params={name: value})
             assert response.status_code in (200, 404, 422), (rest, name, value)
+
+
+def test_one_of_a_thing_is_in_the_singular(serve, tmp_path):
+    write_run(tmp_path / "run", steps=(1,), tree={"w": np.zeros(1), "own": PerRank({"w": np.zeros(1)})}, world=1)
+    client = serve(tmp_path / "run")
+    [run] = client.get("/api/v1/runs").json()["runs"]
+    checkpoint = run["checkpoints"][0]["id"]
+    reshard = f"/checkpoints/{checkpoint}/reshard?mesh=2&place=other:%20Shard(0)"
+    paths = [path.format(run_id=run["id"], checkpoint_id=checkpoint, number=0) for path in PAGES if path != "/metrics"]
+    for path in (*paths, reshard, f"/diff?a={checkpoint}&b={checkpoint}", f"/runs/{run['id']}?q=no"):
+        text = " ".join(re.sub(r"<[^>]*>", " ", client.get(path).text).split())
+        said = re.findall(rf"\b1(?: complete| other)? (?:{MANY})\b", text)
+        assert not said, (path, said)

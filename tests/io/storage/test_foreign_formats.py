@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 import shutil
@@ -133,6 +134,46 @@ def test_where_nothing_is_the_path_is_to_be_checked(tmp_path: Path) -> None:
     for path in (tmp_path / "nothing", tmp_path, tmp_path / "notes.txt"):
         with pytest.raises(tc.CheckpointNotFound, match="Check the path"):
             tc.load(path)
+
+
+def said_by_treeckpt(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "treeckpt"]
+
+
+@pytest.mark.parametrize(
+    "kind", ["a directory of safetensors files", "torch.distributed.checkpoint", "hfai.checkpoint"]
+)
+def test_files_of_another_format_beside_those_that_are_read_are_named(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were left without a word: of `model.safetensors` and `pytorch_model.bin`, the second."""
+    path = KINDS[kind](tmp_path)
+    wanted = tc.load(path)
+    assert not said_by_treeckpt(caplog)
+    for name in ("pytorch_model.bin", "optimizer.pt"):
+        torch.save(STATE, path / name)
+    (path / "notes.txt").write_text("no tensors")
+    assert str(tc.load(path)) == str(wanted)
+    [said] = said_by_treeckpt(caplog)
+    assert str(path) in said and said.count("optimizer.pt, pytorch_model.bin. Give the path of one to load it") == 1
+    report = tc.convert.convert(path, tmp_path / "new")
+    assert [finding.path for finding in report.notes] == ["optimizer.pt", "pytorch_model.bin"]
+    assert main(["convert", str(path), str(tmp_path / "other")]) == 0
+    assert "note: pytorch_model.bin: a file beside those read becomes no part of it" in capsys.readouterr().out
+    with pytest.raises(tc.CheckpointNotFound, match=r"\(not read: optimizer\.pt, pytorch_model\.bin\)"):
+        tc.Manager(path, background=False).restore()
+    assert str(tc.load(path / "pytorch_model.bin")) == str(STATE) and len(said_by_treeckpt(caplog)) == 1
+
+
+def test_safetensors_files_that_the_index_does_not_name_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = hub_directory(tmp_path)
+    index = {"weight_map": dict.fromkeys(STATE, "model.safetensors")}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert tc.load(path).keys() == STATE.keys() and not caplog.messages
+    safetensors.torch.save_file(STATE, path / "consolidated.safetensors")
+    assert tc.load(path).keys() == STATE.keys() and "these are not: consolidated.safetensors." in caplog.text
 
 
 def test_a_data_file_of_dcp_is_refused_with_its_directory(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
+import numpy as np
 import pytest
 
 from treeckpt import rules as R
@@ -122,6 +125,62 @@ def test_pieces_called_underscore_and_slices_are_dropped_from_what_there_is() ->
 def test_what_loses_something_has_no_inverse(rule: R.Rule) -> None:
     with pytest.raises(MismatchError, match="loses something"):
         R.inverse(rule, {"w": spec(4, 4)})
+
+
+@pytest.mark.parametrize(
+    ("make", "rule", "expected", "found"),
+    [
+        (lambda: R.Permute("w", 1), "Permute", "tuple[int, ...] | None as axes", "1"),  # type: ignore[arg-type]
+        (lambda: R.Permute("w", (1, "0")), "Permute", "as axes", "(1, '0')"),  # type: ignore[arg-type]
+        (lambda: R.Rename("a", 3), "Rename", "str as target", "3"),  # type: ignore[arg-type]
+        (lambda: R.Rename(["a"], "b"), "Rename", "str as source", "['a']"),  # type: ignore[arg-type]
+        (lambda: R.Rename("a", "b", optional="no"), "Rename", "bool as optional", "'no'"),  # type: ignore[arg-type]
+        (lambda: R.Renames(("a", "b")), "Renames", "as names", "('a', 'b')"),  # type: ignore[arg-type]
+        (lambda: R.Copy("a", None), "Copy", "str as target", "None"),  # type: ignore[arg-type]
+        (lambda: R.Drop(1), "Drop", "str as source", "1"),  # type: ignore[arg-type]
+        (lambda: R.Keep(b"a"), "Keep", "str as source", "b'a'"),  # type: ignore[arg-type]
+        (lambda: R.Fill("x", "1"), "Fill", "bool | int | float as value", "'1'"),  # type: ignore[arg-type]
+        (lambda: R.Fill("x", shape=3), "Fill", "as shape", "3"),  # type: ignore[arg-type]
+        (lambda: R.Fill("x", dtype=4), "Fill", "the name of a dtype", "4"),  # type: ignore[arg-type]
+        (lambda: R.Split("w", 3), "Split", "as into", "3"),  # type: ignore[arg-type]
+        (lambda: R.Split("w", ("a", "b"), sizes=2), "Split", "as sizes", "2"),  # type: ignore[arg-type]
+        (lambda: R.Concat(("a", "b"), "c", "0"), "Concat", "int as axis", "'0'"),  # type: ignore[arg-type]
+        (lambda: R.Cast("w", 3), "Cast", "the name of a dtype", "3"),  # type: ignore[arg-type]
+        (lambda: R.Cast("w", "float32", 4), "Cast", "as of", "4"),  # type: ignore[arg-type]
+        (lambda: R.Cast(5, "float32"), "Cast", "str as source", "5"),  # type: ignore[arg-type]
+        (lambda: R.Slice("w", "a"), "Slice", "int | None as start", "'a'"),  # type: ignore[arg-type]
+        (lambda: R.Stack("w", 2), "Stack", "str as target", "2"),  # type: ignore[arg-type]
+        (lambda: R.Unstack("w", {}), "Unstack", "as into", "{}"),  # type: ignore[arg-type]
+        (lambda: R.Carried("a -> b"), "Carried", "tuple[Rule, ...] as rules", "'a -> b'"),  # type: ignore[arg-type]
+        (lambda: R.carried("a -> b"), "Carried", "as rules", "('a -> b',)"),  # type: ignore[arg-type]
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_refused_with_the_rule(
+    make: Callable[[], object], rule: str, expected: str, found: str
+) -> None:
+    with pytest.raises(MismatchError) as caught:
+        make()
+    error = caught.value
+    assert (error.path, error.found) == (f"rules.{rule}", found) and f"treeckpt.rules.{rule}" in error.hint
+    assert expected in error.expected
+
+
+def test_lists_and_numbers_of_numpy_are_taken_as_they_were() -> None:
+    assert R.Permute("w", [np.int64(1), 0]) == R.Permute("w", (1, 0))  # type: ignore[arg-type]
+    assert R.Fill("x", np.float32(1.5), [2], np.float32) == R.Fill("x", 1.5, (2,))  # type: ignore[arg-type]
+    assert R.Concat("e.$E", "e") == R.Concat(("e.$E",), "e")  # type: ignore[arg-type]
+    assert shapes(run({"w": spec(4)}, R.Split("w", "w.$I", sizes=[1, 3])))["w.1"] == (3,)  # type: ignore[arg-type]
+
+
+def test_what_is_no_rule_is_refused() -> None:
+    for given in (3, [3], {"a": 3}):
+        with pytest.raises(TreeckptError, match=r"transforms: expected rules|->"):
+            R.as_rules(None, given)  # type: ignore[arg-type]
+    for counts in ({"heads": "8"}, {"heads": 8, "kv_heads": "2"}, {"heads": 8, "groups": 2.0}):
+        with pytest.raises(TreeckptError, match=r"heads|groups: expected an integer, found"):
+            R.split_qkv("w", ("q", "k", "v"), **counts)  # type: ignore[arg-type]
+    with pytest.raises(TreeckptError, match=r"head_dim: expected an integer, found '64'"):
+        R.rotary_halves("w", "v", heads=8, head_dim="64")  # type: ignore[arg-type]
 
 
 def test_every_rule_has_a_json_form() -> None:

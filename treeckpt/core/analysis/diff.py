@@ -19,7 +19,7 @@ from ..format.byte_map import layout_of
 from ..format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
 from ..sharding.int_runs import length_of
 from ..sharding.region import Region
-from ..text import layout_text, region_text, shape_text, value_text, value_type
+from ..text import count_text, layout_text, region_text, shape_text, value_text, value_type
 from ..tree.nesting import split_structure
 
 Aspect = Literal["kind", "shape", "dtype", "layout", "value"]
@@ -202,13 +202,13 @@ def _layout_text(index: Index, leaf: Leaf) -> str:
     if isinstance(record, AliasRecord):
         return f"{'the storage' if record.view is None else 'a view'} of {index.entries[record.of].path}"
     if isinstance(record, PerRankArrays):
-        return f"{length_of(leaf.ranks or ())} ranks"
+        return count_text(length_of(leaf.ranks or ()), "rank")
     layout = layout_of(index, leaf)
     if layout is not None:
         return layout_text(layout)
     pieces = _pieces(index, leaf)
     shown = "; ".join(f"rank {rank} {region_text(region)}" for rank, region in pieces[:4])
-    return f"{len(pieces)} pieces: {shown}{'; …' if len(pieces) > 4 else ''}"
+    return f"{count_text(len(pieces), 'piece')}: {shown}{'; …' if len(pieces) > 4 else ''}"
 
 
 def _signature(index: Index, leaf: Leaf) -> object:

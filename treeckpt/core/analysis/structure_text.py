@@ -9,7 +9,7 @@ import msgspec
 
 from ..format.records import AliasRecord, Index, Leaf, PerRankValues, ValueRecord
 from ..sharding.int_runs import length_of
-from ..text import shape_text, value_text
+from ..text import count_text, shape_text, value_text
 from ..tree.recursion import Recursive, trampoline
 from ..tree.spec import ArraySpec
 from ..tree.structure import KeyTextCache, PerRankNode, Structure
@@ -44,9 +44,8 @@ class StructureRow(msgspec.Struct, frozen=True, omit_defaults=True):
             return f"{kind}{self.spec.dtype}{shape_text(self.spec.shape)}" + self._shares()
         if self.kind == "values":
             assert isinstance(self.value, tuple), "one for each rank"
-            return f"{self.ranks} ranks: {', '.join(value_text(one, 40) for one in self.value[:4])}" + (
-                ", ..." if len(self.value) > 4 else ""
-            )
+            shown = ", ".join(value_text(one, 40) for one in self.value[:4])
+            return f"{count_text(self.ranks, 'rank')}: {shown}" + (", ..." if len(self.value) > 4 else "")
         if self.kind == "value":
             value: Any = self.value
             return value_text(value, VALUE_CHARS)

@@ -17,6 +17,7 @@ from ..planning.save_plan import ChunkOffsets
 from ..sharding.int_runs import decode_runs, encode_runs
 from ..sharding.region import Region
 from ..sharding.write_assignment import BoxOwners
+from ..text import count_text
 from ..tree.nesting import SplitStructure, split_structure
 from ..tree.value_codec import Value
 from .check_index import check_index
@@ -181,7 +182,7 @@ def rebuild(headers: Sequence[tuple[int, ShardHeader]], name: str = INDEX_NAME) 
         raise CorruptError(
             name,
             expected="the shard of rank 0, which carries the tree",
-            found=f"{len(headers)} shards without it",
+            found=f"{count_text(len(headers), 'shard')} without it",
             hint="The index cannot be rebuilt",
         )
     index = _decode_body(manifest.encode(), name, manifest=True)
@@ -189,7 +190,7 @@ def rebuild(headers: Sequence[tuple[int, ShardHeader]], name: str = INDEX_NAME) 
         raise CorruptError(
             name,
             expected=f"shards of all {index.world} ranks",
-            found=f"{len(headers)} shards",
+            found=count_text(len(headers), "shard"),
             hint="The save never finished, or shards were lost",
         )
     entries: dict[str, list[_RebuiltChunk]] = {}

@@ -21,7 +21,7 @@ from ..planning.load_plan import Chunk
 from ..sharding.int_runs import Runs, decode_runs, encode_runs, length_of, value_at
 from ..sharding.placements import Layout
 from ..sharding.region import Region
-from ..text import bytes_text, shape_text
+from ..text import bytes_text, count_text, shape_text
 from ..tree.spec import ArraySpec, StridedView, TableSpec
 from ..tree.structure import Structure, paths_of, tables_of
 from ..tree.value_codec import Value, decode_value
@@ -166,8 +166,8 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
 
     @property
     def file_kind(self) -> str:
-        """What its files are, in messages."""
-        return "shards"
+        """What one of its files is, in messages."""
+        return "shard"
 
     @property
     def custom_metadata(self) -> dict[str, Any]:
@@ -261,15 +261,16 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
         rows = [
             (path, spec.dtype, shape_text(spec.shape), bytes_text(spec.nbytes)) for path, spec in arrays[:NOTEBOOK_ROWS]
         ]
+        more = len(arrays) - NOTEBOOK_ROWS
         about = [
             ("step", self.step),
             ("save id", self.save_id),
             ("ranks", self.world),
             ("leaves", len(self.leaves)),
-            ("size", f"{bytes_text(self.nbytes)} in {len(self.file_list)} shards"),
+            ("size", f"{bytes_text(self.nbytes)} in {count_text(len(self.file_list), self.file_kind)}"),
         ]
-        more = el("p", f"and {len(arrays) - NOTEBOOK_ROWS} smaller arrays") if len(arrays) > NOTEBOOK_ROWS else None
-        return joined([facts(about), table(("path", "dtype", "shape", "size"), rows, right=("size",)), more])
+        rest = el("p", f"and {count_text(more, 'smaller array')}") if more > 0 else None
+        return joined([facts(about), table(("path", "dtype", "shape", "size"), rows, right=("size",)), rest])
 
     def files_of(self, rank: int) -> Sequence[File]:
         """Returns the shards of one rank in the order of its stream."""

@@ -11,12 +11,15 @@ from pathlib import Path
 
 from ...core.format.file_names import is_step_name
 from ...core.format.index import INDEX_NAME
+from ...core.text import count_text
 from ...errors import CheckpointNotFound
 
 DCP_METADATA, DCP_DATA = ".metadata", ".distcp"
-HFAI_PART = re.compile(r"PART_([0-9]{3,})\.pt")
+HFAI_PART = re.compile(r"PART_([0-9]+)\.pt")
 PADDLE_METADATA = re.compile(r"[0-9]+\.metadata")
 SAFETENSORS_INDEX = ".safetensors.index.json"
+TORCH_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
+"""Of the names that files of torch.save mostly have."""
 HEAD = 9
 """How many first bytes of a file tell its format."""
 _TEXTS = {
@@ -56,14 +59,30 @@ def format_of_head(name: str, head: bytes) -> str | None:
     return "pickle" if head[:1] == b"\x80" else None
 
 
+def other_formats(names: Iterable[str], kind: str) -> list[str]:
+    """Returns, of the files in a directory of one format, the names that files of others have: these are not read."""
+    suffixes = TORCH_SUFFIXES if kind == "safetensors" else (".safetensors", *TORCH_SUFFIXES)
+    others = [
+        name for name in names if name.endswith(suffixes) or (kind != "paddle" and PADDLE_METADATA.fullmatch(name))
+    ]
+    return sorted(name for name in others if kind != "hfai" or not HFAI_PART.fullmatch(name))
+
+
+def names_text(names: Iterable[str]) -> str:
+    """Lists names: the first five, and how many more."""
+    names = list(names)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
 def describe_foreign(url: str) -> tuple[str, str] | None:
     """Describes another program's checkpoint at a local path: (what it is, how to load it); None if there is none."""
     path = Path(url)
     try:
         if "://" in url:
             return None
-        if path.is_dir():
-            kind = format_of_names(os.listdir(path))
+        names = os.listdir(path) if path.is_dir() else None
+        if names is not None:
+            kind = format_of_names(names)
         else:
             with open(path, "rb") as file:
                 kind = format_of_head(path.name, file.read(HEAD))
@@ -71,11 +90,11 @@ def describe_foreign(url: str) -> tuple[str, str] | None:
         return None
     if kind is None:
         return None
-    if kind == "safetensors" and path.is_dir():
-        return "a directory of safetensors files", _as_it_is(url)
     if kind == "pickle":
         return _TEXTS[kind], "Load it with torch, in a place where its code may run, and save it anew"
-    return _TEXTS[kind], _as_it_is(url)
+    found = "a directory of safetensors files" if kind == "safetensors" and names is not None else _TEXTS[kind]
+    unread = other_formats(names or (), kind)
+    return found + (f" (not read: {names_text(unread)})" if unread else ""), _as_it_is(url)
 
 
 def refuse_file(path: str) -> None:
@@ -114,7 +133,7 @@ def describe_place(url: str) -> tuple[str, str]:
     except OSError:
         return "none", hint
     newest = path / max(steps, key=lambda name: (len(name), name))
-    found = f"a run of {len(steps)} step{'s' * (len(steps) > 1)}"
+    found = f"a run of {count_text(len(steps), 'step')}"
     return found, f"Load a step, as {newest}, or take tc.Manager({url!r}), which chooses the newest"
 
 

@@ -14,6 +14,7 @@ from ...core.format.records import Index
 from ...core.format.shard_header import ShardHeader, parse_shard_name
 from ...core.format.sidecars import checksum, stored_name
 from ...core.format.timings import Timings, decode_timings, timings_name
+from ...core.text import count_text
 from ...errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError
 from ..os_errors import wrap_read_error
 from .foreign_formats import describe_foreign, describe_place
@@ -78,7 +79,7 @@ def read_index_bytes(store: Store) -> bytes:
     except (FileNotFoundError, NotADirectoryError) as error:
         expected = f"a checkpoint ({INDEX_NAME})"
         if shards := sum(parse_shard_name(name) is not None for name in store.sizes()):
-            found = f"{shards} shards of a save that never finished, or lost its index"
+            found = f"{count_text(shards, 'shard')} of a save that never finished, or lost its index"
             hint = "Load another step; if the index was lost, treeckpt rebuild-index makes it again"
         elif (foreign := describe_foreign(store.url)) is not None:
             expected, (found, hint) = f"a checkpoint of treeckpt ({INDEX_NAME})", foreign

@@ -14,6 +14,7 @@ names and shapes; a load then reads only the bytes that it needs of the result.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import msgspec
@@ -115,6 +116,7 @@ def fuse_qkv(
 
 def _heads(heads: int, kv_heads: int | None, groups: int) -> tuple[int, int, int]:
     """Returns the number of query, key and value heads in one group."""
+    _check_counts(heads=heads, kv_heads=kv_heads or 0, groups=groups)
     shared = kv_heads or heads
     count = groups or shared
     if heads < 1 or shared < 1 or heads % count or shared % count:
@@ -185,7 +187,14 @@ def rotary_pairs(
     return split, Concat(parts, target, axis, _pairs_in(heads, head_dim), optional=optional)
 
 
+def _check_counts(**counts: object) -> None:
+    for name, count in counts.items():
+        if not isinstance(count, Integral):
+            raise TreeckptError(name, expected="an integer", found=f"{count!r:.80}")
+
+
 def _pairs_in(heads: int, head_dim: int) -> int:
+    _check_counts(heads=heads, head_dim=head_dim)
     if heads < 1 or head_dim < 2 or head_dim % 2:
         raise TreeckptError("heads", expected="heads of an even length", found=f"{heads} heads of {head_dim}")
     return heads * head_dim // 2
@@ -270,7 +279,7 @@ def as_rules(rename: Renaming, transforms: Transforms) -> tuple[Rule, ...]:
     if rename is not None and (pairs := _pairs(rename)):
         found.append(Renames(pairs))
     given: Any = () if transforms is None else [transforms] if isinstance(transforms, (str, Rule)) else transforms
-    for one in given:
+    for one in given if isinstance(given, Iterable) else [given]:
         if isinstance(one, str):
             found += parse(one)
         elif isinstance(one, Rule):

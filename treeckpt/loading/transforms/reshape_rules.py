@@ -10,28 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-import msgspec
-
-from ...core.sharding.dtypes import dtype_of, normalize_dtype
+from ...core.sharding.dtypes import dtype_of
 from ...errors import MismatchError
 from . import composed_array as arrays
+from .base_rule import BaseRule
 from .composed_array import ComposedArray
 from .patterns import Binding, expand, numbers_in
 
 NOWHERE = "_"
 """The target name of an array that is dropped."""
-
-
-class BaseRule(
-    msgspec.Struct, frozen=True, tag_field="rule", omit_defaults=True, forbid_unknown_fields=True, kw_only=True
-):
-    """The base of all rules.
-
-    Args:
-        optional: whether the rule may match no leaf; otherwise that is an error, as a misspelt name looks the same.
-    """
-
-    optional: bool = False
 
 
 class ArrayRule(BaseRule, frozen=True):
@@ -282,11 +269,6 @@ class Cast(SingleArrayRule, frozen=True, tag="cast"):
 
     dtype: str
     of: str | None = None
-
-    def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "dtype", normalize_dtype(self.dtype))
-        if self.of is not None:
-            msgspec.structs.force_setattr(self, "of", normalize_dtype(self.of))
 
     def make(self, given: Sequence[ComposedArray]) -> list[ComposedArray]:
         [array] = given

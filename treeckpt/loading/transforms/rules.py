@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from .reshape_rules import ArrayRule, BaseRule, Reshape
+from .base_rule import BaseRule
+from .reshape_rules import ArrayRule, Reshape
 
 
 class OneName(BaseRule, frozen=True):
