@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.helpers.background import until
 from treeckpt.io.storage import upload_window
 from treeckpt.io.storage.obstore import MAX_PARTS, PART, PARTS, part_nbytes
-from treeckpt.io.storage.request_depth import RequestDepth
+from treeckpt.io.storage.request_depth import START, RequestDepth, first_depth
 from treeckpt.io.storage.upload_window import UploadWindow
 
 MIB = 1 << 20
@@ -68,6 +68,20 @@ def test_a_part_waits_until_another_one_is_not_referred_to_any_more() -> None:
     del seen[0]
     thread.join(60)
     assert not thread.is_alive() and sum(map(len, seen)) == 16
+
+
+def test_uploads_to_a_far_store_begin_with_many_parts_and_stay_with_what_was_found() -> None:
+    window, near = UploadWindow(), first_depth()
+    window.expect(0.04)
+    assert window.depth.depth == near
+    window.expect(0.15)
+    assert window.depth.depth == START
+    window.depth = RequestDepth(8)
+    with window.changed:
+        window.in_flight = 1
+        window.leave(8 * MIB, 0.0)
+    window.expect(0.15)
+    assert window.depth.depth == 8
 
 
 @pytest.mark.parametrize(

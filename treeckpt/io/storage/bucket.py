@@ -130,6 +130,8 @@ class ObjectBucket(Protocol):
 
     tries: int
     """Requests for one range that may fail, at most."""
+    depth: int
+    """Requests for ranges in flight at first."""
 
     def fetch(self, key: str, start: int, nbytes: int) -> RangeResponse:
         """Requests a range of at least one byte, once; `judge` tells of errors, those of the body too."""

@@ -92,10 +92,9 @@ class FarStore(LocalStore):
         super().__init__(directory)
         self.choice = DirectChoice()
         self._fetchers = [
-            RangeFetcher(partial(self._fetch_one, shared), _is_final, tries=1) for shared in (False, True)
+            RangeFetcher(partial(self._fetch_one, shared), _is_final, tries=1, depth=RequestDepth(START, most=MOST))
+            for shared in (False, True)
         ]
-        for fetcher in self._fetchers:
-            fetcher.depth = RequestDepth(START, most=MOST)
 
     def fetch(
         self,

@@ -17,6 +17,7 @@ from typing import Any
 from ...errors import StoreError
 from .bucket import FetchFailure, ObjectListing, PieceBody, RangeResponse, VersionTag, missing_extra
 from .conditional_put import Condition, no_conditional_writes, takes_conditions
+from .request_depth import first_depth
 from .run_store import DirectoryEntry
 
 _TIMES = ("mtime", "modified", "LastModified", "last_modified", "updated", "created")
@@ -66,7 +67,7 @@ class FsspecBucket:
         self, fs: Any, url: str, root: str, options: Mapping[str, Any], *, shared: bool, conditional: bool = True
     ) -> None:
         self._fs, self.url, self._root, self.options, self.shared = fs, url, root, dict(options), shared
-        self._conditional = conditional
+        self._conditional, self.depth = conditional, first_depth()
         self._lock = threading.Lock()
 
     def _path(self, key: str) -> str:

@@ -27,6 +27,7 @@ from .memory import copy_bytes
 from .multipart import SINGLE_PUT_LIMIT, MultipartWriter, SinglePutWriter
 from .obstore import ObstoreBucket
 from .range_fetcher import RangeFetcher
+from .request_depth import RequestDepth
 from .run_store import DirectoryEntry, Folder
 from .store import Writer
 
@@ -74,7 +75,7 @@ class ObjectStore:
         self._bucket, self._prefix = bucket, prefix
         self._heads: dict[str, bytes] = {}
         self._lock = threading.Lock()
-        self._fetcher = RangeFetcher(self._fetch_one, bucket.judge, bucket.tries)
+        self._fetcher = RangeFetcher(self._fetch_one, bucket.judge, bucket.tries, RequestDepth(bucket.depth))
         self._seen = ""
         """The name of an object that was read."""
 

@@ -27,6 +27,7 @@ from .conditional_put import Condition, find_out, is_known, no_conditional_write
 from .late_client import LateClient
 from .obstore_errors import INTERMEDIARY, first_line, is_cut, judge, status_of, to_store_error
 from .presigned_reads import AnswerError, PresignedReader, can_presign
+from .request_depth import DIRECT_PER_CPU, PER_CPU, first_depth
 from .run_store import DirectoryEntry
 from .upload_window import MOST, UploadWindow
 
@@ -97,6 +98,7 @@ class ObstoreBucket:
         is_plain = self._endpoint.startswith("http://")  # the user named it
         direct = self.kind == "s3" and can_presign(self._endpoint, merged, asked)
         self._presigned = PresignedReader(self._sign) if direct else None
+        self.depth = first_depth(DIRECT_PER_CPU if direct else PER_CPU)
         if self.kind == "s3" and not is_plain and not any(name in merged or name in os.environ for name in _UNSIGNED):
             # TLS protects the bytes of a request; their SHA-256 takes more time than all else in an upload
             merged["unsigned_payload"] = True
@@ -136,7 +138,9 @@ class ObstoreBucket:
 
     def list(self, prefix: str) -> ObjectListing:
         look = self._looks.pop(prefix, None)
+        begin = time.monotonic()
         found = self._retry("list", prefix, lambda: self._obstore.list_with_delimiter(self._store, prefix or None))
+        self._window.expect(time.monotonic() - begin)
         if not found["objects"] and not found["common_prefixes"]:
             look.result() if look is not None else self._check_empty_listing(prefix)
         files = {meta["path"]: _entry(meta) for meta in found["objects"]}
@@ -204,7 +208,7 @@ class ObstoreBucket:
 
     def fetch(self, key: str, start: int, nbytes: int) -> RangeResponse:
         with self._wrapped_errors("read", key):
-            if self._presigned and (found := self._presigned.get(key, start, nbytes)) is not None:
+            if (reader := self._presigned) and (found := reader.get(key, start, nbytes)) is not None:
                 return RangeResponse(found.size, self._named(key, found.body))
             try:
                 result = self._obstore.get(self._once.get(), key, options={"range": (start, start + nbytes)})

@@ -26,8 +26,8 @@ from .bucket import RangeResponse
 PIECE = 1 << 20
 """Bytes that are read at a time where no memory is given: with 256 KiB threads wait more often for Python's global lock
 (0.41 s in place of 0.31 s), and 2 MiB gain nothing."""
-TIMEOUT = 120.0
-"""Seconds without a byte after which a request has failed."""
+CONNECT_TIMEOUT, TIMEOUT = 10.0, 120.0
+"""Seconds without a connection, and without a byte, after which a request has failed."""
 REFUSAL = 64 << 10
 """Bytes of an answer without data that are read, at most."""
 _OPTIONS = {
@@ -111,9 +111,12 @@ class PresignedReader:
             try:
                 connection, was_idle = self._idle.pop(), True
             except IndexError:
-                connection, was_idle = http.client.HTTPConnection(host, timeout=TIMEOUT), False
+                connection, was_idle = http.client.HTTPConnection(host, timeout=CONNECT_TIMEOUT), False
             try:
                 with _named_errors():
+                    if not was_idle:
+                        connection.connect()
+                        connection.sock.settimeout(TIMEOUT)
                     connection.request("GET", target, headers=headers)
                     return connection, connection.getresponse()
             except AnswerError:
@@ -125,8 +128,6 @@ class PresignedReader:
 class _SocketBody:
     """The body of an answer, which is read from its socket; `idle` gets the connection when all of it was read."""
 
-    places = True
-
     def __init__(
         self,
         connection: http.client.HTTPConnection,
@@ -135,6 +136,7 @@ class _SocketBody:
         idle: list[http.client.HTTPConnection],
     ) -> None:
         self._connection, self._answer, self._left, self._idle = connection, answer, nbytes, idle
+        self.places = not answer.will_close  # else the socket is the answer's own, and cannot be cut from here
         self._memory: memoryview | None = None
         self._aborted = False
 

@@ -99,13 +99,18 @@ class RangeFetcher:
         fetch: makes one request.
         judge: what may be done about an error of `fetch` or of the pieces that it returns.
         tries: requests for one range that may fail, at most.
+        depth: requests in flight at first.
     """
 
     def __init__(
-        self, fetch: Callable[[FileRange], RangeResponse], judge: Callable[[Exception], FetchFailure], tries: int
+        self,
+        fetch: Callable[[FileRange], RangeResponse],
+        judge: Callable[[Exception], FetchFailure],
+        tries: int,
+        depth: RequestDepth | None = None,
     ) -> None:
         self.fetch, self.judge, self.tries = fetch, judge, tries
-        self.depth, self.times = RequestDepth(first_depth()), RequestTimes()
+        self.depth, self.times = depth or RequestDepth(first_depth()), RequestTimes()
         self.lock = threading.Lock()
 
     def run(
