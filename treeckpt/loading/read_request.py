@@ -25,7 +25,7 @@ WRITABLE = 0x200
 """PyBUF_WRITE of CPython's buffers."""
 _view_of = ctypes.pythonapi.PyMemoryView_FromMemory  # an array type of ctypes for each size takes ten times as long
 _view_of.restype, _view_of.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-PLACED = 256 << 10
+LEAST_PLACED = 256 << 10
 """Bytes that are received where they belong at a time, at least."""
 MOST = 256
 """Destinations in a range above which it is read into a buffer and copied from there."""
@@ -153,12 +153,12 @@ class Scatter:
     def memory(self, low: int, high: int) -> memoryview | None:
         """Returns the memory that bytes from `low` on go to, up to `high`: as far as it is that of one destination.
 
-        None where that is less than `PLACED`, or destinations overlap.
+        None where that is less than `LEAST_PLACED`, or destinations overlap.
         """
         between = self._between(low, high)
         begin, stop, address = next(between, (high, high, 0))
         following, _, _ = next(between, (stop, 0, 0))
-        alone = begin == low and stop - begin >= PLACED and following >= stop
+        alone = begin == low and stop - begin >= LEAST_PLACED and following >= stop
         return memory_at(address, stop - begin) if alone else None
 
     def parts(self, low: int, high: int) -> list[memoryview] | None:

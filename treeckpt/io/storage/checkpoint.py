@@ -278,9 +278,7 @@ class ShardReader:
         ranges = [(one.shard.file.name, one.shard.file.header + one.start, one.stop - one.start) for one in wanted]
         assert isinstance(self.store, SupportsFetching), "the caller has looked"
         with headers.named_errors():
-            self.store.fetch(
-                [*first, *ranges], take, memory=memory, first=len(first), shared=shared, place=place and placed
-            )
+            self.store.fetch([*first, *ranges], take, memory=memory, first=len(first), shared=shared, place=placed)
 
     @contextlib.contextmanager
     def mapped(self, wanted: ByteRange, *, fetch: bool) -> Iterator[memoryview | None]:

@@ -88,6 +88,8 @@ class _InFlight(msgspec.Struct):
     done: bool = False
     placing: RangeBody | None = None
     """The body that is being received where its bytes belong."""
+    cut: bool = False
+    """Whether it was aborted for being slow, and is to be asked for again."""
     lock: threading.Lock = msgspec.field(default_factory=threading.Lock)
     """Held while bytes of it are consumed."""
 
@@ -233,7 +235,8 @@ class _Run:
             one.hedged = True
             self._hedged += 1
             if one.placing is not None:
-                one.placing.abort()  # its thread asks again
+                one.cut = True
+                one.placing.abort()
                 continue
             one.tries += 1
             self._held += nbytes
@@ -261,18 +264,27 @@ class _Run:
     def _try(self, one: _InFlight, tries: int) -> None:
         """Fetches a range, from where its consumed bytes end, with retries; then frees its memory."""
         begin = time.monotonic()
-        for tried in range(1, tries + 1):
+        while True:
             started = time.monotonic()
             try:
                 self._stream(one)
                 break
             except Exception as error:
-                pause = self._pause_after(error, one, tries - tried, started, begin)
+                if self._was_cut(one):
+                    continue
+                tries -= 1
+                pause = self._pause_after(error, one, tries, started, begin)
                 if pause is None:
                     break
                 time.sleep(pause)
         with self._changed:
             self._held -= self._held_by(one.number)
+
+    def _was_cut(self, one: _InFlight) -> bool:
+        """Whether a range failed because it was cut here: that is no try of the store, and happens once."""
+        with self._changed:
+            cut, one.cut = one.cut, False
+            return cut and self._error is None
 
     def _stream(self, one: _InFlight) -> None:
         """Makes one request for what is missing of a range, and consumes it unless another request was faster."""
@@ -297,11 +309,10 @@ class _Run:
     def _read(self, one: _InFlight, at: int, left: int, body: RangeBody) -> memoryview:
         """Returns the next bytes of a range, from `at` on; where they belong, unless others may put them there too."""
         memory = None
-        if self._place is not None and body.places and not self._first_left:
-            memory = self._place(one.number, at, min(left, PLACED))
         with self._changed:
-            if one.hedged or one.done or self._error is not None:
-                memory = None
+            alone = not (self._first_left or one.hedged or one.done) and self._error is None
+            if self._place is not None and body.places and alone:
+                memory = self._place(one.number, at, min(left, PLACED))
             if memory is not None:
                 one.placing = body
         if memory is None:
