@@ -6,6 +6,7 @@ prints is one case: the directory, where the kill was, and at which call, if it 
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -34,13 +35,12 @@ def save(path: Path, seed: int, mode: str, switch: Switch) -> None:
 
 
 def run(directory: Path, mode: str, before: bool) -> None:
-    counted: list[int] = []
-    for turn in range(3):  # on a busy machine a save renews its progress record, which takes calls of its own
-        for seed in (1, 2) if before else (2,):
-            switch = Switch()
-            save(directory / f"count-{turn}", seed, mode, switch)
-        counted.append(len(switch.calls))
-    for at in range(min(counted)):
+    """Kills before and after one call after another, up to the first save that ends before it has made so many.
+
+    How many calls a save makes is not counted in advance: a slow one renews its progress record, which takes more.
+    After a call that fails, as the removal of a file that is gone does, nothing is killed.
+    """
+    for at in itertools.count():
         for after in (False, True):
             path = directory / f"{at:03d}-{after}"
             if before:
@@ -48,6 +48,8 @@ def run(directory: Path, mode: str, before: bool) -> None:
             call = killed(at, lambda switch, path=path: save(path, 2, mode, switch), after=after)
             row = {"path": str(path), "at": at, "after": after, "call": call}
             print(json.dumps(row), flush=True)
+            if not call and not after:
+                return
 
 
 if __name__ == "__main__":
