@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.large import write_many
-from tests.helpers.s3 import BUCKET, S3, started
+from tests.helpers.s3 import BUCKET, S3, started, wait_for_late_requests
 from treeckpt.bench import s3_server
 
 
@@ -20,10 +20,12 @@ class FarS3(S3):
 
     def set(self, **settings: Any) -> None:
         """Changes settings, ends all rules but those given, and forgets the log."""
+        wait_for_late_requests()
         self.request("POST", "/!set", json.dumps(settings).encode())
 
     def log(self) -> list[dict[str, Any]]:
         """The requests since the last `set`."""
+        wait_for_late_requests()
         return json.loads(self.request("GET", "/!log"))["log"]
 
     def gets(self, suffix: str = "") -> list[dict[str, Any]]:

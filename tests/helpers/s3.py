@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -92,12 +93,14 @@ class S3:
 
     def rules(self, *rules: dict[str, Any]) -> None:
         """What the proxy does from now on; forgets what it has counted."""
+        wait_for_late_requests()
         self.request(
             "POST", "/!rules", json.dumps([{"times": 1, "seconds": 0, **r} for r in rules]).encode(), port=self.proxy
         )
 
     def log(self) -> list[dict[str, Any]]:
         """The requests since then."""
+        wait_for_late_requests()
         return json.loads(self.request("GET", "/!log", port=self.proxy))
 
     def uploads(self) -> bytes:
@@ -107,6 +110,13 @@ class S3:
     def put(self, key: str, data: bytes = b"x") -> None:
         """Puts an object past the client, under any key."""
         self.request("PUT", f"/{BUCKET}/{key}", data)
+
+
+def wait_for_late_requests() -> None:
+    """Waits for what this process still sends after saves and loads that have returned."""
+    for thread in threading.enumerate():
+        if thread.name in ("treeckpt-delete", "treeckpt-timings"):
+            thread.join()
 
 
 @contextmanager

@@ -15,7 +15,6 @@ The result is `AgreedSave`: the plan, and a conversation (`Round.branch`) of thi
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import secrets
 from collections.abc import Mapping
@@ -36,18 +35,14 @@ from ..arrays.describe import (
 )
 from ..arrays.stateful import state_tree
 from ..core.format.decoding import decode_msgpack
-from ..core.format.index import INDEX_NAME
 from ..core.format.sidecars import Sidecar
 from ..core.planning.rank_trees import GlobalTree, digest_of
 from ..core.tree.value_codec import Value, encode_value
-from ..errors import CheckpointError, CheckpointExists
 from ..io.comm.collective import Conclusion, Exchange, decode_each
 from ..io.comm.comm import Comm, members_of
 from ..io.comm.failures import NOT_COMMITTED, os_errors_wrapped, wrap_os_error
 from ..io.comm.rounds import Round
-from ..io.os_errors import hint_for
-from ..io.storage.leftovers import clear_leftovers
-from ..io.storage.metadata_files import read_index
+from ..io.storage.object_store import ObjectStore
 from ..io.storage.store import Store
 from ..io.timing import Recorder
 from .commit import IndexContent, SaveInfo
@@ -71,6 +66,7 @@ from .messages import (
     representatives,
 )
 from .options import LineageSource, SaveOptions, check_metadata
+from .path_look import PathLook
 from .plan_cache import GlobalPlan, cached_plan, contested_boxes, get_plan
 from .sidecar_files import SidecarContent, check_files, read_sidecars, sidecar_digests
 
@@ -93,6 +89,19 @@ class AgreedSave(msgspec.Struct, frozen=True):
     round: Round
     """The conversation in which the save is completed."""
     lineage: LineageSource | None = None
+    look: PathLook | None = None
+    """Of a save of one rank to an object store: its result is not waited for in the agreement, but must be before
+    anything is sent."""
+
+    def looked(self) -> AgreedSave:
+        """Returns the save once its look has a result.
+
+        Raises:
+            CheckpointError: what is at the path forbids the save.
+        """
+        if self.look is None:
+            return self
+        return msgspec.structs.replace(self, info=self.info.replacing(self.look.result()), look=None)
 
     def with_lineage(self) -> AgreedSave:
         """Returns the save with its lineage: rank 0 reads the run after the agreement, so no rank waits for that."""
@@ -146,8 +155,9 @@ class _Agreement:
     boxes: Boxes = ()
     # on rank 0
     proposals: dict[int, RankProposal] = dataclasses.field(init=False)
+    look: PathLook | None = None
     replaced: str = ""
-    """The id of the save that is overwritten."""
+    """The id of the save that is overwritten, once the look has a result."""
     values: dict[str, Value] = dataclasses.field(init=False)
 
     def run(
@@ -157,7 +167,9 @@ class _Agreement:
         files: Mapping[str, SidecarContent] | None,
         lineage: LineageSource | None,
     ) -> AgreedSave | None:
-        # 1. Describe this rank's tree
+        # 1. Look at the path, and describe this rank's tree
+        if self.comm.rank == 0 and not self.options.plan_only:
+            self.look = PathLook(self.store, overwrite=self.options.overwrite)
         error = self.previous.error
         if error is None and not self.previous.running:
             try:
@@ -241,7 +253,8 @@ class _Agreement:
             decision.boxes = self._boxes_to_compare(decision.key, None)
         decision.plan_is_cached = all(each.cached_plan == decision.key for each in proposals.values())
         decision.conflict = bool(conflicting_ranks({rank: each.pieces for rank, each in proposals.items()}))
-        self._prepare_directory()
+        if self.look is not None and not (self.comm.size == 1 and isinstance(self.store, ObjectStore)):
+            self.replaced, self.look = self.look.result(), None
         return self._conclusion(decision, last=not decision.representatives and not decision.boxes)
 
     def _conclusion(self, result: T, *, last: bool) -> Conclusion[T]:
@@ -253,33 +266,6 @@ class _Agreement:
         boxes = contested_boxes(self.comm, key, merged, self.described.inventory)
         every = self.options.verify_replicas
         return tuple((path, box) for path, box, nbytes in boxes if every or nbytes <= SMALL_LEAF_NBYTES)
-
-    def _prepare_directory(self) -> None:
-        """On rank 0: makes the directory, refuses or notes a checkpoint that is there, and removes leftovers."""
-        if self.options.plan_only:
-            return
-        try:
-            self.store.prepare()
-            names = self.store.sizes()
-            if INDEX_NAME in names:
-                if not self.options.overwrite:
-                    raise CheckpointExists(
-                        self.store.url,
-                        expected="no checkpoint",
-                        found="one",
-                        hint="Save to another path, or pass overwrite=True",
-                    )
-                with contextlib.suppress(CheckpointError):
-                    # what cannot be read can be overwritten; its shards stay for rebuild-index until then
-                    self.replaced = read_index(self.store).save_id
-            clear_leftovers(self.store, names, known=self.replaced)
-        except OSError as error:
-            raise CheckpointError(
-                self.store.url,
-                expected="a directory that can be made and written",
-                found=f"{type(error).__name__}: {error}",
-                hint=hint_for(error),
-            ) from error
 
     # step 2: trees ----------------------------------------------------------------------------------------------------
     def _rank_tree(self) -> bytes:
@@ -343,4 +329,5 @@ class _Agreement:
             self.files,
             branch,
             lineage,
+            self.look,
         )

@@ -71,6 +71,7 @@ def save_async_tree(
         agreed = agree(store, tree, comm, options, metadata, recorder, previous, lineage, files)
         if agreed is None:
             return Pending(store.url, skipped=True)
+        agreed = agreed.looked()
         if agreed.plan is None:  # the others learn it from the report, and all raise the same error
             writer = InlineWriter(store, agreed.info, None, recorder, error=agreed.error)
             complete(agreed, writer, writer.write())

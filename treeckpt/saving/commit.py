@@ -25,6 +25,7 @@ from ..core.tree.value_codec import Value
 from ..errors import CheckpointError, CheckpointNotFound, StoreError
 from ..io.storage.many_files import for_each
 from ..io.storage.metadata_files import read_index
+from ..io.storage.object_store import ObjectStore
 from ..io.storage.store import MemoryStore, Store, SupportsCompareAndSwap
 from ..io.timing import Recorder
 from .messages import WriteReport
@@ -62,6 +63,16 @@ class SaveInfo(msgspec.Struct, frozen=True, array_like=True):
     options: CommonOptions
     content: IndexContent | None = None
     """None on ranks other than 0."""
+
+    @property
+    def replaces(self) -> bool:
+        """Whether a checkpoint is overwritten, as far as rank 0 knows."""
+        return self.content is not None and self.content.replaced != ""
+
+    def replacing(self, save_id: str) -> SaveInfo:
+        """Returns the info of a save that overwrites another one; "" for none. On rank 0."""
+        assert self.content is not None, "rank 0 has it"
+        return msgspec.structs.replace(self, content=msgspec.structs.replace(self.content, replaced=save_id))
 
 
 def shard_names(info: SaveInfo, plan: GlobalPlan | None) -> list[str]:
@@ -208,15 +219,30 @@ def with_published_hint(error: Exception) -> Exception:
 
 
 def write_timings(
-    store: Store, info: SaveInfo, reports: Mapping[int, WriteReport], error: str | None, recorder: Recorder
+    store: Store,
+    info: SaveInfo,
+    reports: Mapping[int, WriteReport],
+    error: str | None,
+    recorder: Recorder,
+    *,
+    again: bool = False,
 ) -> None:
-    """Writes the spans of all ranks, and the error of a save that failed; replaces earlier timings of this save."""
+    """Writes the spans of all ranks, and the error of a save that failed; replaces earlier timings of this save.
+
+    Args:
+        again: they were written before. In an object store, where the caller of the save may go on meanwhile and
+            delete the checkpoint, they are then not created anew.
+    """
     reported = (span for rank, report in reports.items() if rank for span in report.timings)
     names = sorted({report.host for report in reports.values()} - {""})
     hosts = tuple(Host(name, encode_runs(sorted(r for r, d in reports.items() if d.host == name))) for name in names)
     spans = (*recorder.spans, *reported)
     timings = Timings(info.save_id, info.options.step, info.world, spans, error, hosts)
-    store.publish(timings_name(info.save_id), encode_timings(timings), replace=True)
+    name, data = timings_name(info.save_id), encode_timings(timings)
+    if again and isinstance(store, ObjectStore):
+        store.replace_present(name, data)
+    else:
+        store.publish(name, data, replace=True)
 
 
 def remove_files(store: Store, names: Sequence[str]) -> None:

@@ -57,7 +57,9 @@ def save_tree(
         agreed = agreed.with_lineage()
         plan = agreed.plan
         source = TreeShardSource(plan, agreed.sources) if plan is not None else None
-        writer = InlineWriter(store, agreed.info, plan, recorder, source, error=agreed.error)
+        writer = InlineWriter(
+            store, agreed.info, plan, recorder, source, error=agreed.error, waits=False, look=agreed.look
+        )
         try:
             with agreed.round.heartbeats():
                 complete(agreed, writer, writer.write())

@@ -7,7 +7,7 @@ how a large shard goes to an object store.
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -20,7 +20,7 @@ from ..io.storage.fetching import SupportsFetching
 from ..io.storage.memory import aligned_buffer
 from ..io.storage.store import Store, Writer
 from ..io.timing import Recorder
-from .shard_stream import BUFFER, BufferedWriter, Pipeline, ShardSource, write_data
+from .shard_stream import BUFFER, BufferedWriter, Pipeline, ShardSource, WriteCallbacks, write_data
 from .shard_upload import COPIES, ShardUpload
 
 BUFFER_COUNT = 4
@@ -45,6 +45,7 @@ class _Files(msgspec.Struct, frozen=True):
     recorder: Recorder
     pipeline: Pipeline
     at_once: int
+    callbacks: WriteCallbacks
 
 
 def write_files(
@@ -52,13 +53,9 @@ def write_files(
     files: Sequence[ShardFile],
     source: ShardSource,
     recorder: Recorder,
-    on_written: Callable[[int], None],
+    callbacks: WriteCallbacks,
 ) -> list[tuple[int, int]]:
-    """Writes a rank's shards, durably; returns (bytes of the header, bytes of the data) of each file.
-
-    Args:
-        on_written: called with the bytes of each block of data that was written.
-    """
+    """Writes a rank's shards, durably; returns (bytes of the header, bytes of the data) of each file."""
     huge = any(file.plan.nbytes >= BUFFER for file in files)
     free: queue.Queue[memoryview] = queue.Queue()
     for _ in range(BUFFER_COUNT):
@@ -67,7 +64,8 @@ def write_files(
     headers = [encode_header(file.header) for file in files]
     sizes = [(len(header), file.plan.nbytes) for header, file in zip(headers, files, strict=True)]
     with ThreadPoolExecutor(WRITE_THREADS, "treeckpt-write") as pool:
-        write = partial(_write_file, _Files(store, source, recorder, Pipeline(pool, free, on_written), at_once))
+        pipeline = Pipeline(pool, free, callbacks.on_written)
+        write = partial(_write_file, _Files(store, source, recorder, pipeline, at_once, callbacks))
         if at_once > 1:
             with recorder.span("write", sum(map(sum, sizes))), ThreadPoolExecutor(at_once, "treeckpt-shard") as shards:
                 list(shards.map(write, files, headers))
@@ -84,6 +82,7 @@ def _write_file(files: _Files, file: ShardFile, header: bytes) -> None:
         if getattr(writer, "ordered", False):
             _upload(files, file, writer, header)
         else:
+            files.callbacks.before_first()
             _write_in_place(files, file, writer, header)
     except BaseException:
         writer.abort()
@@ -96,15 +95,15 @@ def _write_in_place(files: _Files, file: ShardFile, writer: Writer, header: byte
     head = aligned_buffer(len(header))
     head[:] = with_hashes(header, hashes)
     writer.write(0, head)
+    files.callbacks.before_commit()
     start = files.recorder.now()
     writer.commit()
     files.recorder.add("fsync", start, files.recorder.now())
 
 
 def _upload(files: _Files, file: ShardFile, writer: Writer, header: bytes) -> None:
-    pipeline = files.pipeline
     copies = COPIES // files.at_once
-    upload = ShardUpload(file.plan, files.source, files.recorder, pipeline.pool, copies, pipeline.on_written)
+    upload = ShardUpload(file.plan, files.source, files.recorder, files.pipeline.pool, copies, files.callbacks)
     if not upload.send(writer, header):
         files.store.delete(file.name)
         raise CheckpointError(

@@ -103,6 +103,17 @@ def contiguous_parts(data: np.ndarray) -> Iterator[np.ndarray]:
         yield np.ascontiguousarray(data[low : low + rows]).reshape(-1).view(np.uint8)
 
 
+class WriteCallbacks(msgspec.Struct, frozen=True):
+    """What the writing of shards waits for, and to whom it tells how far it is."""
+
+    before_first: Callable[[], object]
+    """Called before a byte is written, but not before uploads are begun and data is hashed; what it raises ends all."""
+    before_commit: Callable[[], object]
+    """Called before a shard is complete."""
+    on_written: Callable[[int], None]
+    """Called with the bytes of each block of data that was written."""
+
+
 class Pipeline(msgspec.Struct, frozen=True):
     """What all files of a save are written through."""
 

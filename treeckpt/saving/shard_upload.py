@@ -23,7 +23,7 @@ from ..io.storage.many_files import submit_or_call
 from ..io.storage.memory import aligned_buffer
 from ..io.storage.store import Writer
 from ..io.timing import Recorder
-from .shard_stream import BUFFER, ShardSource, append_entry, contiguous_parts
+from .shard_stream import BUFFER, ShardSource, WriteCallbacks, append_entry, contiguous_parts
 
 COPIES = 512 << 20
 """Bytes of the copies of all shards that are being sent at a time."""
@@ -151,7 +151,7 @@ class ShardUpload:
 
     Args:
         copies: bytes of memory for copies.
-        on_written: called with the bytes of each block of data that is handed over to be sent.
+        callbacks: a block counts as written when it is handed over to be sent.
     """
 
     def __init__(
@@ -161,10 +161,10 @@ class ShardUpload:
         recorder: Recorder,
         pool: ThreadPoolExecutor,
         copies: int,
-        on_written: Callable[[int], None],
+        callbacks: WriteCallbacks,
     ) -> None:
         self._plan, self._source, self._recorder, self._pool = plan, source, recorder, pool
-        self._on_written = on_written
+        self._callbacks = callbacks
         # the part that is not complete yet keeps its copies, and no part is longer than 1/4096 of a large shard
         count = max(copies, plan.nbytes // 4096) // BUFFER + 4
         self._buffers = _CopyBuffers(count, self._forget)
@@ -189,6 +189,7 @@ class ShardUpload:
     def send(self, writer: Writer, header: bytes) -> bool:
         """Sends header and data, and commits; returns whether the data stayed as it was meanwhile."""
         hashes = self._hash()
+        self._callbacks.before_first()
         self._writer, self._at = writer, 0
         self._write(np.frombuffer(with_hashes(header, hashes), np.uint8))
         again = _AreaHasher(self._plan.nbytes, self._pool)
@@ -200,6 +201,7 @@ class ShardUpload:
                 self._send(piece)
             for piece in () if self._source.private else kept:
                 again.add(piece)  # while the last parts are being sent
+        self._callbacks.before_commit()
         start = self._recorder.now()
         writer.commit()
         self._recorder.add("fsync", start, self._recorder.now())
@@ -221,7 +223,7 @@ class ShardUpload:
         for low in range(0, len(piece), BUFFER):
             block = piece[low : low + BUFFER]
             self._write(block)
-            self._on_written(len(block))
+            self._callbacks.on_written(len(block))
 
     def _write(self, block: np.ndarray) -> None:
         self._writer.write(self._at, block.data)

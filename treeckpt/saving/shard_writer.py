@@ -6,6 +6,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from threading import Thread
 from typing import Protocol
 
@@ -21,6 +22,8 @@ from ..errors import CheckpointExists
 from ..io.comm.failures import silent_faults, to_fault, wrap_os_error
 from ..io.storage.fetching import SupportsFetching
 from ..io.storage.leftovers import clear_leftovers
+from ..io.storage.many_files import call_in_thread
+from ..io.storage.object_store import ObjectStore
 from ..io.storage.progress_file import ProgressRecorder
 from ..io.storage.store import Store, SupportsCompareAndSwap
 from ..io.timing import Recorder
@@ -40,9 +43,10 @@ from .commit import (
     written_names,
 )
 from .messages import CommitResult, WriteReport
+from .path_look import PathLook
 from .plan_cache import GlobalPlan
 from .shard_files import ShardFile, write_files
-from .shard_stream import ShardSource
+from .shard_stream import ShardSource, WriteCallbacks
 
 
 class ShardWriter(Protocol):
@@ -96,6 +100,9 @@ class InlineWriter:
     Args:
         plan, source: None if this rank has none; `error` says why.
         on_progress: called with the bytes written so far, now and then.
+        waits: whether `end` waits for an object store after a commit. Unless it does, threads complete the timings and
+            remove the progress record, and the end of the process waits for them.
+        look: must have a result before anything is written.
     """
 
     trace = ""
@@ -110,10 +117,15 @@ class InlineWriter:
         *,
         error: Exception | None = None,
         on_progress: Callable[[int], None] | None = None,
+        waits: bool = True,
+        look: PathLook | None = None,
     ) -> None:
         self.error, self.recorder = error, recorder
+        self._waits = waits or not isinstance(store, ObjectStore)
         self._store, self._info, self._plan, self._source = store, info, plan, source
-        self._on_progress = on_progress or (lambda written: None)
+        self._on_progress, self._look = on_progress or (lambda written: None), look
+        self._refusal: Exception | None = None
+        """Why the look at the path forbids the save."""
         self._note: ProgressRecorder | None = None
         self._timings: Thread | None = None
         """Writes them to an object store, beside the index and then beside the removal of the progress record."""
@@ -129,15 +141,14 @@ class InlineWriter:
             now = time.time_ns()
             planned = plan.own.nbytes
             progress = Progress(info.save_id, info.rank, info.world, info.options.step, "write", 0, planned, now, now)
-            replaces = info.content is not None and info.content.replaced != ""
-            self._note = ProgressRecorder(self._store, progress, replaces=replaces, on_progress=self._on_progress)
-            self._note.begin()
+            self._note = ProgressRecorder(self._store, progress, on_progress=self._on_progress)
+            callbacks = WriteCallbacks(self._begin(self._note), self._note.wait_begun, self._note.add)
             manifest = manifest_of(info, plan)
             files = [
                 ShardFile(entries, name, shard_header(info, plan, file, manifest if file.part == 0 else None))
                 for entries, name, file in zip(source.files, shard_names(info, plan), plan.own.files, strict=True)
             ]
-            sizes = write_files(self._store, files, source, self.recorder, self._note.add)
+            sizes = write_files(self._store, files, source, self.recorder, callbacks)
             self._note.commit()
             self._written = True
             rows = [
@@ -146,8 +157,30 @@ class InlineWriter:
             ]
             return WriteReport(None, tuple(rows))
         except Exception as error:
+            if self._refusal is not None:
+                raise self._refusal from None
             self.error = wrap_os_error(error, self._store.url)
             return WriteReport(to_fault(self.error, info.rank))
+
+    def _begin(self, note: ProgressRecorder) -> Callable[[], None]:
+        """Begins the progress record, once the look at the path has a result; returns what waits for an object store.
+
+        Other stores have no latency: the record is begun on return.
+        """
+
+        def begin() -> None:
+            if self._look is not None:
+                try:
+                    self._info = self._info.replacing(self._look.result())
+                except Exception as error:
+                    self._refusal = error
+                    raise
+            note.begin(replaces=self._info.replaces)
+
+        if isinstance(self._store, ObjectStore):
+            return call_in_thread(begin, "treeckpt-begin").result
+        begin()
+        return lambda: None
 
     def commit(self, reports: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
         decoded = {rank: decode_msgpack(report, WriteReport) for rank, report in reports.items()}
@@ -179,9 +212,9 @@ class InlineWriter:
         self._join_timings()
         if not faults:
             # it is committed: the rest may fail without harm
-            if not self._start_timings(reports):
-                self._write_timings(reports)
-            if info.content is not None and info.content.replaced:
+            if not self._start_timings(reports, again=True):
+                self._write_timings(reports, again=True)
+            if info.content is not None and info.replaces:
                 with contextlib.suppress(Exception):
                     remove_replaced(store, info.content.replaced)
             return CommitResult((), True)
@@ -190,18 +223,19 @@ class InlineWriter:
             write_timings(store, info, reports, text, recorder)
         return CommitResult(tuple(faults), in_place)
 
-    def _start_timings(self, reports: Mapping[int, WriteReport]) -> bool:
+    def _start_timings(self, reports: Mapping[int, WriteReport], *, again: bool = False) -> bool:
         """Begins to write the timings to an object store; False elsewhere, or where no thread can be started."""
         if isinstance(self._store, SupportsFetching):
             with contextlib.suppress(RuntimeError):  # the interpreter ends
-                thread = Thread(target=self._write_timings, args=[reports], daemon=False)
+                write = partial(self._write_timings, reports, again=again)
+                thread = Thread(target=write, name="treeckpt-timings", daemon=False)
                 thread.start()
                 self._timings = thread
         return self._timings is not None
 
-    def _write_timings(self, reports: Mapping[int, WriteReport]) -> None:
+    def _write_timings(self, reports: Mapping[int, WriteReport], *, again: bool = False) -> None:
         with contextlib.suppress(Exception):
-            write_timings(self._store, self._info, reports, None, self.recorder)
+            write_timings(self._store, self._info, reports, None, self.recorder, again=again)
 
     def _join_timings(self) -> None:
         if self._timings is not None:
@@ -209,9 +243,12 @@ class InlineWriter:
             self._timings = None
 
     def end(self) -> None:
+        is_committed = self._timings is not None if self._info.rank == 0 else self.error is None
+        wait = self._waits or not is_committed
         if self._note is not None:
-            self._note.end()
-        self._join_timings()
+            self._note.end(wait=wait)
+        if wait:
+            self._join_timings()
         if self._note is None:
             return
         if self._info.rank == 0 and not isinstance(self._store, SupportsCompareAndSwap):
@@ -224,6 +261,7 @@ class InlineWriter:
         The coordinator writes `error` to the timings, so the files of other ranks count as left over.
         """
         info, plan = self._info, self._plan
+        self._waits = True
         self.end()
         if plan is None or (info.rank and self._written) or index_may_be_published(self._store, info.save_id):
             return

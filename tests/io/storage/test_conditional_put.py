@@ -47,9 +47,9 @@ def test_the_first_save_says_that_the_store_has_no_conditional_writes(
             tc.save(store, tree)
         assert manner[:5] in str(caught.value) and "conditional=False" in caught.value.hint
         assert files(store) == [], "neither a record nor a shard"
-    assert not [row for row in server.log() if "shard" in row["path"] and row["method"] != "DELETE"], (
-        "no byte of the arrays is sent"
-    )
+    sent = [row for row in server.log() if "shard" in row["path"] and row["method"] != "DELETE"]
+    assert all(row["path"].endswith("?uploads=") for row in sent), "no byte of the arrays is sent"
+    assert len(sent) == 2 * size, "each upload that is begun is ended again"
 
 
 def test_what_is_known_of_a_bucket_costs_one_request_for_each_process(server: FarS3, url: str) -> None:

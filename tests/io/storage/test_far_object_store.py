@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -466,18 +467,47 @@ def test_a_save_waits_for_no_answer_that_another_request_does_not_need(far: FarS
     store = far.store()
     far.set(latency=LATENCY)
     tc.save(store, {"w": array(20)})
+    late = {thread.name for thread in threading.enumerate()}
+    assert late >= {"treeckpt-delete", "treeckpt-timings"}, "it returns when the index is published"
     names = ("list-type", "nobody", "progress", "uploads", "partNumber", "uploadId", "timings", "index")
     found = [set(stage) for stage in stages(far.log(), names=names)]
     for stage in found[2:-1]:
         stage.discard("PUT progress")  # is sent again when some time has passed, beside what is sent then
     assert [sorted(stage) for stage in found] == [
-        ["GET list-type", "HEAD nobody"],
-        ["POST uploads", "PUT progress"],
-        ["PUT partNumber"],
+        ["GET list-type", "HEAD nobody", "POST uploads"],
+        ["PUT partNumber", "PUT progress"],
+        ["PUT partNumber"],  # the last one: what follows makes the shard visible, which must have a record by then
         ["POST uploadId"],
         ["PUT index", "PUT timings"],
-        ["DELETE progress", "PUT timings"],
+        ["DELETE progress", "GET timings"],
+        ["PUT timings"],
     ]
+
+
+def test_what_is_sent_late_does_not_bring_back_a_checkpoint_that_is_deleted_at_once(far: FarS3) -> None:
+    store = far.store()
+    far.set(latency=LATENCY)
+    tc.save(store, {"w": array(20)})
+    for name in store.sizes():
+        store.delete(name)
+    far.set()
+    assert store.sizes() == {}
+
+
+def test_a_refused_save_of_one_rank_has_sent_no_byte_and_leaves_no_upload(far: FarS3) -> None:
+    store = far.store()
+    tc.save(store, {"w": array(20)})
+    far.set(latency=LATENCY)
+    before = store.sizes()
+    with pytest.raises(tc.CheckpointExists, match="expected no checkpoint, found one") as caught:
+        tc.save(store, {"w": array(20)})
+    assert "overwrite=True" in caught.value.hint
+    changes = [row for row in far.log() if row["method"] in ("PUT", "POST", "DELETE")]
+    assert [(row["method"], "uploads=" in row["path"], "uploadId=" in row["path"]) for row in changes] == [
+        ("POST", True, False),
+        ("DELETE", False, True),
+    ]
+    assert store.sizes() == before
 
 
 def test_a_small_shard_is_sent_by_one_request(far: FarS3, tree: dict[str, Any]) -> None:

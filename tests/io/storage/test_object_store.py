@@ -26,6 +26,7 @@ from treeckpt.io.storage.bucket import ObjectListing
 from treeckpt.io.storage.memory import aligned_buffer
 from treeckpt.io.storage.request_depth import RequestDepth
 from treeckpt.io.storage.run_store import DirectoryEntry
+from treeckpt.io.storage.upload_window import UploadWindow
 from treeckpt.runs import catalog
 from treeckpt.runs.run import RunDirectory
 from treeckpt.saving import shard_writer
@@ -44,7 +45,8 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_save_uploads_parts_side_by_side_in_order_and_publishes_last(s3: S3, in_parts: None) -> None:
     s3.rules({"match": "PUT .*partNumber", "do": "meet", "times": 99, "count": 3, "seconds": LONG})
     store, tree = s3.store(), {"w": array(34), "n": 1}
-    store._bucket._window.depth = RequestDepth(4)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    store._bucket._window = window = UploadWindow()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    window.depth, window.expect = RequestDepth(4), lambda seconds: None
     tc.save(store, tree)
     log = s3.log()
     parts = [row for row in log if "partNumber" in row["path"]]

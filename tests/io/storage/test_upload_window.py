@@ -14,7 +14,7 @@ from tests.helpers.background import until
 from treeckpt.io.storage import upload_window
 from treeckpt.io.storage.obstore import MAX_PARTS, PART, PARTS, part_nbytes
 from treeckpt.io.storage.request_depth import START, RequestDepth, first_depth
-from treeckpt.io.storage.upload_window import UploadWindow
+from treeckpt.io.storage.upload_window import NEAR_PER_CPU, UploadWindow
 
 MIB = 1 << 20
 
@@ -70,10 +70,12 @@ def test_a_part_waits_until_another_one_is_not_referred_to_any_more() -> None:
     assert not thread.is_alive() and sum(map(len, seen)) == 16
 
 
-def test_uploads_to_a_far_store_begin_with_many_parts_and_stay_with_what_was_found() -> None:
-    window, near = UploadWindow(), first_depth()
+def test_uploads_begin_with_more_parts_the_farther_the_store_is_and_stay_with_what_was_found() -> None:
+    window = UploadWindow()
     window.expect(0.04)
-    assert window.depth.depth == near
+    assert window.depth.depth == first_depth()
+    window.expect(0.003)
+    assert window.depth.depth == first_depth(NEAR_PER_CPU) < first_depth()
     window.expect(0.15)
     assert window.depth.depth == START
     window.depth = RequestDepth(8)

@@ -28,12 +28,13 @@ from ...core.format.save_progress import Owner, parse_progress_name
 from ...errors import CheckpointError, CheckpointNotFound, TreeckptError
 from ...reports import Leftover
 from .far_store import FarStore
+from .late_deletes import names_being_deleted
 from .many_files import for_each
 from .metadata_files import decode_and_check, read_index, read_index_bytes, read_timings
 from .object_store import ObjectFolder, ObjectStore
 from .process_owner import is_running
 from .progress_file import is_alive, read_record
-from .reader_leases import LEASE, leases_being_deleted, read_lease
+from .reader_leases import LEASE, read_lease
 from .run_store import DirectoryEntry, Folder, LocalFolder
 from .store import LocalStore, Store
 
@@ -48,7 +49,7 @@ def deletion_times(now_ns: int, grace: float = GRACE) -> CleanupTimes:
 
 def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[FileInfo, ...]:
     """Returns the files of a directory, and whether their processes are alive; `committed` is the save of the index."""
-    gone = leases_being_deleted()
+    gone = names_being_deleted()
     entries = {name: entry for name, entry in folder.entries().items() if entry.regular and name not in gone}
     alive: dict[str, bool | None] = {}
     ended: set[str] = set()

@@ -28,6 +28,15 @@ def for_each(store: Store, call: Callable[[F], T], files: Sequence[F]) -> list[T
         return [future.result() for future in [submit_or_call(pool, partial(call, file)) for file in files]]
 
 
+def call_in_thread(call: Callable[[], T], name: str) -> Future[T]:
+    """Starts a call in a thread with this name, for which the end of the process waits."""
+    pool = ThreadPoolExecutor(1, name)
+    try:
+        return submit_or_call(pool, call)
+    finally:
+        pool.shutdown(wait=False)
+
+
 def submit_or_call(pool: ThreadPoolExecutor, call: Callable[[], T]) -> Future[T]:
     """Submits a call to a pool; makes it here where no thread can be started, as when the interpreter ends.
 

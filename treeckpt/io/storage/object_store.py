@@ -254,6 +254,16 @@ class ObjectStore:
         except FileExistsError as error:
             raise self._exists(name) from error
 
+    def replace_present(self, name: str, data: bytes) -> None:
+        """Replaces a file whose content is not longer, and does not create one.
+
+        Raises:
+            FileNotFoundError: there is none.
+            FileExistsError: it was replaced meanwhile.
+        """
+        _, tag = self._bucket.read(self._key(name), len(data))
+        self._bucket.put(self._key(name), data, replace=tag)
+
     def _exists(self, name: str) -> CheckpointExists:
         return CheckpointExists(
             f"{self.url}/{name}", expected="no such file", found="one, written meanwhile by another save"

@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
@@ -25,6 +25,7 @@ from .aws_profiles import check_instance, s3_options
 from .bucket import ObjectListing, PieceBody, RangeBody, RangeResponse, VersionTag, missing_extra
 from .conditional_put import Condition, find_out, is_known, no_conditional_writes, refuses_conditions, takes_conditions
 from .late_client import LateClient
+from .many_files import call_in_thread
 from .obstore_errors import INTERMEDIARY, first_line, is_cut, judge, status_of, to_store_error
 from .presigned_reads import AnswerError, PresignedReader, can_presign
 from .request_depth import DIRECT_PER_CPU, PER_CPU, first_depth
@@ -131,10 +132,7 @@ class ObstoreBucket:
 
     def prepare(self, prefix: str) -> None:
         self._uploads.open_soon()
-        with contextlib.suppress(RuntimeError):  # no thread can be started, as when the interpreter ends
-            pool = ThreadPoolExecutor(1, "treeckpt-look")
-            self._looks[prefix] = pool.submit(self._check_empty_listing, prefix)
-            pool.shutdown(wait=False)
+        self._looks[prefix] = call_in_thread(partial(self._check_empty_listing, prefix), "treeckpt-look")
 
     def list(self, prefix: str) -> ObjectListing:
         look = self._looks.pop(prefix, None)

@@ -27,6 +27,7 @@ from ...core.format.save_progress import (
     progress_name,
 )
 from ...errors import TreeckptError
+from .late_deletes import delete_later
 from .many_files import for_each
 from .object_store import ObjectStore
 from .process_owner import is_running, this_process
@@ -90,7 +91,6 @@ class ProgressRecorder:
 
     Args:
         first: the record at the start of the save.
-        replaces: whether the save replaces a checkpoint.
         on_progress: called with the bytes written so far, as often as the record is renewed, from the first block on.
     """
 
@@ -99,10 +99,9 @@ class ProgressRecorder:
         store: Store,
         first: Progress,
         *,
-        replaces: bool = False,
         on_progress: Callable[[int], object] | None = None,
     ) -> None:
-        self._store, self._replaces, self._on_progress = store, replaces, on_progress
+        self._store, self._on_progress = store, on_progress
         self._record = msgspec.structs.replace(first, owner=this_process())
         self._name = progress_name(first.rank, first.save_id)
         self._lock, self._writing = threading.Lock(), threading.Lock()
@@ -115,8 +114,11 @@ class ProgressRecorder:
         at_once = first.rank == 0 and not isinstance(store, MemoryStore)
         self._write_in_begin, self._write_in_thread = at_once and not far, at_once and far
 
-    def begin(self) -> None:
+    def begin(self, *, replaces: bool = False) -> None:
         """Starts the record, before the save writes its first shard.
+
+        Args:
+            replaces: whether the save replaces a checkpoint.
 
         Raises:
             StoreError: an object store has no conditional writes, by which the save is to be committed, or cannot be
@@ -125,7 +127,7 @@ class ProgressRecorder:
         if self._write_in_begin:
             self._write()
         if self._write_in_thread and isinstance(self._store, ObjectStore):
-            self._write_in_thread = not self._store.publish_first(self._name, self._encoded(), replaces=self._replaces)
+            self._write_in_thread = not self._store.publish_first(self._name, self._encoded(), replaces=replaces)
         try:
             _thread.start_new_thread(self._keep, ())  # Thread.start waits for the thread, which takes milliseconds
         except RuntimeError:  # no thread can be started, as when the interpreter ends
@@ -152,8 +154,6 @@ class ProgressRecorder:
 
     def add(self, nbytes: int) -> None:
         """Adds written bytes to the record; they are not visible in the store yet."""
-        if self._write_in_thread:
-            self._begun.wait()  # a shard of a save that is killed without a record would stay for ever
         with self._lock:
             now = time.monotonic()
             due = now - self.renewed >= PAUSE
@@ -161,6 +161,14 @@ class ProgressRecorder:
             if due:
                 self.renewed = now
                 self._renew(now)
+
+    def wait_begun(self) -> None:
+        """Waits until the record is written, where that takes a request: before a shard can be seen.
+
+        A shard of a save that is killed without a record would stay for ever.
+        """
+        if self._write_in_thread:
+            self._begun.wait()
 
     def commit(self) -> None:
         """Records that the shards of this rank are durable."""
@@ -182,10 +190,13 @@ class ProgressRecorder:
             else:
                 self._write()
 
-    def end(self) -> None:
-        """Removes the record."""
+    def end(self, *, wait: bool = True) -> None:
+        """Removes the record; unless `wait`, a thread does so, for which the process waits."""
         self._ended.set()
         _own_records.discard(self._name)
+        self._remove() if wait else delete_later(self._name, self._remove)
+
+    def _remove(self) -> None:
         with self._writing:  # a record that is being written now is complete before it is removed
             exists, self._exists = self._exists, False
         if exists:

@@ -13,6 +13,7 @@ import contextlib
 import secrets
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 
@@ -21,6 +22,7 @@ from ...core.format.file_names import lease_name, parse_file_name
 from ...core.format.save_progress import Owner
 from ...errors import StoreError, TreeckptError
 from .fetching import SupportsFetching
+from .late_deletes import delete_later
 from .process_owner import is_running, this_process
 from .run_store import Folder
 from .store import Store
@@ -33,8 +35,6 @@ MAX_LEASE = 4096
 
 _held: set[str] = set()
 """The names of the leases that this process holds."""
-_being_deleted: set[str] = set()
-"""The names of the leases that a thread of this process is deleting; to a clean-up they are gone already."""
 
 
 @contextlib.contextmanager
@@ -93,28 +93,14 @@ class _Lease:
         self._ended.set()
         if self._keeper is None:
             return
-        _being_deleted.add(self._name)
-        try:
-            if wait:
-                self._delete(self._keeper)
-            else:
-                threading.Thread(target=self._delete, args=[self._keeper], daemon=False).start()
-        except RuntimeError:  # no thread can be started, as when the interpreter ends
-            self._delete(self._keeper)
+        delete = partial(self._delete, self._keeper)
+        delete() if wait else delete_later(self._name, delete)
 
     def _delete(self, keeper: threading.Thread) -> None:
-        try:
-            keeper.join()  # a write that is under way would create it again
-            if self._written:
-                with contextlib.suppress(OSError, StoreError):
-                    self._store.delete(self._name)
-        finally:
-            _being_deleted.discard(self._name)
-
-
-def leases_being_deleted() -> frozenset[str]:
-    """Returns the names of the leases that threads of this process are deleting."""
-    return frozenset(_being_deleted)
+        keeper.join()  # a write that is under way would create it again
+        if self._written:
+            with contextlib.suppress(OSError, StoreError):
+                self._store.delete(self._name)
 
 
 def has_readers(folder: Folder, now_ns: int) -> bool:
