@@ -168,12 +168,12 @@ class _Agreement:
         lineage: LineageSource | None,
     ) -> AgreedSave | None:
         # 1. Look at the path, and describe this rank's tree
-        if self.comm.rank == 0 and not self.options.plan_only:
-            self.look = PathLook(self.store, overwrite=self.options.overwrite)
         error = self.previous.error
         if error is None and not self.previous.running:
             try:
                 with self.recorder.span("flatten"), os_errors_wrapped(self.store.url):
+                    if self.comm.rank == 0 and not self.options.plan_only:
+                        self.look = PathLook(self.store, overwrite=self.options.overwrite)
                     self._describe(tree, metadata, files)
             except Exception as failed:
                 error = failed

@@ -4,11 +4,14 @@
 2. Every rank writes its shards, durably, under names that hold the save id; then rank 0 writes the sidecar files so.
 3. Every rank reports. If all have written, the coordinator publishes the index, which is the commit, and the
    timings: before it on a file system, at the same time in an object store.
+   A save of one rank to an object store looks at the path while its upload begins; no byte is sent before the answer.
 4. Every rank receives the result. Any failure makes every rank raise an error that names rank, path and cause; what the
    failed save wrote is deleted, and an earlier index stays valid. A rank that does not receive the result deletes
    nothing. A rank that is interrupted deletes what it wrote, if that cannot be committed any more. A coordinator that
    is interrupted, or cannot reach the other ranks, leaves timings that name the failure: so the files of the others
    count as left over.
+5. The progress record is removed, and the timings get the time of the commit. Where `save_tree` saves to an object
+   store, threads do so after it has returned, for which the end of the process waits.
 
 `save_tree` does all of it in the caller's thread; `background` does steps 2 to 4 beside the training, with the same
 functions.
@@ -54,6 +57,8 @@ def save_tree(
     with gc_paused(), recorder.span("save"):
         agreed = agree(store, tree, comm, options, metadata, recorder, previous, lineage, files)
         assert agreed is not None, "only a save in the background is skipped"
+        if agreed.plan is None:  # the error is noted at the path, unless that is refused
+            agreed = agreed.looked()
         agreed = agreed.with_lineage()
         plan = agreed.plan
         source = TreeShardSource(plan, agreed.sources) if plan is not None else None

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from threading import Thread
 from typing import Protocol
@@ -127,6 +128,8 @@ class InlineWriter:
         self._refusal: Exception | None = None
         """Why the look at the path forbids the save."""
         self._note: ProgressRecorder | None = None
+        self._begun: Future[None] | None = None
+        """Of `_begin`, where it waits for an object store."""
         self._timings: Thread | None = None
         """Writes them to an object store, beside the index and then beside the removal of the progress record."""
         self._written = False
@@ -142,13 +145,19 @@ class InlineWriter:
             planned = plan.own.nbytes
             progress = Progress(info.save_id, info.rank, info.world, info.options.step, "write", 0, planned, now, now)
             self._note = ProgressRecorder(self._store, progress, on_progress=self._on_progress)
-            callbacks = WriteCallbacks(self._begin(self._note), self._note.wait_begun, self._note.add)
+            begin = partial(self._begin, self._note)
+            if isinstance(self._store, ObjectStore):
+                self._begun = call_in_thread(begin, "treeckpt-begin")
+            else:
+                begin()
+            callbacks = WriteCallbacks(self._wait_begun, self._note.wait_begun, self._note.add)
             manifest = manifest_of(info, plan)
             files = [
                 ShardFile(entries, name, shard_header(info, plan, file, manifest if file.part == 0 else None))
                 for entries, name, file in zip(source.files, shard_names(info, plan), plan.own.files, strict=True)
             ]
             sizes = write_files(self._store, files, source, self.recorder, callbacks)
+            self._wait_begun()  # a rank without shards has not waited yet
             self._note.commit()
             self._written = True
             rows = [
@@ -157,30 +166,26 @@ class InlineWriter:
             ]
             return WriteReport(None, tuple(rows))
         except Exception as error:
+            if self._begun is not None:
+                wait([self._begun])
             if self._refusal is not None:
                 raise self._refusal from None
             self.error = wrap_os_error(error, self._store.url)
             return WriteReport(to_fault(self.error, info.rank))
 
-    def _begin(self, note: ProgressRecorder) -> Callable[[], None]:
-        """Begins the progress record, once the look at the path has a result; returns what waits for an object store.
+    def _begin(self, note: ProgressRecorder) -> None:
+        """Begins the progress record, once the look at the path has a result."""
+        if self._look is not None:
+            try:
+                self._info = self._info.replacing(self._look.result())
+            except Exception as error:
+                self._refusal = error
+                raise
+        note.begin(replaces=self._info.replaces)
 
-        Other stores have no latency: the record is begun on return.
-        """
-
-        def begin() -> None:
-            if self._look is not None:
-                try:
-                    self._info = self._info.replacing(self._look.result())
-                except Exception as error:
-                    self._refusal = error
-                    raise
-            note.begin(replaces=self._info.replaces)
-
-        if isinstance(self._store, ObjectStore):
-            return call_in_thread(begin, "treeckpt-begin").result
-        begin()
-        return lambda: None
+    def _wait_begun(self) -> None:
+        if self._begun is not None:
+            self._begun.result()
 
     def commit(self, reports: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
         decoded = {rank: decode_msgpack(report, WriteReport) for rank, report in reports.items()}
@@ -244,10 +249,10 @@ class InlineWriter:
 
     def end(self) -> None:
         is_committed = self._timings is not None if self._info.rank == 0 else self.error is None
-        wait = self._waits or not is_committed
+        late = is_committed and not self._waits
         if self._note is not None:
-            self._note.end(wait=wait)
-        if wait:
+            self._note.end(wait=not late)
+        if not late:
             self._join_timings()
         if self._note is None:
             return

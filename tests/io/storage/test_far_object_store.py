@@ -20,6 +20,7 @@ from treeckpt.io.storage import obstore, upload_window
 from treeckpt.io.storage.counting_store import CountingStore
 from treeckpt.io.storage.request_depth import RequestDepth
 from treeckpt.runs.restore import Restorer
+from treeckpt.saving import shard_upload
 
 NEAR: dict[str, Any] = {
     "presigned": "honoured",
@@ -492,6 +493,33 @@ def test_what_is_sent_late_does_not_bring_back_a_checkpoint_that_is_deleted_at_o
         store.delete(name)
     far.set()
     assert store.sizes() == {}
+
+
+def test_a_save_that_fails_before_the_look_is_answered_leaves_nothing(
+    far: FarS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(block: memoryview) -> int:
+        raise OSError(5, "unreadable memory")
+
+    store = far.store()
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_upload, "hash_block", fail)
+        far.set(rules=[{"match": "list-type", "do": "slow", "times": 1, "seconds": LATENCY}])
+        with pytest.raises(tc.CheckpointError, match="unreadable memory"):
+            tc.save(store, {"w": array(20)})
+    far.set()
+    assert [name for name in store.sizes() if not name.startswith("timings")] == [], "no record without a save"
+
+    tc.save(store, {"w": array(20)}, overwrite=True)
+    far.set()
+    before = store.sizes()
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_upload, "hash_block", fail)
+        far.set(rules=[{"match": "list-type", "do": "slow", "times": 1, "seconds": LATENCY}])
+        with pytest.raises(tc.CheckpointExists):
+            tc.save(store, {"w": array(20)})
+    far.set()
+    assert store.sizes() == before, "not even timings with the error"
 
 
 def test_a_refused_save_of_one_rank_has_sent_no_byte_and_leaves_no_upload(far: FarS3) -> None:

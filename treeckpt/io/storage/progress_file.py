@@ -126,8 +126,9 @@ class ProgressRecorder:
         """
         if self._write_in_begin:
             self._write()
-        if self._write_in_thread and isinstance(self._store, ObjectStore):
-            self._write_in_thread = not self._store.publish_first(self._name, self._encoded(), replaces=replaces)
+        with self._writing:
+            if self._write_in_thread and isinstance(self._store, ObjectStore) and not self._ended.is_set():
+                self._write_in_thread = not self._store.publish_first(self._name, self._encoded(), replaces=replaces)
         try:
             _thread.start_new_thread(self._keep, ())  # Thread.start waits for the thread, which takes milliseconds
         except RuntimeError:  # no thread can be started, as when the interpreter ends
