@@ -44,6 +44,22 @@ class Job:
         return self.manager.resume(self.model, self.optimizer, scheduler=self.scheduler, **options)
 
 
+def test_a_first_run_refuses_what_its_first_save_would_refuse(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run")
+    model, optimizer, resume = job.model, job.optimizer, job.manager.resume
+    with pytest.raises(tc.TreeError, match=r"The order is state\(model, optimizer\)"):
+        resume(optimizer, model)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(tc.TreeError, match="expected"):
+        resume(model.state_dict(), optimizer.state_dict())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(tc.TreeError, match="not the model's|parameter"):
+        resume(torch.nn.Linear(2, 2), optimizer)
+    with pytest.raises(tc.MismatchError, match="StatefulDataLoader"):
+        resume(model, optimizer, loader=torch.utils.data.DataLoader([1]))
+    with pytest.raises(TypeError, match="'stric' is no option of resume; near to it is 'strict'"):
+        resume(model, optimizer, stric=False)  # pyright: ignore[reportCallIssue]
+    assert resume(model, optimizer, scheduler=False, loader=False, extra={"ema": model}) is None
+
+
 def damage(run: Path, step: int, at: int = -10) -> None:
     """Changes a byte of a step."""
     shard = max(shards_of(run / step_name(step)), key=lambda path: path.stat().st_size)

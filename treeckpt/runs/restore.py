@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
 
+from ..core.option_names import check_options
 from ..errors import CheckpointNotFound, MismatchError, TreeckptError
-from ..io.comm.collective import from_rank0, gather_errors
+from ..io.comm.collective import ending_together, from_rank0, gather_errors
 from ..io.comm.comm import Comm
 from ..io.comm.failures import raise_faults
 from ..io.storage.checkpoint import Checkpoint
@@ -263,6 +264,7 @@ class RestoreMixin:
 
         Returns:
             The report; None on a first run, when nothing was saved yet: nothing has changed then, and `count` is 0.
+            What a save of the objects would refuse is refused here.
             Rank 0 logs it (INFO, to the logger `treeckpt`), as a misspelt name of a run looks the same; as a warning
             where runs lie below.
 
@@ -270,12 +272,16 @@ class RestoreMixin:
             CheckpointNotFound: there are checkpoints, none of which can be loaded.
             The errors of `treeckpt.training.restore`.
         """
+        check_options(options, RestoreKeywords.__optional_keys__, "resume")
         call = partial(self._registered.restore_training, model=model, optimizer=optimizer)
         found = self._restorer.restore(call, None, options, fills=True)
         if found is None:
-            if self._comm.rank == 0:
-                from ..training.user_state import check_generators
+            from ..training.capture import check_objects
+            from ..training.user_state import check_generators
 
+            with ending_together(self._comm, "resume", self.directory.url, hint="Nothing has changed"):
+                check_objects(model, optimizer, options)
+            if self._comm.rank == 0:
                 url, found = self.directory.url, runs_below(self.directory.store)
                 below = f". Below it are runs: {', '.join(found[:5])}" if found else ""
                 level = logging.WARNING if found else logging.INFO

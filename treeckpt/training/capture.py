@@ -24,7 +24,7 @@ from .names import key_path, nested
 from .optimizers import NamedOptimizer, Optimizers, groups_of, name_optimizers, optimizer_chain, trees_of
 from .rng import rng_state
 from .schedules import to_groups
-from .user_state import loader_state
+from .user_state import check_loader, loader_state
 
 Buffers = Literal["replicated", "first", "same", "per_rank"]
 """Whose buffers are saved, where several ranks hold a module."""
@@ -101,6 +101,18 @@ def state(
     if extra is not None:
         tree["extra"] = extra
     return tree | {LEFT_OUT: left_out} if left_out else tree
+
+
+def check_objects(model: Modules, optimizer: Optimizers | None, options: Mapping[str, Any]) -> None:
+    """Raises what a save of a job's objects will raise, for a first run, which has no checkpoint to compare them with.
+
+    Args:
+        options: of `restore`.
+    """
+    scheduler, loader = (options.get(name) for name in ("scheduler", "loader"))
+    state(model, optimizer, scheduler=None if scheduler is False else scheduler, rng=False)
+    if loader is not None and loader is not False:
+        check_loader(loader, allow_pickle=True)
 
 
 def _left_out(
