@@ -115,7 +115,7 @@ class S3:
 def wait_for_late_requests() -> None:
     """Waits for what this process still sends after saves and loads that have returned."""
     for thread in threading.enumerate():
-        if thread.name in ("treeckpt-delete", "treeckpt-timings"):
+        if thread.name == "treeckpt-late":
             thread.join()
 
 

@@ -51,7 +51,7 @@ def test_a_first_run_refuses_what_its_first_save_would_refuse(tmp_path: Path) ->
         resume(optimizer, model)  # pyright: ignore[reportArgumentType]
     with pytest.raises(tc.TreeError, match="expected"):
         resume(model.state_dict(), optimizer.state_dict())  # pyright: ignore[reportArgumentType]
-    with pytest.raises(tc.TreeError, match="not the model's|parameter"):
+    with pytest.raises(tc.TreeError, match="parameter"):
         resume(torch.nn.Linear(2, 2), optimizer)
     with pytest.raises(tc.MismatchError, match="StatefulDataLoader"):
         resume(model, optimizer, loader=torch.utils.data.DataLoader([1]))

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from ..core.format.save_progress import Progress, SavePhase, fraction_of, progress_name
+from ..core.format.save_progress import Progress, SavePhase, fraction_of, parse_progress_name, progress_name
 from ..core.text import bytes_text, count_text, seconds_text
 from ..io.storage.progress_file import is_alive, read_progress
 from ..io.storage.run_store import DirectoryEntry, Folder
@@ -69,10 +69,17 @@ class SaveUnderWay(msgspec.Struct, frozen=True):
         return self.ranks == self.world
 
 
-def saves_under_way(folder: Folder, files: Mapping[str, DirectoryEntry]) -> tuple[SaveUnderWay, ...]:
-    """Returns the saves that have records among these files, in the order of their start."""
+def saves_under_way(
+    folder: Folder, files: Mapping[str, DirectoryEntry], *, committed: str | None = None
+) -> tuple[SaveUnderWay, ...]:
+    """Returns the saves that have records among these files, in the order of their start.
+
+    Args:
+        committed: the id of the save that the index names: its record is about to be removed.
+    """
     found: dict[str, list[Progress]] = {}
-    for record in read_progress(folder.store, files):
+    names = [name for name in files if (parsed := parse_progress_name(name)) and parsed[1] != committed]
+    for record in read_progress(folder.store, names):
         found.setdefault(record.save_id, []).append(record)
     return tuple(sorted((_merge_records(records) for records in found.values()), key=lambda save: save.started_ns))
 

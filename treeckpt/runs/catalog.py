@@ -351,7 +351,7 @@ def _with_index(folder: Folder, summary: Summary, files: Files, durations: StatC
         error=problem or _problem("sidecar files", summary.sidecars, files),
         metrics=summary.metrics,
         pinned=PIN_NAME in files,
-        saving=saves_under_way(folder, files),
+        saving=saves_under_way(folder, files, committed=summary.save_id),
         lineage=summary.lineage,
     )
 

@@ -16,6 +16,7 @@ import time
 import weakref
 from typing import Protocol
 
+from ..io.process_end import call_at_end
 from .future import Pending
 
 QUIET_SECONDS = 1.0
@@ -39,7 +40,6 @@ class _ExitState:
         self.pending: set[Pending] = set()
         self.fork_aware: weakref.WeakSet[ForkAware] = weakref.WeakSet()
         self.lock = threading.Lock()
-        self.registered = False
 
 
 _STATE = _ExitState()
@@ -50,7 +50,7 @@ def wait_at_exit(pending: Pending) -> None:
     with _STATE.lock:
         _STATE.pending = {save for save in _STATE.pending if not save.done() or save.unreported_error is not None}
         _STATE.pending.add(pending)
-        _register()
+        call_at_end(_finish)
 
 
 def forget_at_exit(pending: Pending) -> None:
@@ -63,22 +63,7 @@ def reset_after_fork(fork_aware: ForkAware) -> None:
     """Has `after_fork` called in forked children, as long as the object lives."""
     with _STATE.lock:
         _STATE.fork_aware.add(fork_aware)
-        _register()
-
-
-def _register() -> None:
-    if _STATE.registered:
-        return
-    _STATE.registered = True
-    atexit.register(_finish)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_after_fork)
-    process = sys.modules.get("multiprocessing.process")
-    if process is not None and process.parent_process() is not None:
-        from multiprocessing import util
-
-        # a child that was forked ends without the handlers of atexit
-        util.Finalize(None, _finish, exitpriority=100)
+        call_at_end(_finish)
 
 
 def _after_fork() -> None:
@@ -86,6 +71,10 @@ def _after_fork() -> None:
     _STATE.pending, _STATE.lock = set(), threading.Lock()
     for each in fork_aware:
         each.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _finish() -> None:

@@ -7,9 +7,10 @@ how a large shard goes to an object store.
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
+from threading import Event
 
 import msgspec
 
@@ -17,6 +18,7 @@ from ..core.format.shard_header import ShardHeader, encode_header, with_hashes
 from ..core.planning.save_plan import FilePlan
 from ..errors import CheckpointError
 from ..io.storage.fetching import SupportsFetching
+from ..io.storage.many_files import submit_or_call
 from ..io.storage.memory import aligned_buffer
 from ..io.storage.store import Store, Writer
 from ..io.timing import Recorder
@@ -64,16 +66,54 @@ def write_files(
     headers = [encode_header(file.header) for file in files]
     sizes = [(len(header), file.plan.nbytes) for header, file in zip(headers, files, strict=True)]
     with ThreadPoolExecutor(WRITE_THREADS, "treeckpt-write") as pool:
+        given_up = Event()
+        callbacks = _ending(callbacks, given_up)
         pipeline = Pipeline(pool, free, callbacks.on_written)
         write = partial(_write_file, _Files(store, source, recorder, pipeline, at_once, callbacks))
         if at_once > 1:
-            with recorder.span("write", sum(map(sum, sizes))), ThreadPoolExecutor(at_once, "treeckpt-shard") as shards:
-                list(shards.map(write, files, headers))
+            with recorder.span("write", sum(map(sum, sizes))):
+                calls = [partial(write, file, header) for file, header in zip(files, headers, strict=True)]
+                _call_side_by_side(calls, at_once, given_up)
             return sizes
         for file, header, size in zip(files, headers, sizes, strict=True):
             with recorder.span("write", sum(size)):
                 write(file, header)
     return sizes
+
+
+class _GivenUp(Exception):
+    """Ends the writing of a shard where another one failed, or the save was interrupted."""
+
+
+def _ending(callbacks: WriteCallbacks, given_up: Event) -> WriteCallbacks:
+    """Returns callbacks that raise `_GivenUp` once the event is set."""
+
+    def check() -> None:
+        if given_up.is_set():
+            raise _GivenUp
+
+    def before_first() -> None:
+        callbacks.before_first()
+        check()
+
+    def on_written(nbytes: int) -> None:
+        check()
+        callbacks.on_written(nbytes)
+
+    return WriteCallbacks(before_first, callbacks.before_commit, on_written)
+
+
+def _call_side_by_side(calls: Sequence[Callable[[], None]], at_once: int, given_up: Event) -> None:
+    """Calls functions in threads; sets the event, and raises, at the first error or interrupt."""
+    with ThreadPoolExecutor(at_once, "treeckpt-shard") as pool:
+        try:
+            pending = [submit_or_call(pool, call) for call in calls]
+            for future in wait(pending, return_when=FIRST_EXCEPTION).done:
+                future.result()
+        except BaseException:
+            given_up.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _write_file(files: _Files, file: ShardFile, header: bytes) -> None:

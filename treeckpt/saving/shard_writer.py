@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from threading import Thread
+from threading import Event
 from typing import Protocol
 
 import msgspec
@@ -22,6 +22,7 @@ from ..core.planning.save_plan import FilePlan
 from ..errors import CheckpointExists
 from ..io.comm.failures import silent_faults, to_fault, wrap_os_error
 from ..io.storage.fetching import SupportsFetching
+from ..io.storage.late_requests import send_late
 from ..io.storage.leftovers import clear_leftovers
 from ..io.storage.many_files import call_in_thread
 from ..io.storage.object_store import ObjectStore
@@ -130,8 +131,10 @@ class InlineWriter:
         self._note: ProgressRecorder | None = None
         self._begun: Future[None] | None = None
         """Of `_begin`, where it waits for an object store."""
-        self._timings: Thread | None = None
-        """Writes them to an object store, beside the index and then beside the removal of the progress record."""
+        self._timings_over: Event | None = None
+        """Set when the thread has ended that writes the timings to an object store, beside the index and once more."""
+        self._decided, self._is_committed = Event(), False
+        """Whether it is known how the save ends, and whether it is committed."""
         self._written = False
         """Whether all shards are written, which the others may know already."""
 
@@ -214,46 +217,50 @@ class InlineWriter:
                     error = with_published_hint(error)
                 faults.append(to_fault(error, 0, common=isinstance(error, CheckpointExists)))
                 self.error = self.error or error
-        self._join_timings()
+        self._is_committed = not faults
+        self._decided.set()
         if not faults:
             # it is committed: the rest may fail without harm
-            if not self._start_timings(reports, again=True):
+            if self._timings_over is None:
                 self._write_timings(reports, again=True)
             if info.content is not None and info.replaces:
                 with contextlib.suppress(Exception):
                     remove_replaced(store, info.content.replaced)
             return CommitResult((), True)
+        self._wait_timings()
         with contextlib.suppress(Exception):  # the error that is being reported matters more
             text = "; ".join(f"rank {fault.rank}: {fault.text}" for fault in faults)[:4000]
             write_timings(store, info, reports, text, recorder)
         return CommitResult(tuple(faults), in_place)
 
-    def _start_timings(self, reports: Mapping[int, WriteReport], *, again: bool = False) -> bool:
+    def _start_timings(self, reports: Mapping[int, WriteReport]) -> bool:
         """Begins to write the timings to an object store; False elsewhere, or where no thread can be started."""
+
+        def write() -> None:
+            self._write_timings(reports)
+            self._decided.wait()
+            if self._is_committed:  # with the time of the commit
+                self._write_timings(reports, again=True)
+
         if isinstance(self._store, SupportsFetching):
-            with contextlib.suppress(RuntimeError):  # the interpreter ends
-                write = partial(self._write_timings, reports, again=again)
-                thread = Thread(target=write, name="treeckpt-timings", daemon=False)
-                thread.start()
-                self._timings = thread
-        return self._timings is not None
+            self._timings_over = send_late(self._store.url, write)
+        return self._timings_over is not None
 
     def _write_timings(self, reports: Mapping[int, WriteReport], *, again: bool = False) -> None:
         with contextlib.suppress(Exception):
             write_timings(self._store, self._info, reports, None, self.recorder, again=again)
 
-    def _join_timings(self) -> None:
-        if self._timings is not None:
-            self._timings.join()
-            self._timings = None
+    def _wait_timings(self) -> None:
+        self._decided.set()
+        if self._timings_over is not None:
+            self._timings_over.wait()  # unlike the join of a thread, it can be interrupted
 
     def end(self) -> None:
-        is_committed = self._timings is not None if self._info.rank == 0 else self.error is None
-        late = is_committed and not self._waits
+        late = not self._waits and (self._is_committed if self._info.rank == 0 else self.error is None)
         if self._note is not None:
             self._note.end(wait=not late)
         if not late:
-            self._join_timings()
+            self._wait_timings()
         if self._note is None:
             return
         if self._info.rank == 0 and not isinstance(self._store, SupportsCompareAndSwap):

@@ -109,7 +109,8 @@ def check_generators(loader: Any) -> None:
         return
     _log.warning(
         "loader: %s as they would without the interruption. Give it a generator of its own beside that of its sampler: "
-        "%s(data, sampler=RandomSampler(data), generator=torch.Generator()), with RandomSampler of torchdata.stateful_dataloader.sampler",
+        "%s(data, sampler=RandomSampler(data), generator=torch.Generator()), with the RandomSampler of "
+        "torchdata.stateful_dataloader.sampler",
         lost,
         type(loader).__qualname__,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import threading
@@ -19,6 +21,7 @@ from treeckpt.io.storage import checkpoint as checkpoint_module
 from treeckpt.io.storage import obstore, upload_window
 from treeckpt.io.storage.counting_store import CountingStore
 from treeckpt.io.storage.request_depth import RequestDepth
+from treeckpt.runs import catalog
 from treeckpt.runs.restore import Restorer
 from treeckpt.saving import shard_upload
 
@@ -468,8 +471,8 @@ def test_a_save_waits_for_no_answer_that_another_request_does_not_need(far: FarS
     store = far.store()
     far.set(latency=LATENCY)
     tc.save(store, {"w": array(20)})
-    late = {thread.name for thread in threading.enumerate()}
-    assert late >= {"treeckpt-delete", "treeckpt-timings"}, "it returns when the index is published"
+    late = [thread for thread in threading.enumerate() if thread.name == "treeckpt-late"]
+    assert len(late) == 2, "it returns when the index is published"
     names = ("list-type", "nobody", "progress", "uploads", "partNumber", "uploadId", "timings", "index")
     found = [set(stage) for stage in stages(far.log(), names=names)]
     for stage in found[2:-1]:
@@ -520,6 +523,98 @@ def test_a_save_that_fails_before_the_look_is_answered_leaves_nothing(
             tc.save(store, {"w": array(20)})
     far.set()
     assert store.sizes() == before, "not even timings with the error"
+
+
+def test_a_save_does_not_wait_for_its_timings(far: FarS3) -> None:
+    store = far.store()
+    slow = {"match": "^PUT .*timings", "do": "slow", "times": 1, "seconds": 2.0}
+    far.set(rules=[slow])
+    tc.save(store, {"w": array(1)})
+    rows = json.loads(far.request("GET", "/!log"))["log"]
+    assert not any("timings" in row["path"] and "ended" in row for row in rows)
+    assert any("index.json" in row["path"] and "ended" in row for row in rows)
+    assert [row["status"] for row in far.log() if row["method"] == "PUT" and "timings" in row["path"]] == [200, 200]
+
+
+def test_the_record_of_a_committed_save_is_no_save_under_way(far: FarS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in far.environment().items():
+        monkeypatch.setenv(name, value)
+    run = far.url()
+    far.set(rules=[{"match": "^DELETE .*progress", "do": "slow", "times": 9, "seconds": 2.0}])
+    tc.save(f"{run}/step_00000001", {"w": array(1)}, step=1)
+    [found] = catalog.scan(tc.ObjectRun(run, **far.options()))
+    assert (found.status, found.saving) == ("complete", ())
+
+
+LATE_CHILD = """
+import os, signal, sys, threading, time
+import numpy as np, treeckpt as tc
+from treeckpt.io.storage import late_requests
+case, url = sys.argv[1:]
+tree = {f"w{i}": np.arange((20 if case == "interrupted, one shard" else 8) << 17) for i in range(4)}
+if case.startswith("interrupted"):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.7, os.kill, [os.getpid(), signal.SIGINT]).start()
+    try:
+        tc.save(url, tree, max_shard_bytes=None if "one" in case else 8 << 20)
+    except KeyboardInterrupt:
+        print("interrupted")
+        time.sleep(2)
+elif case == "stalled":
+    late_requests.LIMIT = 1.5
+    tc.save(url, tree)
+    print("saved")
+else:
+    tc.save(url, tree)
+    if os.fork() == 0:
+        try:
+            tc.load(url)
+        except tc.StoreError as error:
+            print(error, flush=True)
+        os._exit(0)
+    print("child", os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def run_child(far: FarS3, case: str, url: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", LATE_CHILD, case, url]
+    environment = {**os.environ, **far.environment()}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_an_interrupt_before_the_look_is_answered_sends_nothing_of_any_shard(far: FarS3) -> None:
+    url = far.url()
+    far.set(rules=[{"match": "list-type", "do": "slow", "times": 1, "seconds": 1.5}])
+    done = run_child(far, "interrupted, four shards", url)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
+    assert sum(row.get("received", 0) for row in far.log() if "shard" in row["path"]) < 1 << 20
+    assert far.store(url).sizes() == {}
+
+
+def test_an_interrupt_while_an_upload_ends_leaves_no_shard(far: FarS3) -> None:
+    url = far.url()
+    far.set(rules=[{"match": "^POST .*uploadId", "do": "slow", "times": 9, "seconds": 1.5}])
+    done = run_child(far, "interrupted, one shard", url)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
+    assert [name for name in far.store(url).sizes() if not name.startswith("timings")] == []
+
+
+def test_the_end_of_a_process_waits_for_late_requests_for_a_while_and_says_so(far: FarS3) -> None:
+    url = far.url()
+    far.set(rules=[{"match": "^DELETE .*progress", "do": "slow", "times": 9, "seconds": 30.0}])
+    begin = time.monotonic()
+    done = run_child(far, "stalled", url)
+    assert (done.returncode, done.stdout) == (0, "saved\n"), done.stderr
+    assert f"waiting for the last requests to {url}" in done.stderr and time.monotonic() - begin < 25
+    far.set()
+    assert tc.load(far.store(url), select="w0")["w0"][-1] == (1 << 20) - 1
+
+
+def test_a_fork_of_a_process_that_used_the_store_is_told_to_be_spawned(far: FarS3) -> None:
+    done = run_child(far, "forked", far.url())
+    assert done.returncode == 0 and done.stdout.endswith("child 0\n"), done.stderr
+    assert "expected a process that was not forked after it had used an object store" in done.stdout
+    assert "spawn" in done.stdout
 
 
 def test_a_refused_save_of_one_rank_has_sent_no_byte_and_leaves_no_upload(far: FarS3) -> None:

@@ -262,7 +262,7 @@ class _DirectoryState:
             elif owned.kind == "timings" and self.dead.get(owned.save_id) == "failed":
                 gone = self._is_replaced([file]) or not self._is_young(file)
             elif owned.kind == "progress" and committed:
-                gone = file.alive is False or owned.save_id not in self.fresh
+                gone = True
             else:
                 gone = owned.save_id not in self.fresh
             if gone:

@@ -28,7 +28,7 @@ from ...core.format.save_progress import Owner, parse_progress_name
 from ...errors import CheckpointError, CheckpointNotFound, TreeckptError
 from ...reports import Leftover
 from .far_store import FarStore
-from .late_deletes import names_being_deleted
+from .late_requests import names_being_deleted
 from .many_files import for_each
 from .metadata_files import decode_and_check, read_index, read_index_bytes, read_timings
 from .object_store import ObjectFolder, ObjectStore

@@ -62,9 +62,10 @@ class MultipartWriter:
         self._taken = 0
         self._blocks: queue.Queue[memoryview | None] = queue.Queue(WAITING)
         self._error: BaseException | None = None
-        self._aborted = self._ended = False
-        self._thread = threading.Thread(target=self._run, name="treeckpt-upload", daemon=True)
-        self._thread.start()
+        self._aborted = False
+        self._ended = threading.Event()
+        """Waited for in place of the end of the thread: an interrupted `Thread.join` takes a running one for ended."""
+        threading.Thread(target=self._run, name="treeckpt-upload", daemon=True).start()
 
     def _run(self) -> None:
         try:
@@ -72,7 +73,7 @@ class MultipartWriter:
         except BaseException as error:
             self._error = error
         finally:
-            self._ended = True
+            self._ended.set()
 
     def _stream(self) -> Iterator[memoryview]:
         while (block := self._blocks.get()) is not None:
@@ -95,20 +96,20 @@ class MultipartWriter:
                 return
 
     def _check(self) -> None:
-        if self._ended:
+        if self._ended.is_set():
             raise self._error or StoreError(self._key, expected="an upload under way", found="one that has ended")
 
     def commit(self) -> None:
         self._put(None)
-        self._thread.join()
+        self._ended.wait()
         if self._error is not None:
             raise self._error
 
     def abort(self) -> None:
         """Aborts the upload: the service discards the parts that were sent."""
-        if self._ended:
+        if self._ended.is_set():
             return
         self._aborted = True
         with contextlib.suppress(Exception):
             self._put(None)
-        self._thread.join()
+        self._ended.wait()

@@ -58,6 +58,8 @@ _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"
 _UNSIGNED = ("unsigned_payload", "aws_unsigned_payload", "AWS_UNSIGNED_PAYLOAD")
 _SCHEMES = {"s3a": "s3", "gcs": "gs", "azure": "az"}
 _WEB_PAGE = "a web page in its place"
+_users: dict[Literal["pid"], int] = {}
+"""The process that has used obstore first, of this one and those that it was forked from."""
 _HTML = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype\s+html|html)\b", re.IGNORECASE)
 
 
@@ -323,12 +325,25 @@ class ObstoreBucket:
     @contextlib.contextmanager
     def _wrapped_errors(self, what: str, key: str) -> Iterator[None]:
         errors = self._obstore.exceptions
+        self._check_process()
         try:
             yield
         except (errors.AlreadyExistsError, errors.PreconditionError) as error:
             raise FileExistsError(f"{self.url}/{key}") from error
         except (errors.BaseError, AnswerError, FileNotFoundError, ValueError) as error:
             raise to_store_error(what, self.url, key, self.kind, error) from error
+
+    def _check_process(self) -> None:
+        """Raises StoreError in a fork of a process that has used obstore: its threads are not there, and calls hang."""
+        pid = _users.setdefault("pid", os.getpid())
+        if pid != os.getpid():
+            raise StoreError(
+                self.url,
+                expected="a process that was not forked after it had used an object store",
+                found=f"a fork of process {pid}",
+                hint="Start such processes with spawn or forkserver: multiprocessing.get_context('spawn'), "
+                "DataLoader(..., multiprocessing_context='spawn')",
+            )
 
     def _retry(self, what: str, key: str, call: Callable[[], T], *, unless: Callable[[], bool] = lambda: False) -> T:
         """Makes a request; repeats it if the body of its response breaks off, `unless` it has changed something."""

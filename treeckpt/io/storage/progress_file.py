@@ -27,7 +27,7 @@ from ...core.format.save_progress import (
     progress_name,
 )
 from ...errors import TreeckptError
-from .late_deletes import delete_later
+from .late_requests import delete_late
 from .many_files import for_each
 from .object_store import ObjectStore
 from .process_owner import is_running, this_process
@@ -195,7 +195,7 @@ class ProgressRecorder:
         """Removes the record; unless `wait`, a thread does so, for which the process waits."""
         self._ended.set()
         _own_records.discard(self._name)
-        self._remove() if wait else delete_later(self._name, self._remove)
+        self._remove() if wait else delete_late(self._store.url, self._name, self._remove)
 
     def _remove(self) -> None:
         with self._writing:  # a record that is being written now is complete before it is removed

@@ -22,7 +22,7 @@ from ...core.format.file_names import lease_name, parse_file_name
 from ...core.format.save_progress import Owner
 from ...errors import StoreError, TreeckptError
 from .fetching import SupportsFetching
-from .late_deletes import delete_later
+from .late_requests import delete_late
 from .process_owner import is_running, this_process
 from .run_store import Folder
 from .store import Store
@@ -94,7 +94,7 @@ class _Lease:
         if self._keeper is None:
             return
         delete = partial(self._delete, self._keeper)
-        delete() if wait else delete_later(self._name, delete)
+        delete() if wait else delete_late(self._store.url, self._name, delete)
 
     def _delete(self, keeper: threading.Thread) -> None:
         keeper.join()  # a write that is under way would create it again

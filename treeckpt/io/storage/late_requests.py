@@ -1,0 +1,89 @@
+"""Requests to an object store for which no caller waits: they remove small files, and complete timings.
+
+The end of the process waits for them, `LIMIT` seconds at most, and says so after `QUIET`. What does not arrive harms
+nothing: the next clean-up removes the records and leases of a process that has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from ..process_end import call_at_end
+
+QUIET = 1.0
+LIMIT = 30.0
+
+_running: dict[threading.Event, str] = {}
+"""Set when the request is over, with the URL of its store."""
+_being_deleted: set[str] = set()
+"""To a clean-up these files are gone already."""
+
+
+def send_late(url: str, send: Callable[[], object]) -> threading.Event | None:
+    """Calls a function in a thread; returns what is set at its end, None where no thread can be started."""
+    over = threading.Event()
+
+    def call() -> None:
+        try:
+            send()
+        finally:
+            _running.pop(over, None)
+            over.set()
+
+    call_at_end(_finish)
+    _running[over] = url
+    try:
+        threading.Thread(target=call, name="treeckpt-late", daemon=True).start()
+    except RuntimeError:  # as when the interpreter ends
+        del _running[over]
+        return None
+    return over
+
+
+def delete_late(url: str, name: str, delete: Callable[[], object]) -> None:
+    """Calls `delete`, which deletes the file `name`, as `send_late` does; here where no thread can be started."""
+
+    def call() -> None:
+        try:
+            delete()
+        finally:
+            _being_deleted.discard(name)
+
+    _being_deleted.add(name)
+    if send_late(url, call) is None:
+        call()
+
+
+def names_being_deleted() -> frozenset[str]:
+    """Returns the names of the files that threads of this process are deleting."""
+    return frozenset(_being_deleted)
+
+
+def _finish() -> None:
+    """Waits for the requests that are under way, at the end of the process."""
+    begin, waiting = time.monotonic(), dict(_running)
+    with contextlib.suppress(KeyboardInterrupt):
+        for over, url in waiting.items():
+            if over.wait(max(0.0, begin + QUIET - time.monotonic())):
+                continue
+            if sys.stderr is not None:
+                text = f"treeckpt: waiting for the last requests to {url}, for at most {LIMIT:.0f} s"
+                print(text, file=sys.stderr, flush=True)
+            break
+        for over in waiting:
+            over.wait(max(0.0, begin + LIMIT - time.monotonic()))
+
+
+def _forget() -> None:
+    """In a forked child: its parent sends them."""
+    _running.clear()
+    _being_deleted.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
