@@ -176,16 +176,19 @@ def check_files_exist(store: Store, index: Index) -> None:
 
 
 def publish_index(store: Store, data: bytes, info: SaveInfo) -> None:
-    """Publishes the index, which is the commit; where the store can, only over that of the save which it replaces.
+    """Publishes the index, which is the commit; where the store can, only over what was there before the save.
 
     Raises:
         CheckpointExists: there is another checkpoint.
     """
     replaced = info.content.replaced if info.content is not None else ""
-    if replaced and isinstance(store, SupportsCompareAndSwap):
+    if info.options.overwrite and isinstance(store, SupportsCompareAndSwap):
 
         def is_replaced(found: bytes) -> bool:
-            return decode_index(found, store.url).save_id == replaced
+            try:
+                return decode_index(found, store.url).save_id == replaced
+            except CheckpointError:  # nor could it be read before the save
+                return not replaced
 
         store.compare_and_swap(INDEX_NAME, data, holds=is_replaced, limit=MAX_INDEX)
     else:

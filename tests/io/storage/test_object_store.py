@@ -229,9 +229,15 @@ def test_a_network_that_fails_sends_nobody_back_to_an_older_checkpoint(s3: S3) -
 # races ---------------------------------------------------------------------------------------------------------------
 
 
-def test_of_saves_that_replace_the_same_checkpoint_exactly_one_wins(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("before", ["a checkpoint", "nothing", "an unreadable index"])
+def test_of_saves_that_overwrite_one_path_exactly_one_wins(
+    s3: S3, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
     store, real = s3.store(), shard_writer.publish_index
-    tc.save(store, {"by": "first"})
+    if before == "a checkpoint":
+        tc.save(store, {"by": "first"})
+    elif before != "nothing":
+        store.publish("index.json", b"{", replace=False)
 
     def outrun(*arguments: Any) -> None:
         monkeypatch.setattr(shard_writer, "publish_index", real)
