@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +60,89 @@ def test_the_refusal_of_options_that_a_new_scheduler_added_speaks_of_the_schedul
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.optim.lr_scheduler.OneCycleLR(sgd, 0.1, total_steps=9, cycle_momentum=False)
     assert "another class" in hint(tmp_path / "c", model, sgd)
+
+
+def named(**parts: nn.Module) -> nn.Module:
+    """Returns a model with these parts, which says nothing of how they run."""
+    return nn.ModuleDict(parts)
+
+
+def layers(width: int, count: int = 2) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "wanted"),
+    [
+        (
+            lambda: named(enc=nn.Linear(2, 2), head=nn.Linear(2, 2)),
+            lambda: named(encoder=nn.Linear(2, 2), head=nn.Linear(2, 2)),
+            {"model/enc.*": "model/encoder.*"},
+        ),
+        (
+            lambda: named(enc=layers(2), head=layers(3)),
+            lambda: named(encoder=layers(2), top=layers(3)),
+            {"model/enc.*": "model/encoder.*", "model/head.*": "model/top.*"},
+        ),
+        (
+            lambda: named(net=named(blocks=layers(2, 3), norm=nn.BatchNorm1d(2))),
+            lambda: named(net=named(layers=layers(2, 3), norm=nn.BatchNorm1d(2))),
+            {"model/net.blocks.*": "model/net.layers.*"},
+        ),
+    ],
+    ids=["one", "two", "nested"],
+)
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_renamed_submodules_are_told_as_the_line_that_restores_them(
+    tmp_path: Path, saved: Any, here: Any, wanted: Any, with_optimizer: bool
+) -> None:
+    model, optimizer = trained(saved())
+    tc.save(tmp_path / "c", training.state(model, optimizer))
+    fresh = here()
+    again = torch.optim.AdamW(fresh.parameters()) if with_optimizer else None
+    [text] = re.findall(r"pass rename=(\{.*?\})", hint(tmp_path / "c", fresh, again))
+    pasted = ast.literal_eval(text)
+    assert pasted == wanted
+    report = training.restore(tmp_path / "c", fresh, again, rng=False, rename=pasted)
+    assert not report.missing and not report.unexpected
+    for old, new in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(old, new)
+        assert again is None or torch.equal(optimizer.state[old]["exp_avg"], again.state[new]["exp_avg"])
+
+
+def test_a_prefix_that_all_names_have_is_told_with_an_optimizer_too(tmp_path: Path) -> None:
+    model, optimizer = trained(nn.Linear(2, 2))
+    tc.save(tmp_path / "c", training.state(nn.ModuleDict({"net": model}), optimizer))
+    text = hint(tmp_path / "c", model, torch.optim.AdamW(model.parameters()))
+    assert "pass rename={'model/net.*': 'model/*'}." in text
+
+
+@pytest.mark.parametrize(
+    ("saved", "here"),
+    [
+        (
+            lambda: named(a=nn.Linear(2, 2), b=nn.Linear(2, 2), c=nn.Linear(2, 1)),
+            lambda: named(x=nn.Linear(2, 2), y=nn.Linear(2, 2), c=nn.Linear(2, 1)),
+        ),
+        (
+            lambda: named(a=nn.Linear(2, 2), c=nn.Linear(2, 1)),
+            lambda: named(x=nn.Linear(3, 3), c=nn.Linear(2, 1)),
+        ),
+        (
+            lambda: named(a=nn.Linear(2, 2), c=nn.Linear(2, 1)),
+            lambda: named(x=nn.Linear(2, 2, bias=False), c=nn.Linear(2, 1)),
+        ),
+        (
+            lambda: nn.ModuleDict({"1": nn.Linear(2, 2), "9": nn.Linear(2, 1)}),
+            lambda: nn.ModuleDict({"2": nn.Linear(2, 2), "9": nn.Linear(2, 1)}),
+        ),
+    ],
+    ids=["two that are alike", "other shapes", "one more", "another layer"],
+)
+def test_names_that_do_not_match_one_to_one_are_not_guessed(tmp_path: Path, saved: Any, here: Any) -> None:
+    model, optimizer = trained(saved())
+    tc.save(tmp_path / "c", training.state(model, optimizer))
+    fresh = here()
+    text = hint(tmp_path / "c", fresh, torch.optim.AdamW(fresh.parameters()))
+    assert "rename={'" not in text and "rename={saved name: name here}" in text
+    assert text.index("rename=") < text.index("strict=False"), "what loses the weights comes last"

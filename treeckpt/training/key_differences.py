@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Set
+import re
+from collections.abc import Collection, Mapping, Sequence, Set
+from typing import Any
+
+import msgspec
 
 from ..errors import MismatchError
 from ..loading.match import Strict, disjoint, rename_hint, some_of
@@ -11,39 +15,44 @@ from .hyperparameters import BY_SCHEDULERS
 _NO_NAME_ALIKE = (
     "Not one name of the model is in the checkpoint: pass rename={saved name: name here}, with globs, or transforms="
 )
-
 _OF_OPTIMIZER = "optimizer/", "param_groups/"
 _SAVED_CLASS = "Give an optimizer of the class and options that were saved; optimizer=None leaves it as it is"
 
+Shape = tuple[int, ...] | None
 
-def check_keys(
-    missing: Sequence[str],
-    unexpected: Sequence[str],
-    strict: Strict,
-    *,
-    alike: bool,
-    left_out: Set[str],
-    extra: Collection[str],
-) -> None:
+
+class Sides(msgspec.Struct, frozen=True):
+    """What is known of the leaves of both sides of a restore."""
+
+    alike: bool
+    """Whether any leaf of the model is in both, or is left as it is."""
+    left_out: Set[str]
+    """Names of the model that were left out on purpose."""
+    extra: Collection[str]
+    """The names that were saved in `extra`."""
+    here: Mapping[str, Shape]
+    """The model's leaves, by path."""
+    saved: Mapping[str, Shape]
+    """Those of the checkpoint."""
+
+
+def check_keys(missing: Sequence[str], unexpected: Sequence[str], strict: Strict, sides: Sides) -> None:
     """Checks that the targets and the source of a restore have the same leaves.
 
     Args:
         missing: leaves of the targets that the source lacks.
         unexpected: the reverse.
-        alike: whether any leaf of the model is in both, or is left as it is.
-        left_out: names of the model that were left out on purpose.
-        extra: the names that were saved in `extra`.
 
     Raises:
         MismatchError: they have not, by `strict`; without it, not one of the model's is in both.
     """
-    if not strict and missing and unexpected and not alike:
-        raise disjoint(missing, unexpected, _NO_NAME_ALIKE)
+    if not strict and missing and unexpected and not sides.alike:
+        raise disjoint(missing, unexpected, _renamed(missing, unexpected, sides) or _NO_NAME_ALIKE)
     refused = unexpected if strict is True else []
     if not strict or not (bad := [*missing, *refused]):
         return
     texts = some_of("missing in the checkpoint", missing), some_of("not here", refused)
-    part = {path.removeprefix("model/") for path in missing} <= left_out
+    part = {path.removeprefix("model/") for path in missing} <= sides.left_out
     options_differ = any(path.startswith(_OF_OPTIMIZER[1]) for path in bad)
     raise MismatchError(
         bad[0],
@@ -51,17 +60,64 @@ def check_keys(
         found="; ".join(filter(None, texts)),
         hint="Pass strict='missing', or partial=True, if one is a part of the other"
         if part and not options_differ
-        else rename_hint(missing, unexpected) or _hint(missing, unexpected, extra, alike=alike),
+        else _renamed(missing, unexpected, sides, whole=strict is True) or _hint(missing, unexpected, sides),
     )
 
 
-def _hint(missing: Sequence[str], unexpected: Sequence[str], extra: Collection[str], *, alike: bool) -> str:
-    if not alike:
+def _renamed(missing: Sequence[str], unexpected: Sequence[str], sides: Sides, *, whole: bool = True) -> str:
+    """Returns what to do where the model's missing leaves were saved under other names, which their state follows.
+
+    Args:
+        whole: whether all that was saved is to be here: what a part of a model leaves has no other name in it.
+    """
+    ours = [path for path in missing if path.startswith("model/")]
+    if not ours:
+        return ""
+    others = [path for path in unexpected if not path.startswith(_OF_OPTIMIZER)]
+    if (text := rename_hint(ours, others)) or not whole:
+        return text
+    others = [path for path in others if path.startswith("model/")]
+    left, pairs = set(ours), dict[str, str]()
+    while left:
+        pair = _renamed_part(min(left), left, set(others), sides)
+        if pair is None:
+            return ""
+        pairs[f"{pair[0]}*"] = f"{pair[1]}*"
+        left = {path for path in left if not path.startswith(pair[1])}
+        others = [path for path in others if not path.startswith(pair[0])]
+    return f"Leaves of the same shapes were saved under other names: pass rename={pairs}"
+
+
+def _renamed_part(path: str, missing: Set[str], unexpected: Set[str], sides: Sides) -> tuple[str, str] | None:
+    """Returns (saved prefix, prefix here) of the largest part with a leaf whose leaves one saved part alone has too.
+
+    Parts that differ by numbers alone are other layers, experts or stages of the model.
+    """
+
+    def below(leaves: Mapping[str, Any], prefix: str, free: Set[str]) -> dict[str, Any]:
+        found = {name: shape for name, shape in leaves.items() if name.startswith(prefix)}
+        return {name.removeprefix(prefix): shape for name, shape in found.items()} if found.keys() <= free else {}
+
+    for step in re.finditer("[./]", path.removeprefix("model/")):
+        end = len("model/") + step.end()
+        here, tail = below(sides.here, path[:end], missing), path[end - 1 :]
+        heads = {name[: 1 - len(tail)] for name in unexpected if name.endswith(tail)} - {"model/"} if here else ()
+        heads = {head for head in heads if re.sub("[0-9]+", "", head) != re.sub("[0-9]+", "", path[:end])}
+        if fits := [head for head in heads if below(sides.saved, head, unexpected) == here]:
+            return (fits[0], path[:end]) if len(fits) == 1 else None
+    return None
+
+
+def _hint(missing: Sequence[str], unexpected: Sequence[str], sides: Sides) -> str:
+    if not sides.alike:
         return _NO_NAME_ALIKE
     if missing and all(path.startswith("extra/") for path in missing):
-        return f"The checkpoint has in extra: {', '.join(extra)}. Give these names, and `...` for what stays as it is"
+        names = ", ".join(sides.extra)
+        return f"The checkpoint has in extra: {names}. Give these names, and `...` for what stays as it is"
     if not all(path.startswith(_OF_OPTIMIZER) for path in missing):
-        return "Pass strict=False to restore what both have"
+        others = "Pass strict=False to restore what both have"
+        renamed = all(any(path.startswith("model/") for path in paths) for paths in (missing, unexpected))
+        return f"For what has another name here, pass rename={{saved name: name here}}. {others}" if renamed else others
     if any(path.startswith(_OF_OPTIMIZER[1]) for path in unexpected):
         return f"The optimizer here is of another class than the saved one. {_SAVED_CLASS}"
     options = {path.rpartition("/")[2] for path in missing if path.startswith(_OF_OPTIMIZER[1])}

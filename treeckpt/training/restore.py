@@ -34,7 +34,7 @@ from ..trees.per_rank_state import Policy
 from .capture import LEFT_OUT, optimizer_of
 from .check_model import check_entry, resolve_ties, without_ties
 from .foreign_states import as_training_state
-from .key_differences import check_keys
+from .key_differences import Sides, check_keys
 from .modules import (
     Modules,
     StateDictEntry,
@@ -321,9 +321,13 @@ class _Restore:
             self.missing,
             self.unexpected,
             self.options.strict,
-            alike=bool(self.wanted or self.left or not self.entries),
-            left_out=self.left_out,
-            extra=[key_text(key) for key in saved_extra],
+            Sides(
+                alike=bool(self.wanted or self.left or not self.entries),
+                left_out=self.left_out,
+                extra=[key_text(key) for key in saved_extra],
+                here={f"model/{key_path(entry.key)}": getattr(entry.value, "shape", None) for entry in self.entries},
+                saved={path: spec and spec.shape for path, spec in self.source.leaves.items()},
+            ),
         )
 
     # change ---------------------------------------------------------------------------------------------------------
