@@ -146,3 +146,38 @@ def test_names_that_do_not_match_one_to_one_are_not_guessed(tmp_path: Path, save
     text = hint(tmp_path / "c", fresh, torch.optim.AdamW(fresh.parameters()))
     assert "rename={'" not in text and "rename={saved name: name here}" in text
     assert text.index("rename=") < text.index("strict=False"), "what loses the weights comes last"
+
+
+class Tied(nn.Module):
+    """A model whose head may be tied to its embedding."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.e, self.h = nn.Embedding(3, 3), nn.Linear(3, 3, bias=False)
+        if tied:
+            self.h.weight = self.e.weight
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_weights_that_were_tied_when_saved_are_named_where_the_state_of_one_is_missing(
+    tmp_path: Path, in_memory: bool, several: bool
+) -> None:
+    def parts(model: nn.Module, optimizer: Any) -> tuple[Any, Any]:
+        return ({"net": model}, {"net": optimizer}) if several else (model, optimizer)
+
+    model, optimizer = trained(Tied(True))
+    source: Any = training.state(*parts(model, optimizer))
+    if not in_memory:
+        tc.save(tmp_path / "c", source)
+        source = tmp_path / "c"
+    fresh = Tied(False)
+    again = torch.optim.AdamW(fresh.parameters())
+    text = hint(source, *parts(fresh, again))
+    name = "net/h.weight was tied to net/e.weight" if several else "h.weight was tied to e.weight"
+    assert text.startswith(f"{name} when this was saved, which has the state of both. Tie them here too, or pass")
+    if several:
+        return
+    report = training.restore(source, fresh, again, rng=False, strict=False)
+    assert report.missing == ("optimizer/h.weight",) and torch.equal(fresh.h.weight, model.e.weight)
+    assert again.state[fresh.e.weight]["step"] == 1 and fresh.h.weight not in again.state

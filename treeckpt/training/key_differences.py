@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from ..core.tree.spec import ArraySpec
 from ..errors import MismatchError
 from ..loading.match import Strict, disjoint, rename_hint, some_of
 from .hyperparameters import BY_SCHEDULERS
@@ -17,8 +18,6 @@ _NO_NAME_ALIKE = (
 )
 _OF_OPTIMIZER = "optimizer/", "param_groups/"
 _SAVED_CLASS = "Give an optimizer of the class and options that were saved; optimizer=None leaves it as it is"
-
-Shape = tuple[int, ...] | None
 
 
 class Sides(msgspec.Struct, frozen=True):
@@ -30,10 +29,12 @@ class Sides(msgspec.Struct, frozen=True):
     """Names of the model that were left out on purpose."""
     extra: Collection[str]
     """The names that were saved in `extra`."""
-    here: Mapping[str, Shape]
-    """The model's leaves, by path."""
-    saved: Mapping[str, Shape]
+    here: Mapping[str, tuple[int, ...] | None]
+    """The shapes of the model's leaves, by path."""
+    saved: Mapping[str, ArraySpec | None]
     """Those of the checkpoint."""
+    tied: Mapping[str, tuple[str, str]]
+    """By path of missing state: the name of its parameter, and of one which it was tied to when this was saved."""
 
 
 def check_keys(missing: Sequence[str], unexpected: Sequence[str], strict: Strict, sides: Sides) -> None:
@@ -95,7 +96,7 @@ def _renamed_part(path: str, missing: Set[str], unexpected: Set[str], sides: Sid
     """
 
     def below(leaves: Mapping[str, Any], prefix: str, free: Set[str]) -> dict[str, Any]:
-        found = {name: shape for name, shape in leaves.items() if name.startswith(prefix)}
+        found = {name: getattr(leaf, "shape", leaf) for name, leaf in leaves.items() if name.startswith(prefix)}
         return {name.removeprefix(prefix): shape for name, shape in found.items()} if found.keys() <= free else {}
 
     for step in re.finditer("[./]", path.removeprefix("model/")):
@@ -118,6 +119,12 @@ def _hint(missing: Sequence[str], unexpected: Sequence[str], sides: Sides) -> st
         others = "Pass strict=False to restore what both have"
         renamed = all(any(path.startswith("model/") for path in paths) for paths in (missing, unexpected))
         return f"For what has another name here, pass rename={{saved name: name here}}. {others}" if renamed else others
+    if missing and all(path in sides.tied for path in missing):
+        name, other = sides.tied[missing[0]]
+        return (
+            f"{name} was tied to {other} when this was saved, which has the state of both. Tie them here too, or pass "
+            f"strict=False: the state of {name} begins anew"
+        )
     if any(path.startswith(_OF_OPTIMIZER[1]) for path in unexpected):
         return f"The optimizer here is of another class than the saved one. {_SAVED_CLASS}"
     options = {path.rpartition("/")[2] for path in missing if path.startswith(_OF_OPTIMIZER[1])}

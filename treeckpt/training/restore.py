@@ -32,7 +32,7 @@ from ..loading.transforms import Renaming, Transforms
 from ..reports import LoadReport
 from ..trees.per_rank_state import Policy
 from .capture import LEFT_OUT, optimizer_of
-from .check_model import check_entry, resolve_ties, without_ties
+from .check_model import check_entry, resolve_ties, tied_when_saved, without_ties
 from .foreign_states import as_training_state
 from .key_differences import Sides, check_keys
 from .modules import (
@@ -334,7 +334,10 @@ class _Restore:
                 left_out=self.left_out,
                 extra=[key_text(key) for key in saved_extra],
                 here={f"model/{key_path(entry.key)}": getattr(entry.value, "shape", None) for entry in self.entries},
-                saved={path: spec and spec.shape for path, spec in self.source.leaves.items()},
+                tied=tied_when_saved(
+                    self.missing, {f"{key_path(('optimizer', *one.prefix))}/" for one in self.optimizers}, self.source
+                ),
+                saved=self.source.leaves,
             ),
         )
 
