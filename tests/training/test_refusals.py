@@ -181,3 +181,19 @@ def test_weights_that_were_tied_when_saved_are_named_where_the_state_of_one_is_m
     report = training.restore(source, fresh, again, rng=False, strict=False)
     assert report.missing == ("optimizer/h.weight",) and torch.equal(fresh.h.weight, model.e.weight)
     assert again.state[fresh.e.weight]["step"] == 1 and fresh.h.weight not in again.state
+
+
+def test_names_in_extra_that_were_saved_and_are_not_given_are_told(tmp_path: Path) -> None:
+    model, optimizer = trained(nn.Linear(2, 2))
+    ema = torch.optim.swa_utils.AveragedModel(model)
+    extra: dict[str, Any] = {"ema": ema, "epoch": 3, "scaler": torch.amp.GradScaler("cpu")}
+    tc.save(tmp_path / "c", training.state(model, optimizer, extra=extra))
+    has = "The checkpoint has in extra: ema, epoch, scaler; given here: "
+    text = hint(tmp_path / "c", model, optimizer, extra={"epoch": 0})
+    assert text.startswith(f"{has}epoch. Give ema, scaler too, and `...` for what stays as it is")
+    text = hint(tmp_path / "c", model, optimizer, extra={})
+    assert text.startswith(f"{has}nothing. Give ema, epoch, scaler too, ")
+    text = hint(tmp_path / "c", model, optimizer, extra={"epoch": 0, "ema": ema, "scaler": ..., "more": 1})
+    assert text.startswith(f"{has}epoch, ema, scaler, more. Give the names that were saved, ")
+    pasted = {"epoch": 0, "ema": ema, "scaler": ...}
+    assert training.restore(tmp_path / "c", model, optimizer, rng=False, extra=pasted).extra["epoch"] == 3

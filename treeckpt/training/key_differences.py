@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from ..core.tree.spec import ArraySpec
+from ..core.tree.structure import key_text
 from ..errors import MismatchError
 from ..loading.match import Strict, disjoint, rename_hint, some_of
 from .hyperparameters import BY_SCHEDULERS
@@ -29,6 +30,8 @@ class Sides(msgspec.Struct, frozen=True):
     """Names of the model that were left out on purpose."""
     extra: Collection[str]
     """The names that were saved in `extra`."""
+    given: Any
+    """The tree that is given for it."""
     here: Mapping[str, tuple[int, ...] | None]
     """The shapes of the model's leaves, by path."""
     saved: Mapping[str, ArraySpec | None]
@@ -54,14 +57,15 @@ def check_keys(missing: Sequence[str], unexpected: Sequence[str], strict: Strict
         return
     texts = some_of("missing in the checkpoint", missing), some_of("not here", refused)
     part = {path.removeprefix("model/") for path in missing} <= sides.left_out
-    options_differ = any(path.startswith(_OF_OPTIMIZER[1]) for path in bad)
+    part = part and not any(path.startswith(_OF_OPTIMIZER[1]) for path in bad)
     raise MismatchError(
         bad[0],
         expected="the same parameters and moments here as in the checkpoint",
         found="; ".join(filter(None, texts)),
-        hint="Pass strict='missing', or partial=True, if one is a part of the other"
-        if part and not options_differ
-        else _renamed(missing, unexpected, sides, whole=strict is True) or _hint(missing, unexpected, sides),
+        hint=_hint_on_extra(bad, sides)
+        or (part and "Pass strict='missing', or partial=True, if one is a part of the other")
+        or _renamed(missing, unexpected, sides, whole=strict is True)
+        or _hint(missing, unexpected, sides),
     )
 
 
@@ -107,6 +111,21 @@ def _renamed_part(path: str, missing: Set[str], unexpected: Set[str], sides: Sid
         if fits := [head for head in heads if below(sides.saved, head, unexpected) == here]:
             return (fits[0], path[:end]) if len(fits) == 1 else None
     return None
+
+
+def _hint_on_extra(bad: Sequence[str], sides: Sides) -> str:
+    """Returns what to do where names in `extra` are only saved, or only given; "" where anything else differs."""
+    if not isinstance(sides.given, Mapping) or not all(path.startswith("extra/") for path in bad):
+        return ""
+    given, names = [key_text(key) for key in sides.given], {path.split("/")[1] for path in bad}
+    if names & {*sides.extra} & {*given}:
+        return ""
+    absent = [name for name in sides.extra if name not in given]
+    what = f"{', '.join(absent)} too" if names == {*absent} else "the names that were saved"
+    return (
+        f"The checkpoint has in extra: {', '.join(sides.extra)}; given here: {', '.join(given) or 'nothing'}. "
+        f"Give {what}, and `...` for what stays as it is"
+    )
 
 
 def _hint(missing: Sequence[str], unexpected: Sequence[str], sides: Sides) -> str:

@@ -325,6 +325,7 @@ class _Restore:
             MismatchError: they have not, by `strict`; without it, not one of the model's is in both.
         """
         saved_extra = children_of(descend(self.source.structure, ("extra",)))
+        heads = {f"{key_path(('optimizer', *one.prefix))}/" for one in self.optimizers}
         check_keys(
             self.missing,
             self.unexpected,
@@ -333,10 +334,9 @@ class _Restore:
                 alike=bool(self.wanted or self.left or not self.entries),
                 left_out=self.left_out,
                 extra=[key_text(key) for key in saved_extra],
+                given=self.targets.extra,
                 here={f"model/{key_path(entry.key)}": getattr(entry.value, "shape", None) for entry in self.entries},
-                tied=tied_when_saved(
-                    self.missing, {f"{key_path(('optimizer', *one.prefix))}/" for one in self.optimizers}, self.source
-                ),
+                tied=tied_when_saved(self.missing, heads, self.source),
                 saved=self.source.leaves,
             ),
         )
