@@ -100,7 +100,7 @@ def test_the_refusal_of_other_leaves_proposes_nothing_that_would_leave_all_of_th
     other[0].register_parameter("scale", torch.nn.Parameter(torch.ones(2)))
     for strict in (True, False):
         assert "Not one name of the model is in the checkpoint: pass rename=" in refusal(other, strict=strict)
-    assert "has in extra: ema, epoch." in refusal(job.model, extra={"average": ema})
+    assert "has in extra: ema, epoch; given here: average." in refusal(job.model, extra={"average": ema})
     sgd = torch.optim.SGD(job.model.parameters(), lr=0.1, momentum=0.9)
     assert "of the class and options that were saved" in refusal(job.model, sgd)
 

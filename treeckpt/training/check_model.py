@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch.nn.parameter import is_lazy
 
@@ -95,3 +95,27 @@ def resolve_ties(
             others.clear()
         others.append(entry)
     return [entry for others in tied.values() for entry in others], left
+
+
+def tied_when_saved(
+    missing: Sequence[str], prefixes: Iterable[str], source: RestoreSource
+) -> dict[str, tuple[str, str]]:
+    """Returns, by path of missing state, the name of its parameter and that of one which it was tied to when saved.
+
+    Args:
+        prefixes: of the paths of each optimizer's state.
+    """
+    names = {path: path.removeprefix(prefix) for prefix in prefixes for path in missing if path.startswith(prefix)}
+    names = {path: name for path, name in names.items() if source.leaves.get(f"model/{name}") is not None}
+    if not names:
+        return {}
+    same: dict[object, list[str]] = {}
+    for path, spec in source.leaves.items():
+        if path.startswith("model/") and spec is not None and (one := source.identity(path)) is not None:
+            same.setdefault(one, []).append(path.removeprefix("model/"))
+    found: dict[str, tuple[str, str]] = {}
+    for path, name in names.items():
+        for other in same.get(source.identity(f"model/{name}"), ()):
+            if other != name:
+                found.setdefault(path, (name, other))
+    return found

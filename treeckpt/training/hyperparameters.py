@@ -17,6 +17,9 @@ from ..core.tree.flatten import flatten
 from ..core.tree.nesting import split_structure
 from ..errors import TreeError
 
+BY_SCHEDULERS = frozenset(("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"))
+"""The entries that torch's schedulers add to the param groups."""
+
 
 @cache
 def torch_options() -> frozenset[str]:

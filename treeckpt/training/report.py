@@ -8,7 +8,17 @@ import msgspec
 
 from ..core.text import bytes_text, count_text, seconds_text
 
-_LISTED = "missing", "on_meta", "ignored", "unexpected", "dropped", "left_alone", "world_changed", "passed_over"
+_LISTED = (
+    "missing",
+    "on_meta",
+    "ignored",
+    "unexpected",
+    "dropped",
+    "left_alone",
+    "world_changed",
+    "replaced",
+    "passed_over",
+)
 """The fields of a report whose paths are printed, a line for each."""
 
 
@@ -46,6 +56,8 @@ class RestoreReport(msgspec.Struct, frozen=True):
             was saved.
         world_changed: where another number of ranks had saved it: what this rank got of each part that was each rank's
             own.
+        replaced: hyper-parameters, and arguments of schedulers, of which the checkpoint's were taken in place of others
+            here; those that a training changes by itself, as learning rates, do not count.
     """
 
     path: str
@@ -67,6 +79,7 @@ class RestoreReport(msgspec.Struct, frozen=True):
 
     left_alone: tuple[str, ...] = ()
     world_changed: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = [

@@ -32,9 +32,9 @@ from ..loading.transforms import Renaming, Transforms
 from ..reports import LoadReport
 from ..trees.per_rank_state import Policy
 from .capture import LEFT_OUT, optimizer_of
-from .check_model import check_entry, resolve_ties, without_ties
+from .check_model import check_entry, resolve_ties, tied_when_saved, without_ties
 from .foreign_states import as_training_state
-from .key_differences import check_keys
+from .key_differences import Sides, check_keys
 from .modules import (
     Modules,
     StateDictEntry,
@@ -54,6 +54,7 @@ from .report import RestoreReport
 from .rng import set_rng
 from .schedules import from_groups, match_schedulers, unused_entries
 from .sources import RestoreSource, TreeSource, children_of, descend, leaves_below, nodes_by_name
+from .taken_options import Schedule, taken_options
 from .targets import RestoreTargets
 from .user_state import check_generators, check_loader, compare_extra, loader_actions, objects_of_extra
 
@@ -104,7 +105,8 @@ def restore(
         from_root: rules see all names, and can move `state_dict/...` to `model/...`; the optimizers' state stays.
         strict: all that is here must be in the checkpoint, and the reverse for the parts that are asked for; "missing":
             all that is here alone, as this rank's model may be a part of what was saved (or `partial=True`).
-        keep: hyper-parameters of param groups that stay as they are here, e.g. ("lr",).
+        keep: hyper-parameters of param groups that stay as they are here, e.g. ("lr",). Of all others those of the
+            checkpoint are taken, as are a scheduler's arguments; a warning names those that differ.
         cast, verify, read, allow_pickle, comm: as for `treeckpt.load_into`; fresh moments are cast as parameters are.
         world_changed: what a rank gets of state that was each rank's own, if another number of ranks had saved it:
             "error", "take" (that of rank r % old number) or merge(states, rank, world); or a dict of these for "rng",
@@ -175,6 +177,8 @@ class _Restore:
         self.returned: list[LoadReport] = []
         """Of the loads of extra states of modules, and of an `extra` that comes back in the report."""
         self.rng_state: Any = None
+        self.schedules: list[Schedule] = []
+        self.replaced: list[str] = []
 
     # compare, and load the small parts --------------------------------------------------------------------------------
 
@@ -280,7 +284,10 @@ class _Restore:
         return False
 
     def note_rest(self) -> None:
-        """Notes the parts that are not asked for; a training that goes on without some of its own is warned of."""
+        """Notes options that are replaced, and parts that are not asked for; warns where a training goes on so."""
+        self.replaced = taken_options(self.plans, self.schedules)
+        if self.replaced and self.comm.rank == 0:
+            _log.warning("%s: other options here: %s", self.source.url, ". ".join(self.replaced))
         rest = [part for part in self.parts if not self.targets.ask_for(part)]
         self.ignored += map(key_text, rest)
         left = [part for part in ("scheduler", "loader") if part in rest]
@@ -308,6 +315,7 @@ class _Restore:
                 of = next((plan.of for plan in self.plans if plan.live is optimizer), {})
                 state = from_groups(state, optimizer.groups, of, path=path)
             self.ignored += unused_entries(one, state, (self.source.url, path), warn=self.comm.rank == 0)
+            self.schedules.append((path, one, state))
             self.last.append(functools.partial(pass_state, path, one, state))
 
     def check_keys(self) -> None:
@@ -317,13 +325,20 @@ class _Restore:
             MismatchError: they have not, by `strict`; without it, not one of the model's is in both.
         """
         saved_extra = children_of(descend(self.source.structure, ("extra",)))
+        heads = {f"{key_path(('optimizer', *one.prefix))}/" for one in self.optimizers}
         check_keys(
             self.missing,
             self.unexpected,
             self.options.strict,
-            alike=bool(self.wanted or self.left or not self.entries),
-            left_out=self.left_out,
-            extra=[key_text(key) for key in saved_extra],
+            Sides(
+                alike=bool(self.wanted or self.left or not self.entries),
+                left_out=self.left_out,
+                extra=[key_text(key) for key in saved_extra],
+                given=self.targets.extra,
+                here={f"model/{key_path(entry.key)}": getattr(entry.value, "shape", None) for entry in self.entries},
+                tied=tied_when_saved(self.missing, heads, self.source),
+                saved=self.source.leaves,
+            ),
         )
 
     # change ---------------------------------------------------------------------------------------------------------
@@ -363,6 +378,7 @@ class _Restore:
             *self.source.ruled,
             left_alone=tuple(self.left_alone),
             world_changed=tuple(f"{part}: {what}" for part, what in self.own.notes.items()),
+            replaced=tuple(self.replaced),
         )
 
     def _target(self) -> dict[str, Any]:

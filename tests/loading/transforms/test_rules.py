@@ -99,6 +99,31 @@ def test_what_cannot_be_done_is_refused_with_the_rule_and_the_leaf(rule: R.Rule,
     assert expected in str(caught.value) and found in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "why", "meant"),
+    [
+        (("enc", "encoder"), "Names begin with `model/`", ("model/enc.*", "model/encoder.*")),
+        (("enc.*", "encoder.*"), "Names begin with `model/`", ("model/enc.*", "model/encoder.*")),
+        (("enc.w", "enc.weight"), "Names begin with `model/`", ("model/enc.w", "model/enc.weight")),
+        (("enc", "model/encoder"), "Names begin with `model/`", ("model/enc.*", "model/encoder.*")),
+        (("model/enc", "model/encoder"), "Below a dotted name", ("model/enc.*", "model/encoder.*")),
+        (("h.$L", "l.$L"), "Names begin with `model/`", ("model/h.$L.*", "model/l.$L.*")),
+        (("seed", "seeds"), "Names begin with `rng/`", ("rng/seed", "rng/seeds")),
+        (("decoder", "encoder"), "Look at the names with treeckpt show", None),
+    ],
+)
+def test_a_rename_without_the_root_or_the_rest_of_the_name_is_told_as_it_was_meant(
+    given: tuple[str, str], why: str, meant: tuple[str, str] | None
+) -> None:
+    leaves = training({"enc.w": (2,), "enc.b": (2,), "h.0.w": (3,), "h.1.w": (3,)}) | {"rng/seed": None}
+    with pytest.raises(MismatchError) as caught:
+        run(leaves, R.Renames((given,)))
+    assert why in caught.value.hint
+    if meant is not None:
+        assert caught.value.hint.endswith(f"write {meant[0]!r}: {meant[1]!r}")
+        run(leaves, R.Renames((meant,)))
+
+
 def test_an_error_shows_the_chain_of_rules_that_led_to_the_leaf() -> None:
     rules = [R.Rename("h.$L.*", "l.${L+1}.*"), R.Permute("l.$L.w"), R.Split("l.$L.w", ("l.$L.a", "l.$L.b"))]
     with pytest.raises(MismatchError) as caught:

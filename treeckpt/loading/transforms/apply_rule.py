@@ -101,16 +101,31 @@ class RuleContext:
         if not found and self.must_match:
             raise self.no_match("leaves that the rule is about")
 
-    def no_match(self, expected: str) -> MismatchError:
-        """Returns the error for a rule that matches nothing."""
+    def no_match(self, expected: str, hint: str = "") -> MismatchError:
+        """Returns the error for a rule that matches nothing.
+
+        Args:
+            hint: what to do, where that is known.
+        """
         names = list(self.items)
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         return MismatchError(
             f"rule {self.label}",
             expected=expected,
             found=f"no such leaf: there are {', '.join(names[:SHOWN])[:400] or 'none'}{more}",
-            hint="Look at the names with treeckpt show (below a dotted name is `a.*`), or pass optional=True",
+            hint=hint or "Look at the names with treeckpt show (below a dotted name is `a.*`), or pass optional=True",
         )
+
+    def _meant(self, source: str, target: str) -> str:
+        """Returns the pair that was likely meant by one that matches nothing: without the root, or a dotted name."""
+        roots = {f"{root}/" for root, step, _ in (path.partition("/") for path in self.items) if step}
+        for root in ("", *sorted(roots, key=lambda root: (root != "model/", root))):
+            for end in ("", ".*"):
+                if target and self.find(compile_pattern(f"{root}{source}{end}"), below=True):
+                    now = target if target.startswith(root) else f"{root}{target}"
+                    why = f"Names begin with `{root}`" if root else "Below a dotted name is `a.*`"
+                    return f"{why}: write {f'{root}{source}{end}'!r}: {f'{now}{end}'!r}"
+        return ""
 
     def find(self, pattern: Pattern, *, below: bool = False) -> list[tuple[Binding, str]]:
         """Returns the leaves that a pattern matches, in order, with what it binds."""
@@ -126,7 +141,7 @@ class RuleContext:
         for source, target in pairs:
             matches = self.find(compile_pattern(source), below=True)
             if not matches and self.must_match:
-                raise self.no_match(source)
+                raise self.no_match(source, self._meant(source, target))
             for binding, path in matches:
                 if path not in found:
                     found[path] = expand(target, binding)
