@@ -277,7 +277,9 @@ def test_verify_of_a_run_prints_a_line_for_each_checkpoint_newest_first(cli, run
     assert [line.partition(":")[0] for line in lines[:4]] == [str(run / f"step_{step:08d}") for step in newest]
     assert "2 problems; shard-" in lines[0] and "1 problem; index.json: " in lines[1]
     assert lines[2].endswith(": intact") and lines[3].endswith(": intact")
-    assert lines[4:] == ["not verified, as they have no index: step_00000400, step_00000300"]
+    assert lines[4] == "not verified, as they have no index: step_00000400, step_00000300"
+    assert lines[5].startswith("  step_00000400: no index: the save failed: ")
+    assert f"treeckpt verify {run / 'step_00000300'} --repair" in lines[6] and len(lines) == 7
     found = json.loads(cli("verify", "--json", run, code=1))
     assert [one["ok"] for one in found[:4]] == [False, False, True, True]
     assert [one["report"]["path"] for one in found[:4]] == [str(run / f"step_{step:08d}") for step in newest]

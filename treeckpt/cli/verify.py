@@ -118,6 +118,8 @@ def _verify_run(options: argparse.Namespace, infos: Sequence[CheckpointInfo]) ->
     for why, some in left_out.items():
         if some:
             print_line(f"not verified, as they {_LEFT_OUT[why]}: {', '.join(info.name for info in some)}", "yellow")
+    for info in left_out["no index"][:SHOWN]:
+        print_line(f"  {info.name}: {info.error}", "yellow")
     return 0 if ok else 1
 
 

@@ -10,6 +10,7 @@ import msgspec
 from ..core.analysis.retention_policy import StepInfo
 from ..core.format.file_names import is_step_name, step_of
 from ..core.format.lineage import Lineage, LineageOrder, LineagePosition, SavedCheckpoint
+from ..core.text import visible
 from ..io.storage.run_store import Folder
 from .active_saves import SaveUnderWay
 from .verification import Verification, VerificationStore
@@ -115,6 +116,13 @@ def step_info(info: CheckpointInfo) -> StepInfo:
     step = step_of(info.name)
     assert step is not None, "a checkpoint of a run has the name of a step"
     return StepInfo(step, info.created_ns or 0, info.metrics, info.pinned, info.sequence, info.abandoned, info.damaged)
+
+
+def lost_index_text(path: str, world: int) -> str:
+    """Returns what is wrong with a checkpoint at a path that has the shards of all ranks, and lacks only the index."""
+    ranks = f"all {world} ranks" if world > 1 else "its only rank"
+    repair = f"treeckpt verify {visible(path)} --repair makes it again if they are whole"
+    return f"no index, though shards of {ranks} are there: {repair}; the next save to it, or gc, removes them"
 
 
 def loadable_text(infos: Iterable[CheckpointInfo], step: int) -> str:
