@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 import treeckpt as tc
 from tests.crash.disks import fill, small_disk
+from tests.helpers.corruption import flip
 from tests.helpers.samples import gpt_state, write_checkpoint, write_mixed_run
 from treeckpt.cli.command import EXIT_CODES
 from treeckpt.cli.listing import LEFT_OUT_FIRST
@@ -71,6 +72,20 @@ def test_ls_shows_what_a_checkpoint_follows_its_metrics_pins_and_verification(cl
     assert cells["step_00000003"][1] == "complete, abandoned branch"
     assert cells["step_00000003"][-4:] == ["not here", "intact, just now", "-", "-"]
     assert cells["step_00000001"][-4:] == ["-", "-", "-", "-"]
+
+
+def test_ls_calls_a_checkpoint_damaged_once_a_verification_has_found_that(cli, tmp_path, monkeypatch):
+    monkeypatch.setenv("TREECKPT_CACHE", str(tmp_path / "cache"))
+    tc.save(tmp_path / "step_00000001", {"w": np.arange(1000.0)}, step=1)
+    [shard] = (tmp_path / "step_00000001").glob("shard-*")
+    shard.write_bytes(flip(shard.read_bytes(), shard.stat().st_size - 9))
+    assert cli("ls", tmp_path / "step_00000001").splitlines()[1].split()[:2] == ["step_00000001", "complete"]
+    cli("verify", tmp_path / "step_00000001", code=1)
+    lines = cli("ls", tmp_path / "step_00000001").splitlines()
+    assert lines[1].split()[:2] == ["step_00000001", "damaged"] and "1 problem, just now" in lines[1]
+    assert lines[2].startswith(f"step_00000001: {shard.name}: bytes ")
+    [found] = json.loads(cli("ls", "--json", tmp_path / "step_00000001"))
+    assert found["status"] == "complete" and found["verification"]["total"] == 1
 
 
 def test_the_help_of_ls_says_what_each_column_means(cli, run, capsys):
