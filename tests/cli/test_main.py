@@ -88,6 +88,17 @@ def test_ls_calls_a_checkpoint_damaged_once_a_verification_has_found_that(cli, t
     assert found["status"] == "complete" and found["verification"]["total"] == 1
 
 
+def test_an_error_names_the_option_of_the_command_in_the_place_of_the_argument(cli, tmp_path):
+    for name in ("a", "b"):
+        tc.save(tmp_path / name, {"w": np.arange(3.0)})
+    text = cli("rebuild-index", tmp_path / "a", code=1)
+    assert "Pass --replace to make it anew" in text and "replace=" not in text
+    assert "rebuild-index" not in text and "index.json made again" in cli("rebuild-index", "--replace", tmp_path / "a")
+    assert "or pass --overwrite\n" in cli("convert", tmp_path / "a", tmp_path / "b", code=1)
+    (tmp_path / "c.pt").touch()
+    assert "pass overwrite=True (--overwrite)" in cli("convert", tmp_path / "a", tmp_path / "c.pt", code=1)
+
+
 def test_the_help_of_ls_says_what_each_column_means(cli, run, capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["ls", "--help"])
