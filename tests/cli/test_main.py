@@ -99,6 +99,14 @@ def test_an_error_names_the_option_of_the_command_in_the_place_of_the_argument(c
     assert "pass overwrite=True (--overwrite)" in cli("convert", tmp_path / "a", tmp_path / "c.pt", code=1)
 
 
+def test_an_unknown_option_shows_the_usage_of_its_command(run, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["gc", str(run), "--keep-steps", "1800"])
+    text = capsys.readouterr().err
+    assert text.startswith("usage: treeckpt gc ") and "--keep-last" in text
+    assert text.endswith("treeckpt gc: error: unrecognized arguments: --keep-steps 1800\n")
+
+
 def test_the_help_of_ls_says_what_each_column_means(cli, run, capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["ls", "--help"])

@@ -55,7 +55,7 @@ class Commands:
             epilog=EXIT_CODES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        added.set_defaults(run=run)
+        added.set_defaults(run=run, parser=added)
         if json:
             added.add_argument("--json", action="store_true", help="print JSON")
         if progress:
