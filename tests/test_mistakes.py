@@ -60,6 +60,10 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "an empty directory": (lambda net: tc.load("empty"), r"empty: .*found a directory that is empty. Check the path"),
     "a text file": (lambda net: tc.load("notes.txt"), r"notes.txt: .*found a file of no known format. Check the path"),
+    "the index for its checkpoint": (
+        lambda net: tc.load("run/step_00000020/index.json"),
+        r"index.json: .*found a file of a checkpoint\. Give the directory that holds it, .*/run/step_00000020$",
+    ),
     "a checkpoint for a run": (
         lambda net: tc.Manager("state").resume(net),
         r"state: expected a run, .*found one checkpoint. Give the directory above it, .*, or load it with tc.load",

@@ -140,7 +140,7 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
     save = _shown_save(info)
     open_save = save if save is not None and save.state != "killed" else None
     waits_for = waits_for_text(save, time.time_ns()) if save is not None else None
-    error = _error_of(info) if waits_for is None or info.status != "partial" else waits_for
+    error = info.problem if waits_for is None or info.status != "partial" else waits_for
     found = info.verification
     rate = info.nbytes / info.seconds if info.nbytes and info.seconds and info.status != "partial" else None
     return CheckpointRow(
@@ -180,15 +180,6 @@ def _shown_save(info: CheckpointInfo) -> SaveUnderWay | None:
     """Returns the save that a row is about: one in progress, else a stalled one, else one that was killed."""
     order = ("killed", "stalled", "in_progress")
     return max(info.saving, key=lambda save: (order.index(save.state), save.started_ns), default=None)
-
-
-def _error_of(info: CheckpointInfo) -> str | None:
-    """Returns what is wrong with a checkpoint; of several problems that a verification found, the first."""
-    found = info.verification
-    if info.error or found is None or not found.problems:
-        return info.error
-    more = f" (and {found.total - 1:,} more)" if found.total > 1 else ""
-    return f"{found.problems[0].file}: {found.problems[0].text}{more}"
 
 
 def _verification_row(found: Verification) -> VerificationRow:

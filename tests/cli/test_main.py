@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 import treeckpt as tc
 from tests.crash.disks import fill, small_disk
+from tests.helpers.corruption import flip
 from tests.helpers.samples import gpt_state, write_checkpoint, write_mixed_run
 from treeckpt.cli.command import EXIT_CODES
 from treeckpt.cli.listing import LEFT_OUT_FIRST
@@ -71,6 +72,39 @@ def test_ls_shows_what_a_checkpoint_follows_its_metrics_pins_and_verification(cl
     assert cells["step_00000003"][1] == "complete, abandoned branch"
     assert cells["step_00000003"][-4:] == ["not here", "intact, just now", "-", "-"]
     assert cells["step_00000001"][-4:] == ["-", "-", "-", "-"]
+
+
+def test_ls_calls_a_checkpoint_damaged_once_a_verification_has_found_that(cli, tmp_path, monkeypatch):
+    monkeypatch.setenv("TREECKPT_CACHE", str(tmp_path / "cache"))
+    tc.save(tmp_path / "step_00000001", {"w": np.arange(1000.0)}, step=1)
+    [shard] = (tmp_path / "step_00000001").glob("shard-*")
+    shard.write_bytes(flip(shard.read_bytes(), shard.stat().st_size - 9))
+    assert cli("ls", tmp_path / "step_00000001").splitlines()[1].split()[:2] == ["step_00000001", "complete"]
+    cli("verify", tmp_path / "step_00000001", code=1)
+    lines = cli("ls", tmp_path / "step_00000001").splitlines()
+    assert lines[1].split()[:2] == ["step_00000001", "damaged"] and "1 problem, just now" in lines[1]
+    assert lines[2].startswith(f"step_00000001: {shard.name}: bytes ")
+    [found] = json.loads(cli("ls", "--json", tmp_path / "step_00000001"))
+    assert found["status"] == "complete" and found["verification"]["total"] == 1
+
+
+def test_an_error_names_the_option_of_the_command_in_the_place_of_the_argument(cli, tmp_path):
+    for name in ("a", "b"):
+        tc.save(tmp_path / name, {"w": np.arange(3.0)})
+    text = cli("rebuild-index", tmp_path / "a", code=1)
+    assert "Pass --replace to make it anew" in text and "replace=" not in text
+    assert "rebuild-index" not in text and "index.json made again" in cli("rebuild-index", "--replace", tmp_path / "a")
+    assert "or pass --overwrite\n" in cli("convert", tmp_path / "a", tmp_path / "b", code=1)
+    (tmp_path / "c.pt").touch()
+    assert "pass overwrite=True (--overwrite)" in cli("convert", tmp_path / "a", tmp_path / "c.pt", code=1)
+
+
+def test_an_unknown_option_shows_the_usage_of_its_command(run, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["gc", str(run), "--keep-steps", "1800"])
+    text = capsys.readouterr().err
+    assert text.startswith("usage: treeckpt gc ") and "--keep-last" in text
+    assert text.endswith("treeckpt gc: error: unrecognized arguments: --keep-steps 1800\n")
 
 
 def test_the_help_of_ls_says_what_each_column_means(cli, run, capsys):
@@ -277,7 +311,9 @@ def test_verify_of_a_run_prints_a_line_for_each_checkpoint_newest_first(cli, run
     assert [line.partition(":")[0] for line in lines[:4]] == [str(run / f"step_{step:08d}") for step in newest]
     assert "2 problems; shard-" in lines[0] and "1 problem; index.json: " in lines[1]
     assert lines[2].endswith(": intact") and lines[3].endswith(": intact")
-    assert lines[4:] == ["not verified, as they have no index: step_00000400, step_00000300"]
+    assert lines[4] == "not verified, as they have no index: step_00000400, step_00000300"
+    assert lines[5].startswith("  step_00000400: no index: the save failed: ")
+    assert f"treeckpt verify {run / 'step_00000300'} --repair" in lines[6] and len(lines) == 7
     found = json.loads(cli("verify", "--json", run, code=1))
     assert [one["ok"] for one in found[:4]] == [False, False, True, True]
     assert [one["report"]["path"] for one in found[:4]] == [str(run / f"step_{step:08d}") for step in newest]

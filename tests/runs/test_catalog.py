@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import treeckpt
 from tests.helpers.samples import MESH, write_checkpoint, write_mixed_run, write_run
 from treeckpt.core.analysis.profile import profile_of
 from treeckpt.core.format.index import INDEX_NAME
+from treeckpt.core.format.save_progress import Progress, encode_progress, progress_name
 from treeckpt.core.format.timings import timings_name
 from treeckpt.core.sharding.int_runs import decode_runs
 from treeckpt.core.sharding.placements import MeshLayout, Replicate, Shard
@@ -49,9 +51,30 @@ def test_errors_say_what_is_wrong(run):
     assert "bytes instead of" in errors["step_00000600"]
     assert "index.json" in errors["step_00000500"]
     assert "No space left on device" in errors["step_00000400"]
-    assert "never finished" in errors["step_00000300"]
+    assert "no index, though shards of all 4 ranks are there" in errors["step_00000300"]
     assert "symbolic link" in errors["latest"]
     assert errors["step_00000100"] == ""
+
+
+def test_a_step_that_lost_only_its_index_names_the_command_that_makes_it_again(tmp_path):
+    for step in (1, 2):
+        index = write_checkpoint(tmp_path / f"step_{step:08d}", step=step)
+        (tmp_path / f"step_{step:08d}" / INDEX_NAME).unlink()
+    next((tmp_path / "step_00000001").glob("shard-00001-*")).unlink()
+    errors = {info.step: info.error for info in catalog.scan(tmp_path)}
+    assert errors[1] == "no index: the save is under way, or never finished"
+    repair = "treeckpt verify {} --repair makes it again if they are whole; the next save to it, or gc, removes them"
+    all_there = f"no index, though shards of all {index.world} ranks are there: "
+    assert errors[2] == all_there + repair.format(tmp_path / "step_00000002")
+
+
+def test_a_save_under_way_with_all_its_shards_is_no_lost_index(tmp_path):
+    index = write_checkpoint(tmp_path / "step_00000001", step=1, publish=False)
+    now = time.time_ns()
+    record = Progress(index.save_id, 0, index.world, 1, "commit", 1, 1, now, now)
+    (tmp_path / "step_00000001" / progress_name(0, index.save_id)).write_bytes(encode_progress(record))
+    [info] = catalog.scan(tmp_path)
+    assert info.saving and info.error == "no index: the save is under way, or never finished"
 
 
 def test_a_complete_one_is_described(tmp_path):

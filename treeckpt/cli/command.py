@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from ..io.storage.open import open_run
 from ..report.terminal import fail
 from ..runs import catalog
 
+_ARGUMENT = re.compile(r"(?<![\w/'])([a-z_]+)=(?:True)?(?=[ ,;]|\. |\.?$)(?! \(--)")
+"""An argument in a hint, as `overwrite=True` or `select=`, without the option behind it in brackets."""
 SHOWN = 12
 """Names that an error lists, at most."""
 EXIT_CODES = """\
@@ -52,7 +55,7 @@ class Commands:
             epilog=EXIT_CODES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        added.set_defaults(run=run)
+        added.set_defaults(run=run, parser=added)
         if json:
             added.add_argument("--json", action="store_true", help="print JSON")
         if progress:
@@ -79,6 +82,15 @@ def no_such_run(run: str) -> str:
     names = ", ".join(beside[:SHOWN]) + f" and {len(beside) - SHOWN} more" * (len(beside) > SHOWN)
     known = f". Below {parent} there are: {names}" if beside else ""
     return f"{run}: no such directory: no object has this prefix{known}"
+
+
+def in_options(text: str, options: argparse.Namespace) -> str:
+    """Returns an error of the library with each argument that the command has as an option named as that option."""
+
+    def option(found: re.Match[str]) -> str:
+        return f"--{found[1].replace('_', '-')}" if hasattr(options, found[1]) else found[0]
+
+    return _ARGUMENT.sub(option, text)
 
 
 def usage_error(text: str) -> int:

@@ -30,7 +30,8 @@ _COLUMNS = f"""\
 columns, the newest checkpoint first; where the terminal is too narrow some are left out:
   name      of the directory, in the run
   status    complete; partial: shards without an index, of a save that is under way or was killed; corrupt: shards
-            are missing or cut short, or the index is damaged; foreign: files of another program; run: a run itself.
+            are missing or cut short, or the index is damaged; damaged: a verification found changed bytes (--json has
+            that in "verification"); foreign: files of another program; run: a run itself.
             "abandoned branch": the newest checkpoint does not descend from it, as the training went back before it
   step      of the training
   size      of all arrays, replicas once; of a partial checkpoint, what its shards have
@@ -83,8 +84,8 @@ def _ls(options: argparse.Namespace) -> int:
     for place, (what, hint) in others.items():
         print_line(f"{place}: {what}. {hint}")
     for info in found:
-        if info.error and info.status != "foreign":
-            print_line(f"{info.name}: {info.error}", "dim")
+        if info.problem and info.status != "foreign":
+            print_line(f"{info.name}: {info.problem}", "dim")
         print_saves_under_way(info)
         if steps := runs.get(info.path):
             print_line(f"{info.name}: a run of {count_text(steps, 'step')}, which treeckpt ls {info.path} lists")
@@ -116,9 +117,7 @@ def _columns(found: Sequence[CheckpointInfo], runs: Mapping[str, int]) -> dict[s
     now, steps = time.time_ns(), {info.save_id: info.step for info in found}
     columns = {
         "name": [info.name for info in found],
-        "status": [
-            "run" if info.path in runs else f"{info.status}{', abandoned branch' * info.abandoned}" for info in found
-        ],
+        "status": ["run" if info.path in runs else info.status_text for info in found],
         "step": [_or_dash(info.step) for info in found],
         "size": [bytes_text(info.nbytes) if info.nbytes is not None else "-" for info in found],
         "leaves": [_or_dash(info.leaves) for info in found],

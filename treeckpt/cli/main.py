@@ -17,7 +17,7 @@ from ..errors import CheckpointNotFound, TreeckptError
 from ..io.os_errors import hint_for
 from ..report.terminal import fail
 from . import completion, convert, dashboard, diff, export, listing, runs, show, verify
-from .command import EXIT_CODES, Commands, usage_error
+from .command import EXIT_CODES, Commands, in_options, usage_error
 
 _EPILOG = """\
 for a start:
@@ -50,13 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments:
         parser.print_help()
         return 0
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # with the usage of the command
     try:
         return options.run(options)
     except TreeckptError as error:
         if isinstance(error, CheckpointNotFound) and (problem := runs.no_checkpoint(options)):
             return usage_error(problem)
-        fail(f"treeckpt: {error}")
+        fail(f"treeckpt: {in_options(f'{error}', options)}")
         return 1
     except BrokenPipeError:  # the reader of the output has closed it: print nothing more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

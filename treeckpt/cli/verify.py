@@ -48,8 +48,10 @@ def add_verify(commands: Commands) -> None:
     verify = commands.add("verify", _verify, "read everything and compare it with its checksums", progress=True)
     verify.add_argument("checkpoint", metavar="CKPT", help="or a RUN: each of its checkpoints, newest first")
     also = verify.add_mutually_exclusive_group()
-    also.add_argument("--repair", action="store_true", help="make again what can be, and say what is lost")
-    also.add_argument("--statistics", action="store_true", help=_STATISTICS)
+    also.add_argument(
+        "--repair", action="store_true", help="of one checkpoint: make again what can be, and say what is lost"
+    )
+    also.add_argument("--statistics", action="store_true", help=f"of one checkpoint: {_STATISTICS}")
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -118,6 +120,8 @@ def _verify_run(options: argparse.Namespace, infos: Sequence[CheckpointInfo]) ->
     for why, some in left_out.items():
         if some:
             print_line(f"not verified, as they {_LEFT_OUT[why]}: {', '.join(info.name for info in some)}", "yellow")
+    for info in left_out["no index"][:SHOWN]:
+        print_line(f"  {info.name}: {info.error}", "yellow")
     return 0 if ok else 1
 
 

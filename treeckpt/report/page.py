@@ -28,9 +28,11 @@ from ..core.text import (
 from ..core.tree.recursion import Recursive, trampoline
 from ..errors import CheckpointNotFound, TreeckptError
 from ..io.storage.metadata_files import NewestIndex
+from ..io.storage.open import open_folder
 from ..runs import catalog
-from ..runs.checkpoint_info import CheckpointInfo
+from ..runs.checkpoint_info import CheckpointInfo, with_verification
 from ..runs.notebook import COLUMNS, checkpoint_rows
+from ..runs.verification import VerificationStore, cache_directory
 from .page_assets import POLICY, SCRIPT, STYLE
 from .pictures import RegionBox, line_chart, shard_map, treemap, waterfall
 
@@ -55,7 +57,7 @@ def checkpoint_page(path: str | os.PathLike[str]) -> str:
         CheckpointNotFound: there is none.
     """
     read = NewestIndex(local=True)
-    info = catalog.read_info(path, follow=True, newest=read)
+    info = _verified(catalog.read_info(path, follow=True, newest=read), VerificationStore(cache_directory()))
     index = read.found.index if read.found is not None else None
     return _document(info.name, [el("h1", info.name), *_checkpoint(path, info, index)])
 
@@ -73,24 +75,30 @@ def run_page(path: str | os.PathLike[str], *, on_read: catalog.OnRead | None = N
     found = [info for info in catalog.scan(path, newest=read, on_read=on_read) if info.status != "foreign"]
     if not found:
         raise CheckpointNotFound(os.fspath(path), expected="a checkpoint, or a run of some", found="neither")
+    known = VerificationStore(cache_directory())
+    found = [_verified(info, known) for info in found]
     name = Path(path).absolute().name
     rows = table(COLUMNS, checkpoint_rows(found[:CHECKPOINTS]), right=COLUMNS[2:6] + COLUMNS[7:])
     more = el("p", f"and {len(found) - CHECKPOINTS} older", class_="dim") if len(found) > CHECKPOINTS else None
     complete = [info for info in found if info.status == "complete"]
     about = facts(
         [
-            ("complete checkpoints", len(complete)),
-            ("others", len(found) - len(complete)),
+            ("complete checkpoints", intact := sum(not info.damaged for info in complete)),
+            ("others", len(found) - intact),
             ("on disk", bytes_text(sum(info.disk_nbytes or 0 for info in found))),
             ("newest step", complete[0].step if complete else None),
         ]
     )
     parts = [el("h1", name), about, _section("Checkpoints", rows, more), *_trends(complete)]
     if complete:
-        newest, known = complete[0], read.found  # which may be one that is corrupt, or of an abandoned branch
-        index = known.index if known is not None and known.index.save_id == newest.save_id else None
+        newest, last = complete[0], read.found  # which may be one that is corrupt, or of an abandoned branch
+        index = last.index if last is not None and last.index.save_id == newest.save_id else None
         parts += [el("h1", newest.name), *_checkpoint(newest.path, newest, index)]
     return _document(name, parts)
+
+
+def _verified(info: CheckpointInfo, known: VerificationStore) -> CheckpointInfo:
+    return with_verification(info, open_folder(info.path), known)
 
 
 def _document(title: str, parts: list[Html]) -> str:
@@ -124,7 +132,7 @@ def _trends(complete: list[CheckpointInfo]) -> list[Html]:
 
 
 def _checkpoint(path: str | os.PathLike[str], info: CheckpointInfo, index: Index | None = None) -> list[Html]:
-    state = el("p", info.status if not info.error else f"{info.status}: {info.error}", class_="dim")
+    state = el("p", info.state_and_problem, class_="dim")
     timing = _timing(path, info.save_id if info.leaves is not None else None)
     try:
         index = index or api.inspect(path)

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ..core.text import visible
 
-STYLES = {"complete": "green", "partial": "yellow", "corrupt": "bold red", "foreign": "dim"}
+STYLES = {"complete": "green", "partial": "yellow", "corrupt": "bold red", "damaged": "bold red", "foreign": "dim"}
 
 
 class OutputConsole(Console):

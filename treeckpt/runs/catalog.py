@@ -24,7 +24,7 @@ from ..core.format.file_names import PIN_NAME, is_step_name, parse_file_name, st
 from ..core.format.index import INDEX_NAME
 from ..core.format.lineage import SavedCheckpoint
 from ..core.format.save_progress import parse_progress_name
-from ..core.format.shard_header import parse_shard_name
+from ..core.format.shard_header import parse_shard_name, saves_of_all_ranks
 from ..core.format.timings import Timings
 from ..core.text import visible
 from ..errors import CheckpointNotFound, CorruptError, StoreError, TreeckptError
@@ -34,7 +34,7 @@ from ..io.storage.metadata_files import NewestIndex
 from ..io.storage.open import open_folder, open_run
 from ..io.storage.run_store import DirectoryEntry, Folder, LocalFolder, RunStore, SupportsBulkListing, all_folders
 from .active_saves import saves_under_way
-from .checkpoint_info import CheckpointInfo, in_listing_order
+from .checkpoint_info import CheckpointInfo, in_listing_order, lost_index_text
 from .index_summary import Summary, read_summary
 from .stat_cache import LruStatCache, StatCache
 
@@ -368,14 +368,16 @@ def _problem(what: str, sizes: Sequence[tuple[str, int]], files: Files) -> str |
 def _without_index(folder: Folder, files: Files, cache: StatCache) -> CheckpointInfo:
     shards = {n: parsed for n in files if (parsed := parse_shard_name(n)) is not None}
     newest = max(shards, key=lambda n: files[n].modified_ns, default=None)
-    text, seconds = "no index: the save is under way, or never finished", None
+    text, seconds, saving = "no index: the save is under way, or never finished", None, saves_under_way(folder, files)
+    world = saves_of_all_ranks(shards).get(shards[newest][0]) if newest else None
+    if world and all(save.alive is False for save in saving):
+        text = lost_index_text(folder.url, world)
     with contextlib.suppress(TreeckptError):
         took = _save_duration(folder, files, None, cache)
         seconds = took.seconds
         text = f"no index: the save failed: {took.error}" if took.error else text
     if any((kind := parse_file_name(name)) and kind.kind == "deleted" for name in files):
         text = "no index: it is being deleted, or that was cut short and the next clean-up will finish it"
-    saving = saves_under_way(folder, files)
     # a record is replaced as long as its save lasts: by its time, two saves would change places in a list
     begun = [save.started_ns for save in saving]
     begun += [entry.modified_ns for name, entry in files.items() if parse_progress_name(name) is None]

@@ -10,6 +10,7 @@ import msgspec
 from ..core.analysis.retention_policy import StepInfo
 from ..core.format.file_names import is_step_name, step_of
 from ..core.format.lineage import Lineage, LineageOrder, LineagePosition, SavedCheckpoint
+from ..core.text import visible
 from ..io.storage.run_store import Folder
 from .active_saves import SaveUnderWay
 from .verification import Verification, VerificationStore
@@ -66,11 +67,30 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
         return self.verification is not None and self.verification.total > 0
 
     @property
+    def status_text(self) -> str:
+        """The status as text, "damaged" where a verification found changed bytes; and if its branch is abandoned."""
+        return ("damaged" if self.damaged else self.status) + ", abandoned branch" * self.abandoned
+
+    @property
     def state(self) -> str:
-        """The status as text, with what a verification found, and whether its branch is abandoned."""
+        """The status as text, with "verified" where a verification found all intact."""
+        if self.verification is None or not self.verification.ok:
+            return self.status_text
+        return f"{self.status}, verified" + ", abandoned branch" * self.abandoned
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with it; of several problems that a verification found, the first, and how many there are."""
         found = self.verification
-        verified = "" if found is None else ", verified" if found.ok else ", damaged"
-        return self.status + verified + ", abandoned branch" * self.abandoned
+        if self.error or found is None or not found.problems:
+            return self.error
+        more = f" (and {found.total - 1:,} more)" if found.total > 1 else ""
+        return f"{found.problems[0].file}: {found.problems[0].text}{more}"
+
+    @property
+    def state_and_problem(self) -> str:
+        """The state, with what is wrong."""
+        return f"{self.state}: {self.problem}" if self.problem else self.state
 
 
 def mark_of(info: CheckpointInfo) -> SavedCheckpoint | None:
@@ -104,7 +124,7 @@ def _sort_key(placed: tuple[CheckpointInfo, LineagePosition | None]) -> tuple[An
 
 
 def with_verification(info: CheckpointInfo, folder: Folder, known: VerificationStore) -> CheckpointInfo:
-    """Returns the same with what is known of the bytes of a complete checkpoint."""
+    """Returns the same with what is known of the bytes of a complete checkpoint in a folder."""
     if info.status != "complete" or (found := known.find(folder, info.save_id)) is None:
         return info
     return msgspec.structs.replace(info, verification=found)
@@ -115,6 +135,13 @@ def step_info(info: CheckpointInfo) -> StepInfo:
     step = step_of(info.name)
     assert step is not None, "a checkpoint of a run has the name of a step"
     return StepInfo(step, info.created_ns or 0, info.metrics, info.pinned, info.sequence, info.abandoned, info.damaged)
+
+
+def lost_index_text(path: str, world: int) -> str:
+    """Returns what is wrong with a checkpoint at a path that has the shards of all ranks, and lacks only the index."""
+    ranks = f"all {world} ranks" if world > 1 else "its only rank"
+    repair = f"treeckpt verify {visible(path)} --repair makes it again if they are whole"
+    return f"no index, though shards of {ranks} are there: {repair}; the next save to it, or gc, removes them"
 
 
 def loadable_text(infos: Iterable[CheckpointInfo], step: int) -> str:

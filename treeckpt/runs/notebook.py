@@ -20,7 +20,7 @@ def checkpoint_rows(found: list[CheckpointInfo]) -> list[tuple[Child, ...]]:
     return [
         (
             info.name,
-            info.state if not info.error else f"{info.state}: {info.error}",
+            info.state_and_problem,
             info.step,
             bytes_text(info.nbytes) if info.nbytes is not None else None,
             info.leaves,

@@ -272,12 +272,9 @@ class RunDirectory:
             with claim(folder.name) as free, _wrapped_os_errors(folder.url), contextlib.suppress(FileNotFoundError):
                 why = self.remove_directory(plan.removals[0], grace) if free else "it is being saved"
         if why and self.store.folder(folder.name).entries().keys() & {INDEX_NAME}:
-            raise CheckpointError(
-                folder.url,
-                expected="a checkpoint that nothing holds",
-                found=why.removeprefix("no policy keeps it, but "),
-                hint="Unpin it first" if info.pinned else "Delete it when that has ended",
-            )
+            held = why.removeprefix("no policy keeps it, but ")
+            hint = "Unpin it first" if info.pinned else "Delete it when that has ended"
+            raise CheckpointError(folder.url, expected="a checkpoint that nothing holds", found=held, hint=hint)
 
     def _plan_alone(self, info: CheckpointInfo, folder: Folder, grace: float) -> CleanupPlan:
         """Returns what a clean-up would do with a checkpoint that no policy keeps."""
@@ -301,6 +298,7 @@ class RunDirectory:
             sequence=info.sequence,
             abandoned=info.abandoned,
             damaged=info.damaged,
+            path=folder.url,
         )
 
     def remove_directory(self, removal: Removal, grace: float) -> str:

@@ -95,6 +95,20 @@ def test_a_crashed_save_goes_after_the_grace_period_by_its_newest_file():
     assert "under way" in clean(complete(2), young).left[0].why
 
 
+def test_a_step_that_lost_only_its_index_goes_with_the_command_that_makes_it_again():
+    lost = msgspec.structs.replace(partial(3, *files_of(B, OLD)), path="/run/step_00000003")
+    [removal] = clean(complete(2), lost).removals
+    assert "without an index, which treeckpt verify /run/step_00000003 --repair makes again" in removal.reason
+    for other in (
+        partial(3, *files_of(B, OLD)[1:]),
+        partial(3, *files_of(B, OLD), recorded(B, False)),
+        partial(3, *files_of(B, OLD), fact(deleted_name(B), OLD)),
+        complete(2, *files_of(B, OLD)),
+    ):
+        [removal] = clean(other).removals
+        assert "--repair" not in removal.reason
+
+
 def test_a_file_from_the_future_counts_as_new():
     assert not clean(complete(2), partial(3, *files_of(B, -OLD))).removals
 

@@ -28,6 +28,8 @@ import msgspec
 
 from ..format.file_names import CheckpointFile, deleted_name, final_name, parse_file_name
 from ..format.save_progress import parse_progress_name
+from ..format.shard_header import saves_of_all_ranks
+from ..text import visible
 from .retention_policy import Policy, StepInfo, kept, unmeasured, unmeasured_text
 
 INDEX = "index.json"
@@ -61,6 +63,8 @@ class StepDirectory(msgspec.Struct, frozen=True):
     """As in `StepInfo`."""
     abandoned: bool = False
     damaged: bool = False
+    path: str = ""
+    """Its path or URL; empty where none is to be named."""
 
 
 class CleanupTimes(msgspec.Struct, frozen=True):
@@ -312,6 +316,9 @@ class _DirectoryState:
         elif ends:
             reason = f"left over by a save that {' or '.join(ends)}"
         names = tuple(file.name for file in files)
+        if self.folder.status == "partial" and saves_of_all_ranks(names).keys() - self.deleted - self.dead.keys():
+            path = visible(self.folder.path or self.folder.name)
+            reason += f", without an index, which treeckpt verify {path} --repair makes again if the shards are whole"
         return Removal(self.folder.name, "leftovers", reason, names, sum(f.nbytes for f in files), directory=directory)
 
     def unwanted(self) -> Removal | RetainedDirectory:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -113,6 +113,14 @@ def parse_shard_name(name: str) -> tuple[str, int, int, int] | None:
     """Parses (save id, rank, world, part) from a shard's file name, None for any other name."""
     match = _NAME.fullmatch(name)
     return (match[4], int(match[1]), int(match[3]), int(match[2] or 0)) if match else None
+
+
+def saves_of_all_ranks(names: Iterable[str]) -> dict[str, int]:
+    """Returns, by its id, the world of each save of which every rank has a shard among these names."""
+    found: dict[tuple[str, int], set[int]] = {}
+    for save_id, rank, world, _ in filter(None, map(parse_shard_name, names)):
+        found.setdefault((save_id, world), set()).add(rank)
+    return {save_id: world for (save_id, world), ranks in found.items() if len(ranks) == world}
 
 
 def padded_nbytes(shape: tuple[int, ...], itemsize: int) -> int:

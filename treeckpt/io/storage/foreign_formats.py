@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ...core.format.file_names import is_step_name
+from ...core.format.file_names import is_step_name, parse_file_name
 from ...core.format.index import INDEX_NAME
 from ...core.text import count_text
 from ...errors import CheckpointNotFound
@@ -128,6 +128,8 @@ def describe_place(url: str) -> tuple[str, str]:
         if not steps and path.is_dir():
             below = ", ".join(itertools.islice(_loadable_below(path, 3), 3))
             return f"a directory that {_held(path)}", f"Give one of those below it: {below}" if below else hint
+        if not steps and parse_file_name(path.name) is not None:
+            return "a file of a checkpoint", f"Give the directory that holds it, {path.parent}"
         if not steps:
             return "a file of no known format", hint
     except OSError:

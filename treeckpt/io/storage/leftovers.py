@@ -130,7 +130,9 @@ def _folder_fact(folder: Folder, now_ns: int) -> StepDirectory:
         status = "partial"
     except CheckpointError as error:
         status, problem = "corrupt", str(error)
-    return StepDirectory(folder.name, 0, status, folder.modified_ns() or 0, files, save_id, problem=problem)
+    return StepDirectory(
+        folder.name, 0, status, folder.modified_ns() or 0, files, save_id, problem=problem, path=folder.url
+    )
 
 
 def plan_removal(folder: Folder, now_ns: int, grace: float = GRACE) -> Removal | RetainedDirectory | None:
