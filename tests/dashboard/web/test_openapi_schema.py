@@ -25,7 +25,13 @@ def known(app):
     [run] = library.runs
     checkpoints = [checkpoint_id for checkpoint_id, _ in library.checkpoints(run)]
     good = [checkpoint_id for checkpoint_id, info in library.checkpoints(run) if info.leaves is not None]
-    return {"run_id": [run.id], "checkpoint_id": checkpoints + 6 * good, "number": [0, 0, 0, 1, 9], "a": good, "b": good}
+    return {
+        "run_id": [run.id],
+        "checkpoint_id": checkpoints + 6 * good,
+        "number": [0, 0, 0, 1, 9],
+        "a": good,
+        "b": good,
+    }
 
 
 def test_no_question_makes_an_error_of_the_server(app, known):
