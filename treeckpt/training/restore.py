@@ -141,7 +141,8 @@ def _restore(
         job.plan_optimizer()
         job.plan_schedulers()
         job.plan_rest()
-        job.check_keys()
+        if job.missing or job.unexpected:
+            job.check_keys()
         job.note_rest()
     with together(relay, "restored"):
         return job.run()
