@@ -25,7 +25,7 @@ DOCS := treeckpt treeckpt.training treeckpt.convert treeckpt.dcp treeckpt.loadin
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
-.PHONY: help install demo test test-all pytest test-gpu test-stores test-dcp test-frameworks fuzz mutate check bench bench-dashboard docs notebooks format chromium strace clean
+.PHONY: help install demo test test-all pytest test-gpu test-stores test-dcp test-frameworks test-libraries fuzz mutate check bench bench-dashboard docs notebooks format chromium strace clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -99,6 +99,12 @@ test-frameworks: $(STAMP) ## install Lightning, Accelerate and torchtitan, and t
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps torchtitan
 	$(call say,pytest with them)
 	@$(BIN)/python -m pytest -m slow tests/dcp/test_frameworks.py $(PYTEST_ARGS)
+
+test-libraries: $(STAMP) ## install optimizers, metrics and schedulers of other libraries, and save and restore their states
+	$(call say,Installing torchao / torchmetrics / pytorch_optimizer / bitsandbytes / torch_ema / warmup_scheduler)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[libraries]'
+	$(call say,pytest with them)
+	@$(BIN)/python -m pytest -m slow tests/training/test_library_*.py $(PYTEST_ARGS)
 
 fuzz: $(STAMP) ## fuzz every decoder for FUZZ_SECONDS each, 60 unless told; with atheris where it is installed (extra: fuzz)
 	$(call say,Fuzzing)
