@@ -20,6 +20,7 @@ deletes, by the policies of `core.analysis.retention_policy`; `schedule` decides
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -42,6 +43,7 @@ from ..saving.future import Pending
 from ..saving.options import check_metadata
 from ..saving.save import save_tree
 from ..saving.sidecar_files import SidecarContent
+from .broken_loop import LoopState, is_of_workers
 from .checkpoint_info import step_info
 from .history import SaveHistory
 from .index_summary import METRICS
@@ -63,6 +65,7 @@ from .run import GRACE, CleanReport, RunDirectory
 from .schedule import SaveSchedule
 from .select import CheckpointSelector
 
+_log = logging.getLogger("treeckpt")
 WAIT_AFTER_ERROR = 10.0
 """Seconds that leaving a manager's body with an error waits for saves in flight."""
 
@@ -119,6 +122,7 @@ class Manager(RegistrationMixin, RestoreMixin):
         self._pending = PendingSaves(self._start_clean)
         self.retention = RetentionRunner(self.directory, self._policies, self._selector, self._pending, grace=grace)
         self._exit: int | None = None
+        self._loop = LoopState()
         self._reached: int | None = None
         self.count = 0
         """The step that was counted, saved or restored last."""
@@ -141,6 +145,8 @@ class Manager(RegistrationMixin, RestoreMixin):
         """Whether this step is to be saved. Call it once per step, on every rank; all ranks get the same result."""
         step = check_step(step)
         self._pending.collect()
+        if self.schedule.listening:
+            self._loop.reach(step)
         return self.schedule.due(step) and (step != self._reached or self.stopping)
 
     def step(
@@ -161,6 +167,8 @@ class Manager(RegistrationMixin, RestoreMixin):
             The result of `save`; None if the step was not due.
         """
         self.count += 1
+        if tree is ... or is_factory(tree):
+            self._loop.tree = (lambda: tree) if tree is ... else tree
         if not self.should_save(self.count):
             return None
         return self.save(self.count, tree() if is_factory(tree) else tree, metrics=metrics, files=files)
@@ -201,6 +209,7 @@ class Manager(RegistrationMixin, RestoreMixin):
             self._pending.drain()  # an earlier failure must not prevent the last save
         elif self.options.busy == "wait":
             self._pending.settle()
+        self._loop.note_saved(tree)
         with self._pending.starting(step):
             result = self._save(step, self._registered.joined(tree), metadata, files, pin=pin)
         if isinstance(result, SaveReport):
@@ -344,6 +353,10 @@ class Manager(RegistrationMixin, RestoreMixin):
     ) -> None:
         """Saves after a signal that ends the process: on all ranks at the same step, within two steps of the signal.
 
+        Call it before the data loader starts its workers, which then outlive the signal, although launchers send it to
+        them too. Where they die of it and their error breaks the loop, leaving the manager's body saves the last step,
+        if no optimizer has begun another one since, from the objects that `resume` got or what `step` was called with.
+
         The handler only sets a flag. `should_save` and `step` then return the same on every rank, whichever rank got
         the signal; `stopping` tells the training loop to end. torchrun kills ranks that have not ended 30 s after the
         signal, unless its `--shutdown-timeout` says another time: two steps and the save have to fit in it.
@@ -365,6 +378,7 @@ class Manager(RegistrationMixin, RestoreMixin):
             self.wait(timeout)
         finally:
             self.schedule.close()
+            self._loop.close()
             self.retention.close(wait=timeout is None)
 
     def __enter__(self) -> Self:
@@ -374,11 +388,32 @@ class Manager(RegistrationMixin, RestoreMixin):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):  # it matters more than errors of the saves; other ranks may be gone
+            if self.schedule.signum and not self.stopping and is_of_workers(error):
+                self._save_broken_loop()
             self.schedule.close(error)
+            self._loop.close()
             self._pending.drain(WAIT_AFTER_ERROR)
             self.retention.close()
         else:
             self.close()
+
+    def _save_broken_loop(self) -> None:
+        """Makes the last save of a loop whose error the signal has caused; logs why where it cannot.
+
+        Raises:
+            SystemExit: as `save`.
+        """
+        url, self.schedule.stopping = self.directory.url, True
+        try:
+            tree = self._loop.last_tree()
+            step = check_step(self._loop.step)
+            if step != self._reached:
+                self.save(step, tree)
+            self._pending.settle()
+            _log.warning("%s: the signal ended workers of the data loader: step %d was saved", url, step)
+        except Exception as why:
+            self.schedule.stopping = False
+            _log.error("%s: the signal ended workers of the data loader; no last save: %s", url, why)
 
     def _from_rank0(self, what: str, call: Callable[[], Any], kind: Any) -> Any:
         return from_rank0(self._comm, f"{self.directory.url} {what}", call, kind)

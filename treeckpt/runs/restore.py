@@ -29,6 +29,7 @@ from ..io.storage.store import Store
 from ..loading.consistent_reads import on_one_version
 from ..loading.keywords import LoadKeywords
 from ..loading.shared_read import open_relay, together, usual_read
+from .broken_loop import LoopState
 from .catalog import runs_below
 from .checkpoint_info import CheckpointInfo, mark_of, step_info
 from .history import SaveHistory
@@ -203,6 +204,15 @@ class Restorer:
             return None, error
 
 
+def _training_state(model: Any, optimizer: Any, options: Mapping[str, Any]) -> Any:
+    """Returns the state of the objects that `resume` got."""
+    from ..training import state
+
+    given = {name: options.get(name) for name in ("scheduler", "loader", "extra")}
+    parts: dict[str, Any] = {name: None if one is False else one for name, one in given.items()}
+    return state(model, optimizer, rng=options.get("rng") is not False, **parts)
+
+
 class RestoreMixin:
     """The methods of a manager that restore checkpoints."""
 
@@ -210,6 +220,7 @@ class RestoreMixin:
     _restorer: Restorer
     _registered: RegisteredState
     _reached: int | None
+    _loop: LoopState
     directory: RunDirectory
     schedule: SaveSchedule
     count: int
@@ -287,9 +298,14 @@ class RestoreMixin:
                 level = logging.WARNING if found else logging.INFO
                 _log.log(level, "%s: no checkpoint: the training starts anew%s", url, below)
                 check_generators(options.get("loader"))
+            self._loop.tree = partial(_training_state, model, optimizer, options)
             return None
         self._restored(found.step)
-        return msgspec.structs.replace(found.result, passed_over=found.passed_over)
+        report: RestoreReport = found.result
+        unasked = [path for path in report.ignored if "/" not in path]
+        if not unasked and (report.extra is None or options.get("extra") is not None):
+            self._loop.tree = partial(_training_state, model, optimizer, options)
+        return msgspec.structs.replace(report, passed_over=found.passed_over)
 
     def _restored(self, step: int) -> None:
         self.count = self._reached = step

@@ -28,6 +28,7 @@ from ..errors import RankError, TreeckptError
 from ..io.comm import waiting
 from ..io.comm.comm import Comm, PrefixComm
 from ..io.comm.waiting import HEARTBEAT_TIMEOUT, TERMINATION
+from .loader_workers import LOADER_WORKERS
 
 _log = logging.getLogger("treeckpt")
 _HISTORY = 256
@@ -186,6 +187,8 @@ class SaveSchedule:
                     expected="a call in the main thread, and signals that can be handled",
                     found=f"{error}",
                 ) from error
+            if number not in self._handlers:
+                LOADER_WORKERS.block([number])
             self._handlers.setdefault(number, before)
         if fresh and self._handlers:
             TERMINATION.start_listening(rank_timeout)
@@ -199,6 +202,7 @@ class SaveSchedule:
         """
         for number, before in self._handlers.items():
             signal.signal(number, before if before is not None else signal.SIG_DFL)
+        LOADER_WORKERS.unblock(self._handlers)
         if self._handlers:
             TERMINATION.stop_listening(ended=error is None or not self.stopping)
         self._handlers.clear()

@@ -9,8 +9,10 @@ not protected: call `Pending.wait_staged` before, or stage by copy.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..saving.future import Pending
 from .optimizers import optimizer_chain
@@ -69,3 +71,8 @@ def guard(optimizer: Any, pending: Pending) -> Guard:
     found = next((hook for hook in hooks if isinstance(hook, Guard)), None) or Guard()
     found.add(optimizer, pending)
     return found
+
+
+def before_any_step(call: Callable[[], None]) -> Any:
+    """Calls a function before each step of every optimizer of torch in this process; returns a handle with `remove`."""
+    return register_optimizer_step_pre_hook(lambda *_: call())

@@ -1,0 +1,98 @@
+"""What a manager knows of a loop that breaks, and which processes get the signals that it listens to."""
+
+from __future__ import annotations
+
+import signal
+from multiprocessing import get_context
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import treeckpt as tc
+from treeckpt.runs.broken_loop import LoopState, is_of_workers
+
+
+def mask() -> set[signal.Signals]:
+    return signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+class Masks(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return int(signal.SIGUSR1 in mask())
+
+
+def in_workers() -> list[int]:
+    return [batch.item() for batch in DataLoader(Masks(), num_workers=1)]
+
+
+def test_workers_that_start_while_a_manager_listens_are_started_with_its_signals_blocked(tmp_path):
+    assert in_workers() == [0, 0]
+    with tc.Manager(tmp_path) as manager:
+        manager.save_on_signal([signal.SIGUSR1])
+        assert in_workers() == [1, 1]
+        assert signal.SIGUSR1 not in mask()
+    assert in_workers() == [0, 0]
+
+
+def test_other_processes_have_the_signals_as_before(tmp_path):
+    context = get_context("fork")
+    queue = context.SimpleQueue()
+    with tc.Manager(tmp_path) as manager:
+        manager.save_on_signal([signal.SIGUSR1])
+        process = context.Process(target=lambda: queue.put(signal.SIGUSR1 in mask()))
+        process.start()
+        assert queue.get() is False
+        process.join()
+
+
+def test_a_worker_that_hangs_is_ended_by_terminate(tmp_path):
+    with tc.Manager(tmp_path) as manager:
+        manager.save_on_signal([signal.SIGTERM])
+        batches = iter(DataLoader(Masks(), num_workers=1))
+        [worker] = batches._workers
+        worker.terminate()
+        worker.join(60)
+        assert worker.exitcode == -signal.SIGKILL
+
+
+def test_the_state_is_that_of_a_step_until_an_optimizer_begins_another():
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
+    loop = LoopState()
+    loop.tree = lambda: {"a": 1}
+    with pytest.raises(LookupError, match="between two steps"):
+        loop.last_tree()
+    loop.reach(1)
+    assert loop.last_tree() == {"a": 1}
+    optimizer.step()
+    with pytest.raises(LookupError, match="between two steps"):
+        loop.last_tree()
+    loop.reach(2)
+    assert loop.last_tree() == {"a": 1}
+    loop.close()
+
+
+def test_a_state_without_all_that_the_loop_saves_is_none():
+    loop = LoopState()
+    loop.reach(1)
+    with pytest.raises(LookupError, match="resume was not given"):
+        loop.last_tree()
+    loop.tree = lambda: {"model": 1}
+    loop.note_saved({"model": 1, "extra": 2})
+    with pytest.raises(LookupError, match="saves extra, model"):
+        loop.last_tree()
+
+
+def test_errors_of_workers_are_found_below_those_of_the_loop():
+    text = "DataLoader worker (pid 7) is killed by signal: Terminated. "
+    try:
+        try:
+            raise RuntimeError(text)
+        except RuntimeError as error:
+            raise ValueError("no batch") from error
+    except ValueError as error:
+        assert is_of_workers(error)
+    assert not is_of_workers(ValueError("nan"))
