@@ -8,7 +8,7 @@ statistics do): the first rank of the wrapper or mesh around the module saves it
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from ..arrays.dtensor import is_dtensor, is_sharded_tensor
 from ..arrays.stateful import is_optimizer
+from ..core.tree.dict_attributes import METADATA
 from ..errors import MismatchError, TreeError
 from .names import Key, key_path, nested, strip_wrappers, tie_names
 
@@ -113,6 +114,8 @@ class ModelEntries(msgspec.Struct, frozen=True):
     """The names of each parameter, by identity."""
     shards: dict[int, tuple[Any, Any]]
     """(global shape, offset) of parameters that are shards of a ShardedTensor, by identity."""
+    metadata: dict[Key, OrderedDict[str, Any]]
+    """What `_metadata` of its state dict has, by the clean names of modules; by the key of each of several models."""
 
 
 def collect_entries(model: Modules) -> ModelEntries:
@@ -122,7 +125,8 @@ def collect_entries(model: Modules) -> ModelEntries:
         TreeError: flat parameters, whose names are lost; two parts with one name.
     """
     roots = named_objects(model, nn.Module, "model")
-    entries = [entry for prefix, root in roots for entry in _collect_one(root, prefix)]
+    metadata: dict[Key, OrderedDict[str, Any]] = {}
+    entries = [entry for prefix, root in roots for entry in _collect_one(root, prefix, metadata)]
     _check_buffers(entries)
     nested((entry.key, None) for entry in entries)  # raises for two entries with one name
     there, hidden = {id(entry.value) for entry in entries}, list[StateDictEntry]()
@@ -136,7 +140,7 @@ def collect_entries(model: Modules) -> ModelEntries:
         for shard, tensor in itertools.product(whole.local_shards(), (entry.value for entry in hidden)):
             if tensor.shape == shard.tensor.shape and _addresses(tensor) == _addresses(shard.tensor):
                 shards[id(tensor)] = tuple(whole.metadata().size), tuple(shard.metadata.shard_offsets)
-    return ModelEntries(entries, hidden, ties, shards)
+    return ModelEntries(entries, hidden, ties, shards, metadata)
 
 
 def _check_buffers(entries: Sequence[StateDictEntry]) -> None:
@@ -153,9 +157,10 @@ def _check_buffers(entries: Sequence[StateDictEntry]) -> None:
         )
 
 
-def _collect_one(root: nn.Module, prefix: Key) -> Iterator[StateDictEntry]:
+def _collect_one(root: nn.Module, prefix: Key, metadata: dict[Key, OrderedDict[str, Any]]) -> Iterator[StateDictEntry]:
     found = root.state_dict(keep_vars=True)  # first: it makes FSDP2 reshard parameters that a forward left unsharded
     names = _CleanNames(root, prefix)
+    _join_metadata(metadata.setdefault(prefix, OrderedDict()), getattr(found, METADATA, None), names)
     saves_buffer, identities = buffer_owners(root), set(map(id, (*root.parameters(), *root.buffers())))
     memory = _ModuleMemory(root)
     for raw, value in found.items():
@@ -169,6 +174,23 @@ def _collect_one(root: nn.Module, prefix: Key) -> Iterator[StateDictEntry]:
             entry.kind, entry.live = memory.kind_of(value)
             entry.value = value if is_sharded_tensor(value) else value.detach()
         yield entry
+
+
+def _join_metadata(joined: OrderedDict[str, Any], given: Any, names: _CleanNames) -> None:
+    """Adds the metadata of one part of a model, by clean names; that of a wrapper gives way to what it wraps.
+
+    Raises:
+        TreeError: another part has different metadata for a module of this name.
+    """
+    own = {names.key(raw)[-1]: local for raw, local in given.items()} if isinstance(given, Mapping) else {}
+    for name, local in own.items():
+        if joined.setdefault(name, local) != local:
+            raise TreeError(
+                f"model.{METADATA}[{name!r}]",
+                expected=f"the same in each part of the model: {joined[name]!r:.80}",
+                found=f"{local!r:.80}",
+                hint="Give the parts as a dict of names, {'first': ..., 'second': ...}",
+            )
 
 
 class _ModuleMemory:
