@@ -137,7 +137,7 @@ class SecondReader:
         elif node[:2] == ["custom", ""]:
             yield from self._groups(self.index["below"][node[2]], ranks)
         else:
-            for n, child in enumerate(node[-1]):
+            for n, child in enumerate(node[2] if node[0] == "OrderedDict" else node[-1]):
                 yield from self._groups(child, column(node[1][n]) if node[0] == "per_rank" else ranks)
 
     def _place_boxes(self) -> None:
@@ -195,7 +195,7 @@ class SecondReader:
     def _tree(self, node: Any, rank: int | None, numbers: Iterator[int]) -> Any:
         if node is None:
             return self.leaf(next(numbers), rank)
-        kind, *facts, children = node
+        kind, *facts, children = node[:3] if node[0] == "OrderedDict" else node  # its attributes are not read
         if kind == "custom" and not facts[0]:
             return self._tree(self.index["below"][facts[1]], rank, numbers)
         if kind == "per_rank":

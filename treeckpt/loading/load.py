@@ -17,7 +17,7 @@ from ..core.format.records import AliasRecord, Leaf
 from ..core.sharding.int_runs import encode_runs
 from ..core.sharding.region import c_strides
 from ..core.tree.flatten import child_of_rank, flatten, replace_leaves, unflatten
-from ..core.tree.in_place import update_in_place
+from ..core.tree.in_place import update_in_place, update_metadata
 from ..core.tree.keyed_table import TableColumn
 from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.sequences import SequenceReplacement, differing_sequences
@@ -150,6 +150,8 @@ class _MatchedTree(msgspec.Struct):
     slots: list[LeafPlaceholder]
     whole: frozenset[int]
     """The ids of sequences of values that are leaves here, as they take the saved content whole."""
+    loaded: dict[str, bool]
+    """By path, whether each leaf is loaded."""
 
     def build(self, leaves: Iterable[object] | None = None) -> object:
         """Returns the tree with other leaves; by default with what was read."""
@@ -202,7 +204,8 @@ def _match(job: Load, like: object, *, in_place: bool) -> _MatchedTree:
     ]
     if tied and not in_place:
         slots = [slots[tied.get(path, number)] for number, (_, path, _) in enumerate(pairs)]
-    return _MatchedTree(like, job.options.namespace, [wanted for _, wanted in leaves], slots, whole)
+    loaded = {path: leaf is not None for _, path, leaf in pairs}
+    return _MatchedTree(like, job.options.namespace, [wanted for _, wanted in leaves], slots, whole, loaded)
 
 
 def sequences_of(job: Load, like: object, structure: Structure) -> dict[str, SequenceReplacement]:
@@ -280,7 +283,15 @@ def load_tree(checkpoint: Checkpoint, like: object, comm: Comm, options: LoadOpt
         job = Load(checkpoint, comm, options)
         found = _match_saved(job) if like is None else _match(job, like, in_place=False)
     job.batch.run(ReadOptions(job.memory, options.verify, mapped=options.mmap, ahead=relay is None, relay=relay))
-    return found.build(), job.report()
+    tree = found.build()
+    if isinstance(found, _MatchedTree):
+        _update_metadata(tree, job, found)
+    return tree, job.report()
+
+
+def _update_metadata(tree: object, job: Load, found: _MatchedTree) -> None:
+    structure, rank = job.view.structure, job.rank if job.options.rules else job.source_rank
+    update_metadata(tree, structure, found.loaded, rank=rank, namespace=job.options.namespace)
 
 
 def load_into_tree(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: object, comm: Comm) -> list[LoadReport]:
@@ -291,10 +302,11 @@ def load_into_tree(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: obje
     options = sources[0][1]
     relay = open_relay(comm, [checkpoint for checkpoint, _ in sources], options.read)
     with together(relay):
-        new, jobs = tree, list[Load]()
+        new, jobs, matched = tree, list[Load](), list[_MatchedTree]()
         for checkpoint, own in sources:
             jobs.append(Load(checkpoint, comm, own))
-            new = _prepare_into(jobs[-1], new)
+            matched.append(_match(jobs[-1], new, in_place=True))
+            new = _prepare_into(matched[-1], new)
         check_ties([Wanted(job, one.path, one.target) for job in jobs for one in job.batch.filled])
     reading = ReadOptions(
         jobs[0].memory, options.verify, in_place=True, ahead=relay is None and len(jobs) == 1, relay=relay
@@ -314,12 +326,13 @@ def load_into_tree(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: obje
             raise
     if new is not tree:
         update_in_place(tree, new, is_value=is_value, namespace=options.namespace)
+    for job, found in zip(jobs, matched, strict=True):
+        _update_metadata(tree, job, found)
     return [job.report() for job in jobs]
 
 
-def _prepare_into(job: Load, tree: object) -> object:
-    """Adds what a tree takes to what is read; returns the tree with its new values."""
-    matched = _match(job, tree, in_place=True)
+def _prepare_into(matched: _MatchedTree, tree: object) -> object:
+    """Returns a tree that is filled in place with its new values, once each has a place."""
     # what is equal already stays the very object, so that only real changes need a container that can change
     kept = [
         old if _is_same(old, slot.leaf) else slot.leaf for old, slot in zip(matched.leaves, matched.slots, strict=True)

@@ -15,6 +15,7 @@ import msgspec
 
 from ..arrays.registry import abstract_of, resolve
 from ..core.tree.flatten import flatten, unflatten
+from ..core.tree.in_place import update_metadata
 from ..core.tree.keyed_table import TableColumn
 from ..core.tree.merge import merge_sources
 from ..core.tree.structure import index_path, paths_of
@@ -291,7 +292,11 @@ def _merged(trees: Sequence[object], comm: Comm, options: LoadOptions) -> object
     structure = reduce(merge_sources, (structure for structure, _ in flat))
     found = {index_path(path, comm.rank): leaf for _, leaves in flat for path, leaf in leaves if leaf is not ...}
     leaves = iter([found.get(path, ...) for path, _ in paths_of(structure)])
-    return unflatten(structure, leaves, resolve=resolve, rank=comm.rank, namespace=options.namespace)
+    merged = unflatten(structure, leaves, resolve=resolve, rank=comm.rank, namespace=options.namespace)
+    for own, given in flat:
+        loaded = {index_path(path, comm.rank): leaf is not ... for path, leaf in given}
+        update_metadata(merged, own, loaded, rank=comm.rank, namespace=options.namespace)
+    return merged
 
 
 class CheckpointOverlay(msgspec.Struct, frozen=True):

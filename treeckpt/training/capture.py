@@ -20,7 +20,7 @@ from ..errors import TreeError
 from ..loading.overlay import globs_of
 from .groups import labels_of
 from .modules import Modules, StateDictEntry, collect_entries
-from .names import key_path, nested
+from .names import key_path, nested, with_metadata
 from .optimizers import NamedOptimizer, Optimizers, groups_of, name_optimizers, optimizer_chain, trees_of
 from .rng import rng_state
 from .schedules import to_groups
@@ -89,7 +89,8 @@ def state(
         for entry in found.entries
         if (entry.owned is not False or buffers in ("per_rank", "same")) and key_path(entry.key) not in left_out
     ]
-    tree: dict[str, Any] = {"model": nested((one.key, _marked(one, buffers)) for one in kept)}
+    pairs = ((one.key, _marked(one, buffers)) for one in kept)
+    tree: dict[str, Any] = {"model": with_metadata(nested(pairs), found.metadata)}
     if optimizers:
         tree["optimizer"], tree["param_groups"] = trees_of(optimizers, left_out)
     if scheduler is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from ..arrays.dtensor import is_dtensor, is_sharded_tensor
 from ..arrays.stateful import is_optimizer
+from ..core.tree.dict_attributes import METADATA, copy_attributes
 from ..errors import TreeError
 from .names import Key, key_path, nested, strip_wrappers, tie_names
 
@@ -112,6 +113,8 @@ class ModelEntries(msgspec.Struct, frozen=True):
     """The names of each parameter, by identity."""
     shards: dict[int, tuple[Any, Any]]
     """(global shape, offset) of parameters that are shards of a ShardedTensor, by identity."""
+    metadata: dict[Key, OrderedDict[str, Any]]
+    """What `_metadata` of its state dict has, by the clean names of modules; by the key of each of several models."""
 
 
 def collect_entries(model: Modules) -> ModelEntries:
@@ -121,7 +124,8 @@ def collect_entries(model: Modules) -> ModelEntries:
         TreeError: flat parameters, whose names are lost; two parts with one name.
     """
     roots = named_objects(model, nn.Module, "model")
-    entries = [entry for prefix, root in roots for entry in _collect_one(root, prefix)]
+    metadata: dict[Key, OrderedDict[str, Any]] = {}
+    entries = [entry for prefix, root in roots for entry in _collect_one(root, prefix, metadata)]
     _check_buffers(entries)
     nested((entry.key, None) for entry in entries)  # raises for two entries with one name
     there, hidden = {id(entry.value) for entry in entries}, list[StateDictEntry]()
@@ -135,7 +139,7 @@ def collect_entries(model: Modules) -> ModelEntries:
         for shard, tensor in itertools.product(whole.local_shards(), (entry.value for entry in hidden)):
             if tensor.shape == shard.tensor.shape and _addresses(tensor) == _addresses(shard.tensor):
                 shards[id(tensor)] = tuple(whole.metadata().size), tuple(shard.metadata.shard_offsets)
-    return ModelEntries(entries, hidden, ties, shards)
+    return ModelEntries(entries, hidden, ties, shards, metadata)
 
 
 def _check_buffers(entries: Sequence[StateDictEntry]) -> None:
@@ -152,11 +156,11 @@ def _check_buffers(entries: Sequence[StateDictEntry]) -> None:
         )
 
 
-def _collect_one(root: nn.Module, prefix: Key) -> Iterator[StateDictEntry]:
-    found = live_state_dict(
-        root, "/".join(("model", *prefix))
-    )  # first: it makes FSDP2 reshard parameters that a forward left unsharded
+def _collect_one(root: nn.Module, prefix: Key, metadata: dict[Key, OrderedDict[str, Any]]) -> Iterator[StateDictEntry]:
+    # first: it makes FSDP2 reshard parameters that a forward left unsharded
+    found = live_state_dict(root, "/".join(("model", *prefix)))
     names = CleanNames(root, prefix)
+    _join_metadata(metadata.setdefault(prefix, OrderedDict()), getattr(found, METADATA, None), names)
     saves_buffer, identities = buffer_owners(root), set(map(id, (*root.parameters(), *root.buffers())))
     memory = _ModuleMemory(root)
     for raw, value in found.items():
@@ -176,8 +180,8 @@ def _collect_one(root: nn.Module, prefix: Key) -> Iterator[StateDictEntry]:
 def live_state_dict(module: nn.Module, path: str) -> Mapping[str, Any]:
     """Returns the state dict of a module, with its parameters and buffers themselves.
 
-    A `state_dict` of its own that does not take `keep_vars` gives detached ones, in whose place the live ones of the same name
-    and memory are put.
+    A `state_dict` of its own that does not take `keep_vars` gives detached ones, in whose place the live ones of the
+    same name and memory are put.
 
     Raises:
         TreeError: it is no mapping, or a module inside has a `state_dict` that does not take what torch passes.
@@ -200,14 +204,11 @@ def live_state_dict(module: nn.Module, path: str) -> Mapping[str, Any]:
         raise TreeError(path, expected="a state_dict that returns a dict", found=type(found).__qualname__)
     if whole:
         return found
-    live = {
-        **dict(module.named_buffers(remove_duplicate=False)),
-        **dict(module.named_parameters(remove_duplicate=False)),
-    }
-    for name, value in found.items():
-        if (own := live.get(name)) is not None and isinstance(value, Tensor) and _is_view_of(value, own):
-            found[name] = own  # pyright: ignore[reportIndexIssue]
-    return found
+    live: dict[str, Tensor] = dict(module.named_buffers(remove_duplicate=False))
+    live.update(module.named_parameters(remove_duplicate=False))
+    pairs = ((name, live.get(name), value) for name, value in found.items())
+    state = OrderedDict((name, own if _is_view_of(value, own) else value) for name, own, value in pairs)
+    return copy_attributes(found, state) if isinstance(found, OrderedDict) else state
 
 
 def _takes(function: Any, *names: str) -> bool:
@@ -216,11 +217,31 @@ def _takes(function: Any, *names: str) -> bool:
     return any(one.kind is one.VAR_KEYWORD for one in parameters.values()) or set(names) <= parameters.keys()
 
 
-def _is_view_of(tensor: Tensor, own: Tensor) -> bool:
-    """Whether a tensor is a detached one of the same elements."""
-    if is_lazy(own) or (tensor.shape, tensor.dtype, tensor.is_meta) != (own.shape, own.dtype, own.is_meta):
+def _is_view_of(value: Any, own: Tensor | None) -> bool:
+    """Whether a value is a detached tensor of the same elements."""
+    if own is None or is_lazy(own) or not isinstance(value, Tensor):
         return False
-    return tensor.is_meta or (tensor.stride() == own.stride() and _addresses(tensor) == _addresses(own))
+    if (value.shape, value.dtype, value.is_meta) != (own.shape, own.dtype, own.is_meta):
+        return False
+    places = [(one.stride(), one.storage_offset(), _addresses(one)) for one in (value, own)]
+    return value.is_meta or places[0] == places[1]
+
+
+def _join_metadata(joined: OrderedDict[str, Any], given: Any, names: CleanNames) -> None:
+    """Adds the metadata of one part of a model, by clean names; that of a wrapper gives way to what it wraps.
+
+    Raises:
+        TreeError: another part has different metadata for a module of this name.
+    """
+    own = {names.key(raw)[-1]: local for raw, local in given.items()} if isinstance(given, Mapping) else {}
+    for name, local in own.items():
+        if joined.setdefault(name, local) != local:
+            raise TreeError(
+                f"model.{METADATA}[{name!r}]",
+                expected=f"the same in each part of the model: {joined[name]!r:.80}",
+                found=f"{local!r:.80}",
+                hint="Give the parts as a dict of names, {'first': ..., 'second': ...}",
+            )
 
 
 class _ModuleMemory:

@@ -8,9 +8,11 @@ does not use torch.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..core.tree.dict_attributes import METADATA
 from ..core.tree.structure import key_text, parse_path
 from ..errors import TreeError
 
@@ -51,6 +53,26 @@ def nested(pairs: Iterable[tuple[Key, Any]]) -> dict[str, Any]:
     for key, value in pairs:
         put_in(root, key, value)
     return root
+
+
+def with_metadata(tree: dict[str, Any], metadata: Mapping[Key, OrderedDict[str, Any]]) -> dict[str, Any]:
+    """Returns the nested dicts of several models, that of each an OrderedDict with its metadata, as torch gives one.
+
+    Args:
+        metadata: by the key of each model; empty where a model has none.
+    """
+    for key, own in metadata.items():
+        found = get_in(tree, key)
+        if found is None:
+            continue  # all of this model was left out
+        made: Any = OrderedDict(found)
+        if own:
+            setattr(made, METADATA, own)
+        if key:
+            get_in(tree, key[:-1])[key[-1]] = made
+        else:
+            tree = made
+    return tree
 
 
 def put_in(root: dict[str, Any], key: Key, value: Any) -> None:

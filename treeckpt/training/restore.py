@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from ..arrays.plain_tensor import dtype_name
 from ..arrays.stateful import pass_state
 from ..core.option_names import checks_options
 from ..core.tree.flatten import PerRank
@@ -38,14 +37,6 @@ from .capture import LEFT_OUT, optimizer_of
 from .check_model import check_entry, check_extra_state, resolve_ties, tied_when_saved, without_ties
 from .foreign_states import as_training_state
 from .key_differences import Sides, check_keys
-from .modules import (
-    Modules,
-    StateDictEntry,
-    allocate_meta_tensors,
-    collect_entries,
-    on_meta,
-    reset_fsdp_shards,
-)
 from .module_loads import (
     Before,
     ExtraState,
@@ -58,6 +49,14 @@ from .module_loads import (
     say_what_changed,
     set_extra_state,
     target_of,
+)
+from .modules import (
+    Modules,
+    StateDictEntry,
+    allocate_meta_tensors,
+    collect_entries,
+    on_meta,
+    reset_fsdp_shards,
 )
 from .names import key_path, put_in
 from .open_source import check_globs, is_stored, missing_part, open_source, place_under, rules_of
@@ -286,10 +285,12 @@ class _Restore:
         for entry in with_code:
             path = f"model/{key_path(entry.key)}"
             spec = self.source.leaves.get(path)
-            if isinstance(entry.value, Tensor) and spec is not None and not is_lazy(entry.value):
-                if spec.shape == tuple(entry.value.shape) and spec.dtype == dtype_name(entry.value.dtype):
-                    paths[id(entry)] = path
-                    coded.append(entry)
+            live = entry.value
+            if spec is None or not isinstance(live, Tensor) or is_lazy(live):
+                continue
+            if spec.shape == tuple(live.shape) and spec.dtype == str(live.dtype).removeprefix("torch."):
+                paths[id(entry)] = path
+                coded.append(entry)
         every = sorted((*self.wanted, *coded), key=lambda entry: order[id(entry)])
         self.missing = without_ties(self.missing, self.entries, every)
         kept, left = resolve_ties(every, paths, self.source, strict=bool(self.options.strict))

@@ -22,7 +22,7 @@ from ..core.sharding.placements import Layout, MeshLayout, Replicate
 from ..core.tree.flatten import PerRank, flatten
 from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.spec import ArraySpec
-from ..core.tree.structure import TABLE_KEYS, PerRankNode, Structure, index_path, keys_of, paths_of
+from ..core.tree.structure import TABLE_KEYS, OrderedDictNode, PerRankNode, Structure, index_path, keys_of, paths_of
 from ..errors import MismatchError
 from ..io.comm.comm import Comm, global_rank
 from ..io.storage.checkpoint import Checkpoint
@@ -124,6 +124,17 @@ def descend(node: Structure, keys: Sequence[Any]) -> Structure:
     for key in keys:
         node = children_of(node).get(key)
     return node
+
+
+def saved_metadata(source: RestoreSource, key: Key = ()) -> Mapping[str, Any] | None:
+    """Returns the saved `_metadata` of a model by the names of its modules, after the rules; None where none was saved.
+
+    Args:
+        key: of a model among several.
+    """
+    node = descend(source.structure, ("model", *key))
+    attributes = node.attributes if isinstance(node, OrderedDictNode) else None
+    return attributes.metadata.decoded("model") if attributes is not None and attributes.metadata else None
 
 
 def nodes_by_name(node: Structure, names: Container[str]) -> dict[str, Structure]:

@@ -29,6 +29,7 @@ import optree
 
 from ...errors import TreeError
 from ..sharding.int_runs import encode_runs
+from .dict_attributes import encode_attributes
 from .keyed_table import KeyedTable, columns_of
 from .mappings import mapping_state
 from .structure import (
@@ -155,7 +156,7 @@ def flatten_one_level(tree: Any, path: str, namespace: str, rank: int) -> Flatte
     kind = type(tree)
     if kind is dict or kind is collections.OrderedDict:
         keys = list(tree)
-        node = DictNode if kind is dict else OrderedDictNode
+        node = DictNode if kind is dict else partial(_attributed_node, tree, path) if vars(tree) else OrderedDictNode
         return FlattenedContainer(partial(_keyed_node, node, (), keys, path), keys, list(tree.values()))
     if kind is collections.defaultdict:
         return _flatten_defaultdict(tree, path)
@@ -208,6 +209,12 @@ def _keyed_node(
     if any(type(key) is not str for key in keys):
         refuse_hash_collisions(keys, path)
     return kind(*fields, tuple(encoded), children)
+
+
+def _attributed_node(
+    tree: collections.OrderedDict[Any, Any], path: str, keys: tuple[Value, ...], children: tuple[Structure, ...]
+) -> OrderedDictNode:
+    return OrderedDictNode(keys, children, encode_attributes(vars(tree), path))
 
 
 def _flatten_defaultdict(tree: collections.defaultdict[Any, Any], path: str) -> FlattenedContainer:

@@ -36,6 +36,7 @@ from .containers import (
     registry_entry,
     struct_sequence_fields,
 )
+from .dict_attributes import copy_attributes
 from .keyed_table import KeyedTable, restore_table
 from .mappings import MARK, mapping_base, mapping_state, new_mapping
 from .recursion import Recursive, trampoline
@@ -200,7 +201,10 @@ class _Unflattener:
         if isinstance(node, TupleNode):
             return tuple(children)
         if isinstance(node, OrderedDictNode):
-            return collections.OrderedDict(zip(keys, children, strict=True))
+            made: Any = collections.OrderedDict(zip(keys, children, strict=True))
+            if node.attributes is not None:
+                vars(made).update(node.attributes.decoded(path))
+            return made
         if isinstance(node, DequeNode):
             return collections.deque(children, node.maxlen)
         if isinstance(node, DefaultDictNode):
@@ -313,8 +317,10 @@ def _replace(
 def rebuild_container(node: Any, keys: Sequence[object], children: list[Any], namespace: str) -> object:
     """Returns a container like `node`, which was flattened by one level, with other children."""
     kind: Any = type(node)
-    if kind in (dict, collections.OrderedDict):
-        return kind(zip(keys, children, strict=True))
+    if kind is dict:
+        return dict(zip(keys, children, strict=True))
+    if kind is collections.OrderedDict:
+        return copy_attributes(node, collections.OrderedDict(zip(keys, children, strict=True)))
     if kind is collections.defaultdict:
         return collections.defaultdict(node.default_factory, zip(keys, children, strict=True))
     if kind in (list, tuple):

@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..sharding.int_runs import decode_runs
 from .containers import flatten_one_level, is_leaf_type, registry_entry
+from .dict_attributes import METADATA, ModuleMetadata, take_metadata
 from .flatten import Leaves, PerRank, flatten, rebuild_container
 from .keyed_table import KeyedTable
 from .mappings import mapping_base, set_item
 from .recursion import Recursive, trampoline
-from .structure import key_text
+from .structure import OrderedDictNode, PerRankNode, Structure, child_path, key_text, keys_of
 
 _MUTABLE = (dict, list, collections.deque)
 
@@ -40,6 +42,55 @@ def update_in_place(
     if updated is not tree:
         updater.stuck.append(("", updated))
     return updater.stuck
+
+
+def update_metadata(
+    tree: object, saved: Structure, loaded: Mapping[str, bool], *, rank: int = 0, namespace: str = ""
+) -> None:
+    """Gives the state dicts of a tree the `_metadata` of those that they were loaded from, where these have any.
+
+    Args:
+        saved: the structure of the tree that was loaded from.
+        loaded: whether each leaf of the tree was loaded, by path.
+        rank: the rank whose subtrees count, under `PerRank`.
+    """
+    for keys, metadata in _saved_metadata(saved, rank):
+        here, path = tree, "/".join(keys)
+        for key in keys:
+            flat = flatten_one_level(here, path, namespace, rank)
+            steps = [] if flat is None else ["~rank*"] if type(here) is PerRank else [key_text(k) for k in flat.keys]
+            here = flat.children[steps.index(key)] if flat is not None and key in steps else None
+        if type(here) is not collections.OrderedDict:
+            continue
+        modules: dict[bool | None, set[str]] = {True: set(), False: set(), None: set()}
+        for key in here:
+            if type(key) is str:  # of a container of its own, as an extra state may be, no leaf is here
+                modules[loaded.get(child_path(path, key))].add(key.rpartition(".")[0])
+        attributes = vars(here)
+        attributes[METADATA] = take_metadata(
+            attributes.get(METADATA), modules[False], metadata.decoded(path), modules[True]
+        )
+
+
+def _saved_metadata(saved: Structure, rank: int) -> list[tuple[tuple[str, ...], ModuleMetadata]]:
+    """Returns the keys, as text, and the metadata of each state dict of a structure that has any."""
+    found: list[tuple[tuple[str, ...], ModuleMetadata]] = []
+    waiting: list[tuple[Structure, tuple[str, ...]]] = [(saved, ())]
+    while waiting:
+        node, keys = waiting.pop()
+        if isinstance(node, OrderedDictNode) and node.attributes is not None and node.attributes.metadata is not None:
+            found.append((keys, node.attributes.metadata))
+        if node is None or node.children.count(None) == len(node.children):
+            continue
+        if isinstance(node, PerRankNode):
+            own = [c for group, c in zip(node.ranks, node.children, strict=True) if rank in decode_runs(group)]
+            waiting += [(child, (*keys, "~rank*")) for child in own[:1]]
+            continue
+        for key, child in zip(keys_of(node, ""), node.children, strict=True):
+            # most containers are moments of one parameter, which hold leaves only
+            if child is not None and (isinstance(child, OrderedDictNode) or any(c is not None for c in child.children)):
+                waiting.append((child, (*keys, key_text(key))))
+    return found
 
 
 class _Updater:

@@ -6,6 +6,7 @@ import msgspec
 
 from ...errors import MismatchError
 from ..sharding.int_runs import Runs
+from .dict_attributes import merge_attributes
 from .nesting import split_structure
 from .recursion import Recursive, trampoline
 from .structure import (
@@ -54,7 +55,8 @@ def merge(a: Structure, b: Structure) -> Structure:
 def merge_sources(a: Structure, b: Structure) -> Structure:
     """Returns the structure of the trees of two checkpoints together, as `merge` does.
 
-    Mappings of two kinds, as of a dict and an OrderedDict, become one of the first kind.
+    Mappings of two kinds, as of a dict and an OrderedDict, become one of the first kind, or an OrderedDict if the other
+    is one with attributes. Where these differ, those of `b` count.
     """
     return trampoline(_merge(a, b, "", _ACROSS_CHECKPOINTS))
 
@@ -95,7 +97,12 @@ def _merge_mappings(a: _Mapping, b: _Mapping, path: str, rule: _MergeRule) -> Re
     known = set(texts)
     added = [(key, child) for key, (text, child) in zip(b.keys, others.items(), strict=True) if text not in known]
     keys = (*a.keys, *(key for key, _ in added))
-    return msgspec.structs.replace(a, keys=keys, children=(*children, *(child for _, child in added)))
+    merged = msgspec.structs.replace(a, keys=keys, children=(*children, *(child for _, child in added)))
+    if isinstance(b, OrderedDictNode) and b.attributes is not None:  # a dict has no attributes
+        of_a = a.attributes if isinstance(a, OrderedDictNode) else None
+        where = None if rule.mixed else rule.where
+        return OrderedDictNode(merged.keys, merged.children, merge_attributes(of_a, b.attributes, path, where))
+    return merged
 
 
 def _same_node(a: Node, b: Node) -> bool:

@@ -18,6 +18,7 @@ import msgspec
 
 from ...errors import FormatError, TreeError
 from ..sharding.int_runs import Runs, check_runs
+from .dict_attributes import DictAttributes
 from .spec import TableSpec
 from .value_codec import TypedValue, Value, check_hash_collisions, decode_value, type_name
 
@@ -39,6 +40,7 @@ class OrderedDictNode(msgspec.Struct, frozen=True, tag="OrderedDict", array_like
 
     keys: tuple[Value, ...]
     children: tuple[Structure, ...]
+    attributes: DictAttributes | None = None
 
 
 class DefaultDictNode(msgspec.Struct, frozen=True, tag="defaultdict", array_like=True):
@@ -345,6 +347,9 @@ def _check_node(node: Node, path: str) -> None:
             raise FormatError(path, expected="ranks for each subtree", found=f"{len(node.ranks)}")
         for group in node.ranks:
             check_runs(group, path=path, low=0)
+    elif isinstance(node, OrderedDictNode):
+        if node.attributes is not None:
+            node.attributes.check(path)
     elif isinstance(node, AbsentNode):
         raise FormatError(
             path,

@@ -8,11 +8,12 @@ where a step is a number.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from ...core.sharding.int_runs import decode_runs, encode_runs
+from ...core.tree.dict_attributes import DictAttributes, metadata_of, renamed_modules
 from ...core.tree.recursion import Recursive, trampoline
 from ...core.tree.structure import (
     CustomNode,
@@ -48,6 +49,8 @@ class NodeBuilder:
         self.children: dict[str, NodeBuilder | None] = {}
         self.saved_path: Steps | None = None
         """Path of the saved container whose kind it may take."""
+        self.sources: dict[str, Steps] = {}
+        """Saved path of each child that is a leaf."""
 
 
 def empty_containers(structure: Structure) -> list[tuple[str, int]]:
@@ -124,7 +127,7 @@ def _insert(root: NodeBuilder, steps: Steps, old: Steps, nodes: dict[Steps, Node
         if step in builder.children and (child is None or last):
             raise _path_conflict("/".join(steps[: depth + 1]))
         if last:
-            builder.children[step] = None
+            builder.children[step], builder.sources[step] = None, old
             return
         if child is None:
             child = builder.children[step] = NodeBuilder()
@@ -171,9 +174,36 @@ def _build(builder: NodeBuilder, steps: Steps, nodes: dict[Steps, Node], rank: i
     if isinstance(was, (DictNode, OrderedDictNode, DefaultDictNode)):
         stored = {key_text(key): value for key, value in zip(keys_of(was, ""), was.keys, strict=True)}
     keys = tuple(stored[text] if text in stored else _key(text, steps) for text in texts)
-    if isinstance(was, (DictNode, OrderedDictNode, DefaultDictNode)):
+    if isinstance(was, OrderedDictNode):
+        return OrderedDictNode(keys, children, _attributes(was, dict(zip(texts, keys, strict=True)), builder, nodes))
+    if isinstance(was, (DictNode, DefaultDictNode)):
         return msgspec.structs.replace(was, keys=keys, children=children)
     return DictNode(keys, children)
+
+
+def _attributes(
+    was: OrderedDictNode, keys: Mapping[str, Value], builder: NodeBuilder, nodes: dict[Steps, Node]
+) -> DictAttributes | None:
+    """Returns the attributes of an OrderedDict whose entries have new names, which those of modules follow.
+
+    Args:
+        was: the saved container whose kind it takes.
+        keys: of its entries, by their text.
+    """
+    moves: dict[Steps, list[tuple[str, str]]] = {}
+    for text, old in builder.sources.items():
+        source, now = nodes.get(old[:-1]), keys[text]
+        if isinstance(source, OrderedDictNode) and source.attributes is not None and type(now) is str:
+            before = _key(old[-1], old[:-1]) if "~" in old[-1] else old[-1]
+            moves.setdefault(old[:-1], []).append((str(before), now))
+    stored: dict[str, Value] = {}
+    for path, pairs in moves.items():
+        source = nodes[path]
+        assert isinstance(source, OrderedDictNode) and source.attributes is not None, "only these are in moves"
+        if (metadata := source.attributes.metadata) is not None:
+            stored = renamed_modules(metadata.by_name(), [k for k in source.keys if type(k) is str], pairs) | stored
+    others = None if was.attributes is None else was.attributes.others
+    return DictAttributes(metadata_of(stored) if stored else None, others) if stored or others is not None else None
 
 
 def _key(text: str, steps: Steps) -> Value:
