@@ -192,11 +192,8 @@ def test_versions_follow_rules_and_models(tmp_path: Path) -> None:
         path = tmp_path / kind.__name__
         tc.save(path, training.state(_sized(5.0, kind), rng=False))
         fresh = nn.ModuleDict({"first": nn.Linear(2, 2), "deep": nn.Sequential(Scaled(2, 2))})
-        rename = [
-            tc.rules.Rename("model/0.{name}", "model/first.{name}"),
-            tc.rules.Rename("model/1.{name}", "model/deep.0.{name}"),
-        ]
-        training.restore(path, fresh, rng=False, transforms=rename)
+        rename = {"model/0.*": "model/first.*", "model/1.*": "model/deep.0.*"}
+        training.restore(path, fresh, rng=False, rename=rename)
         assert fresh["deep"][0].weight.tolist() == [[expected] * 2] * 2
         parts: Any = [nn.ModuleDict({"0": nn.Linear(2, 2)}), nn.ModuleDict({"1": Scaled(2, 2)})]
         training.restore(path, parts, rng=False)
