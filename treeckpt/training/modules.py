@@ -379,7 +379,7 @@ def allocate_meta_tensors(entries: Sequence[StateDictEntry], device: str | torch
     for entry in entries:
         if not isinstance(entry.value, Tensor) or not is_meta(entry.value):
             continue
-        old = entry.value
+        old: Any = entry.value
         if id(old) not in new_tensors:
             where = old.device_mesh.device_type if is_dtensor(old) else device or torch.get_default_device()
             new_tensors[id(old)] = new = torch.empty_like(old, device=where)
