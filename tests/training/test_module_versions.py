@@ -224,3 +224,37 @@ def test_a_restore_sees_the_saved_versions_of_one_of_several_models(tmp_path: Pa
     tc.save(tmp_path / "saved", tc.training.state({"first": model(), "second": Scaled()}, rng=False))
     assert metadata_for_restore(tmp_path / "saved", ("second",)) == {"": {"version": 2}}
     assert metadata_for_restore(tmp_path / "saved") is None
+
+
+# other ways to a checkpoint ---------------------------------------------------------------------------------------
+
+
+def test_the_dcp_interface_keeps_versions(tmp_path: Path) -> None:
+    older = {"model": model().state_dict()}
+    older["model"]._metadata["a"] = {}  # type: ignore[attr-defined]
+    tc.dcp.save(older, checkpoint_id=tmp_path / "saved", no_dist=True)
+    state = {"model": model().state_dict()}
+    tc.dcp.load(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert state["model"]._metadata["a"] == {}  # type: ignore[attr-defined]
+    assert taken_by(state["model"]) == taken_by(tc.load(tmp_path / "saved")["model"]) == 500
+
+
+def test_what_a_manager_registers_and_tracks_keeps_versions(tmp_path: Path) -> None:
+    here = model()
+    for module in here.modules():
+        module._version = None  # type: ignore[assignment]
+    with tc.Manager(tmp_path / "run") as manager:
+        manager.register("ema", here)
+        manager.save(1, {"model": model().state_dict()})
+    fresh = model()
+    with tc.Manager(tmp_path / "run") as manager:
+        manager.register("ema", fresh)
+        found = manager.restore()
+    assert versions_of(found["model"]) == VERSIONS and taken_by(found["model"]) == 5
+    assert float(fresh.a.weight.detach()[0]) == 500  # type: ignore[union-attr, index]
+
+
+def test_trees_are_copied_and_offloaded_with_versions(saved: Path) -> None:
+    tree = tc.load(saved)
+    for made in (tc.trees.offload(tree), tc.trees.empty_like(tree), tc.abstract(tree), tc.trees.gather(tree)):
+        assert versions_of(made["model"]) == VERSIONS

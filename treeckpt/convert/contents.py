@@ -15,6 +15,7 @@ import msgspec
 from ..arrays.registry import resolve
 from ..core.sharding.int_runs import decode_runs
 from ..core.text import count_text
+from ..core.tree.dict_attributes import DictAttributes, encode_attributes
 from ..core.tree.flatten import flatten, unflatten
 from ..core.tree.globs import Globs
 from ..core.tree.recursion import Recursive, trampoline
@@ -38,6 +39,7 @@ from ..core.tree.structure import (
     keys_of,
 )
 from ..errors import MismatchError
+from ..foreign.pickle_reader import brief
 
 ContentsLeaf = tuple[str, Any]
 
@@ -274,8 +276,14 @@ def _is_known(node: Node) -> bool:
     return True
 
 
-def lower_containers(contents: Contents, holds: frozenset[type]) -> Contents:
-    """Replaces containers that a format does not hold by plain ones."""
+def lower_containers(
+    contents: Contents, holds: frozenset[type], holds_attribute: Callable[[Any], bool] = lambda _: True
+) -> Contents:
+    """Replaces containers that a format does not hold by plain ones.
+
+    Args:
+        holds_attribute: whether it holds an attribute of an OrderedDict, where it holds these.
+    """
     findings: list[Finding] = []
     plain = ", ".join(name for kind, name in _PLAIN.items() if kind in holds)
 
@@ -287,14 +295,30 @@ def lower_containers(contents: Contents, holds: frozenset[type]) -> Contents:
             found.append(None if child is None else (yield walk(child, child_path(path, key))))
         children = tuple(found)
         if type(node) in holds and _is_known(node):
+            if isinstance(node, OrderedDictNode) and node.attributes is not None:
+                given = node.attributes.decoded(path)
+                kept = {name: value for name, value in given.items() if holds_attribute(value)}
+                gone = [(name, value) for name, value in given.items() if name not in kept]
+                findings.extend(Finding(f"{path}.{n}", "plain attributes", brief(v), "nothing", True) for n, v in gone)
+                return OrderedDictNode(node.keys, children, encode_attributes(kept, path) if gone else node.attributes)
             return msgspec.structs.replace(node, children=children)
         made = _lowered(node, children)
         name = f"a {_PLAIN[type(node)]}" + (f" {node.cls}" if isinstance(node, _WITH_CLASSES) else "")
-        findings.append(Finding(path, plain, name, f"a {_PLAIN[type(made)]}"))
+        without = ""
+        if isinstance(node, OrderedDictNode) and node.attributes is not None:
+            name, without = f"{name} with {_attributes_text(node.attributes)}", " without"
+        findings.append(Finding(path, plain, name, f"a {_PLAIN[type(made)]}{without}"))
         return made
 
     structure = trampoline(walk(contents.structure, ""))
     return msgspec.structs.replace(contents, structure=structure, findings=(*contents.findings, *findings))
+
+
+def _attributes_text(attributes: DictAttributes) -> str:
+    """Returns what an OrderedDict has beside its items."""
+    if attributes.metadata is None:
+        return "attributes"
+    return f"the versions of {count_text(len(attributes.metadata.names), 'module')}, its _metadata"
 
 
 def _lowered(node: Node, children: tuple[Structure, ...]) -> Node:

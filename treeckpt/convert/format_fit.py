@@ -119,6 +119,13 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _SCALARS
 
 
+def _is_plain_tree(value: Any) -> bool:
+    """Returns whether torch.load takes a value that may be a container with weights_only=True."""
+    if type(value) in (dict, collections.OrderedDict):
+        return all(_is_plain_tree(part) for pair in value.items() for part in pair)
+    return all(map(_is_plain_tree, value)) if type(value) in (list, tuple) else _is_plain(value)
+
+
 class Tie(msgspec.Struct, frozen=True):
     """A leaf that shows the array of another one, or a part of it."""
 
@@ -142,7 +149,8 @@ def fit_treeckpt(contents: Contents) -> FittedContents:
 
 def fit_torch(contents: Contents) -> FittedContents:
     """Fits contents to a file of torch.save that opens with weights_only=True."""
-    contents = lower_containers(contents, frozenset((DictNode, OrderedDictNode, ListNode, TupleNode)))
+    held = frozenset((DictNode, OrderedDictNode, ListNode, TupleNode))
+    contents = lower_containers(contents, held, _is_plain_tree)
     fit = _LeafFit(f"{_WRITTEN}, {_TREE}", kinds=True)
     contents = fit.with_findings(map_leaves(contents, fit.leaf))
     return FittedContents(contents, _ties_of(contents))

@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.planner_helpers import _init_state_dict as all
 from torch.distributed.checkpoint.state_dict_loader import load as load_through_dcp
 from torch.distributed.checkpoint.utils import _api_bc_check as takes_positional_storage
 
+from ..core.tree.in_place import update_metadata
 from ..errors import MismatchError
 from ..io.comm.comm import Comm
 from ..io.storage.checkpoint import Checkpoint
@@ -105,6 +106,7 @@ def _fill(checkpoint: Checkpoint, states: dict[Any, Any], comm: Comm, *, partial
     fill_tensors(checkpoint, tensors, comm)
     for name, value in loaded.items():
         wanted[name].container[wanted[name].key] = value
+    update_metadata(states, checkpoint.index.structure, {place.path: name in saved for name, place in wanted.items()})
 
 
 def _check_target(name: str, entry: Entry, target: Any) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.utils import _api_bc_check as takes_positional
 from .. import api
 from ..arrays.describe import content_digests, describe_tree
 from ..core.tree.containers import AbsentSubtree, FromRank
+from ..core.tree.dict_attributes import copy_attributes
 from ..errors import MismatchError
 from ..io.comm.collective import all_gather
 from ..io.comm.comm import Comm, members_of
@@ -203,8 +204,8 @@ class _StateDictToSave:
 def _plain(node: Any, rank: int) -> Any:
     """Returns a state dict with plain containers wherever DCP looks into one: it keeps names, and no classes."""
     if isinstance(node, Mapping):
-        kind = OrderedDict if type(node) is OrderedDict else dict
-        return kind((key, _plain(child, rank)) for key, child in node.items())
+        items = [(key, _plain(child, rank)) for key, child in node.items()]
+        return copy_attributes(node, OrderedDict(items)) if type(node) is OrderedDict else dict(items)
     if isinstance(node, list):
         return [_plain(child, rank) for child in node]
     if type(node) is FromRank:

@@ -6,11 +6,13 @@ beside it. What comes out is what hfai.checkpoint.load gives, but for `__version
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 from ..arrays.lazy import LazyArray
 from ..core.sharding.dtypes import dtype_of
+from ..core.tree.dict_attributes import copy_attributes
 from ..core.tree.spec import ArraySpec
 from ..errors import CheckpointNotFound, CorruptError, FormatError
 from ..io.storage.foreign_formats import HFAI_PART
@@ -97,7 +99,8 @@ class HfaiParts:
         found: dict[Any, Any] = {}
         for params, _ in pairs:
             found |= params
-        return self._united(found, self._large(pairs))
+        united, first = self._united(found, self._large(pairs)), pairs[0][0]
+        return copy_attributes(first, OrderedDict(united)) if type(first) is OrderedDict else united
 
     def optimizer(self, number: int) -> dict[Any, Any]:
         """Returns the state dict of optimizer number `number` as torch has it; param groups are in every part."""

@@ -259,7 +259,9 @@ class _PickleMachine:
         made = self.stack[-1]
         if isinstance(made, (UnbuiltObject, DeferredValue)):
             [made.state] = operands
-        elif not isinstance(made, dict):  # attributes of an OrderedDict, as state dicts have, are not part of the tree
+        elif type(made) is collections.OrderedDict and isinstance(operands[0], dict):
+            vars(made).update(operands[0])  # as `_metadata` of a state dict
+        elif not isinstance(made, dict):
             raise ValueError(f"a state for a {type(made).__name__}")
 
     def append(self, items: list[Any]) -> None:

@@ -20,6 +20,7 @@ from ..arrays.numpy import dtype_name
 from ..arrays.registry import encodable
 from ..core.sharding.dtypes import dtype_of, numpy_dtype
 from ..core.tree.containers import DEFAULT_FACTORIES
+from ..core.tree.dict_attributes import encode_attributes
 from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import MAX_DEPTH, child_path
@@ -250,6 +251,14 @@ class _TreeBuilder:
             return self._refuse(path, f"a {type(node).__name__} with {error.found}", _HELD)
         for key, below in zip(list(node), paths, strict=True):
             node[key] = yield self.build(node[key], below, depth + 1)
+        if type(node) is collections.OrderedDict and (attributes := vars(node)):
+            for name, value in list(attributes.items()):
+                attributes[name] = yield self.build(value, f"{path}.{name}", depth + 1)
+            try:
+                encode_attributes(attributes, path)
+            except TreeError as error:
+                attributes.clear()
+                self._refuse(error.path, error.found, _HELD)
         return node
 
     def _value(self, node: Any, path: str) -> Any:

@@ -12,6 +12,7 @@ process writes everything. The checkpoint holds a training state as `training.st
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import Any, Unpack
@@ -19,6 +20,7 @@ from typing import Any, Unpack
 import torch
 
 from .. import api
+from ..core.tree.dict_attributes import copy_attributes
 from ..core.tree.flatten import PerRank
 from ..errors import MismatchError, TreeError
 from ..io.comm.comm import Comm, as_comm
@@ -170,8 +172,9 @@ def _as_state_dicts(path: Any, comm: Comm, map_location: Any, *, allow_pickle: b
 
 
 def _plain(tree: dict[str, Any]) -> dict[str, Any]:
-    """Returns a dict with the values of `PerRank` in the place of these."""
-    return {key: value.value if isinstance(value, PerRank) else value for key, value in tree.items()}
+    """Returns a dict with the values of `PerRank` in the place of these; of a state dict, one with its metadata."""
+    found = {key: value.value if isinstance(value, PerRank) else value for key, value in tree.items()}
+    return copy_attributes(tree, OrderedDict(found)) if type(tree) is OrderedDict else found
 
 
 def _numbered(moments: dict[str, Any], groups: dict[str, Any], order: list[list[str]]) -> dict[str, Any]:

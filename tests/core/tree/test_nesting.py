@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,6 +23,7 @@ from treeckpt import training
 from treeckpt.convert import convert
 from treeckpt.core.analysis.outline import IndexOutline
 from treeckpt.core.analysis.treemap import treemap_of
+from treeckpt.core.tree.dict_attributes import DictAttributes
 from treeckpt.core.tree.nesting import (
     MAX_REPEATED_CHILDREN,
     MAX_SHARED,
@@ -30,8 +32,18 @@ from treeckpt.core.tree.nesting import (
     extract_shared_subtrees,
     leaf_count,
     split_structure,
+    without_absent_attributes,
 )
-from treeckpt.core.tree.structure import DOCUMENT_DEPTH, MAX_DEPTH, CustomNode, ListNode, PerRankNode, Structure
+from treeckpt.core.tree.structure import (
+    DOCUMENT_DEPTH,
+    MAX_DEPTH,
+    CustomNode,
+    DictNode,
+    ListNode,
+    OrderedDictNode,
+    PerRankNode,
+    Structure,
+)
 from treeckpt.report import report
 from treeckpt_dashboard.checkpoint.folds import folds_page
 from treeckpt_dashboard.store.index_table import build_table
@@ -404,3 +416,14 @@ def _write_sealed(path: Path, data: bytes) -> None:
 
     at = data.index(b'"seal":"') + 8
     path.write_bytes(sealed(data[:at] + b"0" * 16 + data[at + 16 :]))
+
+
+def test_a_document_has_an_ordered_dict_without_attributes_in_its_form_of_before_these() -> None:
+    plain, noted = OrderedDictNode(("w",), (None,)), OrderedDictNode(("w",), (None,), DictAttributes(others=1))
+    structure = DictNode(("a", "b", "c"), (plain, noted, DictNode(("x",), (plain,))))
+    written = msgspec.json.encode(without_absent_attributes(structure))
+    assert b'["OrderedDict",["w"],[null]]' in written and b'["OrderedDict",["w"],[null],[null,1]]' in written
+    assert msgspec.json.decode(written, type=DictNode) == structure
+    assert without_absent_attributes(None) is None
+    untouched = DictNode(("x",), (DictNode((), ()),))
+    assert without_absent_attributes(untouched) is untouched

@@ -18,7 +18,7 @@ from ..sharding.int_runs import decode_runs, encode_runs
 from ..sharding.region import Region
 from ..sharding.write_assignment import BoxOwners
 from ..text import count_text
-from ..tree.nesting import SplitStructure, split_structure
+from ..tree.nesting import SplitStructure, split_structure, without_absent_attributes
 from ..tree.value_codec import Value
 from .check_index import check_index
 from .chunks import NoChunks, encode_chunks
@@ -159,7 +159,8 @@ def encode_manifest(index: Index) -> str:
 def folded_index(index: Index) -> Index:
     """Moves deep parts of the structure into `below`: JSON and msgpack nest a bounded number of levels."""
     found = split_structure(index.structure)
-    return msgspec.structs.replace(index, structure=found.top, below=found.below) if found.below else index
+    top, *below = map(without_absent_attributes, (found.top, *found.below))
+    return msgspec.structs.replace(index, structure=top, below=tuple(below))
 
 
 def _without_chunks(record: LeafRecord) -> LeafRecord:

@@ -25,7 +25,12 @@ from ..planning.save_plan import order_classes, stream_offsets
 from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import MAX_VALUE, Run, Runs, check_runs, decode_runs, encode_runs, length_of
 from ..sharding.region import MAX_NDIM, c_strides, flat_boxes, max_boxes
-from ..tree.nesting import expand_shared_subtrees, extract_shared_subtrees, leaf_count
+from ..tree.nesting import (
+    expand_shared_subtrees,
+    extract_shared_subtrees,
+    leaf_count,
+    without_absent_attributes,
+)
 from ..tree.spec import ArraySpec
 from ..tree.structure import Structure
 from .chunks import BoxChunks, Chunks, GridChunks, WholeChunk, encode_boxes
@@ -107,10 +112,11 @@ def pack(index: Index) -> bytes | None:
     cuts = [cut for cut in found if cut is not None]
     rest = tuple([record for record, cut in zip(index.leaves, found, strict=True) if cut is None])
     structure, shared = extract_shared_subtrees(index.structure)
+    structure, *shared = map(without_absent_attributes, (structure, *shared))
     bare = msgspec.structs.replace(index, structure=structure, leaves=rest)
     written = msgspec.json.encode(index)
     for implied in (True, False):
-        body = msgspec.json.encode(PackedIndex(bare, _encode_ranges(cuts, implied=implied), shared))
+        body = msgspec.json.encode(PackedIndex(bare, _encode_ranges(cuts, implied=implied), tuple(shared)))
         with contextlib.suppress(TreeckptError):
             if msgspec.json.encode(unpack(body, "index")) == written:
                 return body

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any, cast
 
 import msgspec
 
 from ...errors import FormatError, TreeError
 from .recursion import Recursive, trampoline
-from .structure import DOCUMENT_DEPTH, MAX_DEPTH, CustomNode, Node, PerRankNode, Structure
+from .structure import DOCUMENT_DEPTH, MAX_DEPTH, CustomNode, Node, OrderedDictNode, PerRankNode, Structure
+from .value_codec import Value
 
 MAX_SHARED = 32
 """The number of places of shared subtrees: it limits how much larger than its file a structure can become."""
@@ -153,6 +155,27 @@ def expand_shared_subtrees(structure: Structure, shared: tuple[Structure, ...], 
         return node if children == node.children else msgspec.structs.replace(node, children=children)
 
     return full(structure, 0)
+
+
+class BareOrderedDict(msgspec.Struct, frozen=True, tag="OrderedDict", array_like=True):
+    """An `OrderedDictNode` without attributes in a document, in which such a struct cannot leave out a field."""
+
+    keys: tuple[Value, ...]
+    children: tuple[Structure, ...]
+
+
+def without_absent_attributes(structure: Structure) -> Structure:
+    """Returns a structure, at most `DOCUMENT_DEPTH` deep, as a document has it: in the form of before attributes."""
+    if structure is None:
+        return None
+    children = structure.children
+    if children.count(None) < len(children):
+        made = tuple([None if child is None else without_absent_attributes(child) for child in children])
+        if any(child is not old for child, old in zip(made, children, strict=True)):
+            structure = msgspec.structs.replace(structure, children=made)
+    if isinstance(structure, OrderedDictNode) and structure.attributes is None:
+        return cast(Any, BareOrderedDict(structure.keys, structure.children))
+    return structure
 
 
 def leaf_count(structure: Structure) -> int:
