@@ -547,15 +547,15 @@ class _Listed(nn.Module):
         self.seen = state.pop(f"{prefix}seen", self.seen)
 
 
-@case("two train")
+@case("four train")
 def modules_with_load_code_take_their_shares_under_every_arrangement(here: Rank) -> None:
     def make(kind: type, seed: int, *, wrap: str, meta: bool = False) -> nn.Module:
         torch.manual_seed(seed)
         with torch.device("meta" if meta else "cpu"):
             model: Any = nn.Sequential(nn.Linear(4, 6), kind(6, 5), _Listed())
         if wrap == "fsdp":
-            fully_shard(model[1], mesh=mesh_of(2))
-            return fully_shard(model, mesh=mesh_of(2))
+            fully_shard(model[1], mesh=mesh_of(4))
+            return fully_shard(model, mesh=mesh_of(4))
         return nn.parallel.DistributedDataParallel(model) if wrap == "ddp" else model
 
     def whole(model: nn.Module) -> list[torch.Tensor]:
