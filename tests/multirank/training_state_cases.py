@@ -517,6 +517,70 @@ def a_model_whose_state_dict_has_sharded_tensors_is_saved_and_restored(here: Ran
     assert again.state[whole["t"].weight]["sum"][:, 0].tolist() == [1.0] * 3 + [4.0] * 3
 
 
+class _Scaled(nn.Linear):
+    """Whose older weights are smaller by a factor of 100."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if local_metadata.get("version") in (None, 1):
+            state[f"{prefix}weight"] *= 100
+        self.given = state[f"{prefix}weight"]
+        super()._load_from_state_dict(state, prefix, local_metadata, *rest)
+
+
+class _Old(nn.Linear):
+    pass
+
+
+class _Listed(nn.Module):
+    """Keeps a list, which every rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}seen"] = self.seen
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        self.seen = state.pop(f"{prefix}seen", self.seen)
+
+
+@case("four train")
+def modules_with_load_code_take_their_shares_under_every_arrangement(here: Rank) -> None:
+    def make(kind: type, seed: int, *, wrap: str, meta: bool = False) -> nn.Module:
+        torch.manual_seed(seed)
+        with torch.device("meta" if meta else "cpu"):
+            model: Any = nn.Sequential(nn.Linear(4, 6), kind(6, 5), _Listed())
+        if wrap == "fsdp":
+            fully_shard(model[1], mesh=mesh_of(4))
+            return fully_shard(model, mesh=mesh_of(4))
+        return nn.parallel.DistributedDataParallel(model) if wrap == "ddp" else model
+
+    def whole(model: nn.Module) -> list[torch.Tensor]:
+        return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+
+    for kind, factor in ((_Scaled, 1), (_Old, 100)):
+        expected = whole(make(kind, 0, wrap="plain"))
+        expected[2] = expected[2] * factor
+        for saved in ("plain", "ddp", "fsdp"):
+            path = here.directory / f"code {kind.__name__} {saved}"
+            model: Any = make(kind, 0, wrap=saved)
+            getattr(model, "module", model)[2].seen = [torch.ones(2), torch.zeros(1)]
+            tc.save(path, training.state(model))
+            for wrap in ("plain", "ddp", "fsdp", "fsdp meta"):
+                name, _, meta = wrap.partition(" ")
+                fresh: Any = make(_Scaled, 1, wrap=name, meta=bool(meta))
+                read: Any = "once" if wrap == "ddp" else "each"
+                training.restore(path, fresh, read=read)
+                inner = getattr(fresh, "module", fresh)
+                assert [one.tolist() for one in inner[2].seen] == [[1, 1], [0]]
+                assert isinstance(inner[1].given, DTensor) == (name == "fsdp"), "a share on each rank"
+                found = whole(fresh)
+                assert all(map(torch.equal, found, expected)), (kind, saved, wrap)
+
+
 @case("two train")
 def optimizer_state_that_is_split_over_ranks_is_one(here: Rank) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -4,35 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..arrays.plain_tensor import dtype_name
 from ..core.tree.spec import ArraySpec
 from ..errors import MismatchError
-from .modules import StateDictEntry, has_load_hook
+from .modules import StateDictEntry
 from .names import key_path
 from .sources import RestoreSource
 
 
 def check_entry(entry: StateDictEntry, spec: ArraySpec | None, path: str, *, cast: bool) -> None:
-    """Compares a tensor of the model with the saved spec; a spec of None is a value.
+    """Compares a tensor of a module without load code of its own with the saved spec; a spec of None is a value.
 
     Raises:
         MismatchError: kind, shape or dtype differ.
     """
     live = entry.value
-    if is_lazy(live):
+    if entry.kind != "value" and is_lazy(live):
         raise MismatchError(
             path,
             expected="a tensor with a shape",
             found="a lazy one, which the first forward pass makes",
             hint="Run the model once before",
         )
-    if not entry.live and not has_load_hook(entry):
+    if not entry.live:
         raise MismatchError(
             path,
             expected="a parameter or buffer of the model",
-            found="a tensor that a hook of state_dict made",
+            found=f"a {'value' if entry.kind == 'value' else 'tensor'} that a hook of state_dict made",
             hint="Give the module a hook that takes it back (register_load_state_dict_pre_hook), "
             "or load it with treeckpt.load",
         )
@@ -54,12 +55,30 @@ def check_entry(entry: StateDictEntry, spec: ArraySpec | None, path: str, *, cas
         )
 
 
+def check_extra_state(entry: StateDictEntry, path: str) -> None:
+    """Compares whether a module takes the extra state that it gives.
+
+    Raises:
+        MismatchError: it does not.
+    """
+    if type(entry.module).set_extra_state is nn.Module.set_extra_state:
+        raise MismatchError(
+            path,
+            expected="a module that has set_extra_state",
+            found=f"{type(entry.module).__qualname__}, which has get_extra_state alone",
+        )
+
+
 def without_ties(
     missing: Sequence[str], entries: Sequence[StateDictEntry], filled: Sequence[StateDictEntry]
 ) -> list[str]:
     """Returns the missing paths without those of tensors that are filled under another name."""
     there = {id(entry.value) for entry in filled}
-    tied = {f"model/{key_path(entry.key)}" for entry in entries if entry.kind != "extra" and id(entry.value) in there}
+    tied = {
+        f"model/{key_path(entry.key)}"
+        for entry in entries
+        if isinstance(entry.value, Tensor) and id(entry.value) in there
+    }
     return [path for path in missing if path not in tied]
 
 

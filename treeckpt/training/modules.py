@@ -7,6 +7,7 @@ statistics do): the first rank of the wrapper or mesh around the module saves it
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +22,8 @@ from torch.nn.parameter import is_lazy
 
 from ..arrays.dtensor import is_dtensor, is_sharded_tensor
 from ..arrays.stateful import is_optimizer
-from ..core.tree.dict_attributes import METADATA
-from ..errors import MismatchError, TreeError
+from ..core.tree.dict_attributes import METADATA, copy_attributes
+from ..errors import TreeError
 from .names import Key, key_path, nested, strip_wrappers, tie_names
 
 Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -43,8 +44,8 @@ class StateDictEntry(msgspec.Struct):
 
     key: Key
     kind: str
-    """"parameter", "buffer", "extra" (what `get_extra_state` gave) or "made" (a tensor that a hook of `state_dict`
-    created)."""
+    """"parameter", "buffer", "extra" (what `get_extra_state` gave), "made" (a tensor that a hook of `state_dict`
+    created, or an attribute) or "value" (anything else)."""
     value: Any
     module: nn.Module
     """The module that it is registered in."""
@@ -53,11 +54,9 @@ class StateDictEntry(msgspec.Struct):
     owned: bool | None = True
     """Whether this rank saves it, where ranks may differ; None where nothing tells which ranks hold the module."""
     live: bool = True
-    """Whether filling it fills the model. A hook of `state_dict` may create tensors of its own, which are passed to
-    `load_state_dict` afterwards."""
+    """Whether filling it fills the model. A hook of `state_dict` may create tensors of its own, which only code of the
+    module takes back."""
     root: Any = None
-    raw: str = ""
-    """Its name in the state dict of the root."""
 
 
 def named_objects(given: Any, kind: type, what: str) -> list[tuple[Key, Any]]:
@@ -131,7 +130,7 @@ def collect_entries(model: Modules) -> ModelEntries:
     nested((entry.key, None) for entry in entries)  # raises for two entries with one name
     there, hidden = {id(entry.value) for entry in entries}, list[StateDictEntry]()
     for prefix, root in roots:
-        names, parameters = _CleanNames(root, prefix), root.named_parameters(remove_duplicate=False)
+        names, parameters = CleanNames(root, prefix), root.named_parameters(remove_duplicate=False)
         hidden += [names.entry(raw, parameter) for raw, parameter in parameters if id(parameter) not in there]
     every = (*entries, *hidden)
     ties = tie_names((entry.key, id(entry.value)) for entry in every if isinstance(entry.value, nn.Parameter))
@@ -158,15 +157,17 @@ def _check_buffers(entries: Sequence[StateDictEntry]) -> None:
 
 
 def _collect_one(root: nn.Module, prefix: Key, metadata: dict[Key, OrderedDict[str, Any]]) -> Iterator[StateDictEntry]:
-    found = root.state_dict(keep_vars=True)  # first: it makes FSDP2 reshard parameters that a forward left unsharded
-    names = _CleanNames(root, prefix)
+    # first: it makes FSDP2 reshard parameters that a forward left unsharded
+    found = live_state_dict(root, "/".join(("model", *prefix)))
+    names = CleanNames(root, prefix)
     _join_metadata(metadata.setdefault(prefix, OrderedDict()), getattr(found, METADATA, None), names)
     saves_buffer, identities = buffer_owners(root), set(map(id, (*root.parameters(), *root.buffers())))
     memory = _ModuleMemory(root)
     for raw, value in found.items():
         entry = names.entry(raw, value)
-        if entry.name == _EXTRA_STATE_KEY_SUFFIX or not isinstance(value, Tensor):
-            entry.kind = "extra"
+        if not isinstance(value, Tensor) or entry.name == _EXTRA_STATE_KEY_SUFFIX:
+            entry.kind = "extra" if entry.name == _EXTRA_STATE_KEY_SUFFIX else "value"
+            entry.live = False
         elif id(value) in identities:
             entry.kind = "parameter" if isinstance(value, nn.Parameter) else "buffer"
             entry.owned = entry.kind != "buffer" or is_dtensor(value) or saves_buffer.get(id(value))
@@ -176,7 +177,57 @@ def _collect_one(root: nn.Module, prefix: Key, metadata: dict[Key, OrderedDict[s
         yield entry
 
 
-def _join_metadata(joined: OrderedDict[str, Any], given: Any, names: _CleanNames) -> None:
+def live_state_dict(module: nn.Module, path: str) -> Mapping[str, Any]:
+    """Returns the state dict of a module, with its parameters and buffers themselves.
+
+    A `state_dict` of its own that does not take `keep_vars` gives detached ones, in whose place the live ones of the
+    same name and memory are put.
+
+    Raises:
+        TreeError: it is no mapping, or a module inside has a `state_dict` that does not take what torch passes.
+    """
+    whole = _takes(module.state_dict, "keep_vars")
+    try:
+        found: Any = module.state_dict(keep_vars=True) if whole else module.state_dict()
+    except TypeError as error:
+        inner = ((name, one) for name, chain in CleanNames(module, ()).chains.items() for one in chain)
+        for name, one in inner:
+            if one is not module and not _takes(one.state_dict, "destination", "prefix", "keep_vars"):
+                raise TreeError(
+                    f"{path}/{name}" if name else path,
+                    expected="a state_dict that takes destination, prefix and keep_vars, which torch passes to it",
+                    found=f"{type(one).__qualname__}.state_dict{inspect.signature(one.state_dict)}",
+                    hint="Define it with **options, and pass them to super().state_dict; or give this module itself",
+                ) from error
+        raise
+    if not isinstance(found, Mapping):
+        raise TreeError(path, expected="a state_dict that returns a dict", found=type(found).__qualname__)
+    if whole:
+        return found
+    live: dict[str, Tensor] = dict(module.named_buffers(remove_duplicate=False))
+    live.update(module.named_parameters(remove_duplicate=False))
+    pairs = ((name, live.get(name), value) for name, value in found.items())
+    state = OrderedDict((name, own if _is_view_of(value, own) else value) for name, own, value in pairs)
+    return copy_attributes(found, state) if isinstance(found, OrderedDict) else state
+
+
+def _takes(function: Any, *names: str) -> bool:
+    """Whether a function takes keyword arguments of these names."""
+    parameters = inspect.signature(function).parameters
+    return any(one.kind is one.VAR_KEYWORD for one in parameters.values()) or set(names) <= parameters.keys()
+
+
+def _is_view_of(value: Any, own: Tensor | None) -> bool:
+    """Whether a value is a detached tensor of the same elements."""
+    if own is None or is_lazy(own) or not isinstance(value, Tensor):
+        return False
+    if (value.shape, value.dtype, value.is_meta) != (own.shape, own.dtype, own.is_meta):
+        return False
+    places = [(one.stride(), one.storage_offset(), _addresses(one)) for one in (value, own)]
+    return value.is_meta or places[0] == places[1]
+
+
+def _join_metadata(joined: OrderedDict[str, Any], given: Any, names: CleanNames) -> None:
     """Adds the metadata of one part of a model, by clean names; that of a wrapper gives way to what it wraps.
 
     Raises:
@@ -227,67 +278,19 @@ def is_meta(value: Any) -> bool:
     return not is_sharded_tensor(value) and value.is_meta
 
 
-def load_hook_tensors(entries: Sequence[StateDictEntry], filled: Sequence[StateDictEntry]) -> None:
-    """Loads filled tensors that hooks of `state_dict` created into their modules, by `load_state_dict`.
-
-    Raises:
-        MismatchError: a module does not take a name of its own state dict.
-    """
-    for root in {id(entry.root): entry.root for entry in filled if not entry.live}.values():
-        if left := _load_own_tensors(root, entries):
-            raise MismatchError(
-                f"model/{left[0]}",
-                expected="a name that the model's load_state_dict takes, as its state_dict has it",
-                found=f"{len(left)} that it does not",
-                hint="Register a hook with register_load_state_dict_pre_hook that takes them back",
-            )
-
-
-def derive_from_tensors(entries: Sequence[StateDictEntry], filled: Sequence[StateDictEntry]) -> None:
-    """Runs `load_state_dict` of models whose modules derive something in it, with the tensors that they have."""
-    for root in {id(entry.root): entry.root for entry in filled}.values():
-        if any(map(_has_code_for_load, root.modules())):
-            _load_own_tensors(root, entries)
-
-
-def _load_own_tensors(root: nn.Module, entries: Sequence[StateDictEntry]) -> list[str]:
-    """Loads a model's tensors into itself; returns the names that it does not take."""
-    state = {entry.raw: entry.value for entry in entries if entry.root is root and entry.kind != "extra"}
-    return root.load_state_dict(state, strict=False).unexpected_keys
-
-
-def _has_code_for_load(module: nn.Module) -> bool:
-    """Whether code that is not torch's runs when a module is loaded: a hook afterwards, or a method of its class."""
-    code = (
-        *module._load_state_dict_post_hooks.values(),
-        type(module)._load_from_state_dict,
-        type(module).load_state_dict,
-    )
-    return not all((getattr(one, "__module__", None) or "").startswith("torch.") for one in code)
-
-
-def has_load_hook(entry: StateDictEntry) -> bool:
-    """Whether a module around an entry has its own code for `load_state_dict`."""
-    base, root = nn.Module, entry.root
-    around = [root] + [m for name, m in root.named_modules() if entry.raw.startswith(f"{name}.")]
-    return any(
-        one._load_state_dict_pre_hooks
-        or type(one)._load_from_state_dict is not base._load_from_state_dict
-        or type(one).load_state_dict is not base.load_state_dict
-        for one in around
-    )
-
-
-class _CleanNames:
+class CleanNames:
     """The names in a module without the steps that wrappers add."""
 
     def __init__(self, root: nn.Module, prefix: Key) -> None:
         self._root, self._prefix = root, prefix
         self._wrapper_steps: dict[str, list[str]] = {}
         self._modules: dict[str, nn.Module] = {}
+        self.chains: dict[str, list[nn.Module]] = {}
+        """By the name of each module itself, after its wrappers, from the outside in."""
         self._walk(root, "")
 
     def _walk(self, module: nn.Module, name: str) -> None:
+        self.chains.setdefault(name, []).append(module)
         step_name = _wrapper_step_of(module, name)
         if step_name is not None:
             self._wrapper_steps.setdefault(name, []).append(step_name)
@@ -307,7 +310,7 @@ class _CleanNames:
         key = self.key(raw)
         parent, _, name = key[-1].rpartition(".")
         module = self._modules.get(parent, self._root)
-        return StateDictEntry(key, "parameter", value, module, name, root=self._root, raw=raw)
+        return StateDictEntry(key, "parameter", value, module, name, root=self._root)
 
 
 def _wrapper_step_of(module: nn.Module, name: str) -> str | None:
@@ -374,9 +377,9 @@ def allocate_meta_tensors(entries: Sequence[StateDictEntry], device: str | torch
     new_tensors: dict[int, Tensor] = {}
     paths: list[str] = []
     for entry in entries:
-        if entry.kind == "extra" or not is_meta(entry.value):
+        if not isinstance(entry.value, Tensor) or not is_meta(entry.value):
             continue
-        old = entry.value
+        old: Any = entry.value
         if id(old) not in new_tensors:
             where = old.device_mesh.device_type if is_dtensor(old) else device or torch.get_default_device()
             new_tensors[id(old)] = new = torch.empty_like(old, device=where)
@@ -394,7 +397,7 @@ def on_meta(model: Modules) -> list[str]:
     """Returns the paths of parameters and buffers, persistent or not, on the meta device."""
     found: list[str] = []
     for prefix, root in named_objects(model, nn.Module, "model"):
-        names, tensors = _CleanNames(root, prefix), [*root.named_parameters(), *root.named_buffers()]
+        names, tensors = CleanNames(root, prefix), [*root.named_parameters(), *root.named_buffers()]
         found += [f"model/{key_path(names.key(raw))}" for raw, tensor in tensors if tensor.is_meta]
     return found
 

@@ -144,8 +144,8 @@ class _OverlaySource:
         assert provider is not None, "only parts of the structure are requested"
         return provider.own(name, policy)
 
-    def fill(self, target: dict[str, Any], *, take: bool) -> LoadReport:
-        return fill_from(self._bank, target, self.comm, self.options, take=take)
+    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False) -> LoadReport:
+        return fill_from(self._bank, target, self.comm, self.options, take=take, alone=alone)
 
 
 def _unit(path: str) -> str:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from ..arrays.stateful import pass_state
 from ..core.option_names import checks_options
@@ -32,16 +34,27 @@ from ..loading.transforms import Renaming, Transforms
 from ..reports import LoadReport
 from ..trees.per_rank_state import Policy
 from .capture import LEFT_OUT, optimizer_of
-from .check_model import check_entry, resolve_ties, tied_when_saved, without_ties
+from .check_model import check_entry, check_extra_state, resolve_ties, tied_when_saved, without_ties
 from .foreign_states import as_training_state
 from .key_differences import Sides, check_keys
+from .module_loads import (
+    Before,
+    ExtraState,
+    ModuleLoad,
+    find_loads,
+    load_values,
+    plan_load,
+    run_load,
+    run_post_hooks,
+    say_what_changed,
+    set_extra_state,
+    target_of,
+)
 from .modules import (
     Modules,
     StateDictEntry,
     allocate_meta_tensors,
     collect_entries,
-    derive_from_tensors,
-    load_hook_tensors,
     on_meta,
     reset_fsdp_shards,
 )
@@ -170,13 +183,17 @@ class _Restore:
         """Names of buffers of which every rank has saved its own."""
         self.wanted: list[StateDictEntry] = []
         """Entries of the model that are filled in place."""
+        self.loads: list[ModuleLoad] = []
+        self.extra_states: list[ExtraState] = []
         self.last: list[Callable[[], None]] = []
         """Actions to run after all arrays are in place."""
         self.own = RankState(source, comm, targets.world_changed)
         self.loader: Any = None
         self.extra: Any = None
         self.returned: list[LoadReport] = []
-        """Of the loads of extra states of modules, and of an `extra` that comes back in the report."""
+        """Of the loads of extra states and values of modules, and of an `extra` that comes back in the report."""
+        self.filled_before: list[LoadReport] = []
+        """Of the load of what modules with load code of their own are passed."""
         self.rng_state: Any = None
         self.schedules: list[Schedule] = []
         self.replaced: list[str] = []
@@ -188,27 +205,24 @@ class _Restore:
         leaves, asked, extra = self.source.leaves, set[str](), list[StateDictEntry]()
         names = {key_path(entry.key) for entry in self.entries}
         saved = nodes_by_name(descend(self.source.structure, ("model",)), names)
-        paths: dict[int, str] = {}
+        self.loads = find_loads(self.targets.model, self.model, self.source)
+        with_code = [entry for entry in self.entries if any(load.has(entry) for load in self.loads)]
+        alone, paths = {id(entry) for entry in with_code}, dict[int, str]()
         for entry in self.entries:
             name = key_path(entry.key)
             path = f"model/{name}"
-            if self.source.is_left(path):
-                self.left.add(name)
-                continue
-            if name in self.left_out and name not in saved and self.options.strict is not True:
-                self.left.add(name)
-                self.left_alone.append(path)
+            if id(entry) in alone or self._stays(name, is_saved=name in saved):
                 continue
             if entry.kind == "extra":
                 if name not in saved:
                     self.missing.append(path)
                     continue
+                check_extra_state(entry, path)
                 asked.update(leaves_below(path, saved[name]))
                 extra.append(entry)
                 continue
             if isinstance(saved.get(name), PerRankNode):
-                self.own_buffers.add(name)
-                self.own.check("buffers", [path])
+                self._take_own(name, path)
                 path += "/~rank*"
             asked.add(path)
             if path not in leaves:
@@ -217,15 +231,73 @@ class _Restore:
             check_entry(entry, leaves[path], path, cast=self.options.cast)
             self.wanted.append(entry)
             paths[id(entry)] = path
-        if extra:
-            states = self.source.part("model", self.returned.append, select=[f"model/{key_path(e.key)}" for e in extra])
-            for entry in extra:
-                state = functools.reduce(operator.getitem, entry.key, states)
-                self.last.append(functools.partial(entry.module.set_extra_state, state))
-        self.missing = without_ties(self.missing, self.entries, self.wanted)
-        self.wanted, left = resolve_ties(self.wanted, paths, self.source, strict=bool(self.options.strict))
-        self.ignored += left
+        self._plan_loads()
+        asked = asked.union(*(load.asked for load in self.loads))
+        self._load_values(extra)
+        self._resolve_ties(with_code, paths)
         self.unexpected += [path for path in leaves if path.startswith("model/") and path not in asked]
+
+    def _stays(self, name: str, *, is_saved: bool) -> bool:
+        """Whether an entry of the model stays as it is, which is noted."""
+        path = f"model/{name}"
+        left_out = name in self.left_out and not is_saved and self.options.strict is not True
+        if not left_out and not self.source.is_left(path):
+            return False
+        self.left.add(name)
+        if left_out and not self.source.is_left(path):
+            self.left_alone.append(path)
+        return True
+
+    def _take_own(self, name: str, path: str) -> None:
+        """Notes a buffer of which every rank has saved its own."""
+        self.own_buffers.add(name)
+        self.own.check("buffers", [path])
+
+    def _plan_loads(self) -> None:
+        """Chooses what modules with load code of their own are passed."""
+        alone = len({id(entry.root) for entry in self.entries}) < 2 and self.options.strict is True
+        for load in self.loads:
+            plan_load(
+                load,
+                self.source,
+                lambda name, is_saved, load=load: self._stays(key_path((*load.prefix, name)), is_saved=is_saved),
+                own=lambda name, path, load=load: self._take_own(key_path((*load.prefix, name)), path),
+                others=alone or bool(load.prefix),
+                device=self.targets.device,
+            )
+
+    def _load_values(self, extra: Sequence[StateDictEntry]) -> None:
+        """Loads extra states, and values that modules with load code are passed."""
+        keys = [entry.key for entry in extra] + [key for load in self.loads for _, key in load.values]
+        if not keys:
+            return
+        paths = [f"model/{key_path(key)}" for key in keys]
+        part = self.source.part("model", self.returned.append, select=paths)
+        load_values(self.loads, part)
+        for entry in extra:
+            state = functools.reduce(operator.getitem, entry.key, part)
+            self.extra_states.append(ExtraState(f"model/{key_path(entry.key)}", entry.module, state))
+
+    def _resolve_ties(self, with_code: Sequence[StateDictEntry], paths: dict[int, str]) -> None:
+        """Compares the saved arrays of tensors with several names; what the last of its modules loads counts."""
+        order = {id(entry): number for number, entry in enumerate(self.entries)}
+        coded = list[StateDictEntry]()
+        for entry in with_code:
+            path = f"model/{key_path(entry.key)}"
+            spec = self.source.leaves.get(path)
+            live = entry.value
+            if spec is None or not isinstance(live, Tensor) or is_lazy(live):
+                continue
+            if spec.shape == tuple(live.shape) and spec.dtype == str(live.dtype).removeprefix("torch."):
+                paths[id(entry)] = path
+                coded.append(entry)
+        every = sorted((*self.wanted, *coded), key=lambda entry: order[id(entry)])
+        self.missing = without_ties(self.missing, self.entries, every)
+        kept, left = resolve_ties(every, paths, self.source, strict=bool(self.options.strict))
+        self.ignored += left
+        last = {id(entry.value): order[id(entry)] for entry in coded}
+        known = {id(entry) for entry in coded}
+        self.wanted = [e for e in kept if id(e) not in known and order[id(e)] > last.get(id(e.value), -1)]
 
     def plan_optimizer(self) -> None:
         """Compares the optimizers with the source."""
@@ -332,7 +404,7 @@ class _Restore:
             self.unexpected,
             self.options.strict,
             Sides(
-                alike=bool(self.wanted or self.left or not self.entries),
+                alike=bool(self.wanted or self.left or self.loads or not self.entries),
                 left_out=self.left_out,
                 extra=[key_text(key) for key in saved_extra],
                 given=self.targets.extra,
@@ -346,16 +418,16 @@ class _Restore:
 
     def run(self) -> RestoreReport:
         """Fills the targets."""
-        roots = {id(entry.root) for entry in self.wanted if not entry.live}
-        hidden = [one for one in self.model.hidden if id(one.root) in roots]
-        if made := allocate_meta_tensors([*self.wanted, *hidden], self.targets.device):
+        made = self._run_loads()
+        made += allocate_meta_tensors(self.wanted, self.targets.device)
+        if made:
             reset_fsdp_shards(self.targets.model)
         filled = self.source.fill(self._target(), take=self.comm.size != self.source.world)
-        load_hook_tensors(self.entries, self.wanted)
         self.ignored += apply_optimizers(self.plans)
         for action in self.last:
             action()
-        derive_from_tensors(self.entries, self.wanted)
+        if self.wanted:
+            run_post_hooks(self.targets.model, self.loads)
         if self.rng_state is not None:
             self.ignored += set_rng(self.rng_state)
         if left := on_meta(self.targets.model):
@@ -365,9 +437,9 @@ class _Restore:
         return RestoreReport(
             self.source.url,
             self.source.step,
-            filled.loaded,
-            sum(load.nbytes for load in (filled, *self.returned)),
-            sum(load.read_nbytes for load in (filled, *self.returned)),
+            sum(load.loaded for load in (filled, *self.filled_before)),
+            sum(load.nbytes for load in (filled, *self.filled_before, *self.returned)),
+            sum(load.read_nbytes for load in (filled, *self.filled_before, *self.returned)),
             time.perf_counter() - self.began,
             tuple(self.missing),
             tuple(self.unexpected),
@@ -381,6 +453,37 @@ class _Restore:
             world_changed=tuple(f"{part}: {what}" for part, what in self.own.notes.items()),
             replaced=tuple(self.replaced),
         )
+
+    def _run_loads(self) -> list[str]:
+        """Runs the load code of modules; returns the paths of tensors that were given memory.
+
+        Raises:
+            MismatchError: one does not take what was saved, and all is as before; an error of reading likewise.
+        """
+        if not self.loads and not self.extra_states:
+            return []
+        before = Before(self.loads, self.extra_states)
+        covered = [e for e in (*self.entries, *self.model.hidden) if any(load.has(e) for load in self.loads)]
+        paths = {id(entry.value): f"model/{key_path(entry.key)}" for entry in covered}
+        try:
+            own = [entry for entry in covered if entry.kind in ("parameter", "buffer")]
+            made = allocate_meta_tensors(own, self.targets.device)
+            target = {**dict.fromkeys(self.parts, ...), "model": target_of(self.loads)}
+            if target["model"]:
+                take = self.comm.size != self.source.world
+                self.filled_before.append(self.source.fill(target, take=take, alone=True))
+            for load in self.loads:
+                missing, unexpected = run_load(load, strict=self.options.strict is True, cast=self.options.cast)
+                self.missing += [path for path in missing if path.removeprefix("model/") not in self.left]
+                self.unexpected += unexpected
+            for extra in self.extra_states:
+                set_extra_state(extra)
+            if self.missing or self.unexpected:
+                self.check_keys()
+        except Exception as error:
+            say_what_changed(error, before.put_back(paths))
+            raise
+        return made
 
     def _target(self) -> dict[str, Any]:
         """Returns the tree to fill: live tensors and new moments where the checkpoint has them, `...` for all else."""

@@ -102,8 +102,13 @@ class RestoreSource(Protocol):
         """Returns this rank's state of a per-rank part."""
         ...
 
-    def fill(self, target: dict[str, Any], *, take: bool) -> LoadReport:
-        """Fills what `target` has, in place; `take`: per-rank leaves of another world are taken modulo."""
+    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False) -> LoadReport:
+        """Fills what `target` has, in place.
+
+        Args:
+            take: per-rank leaves of another world are taken modulo.
+            alone: other ranks need not call it: this one reads for itself.
+        """
         ...
 
 
@@ -247,8 +252,8 @@ class CheckpointSource:
             transforms=self.rules,
         )
 
-    def fill(self, target: dict[str, Any], *, take: bool) -> LoadReport:
-        return fill_from(self.checkpoint, target, self.comm, self.options, take=take, rules=self.rules)
+    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False) -> LoadReport:
+        return fill_from(self.checkpoint, target, self.comm, self.options, take=take, alone=alone, rules=self.rules)
 
 
 def load_part(
@@ -275,9 +280,16 @@ def load_part(
 
 
 def fill_from(
-    path: Any, target: dict[str, Any], comm: Comm, options: LoadOptions, *, take: bool, rules: Sequence[Rule] = ()
+    path: Any,
+    target: dict[str, Any],
+    comm: Comm,
+    options: LoadOptions,
+    *,
+    take: bool,
+    alone: bool,
+    rules: Sequence[Rule] = (),
 ) -> LoadReport:
-    """Fills what `target` has from a checkpoint, or a bank of several."""
+    """Fills what `target` has from a checkpoint, or a bank of several; see `RestoreSource.fill`."""
     return api.load_into(
         path,
         target,
@@ -287,7 +299,7 @@ def fill_from(
         verify=options.verify,
         per_rank="take" if take else "error",
         allow_pickle=options.allow_pickle,
-        read=options.read,
+        read="each" if alone else options.read,
         comm=comm,
     )
 
@@ -357,7 +369,7 @@ class TreeSource:
     def value(self, path: str) -> Any:
         return self._leaves[path]
 
-    def fill(self, target: dict[str, Any], *, take: bool) -> LoadReport:
+    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False) -> LoadReport:
         """Copies array by array; every check comes before the first."""
         found = expand_states(target, rank=self.comm.rank, mappings=True)
         if found is None:

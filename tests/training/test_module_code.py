@@ -1,0 +1,505 @@
+"""Modules with load code of their own get their saved state by `load_state_dict`, as it was saved."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.ao.quantization.observer import HistogramObserver, MinMaxObserver, PerChannelMinMaxObserver
+
+import treeckpt as tc
+from treeckpt import training
+
+from .jobs import same_tensors
+
+
+class Metric(nn.Module):
+    """Keeps lists, numbers, texts and tensors of any size as plain attributes, and saves them by code of its own."""
+
+    names = ("seen", "total", "note", "table", "nothing", "best")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+        self.total, self.note, self.table, self.nothing = 0, "", {}, None
+        self.best = torch.tensor(0.0)
+
+    def update(self, *values: float) -> Metric:
+        for value in values:
+            self.seen.append(torch.full((len(self.seen) + 1,), value))
+        self.total, self.note, self.table = len(self.seen), "used", {"last": torch.ones(2), "n": 2}
+        self.best = torch.tensor(max(values), dtype=torch.float64)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self.names:
+            destination[prefix + name] = getattr(self, name)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        for name in self.names:
+            if prefix + name in state:
+                setattr(self, name, state.pop(prefix + name))
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def _measured(seed: int = 0, *values: float) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 3), Metric())
+    if values:
+        model[1].update(*values)
+    return model
+
+
+def _sources(path: Path, model: Any, *given: Any) -> list[Any]:
+    """A checkpoint, the tree in memory, and a file of torch.save."""
+    tc.save(path / "c", training.state(model, *given, rng=False))
+    torch.save({"model": model.state_dict()}, path / "c.pt")
+    return [path / "c", copy.deepcopy(training.state(model, *given, buffers="per_rank", rng=False)), path / "c.pt"]
+
+
+@pytest.mark.parametrize("used", [(), (9.0,)], ids=["fresh", "used"])
+@pytest.mark.parametrize("wrap", [lambda m: m, nn.DataParallel], ids=["plain", "parallel"])
+def test_values_of_a_state_dict_come_back(tmp_path: Path, wrap: Any, used: Any) -> None:
+    model = _measured(0, 1.0, 2.0)
+    for source in _sources(tmp_path, model):
+        fresh = _measured(1, *used)
+        weight = fresh[0].weight
+        report = training.restore(source, wrap(fresh), rng=False)
+        assert same_tensors(dict(fresh.state_dict()), dict(model.state_dict())) and fresh[0].weight is weight
+        assert (report.missing, report.unexpected) == ((), ())
+
+
+def test_what_a_module_takes_from_a_tree_is_its_own(tmp_path: Path) -> None:
+    model, fresh = _measured(0, 1.0), _measured(1)
+    training.restore(training.state(model, rng=False), fresh, rng=False)
+    fresh[1].seen[0].add_(5)
+    fresh[1].table["last"].zero_()
+    fresh[1].best.zero_()
+    assert model[1].seen[0].tolist() == [1.0] and model[1].best == 1.0 and model[1].table["last"].tolist() == [1, 1]
+
+
+def test_a_value_that_no_code_takes_back_is_refused(tmp_path: Path) -> None:
+    model, fresh = nn.Linear(2, 2), nn.Linear(2, 2)
+    for one in (model, fresh):
+        one.register_state_dict_post_hook(lambda m, state, prefix, _: state.update({f"{prefix}note": "x"}))
+    tc.save(tmp_path / "c", training.state(model))
+    before = fresh.weight.detach().clone()
+    with pytest.raises(tc.MismatchError, match=r"model/note: .* a value that a hook of state_dict made"):
+        training.restore(tmp_path / "c", fresh)
+    assert torch.equal(fresh.weight, before)
+
+
+# sizes ----------------------------------------------------------------------------------------------------------------
+
+
+class Queue(nn.Module):
+    """A buffer of the size that it has when it is loaded."""
+
+    def __init__(self, size: int = 0) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.randn(size, 2))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        if (saved := state.get(f"{prefix}queue")) is not None and saved.shape != self.queue.shape:
+            self.queue = self.queue.new_empty(saved.shape)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+@pytest.mark.parametrize("make", [PerChannelMinMaxObserver, MinMaxObserver, HistogramObserver, Queue])
+def test_buffers_have_the_size_that_the_module_gives_them(tmp_path: Path, make: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), make(5) if make is Queue else make())
+    model(torch.randn(3, 4)) if make is not Queue else None
+    for source in _sources(tmp_path, model):
+        fresh = nn.Sequential(nn.Linear(4, 4), make())
+        training.restore(source, fresh, rng=False)
+        assert same_tensors(dict(fresh.state_dict()), dict(model.state_dict()))
+
+
+def test_a_size_that_the_module_does_not_take_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    model, fresh = (nn.Sequential(Queue(3), Metric(), nn.Linear(4, 4)) for _ in range(2))
+    model[1].register_buffer("fixed", torch.zeros(3))
+    fresh[1].register_buffer("fixed", torch.zeros(4))
+    before = copy.deepcopy(dict(fresh.state_dict()))
+    tc.save(tmp_path / "c", training.state(model))
+    with pytest.raises(tc.MismatchError, match=r"model/1: .*size mismatch for fixed.*[Nn]othing was changed"):
+        training.restore(tmp_path / "c", fresh)
+    assert same_tensors(dict(fresh.state_dict()), before)
+
+
+# versions -------------------------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Linear):
+    """Whose older weights are smaller by a factor of 100."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if local_metadata.get("version") in (None, 1):
+            state[f"{prefix}weight"] *= 100
+        super()._load_from_state_dict(state, prefix, local_metadata, *rest)
+
+
+class Older(nn.Linear):
+    """The same before."""
+
+
+def _sized(weight: float, kind: Any = Scaled, wrap: Any = lambda m: m) -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), kind(2, 2))
+    nn.init.constant_(model[1].weight, weight)
+    return wrap(model)
+
+
+WRAPPERS = [lambda m: m, nn.DataParallel, torch.compile]
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS, ids=["plain", "parallel", "compiled"])
+@pytest.mark.parametrize("wrap_saved", WRAPPERS, ids=["of plain", "of parallel", "of compiled"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+def test_a_module_learns_the_version_that_was_saved(tmp_path: Path, wrap: Any, wrap_saved: Any) -> None:
+    for kind, expected in ((Scaled, 5.0), (Older, 500.0)):
+        model = _sized(5.0, kind)
+        path = tmp_path / kind.__name__
+        path.mkdir()
+        tc.save(path / "c", training.state(wrap_saved(model), rng=False))
+        torch.save({"model": model.state_dict()}, path / "c.pt")
+        for source in (path / "c", path / "c.pt", training.state(wrap_saved(model), rng=False)):
+            fresh = _sized(1.0)
+            weight = fresh[1].weight
+            training.restore(source, wrap(fresh), rng=False)
+            assert fresh[1].weight is weight and weight.tolist() == [[expected] * 2] * 2
+        assert model[1].weight.tolist() == [[5.0] * 2] * 2, "what was saved stays"
+
+
+def test_of_a_checkpoint_without_versions_nothing_is_migrated(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", {"model": dict(_sized(5.0).state_dict())})
+    training.restore(tmp_path / "c", fresh := _sized(1.0), rng=False)
+    assert fresh[1].weight.tolist() == [[5.0] * 2] * 2
+
+
+def test_versions_follow_rules_and_models(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", training.state({"a": _sized(5.0), "b": _sized(3.0, Older)}, rng=False))
+    models = {"a": _sized(1.0), "b": _sized(1.0)}
+    training.restore(tmp_path / "c", models, rng=False)
+    assert [model[1].weight.unique().item() for model in models.values()] == [5.0, 300.0]
+    for kind, expected in ((Scaled, 5.0), (Older, 500.0)):
+        path = tmp_path / kind.__name__
+        tc.save(path, training.state(_sized(5.0, kind), rng=False))
+        fresh = nn.ModuleDict({"first": nn.Linear(2, 2), "deep": nn.Sequential(Scaled(2, 2))})
+        rename = {"model/0.*": "model/first.*", "model/1.*": "model/deep.0.*"}
+        training.restore(path, fresh, rng=False, rename=rename)
+        assert fresh["deep"][0].weight.tolist() == [[expected] * 2] * 2
+        parts: Any = [nn.ModuleDict({"0": nn.Linear(2, 2)}), nn.ModuleDict({"1": Scaled(2, 2)})]
+        training.restore(path, parts, rng=False)
+        assert parts[1]["1"].weight.tolist() == [[expected] * 2] * 2
+
+
+class Grown(nn.Module):
+    """Whose older versions had a smaller first layer, which it makes anew to take their weights."""
+
+    _version = 2
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, width, bias=False), nn.Linear(3, 2))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if local_metadata.get("version") not in (1, 2):
+            raise ValueError("a version that is not known")
+        if local_metadata["version"] == 1:
+            self.layers[0] = nn.Linear(2, 3, bias=False)
+            self._version = 1
+        super()._load_from_state_dict(state, prefix, local_metadata, *rest)
+
+
+def test_a_module_may_change_its_structure_for_an_older_version(tmp_path: Path) -> None:
+    old = Grown(3)
+    old._version = 1
+    for source in _sources(tmp_path, old):
+        fresh = Grown()
+        training.restore(source, fresh, rng=False)
+        assert fresh._version == 1 and torch.equal(fresh.layers[0].weight, old.layers[0].weight)
+    unknown = Grown()
+    unknown._version = 7
+    fresh = nn.ModuleDict({"plain": nn.Linear(2, 2), "grown": Grown()})
+    before = copy.deepcopy(fresh.state_dict())
+    tc.save(tmp_path / "unknown", training.state(nn.ModuleDict({"plain": nn.Linear(2, 2), "grown": unknown})))
+    with pytest.raises(tc.MismatchError, match=r"model/grown: .*a version that is not known.*[Nn]othing was changed"):
+        training.restore(tmp_path / "unknown", fresh)
+    assert same_tensors(dict(fresh.state_dict()), dict(before))
+
+
+def test_older_norms_lack_a_counter_which_torch_does_not_miss(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model(torch.randn(4, 3))
+    state = model.state_dict()
+    del state["1.num_batches_tracked"]
+    state._metadata["1"] = {"version": 1}
+    torch.save({"model": state}, tmp_path / "old.pt")
+    fresh = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    assert training.restore(tmp_path / "old.pt", fresh, rng=False).missing == ()
+    assert torch.equal(fresh[1].running_mean, model[1].running_mean) and fresh[1].num_batches_tracked == 0
+    state._metadata["1"] = {"version": 2}
+    torch.save({"model": state}, tmp_path / "new.pt")
+    with pytest.raises(tc.MismatchError, match=r"model/1.num_batches_tracked: .*missing"):
+        training.restore(tmp_path / "new.pt", fresh, rng=False)
+
+
+def test_a_state_dict_that_was_assigned_is_copied_all_the_same(tmp_path: Path) -> None:
+    model, state = _sized(5.0), _sized(5.0).state_dict()
+    model.load_state_dict(state, assign=True)  # notes this in the metadata of the state dict
+    torch.save({"model": state}, tmp_path / "c.pt")
+    fresh = _sized(1.0)
+    weight = fresh[1].weight
+    training.restore(tmp_path / "c.pt", fresh, rng=False)
+    assert fresh[1].weight is weight and weight.tolist() == [[5.0] * 2] * 2
+
+
+# names ----------------------------------------------------------------------------------------------------------------
+
+
+class Turned(nn.Module):
+    """Saves its square matrix transposed, under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3, bias=False)
+        self.register_load_state_dict_pre_hook(Turned.turn)
+
+    def turn(self, state: Any, prefix: str, *_: Any) -> None:
+        if f"{prefix}old" in state:
+            state[f"{prefix}inner.weight"] = state.pop(f"{prefix}old")
+        state[f"{prefix}inner.weight"] = state[f"{prefix}inner.weight"].t()
+
+
+@pytest.mark.parametrize("name", ["inner.weight", "old"])
+def test_a_hook_may_turn_and_rename_what_was_saved(tmp_path: Path, name: str) -> None:
+    saved = torch.arange(9.0).view(3, 3)
+    tc.save(tmp_path / "c", {"model": {f"0.{name}": saved}})
+    fresh = nn.Sequential(Turned())
+    training.restore(tmp_path / "c", fresh, rng=False)
+    assert torch.equal(fresh[0].inner.weight, saved.t())
+    training.restore({"model": {f"0.{name}": saved}}, fresh, rng=False)
+    assert torch.equal(fresh[0].inner.weight, saved.t()) and saved[0, 1] == 1
+
+
+def test_names_that_a_module_misses_or_does_not_know_are_named_before_anything_changes(tmp_path: Path) -> None:
+    fresh = nn.Sequential(nn.Linear(2, 2), Scaled(2, 2))
+    before = copy.deepcopy(dict(fresh.state_dict()))
+    state = dict(_sized(5.0).state_dict())
+    for change, match in (({"1.more": torch.ones(2)}, "not here: model/1.more"), ({"1.bias": None}, "missing.*1.bias")):
+        tc.save(tmp_path / match, {"model": {k: v for k, v in {**state, **change}.items() if v is not None}})
+        with pytest.raises(tc.MismatchError, match=match):
+            training.restore(tmp_path / match, fresh, rng=False)
+        assert same_tensors(dict(fresh.state_dict()), before)
+        report = training.restore(tmp_path / match, copy.deepcopy(fresh), rng=False, strict=False)
+        assert report.missing + report.unexpected == (f"model/{next(iter(change))}",)
+
+
+class Rooted(nn.Module):
+    """With a `state_dict` and a `load_state_dict` of another form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.step = nn.Linear(2, 2), 0
+
+    def state_dict(self) -> Any:  # type: ignore[override]
+        return {"net": self.net.state_dict(), "step": self.step}
+
+    def load_state_dict(self, state: Any) -> None:  # type: ignore[override]
+        self.net.load_state_dict(state["net"])
+        self.step = state["step"]
+
+
+class Bare(nn.Module):
+    """With a `state_dict` that takes no arguments, and torch's `load_state_dict`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+        self.register_buffer("count", torch.tensor(0))
+
+    def state_dict(self) -> Any:  # type: ignore[override]
+        return super().state_dict()
+
+
+@pytest.mark.parametrize("kind", [Rooted, Bare])
+@pytest.mark.parametrize("wrap", [lambda m: m, nn.DataParallel], ids=["plain", "parallel"])
+def test_a_state_dict_without_arguments_is_taken_as_it_is(tmp_path: Path, kind: Any, wrap: Any) -> None:
+    model = kind()
+    model.step = 5
+    if kind is Rooted and wrap is nn.DataParallel:
+        with pytest.raises(tc.TreeError, match=r"model: expected .*state_dict.*destination.*found .*Rooted"):
+            training.state(wrap(model))
+        return
+    if wrap is nn.DataParallel:
+        with pytest.raises(tc.TreeError, match=r"model: expected .*state_dict.*destination.*found .*Bare"):
+            training.state(wrap(model))
+        return
+    optimizer = torch.optim.Adam(model.parameters())
+    model.net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    tc.save(tmp_path / "c", training.state(model, optimizer))
+    fresh = kind()
+    again = torch.optim.Adam(fresh.parameters())
+    weight = fresh.net.weight
+    training.restore(tmp_path / "c", fresh, again)
+    assert fresh.net.weight is weight and torch.equal(weight, model.net.weight)
+    assert same_tensors(again.state_dict(), optimizer.state_dict())
+    assert kind is Bare or fresh.step == 5
+
+
+def test_a_submodule_whose_state_dict_takes_no_arguments_is_named(tmp_path: Path) -> None:
+    with pytest.raises(tc.TreeError, match=r"model/1: expected .*state_dict.*destination.*found .*Bare"):
+        training.state(nn.Sequential(nn.Linear(2, 2), Bare()))
+
+
+# ties and failures ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["plain first", "plain last"])
+def test_a_tied_weight_has_what_the_last_of_its_modules_loads(tmp_path: Path, order: str) -> None:
+    def tied(kind: Any) -> nn.Module:
+        scaled, plain = kind(2, 2), nn.Linear(2, 2)
+        plain.weight = scaled.weight
+        nn.init.constant_(plain.weight, 5.0)
+        return nn.Sequential(*((plain, scaled) if order == "plain first" else (scaled, plain)))
+
+    for kind in (Scaled, Older):
+        model = tied(kind)
+        torch.save(model.state_dict(), tmp_path / "torch.pt")
+        (expected := tied(Scaled)).load_state_dict(torch.load(tmp_path / "torch.pt"))
+        tc.save(tmp_path / kind.__name__, training.state(model, rng=False))
+        fresh = tied(Scaled)
+        nn.init.zeros_(fresh[0].weight)
+        training.restore(tmp_path / kind.__name__, fresh, rng=False)
+        assert fresh[0].weight is fresh[1].weight
+        if kind is Scaled or order == "plain first":
+            assert torch.equal(fresh[0].weight, expected[0].weight)
+        else:  # torch scales the tied weight in the state dict itself, and so what the plain module loads
+            assert fresh[0].weight.unique().item() in (5.0, 500.0)
+
+
+class Failing(nn.Module):
+    """Changes itself, and then fails."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.register_buffer("small", torch.randn(0))
+        self.how, self.words, self.fails = how, ["old"], False
+
+    def get_extra_state(self) -> Any:
+        return {"words": self.words}
+
+    def _change(self) -> None:
+        self.words.append("new")
+        self.more = 1
+        self.small = torch.ones(4)
+        raise ValueError("in the middle")
+
+    def set_extra_state(self, state: Any) -> None:
+        if self.fails and self.how == "extra state":
+            self._change()
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        if self.fails and self.how == "method":
+            self._change()
+
+
+class FailingExtra(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return 1
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+        raise ValueError("in the middle")
+
+
+@pytest.mark.parametrize("how", ["extra state", "method"])
+@pytest.mark.parametrize("meta", [False, True], ids=["", "meta"])
+def test_where_a_module_s_own_code_fails_nothing_is_changed(tmp_path: Path, how: str, meta: bool) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), Metric(), Failing(how), nn.Linear(2, 2))
+
+    model = make()
+    model[1].update(3.0)
+    tc.save(tmp_path / "c", training.state(model, rng=False))
+    with torch.device("meta" if meta else "cpu"):
+        fresh = make()
+    fresh[2].fails = True
+    before, weight = copy.deepcopy(fresh.state_dict()), fresh[2].weight
+    with pytest.raises(tc.MismatchError, match=r"model/2: .*ValueError: in the middle.*[Nn]othing was changed"):
+        training.restore(tmp_path / "c", fresh, rng=False)
+    assert fresh[2].weight is weight and fresh[2].words == ["old"] and not hasattr(fresh[2], "more")
+    assert all(p.is_meta == meta for p in fresh.parameters())
+    if not meta:
+        assert same_tensors(dict(fresh.state_dict()), dict(before))
+    fresh[2].fails = False
+    training.restore(tmp_path / "c", fresh, rng=False)
+    assert same_tensors(dict(fresh.state_dict()), dict(model.state_dict()))
+
+
+def test_extra_states_are_set_before_arrays_are_filled(tmp_path: Path) -> None:
+    model, fresh = (nn.Sequential(nn.Linear(2, 2), FailingExtra(2, 2)) for _ in range(2))
+    tc.save(tmp_path / "c", training.state(model, rng=False))
+    before = copy.deepcopy(dict(fresh.state_dict()))
+    with pytest.raises(tc.MismatchError, match=r"model/1._extra_state: .*in the middle.*[Nn]othing was changed"):
+        training.restore(tmp_path / "c", fresh, rng=False)
+    assert same_tensors(dict(fresh.state_dict()), before) and not hasattr(fresh[1], "seen")
+
+
+class Given(nn.Linear):
+    """Gives extra state that it does not take back."""
+
+    def get_extra_state(self) -> Any:
+        return 1
+
+
+def test_extra_state_that_is_not_taken_back_is_refused(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", training.state(Given(2, 2)))
+    with pytest.raises(tc.MismatchError, match=r"model/_extra_state: expected a module that has set_extra_state"):
+        training.restore(tmp_path / "c", Given(2, 2))
+
+
+def test_another_dtype_is_refused_where_the_module_would_cast_it(tmp_path: Path) -> None:
+    model, fresh = _sized(5.0).double(), _sized(1.0)
+    model[0].float()
+    tc.save(tmp_path / "c", training.state(model, rng=False))
+    with pytest.raises(tc.MismatchError, match=r"model/1.(weight|bias): expected float32.*found float64"):
+        training.restore(tmp_path / "c", fresh, rng=False)
+    assert fresh[1].weight.unique().item() == 1.0
+    training.restore(tmp_path / "c", fresh, rng=False, cast=True)
+    assert fresh[1].weight.unique().item() == 5.0
+
+
+def test_own_code_runs_once_and_sees_the_state_as_it_was_saved(tmp_path: Path) -> None:
+    met: list[Any] = []
+
+    class Seeing(nn.Linear):
+        def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+            met.append({k: v.clone() for k, v in state.items()})
+            assert all(not v.requires_grad for v in state.values())
+            before = self.weight.detach().clone()
+            super()._load_from_state_dict(state, prefix, *rest)
+            assert not torch.equal(before, self.weight)
+
+    model = nn.Sequential(nn.Linear(2, 2), Seeing(2, 2))
+    tc.save(tmp_path / "c", training.state(model, rng=False))
+    training.restore(tmp_path / "c", nn.Sequential(nn.Linear(2, 2), Seeing(2, 2)), rng=False)
+    assert same_tensors(met, [dict(model[1].state_dict())])
+
+
+def test_a_part_that_is_left_out_stays_as_it_is(tmp_path: Path) -> None:
+    model, fresh = _measured(0, 1.0), _measured(1, 7.0)
+    tc.save(tmp_path / "c", training.state(model, rng=False))
+    training.restore(tmp_path / "c", fresh, rng=False, exclude="model/1.seen")
+    assert fresh[1].seen[0].tolist() == [7.0] and fresh[1].total == 1 and fresh[1].best == 1.0
+    assert OrderedDict is type(fresh.state_dict())

@@ -1,0 +1,454 @@
+"""Modules with load code of their own: each gets what was saved of it, as it was saved, by `load_state_dict`.
+
+Own code is an override of `_load_from_state_dict`, a hook before it, `set_extra_state`, or an override of
+`load_state_dict` of a model itself. It may rename, migrate, resize and assign. So nothing at or below such a module is
+compared: what was saved there is read into new tensors, and passed with the saved metadata. Torch's own layers migrate
+older weights alone; they count where their metadata or names differ from the saved ones. A module whose state dict has
+ShardedTensors, as large tables are, is filled in place.
+
+This code runs before any other tensor is filled, and where it fails what it changed is put back.
+"""
+
+from __future__ import annotations
+
+import bisect
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
+from torch.nn.parameter import is_lazy
+
+from ..arrays.dtensor import is_dtensor, is_sharded_tensor
+from ..arrays.plain_tensor import dtype_name
+from ..arrays.registry import new_array
+from ..arrays.torch import torch_dtype
+from ..core.tree.flatten import PerRank, flatten, replace_leaves
+from ..core.tree.spec import ArraySpec
+from ..core.tree.structure import PerRankNode, Structure
+from ..errors import MismatchError, TreeckptError
+from .modules import CleanNames, ModelEntries, Modules, StateDictEntry, live_state_dict, named_objects
+from .names import Key, key_path, put_in
+from .sources import RestoreSource, children_of, descend, leaves_below, saved_metadata
+
+MOST_KEPT = 256 << 20
+"""Bytes of tensors of which copies are kept while load code runs."""
+_LISTED = 10
+"""Names in an error."""
+_ASSIGNS = "assign_to_params_buffers"
+"""What torch notes in the metadata of a state dict that was assigned; parameters of a restore stay the same objects."""
+
+
+class ModuleLoad:
+    """One module with load code of its own, and what is passed to it."""
+
+    def __init__(self, prefix: Key, name: str, module: nn.Module, root: nn.Module) -> None:
+        self.prefix, self.name, self.module, self.root = prefix, name, module, root
+        self.path = "/".join(("model", *prefix, *([name] if name else [])))
+        self.state: OrderedDict[str, Any] = OrderedDict()
+        """By the names of its own state dict: new tensors, which are filled before, and values."""
+        self.target: dict[Key, Any] = {}
+        """The new tensors by the keys at which they were saved."""
+        self.asked: set[str] = set()
+        self.values: list[tuple[str, Key]] = []
+        """(name in its own state dict, key) of what is no tensor itself."""
+        self.casts: dict[str, str] = {}
+        """The saved dtype of each tensor that has another one here, by clean name."""
+        self.names = CleanNames(module, ())
+
+    def clean(self, raw: str) -> str:
+        """Returns the name in the model of an entry of the module's own state dict."""
+        inner = self.names.key(raw)[-1]
+        return ".".join(step for step in (self.name, inner) if step)
+
+    def has(self, entry: StateDictEntry) -> bool:
+        """Whether an entry of the model stands at or below the module."""
+        return entry.root is self.root and self.holds(entry.key[-1])
+
+    def holds(self, name: str) -> bool:
+        """Whether a clean name is that of an entry at or below the module."""
+        return not self.name or name.startswith(f"{self.name}.")
+
+
+class ExtraState(msgspec.Struct):
+    """The saved extra state of a module without other load code."""
+
+    path: str
+    module: nn.Module
+    state: Any
+
+
+# what has load code ---------------------------------------------------------------------------------------------------
+
+
+def find_loads(model: Modules, found: ModelEntries, source: RestoreSource) -> list[ModuleLoad]:
+    """Returns the outermost modules with load code of their own."""
+    loads: list[ModuleLoad] = []
+    for prefix, root in named_objects(model, nn.Module, "model"):
+        mine = {entry.key[-1]: entry for entry in found.entries if entry.root is root}
+        names = sorted(mine)
+        sharded = [name for name in names if is_sharded_tensor(mine[name].value)]
+        there = children_of(descend(source.structure, ("model", *prefix)))
+        saved, live = saved_metadata(source, prefix), found.metadata.get(prefix, {})
+        outer: list[str] = []
+        for name, chain in CleanNames(root, prefix).chains.items():
+            if any(not above or name == above or name.startswith(f"{above}.") for above in outer[-1:]):
+                continue
+            code = [(one, text) for one in chain for text in _load_code(one, is_root=not name)]
+            if not code or _below(sharded, name):
+                continue
+            if all(text.startswith("torch.nn.") for _, text in code) and _is_as_saved(
+                (one for one in _below(names, name)), there, name, saved, live
+            ):
+                continue
+            outer.append(name)
+            loads.append(ModuleLoad(prefix, name, code[0][0], root))
+    return loads
+
+
+def _load_code(module: nn.Module, *, is_root: bool) -> Iterator[str]:
+    """Yields the Python module of each function that may change what is loaded, without torch's for wrappers."""
+    methods = ("_load_from_state_dict", "load_state_dict") if is_root else ("_load_from_state_dict",)
+    functions = [getattr(getattr(module, name), "__func__", getattr(module, name)) for name in methods]
+    own = [f for f, name in zip(functions, methods, strict=True) if f is not getattr(nn.Module, name)]
+    for function in (*module._load_state_dict_pre_hooks.values(), *own):
+        where = getattr(function, "__module__", None) or ""
+        if not where.startswith("torch.distributed."):
+            yield where
+
+
+def _below(names: Sequence[str], above: str) -> Sequence[str]:
+    """Returns those of sorted names that stand at or below a module."""
+    if not above:
+        return names
+    return names[bisect.bisect_left(names, f"{above}.") : bisect.bisect_left(names, f"{above}/")]
+
+
+def _is_as_saved(
+    below: Iterator[str], there: Mapping[Any, Structure], name: str, saved: Mapping[str, Any] | None, live: Any
+) -> bool:
+    """Whether a module was saved with the metadata and all the names that it has."""
+    return (saved is None or saved.get(name) == live.get(name)) and all(one in there for one in below)
+
+
+# what is passed -------------------------------------------------------------------------------------------------------
+
+
+def plan_load(
+    load: ModuleLoad,
+    source: RestoreSource,
+    stays: Callable[[str, bool], bool],
+    *,
+    own: Callable[[str, str], None],
+    others: bool,
+    device: str | torch.device | None,
+) -> None:
+    """Chooses what a module is passed, with new tensors for what was saved of it.
+
+    Args:
+        stays: returns whether the entry of a clean name stays as it is, given whether it was saved.
+        own: is called with the name and path of what each rank has saved of its own.
+        others: whether a model gets names too whose first step it does not have.
+    """
+    live = live_state_dict(load.module, load.path)
+    raws = {load.clean(raw): raw for raw in live}
+    parents = {raw.rpartition(".")[0]: None for raw in live} | dict.fromkeys(getattr(live, "_metadata", ()))
+    by_parent = {load.clean(raw) if raw else load.name: raw for raw in reversed(parents)} | {load.name: ""}
+    by_parent |= {load.clean(f"{raw}.x").rpartition(".")[0]: raw for raw in parents if raw}
+    heads = {name.partition(".")[0] for name in (*raws, *by_parent)}
+    made: dict[object, Tensor] = {}
+    for name, node in children_of(descend(source.structure, ("model", *load.prefix))).items():
+        if type(name) is not str or not load.holds(name):
+            continue
+        if not load.name and not others and name.partition(".")[0] not in heads:
+            continue
+        key = (*load.prefix, name)
+        path, raw = f"model/{key_path(key)}", raws.get(name) or _raw_of(name, by_parent)
+        if stays(name, True):
+            continue
+        load.asked.update(leaves_below(path, node))
+        if isinstance(node, PerRankNode):
+            own(name, path)
+            node, path = None, next((p for p in leaves_below(path, node) if p in source.leaves), path)
+        spec = source.leaves.get(path) if node is None else None
+        here = live.get(raw)
+        if not isinstance(spec, ArraySpec) or raw.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX:
+            load.values.append((raw, key))
+            load.state[raw] = None
+            continue
+        tie = (id(here) if raw in live else None, source.identity(path))
+        tensor = made.get(tie) if None not in tie else None
+        if tensor is None:
+            tensor = made[tie] = _new_like(here, spec, path, device, load)
+            load.target[key] = PerRank(tensor) if path.endswith("~rank*") else tensor
+        load.state[raw] = tensor.detach()
+        if isinstance(here, Tensor) and here.dtype != tensor.dtype:
+            load.casts[name] = dtype_name(tensor.dtype)
+    _add_ties(load, live, stays)
+    vars(load.state)["_metadata"] = _metadata_for(load, source, getattr(live, "_metadata", {}), by_parent)
+
+
+def _raw_of(name: str, by_parent: Mapping[str, str]) -> str:
+    """Returns the name in a module's own state dict of an entry that it does not have now."""
+    steps = name.split(".")
+    for count in range(len(steps) - 1, -1, -1):
+        if (raw := by_parent.get(".".join(steps[:count]))) is not None:
+            return ".".join((*(step for step in (raw,) if step), *steps[count:]))
+    return name
+
+
+def _new_like(here: Any, spec: ArraySpec, path: str, device: str | torch.device | None, load: ModuleLoad) -> Tensor:
+    """Returns a new tensor of a saved dtype and shape, laid out as the live one where that has the shape."""
+    where: Any = device_of(load.module, load.root) or device or torch.get_default_device()
+    if isinstance(here, Tensor) and not is_lazy(here):
+        where = here.device
+        if here.is_meta:
+            where = here.device_mesh.device_type if is_dtensor(here) else device or torch.get_default_device()  # pyright: ignore[reportAttributeAccessIssue]
+        if tuple(here.shape) == spec.shape:
+            return torch.empty_like(here.detach(), dtype=torch_dtype(spec.dtype, path), device=where)
+    made: Any = new_array(spec, path, str(where)).leaf
+    return made
+
+
+def device_of(*modules: nn.Module) -> torch.device | None:
+    """Returns the device of the first tensor of the modules that has memory."""
+    tensors = (t for module in modules for part in (module.buffers(), module.parameters()) for t in part)
+    return next((t.device for t in tensors if not is_lazy(t) and not t.is_meta), None)
+
+
+def _add_ties(load: ModuleLoad, live: Mapping[str, Any], stays: Callable[[str, bool], bool]) -> None:
+    """Adds entries that stay, as they are, and other names of tensors that are passed under one."""
+    given = {id(live[raw]): tensor for raw, tensor in load.state.items() if isinstance(live.get(raw), Tensor)}
+    for raw, value in live.items():
+        if raw not in load.state and id(value) in given and isinstance(value, Tensor):
+            load.state[raw] = given[id(value)]
+        elif raw not in load.state and stays(load.clean(raw), False):
+            load.state[raw] = _own_copy(value, None)
+
+
+def _metadata_for(
+    load: ModuleLoad, source: RestoreSource, live: Mapping[str, Any], by_parent: Mapping[str, str]
+) -> OrderedDict[str, Any]:
+    """Returns the saved metadata by the names of a module's own state dict; its own where none was saved."""
+    saved = saved_metadata(source, load.prefix)
+    if saved is None:
+        found = OrderedDict(live)
+    else:
+        found = OrderedDict[str, Any]()
+        for name, local in saved.items():
+            if name == load.name or load.holds(name):
+                found[by_parent[name] if name in by_parent else _raw_of(name, by_parent)] = local
+        for raw in live:  # of a wrapper too
+            if (name := load.clean(raw) if raw else load.name) in saved:
+                found[raw] = saved[name]
+    plain = ((raw, local) for raw, local in found.items() if isinstance(local, Mapping))
+    return OrderedDict((raw, {k: v for k, v in local.items() if k != _ASSIGNS}) for raw, local in plain)
+
+
+def _own_copy(value: Any, device: torch.device | None) -> Any:
+    """Returns a tree with copies of its tensors."""
+
+    def copied(leaf: Any) -> Any:
+        return leaf.detach().clone().to(device or leaf.device) if isinstance(leaf, Tensor) else leaf
+
+    return replace_leaves(value, iter([copied(leaf) for _, leaf in flatten(value)[1]]))
+
+
+def load_values(loads: Sequence[ModuleLoad], part: Mapping[str, Any]) -> None:
+    """Puts the values of `part`, which was loaded as it was saved, into what modules are passed."""
+    for load in loads:
+        device = device_of(load.module, load.root)
+        for raw, key in load.values:
+            value: Any = part
+            for step in key:
+                value = value[step]
+            is_extra = raw.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+            load.state[raw] = _own_copy(
+                value.value if isinstance(value, PerRank) else value, None if is_extra else device
+            )
+
+
+# run ------------------------------------------------------------------------------------------------------------------
+
+
+def run_load(load: ModuleLoad, *, strict: bool, cast: bool) -> tuple[list[str], list[str]]:
+    """Runs the load code of a module; returns the paths that it misses, and that it does not know.
+
+    Args:
+        strict: whether a `load_state_dict` of the model's own is called as `load_state_dict(state)`, which is strict.
+
+    Raises:
+        MismatchError: it fails, does not take what the module itself gives, or casts without `cast`.
+    """
+    module, at = load.module, "/".join(("model", *load.prefix, ""))
+    method = module.load_state_dict
+    is_own = getattr(method, "__func__", method) is not nn.Module.load_state_dict
+    known = set(live_state_dict(module, load.path))
+    try:
+        if not is_own or load.name:
+            result: Any = nn.Module.load_state_dict(module, load.state, strict=False)
+        elif strict or "strict" not in inspect.signature(method).parameters:
+            result = method(load.state)
+        else:
+            result = method(load.state, strict=False)  # pyright: ignore[reportCallIssue]
+    except Exception as error:
+        raise MismatchError(
+            load.path,
+            expected=f"a state that the load code of {type(module).__qualname__} takes",
+            found=_said(error),
+        ) from error
+    missing, unexpected = (list(getattr(result, name, None) or ()) for name in ("missing_keys", "unexpected_keys"))
+    if left := [raw for raw in unexpected if raw in known and raw in load.state]:
+        raise MismatchError(
+            f"{at}{load.clean(left[0])}",
+            expected="a name that the model's load_state_dict takes, as its state_dict has it",
+            found=f"{len(left)} that it does not",
+            hint="Register a hook with register_load_state_dict_pre_hook that takes them back",
+        )
+    modules = CleanNames(module, ())
+    for name, dtype in {} if cast else load.casts.items():
+        inner = name.removeprefix(f"{load.name}.") if load.name else name
+        owner = modules.chains.get(inner.rpartition(".")[0], [module])[-1]
+        found = getattr(owner, inner.rpartition(".")[2], None)
+        if not isinstance(found, Tensor) or dtype_name(found.dtype) != dtype:
+            raise MismatchError(
+                f"{at}{name}",
+                expected=f"{dtype_name(found.dtype)}, as the model has it"
+                if isinstance(found, Tensor)
+                else "its dtype",
+                found=f"{dtype} in the checkpoint",
+                hint="Pass cast=True to convert",
+            )
+    return [at + load.clean(raw) for raw in missing], [at + load.clean(raw) for raw in unexpected]
+
+
+def _said(error: Exception) -> str:
+    """Returns an error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def set_extra_state(extra: ExtraState) -> None:
+    """Passes a module its extra state.
+
+    Raises:
+        MismatchError: it fails.
+    """
+    try:
+        extra.module.set_extra_state(extra.state)
+    except Exception as error:
+        raise MismatchError(
+            extra.path,
+            expected=f"a state that {type(extra.module).__qualname__}.set_extra_state takes",
+            found=_said(error),
+        ) from error
+
+
+def run_post_hooks(model: Modules, loads: Sequence[ModuleLoad]) -> None:
+    """Runs the hooks after `load_state_dict` of the modules that were filled in place, except torch's own."""
+    done = {id(one.module) for one in loads}
+
+    def walk(module: nn.Module) -> None:
+        if id(module) in done:
+            return
+        done.add(id(module))
+        for child in module.children():
+            walk(child)
+        for hook in module._load_state_dict_post_hooks.values():
+            if not (getattr(hook, "__module__", None) or "").startswith("torch."):
+                try:
+                    hook(module, _IncompatibleKeys([], []))
+                except Exception as error:
+                    kind = type(module).__qualname__
+                    error.add_note(f"raised by a hook after load_state_dict of {kind}; the model's arrays are filled")
+                    raise
+
+    for _, root in named_objects(model, nn.Module, "model"):
+        walk(root)
+
+
+class Before:
+    """What modules have before their load code runs: attributes, their containers, and copies of tensors."""
+
+    def __init__(self, loads: Sequence[ModuleLoad], extras: Sequence[ExtraState]) -> None:
+        whole = {id(one): one for load in loads for one in load.module.modules()}
+        alone = {id(extra.module): extra.module for extra in extras if id(extra.module) not in whole}
+        modules = [*whole.values(), *alone.values()]
+        self._attributes = [(vars(module), dict(vars(module))) for module in modules]
+        self._contents: list[tuple[Any, Any]] = []
+        self._tensors: list[tuple[Tensor, Tensor | None]] = []
+        tensors: dict[int, Tensor] = {}
+        for module in modules:
+            for name, value in vars(module).items():
+                parts: Any = ()
+                if type(value) in (dict, OrderedDict, list, set):
+                    self._contents.append((value, value.copy()))
+                    parts = value.values() if isinstance(value, dict) else value
+                if name != "_parameters" or id(module) in whole:  # extra state goes with weights of any size
+                    found = (one for one in (value, *parts) if isinstance(one, Tensor))
+                    tensors.update((id(one), one) for one in found if not is_sharded_tensor(one) and not is_lazy(one))
+        room = MOST_KEPT
+        for tensor in sorted(tensors.values(), key=_nbytes):
+            room -= _nbytes(tensor)
+            self._tensors.append((tensor, _local(tensor).clone() if room >= 0 and not tensor.is_meta else None))
+        self._meta = [tensor for tensor, _ in self._tensors if tensor.is_meta]
+
+    @torch.no_grad()
+    def put_back(self, paths: Mapping[int, str]) -> list[str]:
+        """Puts everything back; returns the paths of tensors of which no copy was kept.
+
+        Args:
+            paths: those of the model's tensors, by identity.
+        """
+        for now, before in self._attributes:
+            now.clear()
+            now.update(before)
+        for now, before in self._contents:
+            now.clear()
+            now.extend(before) if isinstance(now, list) else now.update(before)
+        changed: list[str] = []
+        for tensor, copy in self._tensors:
+            local = _local(tensor)
+            if copy is None:
+                changed += [] if any(tensor is one for one in self._meta) else [paths.get(id(tensor), "a tensor")]
+            elif local.shape == copy.shape:
+                local.copy_(copy)
+            else:
+                tensor.data = copy
+        for tensor in self._meta:
+            if not tensor.is_meta:
+                new = torch.empty_like(tensor, device="meta")
+                torch.utils.swap_tensors(tensor, nn.Parameter(new, requires_grad=tensor.requires_grad))
+        return sorted(changed)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Returns the part of a tensor that this rank has, detached."""
+    return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return 0 if tensor.is_meta else _local(tensor).nbytes
+
+
+def say_what_changed(error: Exception, changed: Sequence[str]) -> None:
+    """Adds to an error of load code what stays changed."""
+    more = f" and {len(changed) - _LISTED} more" if len(changed) > _LISTED else ""
+    text = f"Changed, as no copies of them were kept: {', '.join(changed[:_LISTED])}{more}" if changed else ""
+    text = text or "Nothing was changed"
+    if isinstance(error, TreeckptError):
+        error.add_hint(text)
+    else:
+        error.add_note(text)
+
+
+def target_of(loads: Sequence[ModuleLoad]) -> dict[str, Any]:
+    """Returns the tree of the new tensors of modules, to fill."""
+    tensors: dict[str, Any] = {}
+    for load in loads:
+        for key, tensor in load.target.items():
+            put_in(tensors, key, tensor)
+    return tensors
