@@ -6,6 +6,7 @@ negative views, are read and written box by box. A DTensor's pieces are computed
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -17,7 +18,7 @@ import torch
 from torch.nn import Buffer, Parameter, UninitializedBuffer, UninitializedParameter
 
 from ..core.sharding.placements import MeshLayout, held_by, local_shape
-from ..core.sharding.region import Region
+from ..core.sharding.region import Region, memory_order, strides_in
 from ..core.tree.spec import ArraySpec
 from ..core.tree.value_codec import TypedValue
 from ..errors import FormatError, MismatchError, TreeError
@@ -92,7 +93,15 @@ def _check(leaf: torch.Tensor, path: str) -> None:
 
 def _spec(leaf: torch.Tensor) -> ArraySpec:
     device = None if leaf.is_cpu or leaf.is_meta else str(leaf.device)
-    return ArraySpec(tuple(leaf.shape), dtype_name(leaf.dtype), None, device, leaf.requires_grad, kind_of(leaf))
+    shape, order = tuple(leaf.shape), _order(leaf)
+    return ArraySpec(shape, dtype_name(leaf.dtype), None, device, leaf.requires_grad, kind_of(leaf), order)
+
+
+def _order(leaf: torch.Tensor) -> tuple[int, ...] | None:
+    """Returns the order of a tensor's dimensions in memory: of a DTensor in that of its local part, if it has one."""
+    if is_dtensor(leaf) and (part := part_of(leaf)).numel() and part.ndim == leaf.ndim:
+        return memory_order(part.shape, part.stride())
+    return memory_order(leaf.shape, leaf.stride())
 
 
 def source(leaf: torch.Tensor, path: str, rank: int) -> ArraySource:
@@ -225,15 +234,28 @@ def like(
     spec = _spec(leaf)
     if is_dtensor(leaf):
         return _like_dtensor(leaf, spec, path, rank, where, allocate)
-    tensor = _new(spec.shape, leaf.dtype, torch.device("cpu") if where.type == "meta" else where, allocate)
+    host = torch.device("cpu")
+    tensor = _new(spec.shape, leaf.dtype, host if where.type == "meta" else where, allocate, spec.order)
     return ArrayTarget(spec, as_kind(tensor, spec), (TargetPiece(Region.whole(spec.shape), tensor_data(tensor)),))
 
 
-def _new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, allocate: Allocate | None) -> torch.Tensor:
-    nbytes = math.prod(shape) * dtype.itemsize
+def _new(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    allocate: Allocate | None,
+    order: tuple[int, ...] | None,
+) -> torch.Tensor:
+    """Creates a tensor; `order` of its dimensions in memory is not that of a flat one, which holds other boxes."""
+    nbytes, strides = math.prod(shape) * dtype.itemsize, None
+    if order is not None and len(order) == len(shape):
+        strides = strides_in(shape, order, 1)
     if allocate is None or device.type != "cpu" or not nbytes:
+        if strides is not None:
+            return torch.empty_strided(shape, strides, dtype=dtype, device=device)
         return torch.empty(shape, dtype=dtype, device=device)
-    return _from_buffer(allocate(nbytes), dtype, 0, math.prod(shape)).view(shape)
+    flat = _from_buffer(allocate(nbytes), dtype, 0, math.prod(shape))
+    return flat.view(shape) if strides is None else flat.as_strided(shape, strides)
 
 
 def _like_dtensor(
@@ -244,10 +266,26 @@ def _like_dtensor(
     layout = layout_of(leaf, path)
     shape = local_shape(layout, spec.shape, rank)
     device = torch.device(leaf.device_mesh.device_type) if where.type == "meta" else where
-    local = _new(shape if shape is not None else (0,), leaf.dtype, device, allocate)
+    local = _new(shape if shape is not None else (0,), leaf.dtype, device, allocate, spec.order)
     pieces = [TargetPiece(*p) for p in _pieces(layout, local, spec.shape, rank)] if shape is not None else ()
     made = DTensor(local, leaf._spec, requires_grad=False)  # from_local loses the shape of a scalar outside of the mesh
     return ArrayTarget(spec, as_kind(made, spec), pieces, layout)
+
+
+def in_order(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
+    """Returns a new tensor of the same shape, dtype, device and placements.
+
+    Args:
+        order: of its dimensions in memory, from the outermost to the innermost; None for C order.
+    """
+    if not is_dtensor(tensor):
+        return _new(tuple(tensor.shape), tensor.dtype, tensor.device, None, order)
+    from torch.distributed.tensor import DTensor
+
+    given: Any = tensor
+    part, spec = part_of(given), copy.copy(given._spec)
+    spec.tensor_meta = spec.tensor_meta._replace(stride=strides_in(tuple(tensor.shape), order, 1))
+    return DTensor(_new(tuple(part.shape), part.dtype, part.device, None, order), spec, requires_grad=False)
 
 
 def _device(device: str | None, path: str) -> torch.device | None:
@@ -313,16 +351,21 @@ def as_kind(tensor: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
 def empty(spec: ArraySpec, path: str, device: str | None, *, allocate: Allocate | None = None) -> ArrayTarget:
     """Creates a tensor from a spec: for its regions, or for the whole array; on the host unless `device` is given."""
     where = _checked_device(spec.device or "cpu", path) if device == "original" else _device(device, path)
-    tensor = _new(local_shape_of(spec), torch_dtype(spec.dtype, path), where or torch.device("cpu"), allocate)
+    shape, dtype = local_shape_of(spec), torch_dtype(spec.dtype, path)
+    tensor = _new(shape, dtype, where or torch.device("cpu"), allocate, spec.order)
     return ArrayTarget(spec, as_kind(tensor, spec), local_pieces(spec, lambda box: tensor_data(tensor[box])))
 
 
 def wrap(spec: ArraySpec, memory: memoryview, offset: int) -> torch.Tensor:
     """Returns a tensor that uses `memory` from byte `offset` on, without a copy."""
     if (known := _NUMPY.get(spec.dtype)) is not None:  # takes half the time of frombuffer and view
-        return as_kind(torch.from_numpy(np.ndarray(spec.shape, known, memory, offset)), spec)
-    tensor = _from_buffer(memory, torch_dtype(spec.dtype), offset, math.prod(spec.shape))
-    return as_kind(tensor if tensor.shape == spec.shape else tensor.view(spec.shape), spec)
+        tensor = torch.from_numpy(np.ndarray(spec.shape, known, memory, offset))
+    else:
+        tensor = _from_buffer(memory, torch_dtype(spec.dtype), offset, math.prod(spec.shape))
+        tensor = tensor if tensor.shape == spec.shape else tensor.view(spec.shape)
+    if spec.order is not None:
+        tensor = tensor.as_strided(spec.shape, strides_in(spec.shape, spec.order, 1))
+    return as_kind(tensor, spec)
 
 
 def _from_buffer(memory: memoryview, dtype: torch.dtype, offset: int, size: int) -> torch.Tensor:
@@ -332,7 +375,7 @@ def _from_buffer(memory: memoryview, dtype: torch.dtype, offset: int, size: int)
 
 
 def view(base: torch.Tensor, spec: ArraySpec, offset: int, strides: tuple[int, ...]) -> torch.Tensor:
-    """Returns a strided view, in elements, of a contiguous tensor."""
+    """Returns a strided view, in elements of its memory, of a dense tensor."""
     return as_kind(torch.as_strided(base.detach(), spec.shape, strides, offset), spec)
 
 

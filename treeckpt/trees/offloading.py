@@ -12,9 +12,11 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from ..arrays.numpy import order_of
 from ..arrays.registry import abstract_of
 from ..arrays.sharded import Sharded, with_locals
 from ..arrays.stateful import state_tree
+from ..core.sharding.region import memory_order, strides_in
 from ..core.tree.flatten import flatten, replace_leaves
 from ..core.tree.keyed_table import TableColumn
 from ..core.tree.spec import ArraySpec
@@ -118,24 +120,25 @@ def _key(array: Any) -> Hashable:
 
 
 def _copy(array: Any, part: Any) -> Any:
-    """Returns a dense copy in C order; of a tensor on meta another one there.
+    """Returns a dense copy, in the same order in memory if the array is dense; of a tensor on meta another one there.
 
     Args:
         part: a tensor of bytes that is to hold it; None for new memory.
     """
     if isinstance(array, np.ndarray):
-        new = (
-            np.empty(array.shape, array.dtype) if part is None else part.numpy().view(array.dtype).reshape(array.shape)
-        )
+        steps = strides_in(array.shape, order_of(array), array.itemsize)
+        flat = np.empty(array.size, array.dtype) if part is None else part.numpy().view(array.dtype)
+        new = np.ndarray(array.shape, array.dtype, flat, 0, steps)
         new[...] = array
         return new
     import torch
 
+    strides = strides_in(array.shape, memory_order(array.shape, array.stride()), 1)
     if array.is_meta:
-        return torch.empty(array.shape, dtype=array.dtype, device="meta")
+        return torch.empty_strided(array.shape, strides, dtype=array.dtype, device="meta")
     if part is None:
-        return torch.empty(array.shape, dtype=array.dtype).copy_(array)
-    return part.view(array.dtype).view(array.shape).copy_(array)
+        return torch.empty_strided(array.shape, strides, dtype=array.dtype).copy_(array)
+    return part.view(array.dtype).as_strided(array.shape, strides).copy_(array)
 
 
 def _aligned(nbytes: int) -> int:
