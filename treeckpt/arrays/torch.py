@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.nn import Buffer, Parameter, UninitializedBuffer, UninitializedParameter
 
-from ..core.sharding.placements import MeshLayout, held_by, local_shape
+from ..core.sharding.placements import BoxLayout, MeshLayout, held_by, local_shape
 from ..core.sharding.region import Region, memory_order, strides_in
 from ..core.tree.spec import ArraySpec
 from ..core.tree.value_codec import TypedValue
@@ -33,7 +33,7 @@ from .base import (
     local_shape_of,
     overlaps_itself,
 )
-from .dtensor import is_dtensor, layout_of, local_of, part_of
+from .dtensor import DescribedTensor, described, describing, is_dtensor, layout_of, like_described, local_of, part_of
 from .numpy import cast as cast_as_numpy
 from .plain_tensor import PLAIN_CLASSES, PLAIN_DTYPES, dtype_name, is_plain, kind_of, plain_info, plain_memory
 from .torch_memory import TensorData, raw_array, signed_dtype, tensor_data
@@ -97,6 +97,17 @@ def _spec(leaf: torch.Tensor) -> ArraySpec:
     return ArraySpec(shape, dtype_name(leaf.dtype), None, device, leaf.requires_grad, kind_of(leaf), order)
 
 
+def _described_spec(leaf: torch.Tensor, held: DescribedTensor) -> ArraySpec:
+    """Returns the spec of a tensor that describes itself: dtype, device and order of what it holds, if it does."""
+    shape, dtype, kind = held.shape, leaf.dtype, kind_of(leaf)
+    if not held.chunks:
+        return ArraySpec(shape, dtype_name(dtype), requires_grad=leaf.requires_grad, kind=kind)
+    _, first = held.chunks[0]
+    device = None if first.is_cpu or first.is_meta else str(first.device)
+    order = memory_order(first.shape, first.stride())
+    return ArraySpec(shape, dtype_name(first.dtype), None, device, leaf.requires_grad, kind, order)
+
+
 def _order(leaf: torch.Tensor) -> tuple[int, ...] | None:
     """Returns the order of a tensor's dimensions in memory: of a DTensor in that of its local part, if it has one."""
     if is_dtensor(leaf) and (part := part_of(leaf)).numel() and part.ndim == leaf.ndim:
@@ -112,6 +123,11 @@ def source(leaf: torch.Tensor, path: str, rank: int) -> ArraySource:
             return ArraySource(
                 common.spec, None, (SourcePiece(common.whole, memory),), Storage(memory.address, common.nbytes, None)
             )
+    if (held := described(leaf, path)) is not None:
+        parts = [source(tensor, path, rank) for _, tensor in held.chunks]
+        layout = BoxLayout(tuple((rank, region) for region, _ in held.chunks))
+        pieces = [SourcePiece(r, part.pieces[0].data) for (r, _), part in zip(held.chunks, parts, strict=True)]
+        return ArraySource(_described_spec(leaf, held), layout, pieces, parts[0].storage if len(parts) == 1 else None)
     _check(leaf, path)
     if leaf.is_meta:
         raise TreeError(
@@ -174,6 +190,8 @@ def abstract(leaf: torch.Tensor, path: str, rank: int) -> ArraySpec:
     """Returns the spec of a tensor; for a DTensor with the regions that this rank holds."""
     if is_plain(leaf):
         return plain_info(leaf).spec
+    if (held := described(leaf, path)) is not None:
+        return msgspec.structs.replace(_described_spec(leaf, held), regions=tuple(region for region, _ in held.chunks))
     _check(leaf, path)
     spec = _spec(leaf)
     if not is_dtensor(leaf):
@@ -191,6 +209,9 @@ def target(leaf: torch.Tensor, path: str, rank: int) -> ArrayTarget:
         common = plain_info(leaf)
         if (memory := plain_memory(leaf, common)) is not None:
             return ArrayTarget(common.spec, leaf, (TargetPiece(common.whole, memory),))
+    if (held := described(leaf, path)) is not None:
+        pieces = [TargetPiece(region, target(tensor, path, rank).pieces[0].data) for region, tensor in held.chunks]
+        return ArrayTarget(abstract(leaf, path, rank), leaf, pieces)
     _check(leaf, path)
     if leaf.device.type == "meta":
         raise MismatchError(
@@ -229,6 +250,9 @@ def like(
     leaf: torch.Tensor, path: str, rank: int, device: str | None, *, allocate: Allocate | None = None
 ) -> ArrayTarget:
     """Creates a tensor of the leaf's shape, dtype, device and layout; on the host where the leaf is on meta."""
+    if describing(leaf) is not None:
+        made = like_described(leaf, _device(device, path), path)
+        return target(as_kind(made, abstract(leaf, path, rank)), path, rank)
     _check(leaf, path)
     where = _device(device, path) or leaf.device
     spec = _spec(leaf)
@@ -381,7 +405,8 @@ def view(base: torch.Tensor, spec: ArraySpec, offset: int, strides: tuple[int, .
 
 def mark_written(leaves: Sequence[torch.Tensor]) -> None:
     """Raises the version counters: a backward that needs the old content raises, as after `copy_`."""
-    torch.autograd.graph.increment_version(leaves)
+    chunks = [held.chunks for leaf in leaves if type(leaf) not in PLAIN_CLASSES and (held := described(leaf, ""))]
+    torch.autograd.graph.increment_version([*leaves, *(tensor for found in chunks for _, tensor in found)])
 
 
 def encode(value: Any) -> TypedValue | None:

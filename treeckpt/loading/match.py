@@ -253,6 +253,8 @@ class Load:
                 found=f"{saved.shape} in the checkpoint{self._chain(path)}",
                 hint="Ask for the saved shape, or leave the leaf out with `...`",
             )
+        if wanted.regions == ():
+            return  # holds nothing, and does not know of what dtype
         if wanted.dtype != saved.dtype and not self.options.cast:
             raise MismatchError(
                 path,
