@@ -25,7 +25,6 @@ import msgspec
 
 from ..arrays.base import ArraySource
 from ..arrays.describe import (
-    SMALL_LEAF_NBYTES,
     DescribedTree,
     box_digests,
     content_digests,
@@ -33,6 +32,7 @@ from ..arrays.describe import (
     piece_digests,
     place_table_rows,
 )
+from ..arrays.samples import SMALL_LEAF_NBYTES
 from ..arrays.stateful import state_tree
 from ..core.format.decoding import decode_msgpack
 from ..core.format.sidecars import Sidecar
@@ -228,13 +228,13 @@ class _Agreement:
             files=self.file_digests,
         )
         if not self.previous.running:
-            every = self.options.verify_replicas
+            compare = self.options.verify_replicas
             proposal.inventory = digest_of(self.described.inventory)
             proposal.own_values = self.described.own_values
             if self.comm.size > 1:
                 with os_errors_wrapped(self.store.url):
-                    self.contents = content_digests(self.described, every=every)
-                    self.pieces = piece_digests(self.described, world=self.comm.size, every=every)
+                    self.contents = content_digests(self.described, compare)
+                    self.pieces = piece_digests(self.described, compare, world=self.comm.size)
             proposal.contents = json_digest(sorted(self.contents.items()))
             proposal.pieces = digest_groups(self.pieces)
         return _encode(proposal)
@@ -262,10 +262,10 @@ class _Agreement:
         return Conclusion(result, last, settle=self.options.plan_only)
 
     def _boxes_to_compare(self, key: str, merged: GlobalTree | None) -> Boxes:
-        """On rank 0: what listed pieces have in common, small boxes only unless all replicas are to be compared."""
+        """On rank 0: what listed pieces have in common, small boxes only where large replicas are not compared."""
         boxes = contested_boxes(self.comm, key, merged, self.described.inventory)
-        every = self.options.verify_replicas
-        return tuple((path, box) for path, box, nbytes in boxes if every or nbytes <= SMALL_LEAF_NBYTES)
+        large = self.options.verify_replicas is not False
+        return tuple((path, box) for path, box, nbytes in boxes if large or nbytes <= SMALL_LEAF_NBYTES)
 
     # step 2: trees ----------------------------------------------------------------------------------------------------
     def _rank_tree(self) -> bytes:
@@ -293,7 +293,7 @@ class _Agreement:
     # step 3: overlapping pieces ---------------------------------------------------------------------------------------
     def _box_digests(self) -> bytes:
         with os_errors_wrapped(self.store.url):
-            return _encode(box_digests(self.described, self.boxes))
+            return _encode(box_digests(self.described, self.boxes, self.options.verify_replicas))
 
     def _compare_boxes(self, received: dict[int, bytes]) -> Conclusion[None]:
         compare_boxes(self.boxes, decode_each(received, BoxDigests))
