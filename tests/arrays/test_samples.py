@@ -147,7 +147,7 @@ def test_a_replica_of_another_initialisation_is_found_in_each_of_1000_trees() ->
     names, found = ("weight", "column-major", "half", "bias", "codes"), 0
     for seed in range(1000):
         rng = random.Random(seed)
-        tree = {f"{n}": layer(rng.choice(names), seed, rng) for n in range(rng.randint(1, 3))}
+        tree = {f"layer{n}": layer(rng.choice(names), seed, rng) for n in range(rng.randint(1, 3))}
         odd = rng.choice(sorted(tree))
         kind = tree[odd]
         other = (
