@@ -13,9 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import treeckpt as tc
 from tests.helpers.devices import DEVICES
-from tests.helpers.world import errors_of, on_ranks
 from treeckpt.arrays.base import FlatRangeArray
 from treeckpt.arrays.describe import content_digests, describe_tree
 from treeckpt.arrays.digests import ComparedPart, compared, digests_of
@@ -156,31 +154,6 @@ def test_a_replica_of_another_initialisation_is_found_in_each_of_1000_trees() ->
         digests = [content_digests(describe_tree(one, rank=0), "sample") for one in (tree, {**tree, odd: other})]
         found += {path for path in tree if digests[0][path] != digests[1][path]} == {odd}
     assert found == 1000
-
-
-@pytest.mark.parametrize("background", [False, True], ids=["save", "save_async"])
-def test_a_large_replica_that_differs_is_refused_and_does_not_become_a_mixture(background: bool) -> None:
-    """It would be written in part by each rank."""
-    store = tc.MemoryStore()
-
-    def save(comm: Any, **options: Any) -> None:
-        tree = {"experts": torch.full((1200, 1000), float(comm.rank)), "rest": torch.ones(3)}
-        if background:
-            tc.save_async(store, tree, comm=comm, writer="thread", **options).result(60)
-        else:
-            tc.save(store, tree, comm=comm, **options)
-
-    for error in errors_of(on_ranks(2, save)):
-        assert isinstance(error, tc.MismatchError) and error.path == "experts" and "rank 1" in str(error)
-        assert "tc.PerRank" in error.hint
-    assert not any(errors_of(on_ranks(2, lambda comm: save(comm, verify_replicas=False))))
-
-
-@pytest.mark.parametrize("given", ["samples", None, 2, "True"])
-def test_another_value_of_verify_replicas_is_named(given: Any) -> None:
-    with pytest.raises(tc.TreeckptError, match=r"verify_replicas: expected True, \"sample\" or False") as caught:
-        tc.save(tc.MemoryStore(), {"a": 1}, verify_replicas=given)
-    assert "64 KiB" in caught.value.hint
 
 
 def test_samples_are_few() -> None:

@@ -88,7 +88,7 @@ def large_replicas_are_compared_by_samples_or_as_they_are_told_to(here: Rank) ->
         with pytest.raises(tc.MismatchError) as caught:
             tc.save(here.directory / "seen", {"a": {name: leaf}}, verify_replicas=True)
         assert caught.value.path.startswith(f"a/{name}"), caught.value
-    other = torch.randn(300, 300, generator=torch.Generator().manual_seed(here.rank == 2))
+    other = torch.randn(300, 300, generator=torch.Generator().manual_seed(int(here.rank == 2)))
     drifted = distribute(other.clone(), mesh_of(2, 2), (Replicate(), Shard(0)))
     for name, leaf in {
         "w": other,

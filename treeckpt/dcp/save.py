@@ -59,8 +59,8 @@ def save(
         process_group: the ranks that save; they talk over the Store, without a collective.
         no_dist: saves in this process alone.
         use_collectives: has no effect, as no collective is used.
-        on_conflict: where ranks bring different values or tensors under one name: "error" refuses, by samples of what is
-            above 64 KiB; "rank0" compares all that is replicated, and saves what the first rank has, with a warning.
+        on_conflict: where ranks bring different values or tensors under one name: "error" refuses, by samples of what
+            is above 64 KiB; "rank0" compares all bytes, and saves what the first rank has, with a warning.
 
     Raises:
         CheckpointException: the save failed; on every rank.

@@ -50,12 +50,14 @@ from .future import PreviousSave
 from .messages import (
     BoxDigests,
     Boxes,
+    CommonPaths,
     Decision,
     MergedTree,
     RankProposal,
     RankTree,
     check_arguments,
     check_idle,
+    common_paths,
     compare_boxes,
     compare_contents,
     conflicting_ranks,
@@ -186,6 +188,8 @@ class _Agreement:
             merged = MergedTree(None, self.decision.boxes)
             if self.decision.representatives:
                 merged = self.exchange.step(self._rank_tree, self._merge, MergedTree)
+                if merged.global_tree is not None:
+                    self.comm.state.put(CommonPaths(self.decision.key, frozenset(merged.common)))
             # 4. Compare the contents of listed pieces that overlap
             self.boxes = merged.boxes
             if self.boxes:
@@ -249,6 +253,8 @@ class _Agreement:
             return Conclusion(decision)
         check_idle(proposals)
         decision.representatives = representatives(proposals)
+        inventories = {proposals[rank].inventory for rank in decision.representatives}
+        decision.contents_differ = len(inventories) < len(decision.representatives)
         if not decision.representatives:
             decision.boxes = self._boxes_to_compare(decision.key, None)
         decision.plan_is_cached = all(each.cached_plan == decision.key for each in proposals.values())
@@ -272,7 +278,10 @@ class _Agreement:
         """This rank's tree, if it is a representative; else nothing."""
         if self.comm.rank not in self.decision.representatives:
             return b""
-        contents = dict(self.contents)
+        contents, common = dict(self.contents), self.comm.state.get(CommonPaths)
+        known = self.decision.plan_is_cached and common is not None and common.key == self.decision.key
+        if known and common is not None and not self.decision.contents_differ:
+            contents = common.of(contents)
         for group in self.pieces if self.decision.conflict else ():
             contents |= group
         inventory = None if self.decision.plan_is_cached else self.described.inventory
@@ -288,7 +297,8 @@ class _Agreement:
             merged = merge_inventories(digests, trees, self.comm.size)
         compare_contents({rank: each.contents for rank, each in trees.items()})
         boxes = self._boxes_to_compare(self.decision.key, merged)
-        return self._conclusion(MergedTree(merged, boxes), last=not boxes)
+        common = common_paths(trees.values()) if merged is not None else ()
+        return self._conclusion(MergedTree(merged, boxes, common), last=not boxes)
 
     # step 3: overlapping pieces ---------------------------------------------------------------------------------------
     def _box_digests(self) -> bytes:
