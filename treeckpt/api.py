@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Unpack, cast
 
+from .arrays.samples import Comparison
 from .arrays.stateful import state_tree
 from .core.format.file_names import check_step
 from .core.option_names import check_options, checks_options
@@ -61,7 +62,7 @@ def save(
     custom_metadata: Mapping[str, Any] | None = None,
     files: Mapping[str, SidecarContent] | None = None,
     overwrite: bool = False,
-    verify_replicas: bool = False,
+    verify_replicas: Comparison = "sample",
     allow_pickle: bool = False,
     max_shard_bytes: int | None = None,
     namespace: str = "",
@@ -85,7 +86,9 @@ def save(
         files: small files that belong to the checkpoint, by plain names, as {"config.json": path or bytes}: up to 1,000
             of 64 MiB each, 256 MiB together; rank 0's, which alone reads paths. `read_file` reads one.
         overwrite: replaces a checkpoint at `path`, which stays valid until the new one is committed.
-        verify_replicas: compares all that several ranks hold, not only values, and arrays and pieces of up to 64 KiB.
+        verify_replicas: how what several ranks hold is compared: values, and arrays and pieces of up to 64 KiB, always
+            as a whole; larger ones by samples, 1 KiB of each 256 KiB ("sample", which finds an array that differs all
+            along any 256 KiB), by all bytes (True), or not at all (False).
         allow_pickle: stores values of unknown kinds as pickles; load reads them with `allow_pickle=True` only.
         max_shard_bytes: a rank starts another file after this many bytes of data, 1 or more; None writes one file.
         namespace: of optree's registry of node classes.
@@ -119,7 +122,7 @@ def save_async(
     custom_metadata: Mapping[str, Any] | None = None,
     files: Mapping[str, SidecarContent] | None = None,
     overwrite: bool = False,
-    verify_replicas: bool = False,
+    verify_replicas: Comparison = "sample",
     allow_pickle: bool = False,
     max_shard_bytes: int | None = None,
     namespace: str = "",

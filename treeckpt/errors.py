@@ -24,8 +24,8 @@ What is refused, because it would be lost or changed in silence, and what to do 
 - `Partial` placements, where each rank holds a part of a sum: redistribute first.
 - Sparse, nested and quantised tensors and unknown tensor subclasses, whose bytes mean nothing without library
   internals: save their parts.
-- Replicas, and pieces that hold the same elements, that differ (values, and up to 64 KiB each): `PerRank`, `FromRank`,
-  or find out why. `verify_replicas=True` compares all.
+- Replicas, and pieces that hold the same elements, that differ (above 64 KiB in samples): `PerRank`, `FromRank`, or
+  find out why. `verify_replicas=True` compares all bytes.
 - numpy dtypes with fields, of extended precision, or of packages other than `ml_dtypes`, because a name does not say
   what their bytes mean: save the fields, or `astype`.
 - Trees deeper than 1,000 levels, because walks of a file's structure are bounded: nest less, or save parts.

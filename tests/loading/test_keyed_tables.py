@@ -236,17 +236,23 @@ def test_replicas_are_written_once_and_other_ids_on_the_same_buckets_are_refused
         assert isinstance(error, tc.MismatchError) and "emb/ids" in str(error)
 
 
-@pytest.mark.parametrize(("rows", "found"), [(50, True), (9000, False)])
-def test_small_slots_that_differ_on_the_same_buckets_are_refused(tmp_path: Path, rows: int, found: bool) -> None:
+@pytest.mark.parametrize(
+    ("rows", "every", "compare", "found"),
+    [(50, 50, False, True), (9000, 9000, False, False), (9000, 1, "sample", True)],
+)
+def test_slots_that_differ_on_the_same_buckets_are_refused_unless_large_ones_are_trusted(
+    tmp_path: Path, rows: int, every: int, compare: Any, found: bool
+) -> None:
+    """Every `every`th row differs."""
     oracle = make_oracle(rows)
-    changed = {i: (embedding, [9.0] if n == 7 else count) for n, (i, (embedding, count)) in enumerate(oracle.items())}
+    changed = {i: (row, [9.0] if n % every == 7 % every else k) for n, (i, (row, k)) in enumerate(oracle.items())}
 
     def act(comm: Any, **options: Any) -> Any:
         return tc.save(
             tmp_path / "c", {"emb": table_of((oracle, changed)[comm.rank], (0, 65_536))}, comm=comm, **options
         )
 
-    for error in errors_of(on_ranks(2, act)):
+    for error in errors_of(on_ranks(2, lambda comm: act(comm, verify_replicas=compare))):
         assert isinstance(error, tc.MismatchError) == found and ("emb/slots/count" in str(error)) == found
     for error in errors_of(on_ranks(2, lambda comm: act(comm, verify_replicas=True, overwrite=True))):
         assert isinstance(error, tc.MismatchError) and "emb/slots/count" in str(error), "all of them, if asked for"

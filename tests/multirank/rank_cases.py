@@ -76,17 +76,31 @@ def small_replicas_that_differ_are_named(here: Rank) -> None:
 
 
 @case("four")
-def large_replicas_are_compared_when_asked(here: Rank) -> None:
+def large_replicas_are_compared_by_samples_or_as_they_are_told_to(here: Rank) -> None:
     large = torch.zeros(300, 300)
     sharded = distribute(large.clone(), mesh_of(2, 2), (Replicate(), Shard(0)))
     if here.rank == 2:
         large[250, 7] = 1
         sharded.to_local()[100, 3] = 1
-    tc.save(here.directory / "unseen", {"w": large, "s": sharded})
+    for compare in (False, "sample"):  # one element: samples need not have it
+        tc.save(here.directory / f"unseen {compare}", {"w": large, "s": sharded}, verify_replicas=compare)
     for name, leaf in {"w": large, "s": sharded}.items():
         with pytest.raises(tc.MismatchError) as caught:
             tc.save(here.directory / "seen", {"a": {name: leaf}}, verify_replicas=True)
         assert caught.value.path.startswith(f"a/{name}"), caught.value
+    other = torch.randn(300, 300, generator=torch.Generator().manual_seed(int(here.rank == 2)))
+    drifted = distribute(other.clone(), mesh_of(2, 2), (Replicate(), Shard(0)))
+    for name, leaf in {
+        "w": other,
+        "s": drifted,
+        "t": other.t(),
+        "pieces": tc.Sharded(other, (300, 300), (0, 0)),
+    }.items():
+        with pytest.raises(tc.MismatchError, match=rf"a/{name}.* rank 2") as caught:
+            tc.save(here.directory / f"other {name}", {"a": {name: leaf}})
+        assert not (here.directory / f"other {name}" / "index.json").exists()
+        with pytest.raises(tc.MismatchError, match=rf"a/{name}.* rank 2"):
+            tc.trees.gather({"a": {name: leaf}})
     full = torch.randn(300, 300, generator=seeded())
     fine = {"w": full, "s": distribute(full, mesh_of(2, 2), (Replicate(), Shard(0)))}
     tc.save(here.directory / "fine", fine, verify_replicas=True)

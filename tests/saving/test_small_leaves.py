@@ -211,13 +211,13 @@ def test_nothing_changed_leaves_every_container_and_leaf_in_place(tmp_path: Path
 
 @given(tensors())
 def test_a_small_array_known_by_address_has_the_digest_of_its_elements(tensor: torch.Tensor) -> None:
-    found = describe.content_digests(describe.describe_tree({"x": tensor}, rank=0), every=False)
+    found = describe.content_digests(describe.describe_tree({"x": tensor}, rank=0), "sample")
     with pytest.MonkeyPatch.context() as patch:
         for module in (torch_leaves, torch_memory):
             patch.setattr(module, "is_plain", lambda leaf: False)
         brought = describe.describe_tree({"x": tensor}, rank=0)
         assert not isinstance(brought.sources["x"].pieces[0].data, HostMemory)
-        assert found == describe.content_digests(brought, every=False)
+        assert found == describe.content_digests(brought, "sample")
 
 
 def test_many_small_leaves_of_two_ranks_come_back_and_a_difference_is_named(tmp_path: Path) -> None:

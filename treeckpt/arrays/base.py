@@ -172,6 +172,16 @@ class FlatRangeArray:
         shape = tuple(max(side.stop - side.start, 0) for side in box)
         return np.lib.stride_tricks.as_strided(span, shape, c_strides(self.shape, span.strides[0]))
 
+    def tensor_at(self, box: Box) -> Any:
+        """Returns a box as a view of a tensor; None where the range is not one of a tensor."""
+        tensor_at = getattr(self.data, "tensor_at", None)
+        if tensor_at is None:
+            return None
+        low, high = self._span(box)
+        span = tensor_at((slice(low, high),))
+        shape = tuple(max(side.stop - side.start, 0) for side in box)
+        return span.as_strided(shape, c_strides(self.shape, span.stride(0)), span.storage_offset())
+
     def read(self, box: Box) -> np.ndarray:
         low, high = self._span(box)
         return self._inside(self.data.read((slice(low, high),)), box)

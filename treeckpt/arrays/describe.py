@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 import xxhash
 
 from ..core.planning.rank_trees import GlobalTree, Inventory, LeafSpec, piece_key
@@ -20,14 +19,13 @@ from ..core.tree.nesting import split_structure
 from ..core.tree.spec import ArraySpec, StridedView
 from ..core.tree.structure import TABLE_KEYS, index_path, rank_key
 from ..core.tree.value_codec import Value
-from .base import ArrayReader, ArraySource, HostMemory, SourcePiece, Storage
+from .base import ArraySource, SourcePiece, Storage
+from .digests import ComparedPart, compared, digests_of
 from .overlaps import overlapping_groups
 from .registry import encode, source_of
+from .samples import Comparison
 from .sharded import Sharded
 from .table_columns import column_source, shift_offsets, shift_rows
-
-SMALL_LEAF_NBYTES = 64 << 10
-"""Replicas of up to this many bytes are compared on every save."""
 
 
 class DescribedTree(msgspec.Struct, frozen=True):
@@ -169,15 +167,12 @@ def _views(plain: list[_Stored]) -> dict[str, LeafSpec]:
     return found
 
 
-def content_digests(described: DescribedTree, *, every: bool) -> dict[str, bytes]:
+def content_digests(described: DescribedTree, compare: Comparison) -> dict[str, bytes]:
     """Returns digests of values and of replicated arrays, which must be equal on all ranks, by path.
 
     Pieces of distributed arrays are in `piece_digests` and `box_digests`.
-
-    Args:
-        every: all arrays, not only small ones.
     """
-    found = {path: xxhash.xxh3_128_digest(msgspec.json.encode(value)) for path, value in described.values.items()}
+    parts: dict[str, ComparedPart] = {}
     for spec in described.inventory.leaves:
         source = described.sources.get(spec.path)
         if source is None or spec.per_rank is not None:
@@ -185,21 +180,26 @@ def content_digests(described: DescribedTree, *, every: bool) -> dict[str, bytes
         itemsize = dtype_of(source.spec.dtype).itemsize
         if spec.rows is not None and isinstance(source.layout, BoxLayout):
             # which buckets have two owners is not known here; with equal ids it is the same part of the table
-            wanted = every or _is_small(source.pieces[0].region, itemsize)
-            if wanted or spec.path.rpartition("/")[2] == TABLE_KEYS[0]:
-                found[piece_key(spec.path, source.layout.pieces[0][1])] = _hash_piece(source.pieces[0], itemsize)
-        elif _is_replica(source) and (every or _is_small(source.pieces[0].region, itemsize)):
-            found[spec.path] = _hash_piece(source.pieces[0], itemsize)
-    return found
+            ids = spec.path.rpartition("/")[2] == TABLE_KEYS[0]
+            part = _compared(source.pieces[0], itemsize, True if ids else compare, by_rows=True)
+            key = piece_key(spec.path, source.layout.pieces[0][1])
+        elif _is_replica(source):
+            part, key = _compared(source.pieces[0], itemsize, compare), spec.path
+        else:
+            continue
+        if part is not None:
+            parts[key] = part
+    found = {path: xxhash.xxh3_128_digest(msgspec.json.encode(value)) for path, value in described.values.items()}
+    return found | dict(zip(parts, digests_of([*parts.values()]), strict=True))
 
 
-def piece_digests(described: DescribedTree, *, world: int, every: bool) -> list[dict[str, bytes]]:
-    """Returns digests of the pieces of distributed arrays that other ranks hold too, or may hold, small ones or all.
+def piece_digests(described: DescribedTree, compare: Comparison, *, world: int) -> list[dict[str, bytes]]:
+    """Returns digests of the pieces of distributed arrays that other ranks hold too, or may hold.
 
     Ranks that hold one piece of a dict mostly hold all of them: each dict is of arrays that are sharded and replicated
     along the same dimensions of their meshes. A mesh of the whole world without replication has no dict.
     """
-    groups: dict[object, dict[str, bytes]] = {}
+    groups: dict[object, dict[str, ComparedPart]] = {}
     for spec in described.inventory.leaves:
         layout = spec.layout
         if not isinstance(layout, MeshLayout) or spec.per_rank is not None:
@@ -211,30 +211,36 @@ def piece_digests(described: DescribedTree, *, world: int, every: bool) -> list[
             continue
         itemsize = dtype_of(source.spec.dtype).itemsize
         for piece in source.pieces:
-            if every or _is_small(piece.region, itemsize):
-                group = groups.setdefault((layout.mesh.shape, copies), {})
-                group[piece_key(spec.path, piece.region)] = _hash_piece(piece, itemsize)
-    return list(groups.values())
+            if (part := _compared(piece, itemsize, compare)) is not None:
+                groups.setdefault((layout.mesh.shape, copies), {})[piece_key(spec.path, piece.region)] = part
+    digests = iter(digests_of([part for group in groups.values() for part in group.values()]))
+    return [dict(zip(group, digests, strict=False)) for group in groups.values()]
 
 
-def box_digests(described: DescribedTree, boxes: Sequence[tuple[str, Region]]) -> list[tuple[int, bytes]]:
+def box_digests(
+    described: DescribedTree, boxes: Sequence[tuple[str, Region]], compare: Comparison
+) -> list[tuple[int, bytes]]:
     """Returns (number of the box, digest) for each listed piece of this rank that holds a box."""
     pieces: dict[str, Sequence[SourcePiece]] = {}
     for spec in described.inventory.leaves:
         if isinstance(spec.layout, BoxLayout) and spec.rows is None:  # `content_digests` has those of tables
             pieces[spec.path] = described.sources[spec.path].pieces
-    found: list[tuple[int, bytes]] = []
+    numbers: list[int] = []
+    parts: list[ComparedPart] = []
     for number, (path, box) in enumerate(boxes):
         for piece in pieces.get(path, ()):
             if box.within(piece.region):
                 itemsize = dtype_of(described.sources[path].spec.dtype).itemsize
-                digest = _hash_box(piece.data, box.relative_to(piece.region), itemsize)
-                found.append((number, digest))
-    return list(dict.fromkeys(found))
+                part = ComparedPart(piece.data, box.relative_to(piece.region), itemsize)
+                if (part := compared(part, compare)) is not None:
+                    numbers.append(number)
+                    parts.append(part)
+    return list(dict.fromkeys(zip(numbers, digests_of(parts), strict=True)))
 
 
-def _is_small(region: Region, itemsize: int) -> bool:
-    return region.size * itemsize <= SMALL_LEAF_NBYTES
+def _compared(piece: SourcePiece, itemsize: int, compare: Comparison, *, by_rows: bool = False) -> ComparedPart | None:
+    whole = Region.whole(piece.region.shape)
+    return compared(ComparedPart(piece.data, whole, itemsize, by_rows=by_rows), compare)
 
 
 def _is_replica(source: ArraySource) -> bool:
@@ -243,22 +249,3 @@ def _is_replica(source: ArraySource) -> bool:
     if not isinstance(source.layout, MeshLayout) or not source.pieces:
         return False
     return all(isinstance(placement, Replicate) for placement in source.layout.placements)
-
-
-def _hash_piece(piece: SourcePiece, itemsize: int) -> bytes:
-    if isinstance(piece.data, HostMemory) and _is_small(piece.region, itemsize):
-        return xxhash.xxh3_128_digest(piece.data.tobytes())
-    return _hash_box(piece.data, Region.whole(piece.region.shape), itemsize)
-
-
-def _hash_box(data: ArrayReader, box: Region, itemsize: int) -> bytes:
-    slices = box.slices()
-    if _is_small(box, itemsize) or not slices:
-        return xxhash.xxh3_128_digest(np.ascontiguousarray(data.read(slices)).data)
-    state = xxhash.xxh3_128()
-    first, stop = box.offset[0], box.stop[0]
-    step = max(1, (4 << 20) // max(box.size // box.shape[0] * itemsize, 1))
-    for low in range(first, stop, step):
-        part = data.read((slice(low, min(low + step, stop)), *slices[1:]))
-        state.update(np.ascontiguousarray(part).data)
-    return state.digest()

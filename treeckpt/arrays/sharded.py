@@ -45,8 +45,8 @@ class Sharded:
         offset: where the piece starts: one integer per dimension, or, for a flat 1-D piece, the position of its
             first element among all elements in C order. For several pieces a list with as many of these.
 
-    Pieces of all ranks together cover the array. What several pieces hold is written once, and compared: where it is of
-    up to 64 KiB on every save, else with `verify_replicas=True`.
+    Pieces of all ranks together cover the array. What several pieces hold is written once, and compared as replicas
+    are: see `verify_replicas` of `treeckpt.save`.
     """
 
     __treeckpt_leaf__: ClassVar[bool] = True

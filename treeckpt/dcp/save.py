@@ -60,8 +60,8 @@ def save(
         process_group: the ranks that save; they talk over the Store, without a collective.
         no_dist: saves in this process alone.
         use_collectives: has no effect, as no collective is used.
-        on_conflict: where ranks bring different values, or different tensors of up to 64 KiB, under one name:
-            "error" refuses; "rank0" compares all that is replicated, and saves what the first rank has, with a warning.
+        on_conflict: where ranks bring different values or tensors under one name: "error" refuses, by samples of what
+            is above 64 KiB; "rank0" compares all bytes, and saves what the first rank has, with a warning.
 
     Raises:
         CheckpointException: the save failed; on every rank.
@@ -262,7 +262,7 @@ def _digests(tree: dict[Any, Any], places: dict[str, Place], comm: Comm) -> dict
     for path, place in places.items():
         if not hasattr(place.content, "dtype"):
             found[path] = []  # an empty list has no leaf
-    for leaf, digest in sorted(content_digests(described, every=True).items()):
+    for leaf, digest in sorted(content_digests(described, True).items()):
         above = leaf
         while above and above not in places:
             above = above.rpartition("/")[0]

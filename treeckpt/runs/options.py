@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Literal, SupportsIndex, TypedDict
 
 from ..arrays.registry import abstract_of, is_value
+from ..arrays.samples import Comparison
 from ..arrays.stateful import is_stateful
 from ..core.analysis.retention_policy import All, Best, Last, Policy, check_policies
 from ..core.option_names import check_options
@@ -29,7 +30,7 @@ class SaveKeywords(TypedDict, total=False):
     """The options of `treeckpt.save` that a manager passes on."""
 
     overwrite: bool
-    verify_replicas: bool
+    verify_replicas: Comparison
     allow_pickle: bool
     max_shard_bytes: int | None
     namespace: str

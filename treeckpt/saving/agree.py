@@ -25,7 +25,6 @@ import msgspec
 
 from ..arrays.base import ArraySource
 from ..arrays.describe import (
-    SMALL_LEAF_NBYTES,
     DescribedTree,
     box_digests,
     content_digests,
@@ -33,6 +32,7 @@ from ..arrays.describe import (
     piece_digests,
     place_table_rows,
 )
+from ..arrays.samples import SMALL_LEAF_NBYTES
 from ..arrays.stateful import state_tree
 from ..core.format.decoding import decode_msgpack
 from ..core.format.sidecars import Sidecar
@@ -50,12 +50,14 @@ from .future import PreviousSave
 from .messages import (
     BoxDigests,
     Boxes,
+    CommonPaths,
     Decision,
     MergedTree,
     RankProposal,
     RankTree,
     check_arguments,
     check_idle,
+    common_paths,
     compare_boxes,
     compare_contents,
     conflicting_ranks,
@@ -186,6 +188,8 @@ class _Agreement:
             merged = MergedTree(None, self.decision.boxes)
             if self.decision.representatives:
                 merged = self.exchange.step(self._rank_tree, self._merge, MergedTree)
+                if merged.global_tree is not None:
+                    self.comm.state.put(CommonPaths(self.decision.key, frozenset(merged.common)))
             # 4. Compare the contents of listed pieces that overlap
             self.boxes = merged.boxes
             if self.boxes:
@@ -228,13 +232,13 @@ class _Agreement:
             files=self.file_digests,
         )
         if not self.previous.running:
-            every = self.options.verify_replicas
+            compare = self.options.verify_replicas
             proposal.inventory = digest_of(self.described.inventory)
             proposal.own_values = self.described.own_values
             if self.comm.size > 1:
                 with os_errors_wrapped(self.store.url):
-                    self.contents = content_digests(self.described, every=every)
-                    self.pieces = piece_digests(self.described, world=self.comm.size, every=every)
+                    self.contents = content_digests(self.described, compare)
+                    self.pieces = piece_digests(self.described, compare, world=self.comm.size)
             proposal.contents = json_digest(sorted(self.contents.items()))
             proposal.pieces = digest_groups(self.pieces)
         return _encode(proposal)
@@ -249,6 +253,8 @@ class _Agreement:
             return Conclusion(decision)
         check_idle(proposals)
         decision.representatives = representatives(proposals)
+        inventories = {proposals[rank].inventory for rank in decision.representatives}
+        decision.contents_differ = len(inventories) < len(decision.representatives)
         if not decision.representatives:
             decision.boxes = self._boxes_to_compare(decision.key, None)
         decision.plan_is_cached = all(each.cached_plan == decision.key for each in proposals.values())
@@ -262,17 +268,20 @@ class _Agreement:
         return Conclusion(result, last, settle=self.options.plan_only)
 
     def _boxes_to_compare(self, key: str, merged: GlobalTree | None) -> Boxes:
-        """On rank 0: what listed pieces have in common, small boxes only unless all replicas are to be compared."""
+        """On rank 0: what listed pieces have in common, small boxes only where large replicas are not compared."""
         boxes = contested_boxes(self.comm, key, merged, self.described.inventory)
-        every = self.options.verify_replicas
-        return tuple((path, box) for path, box, nbytes in boxes if every or nbytes <= SMALL_LEAF_NBYTES)
+        large = self.options.verify_replicas is not False
+        return tuple((path, box) for path, box, nbytes in boxes if large or nbytes <= SMALL_LEAF_NBYTES)
 
     # step 2: trees ----------------------------------------------------------------------------------------------------
     def _rank_tree(self) -> bytes:
         """This rank's tree, if it is a representative; else nothing."""
         if self.comm.rank not in self.decision.representatives:
             return b""
-        contents = dict(self.contents)
+        contents, common = dict(self.contents), self.comm.state.get(CommonPaths)
+        known = self.decision.plan_is_cached and common is not None and common.key == self.decision.key
+        if known and common is not None and not self.decision.contents_differ:
+            contents = common.of(contents)
         for group in self.pieces if self.decision.conflict else ():
             contents |= group
         inventory = None if self.decision.plan_is_cached else self.described.inventory
@@ -288,12 +297,13 @@ class _Agreement:
             merged = merge_inventories(digests, trees, self.comm.size)
         compare_contents({rank: each.contents for rank, each in trees.items()})
         boxes = self._boxes_to_compare(self.decision.key, merged)
-        return self._conclusion(MergedTree(merged, boxes), last=not boxes)
+        common = common_paths(trees.values()) if merged is not None else ()
+        return self._conclusion(MergedTree(merged, boxes, common), last=not boxes)
 
     # step 3: overlapping pieces ---------------------------------------------------------------------------------------
     def _box_digests(self) -> bytes:
         with os_errors_wrapped(self.store.url):
-            return _encode(box_digests(self.described, self.boxes))
+            return _encode(box_digests(self.described, self.boxes, self.options.verify_replicas))
 
     def _compare_boxes(self, received: dict[int, bytes]) -> Conclusion[None]:
         compare_boxes(self.boxes, decode_each(received, BoxDigests))

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import xxhash
 
 from ..core.format.timings import Span
-from ..core.planning.rank_trees import GlobalTree, Inventory, RankClass, check_disjoint, merge_rank_trees, piece_key
+from ..core.planning.rank_trees import (
+    GlobalTree,
+    Inventory,
+    RankClass,
+    check_disjoint,
+    digest_of,
+    merge_rank_trees,
+    piece_key,
+)
 from ..core.sharding.int_runs import encode_runs
 from ..core.sharding.region import Region
 from ..core.tree.value_codec import Value
@@ -63,6 +72,8 @@ class Decision(msgspec.Struct, array_like=True):
     """Ranks that hold the same pieces have different contents in them: representatives send digests of each."""
     boxes: Boxes = ()
     """Without representatives, the same as `MergedTree.boxes`."""
+    contents_differ: bool = False
+    """Ranks with equal inventories have different contents: representatives send digests of all of these."""
 
 
 class RankTree(msgspec.Struct, array_like=True):
@@ -79,6 +90,8 @@ class MergedTree(msgspec.Struct, array_like=True):
     global_tree: GlobalTree | None
     boxes: Boxes = ()
     """What ranks compare in one more step."""
+    common: tuple[str, ...] = ()
+    """With a global tree: the paths that are in several inventories."""
 
 
 class WriteReport(msgspec.Struct, array_like=True):
@@ -97,6 +110,17 @@ class CommitResult(msgspec.Struct, array_like=True):
     faults: tuple[Fault, ...]
     in_place: bool
     """With faults: the index may have been published all the same, so the files must stay."""
+
+
+class CommonPaths(msgspec.Struct, frozen=True):
+    """The paths that are in several of the inventories with one key: the others hold the ranks of one inventory."""
+
+    key: str
+    paths: frozenset[str]
+
+    def of(self, contents: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Returns the digests that ranks with other inventories have too; keys are paths or `piece_key`s."""
+        return {key: digest for key, digest in contents.items() if key.partition("\0")[0] in self.paths}
 
 
 def check_arguments(proposals: Mapping[int, RankProposal]) -> None:
@@ -158,6 +182,13 @@ def representatives(proposals: Mapping[int, RankProposal]) -> tuple[int, ...]:
         kinds.setdefault((proposal.inventory, proposal.contents), rank)
     conflicting = conflicting_ranks({rank: proposal.pieces for rank, proposal in proposals.items()})
     return tuple(sorted({*kinds.values(), *conflicting})) if len(kinds) > 1 or conflicting else ()
+
+
+def common_paths(trees: Iterable[RankTree]) -> tuple[str, ...]:
+    """Returns the paths that are in several of the inventories that representatives have sent."""
+    distinct = {digest_of(one): one for tree in trees if (one := tree.inventory) is not None}
+    counts = Counter(leaf.path for one in distinct.values() for leaf in one.leaves)
+    return tuple(path for path, count in counts.items() if count > 1)
 
 
 def digest_groups(groups: Iterable[Mapping[str, bytes]]) -> dict[bytes, bytes]:

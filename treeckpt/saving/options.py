@@ -8,6 +8,7 @@ from typing import Literal, Protocol, SupportsIndex
 
 import msgspec
 
+from ..arrays.samples import Comparison
 from ..core.format.lineage import Lineage
 from ..core.tree.structure import check_unicode
 from ..errors import TreeckptError, TreeError
@@ -34,11 +35,20 @@ class CommonOptions(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     step: int | None = None
     overwrite: bool = False
-    verify_replicas: bool = False
+    verify_replicas: Comparison = "sample"
     max_shard_bytes: int = UNLIMITED_SHARD
     busy: BusyPolicy = "wait"
     plan_only: bool = False
     """Ranks only agree on the plan: nothing is written, and the path is not looked at."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.verify_replicas, bool) and self.verify_replicas != "sample":  # pyright: ignore
+            raise TreeckptError(
+                "verify_replicas",
+                expected='True, "sample" or False',
+                found=f"{self.verify_replicas!r:.60}",
+                hint='"sample", the default, compares samples of what is above 64 KiB; False trusts that it is equal',
+            )
 
 
 class SaveOptions(CommonOptions, frozen=True, kw_only=True):

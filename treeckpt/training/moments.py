@@ -21,7 +21,7 @@ from ..arrays.torch import in_order, torch_dtype
 from ..core.tree.flatten import unflatten
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import Structure, key_text
-from .sources import RestoreSource, children_of, leaves_below
+from .sources import OWN, RestoreSource, children_of, leaves_below
 
 # fmt: off
 _LBFGS_MOMENTS = frozenset({
@@ -49,6 +49,8 @@ class MomentPlacement(msgspec.Struct, frozen=True):
     was_ordered: bool = False
     """Whether the dimensions of the parameter lay in another order than C order when it was saved. Where they did not,
     as in all checkpoints that do not name the order, a moment in C order lies as its parameter does here."""
+    own: frozenset[str] = frozenset()
+    """The names of the moments that each rank had of its own, see `training.own_moments`."""
     dtypes: tuple[str, str] = ("", "")
     """(saved, live) dtype of the parameter: a moment that had the dtype of its parameter keeps to it."""
 
@@ -84,13 +86,14 @@ def build_state(
     """
     found: dict[Any, Any] = {}
     for key, child in children_of(saved).items():
-        paths = leaves_below(f"{path}/{key_text(key)}", child)
+        names = leaves_below(key_text(key), child)
+        paths = [f"{path}/{name}{OWN if name in place.own else ''}" for name in names]
         if child is None and isinstance(here.get(key), Tensor) and source.leaves[paths[0]] is not None:
             found[key] = here[key]
             continue
         new_leaves = (
             _shared(
-                _leaf(parameter, str(key), spec, place, whole=place.was_spread and not source.is_spread(p)),
+                _leaf(parameter, str(key), spec, place, whole=_is_whole(p, place, source)),
                 source.identity(p),
                 made,
             )
@@ -100,6 +103,11 @@ def build_state(
         )
         found[key] = unflatten(child, new_leaves, resolve=resolve)
     return found
+
+
+def _is_whole(path: str, place: MomentPlacement, source: RestoreSource) -> bool:
+    """Whether a rank held all of a saved moment, but not all of its parameter."""
+    return path.endswith(OWN) or (place.was_spread and not source.is_spread(path))
 
 
 def _shared(new: Any, identity: object, made: dict[object, Tensor]) -> Any:
@@ -113,7 +121,7 @@ def _leaf(parameter: Tensor, name: str, spec: ArraySpec, place: MomentPlacement,
     """Returns a new moment, to be filled.
 
     Args:
-        whole: whether every rank held the whole moment, but not the whole parameter.
+        whole: whether each rank that held it had all of it, but not the whole parameter.
     """
     if spec.kind == "numpy":
         return new_array(spec, name, None).leaf

@@ -28,9 +28,18 @@ from ..loading.transforms import Renaming, Transforms, as_rules, carried
 from ..loading.transforms.rules import Drop, Rule, placed_below
 from ..reports import LoadReport
 from ..trees.per_rank_state import Policy
-from .sources import CheckpointSource, OnReport, RestoreSource, TreeSource, children_of, fill_from, load_part, wanted_of
+from .sources import (
+    OWN,
+    CheckpointSource,
+    OnReport,
+    RestoreSource,
+    TreeSource,
+    children_of,
+    fill_from,
+    load_part,
+    wanted_of,
+)
 
-OWN = "/~rank*"
 OTHER_NAMES = (
     "State dicts under other names: old = treeckpt.load(path), then treeckpt.save(new, {'model': old[...], "
     "'optimizer': old[...]}) with their names there, and restore new, with rng=False"
@@ -128,6 +137,9 @@ class _OverlaySource:
 
     def is_spread(self, path: str) -> bool:
         return self._provider[path].is_spread(path)
+
+    def is_same_part(self, path: str, tensor: Any) -> bool:
+        return path in self._provider and self._provider[path].is_same_part(path, tensor)
 
     def value(self, path: str) -> Any:
         return self._provider[path].value(path)

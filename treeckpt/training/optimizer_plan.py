@@ -33,6 +33,7 @@ from .hyperparameters import assign_value, is_same, separate_tensors, torch_opti
 from .moments import MomentPlacement, build_state, expected_moments, foreign_moments
 from .names import Key, get_in, key_path, parse_key
 from .optimizers import NamedOptimizer, groups_of, is_lbfgs, optimizer_names
+from .own_moments import check_own, saved_own, without_own
 from .sources import RestoreSource, children_of, descend, leaves_below, nodes_by_name
 from .state_dicts import BY_GROUP, STATE_DICT_KEY, join, shared_of, split, standard_form
 
@@ -78,7 +79,7 @@ class OptimizerPlan(msgspec.Struct):
             parameter, own = self.live.parameters[key], self.live.own[key]
             built = build_state(parameter, saved.structure, own, source, path=saved.path, place=saved.place, made=made)
             self.moments[key] = built
-            found[parse_key(saved.path)[1:]] = self.live.spread(key, built)
+            found[parse_key(saved.path)[1:]] = self.live.spread(key, built, saved.place.own)
         return found
 
 
@@ -287,7 +288,9 @@ class _Matcher:
                 was_spread=self.source.is_spread(f"model/{name}"),
                 dtypes=(spec.dtype, dtype_name(parameter.dtype)),
             )
-        plan.saved[key] = _SavedState(path, structure, place)
+        check_own(self.source, (path, f"model/{name}"), structure, live.part(key))
+        place = msgspec.structs.replace(place, own=saved_own(structure))
+        plan.saved[key] = _SavedState(path, without_own(structure), place)
         wanted = here or (expected if saved and expected else ())
         lacking = sorted((moment for moment in wanted if moment not in saved), key=str)
         self.differences.missing += [f"{path}/{key_text(moment)}" for moment in lacking]

@@ -11,6 +11,7 @@ as wrappers do, it is the result of `state_dict()`.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -25,12 +26,13 @@ from .groups import ParamGroup, label_of, tree_of_groups
 from .hyperparameters import is_same
 from .modules import ModelEntries, named_objects
 from .names import Key, key_path, put_in
+from .own_moments import ParameterPart, is_spread, own_moments, with_own
 from .state_dicts import STATE_DICT_KEY, ParameterNumbering, has_own_forms, split, standard_form
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 
 
-class NamedOptimizer(msgspec.Struct):
+class NamedOptimizer(msgspec.Struct, dict=True):
     """A live optimizer, with names for its parameters."""
 
     prefix: Key
@@ -64,13 +66,34 @@ class NamedOptimizer(msgspec.Struct):
         theirs = {id(p) for group in inner.param_groups for p in group["params"]}
         return inner if theirs == set(map(id, self.parameters.values())) else None
 
-    def spread(self, key: Key, own: Mapping[Any, Any]) -> dict[Any, Any]:
-        """The state of a parameter, where what has its shape is a part of an array if the parameter is."""
+    @cached_property
+    def own_moments(self) -> frozenset[str]:
+        """The names of the moments that each rank has of its own, see `training.own_moments`."""
+        return own_moments(self.parameters, self.own, self.shards)
+
+    def part(self, key: Key) -> ParameterPart:
+        """Returns a parameter as this rank holds it, with its state."""
+        parameter, innermost = self.parameters[key], type(self.innermost)
+        return ParameterPart(
+            parameter,
+            self.shards.get(id(parameter)),
+            self.own[key],
+            self.own_moments,
+            f"{innermost.__module__}.".startswith("torch.optim."),
+        )
+
+    def spread(self, key: Key, own: Mapping[Any, Any], own_moments: frozenset[str]) -> dict[Any, Any]:
+        """The state of a parameter, where what has its shape is a part of an array if the parameter is.
+
+        Args:
+            own_moments: names of what each rank has of its own, if the parameter is spread.
+        """
         parameter = self.parameters[key]
-        if id(parameter) not in self.shards:
-            return dict(own)
-        found, at = parameter.shape, self.shards[id(parameter)]
-        return {k: Sharded(v, *at) if isinstance(v, Tensor) and v.shape == found else v for k, v in own.items()}
+        shard = self.shards.get(id(parameter))
+        if shard is not None:
+            found = parameter.shape
+            own = {k: Sharded(v, *shard) if isinstance(v, Tensor) and v.shape == found else v for k, v in own.items()}
+        return with_own(own, own_moments) if own_moments and is_spread(parameter, shard) else dict(own)
 
     @property
     def label(self) -> str:
@@ -172,16 +195,6 @@ def _check(live: NamedOptimizer) -> None:
                 found=f"state of a tensor of shape {tuple(key.shape)} that is in none",
                 hint="Remove it from optimizer.state, or add the parameter to a group",
             )
-    for key, parameter in live.parameters.items():
-        for name, moment in live.own[key].items():
-            if _is_local_part(moment, parameter):
-                raise TreeError(
-                    key_path(("optimizer", *live.prefix, *key, str(name))),
-                    expected=f"a distributed tensor, as its parameter is, or one of shape {tuple(parameter.shape)}",
-                    found=f"a plain one of shape {tuple(moment.shape)}, which is that of this rank's part",
-                    hint="Ranks that hold different parts would be taken for replicas: have the optimizer keep "
-                    "DTensor.from_local(moment, parameter.device_mesh, parameter.placements)",
-                )
     if is_lbfgs(live.stateful) and any(is_dtensor(parameter) for parameter in live.parameters.values()):
         raise TreeError(
             "optimizer",
@@ -189,13 +202,6 @@ def _check(live: NamedOptimizer) -> None:
             found="distributed ones, of which it joins the local parts",
             hint="No other layout can take this state up; train LBFGS with plain parameters",
         )
-
-
-def _is_local_part(moment: object, parameter: Any) -> bool:
-    """Whether a plain tensor belongs to the local part of a distributed parameter, not to all of it."""
-    if not is_dtensor(parameter) or not isinstance(moment, Tensor) or is_dtensor(moment) or moment.numel() < 2:
-        return False
-    return moment.shape == parameter._local_tensor.shape != parameter.shape
 
 
 def is_lbfgs(optimizer: object) -> bool:
@@ -220,7 +226,7 @@ def trees_of(lives: Sequence[NamedOptimizer], left_out: Container[str] = ()) -> 
     for live in lives:
         for key, own in live.own.items():
             if key_path(key) not in left_out:
-                put_in(state, (*live.prefix, *key), live.spread(key, own))
+                put_in(state, (*live.prefix, *key), live.spread(key, own, live.own_moments))
     for prefix in optimizer_names(lives):
         parts = [live for live in lives if live.prefix == prefix]
         tree: dict[str, Any] = {**tree_of_groups(groups_of(lives, prefix)), **_beside(parts)}

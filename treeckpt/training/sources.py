@@ -18,7 +18,8 @@ from ..arrays.dtensor import is_dtensor
 from ..arrays.registry import abstract_of, decode
 from ..arrays.stateful import expand_states, state_tree
 from ..core.format.records import AliasRecord, ArrayRecord, ValueRecord
-from ..core.sharding.placements import Layout, MeshLayout, Replicate
+from ..core.sharding.placements import Layout, MeshLayout, Replicate, held_by
+from ..core.sharding.region import Region
 from ..core.tree.flatten import PerRank, flatten
 from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.spec import ArraySpec
@@ -38,6 +39,8 @@ from .hyperparameters import is_same
 from .names import Key, key_path
 
 OnReport = Callable[[LoadReport], None]
+OWN = "/~rank*"
+"""How the path of a leaf ends of which each rank has its own."""
 
 
 class RestoreSource(Protocol):
@@ -79,6 +82,10 @@ class RestoreSource(Protocol):
 
     def is_spread(self, path: str) -> bool:
         """Whether an array was distributed, as far as that is known."""
+        ...
+
+    def is_same_part(self, path: str, tensor: Any) -> bool:
+        """Whether as many ranks have saved an array, and this one held the same part of it as of a tensor here."""
         ...
 
     def value(self, path: str) -> Any:
@@ -224,10 +231,24 @@ class CheckpointSource:
 
     def is_spread(self, path: str) -> bool:
         leaf = self.view.by_path[path][0]
-        records = [one.record for one in (leaf.sources.values() if isinstance(leaf, ComposedLeaf) else [leaf])]
-        arrays = [self.index.entries[r.of].record if isinstance(r, AliasRecord) else r for r in records]
-        numbers = [r.layout for r in arrays if isinstance(r, ArrayRecord) and r.layout >= 0]
-        return any(_is_spread(self.index.layouts[number]) for number in numbers)
+        layouts = map(self._layout, leaf.sources.values() if isinstance(leaf, ComposedLeaf) else [leaf])
+        return any(layout is not None and _is_spread(layout) for layout in layouts)
+
+    def _layout(self, leaf: Any) -> Layout | None:
+        record = leaf.record
+        array = self.index.entries[record.of].record if isinstance(record, AliasRecord) else record
+        known = isinstance(array, ArrayRecord) and array.layout >= 0
+        return self.index.layouts[array.layout] if known else None
+
+    def is_same_part(self, path: str, tensor: Any) -> bool:
+        if self.world != self.comm.size or path not in self.view.by_path:
+            return False
+        leaf, here = self.view.by_path[path][0], wanted_of(tensor, path, self.comm)
+        layout = None if isinstance(leaf, ComposedLeaf) else self._layout(leaf)
+        if layout is None or self.leaves[path] is None or self.leaves[path].shape != here.shape:
+            return False
+        held = tuple(one.region for one in held_by(layout, here.shape, self.comm.rank))
+        return _filled(held) == _filled(here.regions or ())
 
     def value(self, path: str) -> Any:
         record = self.view.by_path[path][0].record
@@ -254,6 +275,10 @@ class CheckpointSource:
 
     def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False) -> LoadReport:
         return fill_from(self.checkpoint, target, self.comm, self.options, take=take, alone=alone, rules=self.rules)
+
+
+def _filled(regions: Sequence[Region]) -> list[Region]:
+    return [region for region in regions if region.size]
 
 
 def load_part(
@@ -365,6 +390,12 @@ class TreeSource:
 
     def is_spread(self, path: str) -> bool:
         return is_dtensor(self._leaves[path])
+
+    def is_same_part(self, path: str, tensor: Any) -> bool:
+        if path not in self._leaves:
+            return False
+        there, here = (wanted_of(one, path, self.comm) for one in (self._leaves[path], tensor))
+        return there.shape == here.shape and _filled(there.regions or ()) == _filled(here.regions or ())
 
     def value(self, path: str) -> Any:
         return self._leaves[path]

@@ -16,7 +16,6 @@ import msgspec
 
 from ..arrays.base import ArrayTarget
 from ..arrays.describe import (
-    SMALL_LEAF_NBYTES,
     DescribedTree,
     box_digests,
     content_digests,
@@ -113,9 +112,9 @@ class _Gather:
             by_rank, inventories = dict(enumerate(trees)), {rank: one.inventory for rank, one in enumerate(digests)}
             merged = merge_inventories(inventories, by_rank, transport.size)  # shapes before contents
             compare_contents({rank: tree.contents for rank, tree in by_rank.items()})
-        boxes = [(path, box) for path, box, nbytes in overlapping_pieces(merged) if nbytes <= SMALL_LEAF_NBYTES]
+        boxes = [(path, box) for path, box, _ in overlapping_pieces(merged)]
         if boxes:
-            own_boxes = partial(box_digests, self.described, boxes)
+            own_boxes = partial(box_digests, self.described, boxes, "sample")
             found = gather_results(transport, "gather", own_boxes, BoxDigests, hint=HINT)
             compare_boxes(boxes, dict(enumerate(found)))
         return merged
@@ -126,8 +125,8 @@ class _Gather:
         self.described = describe_tree(
             self.tree, rank=transport.rank, members=transport.members, namespace=self.namespace
         )
-        self.contents = content_digests(self.described, every=False)
-        self.piece_groups = piece_digests(self.described, world=transport.size, every=False)
+        self.contents = content_digests(self.described, "sample")
+        self.piece_groups = piece_digests(self.described, "sample", world=transport.size)
         contents = json_digest(sorted(self.contents.items()))
         return _RankDigests(digest_of(self.described.inventory), contents, digest_groups(self.piece_groups))
 
