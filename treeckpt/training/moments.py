@@ -20,6 +20,7 @@ from torch import Tensor
 from ..arrays.dtensor import is_dtensor, layout_of
 from ..arrays.plain_tensor import is_plain
 from ..arrays.registry import build_tensor, resolve, take_apart
+from ..arrays.tensor_parts import empty_plain, is_in_parts
 from ..arrays.torch import torch_dtype
 from ..core.sharding.int_runs import encode_runs
 from ..core.tree.flatten import unflatten
@@ -135,7 +136,8 @@ def _tensor_in_parts(parameter: Tensor, saved: TensorNode, source: RestoreSource
             return source.value(at)
         dtype = torch_dtype(spec.dtype)
         if spread and "~rank*" not in at.split("/") and spec.shape == saved.shape:
-            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            like = empty_plain(parameter, dtype) if is_in_parts(parameter) else parameter
+            return torch.empty_like(like, dtype=dtype, requires_grad=False)
         return torch.zeros(spec.shape, dtype=dtype, device=parameter.device)
 
     def build(made: TensorParts, below: str) -> Any:
@@ -181,6 +183,8 @@ def _leaf(parameter: Tensor, name: str, spec: ArraySpec, place: MomentPlacement,
         dtype = torch_dtype(place.dtypes[1])
     if whole:
         return torch.empty(spec.shape, dtype=dtype, device=parameter.device)
+    if is_in_parts(parameter):  # the saved moment is not made of others
+        parameter = empty_plain(parameter, dtype)
     if spec.shape in (tuple(parameter.shape), place.whole_shape):
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     return parameter.detach().new_empty(spec.shape, dtype=dtype)  # of a DTensor, laid out as torch's optimizers do
