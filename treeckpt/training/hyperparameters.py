@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -87,3 +87,24 @@ def assign_value(live: Any, saved: Any) -> Any:
     with torch.no_grad():
         live.copy_(torch.as_tensor(saved))
     return live
+
+
+HeldValues = list[tuple[dict[str, Any], dict[str, tuple[Any, Any]]]]
+"""Groups, each with its values by name: the object, and a copy of it where it is a tensor or a list."""
+
+
+def held_values(groups: Iterable[dict[str, Any]]) -> HeldValues:
+    """Returns the values that groups have now, for `put_back`."""
+    kinds = Tensor, list, dict
+    return [
+        (group, {k: (v, copied_value(v) if isinstance(v, kinds) else v) for k, v in group.items() if k != "params"})
+        for group in groups
+    ]
+
+
+def put_back(held: HeldValues) -> None:
+    """Gives groups the values that they had; a tensor stays the object that it was."""
+    for group, values in held:
+        for name, (live, value) in values.items():
+            if name not in group or group[name] is not live or not is_same(live, value):
+                group[name] = assign_value(live, value)
