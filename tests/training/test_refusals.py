@@ -218,7 +218,7 @@ def test_a_parameter_that_trains_in_no_optimizer_here_is_told(tmp_path: Path) ->
     tc.save(tmp_path / "c", training.state(model, optimizer))
     part = torch.optim.AdamW(model["b"].parameters())
     text = hint(tmp_path / "c", model, part)
-    assert text.startswith("a.bias was in the optimizer when this was saved, and is not in it here. Give it to the ")
+    assert text.startswith("a.weight was in the optimizer when this was saved, and is not in it here. Give it to the ")
     report = training.restore(tmp_path / "c", model, part, rng=False, strict="missing")
     assert "optimizer/a.bias/exp_avg" in report.unexpected
 

@@ -57,6 +57,7 @@ def check_keys(missing: Sequence[str], unexpected: Sequence[str], strict: Strict
     refused = unexpected if strict is True else []
     if not strict or not (bad := [*missing, *refused]):
         return
+    reasons = {path: why for path, why in sides.reasons.items() if path not in sides.tied}
     texts = some_of("missing in the checkpoint", missing), some_of("not here", refused)
     part = {re.sub("^(model|optimizer)/", "", path) for path in missing} <= sides.left_out
     part = part and not any(path.startswith(_OF_OPTIMIZER[1]) for path in bad)
@@ -65,7 +66,7 @@ def check_keys(missing: Sequence[str], unexpected: Sequence[str], strict: Strict
         expected="the same parameters and moments here as in the checkpoint",
         found="; ".join(filter(None, texts)),
         hint=_hint_on_extra(bad, sides)
-        or (sides.reasons[bad[0]] if sides.reasons.keys() >= set(bad) else "")
+        or (reasons[bad[0]] if reasons.keys() >= set(bad) else "")
         or (part and "Pass strict='missing', or partial=True, if one is a part of the other")
         or _renamed(missing, unexpected, sides, whole=strict is True or not sides.alike)
         or _hint(missing, unexpected, sides),

@@ -97,7 +97,8 @@ def name_optimizers(optimizer: Optimizers | None, model: ModelEntries) -> list[N
         each = iter(labels_of([group for number in numbers for group in groups[number]]))
         for number in numbers:
             labels[number] = list(itertools.islice(each, len(groups[number])))
-    return [_name_one(*pair, model, *own) for pair, *own in zip(pairs, groups, labels, strict=True)]
+    found = zip(pairs, groups, labels, strict=True)
+    return [_name_one(prefix, one, model, mine, theirs) for (prefix, one), mine, theirs in found]
 
 
 def _named_groups(prefix: Key, optimizer: Any, ties: Mapping[int, tuple[Key, ...]]) -> list[ParamGroup]:
