@@ -329,11 +329,14 @@ class Adapter(Protocol):
         ...
 
     def wrap(self, spec: ArraySpec, memory: memoryview, offset: int) -> Any:
-        """Returns an array that uses `memory` from byte `offset` on, without a copy: the memory may be filled later."""
+        """Returns an array that uses `memory` from byte `offset` on, without a copy: the memory may be filled later.
+
+        The order of the spec is that of the memory: C order, but for dimensions of length 1.
+        """
         ...
 
     def view(self, base: Any, spec: ArraySpec, offset: int, strides: tuple[int, ...]) -> Any:
-        """Returns a strided view, in elements, of a contiguous array."""
+        """Returns a strided view, in elements of its memory, of a dense array."""
         ...
 
     def known_dtype(self, name: str, path: str = ..., /) -> Any:

@@ -15,7 +15,7 @@ import msgspec
 from ..arrays.registry import abstract_of, encode, is_value, library_of, resolve
 from ..core.format.records import AliasRecord, Leaf
 from ..core.sharding.int_runs import encode_runs
-from ..core.sharding.region import c_strides
+from ..core.sharding.region import strides_in
 from ..core.tree.flatten import child_of_rank, flatten, replace_leaves, unflatten
 from ..core.tree.in_place import update_in_place
 from ..core.tree.keyed_table import TableColumn
@@ -114,9 +114,11 @@ def _tie(job: Load, leaf: Leaf, slot: LeafPlaceholder, made: Mapping[int, LeafPl
     if record.view is None and same:
         slot.leaf = base
         return
-    offset, strides = 0, c_strides(spec.shape, 1)
     if record.view is not None:
         offset, strides = record.view.offset, record.view.strides
+    else:
+        there = abstract_of(base, leaf.path, job.here)  # mapped memory is in C order, whatever was saved
+        offset, strides = 0, strides_in(spec.shape, there.order if there is not None else None, 1)
     slot.leaf = library_of(spec).view(base, spec, offset, strides)
 
 

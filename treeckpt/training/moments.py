@@ -13,12 +13,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..arrays.registry import resolve
-from ..arrays.torch import torch_dtype
+from ..arrays.registry import new_array, resolve
+from ..arrays.torch import in_order, torch_dtype
 from ..core.tree.flatten import unflatten
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import Structure, key_text
@@ -47,6 +46,9 @@ class MomentPlacement(msgspec.Struct, frozen=True):
     """Whether the parameter was distributed when it was saved."""
     whole_shape: tuple[int, ...] = ()
     """Shape of the array that the parameter is a shard of, if it is one."""
+    was_ordered: bool = False
+    """Whether the dimensions of the parameter lay in another order than C order when it was saved. Where they did not,
+    as in all checkpoints that do not name the order, a moment in C order lies as its parameter does here."""
     dtypes: tuple[str, str] = ("", "")
     """(saved, live) dtype of the parameter: a moment that had the dtype of its parameter keeps to it."""
 
@@ -114,7 +116,7 @@ def _leaf(parameter: Tensor, name: str, spec: ArraySpec, place: MomentPlacement,
         whole: whether every rank held the whole moment, but not the whole parameter.
     """
     if spec.kind == "numpy":
-        return np.empty(spec.shape, spec.dtype)
+        return new_array(spec, name, None).leaf
     dtype = torch_dtype(spec.dtype)
     if not spec.shape and (name == "step" or parameter.ndim):
         # a scalar beside the moments: every rank has it
@@ -122,10 +124,13 @@ def _leaf(parameter: Tensor, name: str, spec: ArraySpec, place: MomentPlacement,
     if spec.dtype == place.dtypes[0]:
         dtype = torch_dtype(place.dtypes[1])
     if whole:
-        return torch.empty(spec.shape, dtype=dtype, device=parameter.device)
-    if spec.shape in (tuple(parameter.shape), place.whole_shape):
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    return parameter.detach().new_empty(spec.shape, dtype=dtype)  # of a DTensor, laid out as torch's optimizers do
+        made = torch.empty(spec.shape, dtype=dtype, device=parameter.device)
+    elif spec.shape in (tuple(parameter.shape), place.whole_shape):
+        made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    else:
+        made = parameter.detach().new_empty(spec.shape, dtype=dtype)  # a DTensor as torch's optimizers lay it out
+    kept = spec.shape == tuple(made.shape) and (spec.order is not None or place.was_ordered)
+    return in_order(made, spec.order) if kept else made
 
 
 def expected_moments(optimizer: Any, group: Mapping[str, Any], parameter: Tensor) -> frozenset[Any] | None:

@@ -365,6 +365,7 @@ class _Matcher:
             place = msgspec.structs.replace(
                 place,
                 was_on_device=spec.device is not None,
+                was_ordered=spec.order is not None,
                 was_spread=self.source.is_spread(f"model/{name}"),
                 dtypes=(spec.dtype, dtype_name(parameter.dtype)) if id(parameter) in self.of_model else ("", ""),
             )

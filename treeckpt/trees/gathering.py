@@ -36,7 +36,7 @@ from ..core.planning.rank_trees import (
 )
 from ..core.sharding.int_runs import decode_runs, encode_runs
 from ..core.sharding.placements import Layout, MeshLayout, Replicate, mesh_ranks
-from ..core.sharding.region import c_strides
+from ..core.sharding.region import strides_in
 from ..core.sharding.write_assignment import ArrayLeaf, assign_writers, writes_of
 from ..core.tree.flatten import replace_leaves, unflatten
 from ..core.tree.value_codec import Value
@@ -201,7 +201,7 @@ def new_leaf(leaf: LeafSpec, values: Mapping[str, Value], targets: Mapping[str, 
         return library_of(array).view(base, array, leaf.view.offset, leaf.view.strides)
     if (found.kind, found.requires_grad, found.shape) == (array.kind, array.requires_grad, array.shape):
         return base
-    return library_of(array).view(base, array, 0, c_strides(array.shape, 1))
+    return library_of(array).view(base, array, 0, strides_in(array.shape, array.order, 1))
 
 
 def gather(
