@@ -20,7 +20,7 @@ from ..core.tree.flatten import PerRank, flatten, replace_leaves
 from ..core.tree.in_place import update_in_place
 from ..core.tree.structure import index_path, key_text, rank_key
 from ..errors import LayoutError, MismatchError, TreeError
-from .registry import is_value
+from .registry import any_in_parts, is_value, parts_adapter, take_apart
 
 _log = logging.getLogger("treeckpt")
 
@@ -37,9 +37,14 @@ def _is_mapping(kind: type) -> bool:
 
 
 def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False) -> bool:
-    """Returns whether a tree holds a stateful object, or `FromRank`; cheap for trees without, which most are."""
+    """Returns whether a tree holds a stateful object, a tensor made of others, or `FromRank`.
+
+    It is cheap for trees without, which most are.
+    """
     met: dict[int, Any] = {}
     waiting: list[Any] = [tree]
+    if any_in_parts((type(tree),), (tree,)):
+        return True
     while waiting:
         node = waiting.pop()
         kind = type(node)
@@ -61,7 +66,11 @@ def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False) ->
             children = taken.children
         if id(node) not in met:
             met[id(node)] = node
-            waiting += [child for child in children if not is_leaf_type(type(child))]
+            kinds = set(map(type, children))
+            if any_in_parts(kinds, children):
+                return True
+            if not all(map(is_leaf_type, kinds)):
+                waiting += [child for child in children if not is_leaf_type(type(child))]
     return False
 
 
@@ -166,7 +175,9 @@ class _StatefulLeaf(msgspec.Struct):
     state: Any
     has_arrays: bool
     inside: ExpandedTree | None = None
-    """The content of a mapping, which may hold stateful objects itself."""
+    """The content of a mapping, or a state, that holds stateful objects or tensors in parts itself."""
+    is_tensor: bool = False
+    """Whether it is a tensor that is made of others; its state is these."""
 
 
 class ExpandedTree:
@@ -191,6 +202,7 @@ class ExpandedTree:
         self.original, self.rank, self.namespace = tree, rank, namespace
         _, self.leaves = flatten(tree, rank=rank, namespace=namespace)
         self.found: dict[int, _StatefulLeaf] = {}
+        tensors: dict[int, Any] = {}
         for position, (below, leaf) in enumerate(self.leaves):
             path = f"{above}/{below}" if above and below else above or below
             if type(leaf) is FromRank:
@@ -201,7 +213,14 @@ class ExpandedTree:
                 _, inner = flatten(state, rank=rank, namespace=namespace)
                 arrays = (part for _, part in inner if hasattr(part, "shape") and hasattr(part, "dtype"))
                 has_arrays = not isinstance(leaf, LoadsSavedState) and any(True for _ in arrays)
-                self.found[position] = _StatefulLeaf(path, leaf, state, has_arrays)
+                inside = expand_states(state, rank=rank, namespace=namespace, above=path) if has_arrays else None
+                self.found[position] = _StatefulLeaf(
+                    path, leaf, state if inside is None else inside.tree, has_arrays, inside
+                )
+            elif (parts := tensors.get(id(leaf)) or take_apart(leaf, path)) is not None:
+                tensors[id(leaf)] = parts
+                in_place = parts_adapter().fills_in_place(leaf)
+                self.found[position] = _StatefulLeaf(path, leaf, parts, in_place, is_tensor=True)
             elif mappings and _is_mapping(type(leaf)):
                 inside = ExpandedTree(dict(leaf), rank, namespace, mappings=True, above=path)  # pyright: ignore[reportArgumentType, reportCallIssue]
                 self.found[position] = _StatefulLeaf(path, leaf, inside.tree, True, inside)
@@ -255,6 +274,8 @@ class ExpandedTree:
                         hint="Leave it out with `...`",
                     )
                 self._check_scaler(found, saved)
+                if found.is_tensor and not _is_left_out(saved):
+                    parts_adapter().check_content(found.owner, saved, found.path)
                 found.state = saved
             elif is_of_torch(found.owner, _OPTIMIZER) and not self._has_moments(found.state):  # its lr is a tensor
                 self._saved_state(load, found)
@@ -315,7 +336,14 @@ class ExpandedTree:
             if found.inside is not None:
                 loaded += found.inside._take_back(found.state)
                 content: Any = found.inside.original
+                if is_stateful(found.owner):
+                    load_exact_state(found.path, found.owner, content)
+                    continue
                 found.owner.update((key, value) for key, value in content.items() if found.owner[key] is not value)
+            elif found.is_tensor:
+                if not found.has_arrays and not _is_left_out(found.state):
+                    parts_adapter().set_content(found.owner, found.state)
+                    loaded += 1
             elif found.has_arrays:
                 load_exact_state(found.path, found.owner, found.state)
             else:
@@ -349,11 +377,18 @@ def _of_rank(mark: FromRank, path: str, rank: int, namespace: str, *, mappings: 
     return state
 
 
-def expand_states(tree: object, *, rank: int = 0, namespace: str = "", mappings: bool = False) -> ExpandedTree | None:
+def _is_left_out(content: Any) -> bool:
+    """Whether a saved tensor, or a part of it, was not loaded."""
+    return content is ... or (isinstance(content, dict) and ... in content.values())
+
+
+def expand_states(
+    tree: object, *, rank: int = 0, namespace: str = "", mappings: bool = False, above: str = ""
+) -> ExpandedTree | None:
     """Returns the tree with stateful objects replaced by their states; None for a tree without such objects."""
     if not holds_stateful(tree, namespace, mappings=mappings):
         return None
-    return ExpandedTree(tree, rank, namespace, mappings=mappings)
+    return ExpandedTree(tree, rank, namespace, mappings=mappings, above=above)
 
 
 def state_tree(

@@ -12,7 +12,7 @@ from functools import partial
 
 import msgspec
 
-from ..arrays.registry import abstract_of, encode, is_value, library_of, resolve
+from ..arrays.registry import abstract_of, build_tensor, encode, is_value, library_of, resolve
 from ..core.format.records import AliasRecord, Leaf
 from ..core.sharding.int_runs import encode_runs
 from ..core.sharding.region import strides_in
@@ -23,6 +23,7 @@ from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.sequences import SequenceReplacement, differing_sequences
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import PerRankNode, Structure, index_path
+from ..core.tree.tensor_parts import TensorParts, check_same_tensors
 from ..errors import MismatchError, TreeckptError
 from ..io.comm.comm import Comm
 from ..io.os_errors import wrap_read_error
@@ -44,12 +45,31 @@ class _SavedTree(msgspec.Struct):
     job: Load
     structure: Structure
     slots: list[LeafPlaceholder]
+    tensors: dict[object, object] = {}
+    """Those that are made of others, by class and parts."""
 
     def build(self) -> object:
         """Returns the tree, once all is read."""
         leaves = iter([slot.leaf for slot in self.slots])
         options = self.job.options
-        return unflatten(self.structure, leaves, resolve=resolve, rank=self.job.rank, namespace=options.namespace)
+        return unflatten(
+            self.structure,
+            leaves,
+            resolve=resolve,
+            build=self._tensor,
+            rank=self.job.rank,
+            namespace=options.namespace,
+        )
+
+    def _tensor(self, made: TensorParts, path: str) -> object:
+        """Returns a tensor that is made of others, or its parts."""
+        known = made.node, tuple(map(id, made.parts.values()))
+        if known in self.tensors:
+            return self.tensors[known]  # tied when it was saved
+        found = self.tensors[known] = build_tensor(made, path)
+        if isinstance(found, dict) and not any(part is ... for part in made.parts.values()):
+            self.job.in_parts.append((path, made.node.cls))
+        return found
 
 
 def _match_saved(job: Load) -> _SavedTree:
@@ -163,6 +183,9 @@ def _match(job: Load, like: object, *, in_place: bool) -> _MatchedTree:
     """Matches the leaves of a tree with saved ones; arrays are added to what is read, not yet read."""
     structure, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace)
     sequences = sequences_of(job, like, structure)
+    check_same_tensors(
+        structure, job.view.structure, job.rank if job.options.rules else job.source_rank, job.options.selects
+    )
     whole = frozenset(id(one.here) for one in sequences.values())
     if sequences:
         _, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace, whole=whole)

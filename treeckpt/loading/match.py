@@ -134,6 +134,8 @@ class Load:
         self.loaded = 0
         self.missing: list[str] = []
         self.unexpected: list[str] = []
+        self.in_parts: list[tuple[str, str]] = []
+        """(path, class) of tensors of which a dict of their parts was returned."""
 
     def selected(self, path: str) -> bool:
         """Whether a path is wanted, is not damaged, and no rule leaves it as it is."""
@@ -303,6 +305,7 @@ class Load:
             unverified_nbytes=self.batch.nbytes
             if self.options.verify is False or self.options.mmap
             else self.checkpoint.unverified(self.batch.nbytes),
+            in_parts=tuple(self.in_parts),
             damaged=tuple(part for path, parts in self.damaged.items() if self.options.selects(path) for part in parts),
         )
 

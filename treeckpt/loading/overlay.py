@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..arrays.registry import abstract_of, resolve
+from ..arrays.registry import abstract_of, build_tensor, resolve
 from ..core.tree.flatten import flatten, unflatten
 from ..core.tree.keyed_table import TableColumn
 from ..core.tree.merge import merge_sources
@@ -258,6 +258,7 @@ class _Provided(msgspec.Struct):
             seconds=sum(report.seconds for report in reports),
             dropped=tuple(path for report in reports for path in report.dropped),
             renamed=tuple(pair for report in reports for pair in report.renamed),
+            in_parts=tuple(pair for report in reports for pair in report.in_parts),
             sources=tuple(msgspec.structs.replace(report, unexpected=()) for report in reports),
         )
 
@@ -291,7 +292,9 @@ def _merged(trees: Sequence[object], comm: Comm, options: LoadOptions) -> object
     structure = reduce(merge_sources, (structure for structure, _ in flat))
     found = {index_path(path, comm.rank): leaf for _, leaves in flat for path, leaf in leaves if leaf is not ...}
     leaves = iter([found.get(path, ...) for path, _ in paths_of(structure)])
-    return unflatten(structure, leaves, resolve=resolve, rank=comm.rank, namespace=options.namespace)
+    return unflatten(
+        structure, leaves, resolve=resolve, build=build_tensor, rank=comm.rank, namespace=options.namespace
+    )
 
 
 class CheckpointOverlay(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ import torch
 from ..arrays.stateful import pass_state
 from ..core.option_names import checks_options
 from ..core.tree.flatten import PerRank
-from ..core.tree.structure import PerRankNode, key_text
+from ..core.tree.structure import PerRankNode, TensorNode, key_text
 from ..errors import MismatchError
 from ..io.comm.comm import Comm, as_comm
 from ..io.storage.checkpoint import Checkpoint
@@ -32,7 +32,7 @@ from ..loading.transforms import Renaming, Transforms
 from ..reports import LoadReport
 from ..trees.per_rank_state import Policy
 from .capture import LEFT_OUT, optimizer_of
-from .check_model import check_entry, resolve_ties, tied_when_saved, without_ties
+from .check_model import check_entry, check_tensor_in_parts, resolve_ties, tied_when_saved, without_ties
 from .foreign_states import as_training_state
 from .hyperparameters import held_values, put_back
 from .key_differences import Sides, check_keys
@@ -215,11 +215,15 @@ class _Restore:
                 self.own_buffers.add(name)
                 self.own.check("buffers", [path])
                 path += "/~rank*"
-            asked.add(path)
-            if path not in leaves:
-                self.missing.append(path)
-                continue
-            check_entry(entry, leaves[path], path, cast=self.options.cast)
+            if isinstance(saved.get(name), TensorNode):
+                asked.update(leaves_below(path, saved[name]))
+                check_tensor_in_parts(entry, saved[name], path)
+            else:
+                asked.add(path)
+                if path not in leaves:
+                    self.missing.append(path)
+                    continue
+                check_entry(entry, leaves[path], path, cast=self.options.cast)
             self.wanted.append(entry)
             paths[id(entry)] = path
         if extra:

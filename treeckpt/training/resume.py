@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from ..arrays.registry import new_array, resolve
+from ..arrays.registry import build_tensor, new_array, resolve
 from ..arrays.stateful import is_optimizer, load_exact_state
 from ..core.tree.flatten import flatten, replace_leaves, unflatten
 from ..core.tree.structure import DictNode, Structure, key_text, paths_of
@@ -135,7 +135,7 @@ class _StateDictBuilder:
     def _as_saved(self, node: Structure, at: str) -> Any:
         specs = ((p, self._source.leaves[p]) for p in leaves_below(at, node))
         leaves = (self._source.value(p) if spec is None else new_array(spec, p, None).leaf for p, spec in specs)
-        return unflatten(node, leaves, resolve=resolve)
+        return unflatten(node, leaves, resolve=resolve, build=build_tensor)
 
 
 def _check_groups(live: Any, path: str, saved: Structure) -> None:

@@ -23,7 +23,7 @@ from ..arrays.describe import (
     describe_tree,
     piece_digests,
 )
-from ..arrays.registry import decode, library_of, new_array, resolve
+from ..arrays.registry import build_tensor, decode, library_of, new_array, resolve
 from ..arrays.stateful import state_tree
 from ..core.planning.rank_trees import (
     GlobalTree,
@@ -181,7 +181,12 @@ class _Gather:
         if self.alike:
             return replace_leaves(self.tree, leaves, namespace=self.namespace)
         return unflatten(
-            merged.structure.whole(), leaves, resolve=resolve, rank=self.transport.rank, namespace=self.namespace
+            merged.structure.whole(),
+            leaves,
+            resolve=resolve,
+            build=build_tensor,
+            rank=self.transport.rank,
+            namespace=self.namespace,
         )
 
 

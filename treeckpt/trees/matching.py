@@ -11,6 +11,7 @@ from ..arrays.registry import is_value, resolve
 from ..core.tree.flatten import flatten
 from ..core.tree.sequences import differing_sequences
 from ..core.tree.structure import Structure, index_path
+from ..core.tree.tensor_parts import check_same_tensors
 
 
 class MatchedLeaves(msgspec.Struct, frozen=True):
@@ -50,7 +51,8 @@ def match_leaves(
         namespace=namespace,
     )
     whole = frozenset(id(one.here) for one in sequences.values())
-    _, before = flatten(into, rank=rank, namespace=namespace, whole=whole)
+    structure, before = flatten(into, rank=rank, namespace=namespace, whole=whole)
+    check_same_tensors(structure, saved, rank)
     found: dict[str, object] = {}
     for path, leaf in before:
         name = index_path(path, rank)
