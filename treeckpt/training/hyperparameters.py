@@ -76,13 +76,14 @@ def separate_tensors(groups: Sequence[tuple[dict[str, Any], Mapping[str, Any]]])
 def assign_value(live: Any, saved: Any) -> Any:
     """Returns the new value of a group; a live tensor is filled and stays the object that compiled code holds.
 
-    A saved value that its dtype would round takes its place: a tensor of another dtype, a float beside integers.
+    A saved value that its dtype would round takes its place, a tensor of another dtype or a float beside integers, and
+    so does one of another shape.
     """
     if not isinstance(live, Tensor) or isinstance(saved, bool) or not isinstance(saved, (Tensor, int, float)):
         return saved
     if isinstance(saved, Tensor) and (saved.shape, saved.dtype) != (live.shape, live.dtype):
         return saved.to(live.device)
-    if isinstance(saved, float) and not live.is_floating_point():
+    if not isinstance(saved, Tensor) and (live.ndim or (isinstance(saved, float) and not live.is_floating_point())):
         return saved
     with torch.no_grad():
         live.copy_(torch.as_tensor(saved))

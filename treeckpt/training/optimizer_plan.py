@@ -49,6 +49,10 @@ from .sources import RestoreSource, children_of, descend, leaves_below, nodes_by
 from .state_dicts import BY_GROUP, STATE_DICT_KEY, join, shared_of, split, standard_form
 
 _log = logging.getLogger("treeckpt")
+_LATER = (
+    "Steps after the save have made it, or it was given here and not when this was saved. Restore into a fresh "
+    "optimizer, as it was made then; strict=False leaves what is here"
+)
 
 
 class Differences(msgspec.Struct):
@@ -237,23 +241,26 @@ class _Matcher:
             dropped = frozenset[str]()
             if saved_labels(group, position, plan.of):
                 lacking = [name for name in group.values if name not in found and name not in (*plan.keep, "name")]
-                if self._begins_anew(live, group):
+                if any(self._is_later(live, key) for key in group.members):
                     dropped = frozenset(lacking) - options
                 self.differences.cleared += [f"{self.path}/values/{name}" for name in lacking if name in dropped]
-                self.differences.missing += [f"{self.path}/values/{name}" for name in lacking if name not in dropped]
+                paths = {name: f"{self.path}/values/{name}" for name in lacking if name not in dropped}
+                self.differences.missing += paths.values()
+                self.differences.reasons |= {path: _LATER for name, path in paths.items() if name not in options}
             plan.dropped.append(dropped)
             for name in [name for name in found if name not in group.values and name in torch_options()]:
                 del found[name]
                 if (at := f"{self.path}/values/{name}") not in self.differences.unexpected:
                     self.differences.unexpected.append(at)
 
-    def _begins_anew(self, live: NamedOptimizer, group: ParamGroup) -> bool:
-        """Whether parameters of a group have state here, and the checkpoint has none of all that it knows."""
-        names = {name for key in group.members for name in self._saved_names(key)}
-        mine = [key for key in group.members if key in live.parameters]
-        state: Any = live.stateful.state if live.form is None else {}
-        stepped = any(live.own[key] or live.parameters[key] in state for key in mine)
-        return stepped and not any(children_of(self.saved_keys.get(name)) for name in names)
+    def _is_later(self, live: NamedOptimizer, key: Key) -> bool:
+        """Whether a parameter has state here, at some place of the state dict, and the checkpoint has none there."""
+        state: Any = getattr(optimizer_chain(live.stateful)[-1], "state", {})
+        if key not in live.parameters or not (live.own[key] or live.parameters[key] in state):
+            return False
+        saved = _saved_places(self.saved_keys.get(next(iter(self._saved_names(key)), "")))
+        here = [at for at, moments in _live_places(live.own[key]).items() if moments]
+        return any(not saved.get(at) for at in here) if here else not any(saved.values())
 
     def _form_of(self, live: NamedOptimizer, of: Labels) -> Any:
         """Returns the form that the live optimizer's state dict is to have.
@@ -349,7 +356,7 @@ class _Matcher:
             self.differences.cleared += [path] if is_filled and here else []
             return
         structure = self.saved_keys[name]
-        places = _by_place(children_of(structure), lambda n: children_of(n) if isinstance(n, DictNode) else {"": n})
+        places = _saved_places(structure)
         saved, expected = set(children_of(structure)), None
         if innermost is not None and settings:
             expected = self._expected(innermost, settings, parameter)
@@ -400,8 +407,7 @@ class _Matcher:
             if all(moment in expected for moment in theirs):
                 why = "A part of this state was not saved, or an option in keep= was off. strict=False takes the rest"
                 self.differences.reasons |= dict.fromkeys(paths.values(), why)
-            later = "Steps after the save have made it. Restore into a fresh optimizer, which has none of its own"
-            self.differences.reasons |= {paths[one]: later for one in lacking if one in mine and one not in expected}
+            self.differences.reasons |= {paths[one]: _LATER for one in lacking if one in mine and one not in expected}
             stay = {moment: mine[moment] for moment in lacking if moment in mine}
             if at and stay:
                 kept.setdefault(STATE_DICT_KEY, {})[at] = stay.get("", stay)
@@ -464,6 +470,12 @@ def _by_place(own: Mapping[Any, Any], children: Callable[[Any], Mapping[Any, Any
 
 def _live_places(own: Mapping[Any, Any]) -> dict[str, Mapping[Any, Any]]:
     return _by_place(own, lambda part: part if isinstance(part, Mapping) else {"": part})
+
+
+def _saved_places(structure: Structure) -> dict[str, Mapping[Any, Any]]:
+    return _by_place(
+        children_of(structure), lambda node: children_of(node) if isinstance(node, DictNode) else {"": node}
+    )
 
 
 def _merged(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> dict[Any, Any]:
