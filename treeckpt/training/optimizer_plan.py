@@ -256,9 +256,10 @@ class _Matcher:
     def _is_later(self, live: NamedOptimizer, key: Key) -> bool:
         """Whether a parameter has state here, at some place of the state dict, and the checkpoint has none there."""
         state: Any = getattr(optimizer_chain(live.stateful)[-1], "state", {})
-        if key not in live.parameters or not (live.own[key] or live.parameters[key] in state):
+        name = next(iter(self._saved_names(key)), None)
+        if name is None or key not in live.parameters or not (live.own[key] or live.parameters[key] in state):
             return False
-        saved = _saved_places(self.saved_keys.get(next(iter(self._saved_names(key)), "")))
+        saved = _saved_places(self.saved_keys.get(name))
         here = [at for at, moments in _live_places(live.own[key]).items() if moments]
         return any(not saved.get(at) for at in here) if here else not any(saved.values())
 
