@@ -63,10 +63,11 @@ def any_in_parts(kind: type, leaves: Iterable[Any]) -> bool:
     """Returns whether any tensor of a class among leaves is made of others."""
     if kind in PLAIN_CLASSES:
         return any(leaf.layout is not _STRIDED or leaf.is_nested for leaf in leaves if type(leaf) is kind)
-    return wraps_tensors(kind) or any(_is_in_parts(leaf) for leaf in leaves if type(leaf) is kind)
+    return wraps_tensors(kind) or any(is_in_parts(leaf) for leaf in leaves if type(leaf) is kind)
 
 
-def _is_in_parts(leaf: Tensor) -> bool:
+def is_in_parts(leaf: Tensor) -> bool:
+    """Returns whether a tensor, or the local tensor of a DTensor, is made of others."""
     if is_dtensor(leaf):
         leaf = leaf._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
     return wraps_tensors(type(leaf)) or leaf.layout is not _STRIDED or leaf.is_nested
@@ -78,7 +79,7 @@ def take_apart(leaf: Tensor, path: str) -> TensorParts | None:
     Raises:
         TreeError: its class keeps what cannot be stored beside its tensors.
     """
-    if not _is_in_parts(leaf):
+    if not is_in_parts(leaf):
         return None
     if is_dtensor(leaf):
         return _parts_of_dtensor(leaf, path)
@@ -148,6 +149,14 @@ def _spread(local: Tensor, spec: Any) -> Tensor:
 
     meta = spec.tensor_meta._replace(dtype=local.dtype)
     return DTensor(local, dataclasses.replace(spec, tensor_meta=meta), requires_grad=False)
+
+
+def empty_plain(leaf: Any, dtype: torch.dtype) -> Tensor:
+    """Returns a new tensor of the shape, device and layout of one that is made of others, which is not."""
+    if not is_dtensor(leaf):
+        return torch.empty(leaf.shape, dtype=dtype, device=leaf.device)
+    local = leaf._local_tensor
+    return _spread(torch.empty(local.shape, dtype=dtype, device=local.device), leaf._spec)
 
 
 # make again -----------------------------------------------------------------------------------------------------------

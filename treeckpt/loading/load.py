@@ -23,7 +23,7 @@ from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.sequences import SequenceReplacement, differing_sequences
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import PerRankNode, Structure, index_path
-from ..core.tree.tensor_parts import TensorParts, check_same_tensors
+from ..core.tree.tensor_parts import TensorParts, check_no_tensors, check_same_tensors
 from ..errors import MismatchError, TreeckptError
 from ..io.comm.comm import Comm
 from ..io.os_errors import wrap_read_error
@@ -183,9 +183,8 @@ def _match(job: Load, like: object, *, in_place: bool) -> _MatchedTree:
     """Matches the leaves of a tree with saved ones; arrays are added to what is read, not yet read."""
     structure, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace)
     sequences = sequences_of(job, like, structure)
-    check_same_tensors(
-        structure, job.view.structure, job.rank if job.options.rules else job.source_rank, job.options.selects
-    )
+    source_rank = job.rank if job.options.rules else job.source_rank
+    check_same_tensors(structure, job.view.structure, source_rank, job.view.by_path, job.options.selects)
     whole = frozenset(id(one.here) for one in sequences.values())
     if sequences:
         _, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace, whole=whole)
@@ -215,6 +214,7 @@ def _match(job: Load, like: object, *, in_place: bool) -> _MatchedTree:
         lacking = [(path, wanted) for wanted, path, _ in pairs if path in missing]
         tied = tied_to(lacking, there, job.here, in_place=in_place)
         job.missing = [path for path in job.missing if path not in tied]
+        check_no_tensors(job.missing, job.view.structure)
     job.check_keys(asked, [path for wanted, path, _ in pairs if wanted is ...])
     ties: dict[tuple[int, int], LeafPlaceholder] = {}
     slots = [

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..arrays.dtensor import is_dtensor, layout_of
 from ..arrays.plain_tensor import is_plain
 from ..arrays.registry import build_tensor, new_array, resolve, take_apart
+from ..arrays.tensor_parts import empty_plain, is_in_parts
 from ..arrays.torch import in_order, torch_dtype
 from ..core.sharding.int_runs import encode_runs
 from ..core.tree.flatten import unflatten
@@ -137,7 +138,8 @@ def _tensor_in_parts(parameter: Tensor, saved: TensorNode, source: RestoreSource
             return source.value(at)
         dtype = torch_dtype(spec.dtype)
         if spread and "~rank*" not in at.split("/") and spec.shape == saved.shape:
-            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            like = empty_plain(parameter, dtype) if is_in_parts(parameter) else parameter
+            return torch.empty_like(like, dtype=dtype, requires_grad=False)
         return torch.zeros(spec.shape, dtype=dtype, device=parameter.device)
 
     def build(made: TensorParts, below: str) -> Any:
@@ -183,10 +185,13 @@ def _leaf(parameter: Tensor, name: str, spec: ArraySpec, place: MomentPlacement,
         dtype = torch_dtype(place.dtypes[1])
     if whole:
         made = torch.empty(spec.shape, dtype=dtype, device=parameter.device)
-    elif spec.shape in (tuple(parameter.shape), place.whole_shape):
-        made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     else:
-        made = parameter.detach().new_empty(spec.shape, dtype=dtype)  # a DTensor as torch's optimizers lay it out
+        if is_in_parts(parameter):  # the saved moment is not made of others
+            parameter = empty_plain(parameter, dtype)
+        if spec.shape in (tuple(parameter.shape), place.whole_shape):
+            made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        else:  # a DTensor as torch's optimizers lay it out
+            made = parameter.detach().new_empty(spec.shape, dtype=dtype)
     kept = spec.shape == tuple(made.shape) and (spec.order is not None or place.was_ordered)
     return in_order(made, spec.order) if kept else made
 

@@ -11,7 +11,7 @@ from ..arrays.registry import is_value, resolve
 from ..core.tree.flatten import flatten
 from ..core.tree.sequences import differing_sequences
 from ..core.tree.structure import Structure, index_path
-from ..core.tree.tensor_parts import check_same_tensors
+from ..core.tree.tensor_parts import check_no_tensors, check_same_tensors
 
 
 class MatchedLeaves(msgspec.Struct, frozen=True):
@@ -52,7 +52,11 @@ def match_leaves(
     )
     whole = frozenset(id(one.here) for one in sequences.values())
     structure, before = flatten(into, rank=rank, namespace=namespace, whole=whole)
-    check_same_tensors(structure, saved, rank)
+    check_same_tensors(structure, saved, rank, given)
+    check_no_tensors(
+        [index_path(path, rank) for path, leaf in before if leaf is not ... and index_path(path, rank) not in given],
+        saved,
+    )
     found: dict[str, object] = {}
     for path, leaf in before:
         name = index_path(path, rank)

@@ -6,7 +6,7 @@ apart before a tree is flattened, and makes them again of new parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -85,7 +85,11 @@ def _is_inside(path: str, others: Mapping[str, TensorNode]) -> bool:
 
 
 def check_same_tensors(
-    wanted: Structure, saved: Structure, rank: int, selects: Callable[[str], bool] = lambda _: True
+    wanted: Structure,
+    saved: Structure,
+    rank: int,
+    leaves: Container[str] = (),
+    selects: Callable[[str], bool] = lambda _: True,
 ) -> None:
     """Compares the tensors in parts that two structures have at the same paths.
 
@@ -93,10 +97,11 @@ def check_same_tensors(
         wanted: of the tree that is filled, on one rank.
         saved: of the tree that fills it.
         rank: of the saved subtrees under `PerRank` that count.
+        leaves: the paths of the saved leaves.
         selects: returns whether anything at a path is filled.
 
     Raises:
-        MismatchError: they are of another class, context or shape, or laid out differently, which only matters where
+        MismatchError: a leaf was saved in the place of one, or they are of another class, context or shape, or laid out differently, which only matters where
             a part is a rank's own: such a part cannot be resharded.
     """
     if not _has_tensors(wanted):
@@ -107,6 +112,13 @@ def check_same_tensors(
         if ranks is None or rank in decode_runs(ranks)
     }
     for node, path, _ in containers_of(wanted):
+        if isinstance(node, TensorNode) and path in leaves and selects(path):
+            raise MismatchError(
+                path,
+                expected=f"a tensor of the class {node.cls}",
+                found="a plain one in the checkpoint",
+                hint=_HINT,
+            )
         other = found.get(path)
         if (
             isinstance(node, TensorNode)
@@ -127,8 +139,24 @@ def _has_tensors(structure: Structure) -> bool:
     return False
 
 
+_HINT = "Quantize or convert the model here as when it was saved, or leave the tensor out with `...`"
+
+
+def check_no_tensors(missing: Sequence[str], saved: Structure) -> None:
+    """Checks that no array is wanted at the path of a saved tensor in parts.
+
+    Raises:
+        MismatchError: naming it.
+    """
+    wanted = set(missing)
+    for node, path, _ in containers_of(saved) if wanted else ():
+        if isinstance(node, TensorNode) and path in wanted:
+            raise MismatchError(
+                path, expected="a plain array", found=f"a tensor of the class {node.cls} in the checkpoint", hint=_HINT
+            )
+
+
 def _check_same(wanted: TensorNode, saved: TensorNode, path: str) -> None:
-    hint = "Quantize or convert the model here as when it was saved, or leave the tensor out with `...`"
     for what, here, there in (
         ("a tensor of the class", wanted.cls, saved.cls),
         ("the shape", wanted.shape, saved.shape),
@@ -136,7 +164,7 @@ def _check_same(wanted: TensorNode, saved: TensorNode, path: str) -> None:
         ("the parts", wanted.keys, saved.keys),
     ):
         if here != there:
-            raise MismatchError(path, expected=f"{what} {here!r:.200}", found=f"{there!r:.200}", hint=hint)
+            raise MismatchError(path, expected=f"{what} {here!r:.200}", found=f"{there!r:.200}", hint=_HINT)
     own = [key for node in (wanted, saved) for key, child in zip(node.keys, node.children, strict=True)
            if isinstance(child, PerRankNode)]  # fmt: skip
     layouts = [
