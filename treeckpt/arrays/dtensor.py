@@ -17,7 +17,7 @@ import torch
 from ..core.sharding.int_runs import encode_runs
 from ..core.sharding.placements import Mesh, MeshLayout, Placement, Replicate, Shard, StridedShard, local_shape
 from ..core.sharding.region import Region
-from ..errors import LayoutError, TreeError
+from ..errors import LayoutError, MismatchError, TreeError
 
 
 def is_dtensor(leaf: object) -> bool:
@@ -51,7 +51,11 @@ def local_of(leaf: Any, path: str, rank: int) -> tuple[MeshLayout, torch.Tensor]
 
 def part_of(leaf: Any) -> torch.Tensor:
     """Returns the local tensor of a DTensor: a plain one, which shows its memory, where its class adds no storage."""
-    local = leaf._local_tensor.detach()
+    return _plain(leaf._local_tensor)
+
+
+def _plain(local: Any) -> torch.Tensor:
+    local = local.detach()
     if type(local) is torch.Tensor:
         return local
     if hasattr(local, "wait"):
@@ -110,8 +114,7 @@ class DescribedTensor(msgspec.Struct, frozen=True, gc=False):
 def describing(leaf: Any) -> Any:
     """Returns what says where the elements of a leaf lie: the leaf, or its local tensor; None if neither does."""
     owner = leaf._local_tensor if is_dtensor(leaf) else leaf
-    kind = type(owner)
-    return owner if hasattr(kind, "__create_chunk_list__") and hasattr(kind, "__get_tensor_shard__") else None
+    return owner if hasattr(owner, "__create_chunk_list__") and hasattr(owner, "__get_tensor_shard__") else None
 
 
 def described(leaf: Any, path: str) -> DescribedTensor | None:
@@ -127,14 +130,14 @@ def described(leaf: Any, path: str) -> DescribedTensor | None:
 
     if is_dtensor(leaf):
         layout_of(leaf, path)  # refuses partial sums
-    items = owner.__create_write_items__(path, leaf) if hasattr(type(owner), "__create_write_items__") else ()
+    items = owner.__create_write_items__(path, leaf) if hasattr(owner, "__create_write_items__") else ()
     shape = tuple(items[0].tensor_data.size if items else leaf.shape)
     chunks: list[tuple[Region, torch.Tensor]] = []
     for number, chunk in enumerate(owner.__create_chunk_list__()):
         region = Region(tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes)))
         if not region.size:
             continue
-        tensor = owner.__get_tensor_shard__(MetadataIndex(path, chunk.offsets, number)).detach()
+        tensor = _plain(owner.__get_tensor_shard__(MetadataIndex(path, chunk.offsets, number)))
         found = tuple(tensor.shape)
         if len(region.shape) != len(shape) or not region.within(Region.whole(shape)) or found != region.shape:
             raise LayoutError(
@@ -151,22 +154,31 @@ def like_described(leaf: Any, device: torch.device | None, path: str) -> Any:
     """Returns a tensor that holds the same chunks as one that describes itself, in memory of its own.
 
     Raises:
-        TreeError: a copy by `clone` shares memory, or does not hold the same.
+        TreeError: a copy of it shares memory, or does not hold the same.
     """
-    owner = describing(leaf)
+    owner, old = describing(leaf), described(leaf, path)
+    assert old is not None, "called for tensors that describe themselves"
+    if any(tensor.is_meta for _, tensor in old.chunks):
+        raise MismatchError(
+            path,
+            expected="a tensor with memory: one that describes its chunks is made by a copy",
+            found=f"a {type(owner).__name__} on the meta device",
+            hint="Make it on a device, and fill it with load_into",
+        )
     with torch.no_grad():
         made = owner.clone()
         made = made if device is None or made.device == device else made.to(device)
+    for name, value in getattr(owner, "__dict__", {}).items():  # which functions of torch leave out
+        vars(made).setdefault(name, value)
     if is_dtensor(leaf):
         made = type(leaf)(made, leaf._spec, requires_grad=False)
-    old, new = described(leaf, path), described(made, path)
-    assert old is not None
+    new = described(made, path)
     regions = [region for region, _ in old.chunks]
     shared = {tensor.data_ptr() for _, tensor in old.chunks} & {t.data_ptr() for _, t in (new.chunks if new else ())}
     if new is None or new.shape != old.shape or [region for region, _ in new.chunks] != regions or shared:
         raise TreeError(
             path,
-            expected=f"a {type(owner).__name__} whose clone holds the same chunks in memory of its own",
+            expected=f"a {type(owner).__name__} of which a copy holds the same chunks in memory of its own",
             found="one that shares memory" if shared else "other chunks",
             hint="Fill it in place with load_into",
         )

@@ -21,7 +21,7 @@ from ..core.sharding.placements import BoxLayout, MeshLayout, held_by, local_sha
 from ..core.sharding.region import Region, memory_order, strides_in
 from ..core.tree.spec import ArraySpec
 from ..core.tree.value_codec import TypedValue
-from ..errors import FormatError, MismatchError, TreeError
+from ..errors import FormatError, LayoutError, MismatchError, TreeError
 from .base import (
     Allocate,
     ArraySource,
@@ -97,6 +97,15 @@ def _spec(leaf: torch.Tensor) -> ArraySpec:
     return ArraySpec(shape, dtype_name(leaf.dtype), None, device, leaf.requires_grad, kind_of(leaf), order)
 
 
+def _check_chunks(held: DescribedTensor, path: str) -> None:
+    """Refuses chunks that are no plain tensors, or of several dtypes."""
+    for _, tensor in held.chunks:
+        _check(tensor, path)
+    dtypes = {tensor.dtype: None for _, tensor in held.chunks}
+    if len(dtypes) > 1:
+        raise LayoutError(path, expected="chunks of one dtype", found=", ".join(map(str, dtypes)))
+
+
 def _described_spec(leaf: torch.Tensor, held: DescribedTensor) -> ArraySpec:
     """Returns the spec of a tensor that describes itself: dtype, device and order of what it holds, if it does."""
     shape, dtype, kind = held.shape, leaf.dtype, kind_of(leaf)
@@ -124,6 +133,7 @@ def source(leaf: torch.Tensor, path: str, rank: int) -> ArraySource:
                 common.spec, None, (SourcePiece(common.whole, memory),), Storage(memory.address, common.nbytes, None)
             )
     if (held := described(leaf, path)) is not None:
+        _check_chunks(held, path)
         parts = [source(tensor, path, rank) for _, tensor in held.chunks]
         layout = BoxLayout(tuple((rank, region) for region, _ in held.chunks))
         pieces = [SourcePiece(r, part.pieces[0].data) for (r, _), part in zip(held.chunks, parts, strict=True)]
@@ -191,6 +201,7 @@ def abstract(leaf: torch.Tensor, path: str, rank: int) -> ArraySpec:
     if is_plain(leaf):
         return plain_info(leaf).spec
     if (held := described(leaf, path)) is not None:
+        _check_chunks(held, path)
         return msgspec.structs.replace(_described_spec(leaf, held), regions=tuple(region for region, _ in held.chunks))
     _check(leaf, path)
     spec = _spec(leaf)
@@ -210,6 +221,7 @@ def target(leaf: torch.Tensor, path: str, rank: int) -> ArrayTarget:
         if (memory := plain_memory(leaf, common)) is not None:
             return ArrayTarget(common.spec, leaf, (TargetPiece(common.whole, memory),))
     if (held := described(leaf, path)) is not None:
+        _check_chunks(held, path)
         pieces = [TargetPiece(region, target(tensor, path, rank).pieces[0].data) for region, tensor in held.chunks]
         return ArrayTarget(abstract(leaf, path, rank), leaf, pieces)
     _check(leaf, path)
