@@ -84,6 +84,13 @@ def is_optimizer(value: object) -> bool:
     return not isinstance(value, type) and all(hasattr(value, name) for name in names)
 
 
+def wraps_optimizer(value: object) -> bool:
+    """Returns whether an object acts as an optimizer and has one in an attribute; it may have no groups itself."""
+    names = "step", "zero_grad", "state_dict", "load_state_dict"
+    attributes = getattr(value, "__dict__", {}).values()
+    return all(hasattr(value, name) for name in names) and any(map(is_optimizer, attributes))
+
+
 def pass_state(path: str, owner: Any, state: Any) -> None:
     """Passes an object its state; an error of its own gets a note that names the path."""
     try:
@@ -125,10 +132,11 @@ def _optimizers_in(owner: object) -> list[Any]:
     waiting = [owner]
     while waiting:
         one = waiting.pop()
-        if is_optimizer(one) and all(one is not other for other in found):
-            found.append(one)
-            waiting += getattr(one, "__dict__", {}).values()
-    return found
+        if any(one is other for other in found) or not (is_optimizer(one) or wraps_optimizer(one)):
+            continue
+        found.append(one)
+        waiting += getattr(one, "__dict__", {}).values()
+    return [one for one in found if is_optimizer(one)]
 
 
 def _states_in(state: Any) -> Iterator[Mapping[str, Any]]:

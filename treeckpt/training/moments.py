@@ -98,10 +98,10 @@ def build_state(
         child, tensors = tensors_as_leaves(child)
         names = leaves_below(key_text(key), child)
         paths = [f"{path}/{name}{OWN if name in place.own else ''}" for name in names]
-        if child is None and isinstance(live, Tensor):
-            if _is_kept(live, tensors.get(""), source.leaves.get(paths[0]), at):
-                found[key] = live
-                continue
+        is_tensor = child is None and isinstance(live, Tensor)
+        if is_tensor and _is_kept(live, tensors.get(""), source.leaves.get(paths[0]), at):
+            found[key] = live
+            continue
         new_leaves = (
             _tensor_in_parts(parameter, node, source, p)
             if (node := tensors.get(p.removeprefix(at).removeprefix("/")))
@@ -199,8 +199,8 @@ def _leaf(parameter: Tensor, name: str, spec: ArraySpec, place: MomentPlacement,
             parameter = empty_plain(parameter, dtype)
         if spec.shape in (tuple(parameter.shape), place.whole_shape):
             made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        else:
-            made = parameter.detach().new_empty(spec.shape, dtype=dtype)  # a DTensor as torch's optimizers lay it out
+        else:  # a DTensor as torch's optimizers lay it out
+            made = parameter.detach().new_empty(spec.shape, dtype=dtype)
     kept = spec.shape == tuple(made.shape) and (spec.order is not None or place.was_ordered)
     return in_order(made, spec.order) if kept else made
 

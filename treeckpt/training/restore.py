@@ -26,7 +26,7 @@ from ..errors import MismatchError
 from ..io.comm.comm import Comm, as_comm
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.consistent_reads import on_versions
-from ..loading.match import LoadOptions, Strict
+from ..loading.match import LoadOptions, Strict, some_of
 from ..loading.overlay import Bank, CheckpointOverlay, globs_of
 from ..loading.read_batch import Verify
 from ..loading.shared_read import open_relay, together
@@ -43,6 +43,7 @@ from .check_model import (
     without_ties,
 )
 from .foreign_states import as_training_state
+from .hyperparameters import held_values, put_back
 from .key_differences import Sides, check_keys
 from .module_loads import (
     Before,
@@ -68,7 +69,7 @@ from .modules import (
 from .names import key_path, put_in
 from .open_source import check_globs, is_stored, missing_part, open_source, place_under, rules_of
 from .optimizer_plan import OptimizerPlan, apply_optimizers, plan_optimizers
-from .optimizers import NamedOptimizer, Optimizers, name_optimizers
+from .optimizers import NamedOptimizer, Optimizers, all_groups, name_optimizers
 from .rank_state import RankState
 from .report import RestoreReport
 from .rng import set_rng
@@ -204,6 +205,10 @@ class _Restore:
         self.rng_state: Any = None
         self.schedules: list[Schedule] = []
         self.replaced: list[str] = []
+        self.cleared: list[str] = []
+        """State of the optimizers here that the checkpoint has none of."""
+        self.reasons: dict[str, str] = {}
+        """By path: why only one side has it, where that is known."""
 
     # compare, and load the small parts --------------------------------------------------------------------------------
 
@@ -333,6 +338,10 @@ class _Restore:
         self.missing += [path for path in differences.missing if not f"{path}/".startswith(left)]
         self.unexpected += differences.unexpected
         self.ignored += differences.ignored
+        self.reasons, self.cleared = differences.reasons, differences.cleared
+        if differences.frozen and self.comm.rank == 0:
+            what = some_of("of parameters that are frozen here was not restored", differences.frozen)
+            _log.warning("%s: optimizer state in the checkpoint: %s", self.source.url, what)
 
     def plan_rest(self) -> None:
         """Loads the state of the loader and the generators, and compares or loads `extra`."""
@@ -410,17 +419,19 @@ class _Restore:
         """
         saved_extra = children_of(descend(self.source.structure, ("extra",)))
         heads = {f"{key_path(('optimizer', *one.prefix))}/" for one in self.optimizers}
+        asked = {f"model/{name}" for entry in self.entries if (name := key_path(entry.key)) not in self.left}
         check_keys(
             self.missing,
             self.unexpected,
             self.options.strict,
             Sides(
-                alike=bool(self.wanted or self.left or self.loads or not self.entries),
+                alike=not asked or not asked <= set(self.missing),
                 left_out=self.left_out,
                 extra=[key_text(key) for key in saved_extra],
                 given=self.targets.extra,
                 here={f"model/{key_path(entry.key)}": getattr(entry.value, "shape", None) for entry in self.entries},
                 tied=tied_when_saved(self.missing, heads, self.source),
+                reasons=self.reasons,
                 saved=self.source.leaves,
             ),
         )
@@ -435,8 +446,10 @@ class _Restore:
             reset_fsdp_shards(self.targets.model)
         filled = self.source.fill(self._target(), take=self.comm.size != self.source.world)
         self.ignored += apply_optimizers(self.plans)
+        held = held_values(group for plan in self.plans for group in all_groups(plan.live.optimizer))
         for action in self.last:
             action()
+        put_back(held)  # schedulers may have written others into the groups
         if self.wanted:
             run_post_hooks(self.targets.model, self.loads)
         if self.rng_state is not None:
@@ -463,6 +476,7 @@ class _Restore:
             left_alone=tuple(self.left_alone),
             world_changed=tuple(f"{part}: {what}" for part, what in self.own.notes.items()),
             replaced=tuple(self.replaced),
+            cleared=tuple(self.cleared),
         )
 
     def _run_loads(self) -> list[str]:
