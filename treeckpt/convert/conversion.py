@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -20,7 +19,7 @@ from ..io.comm.comm import Comm, as_comm
 from ..io.storage.bucket import check_path
 from ..io.storage.counting_store import CountedStores, OnBytesRead
 from ..io.storage.store import Store
-from ..loading.overlay import globs_of
+from ..loading.overlay import Selection, globs_of
 from ..loading.transforms import Renaming, Rule, Transforms, as_rules
 from . import contents as choosing
 from .cast import cast_floats
@@ -62,8 +61,8 @@ class ConvertOptions(TypedDict, total=False):
     dtype: Any
     max_shard_size: int | str | None
     memory: int | str
-    select: str | Sequence[str] | None
-    exclude: str | Sequence[str] | None
+    select: Selection
+    exclude: Selection
     subtree: str
     rename: Renaming
     transforms: Transforms
@@ -105,8 +104,8 @@ def convert(
     dtype: Any = None,
     max_shard_size: int | str | None = None,
     memory: int | str = MEMORY,
-    select: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
+    select: Selection = None,
+    exclude: Selection = None,
     subtree: str = "",
     rename: Renaming = None,
     transforms: Transforms = None,
@@ -154,7 +153,8 @@ def convert(
     text = os.fspath(destination)
     to, directory = _format(text, to)
     budget, limit = _sizes(to, directory, memory, max_shard_size)
-    tree = (globs_of(select) or (), globs_of(exclude) or (), subtree, as_rules(rename, transforms), hub_names)
+    globs = globs_of(select) or (), globs_of(exclude, "exclude") or ()
+    tree = (*globs, subtree, as_rules(rename, transforms), hub_names)
     options = _Options(text, to, directory, dtype, limit, budget, *tree, lossy, dry_run, overwrite, step)
     return _convert(source, options, as_comm(comm), CountedStores(on_read))
 

@@ -7,18 +7,21 @@ indexes alone; then each is loaded as if it had nothing else, so no byte is read
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, TypeVar
 
 import msgspec
+from optree import PyTreeAccessor
 
 from ..arrays.registry import abstract_of, resolve
 from ..core.tree.flatten import flatten, unflatten
 from ..core.tree.keyed_table import TableColumn
 from ..core.tree.merge import merge_sources
+from ..core.tree.path_text import path_text
 from ..core.tree.structure import index_path, paths_of
-from ..errors import CheckpointNotFound, MismatchError, TreeckptError
+from ..errors import CheckpointNotFound, MismatchError, TreeckptError, TreeError
 from ..io.comm.comm import Comm, global_rank
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.store import Store
@@ -32,6 +35,8 @@ from .transforms.rules import Rule
 from .verify import survey
 
 T = TypeVar("T")
+Selection = str | int | Sequence[Any] | None
+"""Globs over paths, and paths as keys; see `globs_of`."""
 
 
 class From(msgspec.Struct, frozen=True):
@@ -42,14 +47,14 @@ class From(msgspec.Struct, frozen=True):
 
     Args:
         path: as for `treeckpt.load`.
-        select, exclude: globs over the paths that it gives, by the names after its rules.
+        select, exclude: globs over the paths that it gives, as for `treeckpt.load`, by the names after its rules.
         rename, transforms: rules for it alone, as for `treeckpt.load`.
         optional: it may be missing, and then gives nothing.
     """
 
     path: str | os.PathLike[str] | Store | Checkpoint
-    select: str | Sequence[str] | None = None
-    exclude: str | Sequence[str] | None = None
+    select: Selection = None
+    exclude: Selection = None
     rename: Renaming = None
     transforms: Transforms = None
     optional: bool = False
@@ -141,7 +146,7 @@ def _select_parts(bank: Bank, asked: Iterable[str], comm: Comm, options: LoadOpt
         assert isinstance(source.path, Checkpoint), "the bank is opened"
         rules = as_rules(source.rename, source.transforms)
         own = msgspec.structs.replace(
-            options, select=globs_of(source.select), exclude=globs_of(source.exclude), rules=rules
+            options, select=globs_of(source.select), exclude=globs_of(source.exclude, "exclude"), rules=rules
         )
         return _Part(msgspec.structs.replace(options, rules=rules, strict=False), Load(source.path, comm, own))
 
@@ -161,11 +166,54 @@ def _select_parts(bank: Bank, asked: Iterable[str], comm: Comm, options: LoadOpt
     return parts
 
 
-def globs_of(select: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Returns globs as a tuple."""
-    if select is None:
+def globs_of(given: Selection, what: str = "select") -> tuple[str, ...] | None:
+    """Returns globs as a tuple; a path given as keys becomes its text, as `path_text` writes it.
+
+    A text is a glob. A tuple with a key that is no text (`("opt", 0)`), a number or an accessor of optree is one path.
+    Every other sequence holds several of these; in it each tuple is a path, of texts alone too.
+
+    Args:
+        what: the name of the argument.
+
+    Raises:
+        MismatchError: something else was given, as a compiled regular expression.
+    """
+    if given is None:
         return None
-    return (select,) if isinstance(select, str) else tuple(select)
+    if isinstance(given, str):
+        return (given,)
+    several: Any = given
+    if isinstance(given, (int, PyTreeAccessor)) or (isinstance(given, tuple) and any(map(_is_key, given))):
+        several = [given]
+    if isinstance(several, (bytes, bytearray, Mapping)) or not isinstance(several, Iterable):
+        raise _no_glob(given, what)
+    return tuple([one if isinstance(one, str) else _path_of(one, what) for one in several])
+
+
+def _is_key(one: object) -> bool:
+    """Whether an element of a tuple is a key of a path, and neither a glob nor a path."""
+    return not isinstance(one, (str, PyTreeAccessor, re.Pattern))
+
+
+def _path_of(one: Any, what: str) -> str:
+    """Returns the text of a path that is given as keys."""
+    if isinstance(one, PyTreeAccessor):
+        # fields have their names in paths, positions in optree
+        one = tuple(getattr(entry, "field", getattr(entry, "name", entry.entry)) for entry in one)
+    keys: Any = (one,) if isinstance(one, int) and not isinstance(one, bool) else one
+    if not isinstance(keys, tuple):
+        raise _no_glob(one, what)
+    try:
+        return path_text(keys)
+    except TreeError as error:
+        raise _no_glob(one, what) from error
+
+
+def _no_glob(given: object, what: str) -> MismatchError:
+    hint = "A path is a text, as treeckpt show prints it, or its keys, as treeckpt.path_keys gives them"
+    if isinstance(given, re.Pattern):
+        hint = "Globs know *, ? and [...]; or list the paths of treeckpt.inspect(path).by_path that it matches"
+    return MismatchError(what, expected="globs, or paths as tuples of keys", found=f"{given!r:.80}", hint=hint)
 
 
 def _check_asked(

@@ -16,6 +16,7 @@ from ..core.tree.flatten import flatten, replace_leaves
 from ..core.tree.in_place import update_in_place
 from ..errors import TreeckptError, TreeError
 from ..loading.match import Strict
+from ..loading.overlay import Selection
 from ..loading.read_batch import Verify
 from ..loading.transforms import Renaming, Transforms
 from ..saving.options import BusyPolicy, SaveOptions, StagingMode, WriterKind, shard_limit
@@ -51,8 +52,8 @@ class RestoreKeywords(TypedDict, total=False):
     loader: Any
     rng: bool
     extra: Any
-    select: str | Sequence[str] | None
-    exclude: str | Sequence[str] | None
+    select: Selection
+    exclude: Selection
     rename: Renaming
     transforms: Transforms
     strict: Strict

@@ -154,7 +154,7 @@ def _unit(path: str) -> str:
 
 
 def _globs(source: From, strict: Strict = True) -> LoadOptions:
-    return LoadOptions(globs_of(source.select), strict, exclude=globs_of(source.exclude))
+    return LoadOptions(globs_of(source.select), strict, exclude=globs_of(source.exclude, "exclude"))
 
 
 def check_globs(source: RestoreSource, options: LoadOptions, entries: Sequence[str], *, with_extra: bool) -> None:

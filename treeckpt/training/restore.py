@@ -25,7 +25,7 @@ from ..io.comm.comm import Comm, as_comm
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.consistent_reads import on_versions
 from ..loading.match import LoadOptions, Strict
-from ..loading.overlay import Bank, CheckpointOverlay, globs_of
+from ..loading.overlay import Bank, CheckpointOverlay, Selection, globs_of
 from ..loading.read_batch import Verify
 from ..loading.shared_read import open_relay, together
 from ..loading.transforms import Renaming, Transforms
@@ -71,8 +71,8 @@ def restore(
     loader: Any = None,
     rng: bool = True,
     extra: Any = None,
-    select: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
+    select: Selection = None,
+    exclude: Selection = None,
     rename: Renaming = None,
     transforms: Transforms = None,
     under: str = "",
@@ -117,8 +117,8 @@ def restore(
         As `treeckpt.load_into`; TreeError for an optimizer with parameters that are not the model's.
     """
     comm, rules = as_comm(comm, sends_messages=False), rules_of(rename, transforms, under, from_root=from_root)
-    options = LoadOptions(globs_of(select), "missing" if strict is True and partial else strict, cast,
-        exclude=globs_of(exclude), verify=verify, allow_pickle=allow_pickle, read=read, rules=rules)  # fmt: skip
+    options = LoadOptions(globs_of(select), "missing" if strict is True and partial else strict, cast, verify=verify,
+        exclude=globs_of(exclude, "exclude"), allow_pickle=allow_pickle, read=read, rules=rules)  # fmt: skip
     targets = RestoreTargets(model, optimizer, scheduler, loader, rng, extra, tuple(keep), world_changed, device)
     run = functools.partial(_restore, comm=comm, targets=targets, options=options, under=under, from_root=from_root)
     return on_versions(source, run, together=read == "once") if is_stored(source) else run(source)
