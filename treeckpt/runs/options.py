@@ -50,7 +50,7 @@ class RestoreKeywords(TypedDict, total=False):
 
     scheduler: Any
     loader: Any
-    rng: bool
+    rng: bool | None
     extra: Any
     select: Selection
     exclude: Selection

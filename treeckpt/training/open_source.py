@@ -33,7 +33,7 @@ from .sources import CheckpointSource, OnReport, RestoreSource, TreeSource, chil
 OWN = "/~rank*"
 OTHER_NAMES = (
     "State dicts under other names: old = treeckpt.load(path), then treeckpt.save(new, {'model': old[...], "
-    "'optimizer': old[...]}) with their names there, and restore new, with rng=False"
+    "'optimizer': old[...]}) with their names there, and restore new"
 )
 
 
@@ -202,8 +202,8 @@ def missing_part(part: str, how: str, parts: Iterable[object], *, in_memory: boo
             part,
             expected=f"in a tree in memory, what {how} gives",
             found="a state dict, which restore reads from files only",
-            hint="Give the path of the file in place of its tree; or treeckpt.save(new, tree), and restore new, with "
-            f"rng=False. To leave what is here as it is, pass {part}=None",
+            hint="Give the path of the file in place of its tree; or treeckpt.save(new, tree), and restore new. "
+            f"To leave what is here as it is, pass {part}=None",
         )
     hint = f"To leave what is here as it is, pass {part}={False if part == 'rng' else None}"
     return MismatchError(

@@ -53,7 +53,7 @@ class RestoreReport(msgspec.Struct, frozen=True):
         renamed: (saved path, new path) of leaves that rules only renamed.
         passed_over: of `Manager.resume`: the newer checkpoints that could not be loaded, each with what is wrong.
         left_alone: leaves of the model that stayed as they were, as they were left out on purpose when the checkpoint
-            was saved.
+            was saved; and "rng", where it has no random generators and they were not insisted on.
         world_changed: where another number of ranks had saved it: what this rank got of each part that was each rank's
             own.
         replaced: hyper-parameters, and arguments of schedulers, of which the checkpoint's were taken in place of others

@@ -69,7 +69,7 @@ def restore(
     *,
     scheduler: Any = None,
     loader: Any = None,
-    rng: bool = True,
+    rng: bool | None = None,
     extra: Any = None,
     select: Selection = None,
     exclude: Selection = None,
@@ -92,13 +92,14 @@ def restore(
 
     Any parallelism restores into any other. All is compared before the first change, checksums as for `load_into`.
 
-    >>> report = tc.training.restore("run/step_00000100", model, rng=False, strict="missing")
+    >>> report = tc.training.restore("run/step_00000100", model, strict="missing")
 
     Args:
         source: a path or store; a `Bank` or list of several; or a tree, `state(..., buffers="per_rank")` of this rank.
-        model, optimizer, scheduler, loader, rng, extra: as for `state`; the optimizer may be fresh. A part that is None
-            or False is left alone; an `extra` of None is read and comes back in the report, False leaves it unread.
+        model, optimizer, scheduler, loader, extra: as for `state`; the optimizer may be fresh. A part that is None or
+            False is left alone; an `extra` of None is read and comes back in the report, False leaves it unread.
             Modules on the meta device get memory for this rank's share; what no checkpoint has stays there.
+        rng: None restores the random generators where they were saved, the report says where not; True insists.
         select, exclude: globs over `model/...` as rules name it, and "extra" if None: the rest stays, moments too.
         rename, transforms: as for `treeckpt.load`, on `model/...`; the optimizers' state follows (`rules.Carried`).
         under: where in a training state the source belongs: "model" for a state dict alone. Rules see its own names.
@@ -132,8 +133,8 @@ def _restore(
     relay = open_relay(comm, opened, options.read)
     with together(relay):
         placed = place_under(given, under) if under else given
-        placed = as_training_state(placed, targets.model, targets.optimizer, options.rules)
-        source = open_source(placed, comm, options, from_root=from_root)
+        arranged = as_training_state(placed, targets.model, targets.optimizer, options.rules)
+        source = open_source(arranged, comm, options, from_root=from_root)
         job = _Restore(source, comm, targets, options)
         paths = [f"model/{key_path(entry.key)}" for entry in job.entries]
         check_globs(source, options, paths, with_extra="extra" in job.parts and not targets.fills_extra)
@@ -143,7 +144,7 @@ def _restore(
         job.plan_rest()
         if job.missing or job.unexpected:
             job.check_keys()
-        job.note_rest()
+        job.note_rest(is_ours=arranged is placed)
     with together(relay, "restored"):
         return job.run()
 
@@ -272,7 +273,9 @@ class _Restore:
             own = [path for path in self.source.leaves if path.startswith("extra") and "~rank*" in path]
             self.own.check("extra", own)
             self.extra = self.source.part("extra", self.returned.append)
-        if self.targets.rng and self._has("rng", "rng=True"):
+        if self.targets.rng is None and "rng" not in self.parts:
+            self.left_alone.append("rng")
+        elif self.targets.rng is not False and self._has("rng", "rng=True"):
             self.rng_state = self.own.load_generators()
 
     def _has(self, part: str, how: str) -> bool:
@@ -284,8 +287,12 @@ class _Restore:
         self.missing.append(part)
         return False
 
-    def note_rest(self) -> None:
-        """Notes options that are replaced, and parts that are not asked for; warns where a training goes on so."""
+    def note_rest(self, *, is_ours: bool) -> None:
+        """Notes options that are replaced, and parts that are not asked for; warns where a training goes on so.
+
+        Args:
+            is_ours: whether it is what `state` gave, which has random generators unless they were left out.
+        """
         self.replaced = taken_options(self.plans, self.schedules)
         if self.replaced and self.comm.rank == 0:
             _log.warning("%s: other options here: %s", self.source.url, ". ".join(self.replaced))
@@ -295,6 +302,11 @@ class _Restore:
         if self.optimizers and left and self.comm.rank == 0:
             names, how = ", ".join(left), ", ".join(f"{part}=" for part in left)
             _log.warning("%s: %s in the checkpoint was not restored, as %s was not passed", self.source.url, names, how)
+        if self.optimizers and is_ours and "rng" in self.left_alone and self.comm.rank == 0:
+            how = (
+                "no random generators in the checkpoint: those here go on as they are; rng=False says that it is meant"
+            )
+            _log.warning("%s: %s", self.source.url, how)
         objects = objects_of_extra(self.source) if self.optimizers and self.targets.extra is None else set[str]()
         if objects and self.extra is not None and self.comm.rank == 0:
             names = ", ".join(f"extra/{name}" for name in sorted(objects))

@@ -121,7 +121,7 @@ class Carried(BaseRule, frozen=True, tag="carried"):
 
     >>> report = tc.save("run/step_00000200", tc.training.state(torch.nn.ModuleDict({"old": model})))
     >>> rule = tc.rules.Carried((tc.rules.Rename("model/old.*", "model/*"),))
-    >>> tc.training.restore("run/step_00000200", model, rng=False, transforms=rule).loaded
+    >>> tc.training.restore("run/step_00000200", model, transforms=rule).loaded
     2
 
     Args:
