@@ -97,6 +97,8 @@ class LoadReport(msgspec.Struct, frozen=True):
         unverified_nbytes: bytes of `nbytes` that were compared with no checksum: all with `verify=False` or
             `mmap=True`; in files of other programs those of entries without a CRC-32, or of which this process read a
             part alone. safetensors has none.
+        unmade: what this program cannot make, as of a class that it lacks, and has `...` in its place: of an `extra`
+            that comes back where weights alone are restored. Elsewhere this is an error.
     """
 
     path: str
@@ -111,6 +113,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     sources: tuple[LoadReport, ...] = ()
     damaged: tuple[DamagedLeaf, ...] = ()
     unverified_nbytes: int = 0
+    unmade: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = [
@@ -123,6 +126,7 @@ class LoadReport(msgspec.Struct, frozen=True):
         rows += [f"  missing     {path}" for path in self.missing]
         rows += [f"  unexpected  {path}" for path in self.unexpected]
         rows += [f"  damaged     {part}" for part in self.damaged]
+        rows += [f"  unmade      {path}" for path in self.unmade]
         rows += [f"  dropped     {path}" for path in self.dropped]
         rows += [f"  renamed     {before} -> {now}" for before, now in self.renamed]
         return "\n".join(rows + ["  " + line for source in self.sources for line in str(source).splitlines()])
@@ -138,7 +142,7 @@ class LoadReport(msgspec.Struct, frozen=True):
             ("read", bytes_text(self.read_nbytes)),
         ]
         odd = [(path, "missing") for path in self.missing] + [(path, "unexpected") for path in self.unexpected]
-        odd += [(str(part), "damaged") for part in self.damaged]
+        odd += [(str(part), "damaged") for part in self.damaged] + [(path, "unmade") for path in self.unmade]
         listed = table(("path", "is"), odd[:NOTEBOOK_PATHS]) if odd else None
         more = el("p", f"and {len(odd) - NOTEBOOK_PATHS} more") if len(odd) > NOTEBOOK_PATHS else None
         return joined([facts(about), listed, more])

@@ -19,6 +19,7 @@ from ..io.comm.comm import Comm, as_comm
 from ..io.storage.bucket import check_path
 from ..io.storage.counting_store import CountedStores, OnBytesRead
 from ..io.storage.store import Store
+from ..loading.match import LoadOptions
 from ..loading.overlay import Selection, globs_of
 from ..loading.transforms import Renaming, Rule, Transforms, as_rules
 from . import contents as choosing
@@ -163,7 +164,8 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
     """Opens the source, selects and casts its leaves, checks what the format can hold, and writes."""
     begin = time.perf_counter()
     kind, storages, dry_run = detect(source), ArchiveStorages(alone=comm.size == 1), options.dry_run
-    with open_source(source, kind, storages, options.exclude, counted) as found:
+    wanted = LoadOptions(options.select or None, exclude=options.exclude, below=options.subtree)
+    with open_source(source, kind, storages, wanted, counted) as found:
         kept = choosing.exclude(found, options.exclude)
         chosen = choosing.subtree(choosing.select(kept, options.select), options.subtree)
         chosen = _transformed(chosen, options, storages)

@@ -20,7 +20,7 @@ from ..core.format.records import Leaf, PerRankValues, ValueRecord
 from ..core.sharding.int_runs import decode_runs
 from ..core.tree.globs import check_used, compile_globs
 from ..core.tree.spec import ArraySpec
-from ..errors import MismatchError
+from ..errors import MismatchError, TreeError
 from ..io.comm.comm import Comm, global_rank, other_world_error, ranks_of_host
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.fetching import FETCH_MEMORY, SupportsFetching
@@ -66,6 +66,8 @@ class LoadOptions(msgspec.Struct, frozen=True):
     """The path of a container: only what is in it is loaded, of what is selected."""
     bad: tuple[BadBytes, ...] | None = None
     """What is damaged: leaves with such bytes are not loaded, nor is a shard refused for them; None refuses."""
+    lenient: bool = False
+    """Gives `...`, without like, in the place of what cannot be made here, as of a class that this program lacks."""
     joined: Mapping[str, Load] = {}
     """Columns of tables that another checkpoint gives, by path, and the load that sees it: with `like` slots of tables
     whose ids come from here, without it the ids of tables that get slots from here."""
@@ -79,6 +81,11 @@ class LoadOptions(msgspec.Struct, frozen=True):
         ):
             if given not in known:
                 raise MismatchError(name, expected=" or ".join(map(repr, known)), found=f"{given!r:.60}")
+
+    @property
+    def is_part(self) -> bool:
+        """Whether some of a checkpoint may be left out."""
+        return self.select is not None or self.exclude is not None or self.only is not None or bool(self.below)
 
     def selects(self, path: str) -> bool:
         """Whether a path is wanted: `select` names it or a path above it, and `exclude` does not."""
@@ -133,6 +140,8 @@ class Load:
         self.loaded = 0
         self.missing: list[str] = []
         self.unexpected: list[str] = []
+        self.unmade: list[str] = []
+        """The paths of what cannot be made here, and is `...` by `lenient`."""
 
     def selected(self, path: str) -> bool:
         """Whether a path is wanted, is not damaged, and no rule leaves it as it is."""
@@ -179,12 +188,20 @@ class Load:
     def value(self, leaf: Leaf, path: str) -> object:
         """Returns a saved value."""
         record = leaf.record
-        self.loaded += 1
         if isinstance(record, PerRankValues):
-            position = int(np.flatnonzero(decode_runs(leaf.ranks or ()) == self.source_rank)[0])
-            return decode(record.values[position], path, allow_pickle=self.options.allow_pickle)
-        assert isinstance(record, ValueRecord), "arrays are read, not decoded"
-        return decode(record.value, path, allow_pickle=self.options.allow_pickle)
+            stored = record.values[int(np.flatnonzero(decode_runs(leaf.ranks or ()) == self.source_rank)[0])]
+        else:
+            assert isinstance(record, ValueRecord), "arrays are read, not decoded"
+            stored = record.value
+        try:
+            value = decode(stored, path, allow_pickle=self.options.allow_pickle)
+        except (MismatchError, TreeError):
+            if not self.options.lenient:
+                raise
+            self.unmade.append(path)
+            return ...
+        self.loaded += 1
+        return value
 
     def array(self, path: str, leaf: Leaf, wanted: object, *, in_place: bool = False) -> LeafPlaceholder:
         """Adds an array to what is read.
@@ -299,6 +316,7 @@ class Load:
             if self.options.verify is False or self.options.mmap
             else self.checkpoint.unverified(self.batch.nbytes),
             damaged=tuple(part for path, parts in self.damaged.items() if self.options.selects(path) for part in parts),
+            unmade=tuple(self.unmade),
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,7 +20,7 @@ from ..core.tree.flatten import flatten, unflatten
 from ..core.tree.keyed_table import TableColumn
 from ..core.tree.merge import merge_sources
 from ..core.tree.path_text import path_text
-from ..core.tree.structure import index_path, paths_of
+from ..core.tree.structure import empty_container_paths, index_path, paths_of
 from ..errors import CheckpointNotFound, MismatchError, TreeckptError, TreeError
 from ..io.comm.comm import Comm, global_rank
 from ..io.storage.checkpoint import Checkpoint
@@ -306,6 +306,7 @@ class _Provided(msgspec.Struct):
             seconds=sum(report.seconds for report in reports),
             dropped=tuple(path for report in reports for path in report.dropped),
             renamed=tuple(pair for report in reports for pair in report.renamed),
+            unmade=tuple(path for report in reports for path in report.unmade),
             sources=tuple(msgspec.structs.replace(report, unexpected=()) for report in reports),
         )
 
@@ -326,6 +327,12 @@ def _provide(bank: Bank, like: object, comm: Comm, options: LoadOptions, *, in_p
         whole = [f"{one.path}/" if one.path else "" for part, one in replaced if part.wins.issuperset(one.paths)]
         missing, unexpected = _check_asked(parts, asked, tuple(whole), comm, options, in_place=in_place)
     _join_tables(parts, asked if like is not None else None)
+    empty: dict[str, _Part] = {}
+    for part in parts if like is None else ():
+        paths = empty_container_paths(part.job.view.structure)
+        empty.update((path, part) for path in paths if part.job.selected(path))
+    for path, part in empty.items():
+        part.wins.add(path)
     sources = [
         (part.job.checkpoint, msgspec.structs.replace(part.options, only=frozenset(part.wins), joined=part.joined))
         for part in parts
@@ -336,8 +343,10 @@ def _provide(bank: Bank, like: object, comm: Comm, options: LoadOptions, *, in_p
 def _merged(trees: Sequence[object], comm: Comm, options: LoadOptions) -> object:
     """Merges several trees; `...` where none has a leaf."""
     flat = [flatten(tree, rank=comm.rank, namespace=options.namespace) for tree in trees]
-    structure = reduce(merge_sources, (structure for structure, _ in flat))
-    found = {index_path(path, comm.rank): leaf for _, leaves in flat for path, leaf in leaves if leaf is not ...}
+    every = [(index_path(path, comm.rank), leaf) for _, leaves in flat for path, leaf in leaves]
+    found = {path: leaf for path, leaf in every if leaf is not ...}
+    left_out = frozenset(path for path, leaf in every if leaf is ... and path not in found)
+    structure = reduce(partial(merge_sources, left_out=left_out), (structure for structure, _ in flat))
     leaves = iter([found.get(path, ...) for path, _ in paths_of(structure)])
     return unflatten(structure, leaves, resolve=resolve, rank=comm.rank, namespace=options.namespace)
 

@@ -132,8 +132,11 @@ class _OverlaySource:
     def value(self, path: str) -> Any:
         return self._provider[path].value(path)
 
-    def part(self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = ()) -> Any:
-        return load_part(self._bank, name, self.comm, self.options, on_report=on_report, select=select)
+    def part(
+        self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = (), lenient: bool = False
+    ) -> Any:
+        options = msgspec.structs.replace(self.options, lenient=lenient)
+        return load_part(self._bank, name, self.comm, options, on_report, select)
 
     def world_of(self, name: str) -> int:
         provider = self._provider_of(name)

@@ -272,11 +272,27 @@ class _Restore:
         elif extra is None and "extra" in self.parts:
             own = [path for path in self.source.leaves if path.startswith("extra") and "~rank*" in path]
             self.own.check("extra", own)
-            self.extra = self.source.part("extra", self.returned.append)
+            self._return_extra()
         if self.targets.rng is None and "rng" not in self.parts:
             self.left_alone.append("rng")
         elif self.targets.rng is not False and self._has("rng", "rng=True"):
             self.rng_state = self.own.load_generators()
+
+    def _return_extra(self) -> None:
+        """Loads `extra` as it was saved; where no training goes on, without what this program cannot make.
+
+        Raises:
+            MismatchError: it has a class that this program lacks, and an optimizer is restored.
+        """
+        try:
+            self.extra = self.source.part("extra", self.returned.append, lenient=not self.optimizers)
+        except MismatchError as error:
+            error.add_hint("extra=False leaves it unread")
+            raise
+        unmade = [path for report in self.returned for path in report.unmade]
+        self.ignored += unmade
+        if unmade and self.comm.rank == 0:
+            _log.warning("%s: `...` in place of what this program cannot make: %s", self.source.url, ", ".join(unmade))
 
     def _has(self, part: str, how: str) -> bool:
         """Whether the source has a part; under `strict` it raises if not."""
