@@ -30,6 +30,7 @@ from ..reports import LoadReport
 from .check_sizes import Claims
 from .read_batch import ReadBatch, ReadOptions, Verify
 from .read_request import LeafPlaceholder
+from .transforms.reshape_rules import check_scaled
 from .transforms.rules import Rule
 from .transforms.view import ComposedLeaf, view_of
 
@@ -276,6 +277,9 @@ class Load:
             )
         if wanted.dtype != saved.dtype:
             check_cast(wanted, saved.dtype, path)
+            check_scaled(path, (saved.dtype, wanted.dtype), self.view.by_path)
+            for at, dtype in self.view.unscaled(leaf):
+                check_scaled(path, (dtype, wanted.dtype), self.index.by_path, at=at)
 
     def _chain(self, path: str) -> str:
         chain = self.view.chain(path)

@@ -9,9 +9,18 @@ from torch.nn.parameter import is_lazy
 from ..arrays.plain_tensor import dtype_name
 from ..core.tree.spec import ArraySpec
 from ..errors import MismatchError
+from ..loading.transforms.reshape_rules import check_scaled
 from .modules import StateDictEntry, has_load_hook
 from .names import key_path
 from .sources import RestoreSource
+
+
+def check_scales(entries: Sequence[StateDictEntry], leaves: Mapping[str, ArraySpec | None]) -> None:
+    """Refuses casts of float8 without the scales beside it, before anything changes; see `check_scaled`."""
+    for entry in entries:
+        path = f"model/{key_path(entry.key)}"
+        if (spec := leaves.get(path)) is not None:
+            check_scaled(path, (spec.dtype, dtype_name(entry.value.dtype)), leaves)
 
 
 def check_entry(entry: StateDictEntry, spec: ArraySpec | None, path: str, *, cast: bool) -> None:

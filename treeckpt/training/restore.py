@@ -32,7 +32,7 @@ from ..loading.transforms import Renaming, Transforms
 from ..reports import LoadReport
 from ..trees.per_rank_state import Policy
 from .capture import LEFT_OUT, optimizer_of
-from .check_model import check_entry, resolve_ties, tied_when_saved, without_ties
+from .check_model import check_entry, check_scales, resolve_ties, tied_when_saved, without_ties
 from .foreign_states import as_training_state
 from .key_differences import Sides, check_keys
 from .modules import (
@@ -139,6 +139,7 @@ def _restore(
         paths = [f"model/{key_path(entry.key)}" for entry in job.entries]
         check_globs(source, options, paths, with_extra="extra" in job.parts and not targets.fills_extra)
         job.plan_model()
+        check_scales(job.wanted, source.leaves)
         job.plan_optimizer()
         job.plan_schedulers()
         job.plan_rest()
