@@ -219,8 +219,7 @@ def load(
     Args:
         path: as given to save, or files of other programs; or a `Bank` or list of several, of which later ones win.
         like: tensors, DTensors, `ArraySpec`s, anything with shape and dtype, `...` for no leaf. None: as saved, whole.
-        select, exclude: globs over paths as in like, and what is below; or a path as keys, `("opt", 0)`, in a list also
-            of texts alone, `[("opt", "w")]`. The rest comes back as in like, else as `...`.
+        select, exclude: globs over paths, or a path as keys, and what is below; the rest is as in like, else `...`.
         rename, transforms: {"h.$L.*": "layers.$L.*"}, then rules or statements of `treeckpt.rules`: as if saved so.
         strict: like and checkpoint must have the same leaves ("missing": like's must be there), rules match some leaf.
             False takes what both have, which must be at least one leaf.

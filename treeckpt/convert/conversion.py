@@ -134,7 +134,7 @@ def convert(
         max_shard_size: bytes of a file, at most (a larger array alone), e.g. "5GB"; a safetensors directory has several
             then, and an index.
         memory: bytes of buffers, at most; saving in our own format needs 56 MiB.
-        select, exclude: globs over paths, and all below them. What is excluded need not be readable without running
+        select, exclude: globs over paths, and all below them. What is left out need not be readable without running
             code; as an element of a list or tuple it becomes None, so that the others stay where they are.
         subtree: a path: what is below it is the tree, and its names begin there.
         rename, transforms, comm: as in `load` and `save`; names are those below `subtree`.
@@ -151,11 +151,10 @@ def convert(
         MismatchError: arguments that do not fit the source, or values that a cast would turn into infinity.
         CheckpointExists: there is something at the destination.
     """
-    text = os.fspath(destination)
-    to, directory = _format(text, to)
+    to, directory = _format(text := os.fspath(destination), to)
     budget, limit = _sizes(to, directory, memory, max_shard_size)
-    globs = globs_of(select) or (), globs_of(exclude, "exclude") or ()
-    tree = (*globs, subtree, as_rules(rename, transforms), hub_names)
+    rules, left_out = as_rules(rename, transforms), globs_of(exclude, "exclude") or ()
+    tree = (globs_of(select) or (), left_out, subtree, rules, hub_names)
     options = _Options(text, to, directory, dtype, limit, budget, *tree, lossy, dry_run, overwrite, step)
     return _convert(source, options, as_comm(comm), CountedStores(on_read))
 

@@ -47,7 +47,9 @@ class From(msgspec.Struct, frozen=True):
 
     Args:
         path: as for `treeckpt.load`.
-        select, exclude: globs over the paths that it gives, as for `treeckpt.load`, by the names after its rules.
+        select, exclude: globs over the paths that it gives, by the names after its rules; or a path as keys, as those
+            of `treeckpt.path_keys` or an accessor of optree. A tuple of texts alone holds globs; in a list each tuple
+            is a path: `("opt", 0)`, `[("opt", "w")]`.
         rename, transforms: rules for it alone, as for `treeckpt.load`.
         optional: it may be missing, and then gives nothing.
     """

@@ -96,10 +96,9 @@ def restore(
 
     Args:
         source: a path or store; a `Bank` or list of several; or a tree, `state(..., buffers="per_rank")` of this rank.
-        model, optimizer, scheduler, loader, extra: as for `state`; the optimizer may be fresh. A part that is None or
-            False is left alone; an `extra` of None is read and comes back in the report, False leaves it unread.
-            Modules on the meta device get memory for this rank's share; what no checkpoint has stays there.
-        rng: None restores the random generators where they were saved, the report says where not; True insists.
+        model, optimizer, scheduler, loader, rng, extra: as for `state`; the optimizer may be fresh. A part that is None
+            or False is left alone; but `extra=None` comes back in the report, and `rng=None` restores generators where
+            they were saved (True insists). Meta modules get memory for this rank's share; what is not saved stays so.
         select, exclude: globs over `model/...` as rules name it, and "extra" if None: the rest stays, moments too.
         rename, transforms: as for `treeckpt.load`, on `model/...`; the optimizers' state follows (`rules.Carried`).
         under: where in a training state the source belongs: "model" for a state dict alone. Rules see its own names.
