@@ -21,7 +21,7 @@ from .loading.background import PendingLoad, start_load
 from .loading.keywords import LoadAsyncKeywords, LoadKeywords
 from .loading.match import LoadOptions, Strict
 from .loading.one_checkpoint import CheckpointPath, inspect, read_file, rebuild_index, verify
-from .loading.overlay import Bank, globs_of
+from .loading.overlay import Bank, Selection, globs_of
 from .loading.read_batch import Verify
 from .loading.run_load import run_load, run_load_into
 from .loading.transforms import Renaming, Transforms, as_rules
@@ -193,8 +193,8 @@ def load(
     path: CheckpointPath | Bank | Sequence[Any],
     like: Any = None,
     *,
-    select: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
+    select: Selection = None,
+    exclude: Selection = None,
     rename: Renaming = None,
     transforms: Transforms = None,
     strict: Strict = True,
@@ -223,7 +223,7 @@ def load(
         path: as given to save, or files of other programs; or a `Bank` or list of several, of which later ones win.
         like: tensors, DTensors, `ArraySpec`s, anything with shape and dtype, `...` for no leaf. None: as saved, whole.
             A dense array has the order of dimensions in memory (channels_last, say) of like's; without, the saved one.
-        select, exclude: globs over paths as in like, and what is below; the rest comes back as in like, else as `...`.
+        select, exclude: globs over paths, or a path as keys, and what is below; the rest is as in like, else `...`.
         rename, transforms: {"h.$L.*": "layers.$L.*"}, then rules or statements of `treeckpt.rules`: as if saved so.
         strict: like and checkpoint must have the same leaves ("missing": like's must be there), rules match some leaf.
             False takes what both have, which must be at least one leaf.
@@ -245,7 +245,7 @@ def load(
     """
     with _ending(comm := as_comm(comm, sends_messages=together), path, together=together, hint=_DROPPED):
         options = LoadOptions(globs_of(select), strict, cast, device, verify, per_rank, copy, mmap, allow_pickle,
-            namespace, read, memory, globs_of(exclude), as_rules(rename, transforms))  # fmt: skip
+            namespace, read, memory, globs_of(exclude, "exclude"), as_rules(rename, transforms))  # fmt: skip
         tree, report = run_load(path, like, comm, options, on_corrupt)
     if on_report is not None:
         on_report(report)
@@ -255,8 +255,8 @@ def load(
 def load_abstract(
     path: CheckpointPath | Bank | Sequence[Any],
     *,
-    select: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
+    select: Selection = None,
+    exclude: Selection = None,
     rename: Renaming = None,
     transforms: Transforms = None,
     per_rank: Literal["error", "take"] = "take",
@@ -281,8 +281,8 @@ def load_abstract(
         MismatchError: a glob means nothing, or a class is not in this program.
     """
     options = LoadOptions(
-        globs_of(select), per_rank=per_rank, allow_pickle=allow_pickle, namespace=namespace, exclude=globs_of(exclude),
-        rules=as_rules(rename, transforms), specs_only=True,
+        globs_of(select), per_rank=per_rank, allow_pickle=allow_pickle, namespace=namespace,
+        exclude=globs_of(exclude, "exclude"), rules=as_rules(rename, transforms), specs_only=True,
     )  # fmt: skip
     return run_load(path, None, as_comm(comm, sends_messages=False), options, "error")[0]
 
@@ -292,8 +292,8 @@ def load_into(
     path: CheckpointPath | Bank | Sequence[Any],
     tree: Any,
     *,
-    select: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
+    select: Selection = None,
+    exclude: Selection = None,
     rename: Renaming = None,
     transforms: Transforms = None,
     strict: Strict = True,
@@ -329,7 +329,7 @@ def load_into(
     comm = as_comm(comm, sends_messages=together)
     with _ending(comm, path, together=together, hint="What was to be filled may be filled on some ranks only"):
         options = LoadOptions(globs_of(select), strict, cast, None, verify, per_rank, True, False, allow_pickle,
-            namespace, read, memory, globs_of(exclude), as_rules(rename, transforms))  # fmt: skip
+            namespace, read, memory, globs_of(exclude, "exclude"), as_rules(rename, transforms))  # fmt: skip
         return run_load_into(path, tree, comm, options, on_corrupt)
 
 

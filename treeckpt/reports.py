@@ -99,6 +99,8 @@ class LoadReport(msgspec.Struct, frozen=True):
             part alone. safetensors has none.
         in_parts: (path, class) of tensors of which a dict of their parts was returned: the class is not imported here,
             or each rank has saved its own part.
+        unmade: what this program cannot make, as of a class that it lacks, and has `...` in its place: of an `extra`
+            that comes back where weights alone are restored. Elsewhere this is an error.
     """
 
     path: str
@@ -114,6 +116,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     damaged: tuple[DamagedLeaf, ...] = ()
     unverified_nbytes: int = 0
     in_parts: tuple[tuple[str, str], ...] = ()
+    unmade: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = [
@@ -127,6 +130,7 @@ class LoadReport(msgspec.Struct, frozen=True):
         rows += [f"  unexpected  {path}" for path in self.unexpected]
         rows += [f"  damaged     {part}" for part in self.damaged]
         rows += [f"  in parts    {path} ({name})" for path, name in self.in_parts]
+        rows += [f"  unmade      {path}" for path in self.unmade]
         rows += [f"  dropped     {path}" for path in self.dropped]
         rows += [f"  renamed     {before} -> {now}" for before, now in self.renamed]
         return "\n".join(rows + ["  " + line for source in self.sources for line in str(source).splitlines()])
@@ -143,7 +147,7 @@ class LoadReport(msgspec.Struct, frozen=True):
         ]
         odd = [(path, "missing") for path in self.missing] + [(path, "unexpected") for path in self.unexpected]
         odd += [(path, f"a dict of the parts of a {name}") for path, name in self.in_parts]
-        odd += [(str(part), "damaged") for part in self.damaged]
+        odd += [(str(part), "damaged") for part in self.damaged] + [(path, "unmade") for path in self.unmade]
         listed = table(("path", "is"), odd[:NOTEBOOK_PATHS]) if odd else None
         more = el("p", f"and {len(odd) - NOTEBOOK_PATHS} more") if len(odd) > NOTEBOOK_PATHS else None
         return joined([facts(about), listed, more])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import optree
 import pytest
+import torch
 
 import treeckpt as tc
 from tests.helpers.world import errors_of, on_ranks
@@ -122,3 +126,73 @@ def test_one_name_in_common_is_enough_and_so_is_nothing_on_one_side(tmp_path: Pa
     assert report.missing == ("head",) and report.loaded == 1
     for source, tree in (("empty", {"head": np.zeros(2)}), ("c", {"model": {}}), ("c", {"model": ..., "head": 0})):
         assert tc.load_into(tmp_path / source, tree, strict=False).loaded == 0
+
+
+STEPS = {"b": [np.arange(2), np.arange(3)], "5": np.arange(4), 5: np.arange(5), "own": {"x": 1, "y": 2}}
+
+
+@pytest.mark.parametrize(
+    ("select", "path"),
+    [
+        (("b", 0), "b/0"),
+        ([("b", 0)], "b/0"),
+        ([("own", "x")], "own/x"),
+        (5, "5"),
+        ([5], "5"),
+        (["own/x"], "own/x"),
+        ([tc.path_keys("~s5")], "~s5"),
+    ],
+)
+def test_a_path_is_selected_by_its_keys_as_by_its_text(tmp_path: Path, select: Any, path: str) -> None:
+    tc.save(tmp_path / "c", STEPS)
+    every = ["b/0", "b/1", "~s5", "5", "own/x", "own/y"]
+
+    def taken(**options: Any) -> list[str]:
+        found = tc.load(tmp_path / "c", **options)
+        leaves = [*found["b"], found["5"], found[5], *found["own"].values()]
+        return [name for name, leaf in zip(every, leaves, strict=True) if leaf is not ...]
+
+    assert taken(select=select) == [path]
+    assert taken(exclude=select) == [name for name in every if name != path]
+
+
+def test_a_tuple_of_texts_holds_globs(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", STEPS)
+    found = tc.load(tmp_path / "c", select=("b/0", "own"))
+    assert found["own"] == {"x": 1, "y": 2} and found["b"][1] is ...
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+def test_an_accessor_of_optree_is_one_path(tmp_path: Path) -> None:
+    tree = {"pair": Pair(np.arange(2), [np.arange(3)]), "step": 1}
+    tc.save(tmp_path / "c", tree)
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree)
+    for accessor, leaf in zip(accessors, leaves, strict=True):
+        for select in (accessor, [accessor]):
+            assert np.array_equal(accessor(tc.load(tmp_path / "c", select=select)), leaf)
+    rest = tc.load(tmp_path / "c", exclude=tuple(accessors[:2]))
+    assert rest["pair"] is ... or rest["pair"] == Pair(..., [...])
+    assert rest["step"] == 1
+
+
+@pytest.mark.parametrize("what", ["select", "exclude"])
+@pytest.mark.parametrize("given", [re.compile("b"), [re.compile("b")], True, b"b", 1.5, {"b": 1}, ["b", None]])
+def test_what_is_no_glob_is_refused_by_name(tmp_path: Path, what: str, given: Any) -> None:
+    tc.save(tmp_path / "c", STEPS)
+    model: Any = torch.nn.Linear(1, 1)
+    calls: list[Callable[[], Any]] = [
+        lambda: tc.load(tmp_path / "c", **{what: given}),
+        lambda: tc.load_into(tmp_path / "c", {}, **{what: given}),
+        lambda: tc.load_abstract(tmp_path / "c", **{what: given}),
+        lambda: tc.load([tc.From(tmp_path / "c", **{what: given})]),
+        lambda: tc.training.state(model, **{what: given}),
+        lambda: tc.training.restore(tmp_path / "c", model, **{what: given}),
+        lambda: tc.convert.convert(tmp_path / "c", tmp_path / "d.pt", **{what: given}),
+    ]
+    for call in calls:
+        with pytest.raises(tc.MismatchError, match=f"^{what}: expected globs"):
+            call()

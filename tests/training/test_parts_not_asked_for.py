@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import random
 import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -137,18 +139,79 @@ def test_what_is_registered_and_what_no_longer_is_are_told_apart(tmp_path: Path)
 
 
 @pytest.mark.parametrize("how", ["save", "torch.save"])
-def test_state_dicts_without_generators_say_which_argument_leaves_them(tmp_path: Path, how: str) -> None:
+def test_state_dicts_without_generators_leave_those_here_alone(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     job, fresh = Job(), Job()
     tree = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()}
     path = tmp_path / "c.pt"
     tc.save(path, tree) if how == "save" else torch.save(tree, path)
+    before = numbers_to_come()
+    report = training.restore(path, fresh.model, fresh.optimizer)
+    assert numbers_to_come() == before
+    assert report.left_alone == ("rng",) and report.ignored == () and torch.equal(fresh.model.weight, job.model.weight)
+    assert not caplog.records  # other programs never save them there
     with pytest.raises(tc.MismatchError, match=r"^rng: .*pass rng=False") as caught:
-        training.restore(path, fresh.model, fresh.optimizer)
+        training.restore(path, fresh.model, fresh.optimizer, rng=True)
     assert str(path) in str(caught.value)
-    report = training.restore(path, fresh.model, fresh.optimizer, rng=False)
-    assert report.ignored == () and torch.equal(fresh.model.weight, job.model.weight)
     with pytest.raises(tc.MismatchError, match=r"^scheduler: .*pass scheduler=None"):
-        training.restore(path, fresh.model, fresh.optimizer, rng=False, scheduler=fresh.scheduler)
+        training.restore(path, fresh.model, fresh.optimizer, scheduler=fresh.scheduler)
+
+
+def numbers_to_come() -> tuple[float, ...]:
+    """Returns the next number of each generator, and puts it back."""
+    state = training.rng_state()
+    found = torch.rand(1).item(), float(np.random.rand()), random.random()
+    training.set_rng_state(state)
+    return found
+
+
+@pytest.mark.parametrize("how", ["path", "bank", "tree", "resume"])
+def test_generators_are_restored_where_they_were_saved_and_otherwise_left_with_a_warning(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before: list[Any] = []
+
+    def restored(tree: Any, **options: Any) -> training.RestoreReport:
+        fresh = Job()
+        before.append(numbers_to_come())
+        path = tmp_path / f"run {len(before)}" / "step_00000000"
+        tc.save(path, tree, step=0)
+        if how == "resume":
+            with tc.Manager(path.parent) as manager:
+                report = manager.resume(fresh.model, fresh.optimizer, **options)
+                assert report is not None
+                return report
+        source: Any = tree if how == "tree" else [path] if how == "bank" else path
+        return training.restore(source, fresh.model, fresh.optimizer, **options)
+
+    job = Job()
+    tree, expected = training.state(job.model, job.optimizer), numbers_to_come()
+    torch.rand(1), np.random.rand(), random.random()
+    assert restored(tree).left_alone == () and numbers_to_come() == expected
+    without = training.state(job.model, job.optimizer, rng=False)
+    torch.rand(1), np.random.rand(), random.random()
+    assert not caplog.records
+    report = restored(without)
+    assert numbers_to_come() == before[-1] and report.left_alone == ("rng",)
+    assert report.missing == () and "left alone  rng" in str(report)
+    [record] = caplog.records
+    assert "no random generators" in record.getMessage() and "rng=False" in record.getMessage()
+    assert restored(without, rng=False).left_alone == () and len(caplog.records) == 1
+    with pytest.raises(tc.MismatchError, match=r"rng: .*rng=True"):
+        restored(without, rng=True)
+
+
+def test_weights_alone_without_generators_are_restored_without_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job, fresh = Job(), Job()
+    hub, state = tmp_path / "model.safetensors", tmp_path / "c"
+    tc.convert.convert(tc.save(tmp_path / "m", dict(job.model.state_dict())).path, hub)
+    tc.save(state, training.state(job.model, job.optimizer, rng=False))
+    assert training.restore(hub, fresh.model, under="model").left_alone == ("rng",)
+    assert training.restore(state, fresh.model).left_alone == ("rng",)
+    assert not caplog.records  # no training goes on
 
 
 def damaged_extra(path: Path) -> Job:

@@ -27,10 +27,10 @@ def test_a_state_dict_alone_is_put_under_model(tmp_path: Path) -> None:
     torch.save(_saved(model), tmp_path / "model.pt")
     for name in ("model.safetensors", "model.pt"):
         fresh = net(2)
-        report = training.restore(tmp_path / name, fresh, under="model", rng=False)
+        report = training.restore(tmp_path / name, fresh, under="model")
         assert same_tensors(fresh.state_dict(), model.state_dict()) and not report.missing
     fresh = net(2)
-    training.restore(torch.load(tmp_path / "model.pt"), fresh, under="model", rng=False)
+    training.restore(torch.load(tmp_path / "model.pt"), fresh, under="model")
     assert same_tensors(fresh.state_dict(), model.state_dict())
 
 
@@ -44,7 +44,7 @@ def test_rules_see_the_names_of_the_files(tmp_path: Path) -> None:
         ("run.ckpt", {"from_root": True, "transforms": "state_dict/* -> model/*"}),
     ):
         fresh = net(2)
-        training.restore(tmp_path / name, fresh, rng=False, **options)
+        training.restore(tmp_path / name, fresh, **options)
         assert same_tensors(fresh.state_dict(), model.state_dict())
 
 
@@ -69,11 +69,11 @@ def test_parts_of_a_model_at_another_place_are_left_out_by_their_new_names(tmp_p
 def test_an_error_says_which_names_there_are(tmp_path: Path) -> None:
     save_file({f"hub.{name}": tensor for name, tensor in _saved(net(1)).items()}, tmp_path / "model.safetensors")
     with pytest.raises(tc.MismatchError, match=r"there are model/hub\.\S+, model/hub\."):
-        training.restore(tmp_path / "model.safetensors", net(2), under="model", rng=False, rename={"x.*": "*"})
+        training.restore(tmp_path / "model.safetensors", net(2), under="model", rename={"x.*": "*"})
     with pytest.raises(tc.MismatchError, match=r"there are hub\."):
-        training.restore(tmp_path / "model.safetensors", net(2), from_root=True, rng=False, rename={"x": "model"})
+        training.restore(tmp_path / "model.safetensors", net(2), from_root=True, rename={"x": "model"})
     with pytest.raises(tc.MismatchError, match=r"`model` at its root.*under='model'"):
-        training.restore(tmp_path / "model.safetensors", net(2), rng=False)
+        training.restore(tmp_path / "model.safetensors", net(2))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -90,10 +90,10 @@ def test_state_dicts_of_other_names_are_restored_as_the_error_says(
     fresh = net(2)
     theirs = torch.optim.AdamW(fresh.parameters())
     with pytest.raises(tc.MismatchError, match=r"save\(new, {'model': old\[...\], 'optimizer': old\[...\]}\)"):
-        training.restore(tmp_path / "old", fresh, theirs, rng=False)
+        training.restore(tmp_path / "old", fresh, theirs)
     old = tc.load(tmp_path / "old")
     tc.save(tmp_path / "new", {"model": old[name], "optimizer": old[optim]})
-    training.restore(tmp_path / "new", fresh, theirs, rng=False)
+    training.restore(tmp_path / "new", fresh, theirs)
     assert same_tensors(fresh.state_dict(), model.state_dict())
     for mine, other in zip(fresh.parameters(), model.parameters(), strict=True):
         assert same_tensors(theirs.state[mine], optimizer.state[other])
@@ -107,13 +107,13 @@ def test_state_dicts_in_memory_are_sent_to_their_file_and_restored_as_the_error_
     trees = tc.load(tmp_path / "old.pt"), torch.load(tmp_path / "old.pt")
     for tree in trees:
         with pytest.raises(tc.MismatchError, match=r"a state dict.*Give the path of the file.*save\(new, tree\)"):
-            training.restore(tree, fresh, theirs, rng=False)
+            training.restore(tree, fresh, theirs)
     assert not theirs.state
     tc.save(tmp_path / "new", trees[1])
     for path in ("old.pt", "new"):
         fresh = net(2)
         theirs = torch.optim.AdamW(fresh.parameters())
-        training.restore(tmp_path / path, fresh, theirs, rng=False)
+        training.restore(tmp_path / path, fresh, theirs)
         for mine, other in zip(fresh.parameters(), model.parameters(), strict=True):
             assert same_tensors(theirs.state[mine], optimizer.state[other])
 
@@ -160,7 +160,7 @@ def test_every_optimizer_goes_on_with_the_same_losses(tmp_path: Path, name: str,
     stepped(model, optimizer, 3)
     source = _write(way, tmp_path, model, optimizer)
     fresh, theirs = torch_job(name, 2)
-    report = training.restore(source, fresh, theirs, rng=False)
+    report = training.restore(source, fresh, theirs)
     assert not report.missing and not report.unexpected, report
     beside = {"torch": ("step",), "hfai": ("epoch",)}  # what stands at the root beside the state dicts
     assert report.ignored == beside.get(way.split()[0], ()), report
@@ -177,13 +177,13 @@ def test_names_that_rules_change_are_followed_by_the_state_of_numbers(tmp_path: 
     renamed = {f"old.{name}": tensor for name, tensor in model.state_dict().items()}
     torch.save({"model": renamed, "optimizer": optimizer.state_dict()}, tmp_path / "old.pt")
     fresh, theirs = torch_job("AdamW", 2)
-    training.restore(tmp_path / "old.pt", fresh, theirs, rng=False, rename={"model/old.*": "model/*"})
+    training.restore(tmp_path / "old.pt", fresh, theirs, rename={"model/old.*": "model/*"})
     assert same_tensors(theirs.state_dict(), optimizer.state_dict())
     fresh, theirs = torch_job("AdamW", 2)
     parts = tc.rules.Split("model/old.last.weight", ("model/last.weight", "model/other"), 0, (2, 1))
     rules = [parts, "model/other -> _", "model/old.* -> model/*"]
     with pytest.raises(tc.MismatchError, match=r"parameters under other names at most"):
-        training.restore(tmp_path / "old.pt", fresh, theirs, rng=False, transforms=rules, strict=False)
+        training.restore(tmp_path / "old.pt", fresh, theirs, transforms=rules, strict=False)
 
 
 def test_numbers_of_other_groups_and_of_names_are_told_apart(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_numbers_of_other_groups_and_of_names_are_told_apart(tmp_path: Path) -> 
     torch.save({"model": model.state_dict(), "optimizer": named.state_dict()}, tmp_path / "named.pt")
     fresh = net(2)
     theirs = torch.optim.AdamW(fresh.parameters())
-    training.restore(tmp_path / "named.pt", fresh, theirs, rng=False)
+    training.restore(tmp_path / "named.pt", fresh, theirs)
     first = dict(model.named_parameters())["first.weight"]
     mine = theirs.state[dict(fresh.named_parameters())["first.weight"]]
     assert same_tensors(mine, named.state[first]), "names that are saved beside the numbers count"
@@ -201,4 +201,4 @@ def test_numbers_of_other_groups_and_of_names_are_told_apart(tmp_path: Path) -> 
     stepped(model, other)
     torch.save({"model": model.state_dict(), "optimizer": other.state_dict()}, tmp_path / "other.pt")
     with pytest.raises(tc.MismatchError, match=r"groups of 6 parameters.*found groups of 2"):
-        training.restore(tmp_path / "other.pt", fresh, theirs, rng=False)
+        training.restore(tmp_path / "other.pt", fresh, theirs)

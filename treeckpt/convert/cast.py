@@ -15,6 +15,7 @@ from ..core.sharding.dtypes import dtype_of, normalize_dtype
 from ..core.sharding.region import Region
 from ..errors import MismatchError
 from ..foreign.checksums import ArchiveStorages
+from ..loading.transforms.reshape_rules import check_scaled
 from .contents import Contents, map_leaves
 
 FLOATS = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
@@ -29,16 +30,18 @@ def cast_floats(contents: Contents, dtype: Any, storages: ArchiveStorages) -> Co
     """Casts all arrays of floating point to one dtype. Ties stay, views become arrays of their own.
 
     Raises:
-        MismatchError: no such dtype to cast to.
+        MismatchError: no such dtype to cast to, or float8 beside scales.
     """
     name = normalize_dtype(dtype)
     if name not in FLOATS:
         raise MismatchError("dtype", expected=f"one of {', '.join(FLOATS)}", found=f"{dtype!r:.60}")
     moved: dict[Any, Storage] = {}
+    paths = frozenset(path for path, _ in contents.leaves)
 
     def change(path: str, leaf: Any) -> Any:
         if not isinstance(leaf, LazyArray) or leaf.spec.dtype not in _FLOATING or leaf.spec.dtype == name:
             return leaf
+        check_scaled(path, (leaf.spec.dtype, name), paths)
         storage = leaf.storage
         if storage is not None:
             key = (storage.address, storage.strides, leaf.spec.shape, leaf.spec.dtype)

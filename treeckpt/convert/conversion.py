@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -20,7 +19,8 @@ from ..io.comm.comm import Comm, as_comm
 from ..io.storage.bucket import check_path
 from ..io.storage.counting_store import CountedStores, OnBytesRead
 from ..io.storage.store import Store
-from ..loading.overlay import globs_of
+from ..loading.match import LoadOptions
+from ..loading.overlay import Selection, globs_of
 from ..loading.transforms import Renaming, Rule, Transforms, as_rules
 from . import contents as choosing
 from .cast import cast_floats
@@ -62,8 +62,8 @@ class ConvertOptions(TypedDict, total=False):
     dtype: Any
     max_shard_size: int | str | None
     memory: int | str
-    select: str | Sequence[str] | None
-    exclude: str | Sequence[str] | None
+    select: Selection
+    exclude: Selection
     subtree: str
     rename: Renaming
     transforms: Transforms
@@ -105,8 +105,8 @@ def convert(
     dtype: Any = None,
     max_shard_size: int | str | None = None,
     memory: int | str = MEMORY,
-    select: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
+    select: Selection = None,
+    exclude: Selection = None,
     subtree: str = "",
     rename: Renaming = None,
     transforms: Transforms = None,
@@ -134,7 +134,7 @@ def convert(
         max_shard_size: bytes of a file, at most (a larger array alone), e.g. "5GB"; a safetensors directory has several
             then, and an index.
         memory: bytes of buffers, at most; saving in our own format needs 56 MiB.
-        select, exclude: globs over paths, and all below them. What is excluded need not be readable without running
+        select, exclude: globs over paths, and all below them. What is left out need not be readable without running
             code; as an element of a list or tuple it becomes None, so that the others stay where they are.
         subtree: a path: what is below it is the tree, and its names begin there.
         rename, transforms, comm: as in `load` and `save`; names are those below `subtree`.
@@ -151,10 +151,10 @@ def convert(
         MismatchError: arguments that do not fit the source, or values that a cast would turn into infinity.
         CheckpointExists: there is something at the destination.
     """
-    text = os.fspath(destination)
-    to, directory = _format(text, to)
+    to, directory = _format(text := os.fspath(destination), to)
     budget, limit = _sizes(to, directory, memory, max_shard_size)
-    tree = (globs_of(select) or (), globs_of(exclude) or (), subtree, as_rules(rename, transforms), hub_names)
+    rules, left_out = as_rules(rename, transforms), globs_of(exclude, "exclude") or ()
+    tree = (globs_of(select) or (), left_out, subtree, rules, hub_names)
     options = _Options(text, to, directory, dtype, limit, budget, *tree, lossy, dry_run, overwrite, step)
     return _convert(source, options, as_comm(comm), CountedStores(on_read))
 
@@ -163,7 +163,8 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
     """Opens the source, selects and casts its leaves, checks what the format can hold, and writes."""
     begin = time.perf_counter()
     kind, storages, dry_run = detect(source), ArchiveStorages(alone=comm.size == 1), options.dry_run
-    with open_source(source, kind, storages, options.exclude, counted) as found:
+    wanted = LoadOptions(options.select or None, exclude=options.exclude, below=options.subtree)
+    with open_source(source, kind, storages, wanted, counted) as found:
         kept = choosing.exclude(found, options.exclude)
         chosen = choosing.subtree(choosing.select(kept, options.select), options.subtree)
         chosen = _transformed(chosen, options, storages)

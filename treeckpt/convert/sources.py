@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 
 from ..arrays.lazy import LazyArray
-from ..core.tree.globs import Globs
 from ..foreign.checksums import ArchiveStorages
 from ..foreign.file_arrays import memory_array
 from ..foreign.files import file_window, open_foreign
@@ -21,6 +20,7 @@ from ..foreign.sources import FOREIGN, check_exists, check_shape, directory_form
 from ..io.storage.counting_store import CountedStores
 from ..io.storage.open import open_store
 from ..io.storage.store import Store
+from ..loading.match import LoadOptions
 from .contents import Contents, contents_of, map_leaves
 from .native_read import read_native
 
@@ -51,13 +51,13 @@ def open_source(
     path: str | os.PathLike[str] | Store,
     kind: str,
     storages: ArchiveStorages,
-    exclude: Sequence[str],
+    wanted: LoadOptions,
     counted: CountedStores,
 ) -> Iterator[Contents]:
     """Yields the contents of a checkpoint, with its arrays left in the files, which are closed at the end.
 
     Args:
-        exclude: globs over paths that will be left out: objects there that cannot be read are no error.
+        wanted: what will be kept: objects elsewhere that cannot be read are no error.
         counted: counts what is read.
 
     Raises:
@@ -76,9 +76,8 @@ def open_source(
             found = read_foreign(source, kind, storages, refused)
             label = f"{path}" if kind == "safetensors" else found.label
             contents = contents_of(found.tree, label, found.metadata, found.unread)
-        left_out = Globs(exclude)
         for one in refused:
-            if not left_out.match(one.path):
+            if wanted.selects(one.path):
                 raise refusal(one, contents.label)
         yield _with_lazy_arrays(contents)
 

@@ -18,7 +18,7 @@ from ..errors import MismatchError
 from ..foreign.checksums import ArchiveStorages
 from ..loading.transforms.apply_rule import LeafState
 from ..loading.transforms.apply_rules import TransformedLeaves, apply_rules
-from ..loading.transforms.assemble import PermutedWriter, constant_write
+from ..loading.transforms.assemble import PermutedWriter, constant_write, scales_of
 from ..loading.transforms.composed_array import ComposedArray, Constant, SourceBox, parts_in, saved
 from ..loading.transforms.restructure import empty_containers, rebuild_structure
 from ..loading.transforms.rules import Rule
@@ -86,7 +86,8 @@ def _composed(array: ComposedArray, leaves: dict[str, Any], storages: ArchiveSto
             for box, together in _boxes(parts):
                 data = leaves[source].read(box)
                 for part in together:
-                    writer = PermutedWriter(piece, part, array.spec)
+                    scales = scales_of(part, lambda path, region: leaves[path].read(region))
+                    writer = PermutedWriter(piece, part, array.spec, scales)
                     writer.write(Region.whole(part.box.shape).slices(), data[part.box.relative_to(box).slices()])
         return memory
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, TypedDict
 
 from ..reports import LoadReport
 from .match import Strict
+from .overlay import Selection
 from .read_batch import Verify
 from .transforms import Renaming, Transforms
 
@@ -14,8 +15,8 @@ from .transforms import Renaming, Transforms
 class LoadIntoKeywords(TypedDict, total=False):
     """The options of `treeckpt.load_into` that `Manager.restore` passes on."""
 
-    select: str | Sequence[str] | None
-    exclude: str | Sequence[str] | None
+    select: Selection
+    exclude: Selection
     rename: Renaming
     transforms: Transforms
     strict: Strict

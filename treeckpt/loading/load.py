@@ -16,7 +16,7 @@ from ..arrays.registry import abstract_of, build_tensor, encode, is_value, libra
 from ..core.format.records import AliasRecord, Leaf
 from ..core.sharding.int_runs import encode_runs
 from ..core.sharding.region import strides_in
-from ..core.tree.flatten import child_of_rank, flatten, replace_leaves, unflatten
+from ..core.tree.flatten import child_of_rank, flatten, replace_leaves, unflatten, without_left_out
 from ..core.tree.in_place import update_in_place, update_metadata
 from ..core.tree.keyed_table import TableColumn
 from ..core.tree.recursion import Recursive, trampoline
@@ -59,6 +59,7 @@ class _SavedTree(msgspec.Struct):
             build=self._tensor,
             rank=self.job.rank,
             namespace=options.namespace,
+            refused=self.job.unmade if options.lenient else None,
         )
 
     def _tensor(self, made: TensorParts, path: str) -> object:
@@ -73,7 +74,10 @@ class _SavedTree(msgspec.Struct):
 
 
 def _match_saved(job: Load) -> _SavedTree:
-    """Adds the selected leaves of the saved tree to what is read; all others are `...`."""
+    """Adds the selected leaves of the saved tree to what is read; all others are `...`.
+
+    A container of a class of which nothing is loaded is `...` as a whole: its class may not be in this program.
+    """
     job.view.check_fills()
     job.options.check_used(lambda: job.view.names)
     order = [leaf for leaf in job.view.entries if leaf.ranks is None or job.owns(leaf)]
@@ -83,7 +87,12 @@ def _match_saved(job: Load) -> _SavedTree:
     if not job.options.rules and any(leaf.ranks is not None for leaf in order):
         structure = trampoline(_own_structure(structure, job))
     left_out = LeafPlaceholder(...)
-    return _SavedTree(job, structure, [found.get(leaf.path, left_out) for leaf in order])
+    slots = [found.get(leaf.path, left_out) for leaf in order]
+    if job.options.is_part or job.damaged:
+        taken = [slot is not left_out for slot in slots]
+        structure, kept = without_left_out(structure, taken, job.selected)
+        slots = [left_out if number is None else slots[number] for number in kept]
+    return _SavedTree(job, structure, slots)
 
 
 def _specs(job: Load, taken: Sequence[Leaf]) -> dict[str, LeafPlaceholder]:

@@ -21,7 +21,7 @@ from ..core.sharding.int_runs import decode_runs
 from ..core.sharding.region import is_c_order
 from ..core.tree.globs import check_used, compile_globs
 from ..core.tree.spec import ArraySpec
-from ..errors import MismatchError
+from ..errors import MismatchError, TreeError
 from ..io.comm.comm import Comm, global_rank, other_world_error, ranks_of_host
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.fetching import FETCH_MEMORY, SupportsFetching
@@ -31,6 +31,7 @@ from ..reports import LoadReport
 from .check_sizes import Claims
 from .read_batch import ReadBatch, ReadOptions, Verify
 from .read_request import LeafPlaceholder
+from .transforms.reshape_rules import check_scaled
 from .transforms.rules import Rule
 from .transforms.view import ComposedLeaf, view_of
 
@@ -67,6 +68,8 @@ class LoadOptions(msgspec.Struct, frozen=True):
     """The path of a container: only what is in it is loaded, of what is selected."""
     bad: tuple[BadBytes, ...] | None = None
     """What is damaged: leaves with such bytes are not loaded, nor is a shard refused for them; None refuses."""
+    lenient: bool = False
+    """Gives `...`, without like, in the place of what cannot be made here, as of a class that this program lacks."""
     joined: Mapping[str, Load] = {}
     """Columns of tables that another checkpoint gives, by path, and the load that sees it: with `like` slots of tables
     whose ids come from here, without it the ids of tables that get slots from here."""
@@ -80,6 +83,11 @@ class LoadOptions(msgspec.Struct, frozen=True):
         ):
             if given not in known:
                 raise MismatchError(name, expected=" or ".join(map(repr, known)), found=f"{given!r:.60}")
+
+    @property
+    def is_part(self) -> bool:
+        """Whether some of a checkpoint may be left out."""
+        return self.select is not None or self.exclude is not None or self.only is not None or bool(self.below)
 
     def selects(self, path: str) -> bool:
         """Whether a path is wanted: `select` names it or a path above it, and `exclude` does not."""
@@ -136,6 +144,8 @@ class Load:
         self.unexpected: list[str] = []
         self.in_parts: list[tuple[str, str]] = []
         """(path, class) of tensors of which a dict of their parts was returned."""
+        self.unmade: list[str] = []
+        """The paths of what cannot be made here, and is `...` by `lenient`."""
 
     def selected(self, path: str) -> bool:
         """Whether a path is wanted, is not damaged, and no rule leaves it as it is."""
@@ -182,12 +192,20 @@ class Load:
     def value(self, leaf: Leaf, path: str) -> object:
         """Returns a saved value."""
         record = leaf.record
-        self.loaded += 1
         if isinstance(record, PerRankValues):
-            position = int(np.flatnonzero(decode_runs(leaf.ranks or ()) == self.source_rank)[0])
-            return decode(record.values[position], path, allow_pickle=self.options.allow_pickle)
-        assert isinstance(record, ValueRecord), "arrays are read, not decoded"
-        return decode(record.value, path, allow_pickle=self.options.allow_pickle)
+            stored = record.values[int(np.flatnonzero(decode_runs(leaf.ranks or ()) == self.source_rank)[0])]
+        else:
+            assert isinstance(record, ValueRecord), "arrays are read, not decoded"
+            stored = record.value
+        try:
+            value = decode(stored, path, allow_pickle=self.options.allow_pickle)
+        except (MismatchError, TreeError):
+            if not self.options.lenient:
+                raise
+            self.unmade.append(path)
+            return ...
+        self.loaded += 1
+        return value
 
     def array(self, path: str, leaf: Leaf, wanted: object, *, in_place: bool = False) -> LeafPlaceholder:
         """Adds an array to what is read.
@@ -266,6 +284,9 @@ class Load:
             )
         if wanted.dtype != saved.dtype:
             check_cast(wanted, saved.dtype, path)
+            check_scaled(path, (saved.dtype, wanted.dtype), self.view.by_path)
+            for at, dtype in self.view.unscaled(leaf):
+                check_scaled(path, (dtype, wanted.dtype), self.index.by_path, at=at)
 
     def _chain(self, path: str) -> str:
         chain = self.view.chain(path)
@@ -307,6 +328,7 @@ class Load:
             else self.checkpoint.unverified(self.batch.nbytes),
             in_parts=tuple(self.in_parts),
             damaged=tuple(part for path, parts in self.damaged.items() if self.options.selects(path) for part in parts),
+            unmade=tuple(self.unmade),
         )
 
 

@@ -7,19 +7,22 @@ indexes alone; then each is loaded as if it had nothing else, so no byte is read
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 import msgspec
+from optree import PyTreeAccessor
 
 from ..arrays.registry import abstract_of, build_tensor, resolve
 from ..core.tree.flatten import flatten, unflatten
 from ..core.tree.in_place import update_metadata
 from ..core.tree.keyed_table import TableColumn
 from ..core.tree.merge import merge_sources
-from ..core.tree.structure import index_path, paths_of
-from ..errors import CheckpointNotFound, MismatchError, TreeckptError
+from ..core.tree.path_text import path_text
+from ..core.tree.structure import empty_container_paths, index_path, paths_of
+from ..errors import CheckpointNotFound, MismatchError, TreeckptError, TreeError
 from ..io.comm.comm import Comm, global_rank
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.store import Store
@@ -33,6 +36,8 @@ from .transforms.rules import Rule
 from .verify import survey
 
 T = TypeVar("T")
+Selection = str | int | Sequence[Any] | None
+"""Globs over paths, and paths as keys; see `globs_of`."""
 
 
 class From(msgspec.Struct, frozen=True):
@@ -43,14 +48,16 @@ class From(msgspec.Struct, frozen=True):
 
     Args:
         path: as for `treeckpt.load`.
-        select, exclude: globs over the paths that it gives, by the names after its rules.
+        select, exclude: globs over the paths that it gives, by the names after its rules; or a path as keys, as those
+            of `treeckpt.path_keys` or an accessor of optree. A tuple of texts alone holds globs; in a list each tuple
+            is a path: `("opt", 0)`, `[("opt", "w")]`.
         rename, transforms: rules for it alone, as for `treeckpt.load`.
         optional: it may be missing, and then gives nothing.
     """
 
     path: str | os.PathLike[str] | Store | Checkpoint
-    select: str | Sequence[str] | None = None
-    exclude: str | Sequence[str] | None = None
+    select: Selection = None
+    exclude: Selection = None
     rename: Renaming = None
     transforms: Transforms = None
     optional: bool = False
@@ -142,7 +149,7 @@ def _select_parts(bank: Bank, asked: Iterable[str], comm: Comm, options: LoadOpt
         assert isinstance(source.path, Checkpoint), "the bank is opened"
         rules = as_rules(source.rename, source.transforms)
         own = msgspec.structs.replace(
-            options, select=globs_of(source.select), exclude=globs_of(source.exclude), rules=rules
+            options, select=globs_of(source.select), exclude=globs_of(source.exclude, "exclude"), rules=rules
         )
         return _Part(msgspec.structs.replace(options, rules=rules, strict=False), Load(source.path, comm, own))
 
@@ -162,11 +169,54 @@ def _select_parts(bank: Bank, asked: Iterable[str], comm: Comm, options: LoadOpt
     return parts
 
 
-def globs_of(select: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Returns globs as a tuple."""
-    if select is None:
+def globs_of(given: Selection, what: str = "select") -> tuple[str, ...] | None:
+    """Returns globs as a tuple; a path given as keys becomes its text, as `path_text` writes it.
+
+    A text is a glob. A tuple with a key that is no text (`("opt", 0)`), a number or an accessor of optree is one path.
+    Every other sequence holds several of these; in it each tuple is a path, of texts alone too.
+
+    Args:
+        what: the name of the argument.
+
+    Raises:
+        MismatchError: something else was given, as a compiled regular expression.
+    """
+    if given is None:
         return None
-    return (select,) if isinstance(select, str) else tuple(select)
+    if isinstance(given, str):
+        return (given,)
+    several: Any = given
+    if isinstance(given, (int, PyTreeAccessor)) or (isinstance(given, tuple) and any(map(_is_key, given))):
+        several = [given]
+    if isinstance(several, (bytes, bytearray, Mapping)) or not isinstance(several, Iterable):
+        raise _no_glob(given, what)
+    return tuple([one if isinstance(one, str) else _path_of(one, what) for one in several])
+
+
+def _is_key(one: object) -> bool:
+    """Whether an element of a tuple is a key of a path, and neither a glob nor a path."""
+    return not isinstance(one, (str, PyTreeAccessor, re.Pattern))
+
+
+def _path_of(one: Any, what: str) -> str:
+    """Returns the text of a path that is given as keys."""
+    if isinstance(one, PyTreeAccessor):
+        # fields have their names in paths, positions in optree
+        one = tuple(getattr(entry, "field", getattr(entry, "name", entry.entry)) for entry in one)
+    keys: Any = (one,) if isinstance(one, int) and not isinstance(one, bool) else one
+    if not isinstance(keys, tuple):
+        raise _no_glob(one, what)
+    try:
+        return path_text(keys)
+    except TreeError as error:
+        raise _no_glob(one, what) from error
+
+
+def _no_glob(given: object, what: str) -> MismatchError:
+    hint = "A path is a text, as treeckpt show prints it, or its keys, as treeckpt.path_keys gives them"
+    if isinstance(given, re.Pattern):
+        hint = "Globs know *, ? and [...]; or list the paths of treeckpt.inspect(path).by_path that it matches"
+    return MismatchError(what, expected="globs, or paths as tuples of keys", found=f"{given!r:.80}", hint=hint)
 
 
 def _check_asked(
@@ -260,6 +310,7 @@ class _Provided(msgspec.Struct):
             dropped=tuple(path for report in reports for path in report.dropped),
             renamed=tuple(pair for report in reports for pair in report.renamed),
             in_parts=tuple(pair for report in reports for pair in report.in_parts),
+            unmade=tuple(path for report in reports for path in report.unmade),
             sources=tuple(msgspec.structs.replace(report, unexpected=()) for report in reports),
         )
 
@@ -280,6 +331,12 @@ def _provide(bank: Bank, like: object, comm: Comm, options: LoadOptions, *, in_p
         whole = [f"{one.path}/" if one.path else "" for part, one in replaced if part.wins.issuperset(one.paths)]
         missing, unexpected = _check_asked(parts, asked, tuple(whole), comm, options, in_place=in_place)
     _join_tables(parts, asked if like is not None else None)
+    empty: dict[str, _Part] = {}
+    for part in parts if like is None else ():
+        paths = empty_container_paths(part.job.view.structure)
+        empty.update((path, part) for path in paths if part.job.selected(path))
+    for path, part in empty.items():
+        part.wins.add(path)
     sources = [
         (part.job.checkpoint, msgspec.structs.replace(part.options, only=frozenset(part.wins), joined=part.joined))
         for part in parts
@@ -290,8 +347,10 @@ def _provide(bank: Bank, like: object, comm: Comm, options: LoadOptions, *, in_p
 def _merged(trees: Sequence[object], comm: Comm, options: LoadOptions) -> object:
     """Merges several trees; `...` where none has a leaf."""
     flat = [flatten(tree, rank=comm.rank, namespace=options.namespace) for tree in trees]
-    structure = reduce(merge_sources, (structure for structure, _ in flat))
-    found = {index_path(path, comm.rank): leaf for _, leaves in flat for path, leaf in leaves if leaf is not ...}
+    every = [(index_path(path, comm.rank), leaf) for _, leaves in flat for path, leaf in leaves]
+    found = {path: leaf for path, leaf in every if leaf is not ...}
+    left_out = frozenset(path for path, leaf in every if leaf is ... and path not in found)
+    structure = reduce(partial(merge_sources, left_out=left_out), (structure for structure, _ in flat))
     leaves = iter([found.get(path, ...) for path, _ in paths_of(structure)])
     merged = unflatten(
         structure, leaves, resolve=resolve, build=build_tensor, rank=comm.rank, namespace=options.namespace

@@ -106,6 +106,8 @@ class ReadBatch:
         self._requests: list[ReadRequest[Any]] = []
         self._checked: set[tuple[str, str]] = set()
         """Kinds and dtypes of new arrays whose library is there."""
+        self._first: ReadBatch | None = None
+        """What has to be there before all else is read: the scales of arrays."""
         self.after: list[Callable[[], object]] = []
         """What is called when everything has been read."""
         self.filled: list[FilledArray] = []
@@ -155,13 +157,26 @@ class ReadBatch:
         self.filled.append(FilledArray(path, leaf, target))
         shared = bool(self._others) and self._is_shared(leaf, target)
         if isinstance(leaf, ComposedLeaf) or target.spec.dtype != spec.dtype:
-            found, fills = pieces_of(leaf, target)
+            found, fills = pieces_of(leaf, target, self._read_first)
             self.after += fills
             for source, pieces in found:
                 self._add_pieces(path, source, pieces, shared=shared)
         elif not self._add_whole(path, leaf.record, target, spec, shared=shared):
             self._add_pieces(path, leaf, target.pieces, shared=shared)
         return LeafPlaceholder(target.leaf)
+
+    def _read_first(self, leaf: Leaf, region: Region) -> np.ndarray:
+        """Returns memory into which a region of a saved array will have been read before all else is."""
+        if self._first is None:
+            self._first = ReadBatch(self.checkpoint, self._source_rank, self._recorder, whole=self.whole)
+        return self._first.add_region(leaf, region)
+
+    def add_region(self, leaf: Leaf, region: Region) -> np.ndarray:
+        """Adds a region of a saved array; returns the memory that it is read into, for raw elements in C order."""
+        assert leaf.spec is not None, "values are in the index"
+        memory = np.empty(region.shape, raw_dtype(dtype_of(leaf.spec.dtype).itemsize))
+        self.add_target(leaf.path, leaf, ArrayTarget(leaf.spec, memory, [TargetPiece(region, HostArray(memory))]))
+        return memory
 
     def _is_shared(self, leaf: Leaf, target: ArrayTarget | None) -> bool:
         """Whether other ranks of this host probably want the same bytes: the whole of what all have, or a replica.
@@ -247,6 +262,11 @@ class ReadBatch:
         Raises:
             CorruptError: a shard is missing, cut short, or of another save.
         """
+        if self._first is not None:
+            self._first.run(ReadOptions(REGION_MEMORY, bool(options.verify), ahead=True))
+            self.nbytes += self._first.nbytes
+            self.read_nbytes += self._first.read_nbytes
+            self._first = None
         verify = options.verify is not False
         first = options.verify == "first" and options.in_place
         far = isinstance(self.checkpoint.store, SupportsFetching)
@@ -361,12 +381,7 @@ def read_arrays(checkpoint: Checkpoint, leaves: Sequence[Leaf]) -> list[np.ndarr
 
 def _read_regions(checkpoint: Checkpoint, parts: Sequence[tuple[Leaf, Region]], rank: int) -> list[np.ndarray]:
     batch = ReadBatch(checkpoint, rank, Recorder(0))
-    found: list[np.ndarray] = []
-    for leaf, region in parts:
-        assert leaf.spec is not None, "values are in the index"
-        memory = np.empty(region.shape, raw_dtype(dtype_of(leaf.spec.dtype).itemsize))
-        batch.add_target(leaf.path, leaf, ArrayTarget(leaf.spec, memory, [TargetPiece(region, HostArray(memory))]))
-        found.append(memory)
+    found = [batch.add_region(leaf, region) for leaf, region in parts]
     batch.run(ReadOptions(memory=REGION_MEMORY, ahead=True))
     return found
 

@@ -17,6 +17,7 @@ from ..core.tree.flatten import flatten, replace_leaves
 from ..core.tree.in_place import update_in_place
 from ..errors import TreeckptError, TreeError
 from ..loading.match import Strict
+from ..loading.overlay import Selection
 from ..loading.read_batch import Verify
 from ..loading.transforms import Renaming, Transforms
 from ..saving.options import BusyPolicy, SaveOptions, StagingMode, WriterKind, shard_limit
@@ -50,10 +51,10 @@ class RestoreKeywords(TypedDict, total=False):
 
     scheduler: Any
     loader: Any
-    rng: bool
+    rng: bool | None
     extra: Any
-    select: str | Sequence[str] | None
-    exclude: str | Sequence[str] | None
+    select: Selection
+    exclude: Selection
     rename: Renaming
     transforms: Transforms
     strict: Strict

@@ -216,7 +216,7 @@ class _RegisteredSelection:
     def __init__(self, index: Index, options: Mapping[str, Any]) -> None:
         self.index, self._options, self._strict = index, options, options.get("strict", True)
         self._saved = [*index.by_path, *empty_container_paths(index.structure)]
-        self._chosen = LoadOptions(globs_of(options.get("select")), exclude=globs_of(options.get("exclude")))
+        self._chosen = LoadOptions(globs_of(options.get("select")), exclude=globs_of(options.get("exclude"), "exclude"))
         self.selects = self._chosen.selects
 
     def tree_options(self, registered: Mapping[str, Iterable[str]]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ..core.tree.containers import FromRank
 from ..core.tree.flatten import PerRank
 from ..core.tree.globs import compile_globs
 from ..errors import TreeError
-from ..loading.overlay import globs_of
+from ..loading.overlay import Selection, globs_of
 from .groups import labels_of
 from .modules import Modules, StateDictEntry, collect_entries
 from .names import key_path, nested, with_metadata
@@ -35,8 +35,8 @@ LEFT_OUT = "left_out"
 class PartKeywords(TypedDict, total=False):
     """The arguments of `state` that choose a part of the model."""
 
-    select: str | Sequence[str] | None
-    exclude: str | Sequence[str] | None
+    select: Selection
+    exclude: Selection
     frozen: bool
 
 
@@ -50,8 +50,8 @@ def state(
     rng: bool = True,
     extra: Any = None,
     buffers: Buffers = "replicated",
-    select: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
+    select: Selection = None,
+    exclude: Selection = None,
     frozen: bool = True,
 ) -> dict[str, Any]:
     """Returns the state of a training job as a tree for `treeckpt.save`.
@@ -83,7 +83,7 @@ def state(
     optimizers = name_optimizers(optimizer, found)
     if buffers not in get_args(Buffers):
         raise TreeError("buffers", expected=", ".join(map(repr, get_args(Buffers))), found=f"{buffers!r:.60}")
-    left_out = _left_out(found.entries, globs_of(select), globs_of(exclude), frozen=frozen)
+    left_out = _left_out(found.entries, globs_of(select), globs_of(exclude, "exclude"), frozen=frozen)
     kept = [
         entry
         for entry in found.entries

@@ -15,9 +15,18 @@ from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import DictNode, Structure, index_path
 from ..core.tree.tensor_parts import check_same_tensors
 from ..errors import MismatchError
+from ..loading.transforms.reshape_rules import check_scaled
 from .modules import StateDictEntry
 from .names import key_path
 from .sources import RestoreSource
+
+
+def check_scales(entries: Sequence[StateDictEntry], leaves: Mapping[str, ArraySpec | None]) -> None:
+    """Refuses casts of float8 without the scales beside it, before anything changes; see `check_scaled`."""
+    for entry in entries:
+        path = f"model/{key_path(entry.key)}"
+        if (spec := leaves.get(path)) is not None:
+            check_scaled(path, (spec.dtype, dtype_name(entry.value.dtype)), leaves)
 
 
 def check_entry(entry: StateDictEntry, spec: ArraySpec | None, path: str, *, cast: bool) -> None:

@@ -42,7 +42,7 @@ from .sources import (
 
 OTHER_NAMES = (
     "State dicts under other names: old = treeckpt.load(path), then treeckpt.save(new, {'model': old[...], "
-    "'optimizer': old[...]}) with their names there, and restore new, with rng=False"
+    "'optimizer': old[...]}) with their names there, and restore new"
 )
 
 
@@ -144,8 +144,11 @@ class _OverlaySource:
     def value(self, path: str) -> Any:
         return self._provider[path].value(path)
 
-    def part(self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = ()) -> Any:
-        return load_part(self._bank, name, self.comm, self.options, on_report=on_report, select=select)
+    def part(
+        self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = (), lenient: bool = False
+    ) -> Any:
+        options = msgspec.structs.replace(self.options, lenient=lenient)
+        return load_part(self._bank, name, self.comm, options, on_report, select)
 
     def world_of(self, name: str) -> int:
         provider = self._provider_of(name)
@@ -166,7 +169,7 @@ def _unit(path: str) -> str:
 
 
 def _globs(source: From, strict: Strict = True) -> LoadOptions:
-    return LoadOptions(globs_of(source.select), strict, exclude=globs_of(source.exclude))
+    return LoadOptions(globs_of(source.select), strict, exclude=globs_of(source.exclude, "exclude"))
 
 
 def check_globs(source: RestoreSource, options: LoadOptions, entries: Sequence[str], *, with_extra: bool) -> None:
@@ -214,8 +217,8 @@ def missing_part(part: str, how: str, parts: Iterable[object], *, in_memory: boo
             part,
             expected=f"in a tree in memory, what {how} gives",
             found="a state dict, which restore reads from files only",
-            hint="Give the path of the file in place of its tree; or treeckpt.save(new, tree), and restore new, with "
-            f"rng=False. To leave what is here as it is, pass {part}=None",
+            hint="Give the path of the file in place of its tree; or treeckpt.save(new, tree), and restore new. "
+            f"To leave what is here as it is, pass {part}=None",
         )
     hint = f"To leave what is here as it is, pass {part}={False if part == 'rng' else None}"
     return MismatchError(

@@ -46,7 +46,8 @@ class RestoreReport(msgspec.Struct, frozen=True):
             missing. Give them memory and values before the model runs.
         ignored: what of the checkpoint is without use here: moments of frozen parameters and of options that `keep`
             turns off, generators of missing devices, state that an optimizer's or a scheduler's `load_state_dict` does
-            not use, and parts at the root that were not asked for ("scheduler").
+            not use, and parts at the root that were not asked for ("scheduler"); and, where no optimizer is restored,
+            what this program cannot make of an `extra` that comes back (a class that it lacks), which is `...` there.
         loader: what was saved as the loader's position, where that was a tree of values and not an object's state.
         extra: the saved tree, or the given one, filled; None where it was turned down or not selected. It is read with
             the rest: checked before anything changes, and not lost with the checkpoint.
@@ -54,7 +55,7 @@ class RestoreReport(msgspec.Struct, frozen=True):
         renamed: (saved path, new path) of leaves that rules only renamed.
         passed_over: of `Manager.resume`: the newer checkpoints that could not be loaded, each with what is wrong.
         left_alone: leaves of the model that stayed as they were, as they were left out on purpose when the checkpoint
-            was saved.
+            was saved; and "rng", where it has no random generators and they were not insisted on.
         world_changed: where another number of ranks had saved it: what this rank got of each part that was each rank's
             own.
         replaced: hyper-parameters, and arguments of schedulers, of which the checkpoint's were taken in place of others

@@ -27,7 +27,7 @@ from ..io.comm.comm import Comm, as_comm
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.consistent_reads import on_versions
 from ..loading.match import LoadOptions, Strict, some_of
-from ..loading.overlay import Bank, CheckpointOverlay, globs_of
+from ..loading.overlay import Bank, CheckpointOverlay, Selection, globs_of
 from ..loading.read_batch import Verify
 from ..loading.shared_read import open_relay, together
 from ..loading.transforms import Renaming, Transforms
@@ -37,6 +37,7 @@ from .capture import LEFT_OUT, optimizer_of
 from .check_model import (
     check_entry,
     check_extra_state,
+    check_scales,
     check_tensor_in_parts,
     resolve_ties,
     tied_when_saved,
@@ -90,10 +91,10 @@ def restore(
     *,
     scheduler: Any = None,
     loader: Any = None,
-    rng: bool = True,
+    rng: bool | None = None,
     extra: Any = None,
-    select: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
+    select: Selection = None,
+    exclude: Selection = None,
     rename: Renaming = None,
     transforms: Transforms = None,
     under: str = "",
@@ -113,13 +114,13 @@ def restore(
 
     Any parallelism restores into any other. All is compared before the first change, checksums as for `load_into`.
 
-    >>> report = tc.training.restore("run/step_00000100", model, rng=False, strict="missing")
+    >>> report = tc.training.restore("run/step_00000100", model, strict="missing")
 
     Args:
         source: a path or store; a `Bank` or list of several; or a tree, `state(..., buffers="per_rank")` of this rank.
         model, optimizer, scheduler, loader, rng, extra: as for `state`; the optimizer may be fresh. A part that is None
-            or False is left alone; an `extra` of None is read and comes back in the report, False leaves it unread.
-            Modules on the meta device get memory for this rank's share; what no checkpoint has stays there.
+            or False is left alone; but `extra=None` comes back in the report, and `rng=None` restores generators where
+            they were saved (True insists). Meta modules get memory for this rank's share; what is not saved stays so.
         select, exclude: globs over `model/...` as rules name it, and "extra" if None: the rest stays, moments too.
         rename, transforms: as for `treeckpt.load`, on `model/...`; the optimizers' state follows (`rules.Carried`).
         under: where in a training state the source belongs: "model" for a state dict alone. Rules see its own names.
@@ -138,8 +139,8 @@ def restore(
         As `treeckpt.load_into`; TreeError for an optimizer with parameters that are not the model's.
     """
     comm, rules = as_comm(comm, sends_messages=False), rules_of(rename, transforms, under, from_root=from_root)
-    options = LoadOptions(globs_of(select), "missing" if strict is True and partial else strict, cast,
-        exclude=globs_of(exclude), verify=verify, allow_pickle=allow_pickle, read=read, rules=rules)  # fmt: skip
+    options = LoadOptions(globs_of(select), "missing" if strict is True and partial else strict, cast, verify=verify,
+        exclude=globs_of(exclude, "exclude"), allow_pickle=allow_pickle, read=read, rules=rules)  # fmt: skip
     targets = RestoreTargets(model, optimizer, scheduler, loader, rng, extra, tuple(keep), world_changed, device)
     run = functools.partial(_restore, comm=comm, targets=targets, options=options, under=under, from_root=from_root)
     return on_versions(source, run, together=read == "once") if is_stored(source) else run(source)
@@ -153,18 +154,19 @@ def _restore(
     relay = open_relay(comm, opened, options.read)
     with together(relay):
         placed = place_under(given, under) if under else given
-        placed = as_training_state(placed, targets.model, targets.optimizer, options.rules)
-        source = open_source(placed, comm, options, from_root=from_root)
+        arranged = as_training_state(placed, targets.model, targets.optimizer, options.rules)
+        source = open_source(arranged, comm, options, from_root=from_root)
         job = _Restore(source, comm, targets, options)
         paths = [f"model/{key_path(entry.key)}" for entry in job.entries]
         check_globs(source, options, paths, with_extra="extra" in job.parts and not targets.fills_extra)
         job.plan_model()
+        check_scales(job.wanted, source.leaves)
         job.plan_optimizer()
         job.plan_schedulers()
         job.plan_rest()
         if job.missing or job.unexpected:
             job.check_keys()
-        job.note_rest()
+        job.note_rest(is_ours=arranged is placed)
     with together(relay, "restored"):
         return job.run()
 
@@ -363,9 +365,27 @@ class _Restore:
         elif extra is None and "extra" in self.parts:
             own = [path for path in self.source.leaves if path.startswith("extra") and "~rank*" in path]
             self.own.check("extra", own)
-            self.extra = self.source.part("extra", self.returned.append)
-        if self.targets.rng and self._has("rng", "rng=True"):
+            self._return_extra()
+        if self.targets.rng is None and "rng" not in self.parts:
+            self.left_alone.append("rng")
+        elif self.targets.rng is not False and self._has("rng", "rng=True"):
             self.rng_state = self.own.load_generators()
+
+    def _return_extra(self) -> None:
+        """Loads `extra` as it was saved; where no training goes on, without what this program cannot make.
+
+        Raises:
+            MismatchError: it has a class that this program lacks, and an optimizer is restored.
+        """
+        try:
+            self.extra = self.source.part("extra", self.returned.append, lenient=not self.optimizers)
+        except MismatchError as error:
+            error.add_hint("extra=False leaves it unread")
+            raise
+        unmade = [path for report in self.returned for path in report.unmade]
+        self.ignored += unmade
+        if unmade and self.comm.rank == 0:
+            _log.warning("%s: `...` in place of what this program cannot make: %s", self.source.url, ", ".join(unmade))
 
     def _has(self, part: str, how: str) -> bool:
         """Whether the source has a part; under `strict` it raises if not."""
@@ -376,8 +396,12 @@ class _Restore:
         self.missing.append(part)
         return False
 
-    def note_rest(self) -> None:
-        """Notes options that are replaced, and parts that are not asked for; warns where a training goes on so."""
+    def note_rest(self, *, is_ours: bool) -> None:
+        """Notes options that are replaced, and parts that are not asked for; warns where a training goes on so.
+
+        Args:
+            is_ours: whether it is what `state` gave, which has random generators unless they were left out.
+        """
         self.replaced = taken_options(self.plans, self.schedules)
         if self.replaced and self.comm.rank == 0:
             _log.warning("%s: other options here: %s", self.source.url, ". ".join(self.replaced))
@@ -387,6 +411,11 @@ class _Restore:
         if self.optimizers and left and self.comm.rank == 0:
             names, how = ", ".join(left), ", ".join(f"{part}=" for part in left)
             _log.warning("%s: %s in the checkpoint was not restored, as %s was not passed", self.source.url, names, how)
+        if self.optimizers and is_ours and "rng" in self.left_alone and self.comm.rank == 0:
+            how = (
+                "no random generators in the checkpoint: those here go on as they are; rng=False says that it is meant"
+            )
+            _log.warning("%s: %s", self.source.url, how)
         objects = objects_of_extra(self.source) if self.optimizers and self.targets.extra is None else set[str]()
         if objects and self.extra is not None and self.comm.rank == 0:
             names = ", ".join(f"extra/{name}" for name in sorted(objects))

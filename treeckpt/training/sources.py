@@ -29,6 +29,7 @@ from ..io.comm.comm import Comm, global_rank
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.aliasing import are_equal, identity_of
 from ..loading.match import Load, LoadOptions
+from ..loading.run_load import run_load
 from ..loading.transforms.rules import Carried, Drop, Rule
 from ..loading.transforms.view import ComposedLeaf, View, view_of
 from ..reports import LoadReport
@@ -92,12 +93,15 @@ class RestoreSource(Protocol):
         """Returns the saved value at a path without an array."""
         ...
 
-    def part(self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = ()) -> Any:
+    def part(
+        self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = (), lenient: bool = False
+    ) -> Any:
         """Returns a part at the root, as saved.
 
         Args:
             on_report: gets the report of its load, if it is read.
             select: the paths of what is needed of it, without which all is; other leaves may be `...`.
+            lenient: gives `...` in the place of what cannot be made here; the report names it.
         """
         ...
 
@@ -255,8 +259,11 @@ class CheckpointSource:
         assert isinstance(record, ValueRecord), "arrays are read, and what is a rank's own is loaded by its part"
         return decode(record.value, path, allow_pickle=self.options.allow_pickle)
 
-    def part(self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = ()) -> Any:
-        return load_part(self.checkpoint, name, self.comm, self.options, self.rules, on_report, select)
+    def part(
+        self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = (), lenient: bool = False
+    ) -> Any:
+        options = msgspec.structs.replace(self.options, rules=self.rules, lenient=lenient)
+        return load_part(self.checkpoint, name, self.comm, options, on_report, select)
 
     def world_of(self, name: str) -> int:
         return self.world
@@ -286,22 +293,22 @@ def load_part(
     name: str,
     comm: Comm,
     options: LoadOptions,
-    rules: Sequence[Rule] = (),
     on_report: OnReport | None = None,
     select: Sequence[str] = (),
 ) -> Any:
     """Loads a part at the root of a checkpoint, or of a bank of several, as it was saved; see `RestoreSource.part`."""
-    verify, allow_pickle = options.verify is not False, options.allow_pickle
-    return api.load(
-        source,
-        select=select or name,
-        comm=comm,
+    own = LoadOptions(
+        tuple(select) or (name,),
         per_rank="take",
-        verify=verify,
-        allow_pickle=allow_pickle,
-        transforms=rules,
-        on_report=on_report,
-    )[name]
+        verify=options.verify is not False,
+        allow_pickle=options.allow_pickle,
+        rules=options.rules,
+        lenient=options.lenient,
+    )
+    tree, report = run_load(source, None, comm, own, "error")
+    if on_report is not None:
+        on_report(report)
+    return tree[name]
 
 
 def fill_from(
@@ -378,7 +385,9 @@ class TreeSource:
     def is_left(self, path: str) -> bool:
         return False
 
-    def part(self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = ()) -> Any:
+    def part(
+        self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = (), lenient: bool = False
+    ) -> Any:
         return self.tree[name]
 
     def world_of(self, name: str) -> int:

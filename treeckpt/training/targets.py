@@ -20,7 +20,8 @@ class RestoreTargets(msgspec.Struct, frozen=True):
     optimizer: Optimizers | None
     scheduler: Any
     loader: Any
-    rng: bool
+    rng: bool | None
+    """None restores them where they were saved."""
     extra: Any
     """A tree to fill; None if the saved one comes back in the report, False if it is left alone."""
     keep: tuple[str, ...]

@@ -1,8 +1,9 @@
 """Flattens nested containers into leaves with paths, and rebuilds the containers exactly.
 
 `flatten` walks a tree once and returns its structure, plain data for the index, and its leaves in order;
-`core.tree.containers` defines what a container is. `unflatten` is the inverse. `replace_leaves` puts new leaves into
-new containers like those of a given tree.
+`core.tree.containers` defines what a container is. `unflatten` is the inverse, and needs the classes of the containers:
+`without_left_out` takes those out of a structure of which nothing is wanted. `replace_leaves` puts new leaves into new
+containers like those of a given tree.
 
 Nearly all of a tree is leaves, and containers of leaves only: these are handled without one more call of the recursion.
 """
@@ -15,10 +16,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+import msgspec
 import optree
 
 from ...errors import FormatError, MismatchError, TreeError
@@ -51,6 +53,7 @@ from .structure import (
     DefaultDictNode,
     DequeNode,
     DictNode,
+    KeyTextCache,
     ListNode,
     NamedTupleNode,
     Node,
@@ -151,6 +154,50 @@ class _Flattener:
         return flat.build(tuple(children))
 
 
+_OF_CLASSES = (NamedTupleNode, StructSequenceNode, DataclassNode, CustomNode)
+"""Kinds of containers whose classes a program may lack."""
+
+
+def without_left_out(
+    structure: Structure, taken: Sequence[bool], is_wanted: Callable[[str], bool]
+) -> tuple[Structure, list[int | None]]:
+    """Puts a leaf in the place of each container of a class of which nothing is taken.
+
+    Args:
+        taken: of each leaf in order, whether it is taken.
+        is_wanted: whether an empty container is taken, by its path, with `~rank*` for a rank.
+
+    Returns:
+        The structure, and the number of each of its leaves in the given one; None where a container was.
+    """
+    kept: list[int | None] = []
+    numbers, texts = iter(range(len(taken))), KeyTextCache()
+
+    def walk(node: Node, path: str, prefix: str) -> Recursive[tuple[Structure, bool]]:
+        first, has_some = len(kept), not node.children and is_wanted(path)
+        children = list(node.children)
+        for at, (text, child) in enumerate(zip(texts.of(node, path), node.children, strict=True)):
+            if child is None:
+                kept.append(number := next(numbers))
+                is_taken = taken[number]
+            else:
+                children[at], is_taken = yield walk(child, prefix + text, f"{prefix}{text}/")
+            has_some = has_some or is_taken
+        if has_some or not isinstance(node, _OF_CLASSES):
+            return msgspec.structs.replace(node, children=tuple(children)), has_some
+        kept[first:] = [None]
+        return None, False
+
+    waiting = [] if structure is None else [structure]
+    while waiting and structure is not None:
+        node = waiting.pop()
+        if isinstance(node, _OF_CLASSES):
+            structure, _ = trampoline(walk(structure, "", ""))
+            return structure, kept
+        waiting += [child for child in node.children if child is not None]
+    return structure, list(range(len(taken)))
+
+
 def unflatten(
     structure: Structure,
     leaves: Iterator[object],
@@ -159,6 +206,7 @@ def unflatten(
     build: BuildTensor | None = None,
     rank: int = 0,
     namespace: str = "",
+    refused: list[str] | None = None,
 ) -> object:
     """Returns the tree of a structure; the inverse of `flatten`.
 
@@ -166,23 +214,31 @@ def unflatten(
         leaves: in order; of a `PerRank` node, those of `rank`'s subtree only.
         resolve: finds the classes of namedtuples, dataclasses and registered nodes.
         build: makes a tensor of its parts, by default they stay `TensorParts`.
+        refused: receives the paths of containers that cannot be made, and become `...`, in place of those of what is
+            in them; by default they are errors.
 
     Raises:
         MismatchError: a class does not exist in this program, or has other fields.
     """
-    return trampoline(_Unflattener(leaves, resolve, build, rank, namespace).build(structure, "", ""))
+    return trampoline(_Unflattener(leaves, resolve, build, rank, namespace, refused).build(structure, "", ""))
 
 
 class _Unflattener:
     """The state of one `unflatten`."""
 
-    __slots__ = ("_build", "_leaves", "_namespace", "_rank", "_resolve")
+    __slots__ = ("_build", "_leaves", "_namespace", "_rank", "_refused", "_resolve")
 
     def __init__(
-        self, leaves: Iterator[object], resolve: Resolver, build: BuildTensor | None, rank: int, namespace: str
+        self,
+        leaves: Iterator[object],
+        resolve: Resolver,
+        build: BuildTensor | None,
+        rank: int,
+        namespace: str,
+        refused: list[str] | None,
     ) -> None:
         self._leaves, self._resolve, self._build = leaves, resolve, build
-        self._rank, self._namespace = rank, namespace
+        self._rank, self._namespace, self._refused = rank, namespace, refused
 
     def build(self, node: Structure, path: str, prefix: str) -> Recursive[Any]:
         """Returns the subtree of a node."""
@@ -230,6 +286,21 @@ class _Unflattener:
         if isinstance(node, TensorNode):
             made = TensorParts(node, dict(zip(keys, children, strict=True)), self._build)
             return made if self._build is None else self._build(made, path)
+        try:
+            return self._of_class(node, keys, children, path)
+        except MismatchError:
+            if self._refused is None:
+                raise
+            self._refused[:] = [*(other for other in self._refused if not other.startswith(f"{path}/")), path]
+            return ...
+
+    def _of_class(
+        self,
+        node: NamedTupleNode | StructSequenceNode | DataclassNode | CustomNode,
+        keys: Sequence[Any],
+        children: list[Any],
+        path: str,
+    ) -> object:
         try:
             kind: Any = self._resolve(node.cls)
         except LookupError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import msgspec
 
 from ...errors import MismatchError
@@ -31,6 +33,8 @@ class _MergeRule(msgspec.Struct, frozen=True):
     hint: str
     mixed: bool
     """Whether mappings of two kinds are joined."""
+    left_out: Container[str] = ()
+    """The paths at which a leaf stands for whatever the other has."""
 
 
 _ACROSS_RANKS = _MergeRule(
@@ -52,13 +56,16 @@ def merge(a: Structure, b: Structure) -> Structure:
     return trampoline(_merge(a, b, "", _ACROSS_RANKS))
 
 
-def merge_sources(a: Structure, b: Structure) -> Structure:
+def merge_sources(a: Structure, b: Structure, *, left_out: Container[str] = ()) -> Structure:
     """Returns the structure of the trees of two checkpoints together, as `merge` does.
 
     Mappings of two kinds, as of a dict and an OrderedDict, become one of the first kind, or an OrderedDict if the other
     is one with attributes. Where these differ, those of `b` count.
+
+    Args:
+        left_out: the paths, with `~rank*` for a rank, at which a leaf stands for whatever the other tree has.
     """
-    return trampoline(_merge(a, b, "", _ACROSS_CHECKPOINTS))
+    return trampoline(_merge(a, b, "", msgspec.structs.replace(_ACROSS_CHECKPOINTS, left_out=left_out)))
 
 
 def _merge(a: Structure, b: Structure, path: str, rule: _MergeRule) -> Recursive[Structure]:
@@ -66,6 +73,8 @@ def _merge(a: Structure, b: Structure, path: str, rule: _MergeRule) -> Recursive
         return None
     if isinstance(a, AbsentNode) or isinstance(b, AbsentNode):
         return b if isinstance(a, AbsentNode) else a
+    if (a is None or b is None) and path in rule.left_out:
+        return b if a is None else a
     if isinstance(a, PerRankNode) and isinstance(b, PerRankNode):
         return _merge_ranks(a, b)
     if isinstance(a, _Mapping) and isinstance(b, _Mapping) and (type(a) is type(b) or rule.mixed):

@@ -25,7 +25,7 @@ from ...core.tree.spec import ArraySpec
 from ...errors import FormatError, TreeckptError
 from .apply_rules import inverse as _inverse
 from .parse import parse
-from .reshape_rules import Cast, Concat, Permute, Slice, Split, Stack, Unstack
+from .reshape_rules import Cast, Concat, Dequantize, Permute, Slice, Split, Stack, Unstack
 from .rules import Carried, Copy, Drop, Fill, Keep, Rename, Renames, Rule
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Cast",
     "Concat",
     "Copy",
+    "Dequantize",
     "Drop",
     "Fill",
     "Keep",

@@ -302,7 +302,8 @@ def _group_leaves(state: RuleContext, rule: ArrayRule) -> list[tuple[Binding, li
             shared = tuple(pair for pair in binding if pair[0] in kept or not pair[0].isidentifier())
             rest = tuple(pair for pair in binding if pair not in shared)
             groups.setdefault(shared, [{} for _ in patterns])[i][rest] = path
-    return [(shared, _in_order(state, shared, found, patterns)) for shared, found in groups.items()]
+    taken = [(shared, found) for shared, found in groups.items() if rule.led_by is None or found[rule.led_by]]
+    return [(shared, _in_order(state, shared, found, patterns)) for shared, found in taken]
 
 
 def _in_order(

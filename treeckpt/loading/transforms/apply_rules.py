@@ -14,7 +14,7 @@ from ...core.tree.spec import ArraySpec
 from ...core.tree.structure import key_text
 from ...errors import MismatchError
 from .apply_rule import LeafState, RuleContext, RuleStep, leaf_states, saved_sources
-from .reshape_rules import Cast
+from .reshape_rules import Cast, Dequantize
 from .rules import Carried, Fill, OneRule, Rule, label_of
 
 
@@ -138,7 +138,7 @@ def _apply_carried(state: RuleContext, carried: Carried, label: str) -> None:
         inner.apply(rule, f"{label.partition(':')[0]}.{number}: {label_of(rule)}")
         lost = lost or inner.lost
         back += reversed(inner.undo)
-        if isinstance(rule, (Cast, Fill)):
+        if isinstance(rule, (Cast, Dequantize, Fill)):
             continue
         moments_by_path: dict[StatePath, dict[str, str]] = {}
         for path in inner.taken:

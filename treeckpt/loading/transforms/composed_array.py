@@ -16,6 +16,29 @@ from ...core.sharding.region import Region, intersect
 from ...core.tree.spec import ArraySpec
 
 
+class BlockScales(msgspec.Struct, frozen=True, gc=False):
+    """The saved scales of a saved array: one for each block of it, by which its elements are multiplied in float32."""
+
+    source: str
+    """Path of the saved scales."""
+    dtype: str
+    dims: tuple[int, ...]
+    """For each dimension of the saved scales that of the array; along the others one scale is for all."""
+    block: tuple[int, ...]
+    """Elements along each dimension of the array that share a scale; the last block of each may be shorter."""
+
+    def grid(self, box: Region) -> Region:
+        """Returns the blocks of a box of the array: their first numbers, and how many there are."""
+        first = tuple(o // b for o, b in zip(box.offset, self.block, strict=True))
+        stop = (-(-s // b) for s, b in zip(box.stop, self.block, strict=True))
+        return Region(first, tuple(b - a for a, b in zip(first, stop, strict=True)))
+
+    def region(self, box: Region) -> Region:
+        """Returns the region of the saved scales with those of a box of the array."""
+        grid = self.grid(box)
+        return Region(tuple(grid.offset[d] for d in self.dims), tuple(grid.shape[d] for d in self.dims))
+
+
 class SourceBox(msgspec.Struct, frozen=True, gc=False):
     """A box of a saved array, and its region in the composed array."""
 
@@ -30,6 +53,8 @@ class SourceBox(msgspec.Struct, frozen=True, gc=False):
     dimension of the saved array that is missing here has length 1 in `box`."""
     dtypes: tuple[str, ...]
     """The saved dtype, then those that it is cast to, in order."""
+    scales: BlockScales | None = None
+    """The saved elements are cast to the second dtype, float32, and multiplied by these."""
 
 
 class Constant(msgspec.Struct, frozen=True, gc=False):
@@ -126,6 +151,13 @@ def cast(array: ComposedArray, dtype: str) -> ComposedArray:
     return ComposedArray(msgspec.structs.replace(array.spec, dtype=dtype), tuple(parts))
 
 
+def scale(array: ComposedArray, scales: BlockScales) -> ComposedArray:
+    """Returns a saved array times its scales, in float32."""
+    [part] = array.parts
+    scaled = msgspec.structs.replace(part, dtypes=(array.spec.dtype, "float32"), scales=scales)
+    return ComposedArray(msgspec.structs.replace(array.spec, dtype="float32"), (scaled,))
+
+
 def interleave(arrays: Sequence[ComposedArray], axis: int, groups: int = 1) -> ComposedArray:
     """Joins arrays along an axis; with n groups, a 1/n part of each in turn, n times.
 
@@ -198,10 +230,10 @@ def _join(a: SourceBox | Constant, b: SourceBox | Constant, dim: int) -> SourceB
     if isinstance(a, Constant) or isinstance(b, Constant):
         same = isinstance(a, Constant) and isinstance(b, Constant) and repr(a.value) == repr(b.value)
         return Constant(region, a.value, a.dtypes) if same and isinstance(a, Constant) else None
-    if a.source != b.source or a.axes != b.axes or a.axes[dim] < 0:
+    if a.source != b.source or a.axes != b.axes or a.axes[dim] < 0 or a.scales != b.scales:
         return None
     box = _union(a.box, b.box, a.axes[dim])
-    return SourceBox(region, a.source, box, a.axes, a.dtypes) if box is not None else None
+    return msgspec.structs.replace(a, region=region, box=box) if box is not None else None
 
 
 def _union(a: Region, b: Region, dim: int) -> Region | None:

@@ -4,12 +4,14 @@
     names      = name { "," name }
     name       = path of letters, digits, `._-/~`, with `*`, `$LAYER`, `${LAYER+4}`, `[2:5]` or a final `^T`; or `_`
     option     = "axis=" integer | "permute=" order | "dtype=" dtype | "src_dtype=" dtype | "optional"
+               | "dequantize" | "block=" order
                | "fused_qkv" | "fused_qkv_old" | "fused_ffn" | "num_heads=" n | "num_key_value_groups=" n | "shards=" n
 
 `a -> b` renames, `a -> _` drops, `_ -> b` keeps the target's value, `a -> b, c, axis=0` splits, `a, b -> c, axis=0`
 joins. `a^T -> b` transposes, `permute="[1,0]"` permutes (`[]` reverses), `dtype="float16"` casts. `w[0:3]` stands for
 `w_0, w_1, w_2`; a `$E` or `*` that is only on the left stands for all numbers that exist, in order. `$LAYER_ID_OFFSET`
-is a number that is one less on the right. The fused options split or join, depending on the number of names:
+is a number that is one less on the right. `a, a_scale -> a, dequantize, block="[128,128]"` multiplies by scales, into
+float32 without `dtype=`. The fused options split or join, depending on the number of names:
 `fused_qkv` with queries, keys and values group by group, `fused_qkv_old` and `fused_ffn` with all of them once for each
 of `shards`. Their axis is 1 by default; all other statements must give it. An option that a statement does not use is
 an error.
@@ -22,12 +24,12 @@ from collections.abc import Sequence
 
 from ...errors import FormatError
 from .patterns import numbers_in
-from .reshape_rules import Cast, Concat, Permute, Split
+from .reshape_rules import Cast, Concat, Dequantize, Permute, Split
 from .rules import Carried, Drop, Keep, Rename, Rule
 
-_FLAGS = ("fused_qkv", "fused_qkv_old", "fused_ffn", "optional")
+_FLAGS = ("fused_qkv", "fused_qkv_old", "fused_ffn", "dequantize", "optional")
 _NUMBERS = ("axis", "num_heads", "num_key_value_groups", "shards")
-_TEXTS = ("permute", "dtype", "src_dtype", "dst_dtype", "transpose")
+_TEXTS = ("permute", "dtype", "src_dtype", "dst_dtype", "transpose", "block")
 _NAME = re.compile(r"(?:[\w.~/*:-]|\$\{[^{}]*\}|\$[A-Z][A-Z0-9_]*)+(?:\[[0-9]+:[0-9]+\])?(?:\^T)?")
 _SEPARATOR = re.compile(r""",(?=(?:[^"']|"[^"]*"|'[^']*')*$)(?![^\[]*\])""")
 
@@ -90,6 +92,13 @@ class _Statement:
             raise self.error(f"{key}=a number", "none" if text is None else text)
         return int(text)
 
+    def numbers(self, *keys: str) -> tuple[int, ...] | None:
+        """Returns the value of an option that is a list of integers."""
+        text = self.option(*keys)
+        if text is not None and not re.fullmatch(r"\[[0-9, ]*\]", text):
+            raise self.error(f'{keys[0]}="[1, 0]"', text)
+        return None if text is None else tuple(map(int, re.findall("[0-9]+", text)))
+
     def error(self, expected: str, found: str) -> FormatError:
         """Returns an error that names the statement."""
         return FormatError(self.text[:200], expected=expected, found=found[:200], hint="See treeckpt.rules.parse")
@@ -134,6 +143,8 @@ def _rules_of(statement: _Statement) -> list[Rule]:
         return [Keep(name) for name in statement.right]
     if "_" in statement.left:
         raise statement.error("`_` alone on its side, or among what a split gives", "`_` among names")
+    if statement.has("dequantize"):
+        return [_dequantized(statement, optional)]
     stars = len(statement.left) == 1 and "*" in statement.left[0] and "*" not in statement.right[0]
     left = [statement.left[0].replace("*", "$EACH")] if stars else statement.left
     before = _layout_changes(statement, left, optional)
@@ -158,17 +169,21 @@ def _layout_changes(statement: _Statement, left: Sequence[str], optional: bool) 
     found: list[Rule] = [
         Permute(n, optional=optional) for n, transposed in zip(left, statement.transposed, strict=True) if transposed
     ]
-    order = statement.option("permute", "transpose")
+    order = statement.numbers("permute", "transpose")
     if order is not None:
-        if not re.fullmatch(r"\[[0-9, ]*\]", order):
-            raise statement.error('permute="[1, 0]"', order)
-        axes = tuple(map(int, re.findall("[0-9]+", order))) or None  # None is the reverse order
-        found += [Permute(name, axes, optional=optional) for name in left]
+        found += [Permute(name, order or None, optional=optional) for name in left]  # None is the reverse order
     dtype = statement.option("dtype", "dst_dtype")
     if dtype is not None:
         before = statement.option("src_dtype")
         found += [Cast(name, dtype, before, optional=optional) for name in left]
     return found
+
+
+def _dequantized(statement: _Statement, optional: bool) -> Rule:
+    names, dtype = statement.left, statement.option("dtype", "dst_dtype") or "float32"
+    if len(names) != 2 or statement.right != names[:1] or any(statement.transposed):
+        raise statement.error("`a, a_scale -> a, dequantize`", f"{', '.join(names)} -> {', '.join(statement.right)}")
+    return Dequantize(names[0], names[1], statement.numbers("block"), dtype, optional=optional)
 
 
 def _fused(statement: _Statement, left: Sequence[str], right: Sequence[str], optional: bool) -> Rule:

@@ -1,4 +1,4 @@
-"""Rules that build new arrays: split, concat, permute, cast, slice, stack and unstack, as plain data with a JSON form.
+"""Rules that build new arrays: split, concat, permute, cast, dequantize, slice, stack and unstack, as plain data.
 
 Each rule has the patterns of the leaves that it takes (`patterns`), the names of the new leaves (`targets`), a function
 that composes the new arrays (`make`, by `loading.transforms.composed_array`) and, where no data is lost, the rules that
@@ -7,14 +7,14 @@ undo it. `loading.transforms.apply_rule` finds the leaves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import ClassVar
 
 from ...core.sharding.dtypes import dtype_of
 from ...errors import MismatchError
 from . import composed_array as arrays
 from .base_rule import BaseRule
-from .composed_array import ComposedArray
+from .composed_array import ComposedArray, SourceBox, saved
 from .patterns import Binding, expand, numbers_in
 
 NOWHERE = "_"
@@ -29,6 +29,8 @@ class ArrayRule(BaseRule, frozen=True):
 
     joins: ClassVar[bool] = False
     """Whether the rule takes several arrays at a time."""
+    led_by: ClassVar[int | None] = None
+    """The number of a pattern, where leaves for which it has none beside them are not taken."""
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -281,6 +283,108 @@ class Cast(SingleArrayRule, frozen=True, tag="cast"):
         return (Cast(new[0], before),) if before in _WIDER.get(self.dtype, ()) else None
 
 
+class Dequantize(ArrayRule, frozen=True, tag="dequantize"):
+    """Multiplies arrays by their scales, block by block, in float32: float8 weights of checkpoints on a hub.
+
+    Only leaves beside which there are scales are taken; the scales are no leaves any more. A rank reads the scales of
+    its part alone. Give it before rules that cut, join or cast.
+
+    >>> w = torch.full((2, 4), 3.0).to(torch.float8_e4m3fn)
+    >>> report = tc.save("run/step_00000200", {"w": w, "w_scale_inv": torch.tensor([[0.5, 2.0]])})
+    >>> rule = tc.rules.Dequantize("*", "*_scale_inv", block=(2, 2))
+    >>> tc.load("run/step_00000200", transforms=rule)["w"][0]
+    tensor([1.5000, 1.5000, 6.0000, 6.0000])
+
+    Args:
+        source: the pattern of the arrays, as `model/*.weight`.
+        scales: that of their scales, as `model/*.weight_scale_inv`; the same texts and numbers make a pair.
+        block: elements along each of the last dimensions that share a scale, as `weight_block_size` of
+            `quantization_config` in a config.json; the last blocks may be shorter. None is for one scale for the whole
+            array, or for each index along a dimension (`[out, 1]`, `[out]`).
+        dtype: of the result.
+    """
+
+    source: str
+    scales: str
+    block: tuple[int, ...] | None = None
+    dtype: str = "float32"
+    joins: ClassVar[bool] = True
+    led_by: ClassVar[int | None] = 1
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return (self.source, self.scales)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return (self.source,)
+
+    def make(self, given: Sequence[ComposedArray]) -> list[ComposedArray]:
+        weight, scales = given
+        places: list[str] = []
+        for array in given:
+            part = array.parts[0]
+            if not isinstance(part, SourceBox) or array != saved(part.source, array.spec):
+                raise _rule_error("arrays as they were saved", "cut, joined or cast ones", "Dequantize them before")
+            places.append(part.source)
+        if not scales.spec.dtype.startswith(("float", "bfloat")):
+            raise _rule_error("scales of floating point", scales.spec.dtype)
+        dims, block = self._blocks(weight.shape, scales.shape)
+        scaled = arrays.scale(weight, arrays.BlockScales(places[1], scales.spec.dtype, dims, block))
+        return [arrays.cast(scaled, dtype_of(self.dtype).name)]
+
+    def _blocks(self, shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the dimension of the array for each of the scales, and the elements that share one."""
+        ndim, last = len(shape), len(self.block or ())
+        # [out] for [out, in] has the first dimensions, one scale for all, or fewer dimensions otherwise, the last ones
+        first = 0 if scales and scales != (1,) and scales == shape[: len(scales)] else max(0, ndim - len(scales))
+        dims = tuple(range(first, first + len(scales)))
+        counts = dict(zip(dims, scales, strict=True))
+        block = [1 if counts.get(d, 1) == n else n for d, n in enumerate(shape)]
+        block[ndim - last :] = self.block or ()
+        fits = len(scales) <= ndim >= last and min(block, default=1) > 0
+        if not fits or any(counts.get(d, 1) != -(-n // b) for d, (n, b) in enumerate(zip(shape, block, strict=True))):
+            raise _rule_error(
+                f"a scale for each block of {self.block or 'all, or one index along a dimension,'} of shape {shape}",
+                f"scales of shape {scales}",
+                "Pass as block= the weight_block_size of quantization_config in config.json",
+            )
+        return dims, tuple(block)
+
+
+_SCALES = (("", "_scale_inv"), ("", "_scale"), ("weight", "scale"))
+"""The ends of the names of arrays and of their scales, as checkpoints on a hub have them."""
+
+
+def check_scaled(path: str, dtypes: tuple[str, str], names: Container[str], *, at: str = "") -> None:
+    """Refuses a cast that would take float8 elements without the scales that are beside them.
+
+    Args:
+        dtypes: the saved one, and the one that is wanted.
+        names: the paths of all arrays.
+        at: the path among them, if it is another one.
+
+    Raises:
+        MismatchError: naming the rule that scales them.
+    """
+    before, after = dtypes
+    if not before.startswith("float8") or after.startswith("float8"):
+        return
+    at = at or path
+    ends = (at.removesuffix(old) + new for old, new in _SCALES if at.endswith(old))
+    if (there := next((name for name in ends if name in names), None)) is None:
+        return
+    cut = max(at.rfind("."), at.rfind("/")) + 1
+    star = "*" + at[cut - 1 : cut]
+    raise MismatchError(
+        path,
+        expected=f"{before} times its scales, {there}",
+        found=f"a cast to {after} without them",
+        hint=f"Pass transforms=rules.Dequantize('{star}{at[cut:]}', '{star}{there[cut:]}', block=...), with the "
+        "weight_block_size of config.json. A rules.Cast takes the elements as they are",
+    )
+
+
 class Slice(SingleArrayRule, frozen=True, tag="slice"):
     """Takes a range of an array along an axis, with the meaning of a Python slice.
 
@@ -357,4 +461,4 @@ class Unstack(SplittingRule, frozen=True, tag="unstack"):
         return (Stack(tuple(new), given[0][0], _axis(self.axis, given[0][1].shape)),)
 
 
-Reshape = Split | Concat | Permute | Cast | Slice | Stack | Unstack
+Reshape = Split | Concat | Permute | Cast | Dequantize | Slice | Stack | Unstack

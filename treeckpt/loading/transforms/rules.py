@@ -117,11 +117,12 @@ class Carried(BaseRule, frozen=True, tag="carried"):
 
     Moments (`optimizer/<name>/exp_avg`) are renamed, split, joined and permuted as their parameters are. State of which
     a parameter has one value (`step`, its membership in a group) is copied to each parameter that it is split into;
-    where parameters of one group are joined, the value of the first is taken. Casts and fills apply to parameters only.
+    where parameters of one group are joined, the value of the first is taken. Casts, scales and fills apply to
+    parameters only.
 
     >>> report = tc.save("run/step_00000200", tc.training.state(torch.nn.ModuleDict({"old": model})))
     >>> rule = tc.rules.Carried((tc.rules.Rename("model/old.*", "model/*"),))
-    >>> tc.training.restore("run/step_00000200", model, rng=False, transforms=rule).loaded
+    >>> tc.training.restore("run/step_00000200", model, transforms=rule).loaded
     2
 
     Args:
@@ -135,7 +136,7 @@ OneRule = Rename | Renames | Copy | Drop | Keep | Fill | Reshape
 Rule = OneRule | Carried
 
 
-_NAMES = ("source", "target", "into", "sources", "names")
+_NAMES = ("source", "target", "into", "sources", "names", "scales")
 """The fields of rules that hold patterns and names."""
 
 

@@ -107,6 +107,13 @@ class View(msgspec.Struct, frozen=True, dict=True):
         """Leaf numbers of filled arrays, which were not saved."""
         return {}
 
+    def unscaled(self, leaf: Leaf) -> list[tuple[str, str]]:
+        """Returns (saved path, dtype) of the arrays that a leaf takes as they are, neither scaled nor cast by rules."""
+        if not isinstance(leaf, ComposedLeaf):
+            return [(self.index.entries[leaf.number].path, leaf.spec.dtype)] if leaf.spec is not None else []
+        parts = (part for part in leaf.array.parts if isinstance(part, SourceBox))
+        return [(part.source, part.dtypes[0]) for part in parts if part.scales is None and len(part.dtypes) == 1]
+
     def chain(self, path: str) -> str:
         """Returns the rules that led to a leaf, for errors; empty where no rule changed it."""
         item = self.transformed.items.get(path)
@@ -172,7 +179,9 @@ def _leaf(index: Index, own: Mapping[str, Leaf], path: str, item: LeafState, num
     if leaf is not None and (array is None or (leaf.spec and array == saved(_source(index, leaf), leaf.spec))):
         return leaf if leaf.path == path else msgspec.structs.replace(leaf, path=path)
     assert array is not None, "only arrays are new"
-    sources = {part.source: own[part.source] for part in array.parts if isinstance(part, SourceBox)}
+    boxes = [part for part in array.parts if isinstance(part, SourceBox)]
+    names = {name: None for box in boxes for name in (box.source, *([box.scales.source] if box.scales else []))}
+    sources = {name: own[name] for name in names}
     ranks = next((source.ranks for source in sources.values() if source.ranks is not None), None)
     number = numbers.setdefault(array if sources else path, len(index.entries) + len(numbers))
     return _composed_leaf(number, path, ranks, array, sources)
