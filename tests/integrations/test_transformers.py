@@ -169,3 +169,28 @@ def test_sharded_directories_and_other_dtypes_load_too(tmp_path: Path, size: str
     loaded = _load_with_transformers(model, tmp_path / "hub")
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name].bfloat16(), tensor.bfloat16()), name
+
+
+def test_experts_of_float8_on_the_hub_are_scaled_and_joined(tmp_path: Path) -> None:
+    model, fresh = tiny_model("qwen3_moe"), tiny_model("qwen3_moe")
+    model.save_pretrained(tmp_path / "plain")
+    block, tensors, expected = (8, 12), dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, tensor in tc.load(tmp_path / "plain").items():
+        tensors[name] = expected[name] = tensor
+        if name.endswith("proj.weight"):
+            rows, columns = tensor.shape
+            scales = torch.rand(-(-rows // block[0]), -(-columns // block[1])) / 10 + 0.01
+            each = scales.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+            tensors[name] = (tensor.float() / each).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scales
+            expected[name] = (tensors[name].float() * each).to(tensor.dtype)
+    for directory, given in (("float8", tensors), ("expected", expected)):
+        tc.save(tmp_path / directory, given)
+    wanted = tc.load(tmp_path / "expected", transforms=module_rules(model))
+    scale = tc.rules.Dequantize("*.weight", "*.weight_scale_inv", block=block, dtype=str(model.dtype))
+    rules = [scale, *module_rules(model, tc.inspect(tmp_path / "float8"))]
+    report = tc.training.restore(tmp_path / "float8", fresh, under="model", transforms=rules)
+    assert report.unexpected == report.missing == () and len(tensors) > len(expected)
+    _check_state(fresh.state_dict(), type("Wanted", (), {"state_dict": lambda _: wanted})())
+    with pytest.raises(tc.MismatchError, match=r"_proj.weight.*weight_scale_inv.*Dequantize"):
+        tc.load(tmp_path / "float8", model.state_dict(), transforms=rules[1:], cast=True, strict="missing")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -769,3 +770,22 @@ def an_average_of_a_model_in_shards_is_restored_and_loads_into_a_plain_model(her
     plain = nn.Linear(8, 6)
     plain.load_state_dict({name.removeprefix("module."): leaf for name, leaf in saved.items() if leaf is not ...})
     assert bits(plain.weight.detach()) == bits(whole)
+
+
+@case("two train")
+def float8_weights_of_a_hub_are_scaled_into_shards(here: Rank) -> None:
+    weight = (torch.randn(300, 500, generator=torch.Generator().manual_seed(0)) * 30).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 4, generator=torch.Generator().manual_seed(1))
+    each = scales.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :500]
+    path = here.directory / "float8"
+    tc.save(path, {"weight": weight, "weight_scale_inv": scales})
+    rule = tc.rules.Dequantize("weight", "weight_scale_inv", block=(128, 128))
+    for read in ("each", "once"):
+        with torch.device("meta"):
+            model = nn.Linear(500, 300, bias=False, dtype=torch.bfloat16)
+        fully_shard(model, mesh=mesh_of(2))
+        restore = partial(training.restore, path, model, under="model", cast=True)
+        _refuses(partial(restore, strict="missing"), "weight_scale_inv")
+        assert model.weight.is_meta
+        restore(transforms=rule, read=read)
+        assert torch.equal(model.weight.full_tensor(), (weight.float() * each).bfloat16())

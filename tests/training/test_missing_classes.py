@@ -145,3 +145,12 @@ tc.save(sys.argv[1], state | {{"config": Config(0.1, [])}})
     fresh = net()
     report = training.restore(tmp_path / "c", fresh)
     assert report.extra == {"config": ...} and report.loaded == 2
+
+
+def test_load_as_hfai_has_it_fills_a_model_without_the_class_of_others(tmp_path: Path, train: Any) -> None:
+    model, fresh = net(), net()
+    training.save(tmp_path / "c", model, others={"config": train.Config(0.1, []), "epoch": 3})
+    del sys.modules["train_of_test"]
+    found = training.load(tmp_path / "c", fresh)
+    assert torch.equal(fresh.state_dict()["weight"], model.state_dict()["weight"])
+    assert found["epoch"] == 3 and found["config"] is ...

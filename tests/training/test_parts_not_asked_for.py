@@ -202,6 +202,15 @@ def test_generators_are_restored_where_they_were_saved_and_otherwise_left_with_a
         restored(without, rng=True)
 
 
+def test_a_tree_that_was_loaded_in_part_leaves_the_rest_alone(tmp_path: Path) -> None:
+    job, fresh = Job(), Job()
+    tc.save(tmp_path / "c", training.state(job.model, job.optimizer, extra={"epoch": 3}))
+    before = numbers_to_come()
+    report = training.restore(tc.load(tmp_path / "c", select="model"), fresh.model)
+    assert torch.equal(fresh.model.weight, job.model.weight) and numbers_to_come() == before
+    assert report.left_alone == ("rng",)
+
+
 def test_weights_alone_without_generators_are_restored_without_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -262,11 +262,6 @@ class ReadBatch:
         Raises:
             CorruptError: a shard is missing, cut short, or of another save.
         """
-        if self._first is not None:
-            self._first.run(ReadOptions(REGION_MEMORY, bool(options.verify), ahead=True))
-            self.nbytes += self._first.nbytes
-            self.read_nbytes += self._first.read_nbytes
-            self._first = None
         verify = options.verify is not False
         first = options.verify == "first" and options.in_place
         far = isinstance(self.checkpoint.store, SupportsFetching)
@@ -290,6 +285,11 @@ class ReadBatch:
             requests += join_contiguous(self._index, small, min(limit, DEVICE_READ))
             parts[:] = relay.agree(self._index.save_id, requests)
         with together(relay):
+            if self._first is not None:
+                self._first.run(ReadOptions(REGION_MEMORY, bool(options.verify), ahead=True))
+                self.nbytes += self._first.nbytes
+                self.read_nbytes += self._first.read_nbytes
+                self._first = None
             self._work = [(members, list_tasks(reader, part, limit)) for members, part in parts]
         if relay is None and self._others:
             position = self._here[1].index(self._here[0])

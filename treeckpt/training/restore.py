@@ -366,7 +366,8 @@ class _Restore:
             own = [path for path in self.source.leaves if path.startswith("extra") and "~rank*" in path]
             self.own.check("extra", own)
             self._return_extra()
-        if self.targets.rng is None and "rng" not in self.parts:
+        # of a tree that was loaded in part they may be there as `...`
+        if self.targets.rng is None and not any(path.startswith("rng/") for path in self.source.leaves):
             self.left_alone.append("rng")
         elif self.targets.rng is not False and self._has("rng", "rng=True"):
             self.rng_state = self.own.load_generators()
