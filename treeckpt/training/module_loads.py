@@ -387,28 +387,48 @@ def run_post_hooks(model: Modules, loads: Sequence[ModuleLoad]) -> None:
 class Before:
     """What modules have before their load code runs: attributes, their containers, and copies of tensors."""
 
-    def __init__(self, loads: Sequence[ModuleLoad], extras: Sequence[ExtraState]) -> None:
+    def __init__(self, loads: Sequence[ModuleLoad], extras: Sequence[ExtraState], live: Iterable[Any]) -> None:
+        """Args:
+        live: what the state dicts of `loads` have here.
+        """
         whole = {id(one): one for load in loads for one in load.module.modules()}
         alone = {id(extra.module): extra.module for extra in extras if id(extra.module) not in whole}
-        modules = [*whole.values(), *alone.values()]
-        self._attributes = [(vars(module), dict(vars(module))) for module in modules]
+        self._attributes: list[tuple[Any, Any]] = []
         self._contents: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor | None]] = []
-        tensors: dict[int, Tensor] = {}
-        for module in modules:
-            for name, value in vars(module).items():
-                parts: Any = ()
-                if type(value) in (dict, OrderedDict, list, set):
-                    self._contents.append((value, value.copy()))
-                    parts = value.values() if isinstance(value, dict) else value
-                if name != "_parameters" or id(module) in whole:  # extra state goes with weights of any size
-                    found = (one for one in (value, *parts) if isinstance(one, Tensor))
-                    tensors.update((id(one), one) for one in found if not is_sharded_tensor(one) and not is_lazy(one))
+        self._found: dict[int, Tensor] = {}
+        for module in (*whole.values(), *alone.values()):
+            self._keep(module, skip=() if id(module) in whole else ("_parameters",))
+        for tensor in tuple(self._found.values()):
+            self._keep(tensor)
+        places = {_local(tensor).data_ptr() for tensor in self._found.values() if not tensor.is_meta}
+        for value in live:
+            if not isinstance(value, Tensor) or is_lazy(value) or _local(value).data_ptr() not in places:
+                self._find(value)
         room = MOST_KEPT
-        for tensor in sorted(tensors.values(), key=_nbytes):
+        for tensor in sorted(self._found.values(), key=_nbytes):
             room -= _nbytes(tensor)
             self._tensors.append((tensor, _local(tensor).clone() if room >= 0 and not tensor.is_meta else None))
         self._meta = [tensor for tensor, _ in self._tensors if tensor.is_meta]
+
+    def _keep(self, owner: Any, skip: Sequence[str] = ()) -> None:
+        """Keeps the attributes of a module or tensor, of which weights beside extra state are skipped."""
+        attributes = getattr(owner, "__dict__", None)
+        if not attributes:
+            return
+        self._attributes.append((attributes, dict(attributes)))
+        for name, value in attributes.items():
+            if type(value) in (dict, OrderedDict, list, set):
+                self._contents.append((value, value.copy()))
+            if name not in skip:
+                self._find(value)
+
+    def _find(self, value: Any) -> None:
+        """Notes a tensor, or those in a container."""
+        parts = value.values() if isinstance(value, dict) else value if type(value) in (list, set) else ()
+        for one in (value, *parts):
+            if isinstance(one, Tensor) and not is_sharded_tensor(one) and not is_lazy(one):
+                self._found[id(one)] = one
 
     @torch.no_grad()
     def put_back(self, paths: Mapping[int, str]) -> list[str]:
@@ -452,7 +472,7 @@ def say_what_changed(error: Exception, changed: Sequence[str]) -> None:
     """Adds to an error of load code what stays changed."""
     more = f" and {len(changed) - _LISTED} more" if len(changed) > _LISTED else ""
     text = f"Changed, as no copies of them were kept: {', '.join(changed[:_LISTED])}{more}" if changed else ""
-    text = text or "Nothing was changed"
+    text = text or "The tensors and attributes of the model are as they were before"
     if isinstance(error, TreeckptError):
         error.add_hint(text)
     else:

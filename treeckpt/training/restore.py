@@ -463,8 +463,8 @@ class _Restore:
         """
         if not self.loads and not self.extra_states:
             return []
-        before = Before(self.loads, self.extra_states)
         covered = with_load_code((*self.entries, *self.model.hidden), self.loads)
+        before = Before(self.loads, self.extra_states, (entry.value for entry in covered))
         paths = {id(entry.value): f"model/{key_path(entry.key)}" for entry in covered}
         try:
             own = [entry for entry in covered if entry.kind in ("parameter", "buffer")]
