@@ -583,6 +583,25 @@ def modules_with_load_code_take_their_shares_under_every_arrangement(here: Rank)
 
 
 @case("two train")
+def attributes_that_a_module_saves_are_those_of_the_first_rank_or_each_one_s(here: Rank) -> None:
+    def make(count: int, *, wrapped: bool) -> tuple[nn.Module, _Listed]:
+        model = nn.ModuleDict({"layer": nn.Linear(2, 2), "seen": _Listed()})
+        model["seen"].seen = [torch.full((2,), float(here.rank))] * count
+        return nn.parallel.DistributedDataParallel(model) if wrapped else model, model["seen"]
+
+    for buffers in ("replicated", "first", "per_rank"):
+        path = here.directory / f"attributes {buffers}"
+        model, _ = make(2, wrapped=buffers == "replicated")
+        tc.save(path, training.state(model, buffers=buffers))
+        fresh, listed = make(0, wrapped=True)
+        training.restore(path, fresh)
+        expected = here.rank if buffers == "per_rank" else 0
+        assert [one.tolist() for one in listed.seen] == [[expected] * 2] * 2, buffers
+    model, _ = make(2, wrapped=False)
+    _refuses(lambda: tc.save(here.directory / "differ", training.state(model)), "seen.seen")
+
+
+@case("two train")
 def optimizer_state_that_is_split_over_ranks_is_one(here: Rank) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 

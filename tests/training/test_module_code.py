@@ -60,7 +60,13 @@ def _sources(path: Path, model: Any, *given: Any) -> list[Any]:
     """A checkpoint, the tree in memory, and a file of torch.save."""
     tc.save(path / "c", training.state(model, *given, rng=False))
     torch.save({"model": model.state_dict()}, path / "c.pt")
-    return [path / "c", copy.deepcopy(training.state(model, *given, buffers="per_rank", rng=False)), path / "c.pt"]
+    tc.save(path / "own", training.state(model, *given, buffers="per_rank", rng=False))
+    return [
+        path / "c",
+        path / "own",
+        copy.deepcopy(training.state(model, *given, buffers="per_rank", rng=False)),
+        path / "c.pt",
+    ]
 
 
 @pytest.mark.parametrize("used", [(), (9.0,)], ids=["fresh", "used"])
@@ -127,7 +133,7 @@ def test_a_size_that_the_module_does_not_take_is_refused_before_anything_changes
     fresh[1].register_buffer("fixed", torch.zeros(4))
     before = copy.deepcopy(dict(fresh.state_dict()))
     tc.save(tmp_path / "c", training.state(model))
-    with pytest.raises(tc.MismatchError, match=r"model/1: .*size mismatch for fixed.*[Nn]othing was changed"):
+    with pytest.raises(tc.MismatchError, match=r"model/1: .*size mismatch for fixed.*are as they were before"):
         training.restore(tmp_path / "c", fresh)
     assert same_tensors(dict(fresh.state_dict()), before)
 
@@ -230,7 +236,7 @@ def test_a_module_may_change_its_structure_for_an_older_version(tmp_path: Path) 
     fresh = nn.ModuleDict({"plain": nn.Linear(2, 2), "grown": Grown()})
     before = copy.deepcopy(fresh.state_dict())
     tc.save(tmp_path / "unknown", training.state(nn.ModuleDict({"plain": nn.Linear(2, 2), "grown": unknown})))
-    with pytest.raises(tc.MismatchError, match=r"model/grown: .*a version that is not known.*[Nn]othing was changed"):
+    with pytest.raises(tc.MismatchError, match=r"model/grown: .*a version that is not known.*are as they were before"):
         training.restore(tmp_path / "unknown", fresh)
     assert same_tensors(dict(fresh.state_dict()), dict(before))
 
@@ -414,6 +420,50 @@ class Failing(nn.Module):
             self._change()
 
 
+class Attached(nn.Linear):
+    """Keeps scales as an attribute of its weight, as quantized layers do."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.weight.scales = torch.randn(2)  # type: ignore[attr-defined]
+        self.fails = False
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}scales"] = self.weight.scales
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        self.weight.scales.copy_(state.pop(f"{prefix}scales"))
+        self.weight.more = 1  # type: ignore[attr-defined]
+        super()._load_from_state_dict(state, prefix, *rest)
+        if self.fails:
+            raise ValueError("in the middle")
+
+
+def test_what_hangs_on_a_parameter_is_put_back_too(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", training.state(model := Attached(), rng=False))
+    fresh = Attached()
+    fresh.fails = True
+    before = copy.deepcopy(dict(fresh.state_dict()))
+    with pytest.raises(tc.MismatchError, match=r"model: .*in the middle.*are as they were before"):
+        training.restore(tmp_path / "c", fresh, rng=False)
+    assert same_tensors(dict(fresh.state_dict()), before) and not hasattr(fresh.weight, "more")
+    fresh.fails = False
+    training.restore(tmp_path / "c", fresh, rng=False)
+    assert same_tensors(dict(fresh.state_dict()), dict(model.state_dict()))
+
+
+def test_tensors_too_large_to_keep_copies_of_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treeckpt.training.module_loads.MOST_KEPT", 20)
+    tc.save(tmp_path / "c", training.state(Attached(), rng=False))
+    fresh = Attached()
+    fresh.fails = True
+    scales = fresh.weight.scales.clone()
+    with pytest.raises(tc.MismatchError, match=r"in the middle. Changed, as no copies .*: model/weight"):
+        training.restore(tmp_path / "c", fresh, rng=False)
+    assert torch.equal(fresh.weight.scales, scales)
+
+
 class FailingExtra(nn.Linear):
     def get_extra_state(self) -> Any:
         return 1
@@ -436,7 +486,7 @@ def test_where_a_module_s_own_code_fails_nothing_is_changed(tmp_path: Path, how:
         fresh = make()
     fresh[2].fails = True
     before, weight = copy.deepcopy(fresh.state_dict()), fresh[2].weight
-    with pytest.raises(tc.MismatchError, match=r"model/2: .*ValueError: in the middle.*[Nn]othing was changed"):
+    with pytest.raises(tc.MismatchError, match=r"model/2: .*ValueError: in the middle.*are as they were before"):
         training.restore(tmp_path / "c", fresh, rng=False)
     assert fresh[2].weight is weight and fresh[2].words == ["old"] and not hasattr(fresh[2], "more")
     assert all(p.is_meta == meta for p in fresh.parameters())
@@ -451,7 +501,7 @@ def test_extra_states_are_set_before_arrays_are_filled(tmp_path: Path) -> None:
     model, fresh = (nn.Sequential(nn.Linear(2, 2), FailingExtra(2, 2)) for _ in range(2))
     tc.save(tmp_path / "c", training.state(model, rng=False))
     before = copy.deepcopy(dict(fresh.state_dict()))
-    with pytest.raises(tc.MismatchError, match=r"model/1._extra_state: .*in the middle.*[Nn]othing was changed"):
+    with pytest.raises(tc.MismatchError, match=r"model/1._extra_state: .*in the middle.*are as they were before"):
         training.restore(tmp_path / "c", fresh, rng=False)
     assert same_tensors(dict(fresh.state_dict()), before) and not hasattr(fresh[1], "seen")
 

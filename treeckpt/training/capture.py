@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict, get_args
 
-from ..arrays.dtensor import is_dtensor
 from ..arrays.stateful import is_stateful
 from ..core.option_names import checks_options
 from ..core.tree.containers import FromRank
@@ -69,7 +68,7 @@ def state(
         loader: the position of this rank's data loader: an object with `state_dict`, or any tree; no other iterable.
         rng: whether the generators of torch, CUDA, numpy and Python are part of the state.
         extra: any tree of your own. State that differs between ranks goes under `treeckpt.PerRank`.
-        buffers: of modules that several ranks hold. "replicated": one for all, that of the first rank of the wrapper or
+        buffers: of modules that several ranks hold; attributes that a module saves by code of its own likewise. "replicated": one for all, that of the first rank of the wrapper or
             mesh around the module; without one the save compares them. "first": without one that of rank 0 counts,
             whatever the others have. "same": all are compared, as plain tensors are. "per_rank": one for each rank.
         select, exclude: globs over `model/...`: what is not selected is left out, and the optimizers' state of it.
@@ -155,7 +154,7 @@ def _left_out(
 
 def _marked(entry: StateDictEntry, buffers: Buffers) -> Any:
     """Returns the value of an entry, with the mark that says whose counts."""
-    if entry.kind != "buffer" or is_dtensor(entry.value):
+    if not entry.may_differ:
         return entry.value
     if buffers == "per_rank":
         return PerRank(entry.value)

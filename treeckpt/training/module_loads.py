@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import bisect
 import inspect
+import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,9 +28,10 @@ from ..arrays.dtensor import is_dtensor, is_sharded_tensor
 from ..arrays.plain_tensor import dtype_name
 from ..arrays.registry import new_array
 from ..arrays.torch import torch_dtype
+from ..core.tree.dict_attributes import METADATA
 from ..core.tree.flatten import PerRank, flatten, replace_leaves
 from ..core.tree.spec import ArraySpec
-from ..core.tree.structure import PerRankNode, Structure
+from ..core.tree.structure import PerRankNode
 from ..errors import MismatchError, TreeckptError
 from .modules import CleanNames, ModelEntries, Modules, StateDictEntry, live_state_dict, named_objects
 from .names import Key, key_path, put_in
@@ -43,12 +45,26 @@ _ASSIGNS = "assign_to_params_buffers"
 """What torch notes in the metadata of a state dict that was assigned; parameters of a restore stay the same objects."""
 
 
+class SavedModel:
+    """What was saved of one model, by clean names."""
+
+    def __init__(self, source: RestoreSource, prefix: Key) -> None:
+        found = children_of(descend(source.structure, ("model", *prefix)))
+        self.nodes = {name: node for name, node in found.items() if type(name) is str}
+        self.names = sorted(self.nodes)
+        self.metadata = saved_metadata(source, prefix)
+        self.modules = sorted(self.metadata or ())
+
+
 class ModuleLoad:
     """One module with load code of its own, and what is passed to it."""
 
-    def __init__(self, prefix: Key, name: str, module: nn.Module, root: nn.Module) -> None:
-        self.prefix, self.name, self.module, self.root = prefix, name, module, root
+    def __init__(self, prefix: Key, name: str, module: nn.Module, root: nn.Module, saved: SavedModel) -> None:
+        self.prefix, self.name, self.module, self.root, self.saved = prefix, name, module, root, saved
         self.path = "/".join(("model", *prefix, *([name] if name else [])))
+        self.live = live_state_dict(module, self.path)
+        """Its own state dict; after `plan_load` its names alone."""
+        self.names = CleanNames(module, ())
         self.state: OrderedDict[str, Any] = OrderedDict()
         """By the names of its own state dict: new tensors, which are filled before, and values."""
         self.target: dict[Key, Any] = {}
@@ -58,20 +74,34 @@ class ModuleLoad:
         """(name in its own state dict, key) of what is no tensor itself."""
         self.casts: dict[str, str] = {}
         """The saved dtype of each tensor that has another one here, by clean name."""
-        self.names = CleanNames(module, ())
+        modules = {raw.rpartition(".")[0]: None for raw in self.live} | dict.fromkeys(self.live_metadata)
+        self.raw_modules = {self.clean_module(raw): raw for raw in reversed(modules)} | {name: ""}
+        """The name of each module in its own state dict, by clean name."""
+        self.raw_modules |= {self.clean_module(raw): raw for raw in modules if raw and self.clean_module(raw) == name}
+
+    @property
+    def live_metadata(self) -> Mapping[str, Any]:
+        return getattr(self.live, METADATA, {})
 
     def clean(self, raw: str) -> str:
         """Returns the name in the model of an entry of the module's own state dict."""
-        inner = self.names.key(raw)[-1]
-        return ".".join(step for step in (self.name, inner) if step)
+        return _joined(self.name, self.names.key(raw)[-1])
 
-    def has(self, entry: StateDictEntry) -> bool:
-        """Whether an entry of the model stands at or below the module."""
-        return entry.root is self.root and self.holds(entry.key[-1])
+    def clean_module(self, raw: str) -> str:
+        """Returns the name in the model of a module in the module's own state dict."""
+        return self.clean(_joined(raw, "x")).rpartition(".")[0]
 
-    def holds(self, name: str) -> bool:
-        """Whether a clean name is that of an entry at or below the module."""
-        return not self.name or name.startswith(f"{self.name}.")
+    def raw(self, name: str) -> str:
+        """Returns the name in the module's own state dict of an entry or module that it may not have now."""
+        steps = name.split(".")
+        for count in range(len(steps), -1, -1):
+            if (above := self.raw_modules.get(".".join(steps[:count]))) is not None:
+                return _joined(above, *steps[count:])
+        return name
+
+
+def _joined(*steps: str) -> str:
+    return ".".join(step for step in steps if step)
 
 
 class ExtraState(msgspec.Struct):
@@ -89,25 +119,34 @@ def find_loads(model: Modules, found: ModelEntries, source: RestoreSource) -> li
     """Returns the outermost modules with load code of their own."""
     loads: list[ModuleLoad] = []
     for prefix, root in named_objects(model, nn.Module, "model"):
-        mine = {entry.key[-1]: entry for entry in found.entries if entry.root is root}
-        names = sorted(mine)
-        sharded = [name for name in names if is_sharded_tensor(mine[name].value)]
-        there = children_of(descend(source.structure, ("model", *prefix)))
-        saved, live = saved_metadata(source, prefix), found.metadata.get(prefix, {})
-        outer: list[str] = []
+        live = {entry.key[-1]: entry.value for entry in found.entries if entry.root is root}
+        names, sharded = sorted(live), sorted(name for name, value in live.items() if is_sharded_tensor(value))
+        saved, metadata = SavedModel(source, prefix), found.metadata.get(prefix, {})
+        above: str | None = None
         for name, chain in CleanNames(root, prefix).chains.items():
-            if any(not above or name == above or name.startswith(f"{above}.") for above in outer[-1:]):
+            if above is not None and (not above or f"{name}.".startswith(f"{above}.")):
                 continue
-            code = [(one, text) for one in chain for text in _load_code(one, is_root=not name)]
+            code = [(one, where) for one in chain for where in _load_code(one, is_root=not name)]
             if not code or _below(sharded, name):
                 continue
-            if all(text.startswith("torch.nn.") for _, text in code) and _is_as_saved(
-                (one for one in _below(names, name)), there, name, saved, live
-            ):
-                continue
-            outer.append(name)
-            loads.append(ModuleLoad(prefix, name, code[0][0], root))
+            if all(where.startswith("torch.nn.") for _, where in code):
+                same = saved.metadata is None or saved.metadata.get(name) == metadata.get(name)
+                if same and all(one in saved.nodes for one in _below(names, name)):
+                    continue
+            above = name
+            loads.append(ModuleLoad(prefix, name, code[0][0], root, saved))
     return loads
+
+
+def with_load_code(entries: Iterable[StateDictEntry], loads: Sequence[ModuleLoad]) -> list[StateDictEntry]:
+    """Returns the entries that stand at or below modules with load code."""
+    heads = {(id(load.root), load.name) for load in loads}
+
+    def is_below(entry: StateDictEntry) -> bool:
+        above = itertools.accumulate(entry.key[-1].split(".")[:-1], "{}.{}".format)
+        return any((id(entry.root), name) in heads for name in ("", *above))
+
+    return [entry for entry in entries if is_below(entry)] if heads else []
 
 
 def _load_code(module: nn.Module, *, is_root: bool) -> Iterator[str]:
@@ -126,13 +165,6 @@ def _below(names: Sequence[str], above: str) -> Sequence[str]:
     if not above:
         return names
     return names[bisect.bisect_left(names, f"{above}.") : bisect.bisect_left(names, f"{above}/")]
-
-
-def _is_as_saved(
-    below: Iterator[str], there: Mapping[Any, Structure], name: str, saved: Mapping[str, Any] | None, live: Any
-) -> bool:
-    """Whether a module was saved with the metadata and all the names that it has."""
-    return (saved is None or saved.get(name) == live.get(name)) and all(one in there for one in below)
 
 
 # what is passed -------------------------------------------------------------------------------------------------------
@@ -154,51 +186,40 @@ def plan_load(
         own: is called with the name and path of what each rank has saved of its own.
         others: whether a model gets names too whose first step it does not have.
     """
-    live = live_state_dict(load.module, load.path)
+    live, nodes = load.live, load.saved.nodes
     raws = {load.clean(raw): raw for raw in live}
-    parents = {raw.rpartition(".")[0]: None for raw in live} | dict.fromkeys(getattr(live, "_metadata", ()))
-    by_parent = {load.clean(raw) if raw else load.name: raw for raw in reversed(parents)} | {load.name: ""}
-    by_parent |= {load.clean(f"{raw}.x").rpartition(".")[0]: raw for raw in parents if raw}
-    heads = {name.partition(".")[0] for name in (*raws, *by_parent)}
+    heads = {name.partition(".")[0] for name in (*raws, *load.raw_modules)}
     made: dict[object, Tensor] = {}
-    for name, node in children_of(descend(source.structure, ("model", *load.prefix))).items():
-        if type(name) is not str or not load.holds(name):
-            continue
+    for name in _below(load.saved.names, load.name):
         if not load.name and not others and name.partition(".")[0] not in heads:
             continue
         key = (*load.prefix, name)
-        path, raw = f"model/{key_path(key)}", raws.get(name) or _raw_of(name, by_parent)
+        path, node, raw = f"model/{key_path(key)}", nodes[name], raws.get(name) or load.raw(name)
         if stays(name, True):
             continue
-        load.asked.update(leaves_below(path, node))
         if isinstance(node, PerRankNode):
             own(name, path)
-            node, path = None, next((p for p in leaves_below(path, node) if p in source.leaves), path)
-        spec = source.leaves.get(path) if node is None else None
-        here = live.get(raw)
-        if not isinstance(spec, ArraySpec) or raw.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX:
+            path += "/~rank*"
+            load.asked.update(one for one in source.leaves if f"{one}/".startswith(f"{path}/"))
+        else:
+            load.asked.update(leaves_below(path, node))
+        spec = source.leaves.get(path)
+        if spec is None or raw.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX:
             load.values.append((raw, key))
             load.state[raw] = None
             continue
-        tie = (id(here) if raw in live else None, source.identity(path))
-        tensor = made.get(tie) if None not in tie else None
+        here, identity = live.get(raw), source.identity(path)
+        tie = (id(here), identity)
+        tensor = made.get(tie) if identity is not None and here is not None else None
         if tensor is None:
             tensor = made[tie] = _new_like(here, spec, path, device, load)
-            load.target[key] = PerRank(tensor) if path.endswith("~rank*") else tensor
+            load.target[key] = PerRank(tensor) if isinstance(node, PerRankNode) else tensor
         load.state[raw] = tensor.detach()
         if isinstance(here, Tensor) and here.dtype != tensor.dtype:
             load.casts[name] = dtype_name(tensor.dtype)
-    _add_ties(load, live, stays)
-    vars(load.state)["_metadata"] = _metadata_for(load, source, getattr(live, "_metadata", {}), by_parent)
-
-
-def _raw_of(name: str, by_parent: Mapping[str, str]) -> str:
-    """Returns the name in a module's own state dict of an entry that it does not have now."""
-    steps = name.split(".")
-    for count in range(len(steps) - 1, -1, -1):
-        if (raw := by_parent.get(".".join(steps[:count]))) is not None:
-            return ".".join((*(step for step in (raw,) if step), *steps[count:]))
-    return name
+    _add_ties(load, stays)
+    vars(load.state)[METADATA] = _metadata_for(load)
+    load.live = dict.fromkeys(load.live)  # a view of a tensor on the meta device keeps it from getting memory
 
 
 def _new_like(here: Any, spec: ArraySpec, path: str, device: str | torch.device | None, load: ModuleLoad) -> Tensor:
@@ -220,31 +241,25 @@ def device_of(*modules: nn.Module) -> torch.device | None:
     return next((t.device for t in tensors if not is_lazy(t) and not t.is_meta), None)
 
 
-def _add_ties(load: ModuleLoad, live: Mapping[str, Any], stays: Callable[[str, bool], bool]) -> None:
+def _add_ties(load: ModuleLoad, stays: Callable[[str, bool], bool]) -> None:
     """Adds entries that stay, as they are, and other names of tensors that are passed under one."""
-    given = {id(live[raw]): tensor for raw, tensor in load.state.items() if isinstance(live.get(raw), Tensor)}
-    for raw, value in live.items():
-        if raw not in load.state and id(value) in given and isinstance(value, Tensor):
+    given = {id(load.live[raw]): tensor for raw, tensor in load.state.items() if isinstance(load.live.get(raw), Tensor)}
+    for raw, value in load.live.items():
+        if raw not in load.state and isinstance(value, Tensor) and id(value) in given:
             load.state[raw] = given[id(value)]
         elif raw not in load.state and stays(load.clean(raw), False):
             load.state[raw] = _own_copy(value, None)
 
 
-def _metadata_for(
-    load: ModuleLoad, source: RestoreSource, live: Mapping[str, Any], by_parent: Mapping[str, str]
-) -> OrderedDict[str, Any]:
+def _metadata_for(load: ModuleLoad) -> OrderedDict[str, Any]:
     """Returns the saved metadata by the names of a module's own state dict; its own where none was saved."""
-    saved = saved_metadata(source, load.prefix)
-    if saved is None:
-        found = OrderedDict(live)
-    else:
-        found = OrderedDict[str, Any]()
-        for name, local in saved.items():
-            if name == load.name or load.holds(name):
-                found[by_parent[name] if name in by_parent else _raw_of(name, by_parent)] = local
-        for raw in live:  # of a wrapper too
-            if (name := load.clean(raw) if raw else load.name) in saved:
-                found[raw] = saved[name]
+    saved = load.saved.metadata
+    found = dict(load.live_metadata)
+    if saved is not None:
+        inside = [name for name in (load.name, *_below(load.saved.modules, load.name)) if name in saved]
+        found = {load.raw(name): saved[name] for name in inside}
+        of_wrappers = {raw: load.clean_module(raw) for raw in load.live_metadata}
+        found |= {raw: saved[name] for raw, name in of_wrappers.items() if name in saved}
     plain = ((raw, local) for raw, local in found.items() if isinstance(local, Mapping))
     return OrderedDict((raw, {k: v for k, v in local.items() if k != _ASSIGNS}) for raw, local in plain)
 
@@ -287,7 +302,6 @@ def run_load(load: ModuleLoad, *, strict: bool, cast: bool) -> tuple[list[str], 
     module, at = load.module, "/".join(("model", *load.prefix, ""))
     method = module.load_state_dict
     is_own = getattr(method, "__func__", method) is not nn.Module.load_state_dict
-    known = set(live_state_dict(module, load.path))
     try:
         if not is_own or load.name:
             result: Any = nn.Module.load_state_dict(module, load.state, strict=False)
@@ -302,7 +316,7 @@ def run_load(load: ModuleLoad, *, strict: bool, cast: bool) -> tuple[list[str], 
             found=_said(error),
         ) from error
     missing, unexpected = (list(getattr(result, name, None) or ()) for name in ("missing_keys", "unexpected_keys"))
-    if left := [raw for raw in unexpected if raw in known and raw in load.state]:
+    if left := [raw for raw in unexpected if raw in load.live and raw in load.state]:
         raise MismatchError(
             f"{at}{load.clean(left[0])}",
             expected="a name that the model's load_state_dict takes, as its state_dict has it",
@@ -373,28 +387,48 @@ def run_post_hooks(model: Modules, loads: Sequence[ModuleLoad]) -> None:
 class Before:
     """What modules have before their load code runs: attributes, their containers, and copies of tensors."""
 
-    def __init__(self, loads: Sequence[ModuleLoad], extras: Sequence[ExtraState]) -> None:
+    def __init__(self, loads: Sequence[ModuleLoad], extras: Sequence[ExtraState], live: Iterable[Any]) -> None:
+        """Args:
+        live: what the state dicts of `loads` have here.
+        """
         whole = {id(one): one for load in loads for one in load.module.modules()}
         alone = {id(extra.module): extra.module for extra in extras if id(extra.module) not in whole}
-        modules = [*whole.values(), *alone.values()]
-        self._attributes = [(vars(module), dict(vars(module))) for module in modules]
+        self._attributes: list[tuple[Any, Any]] = []
         self._contents: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor | None]] = []
-        tensors: dict[int, Tensor] = {}
-        for module in modules:
-            for name, value in vars(module).items():
-                parts: Any = ()
-                if type(value) in (dict, OrderedDict, list, set):
-                    self._contents.append((value, value.copy()))
-                    parts = value.values() if isinstance(value, dict) else value
-                if name != "_parameters" or id(module) in whole:  # extra state goes with weights of any size
-                    found = (one for one in (value, *parts) if isinstance(one, Tensor))
-                    tensors.update((id(one), one) for one in found if not is_sharded_tensor(one) and not is_lazy(one))
+        self._found: dict[int, Tensor] = {}
+        for module in (*whole.values(), *alone.values()):
+            self._keep(module, skip=() if id(module) in whole else ("_parameters",))
+        for tensor in tuple(self._found.values()):
+            self._keep(tensor)
+        places = {_local(tensor).data_ptr() for tensor in self._found.values() if not tensor.is_meta}
+        for value in live:
+            if not isinstance(value, Tensor) or is_lazy(value) or _local(value).data_ptr() not in places:
+                self._find(value)
         room = MOST_KEPT
-        for tensor in sorted(tensors.values(), key=_nbytes):
+        for tensor in sorted(self._found.values(), key=_nbytes):
             room -= _nbytes(tensor)
             self._tensors.append((tensor, _local(tensor).clone() if room >= 0 and not tensor.is_meta else None))
         self._meta = [tensor for tensor, _ in self._tensors if tensor.is_meta]
+
+    def _keep(self, owner: Any, skip: Sequence[str] = ()) -> None:
+        """Keeps the attributes of a module or tensor, of which weights beside extra state are skipped."""
+        attributes = getattr(owner, "__dict__", None)
+        if not attributes:
+            return
+        self._attributes.append((attributes, dict(attributes)))
+        for name, value in attributes.items():
+            if type(value) in (dict, OrderedDict, list, set):
+                self._contents.append((value, value.copy()))
+            if name not in skip:
+                self._find(value)
+
+    def _find(self, value: Any) -> None:
+        """Notes a tensor, or those in a container."""
+        parts = value.values() if isinstance(value, dict) else value if type(value) in (list, set) else ()
+        for one in (value, *parts):
+            if isinstance(one, Tensor) and not is_sharded_tensor(one) and not is_lazy(one):
+                self._found[id(one)] = one
 
     @torch.no_grad()
     def put_back(self, paths: Mapping[int, str]) -> list[str]:
@@ -438,7 +472,7 @@ def say_what_changed(error: Exception, changed: Sequence[str]) -> None:
     """Adds to an error of load code what stays changed."""
     more = f" and {len(changed) - _LISTED} more" if len(changed) > _LISTED else ""
     text = f"Changed, as no copies of them were kept: {', '.join(changed[:_LISTED])}{more}" if changed else ""
-    text = text or "Nothing was changed"
+    text = text or "The tensors and attributes of the model are as they were before"
     if isinstance(error, TreeckptError):
         error.add_hint(text)
     else:

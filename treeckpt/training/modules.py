@@ -58,6 +58,13 @@ class StateDictEntry(msgspec.Struct):
     module takes back."""
     root: Any = None
 
+    @property
+    def may_differ(self) -> bool:
+        """Whether each rank may have another one: a buffer, or an attribute that a module saves by its own code."""
+        return not is_dtensor(self.value) and (
+            self.kind in ("buffer", "value") or (self.kind == "made" and not self.live)
+        )
+
 
 def named_objects(given: Any, kind: type, what: str) -> list[tuple[Key, Any]]:
     """Returns (prefix, object) for one object, for the parts of one (a sequence), or for several by name (a dict).
@@ -161,7 +168,7 @@ def _collect_one(root: nn.Module, prefix: Key, metadata: dict[Key, OrderedDict[s
     found = live_state_dict(root, "/".join(("model", *prefix)))
     names = CleanNames(root, prefix)
     _join_metadata(metadata.setdefault(prefix, OrderedDict()), getattr(found, METADATA, None), names)
-    saves_buffer, identities = buffer_owners(root), set(map(id, (*root.parameters(), *root.buffers())))
+    saves, identities = buffer_owners(root), set(map(id, (*root.parameters(), *root.buffers())))
     memory = _ModuleMemory(root)
     for raw, value in found.items():
         entry = names.entry(raw, value)
@@ -170,10 +177,12 @@ def _collect_one(root: nn.Module, prefix: Key, metadata: dict[Key, OrderedDict[s
             entry.live = False
         elif id(value) in identities:
             entry.kind = "parameter" if isinstance(value, nn.Parameter) else "buffer"
-            entry.owned = entry.kind != "buffer" or is_dtensor(value) or saves_buffer.get(id(value))
         else:
             entry.kind, entry.live = memory.kind_of(value)
             entry.value = value if is_sharded_tensor(value) else value.detach()
+        if entry.may_differ:
+            owner = value if id(value) in saves else entry.module
+            entry.owned = saves.get(id(owner))
         yield entry
 
 
@@ -329,7 +338,7 @@ def _wrapper_step_of(module: nn.Module, name: str) -> str | None:
 
 
 def buffer_owners(root: nn.Module) -> dict[int, bool]:
-    """Returns, by identity of each buffer, whether this rank saves it: whether it is the first that holds its module.
+    """Returns, by identity of each module and buffer, whether this rank saves the latter: is the first that holds it.
 
     The ranks are those of the wrappers and distributed parameters in the smallest submodule around the buffer that has
     any: experts may be on other ranks than the modules around them. Buffers without any are not in the result.
@@ -338,7 +347,7 @@ def buffer_owners(root: nn.Module) -> dict[int, bool]:
 
     def walk(module: nn.Module) -> tuple[list[bool], list[int]]:
         """Returns whether this rank is first in each process group of the module, and the undecided buffers."""
-        firsts, waiting = _firsts(module), [id(buffer) for buffer in module.buffers(recurse=False)]
+        firsts, waiting = _firsts(module), [id(one) for one in (module, *module.buffers(recurse=False))]
         for child in module.children():
             below = walk(child)
             firsts += below[0]

@@ -58,6 +58,7 @@ from .module_loads import (
     say_what_changed,
     set_extra_state,
     target_of,
+    with_load_code,
 )
 from .modules import (
     Modules,
@@ -220,7 +221,7 @@ class _Restore:
         names = {key_path(entry.key) for entry in self.entries}
         saved = nodes_by_name(descend(self.source.structure, ("model",)), names)
         self.loads = find_loads(self.targets.model, self.model, self.source)
-        with_code = [entry for entry in self.entries if any(load.has(entry) for load in self.loads)]
+        with_code = with_load_code(self.entries, self.loads)
         alone, paths = {id(entry) for entry in with_code}, dict[int, str]()
         for entry in self.entries:
             name = key_path(entry.key)
@@ -517,8 +518,8 @@ class _Restore:
         """
         if not self.loads and not self.extra_states:
             return []
-        before = Before(self.loads, self.extra_states)
-        covered = [e for e in (*self.entries, *self.model.hidden) if any(load.has(e) for load in self.loads)]
+        covered = with_load_code((*self.entries, *self.model.hidden), self.loads)
+        before = Before(self.loads, self.extra_states, (entry.value for entry in covered))
         paths = {id(entry.value): f"model/{key_path(entry.key)}" for entry in covered}
         try:
             own = [entry for entry in covered if entry.kind in ("parameter", "buffer")]
