@@ -223,7 +223,9 @@ class Factored(torch.optim.Optimizer):
 
 
 @case("four train")
-def factored_moments_stay_whole_beside_parameters_in_shards(here: Rank) -> None:
+def factored_moments_beside_parameters_in_shards_go_on_in_the_same_arrangement(here: Rank) -> None:
+    """Nothing tells that they are the same on all ranks, as sums of a rank's part are not: they are each rank's own."""
+
     def job(name: str, seed: int) -> Job:
         made = arrange(name, 4, seed=seed)
         return dataclasses.replace(made, optimizer=Factored(made.model.parameters()), scheduler=None)
@@ -235,13 +237,13 @@ def factored_moments_stay_whole_beside_parameters_in_shards(here: Rank) -> None:
     _step(first, 0)
     tc.save(here.directory / "factored", training.state(*first.given, rng=False))
     again, plain = job("fsdp", 5), job("plain", 6)
-    for one in (again, plain):
-        training.restore(here.directory / "factored", *one.given, rng=False)
-        for p, q in zip(first.model.parameters(), one.model.parameters(), strict=True):
-            found, expected = one.optimizer.state[q], first.optimizer.state[p]
-            assert found.keys() == expected.keys() and all(type(t) is torch.Tensor for t in found.values())
-            assert all(torch.equal(found[key], expected[key]) for key in expected)
+    training.restore(here.directory / "factored", *again.given, rng=False)
+    for p, q in zip(first.model.parameters(), again.model.parameters(), strict=True):
+        found, expected = again.optimizer.state[q], first.optimizer.state[p]
+        assert found.keys() == expected.keys() and all(type(t) is torch.Tensor for t in found.values())
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
     assert go_on(again) == go_on(first)
+    _refuses(lambda: training.restore(here.directory / "factored", *plain.given, rng=False), "expected a moment of")
 
 
 def _step(job: Job, number: int) -> float:
@@ -254,19 +256,81 @@ def _step(job: Job, number: int) -> float:
 
 
 @case("two train")
-def a_moment_of_a_rank_s_part_alone_is_named(here: Rank) -> None:
-    """Ranks would be taken for replicas, as the shapes are the same and it is too large to be compared."""
+def a_moment_of_a_rank_s_part_alone_is_that_rank_s_own(here: Rank) -> None:
+    """The shapes are the same on both ranks; as replicas they would be refused."""
     model = nn.Linear(256, 256, bias=False)
     fully_shard(model, mesh=mesh_of(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    local = torch.full((128, 256), float(here.rank))
-    optimizer.state[model.weight] = {"local": local}
-    _refuses(lambda: training.state(model, optimizer), "optimizer/weight/local", "a plain one of shape (128, 256)")
-    weight = model.weight
+    local, weight = torch.full((128, 256), float(here.rank)), model.weight
+    optimizer.state[weight] = {"local": local}
+    tc.save(here.directory / "own parts", training.state(model, optimizer, rng=False))
+    again = torch.optim.SGD(model.parameters(), lr=0.1)
+    training.restore(here.directory / "own parts", model, again, rng=False)
+    assert type(again.state[weight]["local"]) is torch.Tensor and torch.equal(again.state[weight]["local"], local)
     optimizer.state[weight] = {"local": DTensor.from_local(local, weight.device_mesh, weight.placements)}
     tc.save(here.directory / "parts", training.state(model, optimizer, rng=False))
     found = tc.load(here.directory / "parts", select="optimizer")["optimizer"]["weight"]["local"]
     assert found.shape == (256, 256) and found[:, 0].tolist() == [0] * 128 + [1] * 128
+
+
+class Blockwise(torch.optim.Optimizer):
+    """Momentum in 8 bits, with a scale for each block of the local part: the state of a shard has no other layout."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for p in (p for group in self.param_groups for p in group["params"]):
+            own, grad = (one.to_local() if isinstance(one, DTensor) else one for one in (p, p.grad))
+            flat, state = grad.reshape(-1).float(), self.state[p]
+            if not state:
+                state["codes"] = torch.zeros(flat.numel(), dtype=torch.int8)
+                state["scales"], state["step"] = torch.zeros(-(-flat.numel() // 16)), torch.tensor(0.0)
+            width = state["scales"].repeat_interleave(16)[: flat.numel()]
+            momentum = 0.9 * state["codes"].float() * width + flat
+            blocks = nn.functional.pad(momentum, (0, -momentum.numel() % 16)).view(-1, 16)
+            scales = (blocks.abs().amax(1) if len(blocks) else torch.zeros(0)) / 127
+            codes = torch.round(blocks / scales.clamp_min(1e-12)[:, None]).view(-1)[: flat.numel()]
+            state["codes"], state["scales"] = codes.to(torch.int8), scales
+            state["step"] += 1
+            own.sub_(momentum.view(own.shape).to(own.dtype), alpha=0.1)
+
+
+@case("four train")
+def codes_and_scales_of_shards_go_on_in_the_same_arrangement_and_are_refused_in_others(here: Rank) -> None:
+    def job(name: str, seed: int) -> Job:
+        made = arrange(name, 4, seed=seed)
+        return dataclasses.replace(made, optimizer=Blockwise(made.model.parameters()), scheduler=None)
+
+    names = ["fsdp", "hsdp", "fsdp tp"]
+    for name in names:
+        first = job(name, 0)
+        for number in range(2):
+            _step(first, number)
+        tc.save(here.directory / f"blockwise {name}", training.state(*first.given, rng=False))
+        losses = [_step(first, number) for number in (2, 3)]
+        for again in (job(name, 5), first):
+            training.restore(here.directory / f"blockwise {name}", *again.given, rng=False)
+            assert [_step(again, number) for number in (2, 3)] == losses, name
+    for name in names:
+        for other in [*names, "plain", "ddp"]:
+            if other != name:
+                one = job(other, 6)
+                before = [p.detach().clone() for p in one.model.parameters()]
+                _refuses(
+                    lambda name=name, one=one: training.restore(
+                        here.directory / f"blockwise {name}", *one.given, rng=False
+                    ),
+                    "codes: expected a moment of the part",
+                    "optimizer=None",
+                )
+                assert all(map(_same_part, before, one.model.parameters())), (name, other)
+
+
+def _same_part(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a, b = (one.to_local() if isinstance(one, DTensor) else one for one in (a, b))
+    return torch.equal(a, b)
 
 
 @case("two train")

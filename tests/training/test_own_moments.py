@@ -36,7 +36,7 @@ class Net(nn.Module):
         for name, tensor in whole.items():
             if shape is not None and name != "free":
                 tensor = spread(
-                    tensor, shape, placements if name == "weight" else placements[:-1] + (TorchShard(0),), rank
+                    tensor, shape, placements if name == "weight" else (*placements[:-1], TorchShard(0)), rank
                 )
             self.register_parameter(name, nn.Parameter(tensor))
 
@@ -98,6 +98,7 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
 
 FSDP = ((2,), (TorchShard(0),))
 COLUMNS = ((2,), (TorchShard(1),))
+UNEVEN = ((3,), (TorchShard(0),))
 HSDP = ((2, 2), (TorchReplicate(), TorchShard(0)))
 
 
@@ -121,7 +122,7 @@ def save(path: Path, layout: Any, *, side: int = ROWS) -> list[Any]:
 
 @pytest.mark.parametrize("side", [ROWS, 600], ids=["small", "large"])
 @pytest.mark.parametrize("seed", [None, 7], ids=["fresh", "live"])
-@pytest.mark.parametrize("layout", [FSDP, COLUMNS, HSDP], ids=["rows", "columns", "replicated rows"])
+@pytest.mark.parametrize("layout", [FSDP, UNEVEN, COLUMNS, HSDP], ids=["rows", "uneven", "columns", "hsdp"])
 def test_each_rank_gets_its_own_moments_back(tmp_path: Path, layout: Any, seed: int | None, side: int) -> None:
     saved = save(tmp_path / "c", layout, side=side)
 

@@ -156,6 +156,6 @@ def _of_other_parts(path: str, found: str) -> MismatchError:
         path,
         expected="a moment of the part of the parameter that this rank holds here",
         found=found,
-        hint="Only the optimizer could make it of another layout. Restore it with as many ranks and the layout with which "
-        "it was saved; or pass optimizer=None, and the optimizer begins anew",
+        hint="Only the optimizer could make it of another layout. Restore it with as many ranks and the layout with "
+        "which it was saved; or pass optimizer=None, and the optimizer begins anew",
     )

@@ -70,8 +70,8 @@ class View(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def specs(self) -> dict[str, ArraySpec | None]:
-        """Spec of each leaf by path; None for values."""
-        return {path: found[0].spec for path, found in self.by_path.items()}
+        """Spec of each leaf by path, under `PerRank` of the source rank's; None for values."""
+        return {path: _own(found, self.source_rank).spec for path, found in self.by_path.items()}
 
     def is_kept(self, path: str) -> bool:
         """Whether a `Keep` rule leaves the target's value at a path unchanged."""
@@ -140,7 +140,7 @@ def view_of(index: Index, rules: Sequence[Rule], *, source_rank: int, rank: int,
         MismatchError: a rule that cannot be applied.
     """
     if not rules:
-        return View(index, index.by_path)
+        return View(index, index.by_path, source_rank=source_rank, rank=rank)
     own = {path: _own(found, source_rank) for path, found in index.by_path.items()}
     items: dict[str, LeafState] = {}
     for path, leaf in own.items():
