@@ -210,7 +210,7 @@ def load(
     together: bool = False,
     on_report: Callable[[LoadReport], None] | None = None,
 ) -> Any:
-    """Loads a checkpoint as a new tree.
+    """Loads a checkpoint as a new tree; dense arrays have like's order of dimensions in memory, else the saved one.
 
     It holds no lease: where a `Manager` may delete the checkpoint, load with `Manager.restore` or in `Manager.reading`.
 
@@ -219,7 +219,6 @@ def load(
     Args:
         path: as given to save, or files of other programs; or a `Bank` or list of several, of which later ones win.
         like: tensors, DTensors, `ArraySpec`s, anything with shape and dtype, `...` for no leaf. None: as saved, whole.
-            A dense array has the order of dimensions in memory (channels_last, say) of like's; without, the saved one.
         select, exclude: globs over paths as in like, and what is below; the rest comes back as in like, else as `...`.
         rename, transforms: {"h.$L.*": "layers.$L.*"}, then rules or statements of `treeckpt.rules`: as if saved so.
         strict: like and checkpoint must have the same leaves ("missing": like's must be there), rules match some leaf.
