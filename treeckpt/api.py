@@ -213,7 +213,7 @@ def load(
     together: bool = False,
     on_report: Callable[[LoadReport], None] | None = None,
 ) -> Any:
-    """Loads a checkpoint as a new tree.
+    """Loads a checkpoint as a new tree; dense arrays have like's order of dimensions in memory, else the saved one.
 
     It holds no lease: where a `Manager` may delete the checkpoint, load with `Manager.restore` or in `Manager.reading`.
 

@@ -112,9 +112,14 @@ class DescribedTensor(msgspec.Struct, frozen=True, gc=False):
 
 
 def describing(leaf: Any) -> Any:
-    """Returns what says where the elements of a leaf lie: the leaf, or its local tensor; None if neither does."""
+    """Returns what says where the elements of a leaf lie: the leaf, or its local tensor; None if neither does.
+
+    What a subclass inherits of DTensor does not count: it takes each shard for one box, which strided ones are not.
+    """
     owner = leaf._local_tensor if is_dtensor(leaf) else leaf
-    return owner if hasattr(owner, "__create_chunk_list__") and hasattr(owner, "__get_tensor_shard__") else None
+    ask = getattr(owner, "__create_chunk_list__", None)
+    inherited = getattr(ask, "__qualname__", "").startswith("DTensor.")
+    return None if ask is None or inherited or not hasattr(owner, "__get_tensor_shard__") else owner
 
 
 def described(leaf: Any, path: str) -> DescribedTensor | None:
