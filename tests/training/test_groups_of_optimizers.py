@@ -113,6 +113,21 @@ def test_what_a_scheduler_writes_into_groups_while_it_loads_does_not_stay(tmp_pa
     assert again.param_groups[0]["lr"] == 0.125 and again.param_groups[0]["betas"] == (0.9, 0.999)
 
 
+def test_what_a_registered_scheduler_writes_while_it_loads_does_not_stay(tmp_path: Path) -> None:
+    def job(lr: float) -> tuple[nn.Module, torch.optim.Optimizer, tc.Manager]:
+        model = net()
+        optimizer = AdamW([{"params": list(model.parameters()), "marks": None}], lr=lr)
+        manager = tc.Manager(tmp_path, background=False)
+        manager.register("scheduler", Writing(optimizer, 3))
+        return model, optimizer, manager
+
+    model, optimizer, manager = job(0.5)
+    manager.save(1, training.state(model, optimizer))
+    model, again, manager = job(0.125)
+    manager.resume(model, again)
+    assert again.param_groups[0]["lr"] == 0.5 and again.param_groups[0]["betas"] == (0.9, 0.999)
+
+
 class Scaling:
     """Has no groups and no state of its own class: a scale beside the optimizer that it wraps."""
 

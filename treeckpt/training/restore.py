@@ -368,7 +368,7 @@ class _Restore:
         filled = self.source.fill(self._target(), take=self.comm.size != self.source.world)
         load_hook_tensors(self.entries, self.wanted)
         self.ignored += apply_optimizers(self.plans)
-        held = held_values(group for plan in self.plans for group in all_groups(plan.live.optimizer))
+        held = held_values(all_groups(self.targets.optimizer))
         for action in self.last:
             action()
         put_back(held)  # schedulers may have written others into the groups
