@@ -20,8 +20,14 @@ import numpy as np
 from ..core.sharding.placements import Layout
 from ..core.sharding.region import Region, c_strides
 from ..core.tree.spec import ArraySpec
+from ..errors import TreeError
 
 Box = tuple[slice, ...]
+
+
+class PartsNeeded(TreeError):
+    """A sparse or nested tensor, which is saved and filled as its parts, has not been taken apart."""
+
 
 _RAW = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8"), 16: np.dtype("<c16")}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, cast
@@ -71,9 +71,9 @@ def parts_adapter() -> Any:
     return _module("tensor_parts")
 
 
-def any_in_parts(kinds: Iterable[type], leaves: Iterable[object]) -> bool:
-    """Returns whether a tensor among leaves of these classes is made of others; see `arrays.tensor_parts`."""
-    return any(parts_adapter().any_in_parts(kind, leaves) for kind in kinds if _is_torch(kind))
+def any_in_parts(nodes: Sequence[object]) -> bool:
+    """Returns whether a tensor among objects is made of others; see `arrays.tensor_parts`."""
+    return any(parts_adapter().any_in_parts(kind, nodes) for kind in set(map(type, nodes)) if _is_torch(kind))
 
 
 def take_apart(leaf: object, path: str) -> TensorParts | None:

@@ -19,7 +19,9 @@ from ..core.tree.containers import AbsentSubtree, FromRank, flatten_one_level, i
 from ..core.tree.flatten import PerRank, flatten, replace_leaves
 from ..core.tree.in_place import update_in_place
 from ..core.tree.structure import index_path, key_text, rank_key
+from ..core.tree.tensor_parts import TensorParts
 from ..errors import LayoutError, MismatchError, TreeError
+from .base import PartsNeeded
 from .registry import any_in_parts, is_value, parts_adapter, take_apart
 
 _log = logging.getLogger("treeckpt")
@@ -36,15 +38,18 @@ def _is_mapping(kind: type) -> bool:
     return issubclass(kind, MutableMapping) and kind is not collections.Counter
 
 
-def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False) -> bool:
+def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False, layouts: bool = True) -> bool:
     """Returns whether a tree holds a stateful object, a tensor made of others, or `FromRank`.
 
     It is cheap for trees without, which most are.
+
+    Args:
+        layouts: looks at the layout of each plain tensor, which takes 0.2 microseconds. Without it sparse and nested
+            tensors are not found: their adapter raises `PartsNeeded` where it meets one.
     """
     met: dict[int, Any] = {}
     waiting: list[Any] = [tree]
-    if any_in_parts((type(tree),), (tree,)):
-        return True
+    nodes: list[Any] = [tree]
     while waiting:
         node = waiting.pop()
         kind = type(node)
@@ -62,16 +67,16 @@ def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False) ->
             if taken is None:
                 if kind is FromRank or is_stateful_type(kind) or (mappings and _is_mapping(kind)):
                     return True
+                if any_in_parts((node,)):
+                    return True
                 continue
             children = taken.children
         if id(node) not in met:
             met[id(node)] = node
-            kinds = set(map(type, children))
-            if any_in_parts(kinds, children):
-                return True
-            if not all(map(is_leaf_type, kinds)):
-                waiting += [child for child in children if not is_leaf_type(type(child))]
-    return False
+            if layouts:
+                nodes.extend(children)
+            waiting += [child for child in children if not is_leaf_type(type(child))]
+    return layouts and any_in_parts(nodes)
 
 
 class LoadsSavedState:
@@ -188,6 +193,7 @@ class ExpandedTree:
         mappings: objects that are mappings, and no containers, are replaced too, to be filled key by key.
         above: the path of the tree.
         world: of the ranks that save, where `FromRank` leaves what other ranks give; None takes it for its value.
+        layouts: as for `holds_stateful`.
     """
 
     def __init__(
@@ -199,6 +205,7 @@ class ExpandedTree:
         mappings: bool = False,
         above: str = "",
         world: int | None = None,
+        layouts: bool = True,
     ) -> None:
         self.original, self.rank, self.namespace = tree, rank, namespace
         _, self.leaves = flatten(tree, rank=rank, namespace=namespace)
@@ -214,7 +221,11 @@ class ExpandedTree:
                 _, inner = flatten(state, rank=rank, namespace=namespace)
                 arrays = (part for _, part in inner if hasattr(part, "shape") and hasattr(part, "dtype"))
                 has_arrays = not isinstance(leaf, LoadsSavedState) and any(True for _ in arrays)
-                inside = expand_states(state, rank=rank, namespace=namespace, above=path) if has_arrays else None
+                inside = (
+                    expand_states(state, rank=rank, namespace=namespace, above=path, layouts=layouts)
+                    if has_arrays
+                    else None
+                )
                 self.found[position] = _StatefulLeaf(
                     path, leaf, state if inside is None else inside.tree, has_arrays, inside
                 )
@@ -223,7 +234,7 @@ class ExpandedTree:
                 in_place = parts_adapter().fills_in_place(leaf)
                 self.found[position] = _StatefulLeaf(path, leaf, parts, in_place, is_tensor=True)
             elif mappings and _is_mapping(type(leaf)):
-                inside = ExpandedTree(dict(leaf), rank, namespace, mappings=True, above=path)  # pyright: ignore[reportArgumentType, reportCallIssue]
+                inside = ExpandedTree(dict(leaf), rank, namespace, mappings=True, above=path, layouts=layouts)  # pyright: ignore[reportArgumentType, reportCallIssue]
                 self.found[position] = _StatefulLeaf(path, leaf, inside.tree, True, inside)
         self.tree = self._rebuilt(lambda found: found.state)
 
@@ -275,6 +286,8 @@ class ExpandedTree:
                         hint="Leave it out with `...`",
                     )
                 self._check_scaler(found, saved)
+                if type(saved) is TensorParts:  # of a tree in memory
+                    saved = parts_adapter().build(saved, found.path)
                 if found.is_tensor and not _is_left_out(saved):
                     parts_adapter().check_content(found.owner, saved, found.path)
                 found.state = saved
@@ -384,25 +397,52 @@ def _is_left_out(content: Any) -> bool:
 
 
 def expand_states(
-    tree: object, *, rank: int = 0, namespace: str = "", mappings: bool = False, above: str = ""
+    tree: object,
+    *,
+    rank: int = 0,
+    namespace: str = "",
+    mappings: bool = False,
+    above: str = "",
+    layouts: bool = True,
 ) -> ExpandedTree | None:
     """Returns the tree with stateful objects replaced by their states; None for a tree without such objects."""
-    if not holds_stateful(tree, namespace, mappings=mappings):
+    if not holds_stateful(tree, namespace, mappings=mappings, layouts=layouts):
         return None
-    return ExpandedTree(tree, rank, namespace, mappings=mappings, above=above)
+    return ExpandedTree(tree, rank, namespace, mappings=mappings, above=above, layouts=layouts)
 
 
 def state_tree(
-    tree: Any, *, rank: int = 0, namespace: str = "", mappings: bool = False, world: int | None = None
+    tree: Any,
+    *,
+    rank: int = 0,
+    namespace: str = "",
+    mappings: bool = False,
+    world: int | None = None,
+    layouts: bool = True,
 ) -> Any:
     """Returns the tree with stateful objects replaced by their states; the tree itself where it holds none.
 
     Args:
-        world: as for `ExpandedTree`.
+        world, layouts: as for `ExpandedTree`.
     """
-    if not holds_stateful(tree, namespace, mappings=mappings):
+    if not holds_stateful(tree, namespace, mappings=mappings, layouts=layouts):
         return tree
-    return ExpandedTree(tree, rank, namespace, mappings=mappings, world=world).tree
+    return ExpandedTree(tree, rank, namespace, mappings=mappings, world=world, layouts=layouts).tree
+
+
+def in_parts_if_needed(act: Callable[[bool], Any], *, always: bool = False) -> Any:
+    """Returns what an action returns that expands a tree, with `layouts` False, and again with True if it needs that.
+
+    Args:
+        act: changes nothing before all leaves of the tree are described.
+        always: calls it with True at once.
+    """
+    if always:
+        return act(True)
+    try:
+        return act(False)
+    except PartsNeeded:
+        return act(True)
 
 
 _NOTHING = object()

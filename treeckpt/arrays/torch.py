@@ -26,6 +26,7 @@ from .base import (
     Allocate,
     ArraySource,
     ArrayTarget,
+    PartsNeeded,
     SourcePiece,
     Storage,
     TargetPiece,
@@ -62,19 +63,19 @@ def _check(leaf: torch.Tensor, path: str) -> None:
     if is_dtensor(leaf):
         leaf = part_of(leaf)
     kind = type(leaf)
-    reason = None
+    reason, refused = None, TreeError
     if leaf.is_nested:
-        reason = "a nested tensor"
+        reason, refused = "a nested tensor", PartsNeeded
     elif isinstance(leaf, (UninitializedParameter, UninitializedBuffer)):
         reason = "a parameter that is not initialised yet"
     elif leaf.layout is not torch.strided:
-        reason = f"a tensor of layout {leaf.layout}"
+        reason, refused = f"a tensor of layout {leaf.layout}", PartsNeeded
     elif leaf.is_quantized:
         reason = f"a quantised tensor ({leaf.dtype})"
     elif kind not in PLAIN_CLASSES:
         reason = f"the tensor subclass {kind.__module__}.{kind.__qualname__}"
     if reason is not None:
-        raise TreeError(
+        raise refused(
             path,
             expected="a dense tensor or DTensor",
             found=reason,

@@ -182,9 +182,7 @@ class _MatchedTree(msgspec.Struct):
 def _match(job: Load, like: object, *, in_place: bool) -> _MatchedTree:
     """Matches the leaves of a tree with saved ones; arrays are added to what is read, not yet read."""
     structure, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace)
-    sequences = sequences_of(job, like, structure)
-    source_rank = job.rank if job.options.rules else job.source_rank
-    check_same_tensors(structure, job.view.structure, source_rank, job.view.by_path, job.options.selects)
+    sequences = compare_containers(job, like, structure)
     whole = frozenset(id(one.here) for one in sequences.values())
     if sequences:
         _, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace, whole=whole)
@@ -230,13 +228,19 @@ def _match(job: Load, like: object, *, in_place: bool) -> _MatchedTree:
     return _MatchedTree(like, job.options.namespace, [wanted for _, wanted in leaves], slots, whole)
 
 
-def sequences_of(job: Load, like: object, structure: Structure) -> dict[str, SequenceReplacement]:
-    """Returns the sequences of values in a tree that take the saved ones whole, by path."""
+def compare_containers(job: Load, like: object, structure: Structure) -> dict[str, SequenceReplacement]:
+    """Returns the sequences of values in a tree that take the saved ones whole, by path.
+
+    Raises:
+        MismatchError: a tensor that is made of others, and another one was saved.
+    """
     try:
         if structure == job.view.structure:
             return {}
     except RecursionError:  # too deep for a comparison
         pass
+    source_rank = job.rank if job.options.rules else job.source_rank
+    check_same_tensors(structure, job.view.structure, source_rank, job.view.by_path, job.options.selects)
 
     def is_saved_value(path: str) -> bool:
         return job.selected(path) and (leaf := job.find(path)) is not None and leaf.spec is None
@@ -247,7 +251,7 @@ def sequences_of(job: Load, like: object, structure: Structure) -> dict[str, Seq
         is_value=is_value,
         is_saved_value=is_saved_value,
         rank=job.rank,
-        source_rank=job.rank if job.options.rules else job.source_rank,
+        source_rank=source_rank,
         namespace=job.options.namespace,
     )
 

@@ -25,7 +25,7 @@ from ..io.storage.store import Store
 from ..reports import LoadReport
 from .aliasing import tied_to
 from .join_slots import ids_beside, no_plain_rows
-from .load import load_into_tree, load_tree, sequences_of
+from .load import compare_containers, load_into_tree, load_tree
 from .match import Load, LoadOptions, check_same
 from .transforms import Renaming, Transforms, as_rules
 from .transforms.rules import Rule
@@ -275,7 +275,7 @@ def _provide(bank: Bank, like: object, comm: Comm, options: LoadOptions, *, in_p
     parts = _select_parts(bank, asked, comm, options)
     missing, unexpected = list[str](), list[str]()
     if like is not None:
-        replaced = [(part, one) for part in parts for one in sequences_of(part.job, like, structure).values()]
+        replaced = [(part, one) for part in parts for one in compare_containers(part.job, like, structure).values()]
         whole = [f"{one.path}/" if one.path else "" for part, one in replaced if part.wins.issuperset(one.paths)]
         missing, unexpected = _check_asked(parts, asked, tuple(whole), comm, options, in_place=in_place)
     _join_tables(parts, asked if like is not None else None)

@@ -11,7 +11,7 @@ from ..arrays.plain_tensor import dtype_name
 from ..arrays.registry import take_apart
 from ..core.tree.flatten import flatten
 from ..core.tree.spec import ArraySpec
-from ..core.tree.structure import DictNode, Structure, index_path
+from ..core.tree.structure import Structure, index_path
 from ..core.tree.tensor_parts import check_same_tensors
 from ..errors import MismatchError
 from .modules import StateDictEntry, has_load_hook
@@ -68,7 +68,7 @@ def check_tensor_in_parts(entry: StateDictEntry, saved: Structure, path: str) ->
     parts = take_apart(entry.value, path)
     if parts is None:
         _refuse_other_kind(entry.value, getattr(saved, "cls", ""), path)
-    check_same_tensors(flatten({path: parts})[0], DictNode((path,), (saved,)), 0)
+    check_same_tensors(flatten(parts)[0], saved, 0, above=path)
 
 
 def _refuse_other_kind(live: Any, saved: str, path: str) -> NoReturn:

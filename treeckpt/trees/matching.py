@@ -52,12 +52,10 @@ def match_leaves(
     )
     whole = frozenset(id(one.here) for one in sequences.values())
     structure, before = flatten(into, rank=rank, namespace=namespace, whole=whole)
-    check_same_tensors(structure, saved, rank, given)
-    check_no_tensors(
-        [index_path(path, rank) for path, leaf in before if leaf is not ... and index_path(path, rank) not in given],
-        saved,
-    )
+    if structure != saved:
+        check_same_tensors(structure, saved, rank, given)
     found: dict[str, object] = {}
+    missing: list[str] = []
     for path, leaf in before:
         name = index_path(path, rank)
         if leaf is not ... and name in given:
@@ -66,5 +64,8 @@ def match_leaves(
             one = sequences[name]
             leaves = iter([copied(given[below], below) for below in one.paths])
             found[path] = one.content(leaves, resolve=resolve, namespace=namespace)
+        elif leaf is not ...:
+            missing.append(name)
+    check_no_tensors(missing, saved)
     taken = frozenset(path for one in sequences.values() for path in one.paths)
     return MatchedLeaves(before, found, whole, taken)

@@ -15,6 +15,7 @@ from ...errors import MismatchError
 from ..sharding.int_runs import decode_runs
 from .recursion import Recursive, trampoline
 from .structure import PerRankNode, Structure, TensorNode, child_path, containers_of
+from .value_codec import Value
 
 
 class TensorParts:
@@ -25,15 +26,22 @@ class TensorParts:
         parts: its tensors by name, or what stands for them, as `ArraySpec`.
         build: makes a tensor of this.
         spread: of a distributed tensor, the library's own object for its layout; None otherwise.
+        path: of the tensor, for errors.
     """
 
-    __slots__ = ("_made", "build", "node", "parts", "spread")
+    __slots__ = ("_made", "build", "node", "parts", "path", "spread")
 
     def __init__(
-        self, node: TensorNode, parts: Mapping[str, Any], build: BuildTensor | None = None, spread: Any = None
+        self,
+        node: TensorNode,
+        parts: Mapping[str, Any],
+        build: BuildTensor | None = None,
+        *,
+        spread: Any = None,
+        path: str = "",
     ) -> None:
         self.node = msgspec.structs.replace(node, children=())
-        self.parts, self.build, self.spread = dict(parts), build, spread
+        self.parts, self.build, self.spread, self.path = dict(parts), build, spread, path
         self._made: tuple[Sequence[Any], Any] = ((), None)
 
     def __repr__(self) -> str:
@@ -44,17 +52,17 @@ class TensorParts:
         return msgspec.structs.replace(self.node, children=children)
 
     def with_parts(self, parts: Sequence[Any]) -> Any:
-        """Returns what is made of other parts: a tensor where they are tensors; this itself of the same ones.
+        """Returns what is made of other parts: a tensor where they are tensors.
 
         Of parts for which it was called before it is the same object: this may be at two places of a tree.
         """
-        if all(new is old for new, old in zip(parts, self.parts.values(), strict=True)):
-            return self
         before, made = self._made
         if len(before) == len(parts) and all(new is old for new, old in zip(parts, before, strict=True)):
             return made
-        made = TensorParts(self.node, dict(zip(self.parts, parts, strict=True)), self.build, self.spread)
-        self._made = parts, made if self.build is None else self.build(made, "")
+        made = TensorParts(
+            self.node, dict(zip(self.parts, parts, strict=True)), self.build, spread=self.spread, path=self.path
+        )
+        self._made = parts, made if self.build is None else self.build(made, self.path)
         return self._made[1]
 
 
@@ -90,6 +98,7 @@ def check_same_tensors(
     rank: int,
     leaves: Container[str] = (),
     selects: Callable[[str], bool] = lambda _: True,
+    above: str = "",
 ) -> None:
     """Compares the tensors in parts that two structures have at the same paths.
 
@@ -99,18 +108,15 @@ def check_same_tensors(
         rank: of the saved subtrees under `PerRank` that count.
         leaves: the paths of the saved leaves.
         selects: returns whether anything at a path is filled.
+        above: the path of both structures, for errors.
 
     Raises:
-        MismatchError: a leaf was saved in the place of one, or they are of another class, context or shape, or laid out differently, which only matters where
-            a part is a rank's own: such a part cannot be resharded.
+        MismatchError: a leaf was saved in the place of one; it is of another class, context or shape; or it is laid out
+            differently, and a part of it is a rank's own, which cannot be resharded.
     """
     if not _has_tensors(wanted):
         return
-    found = {
-        path: node
-        for path, node, ranks in ((path, node, ranks) for node, path, ranks in containers_of(saved))
-        if ranks is None or rank in decode_runs(ranks)
-    }
+    found = {path: node for node, path, ranks in containers_of(saved) if ranks is None or rank in decode_runs(ranks)}
     for node, path, _ in containers_of(wanted):
         if isinstance(node, TensorNode) and path in leaves and selects(path):
             raise MismatchError(
@@ -125,7 +131,7 @@ def check_same_tensors(
             and isinstance(other, TensorNode)
             and any(selects(child_path(path, key)) for key in node.keys)
         ):
-            _check_same(node, other, path)
+            _check_same(node, other, "/".join(part for part in (above, path) if part))
 
 
 def _has_tensors(structure: Structure) -> bool:
@@ -159,12 +165,12 @@ def check_no_tensors(missing: Sequence[str], saved: Structure) -> None:
 def _check_same(wanted: TensorNode, saved: TensorNode, path: str) -> None:
     for what, here, there in (
         ("a tensor of the class", wanted.cls, saved.cls),
-        ("the shape", wanted.shape, saved.shape),
-        ("the context", wanted.context, saved.context),
-        ("the parts", wanted.keys, saved.keys),
+        ("one of shape", wanted.shape, saved.shape),
+        (f"a {wanted.cls} of context", _text(wanted.context), _text(saved.context)),
+        (f"a {wanted.cls} of the parts", wanted.keys, saved.keys),
     ):
         if here != there:
-            raise MismatchError(path, expected=f"{what} {here!r:.200}", found=f"{there!r:.200}", hint=_HINT)
+            raise MismatchError(path, expected=f"{what} {here!s:.200}", found=f"{there!s:.200}", hint=_HINT)
     own = [key for node in (wanted, saved) for key, child in zip(node.keys, node.children, strict=True)
            if isinstance(child, PerRankNode)]  # fmt: skip
     layouts = [
@@ -178,6 +184,10 @@ def _check_same(wanted: TensorNode, saved: TensorNode, path: str) -> None:
             hint=f"{own[0]} of {saved.cls} belongs to a rank's own part and cannot be resharded: load it in the layout "
             "that it was saved in",
         )
+
+
+def _text(context: Value) -> str:
+    return msgspec.json.encode(context).decode()
 
 
 def _layout_text(node: TensorNode) -> str:
