@@ -113,6 +113,21 @@ def test_what_a_scheduler_writes_into_groups_while_it_loads_does_not_stay(tmp_pa
     assert again.param_groups[0]["lr"] == 0.125 and again.param_groups[0]["betas"] == (0.9, 0.999)
 
 
+def test_what_a_registered_scheduler_writes_while_it_loads_does_not_stay(tmp_path: Path) -> None:
+    def job(lr: float) -> tuple[nn.Module, torch.optim.Optimizer, tc.Manager]:
+        model = net()
+        optimizer = AdamW([{"params": list(model.parameters()), "marks": None}], lr=lr)
+        manager = tc.Manager(tmp_path, background=False)
+        manager.register("scheduler", Writing(optimizer, 3))
+        return model, optimizer, manager
+
+    model, optimizer, manager = job(0.5)
+    manager.save(1, training.state(model, optimizer))
+    model, again, manager = job(0.125)
+    manager.resume(model, again)
+    assert again.param_groups[0]["lr"] == 0.5 and again.param_groups[0]["betas"] == (0.9, 0.999)
+
+
 class Scaling:
     """Has no groups and no state of its own class: a scale beside the optimizer that it wraps."""
 
@@ -204,6 +219,30 @@ def test_an_optimizer_without_groups_has_those_of_the_one_inside(
     assert (report.missing, report.unexpected, report.ignored) == ((), (), ())
     assert same_tensors(again.state_dict(), saved)
     assert run(fresh, again, 3) == expected
+
+
+@pytest.mark.parametrize("steps", [0, 3], ids=["fresh", "in place"])
+@pytest.mark.parametrize("kind", [Scaling, Derived, Masters])
+def test_it_is_restored_where_it_is_registered(tmp_path: Path, kind: Any, steps: int) -> None:
+    def job(seed: int, steps: int) -> tuple[nn.Module, Any, tc.Manager]:
+        model = net(seed)
+        optimizer = kind(AdamW(model.parameters(), lr=0.01))
+        stepped(model, optimizer, steps)
+        manager = tc.Manager(tmp_path, background=False)
+        manager.register("model", model)
+        manager.register("optimizer", optimizer)
+        return model, optimizer, manager
+
+    model, optimizer, manager = job(0, 3)
+    manager.save(1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    torch.manual_seed(5)
+    expected = run(model, optimizer, 3)
+    model, again, manager = job(1, steps)
+    manager.restore()
+    assert same_tensors(again.state_dict(), saved)
+    torch.manual_seed(5)
+    assert run(model, again, 3) == expected
 
 
 def test_a_schedule_of_a_wrapper_without_groups_follows_the_inner_groups(tmp_path: Path) -> None:

@@ -22,7 +22,11 @@ from torch import nn
 import treeckpt as tc
 from treeckpt import training
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*create_graph=True:UserWarning")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*create_graph=True:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning"),
+]
 
 Make = Callable[[nn.Module], Any]
 
@@ -149,7 +153,8 @@ def _restored_otherwise(kind: Kind, path: Path, saved_at: int, trained: int | No
     saved = torch.load(path / "c.pt", weights_only=False)
     by_torch[0].load_state_dict(saved["model"])
     by_torch[1].load_state_dict(saved["optimizer"])
-    before = copy.deepcopy(_states(*by_us))
+    torch.save(_states(*by_us), path / "before.pt")  # some tensors cannot be copied
+    before = torch.load(path / "before.pt", weights_only=False)
     try:
         report = training.restore(path / "c", *by_us, rng=False)
     except tc.MismatchError as error:
@@ -305,4 +310,46 @@ def _kinds_of_torch() -> dict[str, Kind]:
 def test_those_of_torch(tmp_path: Path, mode: str) -> None:
     kinds = _kinds_of_torch()
     assert len(kinds) > 60
+    _all_as_torch(kinds, tmp_path, mode, frozenset())
+
+
+class Wide(nn.Module):
+    """Layers that are large enough for moments of few bits, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(5, 128), nn.Linear(128, 128), nn.Linear(128, 64)
+        self.unused = nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(self.first(x)).relu()).square().mean()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_those_of_bitsandbytes(tmp_path: Path, mode: str) -> None:
+    optim = pytest.importorskip("bitsandbytes").optim
+    with_momentum = ("SGD", "SGD8bit", "LARS", "LARS8bit")
+    names = [
+        name + bits
+        for name in ("Adam", "AdamW", "Lion", "SGD", "AdEMAMix", "Adagrad", "LAMB", "LARS", "RMSprop", "PagedAdamW")
+        for bits in ("", "8bit")
+    ]
+
+    def make(model: nn.Module, name: str) -> Any:
+        options = {"momentum": 0.9} if name in with_momentum else {}
+        return getattr(optim, name)(model.parameters(), lr=0.01, **options)
+
+    _all_as_torch({name: Kind(partial(make, name=name), net=Wide) for name in names}, tmp_path, mode, frozenset())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_those_of_torchao(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    optim = pytest.importorskip("torchao.optim")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # of their steps takes a minute
+    names = ["Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8", "_AdamW"]
+
+    def make(model: nn.Module, name: str) -> Any:
+        return getattr(optim, name)(model.parameters(), lr=0.01)
+
+    kinds = {name: Kind(partial(make, name=name), net=Wide) for name in names}
     _all_as_torch(kinds, tmp_path, mode, frozenset())

@@ -84,16 +84,18 @@ class LoadsSavedState:
 
 
 def is_optimizer(value: object) -> bool:
-    """Returns whether an object has the attributes of an optimizer; some wrappers derive from no class of torch."""
-    names = "param_groups", "state_dict", "load_state_dict"
-    return not isinstance(value, type) and all(hasattr(value, name) for name in names)
+    """Returns whether an object has the attributes of an optimizer; some wrappers derive from no class of torch.
 
-
-def wraps_optimizer(value: object) -> bool:
-    """Returns whether an object acts as an optimizer and has one in an attribute; it may have no groups itself."""
-    names = "step", "zero_grad", "state_dict", "load_state_dict"
-    attributes = getattr(value, "__dict__", {}).values()
-    return all(hasattr(value, name) for name in names) and any(map(is_optimizer, attributes))
+    One that acts as an optimizer and has one in an attribute need not have groups itself.
+    """
+    methods = "state_dict", "load_state_dict"
+    if isinstance(value, type) or not all(hasattr(value, name) for name in methods):
+        return False
+    if hasattr(value, "param_groups"):
+        return True
+    acts = hasattr(value, "step") and hasattr(value, "zero_grad") and not hasattr(value, "named_parameters")
+    inner = getattr(value, "__dict__", {}).values() if acts else ()
+    return any(hasattr(one, "param_groups") and hasattr(one, "state_dict") for one in inner)
 
 
 def pass_state(path: str, owner: Any, state: Any) -> None:
@@ -137,11 +139,10 @@ def _optimizers_in(owner: object) -> list[Any]:
     waiting = [owner]
     while waiting:
         one = waiting.pop()
-        if any(one is other for other in found) or not (is_optimizer(one) or wraps_optimizer(one)):
-            continue
-        found.append(one)
-        waiting += getattr(one, "__dict__", {}).values()
-    return [one for one in found if is_optimizer(one)]
+        if is_optimizer(one) and all(one is not other for other in found):
+            found.append(one)
+            waiting += getattr(one, "__dict__", {}).values()
+    return [one for one in found if hasattr(one, "param_groups")]
 
 
 def _states_in(state: Any) -> Iterator[Mapping[str, Any]]:

@@ -21,7 +21,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.parameter import is_lazy
 
 from ..arrays.dtensor import is_dtensor, is_sharded_tensor
-from ..arrays.stateful import is_optimizer, wraps_optimizer
+from ..arrays.stateful import is_optimizer
 from ..core.tree.dict_attributes import METADATA, copy_attributes
 from ..errors import TreeError
 from .names import Key, key_path, nested, strip_wrappers, tie_names
@@ -84,7 +84,7 @@ def named_objects(given: Any, kind: type, what: str) -> list[tuple[Key, Any]]:
     for key, part in pairs:
         if _is_state_dict(part):
             raise _state_dict_error("/".join((what, *key)), noun)
-        if not isinstance(part, kind) and not (what == "optimizer" and (is_optimizer(part) or wraps_optimizer(part))):
+        if not isinstance(part, kind) and not (what == "optimizer" and is_optimizer(part)):
             raise TreeError(
                 "/".join((what, *key)),
                 expected=f"a {kind.__module__}.{kind.__qualname__}, a list of its parts, or a dict of several",

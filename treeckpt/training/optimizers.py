@@ -220,10 +220,11 @@ def optimizer_chain(optimizer: Any) -> list[Any]:
     return found
 
 
-def all_groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Returns the groups of an optimizer and of those that it wraps, each once."""
-    found = [group for one in optimizer_chain(optimizer) for group in getattr(one, "param_groups", ())]
-    return list({id(group): group for group in found}.values())
+def all_groups(optimizer: Optimizers | bool | None) -> list[dict[str, Any]]:
+    """Returns the groups of optimizers and of those that they wrap, each once; none for None and False."""
+    pairs = named_objects(optimizer, torch.optim.Optimizer, "optimizer") if optimizer not in (None, False) else ()
+    chain = (one for _, outer in pairs for one in optimizer_chain(outer))
+    return list({id(group): group for one in chain for group in getattr(one, "param_groups", ())}.values())
 
 
 def param_groups_of(optimizer: Any) -> Any:

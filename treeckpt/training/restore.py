@@ -477,7 +477,7 @@ class _Restore:
             reset_fsdp_shards(self.targets.model)
         filled = self.source.fill(self._target(), take=self.comm.size != self.source.world)
         self.ignored += apply_optimizers(self.plans)
-        held = held_values(group for plan in self.plans for group in all_groups(plan.live.optimizer))
+        held = held_values(all_groups(self.targets.optimizer))
         for action in self.last:
             action()
         put_back(held)  # schedulers may have written others into the groups

@@ -19,6 +19,7 @@ from ..core.tree.structure import DictNode, Structure, key_text, paths_of
 from ..errors import MismatchError
 from .hyperparameters import torch_options
 from .moments import MomentPlacement, build_state
+from .optimizers import param_groups_of
 from .sources import RestoreSource, children_of, descend, leaves_below
 
 
@@ -87,11 +88,12 @@ class _StateDictBuilder:
     """Builds the state dict of one optimizer, to be filled."""
 
     def __init__(self, optimizer: Any, source: RestoreSource) -> None:
-        groups: list[Any] = [group["params"] for group in optimizer.param_groups]
+        param_groups = param_groups_of(optimizer) or []
+        groups: list[Any] = [group["params"] for group in param_groups]
         self._source = source
         self._by_number: dict[Any, Tensor] = dict(enumerate(parameter for group in groups for parameter in group))
         self._by_position = {(i, j): parameter for i, group in enumerate(groups) for j, parameter in enumerate(group)}
-        counts = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
+        counts = any(group.get("capturable") or group.get("fused") for group in param_groups)
         self._made: dict[object, Tensor] = {}
         self._place = MomentPlacement(counts_on_device=counts)
 
