@@ -140,3 +140,15 @@ def test_a_value_that_its_class_would_not_make_is_refused_by_its_path(tmp_path: 
     with pytest.raises(TreeckptError, match=r"^x"):
         tc.load(tmp_path / "a.pt")
     assert tc.load(tmp_path / "a.pt", select="n")["n"] == 1
+
+
+def test_what_is_refused_is_named_at_each_of_its_places(tmp_path: Path) -> None:
+    one = OfTheProgram()
+    space = argparse.Namespace(x=one)
+    torch.save({"a": space, "b": one, "c": space, "d": 1}, tmp_path / "a.pt")
+    for path in "abc":
+        with pytest.raises(TreeError, match=f"^{path}: "):
+            tc.load(tmp_path / "a.pt", select=path)
+    with pytest.raises(TreeError, match=r"^b: "):
+        convert(tmp_path / "a.pt", tmp_path / "ours", exclude=["a", "c"])
+    assert tc.load(tmp_path / "a.pt", select="d")["d"] == 1

@@ -302,7 +302,8 @@ def build_tree(read: Unpickled, label: str, refused: list[RefusedLeaf] | None = 
 class _TreeBuilder:
     def __init__(self, label: str, limit: int, refused: list[RefusedLeaf] | None) -> None:
         self.label, self.left, self.refused = label, limit, refused
-        self.made: dict[int, tuple[Any, Any]] = {}
+        self.made: dict[int, tuple[Any, Any, RefusedLeaf | None]] = {}
+        """By identity of a node: the node, its value, and why it has none."""
 
     def build(self, node: Any, path: str, depth: int) -> Recursive[Any]:
         self.left -= 1
@@ -325,13 +326,13 @@ class _TreeBuilder:
             for i, child in enumerate(node):
                 items.append((yield self.build(child, child_path(path, i) if kind is tuple else path, depth + 1)))
             return kind(items)
-        if isinstance(node, _PickledNamespace):
-            if id(node) not in self.made:
-                self.made[id(node)] = node, (yield self._namespace(node, path, depth))
-            return self.made[id(node)][1]
         if isinstance(node, (Symbol, UnbuiltObject, FileBytes, DeferredValue)):
             if id(node) not in self.made:  # built once, so that ties stay
-                self.made[id(node)] = node, self._value(node, path)
+                is_space = isinstance(node, _PickledNamespace)
+                value: Any = (yield self._namespace(node, path, depth)) if is_space else self._value(node, path)
+                self.made[id(node)] = node, value, self.refused[-1] if value is ... and self.refused else None
+            elif (refused := self.made[id(node)][2]) is not None:
+                self._refuse(path, refused.what, refused.why)
             return self.made[id(node)][1]
         if kind in _PLAIN or isinstance(node, (LazyArray, np.ndarray)) or encodable(node):
             return node
