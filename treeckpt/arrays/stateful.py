@@ -1,26 +1,31 @@
 """Stateful objects anywhere in a tree: objects with `state_dict` and `load_state_dict`.
 
-To save, such an object is replaced by the result of its `state_dict()`. To restore, the arrays of that state are filled
-in place, as those of the tree are, and the state is then passed to `load_state_dict`. An object whose state holds no
-arrays may have grown (a data loader's queue): its state is loaded as it was saved, and the object checks it.
+To save, such an object is replaced by the result of its `state_dict()`, in which further objects are replaced likewise
+(`ObjectState`). To restore, the saved state is passed to `load_state_dict`: it may hold other values, and arrays of
+another number or size, than the object has (a data loader's queue, a replay buffer), and the object checks it. Arrays
+that the object has in the saved shape are filled in place; others are new. The states of objects in it are loaded into
+the live ones, which stand in their places. The arrays of modules and optimizers are compared as those of the tree are.
 """
 
 from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from ..core.tree.containers import AbsentSubtree, FromRank, flatten_one_level, is_leaf_type, is_stateful_type
 from ..core.tree.flatten import PerRank, flatten, replace_leaves
 from ..core.tree.in_place import update_in_place
+from ..core.tree.keyed_table import TableColumn
+from ..core.tree.object_state import MODULE_VERSIONS, ObjectState
+from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import index_path, key_text, rank_key
 from ..errors import LayoutError, MismatchError, TreeError
-from .registry import is_value
+from .registry import abstract_of, is_value, like_of
 
 _log = logging.getLogger("treeckpt")
 
@@ -63,6 +68,14 @@ def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False) ->
             met[id(node)] = node
             waiting += [child for child in children if not is_leaf_type(type(child))]
     return False
+
+
+class LoadSaved(Protocol):
+    """Returns a tree as it was saved, with the leaves below a path; others are `...`."""
+
+    def __call__(self, path: str, *, arrays: bool) -> Any:
+        """Arrays may be specs, unless `arrays`."""
+        ...
 
 
 class LoadsSavedState:
@@ -150,15 +163,266 @@ def _uncast(loaded: Any, given: Any) -> Any:
     return loaded
 
 
+# the state of one object ----------------------------------------------------------------------------------------------
+
+
+def object_states(
+    state: Any,
+    path: str,
+    owners: tuple[Any, ...] = (),
+    *,
+    apart: Container[int] = (),
+    rank: int = 0,
+    namespace: str = "",
+) -> Any:
+    """Returns a state with the state of each object in it in the object's place, as an `ObjectState`.
+
+    Args:
+        owners: the object that it is of, after those in whose state that one stands.
+        apart: the ids of objects that are saved elsewhere; their states are empty here.
+
+    Raises:
+        TreeError: an object in its own state, or one whose state is no mapping.
+    """
+    if not holds_stateful(state, namespace):
+        return state
+    try:
+        _, leaves = flatten(state, rank=rank, namespace=namespace)
+    except TreeError:
+        return state  # the save raises the error with the whole path
+    made: list[Any] = []
+    for below, leaf in leaves:
+        if is_stateful(leaf):
+            at, around, inner = _joined(path, below), (*owners, leaf), None
+            if all(leaf is not owner for owner in owners):
+                inner = {} if id(leaf) in apart else leaf.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
+            if not isinstance(inner, Mapping):
+                what = "that stands in its own state" if inner is None else f"that returns a {type(inner).__qualname__}"
+                raise TreeError(
+                    at,
+                    expected="an object whose state_dict() returns a dict",
+                    found=f"a {type(leaf).__qualname__} {what}",
+                    hint="Leave it out of the state of the object around it, and save it beside that",
+                )
+            inner = object_states(inner, at, around, apart=apart, rank=rank, namespace=namespace)
+            leaf = ObjectState.from_object(leaf, inner)
+        made.append(leaf)
+    return replace_leaves(state, iter(made), namespace=namespace)
+
+
+def _joined(path: str, below: str) -> str:
+    return f"{path}/{below}" if path and below else path or below
+
+
+class StatePlan(msgspec.Struct):
+    """A saved state, and the live objects that take the parts of it that are states of objects."""
+
+    path: str
+    owner: Any
+    live: Any
+    """The present state of the owner, with the live objects."""
+    state: Any
+    """What the owner takes, with the states of the objects in their places."""
+    inner: dict[str, StatePlan]
+    """By the paths of the objects in the state."""
+    rank: int = 0
+    namespace: str = ""
+
+    def loaded(self) -> Any:
+        """Loads the states of the objects in the state, and returns it with these objects in their places."""
+        state = self.state
+        if self.inner:
+            owners = {id(one.state): one.owner for one in self.inner.values()}
+            _, leaves = flatten(state, rank=self.rank, namespace=self.namespace, whole=owners)
+            placed = iter([owners.get(id(leaf), leaf) for _, leaf in leaves])
+            state = replace_leaves(state, placed, namespace=self.namespace, whole=owners)
+            for one in self.inner.values():
+                if one.state:  # else it is saved elsewhere
+                    one.load()
+        return state.as_state_dict() if isinstance(state, ObjectState) else state
+
+    def load(self) -> None:
+        """Passes the owner the state."""
+        load_exact_state(self.path, self.owner, self.loaded())
+
+    def fill_in_place(self, *, as_here: bool) -> None:
+        """Puts the owner's arrays in the place of saved ones, to be filled, and new arrays where it has none.
+
+        An array of the owner is taken where it has the saved shape. Where it has not, a new one is on its device, or on
+        that of another array of the owner, in the layout of one of the same shape.
+
+        Args:
+            as_here: the state keeps the leaves that it has here.
+
+        Raises:
+            MismatchError: a distributed array of another shape.
+        """
+        inner = {id(one.state): one for one in self.inner.values()}
+        for one in inner.values():
+            one.fill_in_place(as_here=False)
+        own = dict(flatten(self.live, rank=self.rank, namespace=self.namespace)[1])
+        if as_here or any(type(leaf) is TableColumn for leaf in own.values()):
+            for path, leaf in own.items():
+                if is_stateful(leaf) and path not in self.inner:  # nothing was saved of it
+                    self.inner[path] = StatePlan(path, leaf, {}, ObjectState.from_object(leaf, {}), {})
+            parts = (self.inner[path].state if path in self.inner else leaf for path, leaf in own.items())
+            self.state = replace_leaves(self.live, parts, namespace=self.namespace) if self.inner else self.live
+            return
+        arrays = {path: spec for path, leaf in own.items() if (spec := abstract_of(leaf, path, self.rank)) is not None}
+        _, leaves = flatten(self.state, rank=self.rank, namespace=self.namespace, whole=inner)
+        new = [
+            inner[id(leaf)].state
+            if id(leaf) in inner
+            else own.get(path, leaf)
+            if leaf is ...
+            else leaf
+            if (spec := abstract_of(leaf, path, self.rank)) is None
+            else self._array(path, spec, own, arrays)
+            for path, leaf in leaves
+        ]
+        made: Any = replace_leaves(self.state, iter(new), namespace=self.namespace, whole=inner)
+        versions = getattr(self.state, MODULE_VERSIONS, getattr(self.live, MODULE_VERSIONS, None))
+        if versions is not None and type(made) is collections.OrderedDict:
+            setattr(made, MODULE_VERSIONS, versions)
+        self.state = made
+
+    def _array(self, path: str, saved: ArraySpec, own: Mapping[str, Any], arrays: Mapping[str, ArraySpec]) -> Any:
+        """Returns the array to fill with a saved one."""
+        here = arrays.get(path)
+        if here is not None and here.shape == saved.shape and getattr(own[path], "grad_fn", None) is None:
+            return own[path]
+        if here is not None and here.regions is not None:
+            raise MismatchError(
+                _joined(self.path, path),
+                expected=f"shape {here.shape}, of a distributed array of the {type(self.owner).__qualname__} here",
+                found=f"{saved.shape} in the checkpoint",
+                hint="Make the object with arrays of the saved shapes, or leave it out with `...`",
+            )
+        like = [at for at, spec in arrays.items() if spec.regions is not None and spec.shape == saved.shape]
+        like.sort(key=lambda at: at.rpartition("/")[2] != path.rpartition("/")[2])
+        if like and (made := like_of(own[like[0]], path, self.rank, None)) is not None:
+            return made.leaf
+        near = here or next((spec for spec in arrays.values() if spec.kind == saved.kind), None)
+        spec = msgspec.structs.replace(saved, regions=None, device=near.device if near is not None else None)
+        made = like_of(spec, path, self.rank, None)
+        assert made is not None, "a spec describes an array"
+        return made.leaf
+
+
+def plan_state(path: str, owner: Any, saved: Any, *, live: Any = ..., rank: int = 0, namespace: str = "") -> StatePlan:
+    """Finds the live object for each state of an object in a saved state; nothing is changed.
+
+    Args:
+        owner: the object whose state it is.
+        live: its present state; by default the owner is asked for it, where the saved one holds states of objects.
+
+    Raises:
+        MismatchError: there is no object here for a saved state, or one that cannot take it.
+    """
+    there = _inner_states(saved, namespace)
+    if owner is None and isinstance(saved, ObjectState):
+        there = {"": saved}
+    if live is ...:
+        live = owner.state_dict() if there else None
+    inner: dict[str, StatePlan] = {}
+    if there or holds_stateful(live, namespace):
+        for below, one in flatten(live, rank=rank, namespace=namespace)[1]:
+            node = _node_at(saved, below, rank, namespace) if is_stateful(one) else None
+            if isinstance(node, Mapping):
+                mine: Any = one
+                state = node if isinstance(node, ObjectState) else ObjectState.from_object(one, node)
+                live_state = mine.state_dict() if node else {}
+                inner[below] = plan_state(
+                    _joined(path, below), one, state, live=live_state, rank=rank, namespace=namespace
+                )
+                _check_can_take(inner[below])
+    for below, node in there.items():
+        if below not in inner:
+            raise MismatchError(
+                _joined(path, below),
+                expected=f"a {node.of.rpartition(':')[2]} to load its saved state into",
+                found="none here" if owner is None else f"none in the state of the {type(owner).__qualname__} here",
+                hint="Make the object around it as it was when this was saved",
+            )
+    if inner:
+        found = {id(_node_at(saved, below, rank, namespace)): one.state for below, one in inner.items()}
+        _, leaves = flatten(saved, rank=rank, namespace=namespace, whole=found)
+        states = iter([found.get(id(leaf), leaf) for _, leaf in leaves])
+        saved = replace_leaves(saved, states, namespace=namespace, whole=found)
+    return StatePlan(path, owner, live, saved, inner, rank, namespace)
+
+
+def _inner_states(state: Any, namespace: str) -> dict[str, ObjectState]:
+    """Returns the states of objects in a state by path, without those in others; the state itself is none."""
+    found: dict[str, ObjectState] = {}
+    waiting: list[tuple[str, Any]] = [("", state)]
+    while waiting:
+        path, node = waiting.pop()
+        if isinstance(node, ObjectState) and path:
+            found[path] = node
+            continue
+        taken = None if is_leaf_type(type(node)) else flatten_one_level(node, path, namespace, 0)
+        if taken is not None:
+            text = rank_key if type(node) is PerRank else key_text
+            pairs = zip(taken.keys, taken.children, strict=True)
+            waiting += ((_joined(path, text(key)), child) for key, child in pairs)  # pyright: ignore[reportArgumentType]
+    return found
+
+
+def _check_can_take(plan: StatePlan) -> None:
+    """Refuses a saved state that the object inside another's state would refuse as it is loaded, or take wrongly.
+
+    Raises:
+        MismatchError: a module of other arrays, or a fresh optimizer of distributed parameters.
+    """
+    saved, here = (
+        {path: spec.shape for path, leaf in leaves if (spec := abstract_of(leaf, path, plan.rank)) is not None}
+        for leaves in (flatten(one, rank=plan.rank, namespace=plan.namespace)[1] for one in (plan.state, plan.live))
+    )
+    if not saved or saved == here:
+        return
+    if compares_arrays(plan.owner) and (path := min(path for path, _ in saved.items() ^ here.items())):
+        raise MismatchError(
+            _joined(plan.path, path),
+            expected=f"shape {here[path]}" if path in here else f"nothing, as the {type(plan.owner).__qualname__} here",
+            found=f"{saved[path]} in the checkpoint" if path in saved else "nothing in the checkpoint",
+            hint="Make the object as it was when this was saved",
+        )
+    groups: Any = plan.owner.param_groups if is_optimizer(plan.owner) else ()
+    if any(hasattr(parameter, "placements") for group in groups for parameter in group["params"]):
+        raise MismatchError(
+            plan.path,
+            expected="an optimizer that has state already, as its parameters are distributed",
+            found="one without the state that was saved",
+            hint="Give it to treeckpt.training.state and restore as optimizer=",
+        )
+
+
+def compares_arrays(owner: Any) -> bool:
+    """Whether an object takes only the arrays that it has: a module all of whose code for loading is that of torch."""
+    return is_of_torch(owner, _MODULE) and not any(has_own_code_for_load(module) for module in owner.modules())
+
+
+def has_own_code_for_load(module: Any) -> bool:
+    """Whether a module of torch takes its arrays by code of its own: a hook, or a method that its class overrides."""
+    methods = type(module).load_state_dict, type(module)._load_from_state_dict
+    own = [one for one in methods if not (getattr(one, "__module__", None) or "").startswith("torch.nn.")]
+    return bool(own or module._load_state_dict_pre_hooks)
+
+
 class _StatefulLeaf(msgspec.Struct):
     """One stateful object of a tree, and its present state."""
 
     path: str
     owner: Any
+    live: Any
+    """What `state_dict` returned."""
     state: Any
-    has_arrays: bool
+    """What stands in the tree: for a save the present state, for a restore what is filled, `...` for nothing."""
     inside: ExpandedTree | None = None
     """The content of a mapping, which may hold stateful objects itself."""
+    plan: StatePlan | None = None
+    """For a restore, what the object takes; None where it keeps its state."""
 
 
 class ExpandedTree:
@@ -184,41 +448,25 @@ class ExpandedTree:
         _, self.leaves = flatten(tree, rank=rank, namespace=namespace)
         self.found: dict[int, _StatefulLeaf] = {}
         for position, (below, leaf) in enumerate(self.leaves):
-            path = f"{above}/{below}" if above and below else above or below
+            path = _joined(above, below)
             if type(leaf) is FromRank:
                 state = _of_rank(leaf, path, rank, namespace, mappings=mappings, world=world)
-                self.found[position] = _StatefulLeaf(path, leaf, state, True)
+                self.found[position] = _StatefulLeaf(path, leaf, None, state)
             elif is_stateful(leaf):
-                state = leaf.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
-                _, inner = flatten(state, rank=rank, namespace=namespace)
-                arrays = (part for _, part in inner if hasattr(part, "shape") and hasattr(part, "dtype"))
-                has_arrays = not isinstance(leaf, LoadsSavedState) and any(True for _ in arrays)
-                self.found[position] = _StatefulLeaf(path, leaf, state, has_arrays)
+                live = leaf.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
+                state = object_states(live, path, (leaf,), rank=rank, namespace=namespace)
+                self.found[position] = _StatefulLeaf(path, leaf, live, state)
             elif mappings and _is_mapping(type(leaf)):
                 inside = ExpandedTree(dict(leaf), rank, namespace, mappings=True, above=path)  # pyright: ignore[reportArgumentType, reportCallIssue]
-                self.found[position] = _StatefulLeaf(path, leaf, inside.tree, True, inside)
-        self.tree = self._rebuilt(lambda found: found.state)
+                self.found[position] = _StatefulLeaf(path, leaf, None, inside.tree, inside)
+        self.tree = self._with_states()
 
-    def _rebuilt(self, of: Callable[[_StatefulLeaf], Any]) -> Any:
-        """Returns the tree with `of(object)` in place of each stateful object."""
-        leaves = (of(self.found[i]) if i in self.found else leaf for i, (_, leaf) in enumerate(self.leaves))
+    def _with_states(self) -> Any:
+        """Returns the tree with the state of each stateful object in its place."""
+        leaves = (self.found[i].state if i in self.found else leaf for i, (_, leaf) in enumerate(self.leaves))
         return replace_leaves(self.original, leaves, namespace=self.namespace)
 
-    def target(self) -> Any:
-        """Returns the tree to fill, without the states that hold no arrays, which are loaded as they were saved."""
-        for found in self.found.values():
-            if type(found.owner) is FromRank:
-                raise TreeError(
-                    found.path,
-                    expected="what can be filled in place",
-                    found="a FromRank, which marks what is saved",
-                    hint="Give its value, or use treeckpt.load",
-                )
-            if found.inside is not None:
-                found.state = found.inside.target()
-        return self._rebuilt(lambda found: found.state if found.has_arrays else ...)
-
-    def restore(self, load: Callable[[str], Any], fill: Callable[[Any], Any]) -> tuple[Any, int]:
+    def restore(self, load: LoadSaved, fill: Callable[[Any], Any]) -> tuple[Any, int]:
         """Loads everything, and passes each object its state.
 
         Args:
@@ -228,63 +476,74 @@ class ExpandedTree:
         Returns:
             the result of `fill`, and how many further leaves were loaded.
         """
-        self._load_states(load)
-        target = self.target()
+        target = self.target(load)
         report = fill(target)
         return report, self._take_back(target)
 
-    def _load_states(self, load: Callable[[str], Any]) -> None:
+    def target(self, load: LoadSaved) -> Any:
+        """Returns the tree to fill: for each object what it takes of its saved state; `...` where that has no arrays.
+
+        Raises:
+            MismatchError: an object cannot take what was saved; nothing is changed.
+        """
         for found in self.found.values():
+            if type(found.owner) is FromRank:
+                raise TreeError(
+                    found.path,
+                    expected="what can be filled in place",
+                    found="a FromRank, which marks what is saved",
+                    hint="Give its value, or use treeckpt.load",
+                )
             if found.inside is not None:
-                found.inside._load_states(load)
-            elif not found.has_arrays:
-                saved = self._saved_state(load, found)
-                if saved is _NOTHING:
-                    raise MismatchError(
-                        found.path,
-                        expected=f"the state of a {type(found.owner).__qualname__}",
-                        found="nothing in the checkpoint",
-                        hint="Leave it out with `...`",
-                    )
-                self._check_scaler(found, saved)
-                found.state = saved
-            elif is_of_torch(found.owner, _OPTIMIZER) and not self._has_moments(found.state):  # its lr is a tensor
-                self._saved_state(load, found)
+                found.state = found.inside.target(load)
+            else:
+                self._plan(found, load)
+        return self._with_states()
 
-    def _check_scaler(self, found: _StatefulLeaf, saved: Any) -> None:
-        """Compares whether a `GradScaler` was enabled and is; one that does not take its state up is logged.
-
-        Raises:
-            MismatchError: a disabled one was saved, which has no state for the one here.
-        """
-        if is_disabled_scaler(found.owner):
-            if saved and self.rank == 0:
-                what = "what was saved of a GradScaler was not restored: the one here has enabled=False"
-                _log.warning("%s: %s", found.path, what)
-        elif saved == {} and is_of_torch(found.owner, _SCALER):
+    def _plan(self, found: _StatefulLeaf, load: LoadSaved) -> None:
+        """Sets what an object takes, and what of that is to be filled."""
+        owner, whole = found.owner, isinstance(found.owner, LoadsSavedState)
+        path, rank, namespace = found.path, self.rank, self.namespace
+        if compares_arrays(owner) and not holds_stateful(found.live, namespace):
+            found.plan = StatePlan(path, owner, found.live, found.live, {}, rank, namespace)
+            found.state = found.live
+            return
+        saved = _node_at(load(index_path(path, rank), arrays=whole), path, rank, namespace)
+        if saved is _NOTHING:
+            if whole or not self._has_arrays(found.live):
+                raise MismatchError(
+                    path,
+                    expected=f"the state of a {type(owner).__qualname__}",
+                    found="nothing in the checkpoint",
+                    hint="Leave it out with `...`",
+                )
+            saved = found.state  # the error, or the report, of what is missing comes of the filling
+        elif is_of_torch(owner, _OPTIMIZER) and self._has_moments(saved) and not self._has_moments(found.live):
             raise MismatchError(
-                found.path,
-                expected="the state of a GradScaler with enabled=True",
-                found="that of one with enabled=False, which is empty",
-                hint="Leave it out with `...`, and the one here stays as it is",
-            )
-
-    def _saved_state(self, load: Callable[[str], Any], found: _StatefulLeaf) -> Any:
-        """Returns the saved state of an object, `_NOTHING` where there is none.
-
-        Raises:
-            MismatchError: it holds moments, of a fresh optimizer, whose devices its parameters determine.
-        """
-        tree = load(index_path(found.path, self.rank))
-        node = _node_at(tree, found.path, self.rank, self.namespace)
-        if is_of_torch(found.owner, _OPTIMIZER) and node is not _NOTHING and self._has_moments(node):
-            raise MismatchError(
-                found.path,
+                path,
                 expected="an optimizer that has state already, to fill in place",
                 found="a fresh one",
                 hint="Use treeckpt.training.restore, which makes the state where its parameters are",
             )
-        return node
+        elif saved == {} and is_of_torch(owner, _SCALER) and not is_disabled_scaler(owner):
+            raise MismatchError(
+                path,
+                expected="the state of a GradScaler with enabled=True",
+                found="that of one with enabled=False, which is empty",
+                hint="Leave it out with `...`, and the one here stays as it is",
+            )
+        plan = plan_state(path, owner, saved, live=found.live, rank=rank, namespace=namespace)
+        found.state = ...
+        if not whole and self._has_arrays(saved):
+            as_here = compares_arrays(owner) or is_optimizer(owner)
+            plan.fill_in_place(as_here=as_here and self._has_arrays(found.live))
+            found.state = plan.state
+        if all(leaf is not ... for _, leaf in flatten(plan.state, rank=rank, namespace=namespace)[1]):
+            found.plan = plan  # else a part of it is not selected, or damaged
+
+    def _has_arrays(self, state: Any) -> bool:
+        _, leaves = flatten(state, rank=self.rank, namespace=self.namespace)
+        return any(abstract_of(leaf, path, self.rank) is not None for path, leaf in leaves)
 
     def _has_moments(self, state: Any) -> bool:
         """Whether the state of an optimizer holds arrays beside those of its param groups."""
@@ -293,7 +552,7 @@ class ExpandedTree:
 
     def _take_back(self, target: Any) -> int:
         """Passes objects their states, and stores values of a filled tree in containers; returns the further leaves."""
-        whole = {id(found.state) for found in self.found.values() if found.has_arrays}
+        whole = {id(found.state) for found in self.found.values() if found.state is not ...}
         owners = {self.leaves[position][0]: found.owner for position, found in self.found.items()}
         _, leaves = flatten(target, rank=self.rank, namespace=self.namespace, whole=whole)
         filled = iter([owners.get(path, leaf) for path, leaf in leaves])
@@ -308,13 +567,13 @@ class ExpandedTree:
                 loaded += found.inside._take_back(found.state)
                 content: Any = found.inside.original
                 found.owner.update((key, value) for key, value in content.items() if found.owner[key] is not value)
-            elif found.has_arrays:
-                load_exact_state(found.path, found.owner, found.state)
-            else:
-                _, leaves = flatten(found.state, rank=self.rank, namespace=self.namespace)
-                if all(leaf is not ... for _, leaf in leaves):  # else a part of it could not be loaded
-                    load_exact_state(found.path, found.owner, found.state)
-                    loaded += len(leaves)
+            elif found.plan is not None:
+                if found.plan.state and self.rank == 0 and is_disabled_scaler(found.owner):
+                    what = "what was saved of a GradScaler was not restored: the one here has enabled=False"
+                    _log.warning("%s: %s", found.path, what)
+                found.plan.load()
+                if found.state is ...:
+                    loaded += len(flatten(found.plan.state, rank=self.rank, namespace=self.namespace)[1])
         return loaded
 
 
@@ -383,5 +642,6 @@ def is_of_torch(value: object, name: str) -> bool:
     return any(f"{k.__module__}.{k.__qualname__}" == name for k in type(value).__mro__)
 
 
+_MODULE = "torch.nn.modules.module.Module"
 _OPTIMIZER = "torch.optim.optimizer.Optimizer"
 _SCALER = "torch.amp.grad_scaler.GradScaler"

@@ -17,7 +17,7 @@ import msgspec
 
 from .. import api
 from ..arrays.registry import is_value
-from ..arrays.stateful import LoadsSavedState, is_optimizer
+from ..arrays.stateful import LoadsSavedState, is_optimizer, object_states, plan_state
 from ..core.format.records import Index
 from ..core.tree.flatten import PerRank, flatten
 from ..core.tree.globs import compile_globs
@@ -88,7 +88,10 @@ class RegisteredState:
         if self.objects:
             parts[OBJECTS] = self.objects
         if self.readers:
-            parts[READERS] = {name: PerRank(one.dump()) for name, one in self.readers.items()}
+            parts[READERS] = {
+                name: PerRank(object_states(one.dump(), f"{READERS}/{key_text(name)}"))
+                for name, one in self.readers.items()
+            }
         return {**_as_dict(tree), **parts}
 
     # restoring ---------------------------------------------------------------------------------------------------
@@ -161,7 +164,10 @@ class RegisteredState:
         """
         selection = _RegisteredSelection(checkpoint.index, options)
         options = selection.tree_options({OBJECTS: self.objects, READERS: self.readers})
-        states = self._states(checkpoint, selection, comm, options)
+        plans = {
+            name: plan_state(f"{READERS}/{key_text(name)}", self.readers[name], state)
+            for name, state in self._states(checkpoint, selection, comm, options).items()
+        }
         things = {name: self.objects[name] for name in selection.wanted(OBJECTS, self.objects)}
         resumed = _wrap_optimizers(things, checkpoint, selection, comm, options)
         target = {OBJECTS: resumed, READERS: ...} if things or selection.has_unregistered(OBJECTS, self.objects) else {}
@@ -171,8 +177,8 @@ class RegisteredState:
                 from ..training.resume import without_resumed_optimizers
 
                 update_in_place(things[name], without_resumed_optimizers(thing), is_value=is_value)
-        for name, state in states.items():
-            self.readers[name].load(state)
+        for plan in plans.values():
+            plan.load()
         return result
 
     def _fill_objects(

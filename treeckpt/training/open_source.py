@@ -28,7 +28,17 @@ from ..loading.transforms import Renaming, Transforms, as_rules, carried
 from ..loading.transforms.rules import Drop, Rule, placed_below
 from ..reports import LoadReport
 from ..trees.per_rank_state import Policy
-from .sources import CheckpointSource, OnReport, RestoreSource, TreeSource, children_of, fill_from, load_part, wanted_of
+from .sources import (
+    CheckpointSource,
+    OnReport,
+    RestoreSource,
+    TreeSource,
+    abstract_part,
+    children_of,
+    fill_from,
+    load_part,
+    wanted_of,
+)
 
 OWN = "/~rank*"
 OTHER_NAMES = (
@@ -134,6 +144,9 @@ class _OverlaySource:
 
     def part(self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = ()) -> Any:
         return load_part(self._bank, name, self.comm, self.options, on_report=on_report, select=select)
+
+    def abstract(self, name: str) -> Any:
+        return abstract_part(self._bank, name, self.comm, self.options)
 
     def world_of(self, name: str) -> int:
         provider = self._provider_of(name)

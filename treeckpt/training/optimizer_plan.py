@@ -15,7 +15,7 @@ import msgspec
 from torch import Tensor
 
 from ..arrays.plain_tensor import dtype_name
-from ..arrays.stateful import load_exact_state
+from ..arrays.stateful import object_states, plan_state
 from ..core.tree.flatten import flatten
 from ..core.tree.structure import DictNode, Structure, key_text
 from ..errors import MismatchError
@@ -174,6 +174,7 @@ class _Matcher:
                 del found[name]
                 if (at := f"{self.path}/values/{name}") not in self.differences.unexpected:
                     self.differences.unexpected.append(at)
+            plan_state(f"{self.path}/values", None, found, live=group.values)
             merged = {**group.values, **found}
             settings.update((member, merged) for member in group.members)
         plan = OptimizerPlan(self.prefix, live, of, values, self._form_of(live, of), keep)
@@ -195,6 +196,7 @@ class _Matcher:
         path = f"{self.path}/{STATE_DICT_KEY}"
         found = [((label,), self.forms[label]) for label in labels] or [(("",), standard_form(self.shared))]
         form = common_value(found, path)
+        plan_state(path, None, form, live=live.form)
         if not isinstance(form, dict) or not isinstance(live.form, dict | None):
             return form
         if live.form is None:
@@ -337,6 +339,9 @@ def _without(node: Structure, keys: Container[Any]) -> Structure:
 def apply_optimizers(plans: Sequence[OptimizerPlan]) -> list[str]:
     """Loads state and hyper-parameters into the optimizers; returns the paths that they did not take."""
     left: list[str] = []
+    for plan in plans:  # objects in groups take their states, and stay
+        pairs = zip(plan.values, plan.live.groups, strict=True)
+        plan.values = [plan_state("param_groups", None, new, live=group.values).loaded() for new, group in pairs]
     separate_tensors(
         [pair for plan in plans for pair in zip(plan.live.optimizer.param_groups, plan.values, strict=True)]
     )
@@ -352,7 +357,8 @@ def apply_optimizers(plans: Sequence[OptimizerPlan]) -> list[str]:
 def _not_taken(plan: OptimizerPlan) -> list[str]:
     """Returns the paths of the form that the optimizer's state dict lacks, or has with another value."""
     live = plan.live
-    here = dict(flatten(split(live.stateful.state_dict(), live.numbering).form)[1])
+    form = split(live.stateful.state_dict(), live.numbering).form
+    here = dict(flatten(object_states(form, "param_groups"))[1])
     given = [(path, leaf) for path, leaf in flatten(plan.form)[1] if f"/{BY_GROUP}/" not in path]
     return [path for path, leaf in given if path not in here or not is_same(leaf, here[path])]
 
@@ -392,7 +398,7 @@ def _load_state_dict(plan: OptimizerPlan) -> None:
 
     before = [dict(group) for group in live.stateful.param_groups]
     state = join(plan.form, live.numbering, own, grouped, live.form)
-    load_exact_state(key_path(("optimizer", *plan.prefix)), live.stateful, state)
+    plan_state(key_path(("optimizer", *plan.prefix)), live.stateful, state).load()
     for group, held in zip(live.stateful.param_groups, before, strict=True):
         for name, value in held.items():
             if isinstance(value, Tensor) and name in group:  # compiled code may hold it: it stays the same object

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..arrays.stateful import pass_state
+from ..arrays.stateful import plan_state
 from ..core.option_names import checks_options
 from ..core.tree.flatten import PerRank
 from ..core.tree.structure import PerRankNode, key_text
@@ -221,7 +221,8 @@ class _Restore:
             states = self.source.part("model", self.returned.append, select=[f"model/{key_path(e.key)}" for e in extra])
             for entry in extra:
                 state = functools.reduce(operator.getitem, entry.key, states)
-                self.last.append(functools.partial(entry.module.set_extra_state, state))
+                plan = plan_state(f"model/{key_path(entry.key)}", None, state, live=entry.value)
+                self.last.append(lambda entry=entry, plan=plan: entry.module.set_extra_state(plan.loaded()))
         self.missing = without_ties(self.missing, self.entries, self.wanted)
         self.wanted, left = resolve_ties(self.wanted, paths, self.source, strict=bool(self.options.strict))
         self.ignored += left
@@ -317,7 +318,7 @@ class _Restore:
                 state = from_groups(state, optimizer.groups, of, path=path)
             self.ignored += unused_entries(one, state, (self.source.url, path), warn=self.comm.rank == 0)
             self.schedules.append((path, one, state))
-            self.last.append(functools.partial(pass_state, path, one, state))
+            self.last.append(plan_state(path, one, state, live=one.state_dict()).load)
 
     def check_keys(self) -> None:
         """Checks that the targets and the source have the same leaves.

@@ -94,6 +94,10 @@ class RestoreSource(Protocol):
         """
         ...
 
+    def abstract(self, name: str) -> Any:
+        """Returns a part at the root with its values; arrays may be specs."""
+        ...
+
     def world_of(self, name: str) -> int:
         """Returns how many ranks saved a per-rank part at the root."""
         ...
@@ -221,6 +225,9 @@ class CheckpointSource:
     def part(self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = ()) -> Any:
         return load_part(self.checkpoint, name, self.comm, self.options, self.rules, on_report, select)
 
+    def abstract(self, name: str) -> Any:
+        return abstract_part(self.checkpoint, name, self.comm, self.options, self.rules)
+
     def world_of(self, name: str) -> int:
         return self.world
 
@@ -261,6 +268,11 @@ def load_part(
         transforms=rules,
         on_report=on_report,
     )[name]
+
+
+def abstract_part(source: Any, name: str, comm: Comm, options: LoadOptions, rules: Sequence[Rule] = ()) -> Any:
+    """Returns a part at the root of a checkpoint, or of a bank of several, see `RestoreSource.abstract`."""
+    return api.load_abstract(source, select=name, comm=comm, allow_pickle=options.allow_pickle, transforms=rules)[name]
 
 
 def fill_from(
@@ -333,6 +345,9 @@ class TreeSource:
     def part(self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = ()) -> Any:
         return self.tree[name]
 
+    def abstract(self, name: str) -> Any:
+        return self.tree[name]
+
     def world_of(self, name: str) -> int:
         return self.world
 
@@ -351,7 +366,7 @@ class TreeSource:
         found = expand_states(target, rank=self.comm.rank, mappings=True)
         if found is None:
             return self._fill(target)
-        filled, more = found.restore(lambda path: self.tree, self._fill)
+        filled, more = found.restore(lambda path, arrays: self.tree, self._fill)
         return msgspec.structs.replace(filled, loaded=filled.loaded + more)
 
     def _fill(self, target: Any) -> LoadReport:

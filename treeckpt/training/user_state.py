@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 from torch.utils.data import DataLoader
 
 from ..arrays.registry import abstract_of, is_value
-from ..arrays.stateful import expand_states, holds_stateful, is_disabled_scaler, is_stateful, pass_state
+from ..arrays.stateful import (
+    expand_states,
+    holds_stateful,
+    is_disabled_scaler,
+    is_stateful,
+    object_states,
+    plan_state,
+)
 from ..core.tree.flatten import flatten
 from ..core.tree.sequences import differing_sequences
 from ..core.tree.structure import index_path, key_text
@@ -32,7 +38,7 @@ def loader_actions(loader: Any, state: Any, path: str) -> Iterator[Callable[[], 
         MismatchError: nothing was saved for an object.
     """
     if is_stateful(loader):
-        yield partial(pass_state, path, loader, state)
+        yield plan_state(path, loader, state).load
         return
     pairs: Any = loader.items() if isinstance(loader, Mapping) else ()
     for key, one in enumerate(loader) if isinstance(loader, (list, tuple)) else pairs:
@@ -58,7 +64,7 @@ def loader_state(loader: Any) -> Any:
         MismatchError: it is an iterable without `state_dict` and `load_state_dict`.
     """
     check_loader(loader, allow_pickle=True)
-    return loader.state_dict() if is_stateful(loader) else loader
+    return object_states(loader.state_dict(), "loader", (loader,)) if is_stateful(loader) else loader
 
 
 def check_loader(loader: Any, rank: int = 0, *, allow_pickle: bool) -> None:
@@ -134,7 +140,9 @@ def compare_extra(extra: Any, source: RestoreSource, *, rank: int) -> tuple[list
     given = tuple(f"{path}/" for path, leaf in leaves if leaf is not ...)
     disabled = [path for path, leaf in leaves if is_disabled_scaler(leaf)]
     found = expand_states(tree, rank=rank, mappings=True)
-    tree = tree if found is None else found.target()
+    if found is not None:
+        saved = {"extra": source.abstract("extra")}
+        tree = found.target(lambda path, arrays: saved)
     _, leaves = flatten(tree, rank=rank)
     sequences = differing_sequences(
         tree,
