@@ -327,7 +327,7 @@ def plan_state(path: str, owner: Any, saved: Any, *, live: Any = ..., rank: int 
     inner: dict[str, StatePlan] = {}
     if there or holds_stateful(live, namespace):
         for below, one in flatten(live, rank=rank, namespace=namespace)[1]:
-            node = _node_at(saved, below, rank, namespace) if is_stateful(one) else None
+            node = node_at(saved, below, rank, namespace) if is_stateful(one) else None
             if isinstance(node, Mapping):
                 mine: Any = one
                 state = node if isinstance(node, ObjectState) else ObjectState.from_object(one, node)
@@ -345,7 +345,7 @@ def plan_state(path: str, owner: Any, saved: Any, *, live: Any = ..., rank: int 
                 hint="Make the object around it as it was when this was saved",
             )
     if inner:
-        found = {id(_node_at(saved, below, rank, namespace)): one.state for below, one in inner.items()}
+        found = {id(node_at(saved, below, rank, namespace)): one.state for below, one in inner.items()}
         _, leaves = flatten(saved, rank=rank, namespace=namespace, whole=found)
         states = iter([found.get(id(leaf), leaf) for _, leaf in leaves])
         saved = replace_leaves(saved, states, namespace=namespace, whole=found)
@@ -508,8 +508,8 @@ class ExpandedTree:
             found.plan = StatePlan(path, owner, found.live, found.live, {}, rank, namespace)
             found.state = found.live
             return
-        saved = _node_at(load(index_path(path, rank), arrays=whole), path, rank, namespace)
-        if saved is _NOTHING:
+        saved = node_at(load(index_path(path, rank), arrays=whole), path, rank, namespace)
+        if saved is NOTHING:
             if whole or not self._has_arrays(found.live):
                 raise MismatchError(
                     path,
@@ -620,19 +620,19 @@ def state_tree(
     return ExpandedTree(tree, rank, namespace, mappings=mappings, world=world).tree
 
 
-_NOTHING = object()
+NOTHING = object()
 """Stands for the state of an object that the checkpoint does not have."""
 
 
-def _node_at(tree: Any, path: str, rank: int, namespace: str) -> Any:
-    """Returns what a loaded tree has at a path; `_NOTHING` where it has nothing."""
+def node_at(tree: Any, path: str, rank: int, namespace: str = "") -> Any:
+    """Returns what a tree has at a path; `NOTHING` where it has nothing."""
     node, steps = tree, path.split("/") if path else []
     for step in steps:
         taken = flatten_one_level(node, "", namespace, rank)
         text = rank_key if type(node) is PerRank else key_text
         keys = [text(key) for key in taken.keys] if taken is not None else []  # pyright: ignore[reportArgumentType]
         if taken is None or step not in keys:
-            return _NOTHING
+            return NOTHING
         node = taken.children[keys.index(step)]
     return node
 

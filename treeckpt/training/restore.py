@@ -175,6 +175,8 @@ class _Restore:
         self.own = RankState(source, comm, targets.world_changed)
         self.loader: Any = None
         self.extra: Any = None
+        self.lengths: Mapping[str, tuple[int, int]] = {}
+        """Sequences in `extra` of other lengths: (items here, items saved)."""
         self.returned: list[LoadReport] = []
         """Of the loads of extra states of modules, and of an `extra` that comes back in the report."""
         self.rng_state: Any = None
@@ -263,10 +265,12 @@ class _Restore:
             self.last += loader_actions(loader, self.loader, "loader")
         if self.targets.fills_extra and self._has("extra", "extra=..."):
             self.extra = extra
-            missing, unexpected, own, unused = compare_extra(extra, self.source, rank=self.comm.rank)
-            self.ignored += unused
-            self.missing, self.unexpected = self.missing + missing, self.unexpected + unexpected
-            self.own.check("extra", own)
+            found = compare_extra(extra, self.source, rank=self.comm.rank)
+            self.ignored += found.unused
+            self.missing, self.unexpected = self.missing + found.missing, self.unexpected + found.unexpected
+            self.own.check("extra", found.own)
+            self.lengths = found.lengths
+            self.last += found.additions
         elif extra is None and "extra" in self.parts and not self.options.selects("extra"):
             self.ignored.append("extra")
         elif extra is None and "extra" in self.parts:
@@ -340,6 +344,7 @@ class _Restore:
                 here={f"model/{key_path(entry.key)}": getattr(entry.value, "shape", None) for entry in self.entries},
                 tied=tied_when_saved(self.missing, heads, self.source),
                 saved=self.source.leaves,
+                lengths=self.lengths,
             ),
         )
 
