@@ -25,7 +25,7 @@ from ..core.tree.object_state import MODULE_VERSIONS, ObjectState
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import index_path, key_text, rank_key
 from ..errors import LayoutError, MismatchError, TreeError
-from .registry import abstract_of, is_value, like_of
+from .registry import abstract_of, adapter_of, is_value, like_of
 
 _log = logging.getLogger("treeckpt")
 
@@ -230,15 +230,19 @@ class StatePlan(msgspec.Struct):
 
     def loaded(self) -> Any:
         """Loads the states of the objects in the state, and returns it with these objects in their places."""
+        for one in self.inner.values():
+            if one.state:  # else it is saved elsewhere
+                one.load()
+        return self.placed()
+
+    def placed(self) -> Any:
+        """Returns the state with the live objects in their places."""
         state = self.state
         if self.inner:
             owners = {id(one.state): one.owner for one in self.inner.values()}
             _, leaves = flatten(state, rank=self.rank, namespace=self.namespace, whole=owners)
             placed = iter([owners.get(id(leaf), leaf) for _, leaf in leaves])
             state = replace_leaves(state, placed, namespace=self.namespace, whole=owners)
-            for one in self.inner.values():
-                if one.state:  # else it is saved elsewhere
-                    one.load()
         return state.as_state_dict() if isinstance(state, ObjectState) else state
 
     def load(self) -> None:
@@ -289,7 +293,8 @@ class StatePlan(msgspec.Struct):
     def _array(self, path: str, saved: ArraySpec, own: Mapping[str, Any], arrays: Mapping[str, ArraySpec]) -> Any:
         """Returns the array to fill with a saved one."""
         here = arrays.get(path)
-        if here is not None and here.shape == saved.shape and getattr(own[path], "grad_fn", None) is None:
+        fits = here is not None and (here.shape == saved.shape or is_optimizer(self.owner))  # which compares no shapes
+        if fits and getattr(own[path], "grad_fn", None) is None:
             return own[path]
         if here is not None and here.regions is not None:
             raise MismatchError(
@@ -398,6 +403,10 @@ def _check_can_take(plan: StatePlan) -> None:
         )
 
 
+def _is_array(leaf: object) -> bool:
+    return isinstance(leaf, (ArraySpec, TableColumn)) or adapter_of(type(leaf)) is not None
+
+
 def compares_arrays(owner: Any) -> bool:
     """Whether an object takes only the arrays that it has: a module all of whose code for loading is that of torch."""
     return is_of_torch(owner, _MODULE) and not any(has_own_code_for_load(module) for module in owner.modules())
@@ -504,7 +513,7 @@ class ExpandedTree:
         """Sets what an object takes, and what of that is to be filled."""
         owner, whole = found.owner, isinstance(found.owner, LoadsSavedState)
         path, rank, namespace = found.path, self.rank, self.namespace
-        if compares_arrays(owner) and not holds_stateful(found.live, namespace):
+        if compares_arrays(owner) and all(map(_is_array, found.live.values())):  # the usual model needs no second look
             found.plan = StatePlan(path, owner, found.live, found.live, {}, rank, namespace)
             found.state = found.live
             return
@@ -518,11 +527,11 @@ class ExpandedTree:
                     hint="Leave it out with `...`",
                 )
             saved = found.state  # the error, or the report, of what is missing comes of the filling
-        elif is_of_torch(owner, _OPTIMIZER) and self._has_moments(saved) and not self._has_moments(found.live):
+        elif is_optimizer(owner) and (lacking := self._moments(saved) - self._moments(found.live)):
             raise MismatchError(
                 path,
                 expected="an optimizer that has state already, to fill in place",
-                found="a fresh one",
+                found=f"one without {min(lacking)}" if self._moments(found.live) else "a fresh one",
                 hint="Use treeckpt.training.restore, which makes the state where its parameters are",
             )
         elif saved == {} and is_of_torch(owner, _SCALER) and not is_disabled_scaler(owner):
@@ -535,20 +544,20 @@ class ExpandedTree:
         plan = plan_state(path, owner, saved, live=found.live, rank=rank, namespace=namespace)
         found.state = ...
         if not whole and self._has_arrays(saved):
-            as_here = compares_arrays(owner) or is_optimizer(owner)
-            plan.fill_in_place(as_here=as_here and self._has_arrays(found.live))
+            same = is_optimizer(owner) and self._moments(saved) == self._moments(found.live)
+            plan.fill_in_place(as_here=compares_arrays(owner) or same)
             found.state = plan.state
         if all(leaf is not ... for _, leaf in flatten(plan.state, rank=rank, namespace=namespace)[1]):
             found.plan = plan  # else a part of it is not selected, or damaged
 
     def _has_arrays(self, state: Any) -> bool:
-        _, leaves = flatten(state, rank=self.rank, namespace=self.namespace)
-        return any(abstract_of(leaf, path, self.rank) is not None for path, leaf in leaves)
+        return any(_is_array(leaf) for _, leaf in flatten(state, rank=self.rank, namespace=self.namespace)[1])
 
-    def _has_moments(self, state: Any) -> bool:
-        """Whether the state of an optimizer holds arrays beside those of its param groups."""
-        _, leaves = flatten(state, rank=self.rank, namespace=self.namespace)
-        return any(hasattr(leaf, "shape") and not path.startswith("param_groups/") for path, leaf in leaves)
+    def _moments(self, state: Any) -> set[str]:
+        """Returns the paths of the arrays in the state of an optimizer, beside those of its groups and of objects."""
+        objects = set(map(id, _inner_states(state, self.namespace).values()))
+        _, leaves = flatten(state, rank=self.rank, namespace=self.namespace, whole=objects)
+        return {path for path, leaf in leaves if _is_array(leaf) and not path.startswith("param_groups/")}
 
     def _take_back(self, target: Any) -> int:
         """Passes objects their states, and stores values of a filled tree in containers; returns the further leaves."""
@@ -568,7 +577,7 @@ class ExpandedTree:
                 content: Any = found.inside.original
                 found.owner.update((key, value) for key, value in content.items() if found.owner[key] is not value)
             elif found.plan is not None:
-                if found.plan.state and self.rank == 0 and is_disabled_scaler(found.owner):
+                if self.rank == 0 and is_disabled_scaler(found.owner) and found.plan.state:
                     what = "what was saved of a GradScaler was not restored: the one here has enabled=False"
                     _log.warning("%s: %s", found.path, what)
                 found.plan.load()

@@ -39,15 +39,14 @@ OBJECTS, READERS = "registered", "io"
 
 
 class _InputReader(msgspec.Struct, frozen=True):
-    """The methods of a reader that return and take its state, and the policy for a changed number of ranks."""
+    """A reader, as an object with `state_dict` and `load_state_dict`, and the policy for a changed number of ranks."""
 
-    dump: Callable[[], Any]
-    load: Callable[[Any], Any]
+    owner: Any
     changed: Policy
 
 
 class _FunctionValue(LoadsSavedState):
-    """A value that is read and set by functions."""
+    """A value that is read and set by functions, which pass it on as it is."""
 
     def __init__(self, get: Callable[[], Any], set: Callable[[Any], Any]) -> None:
         self._get, self._set = get, set
@@ -89,7 +88,7 @@ class RegisteredState:
             parts[OBJECTS] = self.objects
         if self.readers:
             parts[READERS] = {
-                name: PerRank(object_states(one.dump(), f"{READERS}/{key_text(name)}"))
+                name: PerRank(object_states(one.owner.state_dict(), f"{READERS}/{key_text(name)}", (one.owner,)))
                 for name, one in self.readers.items()
             }
         return {**_as_dict(tree), **parts}
@@ -165,7 +164,7 @@ class RegisteredState:
         selection = _RegisteredSelection(checkpoint.index, options)
         options = selection.tree_options({OBJECTS: self.objects, READERS: self.readers})
         plans = {
-            name: plan_state(f"{READERS}/{key_text(name)}", self.readers[name], state)
+            name: plan_state(f"{READERS}/{key_text(name)}", self.readers[name].owner, state)
             for name, state in self._states(checkpoint, selection, comm, options).items()
         }
         things = {name: self.objects[name] for name in selection.wanted(OBJECTS, self.objects)}
@@ -395,7 +394,8 @@ class RegistrationMixin:
         for dump, load in (("state_dict", "load_state_dict"), ("dump_io_state", "load_io_state")):
             methods: tuple[Any, Any] = getattr(reader, dump, None), getattr(reader, load, None)
             if all(map(callable, methods)):
-                readers[name] = _InputReader(*methods, policy_of(changed, name) or "error")
+                owner = reader if dump == "state_dict" else _FunctionValue(*methods)
+                readers[name] = _InputReader(owner, policy_of(changed, name) or "error")
                 return
         raise TreeError(
             f"{READERS}/{name}",
