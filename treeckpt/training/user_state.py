@@ -8,7 +8,6 @@ lists below its names may have grown: what was saved in them beside that which i
 from __future__ import annotations
 
 import collections
-import glob
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -212,10 +211,6 @@ def _grown_items(extra: Any, source: RestoreSource, rank: int) -> tuple[dict[str
     return grown, lengths
 
 
-def _glob_of(path: str) -> str:
-    return glob.escape(path).replace(glob.escape(_ANY_RANK), _ANY_RANK)
-
-
 def _additions(grown: Mapping[str, _Grown], source: RestoreSource, rank: int) -> Iterator[Callable[[], None]]:
     """Loads saved items, and yields functions that put them into the dicts and lists here.
 
@@ -224,7 +219,7 @@ def _additions(grown: Mapping[str, _Grown], source: RestoreSource, rank: int) ->
     """
     if not grown:
         return
-    select = [_glob_of(path) for path, one in grown.items() if leaves_below(path, one.structure)]
+    select = [path for path, one in grown.items() if leaves_below(path, one.structure)]
     saved = source.part("extra", select=select) if select else None
     for path, one in grown.items():
         if leaves_below(path, one.structure):
