@@ -296,7 +296,7 @@ class StatePlan(msgspec.Struct):
         fits = here is not None and (here.shape == saved.shape or is_optimizer(self.owner))  # which compares no shapes
         if fits and getattr(own[path], "grad_fn", None) is None:
             return own[path]
-        if here is not None and here.regions is not None:
+        if here is not None and here.regions is not None and here.shape != saved.shape:
             raise MismatchError(
                 _joined(self.path, path),
                 expected=f"shape {here.shape}, of a distributed array of the {type(self.owner).__qualname__} here",
@@ -304,7 +304,7 @@ class StatePlan(msgspec.Struct):
                 hint="Make the object with arrays of the saved shapes, or leave it out with `...`",
             )
         like = [at for at, spec in arrays.items() if spec.regions is not None and spec.shape == saved.shape]
-        like.sort(key=lambda at: at.rpartition("/")[2] != path.rpartition("/")[2])
+        like.sort(key=lambda at: (at != path, at.rpartition("/")[2] != path.rpartition("/")[2]))
         if like and (made := like_of(own[like[0]], path, self.rank, None)) is not None:
             return made.leaf
         near = here or next((spec for spec in arrays.values() if spec.kind == saved.kind), None)
@@ -328,7 +328,7 @@ def plan_state(path: str, owner: Any, saved: Any, *, live: Any = ..., rank: int 
     if owner is None and isinstance(saved, ObjectState):
         there = {"": saved}
     if live is ...:
-        live = owner.state_dict() if there else None
+        live = owner.state_dict() if there and owner is not None else None
     inner: dict[str, StatePlan] = {}
     if there or holds_stateful(live, namespace):
         for below, one in flatten(live, rank=rank, namespace=namespace)[1]:

@@ -202,8 +202,8 @@ def _grown_items(extra: Any, source: RestoreSource, rank: int) -> tuple[dict[str
         keyed = isinstance(node, (DictNode, OrderedDictNode, DefaultDictNode)) and type(here) in _DICTS
         if isinstance(here, (list, tuple, collections.deque)) and len(here) != len(there):
             lengths[path] = len(here), len(there)
-        fits = getattr(here, "maxlen", None) is None or len(there) <= here.maxlen
-        if (listed and fits) or (keyed and path != "extra"):
+        room: int | None = getattr(here, "maxlen", None)
+        if (listed and (room is None or len(there) <= room)) or (keyed and path != "extra"):
             new = {text: pair for text, pair in there.items() if text not in texts}
             grown.update((f"{path}/{text}", _Grown(here, *pair)) for text, pair in new.items())
 
