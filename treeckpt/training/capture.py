@@ -7,7 +7,7 @@ message is sent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Literal, TypedDict, get_args
 
 from ..arrays.dtensor import is_dtensor
@@ -92,9 +92,7 @@ def state(
     ]
     tree: dict[str, Any] = {"model": nested((one.key, _marked(one, buffers)) for one in kept)}
     if optimizers:
-        tree["optimizer"], tree["param_groups"] = trees_of(optimizers, left_out)
-        _refuse_objects(tree["optimizer"])
-        tree["param_groups"] = object_states(tree["param_groups"], "param_groups")
+        tree["optimizer"], tree["param_groups"] = _optimizer_trees(optimizers, left_out)
     if scheduler is not None:
         tree["scheduler"] = _scheduler_states(scheduler, optimizers)
     if loader is not None:
@@ -106,12 +104,13 @@ def state(
     return tree | {LEFT_OUT: left_out} if left_out else tree
 
 
-def _refuse_objects(moments: Any) -> None:
-    """Refuses objects in the state of parameters, as a fresh optimizer has none to load theirs into.
+def _optimizer_trees(optimizers: Sequence[NamedOptimizer], left_out: Container[str]) -> tuple[Any, Any]:
+    """Returns (state, groups) of all optimizers, with the states of objects among the groups.
 
     Raises:
-        TreeError: naming one.
+        TreeError: an object in the state of a parameter: a fresh optimizer has none to load its state into.
     """
+    moments, groups = trees_of(optimizers, left_out)
     for path, leaf in flatten({"optimizer": moments})[1] if holds_stateful(moments) else ():
         if is_stateful(leaf):
             raise TreeError(
@@ -120,6 +119,7 @@ def _refuse_objects(moments: Any) -> None:
                 found=f"a {type(leaf).__qualname__}",
                 hint="Keep it in an attribute of the optimizer, and in its state_dict() beside state and param_groups",
             )
+    return moments, object_states(groups, "param_groups")
 
 
 def check_objects(model: Modules, optimizer: Optimizers | None, options: Mapping[str, Any]) -> None:
