@@ -13,7 +13,7 @@ import collections
 import logging
 from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -24,8 +24,10 @@ from ..core.tree.keyed_table import TableColumn
 from ..core.tree.object_state import MODULE_VERSIONS, ObjectState
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import index_path, key_text, rank_key
+from ..core.tree.tensor_parts import TensorParts
 from ..errors import LayoutError, MismatchError, TreeError
-from .registry import abstract_of, adapter_of, is_value, like_of
+from .base import PartsNeeded
+from .registry import abstract_of, adapter_of, any_in_parts, is_value, like_of, parts_adapter, take_apart
 
 _log = logging.getLogger("treeckpt")
 
@@ -41,10 +43,18 @@ def _is_mapping(kind: type) -> bool:
     return issubclass(kind, MutableMapping) and kind is not collections.Counter
 
 
-def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False) -> bool:
-    """Returns whether a tree holds a stateful object, or `FromRank`; cheap for trees without, which most are."""
+def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False, layouts: bool = True) -> bool:
+    """Returns whether a tree holds a stateful object, a tensor made of others, or `FromRank`.
+
+    It is cheap for trees without, which most are.
+
+    Args:
+        layouts: looks at the layout of each plain tensor, which takes 0.2 microseconds. Without it sparse and nested
+            tensors are not found: their adapter raises `PartsNeeded` where it meets one.
+    """
     met: dict[int, Any] = {}
     waiting: list[Any] = [tree]
+    nodes: list[Any] = [tree]
     while waiting:
         node = waiting.pop()
         kind = type(node)
@@ -62,12 +72,19 @@ def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False) ->
             if taken is None:
                 if kind is FromRank or is_stateful_type(kind) or (mappings and _is_mapping(kind)):
                     return True
+                if any_in_parts((node,)):
+                    return True
                 continue
             children = taken.children
         if id(node) not in met:
             met[id(node)] = node
+            if layouts:
+                nodes.extend(children)
             waiting += [child for child in children if not is_leaf_type(type(child))]
-    return False
+    return layouts and any_in_parts(nodes)
+
+
+_T = TypeVar("_T")
 
 
 class LoadSaved(Protocol):
@@ -83,9 +100,18 @@ class LoadsSavedState:
 
 
 def is_optimizer(value: object) -> bool:
-    """Returns whether an object has the attributes of an optimizer; some wrappers derive from no class of torch."""
-    names = "param_groups", "state_dict", "load_state_dict"
-    return not isinstance(value, type) and all(hasattr(value, name) for name in names)
+    """Returns whether an object has the attributes of an optimizer; some wrappers derive from no class of torch.
+
+    One that acts as an optimizer and has one in an attribute need not have groups itself.
+    """
+    methods = "state_dict", "load_state_dict"
+    if isinstance(value, type) or not all(hasattr(value, name) for name in methods):
+        return False
+    if hasattr(value, "param_groups"):
+        return True
+    acts = hasattr(value, "step") and hasattr(value, "zero_grad") and not hasattr(value, "named_parameters")
+    inner = getattr(value, "__dict__", {}).values() if acts else ()
+    return any(hasattr(one, "param_groups") and hasattr(one, "state_dict") for one in inner)
 
 
 def pass_state(path: str, owner: Any, state: Any) -> None:
@@ -132,7 +158,7 @@ def _optimizers_in(owner: object) -> list[Any]:
         if is_optimizer(one) and all(one is not other for other in found):
             found.append(one)
             waiting += getattr(one, "__dict__", {}).values()
-    return found
+    return [one for one in found if hasattr(one, "param_groups")]
 
 
 def _states_in(state: Any) -> Iterator[Mapping[str, Any]]:
@@ -190,6 +216,8 @@ def object_states(
         _, leaves = flatten(state, rank=rank, namespace=namespace)
     except TreeError:
         return state  # the save raises the error with the whole path
+    if not any(is_stateful(leaf) for _, leaf in leaves):
+        return state
     made: list[Any] = []
     for below, leaf in leaves:
         if is_stateful(leaf):
@@ -249,6 +277,15 @@ class StatePlan(msgspec.Struct):
         """Passes the owner the state."""
         load_exact_state(self.path, self.owner, self.loaded())
 
+    def has_tensors_of(self) -> bool:
+        """Whether each saved tensor that is made of others has one here that is filled in place."""
+        return all(
+            (parts := take_apart(leaf := node_at(self.live, path, self.rank, self.namespace), path)) is not None
+            and (parts.node.cls, parts.node.shape) == (saved.node.cls, saved.node.shape)
+            and parts_adapter().fills_in_place(leaf)
+            for path, saved in _nodes_of(TensorParts, self.state, self.namespace).items()
+        )
+
     def fill_in_place(self, *, as_here: bool) -> None:
         """Puts the owner's arrays in the place of saved ones, to be filled, and new arrays where it has none.
 
@@ -272,11 +309,14 @@ class StatePlan(msgspec.Struct):
             parts = (self.inner[path].state if path in self.inner else leaf for path, leaf in own.items())
             self.state = replace_leaves(self.live, parts, namespace=self.namespace) if self.inner else self.live
             return
-        arrays = {path: spec for path, leaf in own.items() if (spec := abstract_of(leaf, path, self.rank)) is not None}
-        _, leaves = flatten(self.state, rank=self.rank, namespace=self.namespace, whole=inner)
+        arrays = _specs_of(own, self.rank)
+        taken = _nodes_of(TensorParts, self.state, self.namespace)
+        tensors = {id(one): own[path] for path, one in taken.items() if path in own}
+        known = {key: one.state for key, one in inner.items()} | tensors
+        _, leaves = flatten(self.state, rank=self.rank, namespace=self.namespace, whole=known)
         new = [
-            inner[id(leaf)].state
-            if id(leaf) in inner
+            known[id(leaf)]
+            if id(leaf) in known
             else own.get(path, leaf)
             if leaf is ...
             else leaf
@@ -284,7 +324,7 @@ class StatePlan(msgspec.Struct):
             else self._array(path, spec, own, arrays)
             for path, leaf in leaves
         ]
-        made: Any = replace_leaves(self.state, iter(new), namespace=self.namespace, whole=inner)
+        made: Any = replace_leaves(self.state, iter(new), namespace=self.namespace, whole=known)
         versions = getattr(self.state, MODULE_VERSIONS, getattr(self.live, MODULE_VERSIONS, None))
         if versions is not None and type(made) is collections.OrderedDict:
             setattr(made, MODULE_VERSIONS, versions)
@@ -324,7 +364,7 @@ def plan_state(path: str, owner: Any, saved: Any, *, live: Any = ..., rank: int 
     Raises:
         MismatchError: there is no object here for a saved state, or one that cannot take it.
     """
-    there = _inner_states(saved, namespace)
+    there = _nodes_of(ObjectState, saved, namespace)
     if owner is None and isinstance(saved, ObjectState):
         there = {"": saved}
     if live is ...:
@@ -357,13 +397,13 @@ def plan_state(path: str, owner: Any, saved: Any, *, live: Any = ..., rank: int 
     return StatePlan(path, owner, live, saved, inner, rank, namespace)
 
 
-def _inner_states(state: Any, namespace: str) -> dict[str, ObjectState]:
-    """Returns the states of objects in a state by path, without those in others; the state itself is none."""
-    found: dict[str, ObjectState] = {}
+def _nodes_of(kind: type[_T], state: Any, namespace: str) -> dict[str, _T]:
+    """Returns the containers of a class in a state by path, without those in others; the state itself is none."""
+    found: dict[str, _T] = {}
     waiting: list[tuple[str, Any]] = [("", state)]
     while waiting:
         path, node = waiting.pop()
-        if isinstance(node, ObjectState) and path:
+        if isinstance(node, kind) and path:
             found[path] = node
             continue
         taken = None if is_leaf_type(type(node)) else flatten_one_level(node, path, namespace, 0)
@@ -381,7 +421,7 @@ def _check_can_take(plan: StatePlan) -> None:
         MismatchError: a module of other arrays, or a fresh optimizer of distributed parameters.
     """
     saved, here = (
-        {path: spec.shape for path, leaf in leaves if (spec := abstract_of(leaf, path, plan.rank)) is not None}
+        {path: spec.shape for path, spec in _specs_of(dict(leaves), plan.rank).items()}
         for leaves in (flatten(one, rank=plan.rank, namespace=plan.namespace)[1] for one in (plan.state, plan.live))
     )
     if not saved or saved == here:
@@ -393,7 +433,7 @@ def _check_can_take(plan: StatePlan) -> None:
             found=f"{saved[path]} in the checkpoint" if path in saved else "nothing in the checkpoint",
             hint="Make the object as it was when this was saved",
         )
-    groups: Any = plan.owner.param_groups if is_optimizer(plan.owner) else ()
+    groups: Any = getattr(plan.owner, "param_groups", ()) if is_optimizer(plan.owner) else ()
     if any(hasattr(parameter, "placements") for group in groups for parameter in group["params"]):
         raise MismatchError(
             plan.path,
@@ -401,6 +441,12 @@ def _check_can_take(plan: StatePlan) -> None:
             found="one without the state that was saved",
             hint="Give it to treeckpt.training.state and restore as optimizer=",
         )
+
+
+def _specs_of(leaves: Mapping[str, Any], rank: int) -> dict[str, ArraySpec]:
+    """Returns the specs of the arrays among leaves, but of those that are made of others."""
+    plain = {path: leaf for path, leaf in leaves.items() if not any_in_parts((leaf,))}
+    return {path: spec for path, leaf in plain.items() if (spec := abstract_of(leaf, path, rank)) is not None}
 
 
 def _is_array(leaf: object) -> bool:
@@ -429,9 +475,11 @@ class _StatefulLeaf(msgspec.Struct):
     state: Any
     """What stands in the tree: for a save the present state, for a restore what is filled, `...` for nothing."""
     inside: ExpandedTree | None = None
-    """The content of a mapping, which may hold stateful objects itself."""
+    """The content of a mapping, or of what is filled, that holds stateful objects or tensors in parts itself."""
     plan: StatePlan | None = None
     """For a restore, what the object takes; None where it keeps its state."""
+    content: Any = ...
+    """For a restore, of a tensor that is made of others and not filled in place, the saved tensor."""
 
 
 class ExpandedTree:
@@ -441,6 +489,7 @@ class ExpandedTree:
         mappings: objects that are mappings, and no containers, are replaced too, to be filled key by key.
         above: the path of the tree.
         world: of the ranks that save, where `FromRank` leaves what other ranks give; None takes it for its value.
+        layouts: as for `holds_stateful`.
     """
 
     def __init__(
@@ -452,10 +501,12 @@ class ExpandedTree:
         mappings: bool = False,
         above: str = "",
         world: int | None = None,
+        layouts: bool = True,
     ) -> None:
         self.original, self.rank, self.namespace = tree, rank, namespace
         _, self.leaves = flatten(tree, rank=rank, namespace=namespace)
         self.found: dict[int, _StatefulLeaf] = {}
+        tensors: dict[int, Any] = {}
         for position, (below, leaf) in enumerate(self.leaves):
             path = _joined(above, below)
             if type(leaf) is FromRank:
@@ -464,9 +515,13 @@ class ExpandedTree:
             elif is_stateful(leaf):
                 live = leaf.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
                 state = object_states(live, path, (leaf,), rank=rank, namespace=namespace)
-                self.found[position] = _StatefulLeaf(path, leaf, live, state)
+                parts = expand_states(state, rank=rank, namespace=namespace, above=path, layouts=layouts)
+                self.found[position] = _StatefulLeaf(path, leaf, live, state if parts is None else parts.tree)
+            elif (parts := tensors.get(id(leaf)) or take_apart(leaf, path)) is not None:
+                tensors[id(leaf)] = parts
+                self.found[position] = _StatefulLeaf(path, leaf, None, parts)
             elif mappings and _is_mapping(type(leaf)):
-                inside = ExpandedTree(dict(leaf), rank, namespace, mappings=True, above=path)  # pyright: ignore[reportArgumentType, reportCallIssue]
+                inside = ExpandedTree(dict(leaf), rank, namespace, mappings=True, above=path, layouts=layouts)  # pyright: ignore[reportArgumentType, reportCallIssue]
                 self.found[position] = _StatefulLeaf(path, leaf, None, inside.tree, inside)
         self.tree = self._with_states()
 
@@ -505,33 +560,53 @@ class ExpandedTree:
                 )
             if found.inside is not None:
                 found.state = found.inside.target(load)
+            elif type(found.state) is TensorParts:
+                self._plan_tensor(found, load)
             else:
                 self._plan(found, load)
         return self._with_states()
+
+    def _saved(self, found: _StatefulLeaf, load: LoadSaved, *, arrays: bool) -> Any:
+        return node_at(load(index_path(found.path, self.rank), arrays=arrays), found.path, self.rank, self.namespace)
+
+    def _plan_tensor(self, found: _StatefulLeaf, load: LoadSaved) -> None:
+        """Loads the content of a tensor that is made of others, if these may be of other sizes than the saved ones."""
+        if parts_adapter().fills_in_place(found.owner):
+            return
+        found.state, saved = ..., self._saved(found, load, arrays=True)
+        if saved is NOTHING:
+            raise self._nothing(found)
+        if type(saved) is TensorParts:  # of a tree in memory
+            saved = parts_adapter().build(saved, found.path)
+        if not _is_left_out(saved):
+            parts_adapter().check_content(found.owner, saved, found.path)
+            found.content = saved
+
+    def _nothing(self, found: _StatefulLeaf) -> MismatchError:
+        return MismatchError(
+            found.path,
+            expected=f"the state of a {type(found.owner).__qualname__}",
+            found="nothing in the checkpoint",
+            hint="Leave it out with `...`",
+        )
 
     def _plan(self, found: _StatefulLeaf, load: LoadSaved) -> None:
         """Sets what an object takes, and what of that is to be filled."""
         owner, whole = found.owner, isinstance(found.owner, LoadsSavedState)
         path, rank, namespace = found.path, self.rank, self.namespace
         if compares_arrays(owner) and all(map(_is_array, found.live.values())):  # the usual model needs no second look
-            found.plan = StatePlan(path, owner, found.live, found.live, {}, rank, namespace)
-            found.state = found.live
+            self._fill_state(found, StatePlan(path, owner, found.live, found.live, {}, rank, namespace), load)
             return
-        saved = node_at(load(index_path(path, rank), arrays=whole), path, rank, namespace)
+        saved, here = self._saved(found, load, arrays=whole), self._moments(found.state)
         if saved is NOTHING:
             if whole or not self._has_arrays(found.live):
-                raise MismatchError(
-                    path,
-                    expected=f"the state of a {type(owner).__qualname__}",
-                    found="nothing in the checkpoint",
-                    hint="Leave it out with `...`",
-                )
+                raise self._nothing(found)
             saved = found.state  # the error, or the report, of what is missing comes of the filling
-        elif is_optimizer(owner) and (lacking := self._moments(saved) - self._moments(found.live)):
+        elif is_optimizer(owner) and (lacking := self._moments(saved) - here):
             raise MismatchError(
                 path,
                 expected="an optimizer that has state already, to fill in place",
-                found=f"one without {min(lacking)}" if self._moments(found.live) else "a fresh one",
+                found=f"one without {min(lacking)}" if here else "a fresh one",
                 hint="Use treeckpt.training.restore, which makes the state where its parameters are",
             )
         elif saved == {} and is_of_torch(owner, _SCALER) and not is_disabled_scaler(owner):
@@ -541,21 +616,35 @@ class ExpandedTree:
                 found="that of one with enabled=False, which is empty",
                 hint="Leave it out with `...`, and the one here stays as it is",
             )
+        as_here = compares_arrays(owner) or (is_optimizer(owner) and self._moments(saved) == here)
         plan = plan_state(path, owner, saved, live=found.live, rank=rank, namespace=namespace)
+        if not as_here and not plan.has_tensors_of():  # sparse tensors, for one, have other sizes
+            whole, saved = True, self._saved(found, load, arrays=True)
+            leaves = (leaf for _, leaf in flatten(saved, rank=rank, namespace=namespace)[1])
+            saved = replace_leaves(saved, leaves, namespace=namespace)  # makes those of a tree in memory
+            plan = plan_state(path, owner, saved, live=found.live, rank=rank, namespace=namespace)
         found.state = ...
         if not whole and self._has_arrays(saved):
-            same = is_optimizer(owner) and self._moments(saved) == self._moments(found.live)
-            plan.fill_in_place(as_here=compares_arrays(owner) or same)
-            found.state = plan.state
-        if all(leaf is not ... for _, leaf in flatten(plan.state, rank=rank, namespace=namespace)[1]):
+            plan.fill_in_place(as_here=as_here)
+            self._fill_state(found, plan, load)
+        elif all(leaf is not ... for _, leaf in flatten(plan.state, rank=rank, namespace=namespace)[1]):
             found.plan = plan  # else a part of it is not selected, or damaged
+
+    def _fill_state(self, found: _StatefulLeaf, plan: StatePlan, load: LoadSaved) -> None:
+        """Has a state filled, with the tensors in it that are made of others."""
+        found.state = plan.state
+        found.inside = expand_states(plan.state, rank=self.rank, namespace=self.namespace, above=found.path)
+        if found.inside is not None:
+            found.state = found.inside.target(load)
+        if all(leaf is not ... for _, leaf in flatten(plan.state, rank=self.rank, namespace=self.namespace)[1]):
+            found.plan = plan
 
     def _has_arrays(self, state: Any) -> bool:
         return any(_is_array(leaf) for _, leaf in flatten(state, rank=self.rank, namespace=self.namespace)[1])
 
     def _moments(self, state: Any) -> set[str]:
         """Returns the paths of the arrays in the state of an optimizer, beside those of its groups and of objects."""
-        objects = set(map(id, _inner_states(state, self.namespace).values()))
+        objects = set(map(id, _nodes_of(ObjectState, state, self.namespace).values()))
         _, leaves = flatten(state, rank=self.rank, namespace=self.namespace, whole=objects)
         return {path for path, leaf in leaves if _is_array(leaf) and not path.startswith("param_groups/")}
 
@@ -574,6 +663,7 @@ class ExpandedTree:
         for found in self.found.values():
             if found.inside is not None:
                 loaded += found.inside._take_back(found.state)
+            if found.inside is not None and not is_stateful(found.owner):
                 content: Any = found.inside.original
                 found.owner.update((key, value) for key, value in content.items() if found.owner[key] is not value)
             elif found.plan is not None:
@@ -583,6 +673,9 @@ class ExpandedTree:
                 found.plan.load()
                 if found.state is ...:
                     loaded += len(flatten(found.plan.state, rank=self.rank, namespace=self.namespace)[1])
+            elif found.content is not ...:
+                parts_adapter().set_content(found.owner, found.content)
+                loaded += 1
         return loaded
 
 
@@ -609,24 +702,58 @@ def _of_rank(mark: FromRank, path: str, rank: int, namespace: str, *, mappings: 
     return state
 
 
-def expand_states(tree: object, *, rank: int = 0, namespace: str = "", mappings: bool = False) -> ExpandedTree | None:
+def _is_left_out(content: Any) -> bool:
+    """Whether a saved tensor, or a part of it, was not loaded."""
+    return content is ... or (isinstance(content, dict) and ... in content.values())
+
+
+def expand_states(
+    tree: object,
+    *,
+    rank: int = 0,
+    namespace: str = "",
+    mappings: bool = False,
+    above: str = "",
+    layouts: bool = True,
+) -> ExpandedTree | None:
     """Returns the tree with stateful objects replaced by their states; None for a tree without such objects."""
-    if not holds_stateful(tree, namespace, mappings=mappings):
+    if not holds_stateful(tree, namespace, mappings=mappings, layouts=layouts):
         return None
-    return ExpandedTree(tree, rank, namespace, mappings=mappings)
+    return ExpandedTree(tree, rank, namespace, mappings=mappings, above=above, layouts=layouts)
 
 
 def state_tree(
-    tree: Any, *, rank: int = 0, namespace: str = "", mappings: bool = False, world: int | None = None
+    tree: Any,
+    *,
+    rank: int = 0,
+    namespace: str = "",
+    mappings: bool = False,
+    world: int | None = None,
+    layouts: bool = True,
 ) -> Any:
     """Returns the tree with stateful objects replaced by their states; the tree itself where it holds none.
 
     Args:
-        world: as for `ExpandedTree`.
+        world, layouts: as for `ExpandedTree`.
     """
-    if not holds_stateful(tree, namespace, mappings=mappings):
+    if not holds_stateful(tree, namespace, mappings=mappings, layouts=layouts):
         return tree
-    return ExpandedTree(tree, rank, namespace, mappings=mappings, world=world).tree
+    return ExpandedTree(tree, rank, namespace, mappings=mappings, world=world, layouts=layouts).tree
+
+
+def in_parts_if_needed(act: Callable[[bool], Any], *, always: bool = False) -> Any:
+    """Returns what an action returns that expands a tree, with `layouts` False, and again with True if it needs that.
+
+    Args:
+        act: changes nothing before all leaves of the tree are described.
+        always: calls it with True at once.
+    """
+    if always:
+        return act(True)
+    try:
+        return act(False)
+    except PartsNeeded:
+        return act(True)
 
 
 NOTHING = object()

@@ -250,7 +250,7 @@ def compare_extra(extra: Any, source: RestoreSource, *, rank: int) -> ExtraDiffe
     found = expand_states(tree, rank=rank, mappings=True)
     if found is not None:
         saved = {"extra": source.abstract("extra")}
-        tree = found.target(lambda path, arrays: saved)
+        tree = found.target(lambda path, arrays: {"extra": source.part("extra", select=[path])} if arrays else saved)
     _, leaves = flatten(tree, rank=rank)
     sequences = differing_sequences(
         tree,
