@@ -872,3 +872,38 @@ def float8_weights_of_a_hub_are_scaled_into_shards(here: Rank) -> None:
         assert model.weight.is_meta
         restore(transforms=rule, read=read)
         assert torch.equal(model.weight.full_tensor(), (weight.float() * each).bfloat16())
+
+
+class _Average:
+    """An average that sets weights aside for an evaluation, and takes back whatever arrays were saved."""
+
+    def __init__(self, model: nn.Module, value: float, *, stored: bool) -> None:
+        self.shadow = [parameter.detach().clone().fill_(value) for parameter in model.parameters()]
+        self.stored = [parameter.detach() * 1.0 for parameter in model.parameters()] if stored else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+@case("two train")
+def arrays_that_an_object_lacks_here_get_the_layout_of_its_others(here: Rank) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    fully_shard(model, mesh=mesh_of(2))
+    saved = _Average(model, 3.0, stored=True)
+    path = here.directory / "stored"
+    tc.save(path, {"average": saved})
+    for stored in (False, True):
+        found = _Average(model, 0.0, stored=stored)
+        tc.load_into(path, {"average": found})
+        for mine, other in zip(
+            [*found.shadow, *(found.stored or ())], [*saved.shadow, *(saved.stored or ())], strict=True
+        ):
+            assert isinstance(mine, DTensor) and mine.placements == other.placements
+            assert bits(mine.to_local()) == bits(other.to_local())
+    without = here.directory / "without"
+    tc.save(without, {"average": _Average(model, 5.0, stored=False)})
+    tc.load_into(without, {"average": saved})
+    assert saved.stored is None and all(bool((one.to_local() == 5.0).all()) for one in saved.shadow)

@@ -1,28 +1,33 @@
 """Stateful objects anywhere in a tree: objects with `state_dict` and `load_state_dict`.
 
-To save, such an object is replaced by the result of its `state_dict()`. To restore, the arrays of that state are filled
-in place, as those of the tree are, and the state is then passed to `load_state_dict`. An object whose state holds no
-arrays may have grown (a data loader's queue): its state is loaded as it was saved, and the object checks it.
+To save, such an object is replaced by the result of its `state_dict()`, in which further objects are replaced likewise
+(`ObjectState`). To restore, the saved state is passed to `load_state_dict`: it may hold other values, and arrays of
+another number or size, than the object has (a data loader's queue, a replay buffer), and the object checks it. Arrays
+that the object has in the saved shape are filled in place; others are new. The states of objects in it are loaded into
+the live ones, which stand in their places. The arrays of modules and optimizers are compared as those of the tree are.
 """
 
 from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from ..core.tree.containers import AbsentSubtree, FromRank, flatten_one_level, is_leaf_type, is_stateful_type
 from ..core.tree.flatten import PerRank, flatten, replace_leaves
 from ..core.tree.in_place import update_in_place
+from ..core.tree.keyed_table import TableColumn
+from ..core.tree.object_state import MODULE_VERSIONS, ObjectState
+from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import index_path, key_text, rank_key
 from ..core.tree.tensor_parts import TensorParts
 from ..errors import LayoutError, MismatchError, TreeError
 from .base import PartsNeeded
-from .registry import any_in_parts, is_value, parts_adapter, take_apart
+from .registry import abstract_of, adapter_of, any_in_parts, is_value, like_of, parts_adapter, take_apart
 
 _log = logging.getLogger("treeckpt")
 
@@ -77,6 +82,17 @@ def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False, la
                 nodes.extend(children)
             waiting += [child for child in children if not is_leaf_type(type(child))]
     return layouts and any_in_parts(nodes)
+
+
+_T = TypeVar("_T")
+
+
+class LoadSaved(Protocol):
+    """Returns a tree as it was saved, with the leaves below a path; others are `...`."""
+
+    def __call__(self, path: str, *, arrays: bool) -> Any:
+        """Arrays may be specs, unless `arrays`."""
+        ...
 
 
 class LoadsSavedState:
@@ -173,17 +189,297 @@ def _uncast(loaded: Any, given: Any) -> Any:
     return loaded
 
 
+# the state of one object ----------------------------------------------------------------------------------------------
+
+
+def object_states(
+    state: Any,
+    path: str,
+    owners: tuple[Any, ...] = (),
+    *,
+    apart: Container[int] = (),
+    rank: int = 0,
+    namespace: str = "",
+) -> Any:
+    """Returns a state with the state of each object in it in the object's place, as an `ObjectState`.
+
+    Args:
+        owners: the object that it is of, after those in whose state that one stands.
+        apart: the ids of objects that are saved elsewhere; their states are empty here.
+
+    Raises:
+        TreeError: an object in its own state, or one whose state is no mapping.
+    """
+    if not holds_stateful(state, namespace):
+        return state
+    try:
+        _, leaves = flatten(state, rank=rank, namespace=namespace)
+    except TreeError:
+        return state  # the save raises the error with the whole path
+    if not any(is_stateful(leaf) for _, leaf in leaves):
+        return state
+    made: list[Any] = []
+    for below, leaf in leaves:
+        if is_stateful(leaf):
+            at, around, inner = _joined(path, below), (*owners, leaf), None
+            if all(leaf is not owner for owner in owners):
+                inner = {} if id(leaf) in apart else leaf.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
+            if not isinstance(inner, Mapping):
+                what = "that stands in its own state" if inner is None else f"that returns a {type(inner).__qualname__}"
+                raise TreeError(
+                    at,
+                    expected="an object whose state_dict() returns a dict",
+                    found=f"a {type(leaf).__qualname__} {what}",
+                    hint="Leave it out of the state of the object around it, and save it beside that",
+                )
+            inner = object_states(inner, at, around, apart=apart, rank=rank, namespace=namespace)
+            leaf = ObjectState.from_object(leaf, inner)
+        made.append(leaf)
+    return replace_leaves(state, iter(made), namespace=namespace)
+
+
+def _joined(path: str, below: str) -> str:
+    return f"{path}/{below}" if path and below else path or below
+
+
+class StatePlan(msgspec.Struct):
+    """A saved state, and the live objects that take the parts of it that are states of objects."""
+
+    path: str
+    owner: Any
+    live: Any
+    """The present state of the owner, with the live objects."""
+    state: Any
+    """What the owner takes, with the states of the objects in their places."""
+    inner: dict[str, StatePlan]
+    """By the paths of the objects in the state."""
+    rank: int = 0
+    namespace: str = ""
+
+    def loaded(self) -> Any:
+        """Loads the states of the objects in the state, and returns it with these objects in their places."""
+        for one in self.inner.values():
+            if one.state:  # else it is saved elsewhere
+                one.load()
+        return self.placed()
+
+    def placed(self) -> Any:
+        """Returns the state with the live objects in their places."""
+        state = self.state
+        if self.inner:
+            owners = {id(one.state): one.owner for one in self.inner.values()}
+            _, leaves = flatten(state, rank=self.rank, namespace=self.namespace, whole=owners)
+            placed = iter([owners.get(id(leaf), leaf) for _, leaf in leaves])
+            state = replace_leaves(state, placed, namespace=self.namespace, whole=owners)
+        return state.as_state_dict() if isinstance(state, ObjectState) else state
+
+    def load(self) -> None:
+        """Passes the owner the state."""
+        load_exact_state(self.path, self.owner, self.loaded())
+
+    def has_tensors_of(self) -> bool:
+        """Whether each saved tensor that is made of others has one here that is filled in place."""
+        return all(
+            (parts := take_apart(leaf := node_at(self.live, path, self.rank, self.namespace), path)) is not None
+            and (parts.node.cls, parts.node.shape) == (saved.node.cls, saved.node.shape)
+            and parts_adapter().fills_in_place(leaf)
+            for path, saved in _nodes_of(TensorParts, self.state, self.namespace).items()
+        )
+
+    def fill_in_place(self, *, as_here: bool) -> None:
+        """Puts the owner's arrays in the place of saved ones, to be filled, and new arrays where it has none.
+
+        An array of the owner is taken where it has the saved shape. Where it has not, a new one is on its device, or on
+        that of another array of the owner, in the layout of one of the same shape.
+
+        Args:
+            as_here: the state keeps the leaves that it has here.
+
+        Raises:
+            MismatchError: a distributed array of another shape.
+        """
+        inner = {id(one.state): one for one in self.inner.values()}
+        for one in inner.values():
+            one.fill_in_place(as_here=False)
+        own = dict(flatten(self.live, rank=self.rank, namespace=self.namespace)[1])
+        if as_here or any(type(leaf) is TableColumn for leaf in own.values()):
+            for path, leaf in own.items():
+                if is_stateful(leaf) and path not in self.inner:  # nothing was saved of it
+                    self.inner[path] = StatePlan(path, leaf, {}, ObjectState.from_object(leaf, {}), {})
+            parts = (self.inner[path].state if path in self.inner else leaf for path, leaf in own.items())
+            self.state = replace_leaves(self.live, parts, namespace=self.namespace) if self.inner else self.live
+            return
+        arrays = _specs_of(own, self.rank)
+        taken = _nodes_of(TensorParts, self.state, self.namespace)
+        tensors = {id(one): own[path] for path, one in taken.items() if path in own}
+        known = {key: one.state for key, one in inner.items()} | tensors
+        _, leaves = flatten(self.state, rank=self.rank, namespace=self.namespace, whole=known)
+        new = [
+            known[id(leaf)]
+            if id(leaf) in known
+            else own.get(path, leaf)
+            if leaf is ...
+            else leaf
+            if (spec := abstract_of(leaf, path, self.rank)) is None
+            else self._array(path, spec, own, arrays)
+            for path, leaf in leaves
+        ]
+        made: Any = replace_leaves(self.state, iter(new), namespace=self.namespace, whole=known)
+        versions = getattr(self.state, MODULE_VERSIONS, getattr(self.live, MODULE_VERSIONS, None))
+        if versions is not None and type(made) is collections.OrderedDict:
+            setattr(made, MODULE_VERSIONS, versions)
+        self.state = made
+
+    def _array(self, path: str, saved: ArraySpec, own: Mapping[str, Any], arrays: Mapping[str, ArraySpec]) -> Any:
+        """Returns the array to fill with a saved one."""
+        here = arrays.get(path)
+        fits = here is not None and (here.shape == saved.shape or is_optimizer(self.owner))  # which compares no shapes
+        if fits and getattr(own[path], "grad_fn", None) is None:
+            return own[path]
+        if here is not None and here.regions is not None and here.shape != saved.shape:
+            raise MismatchError(
+                _joined(self.path, path),
+                expected=f"shape {here.shape}, of a distributed array of the {type(self.owner).__qualname__} here",
+                found=f"{saved.shape} in the checkpoint",
+                hint="Make the object with arrays of the saved shapes, or leave it out with `...`",
+            )
+        like = [at for at, spec in arrays.items() if spec.regions is not None and spec.shape == saved.shape]
+        like.sort(key=lambda at: (at != path, at.rpartition("/")[2] != path.rpartition("/")[2]))
+        if like and (made := like_of(own[like[0]], path, self.rank, None)) is not None:
+            return made.leaf
+        near = here or next((spec for spec in arrays.values() if spec.kind == saved.kind), None)
+        spec = msgspec.structs.replace(saved, regions=None, device=near.device if near is not None else None)
+        made = like_of(spec, path, self.rank, None)
+        assert made is not None, "a spec describes an array"
+        return made.leaf
+
+
+def plan_state(path: str, owner: Any, saved: Any, *, live: Any = ..., rank: int = 0, namespace: str = "") -> StatePlan:
+    """Finds the live object for each state of an object in a saved state; nothing is changed.
+
+    Args:
+        owner: the object whose state it is.
+        live: its present state; by default the owner is asked for it, where the saved one holds states of objects.
+
+    Raises:
+        MismatchError: there is no object here for a saved state, or one that cannot take it.
+    """
+    there = _nodes_of(ObjectState, saved, namespace)
+    if owner is None and isinstance(saved, ObjectState):
+        there = {"": saved}
+    if live is ...:
+        live = owner.state_dict() if there and owner is not None else None
+    inner: dict[str, StatePlan] = {}
+    if there or holds_stateful(live, namespace):
+        for below, one in flatten(live, rank=rank, namespace=namespace)[1]:
+            node = node_at(saved, below, rank, namespace) if is_stateful(one) else None
+            if isinstance(node, Mapping):
+                mine: Any = one
+                state = node if isinstance(node, ObjectState) else ObjectState.from_object(one, node)
+                live_state = mine.state_dict() if node else {}
+                inner[below] = plan_state(
+                    _joined(path, below), one, state, live=live_state, rank=rank, namespace=namespace
+                )
+                _check_can_take(inner[below])
+    for below, node in there.items():
+        if below not in inner:
+            raise MismatchError(
+                _joined(path, below),
+                expected=f"a {node.of.rpartition(':')[2]} to load its saved state into",
+                found="none here" if owner is None else f"none in the state of the {type(owner).__qualname__} here",
+                hint="Make the object around it as it was when this was saved",
+            )
+    if inner:
+        found = {id(node_at(saved, below, rank, namespace)): one.state for below, one in inner.items()}
+        _, leaves = flatten(saved, rank=rank, namespace=namespace, whole=found)
+        states = iter([found.get(id(leaf), leaf) for _, leaf in leaves])
+        saved = replace_leaves(saved, states, namespace=namespace, whole=found)
+    return StatePlan(path, owner, live, saved, inner, rank, namespace)
+
+
+def _nodes_of(kind: type[_T], state: Any, namespace: str) -> dict[str, _T]:
+    """Returns the containers of a class in a state by path, without those in others; the state itself is none."""
+    found: dict[str, _T] = {}
+    waiting: list[tuple[str, Any]] = [("", state)]
+    while waiting:
+        path, node = waiting.pop()
+        if isinstance(node, kind) and path:
+            found[path] = node
+            continue
+        taken = None if is_leaf_type(type(node)) else flatten_one_level(node, path, namespace, 0)
+        if taken is not None:
+            text = rank_key if type(node) is PerRank else key_text
+            pairs = zip(taken.keys, taken.children, strict=True)
+            waiting += ((_joined(path, text(key)), child) for key, child in pairs)  # pyright: ignore[reportArgumentType]
+    return found
+
+
+def _check_can_take(plan: StatePlan) -> None:
+    """Refuses a saved state that the object inside another's state would refuse as it is loaded, or take wrongly.
+
+    Raises:
+        MismatchError: a module of other arrays, or a fresh optimizer of distributed parameters.
+    """
+    saved, here = (
+        {path: spec.shape for path, spec in _specs_of(dict(leaves), plan.rank).items()}
+        for leaves in (flatten(one, rank=plan.rank, namespace=plan.namespace)[1] for one in (plan.state, plan.live))
+    )
+    if not saved or saved == here:
+        return
+    if compares_arrays(plan.owner) and (path := min(path for path, _ in saved.items() ^ here.items())):
+        raise MismatchError(
+            _joined(plan.path, path),
+            expected=f"shape {here[path]}" if path in here else f"nothing, as the {type(plan.owner).__qualname__} here",
+            found=f"{saved[path]} in the checkpoint" if path in saved else "nothing in the checkpoint",
+            hint="Make the object as it was when this was saved",
+        )
+    groups: Any = getattr(plan.owner, "param_groups", ()) if is_optimizer(plan.owner) else ()
+    if any(hasattr(parameter, "placements") for group in groups for parameter in group["params"]):
+        raise MismatchError(
+            plan.path,
+            expected="an optimizer that has state already, as its parameters are distributed",
+            found="one without the state that was saved",
+            hint="Give it to treeckpt.training.state and restore as optimizer=",
+        )
+
+
+def _specs_of(leaves: Mapping[str, Any], rank: int) -> dict[str, ArraySpec]:
+    """Returns the specs of the arrays among leaves, but of those that are made of others."""
+    plain = {path: leaf for path, leaf in leaves.items() if not any_in_parts((leaf,))}
+    return {path: spec for path, leaf in plain.items() if (spec := abstract_of(leaf, path, rank)) is not None}
+
+
+def _is_array(leaf: object) -> bool:
+    return isinstance(leaf, (ArraySpec, TableColumn)) or adapter_of(type(leaf)) is not None
+
+
+def compares_arrays(owner: Any) -> bool:
+    """Whether an object takes only the arrays that it has: a module all of whose code for loading is that of torch."""
+    return is_of_torch(owner, _MODULE) and not any(has_own_code_for_load(module) for module in owner.modules())
+
+
+def has_own_code_for_load(module: Any) -> bool:
+    """Whether a module of torch takes its arrays by code of its own: a hook, or a method that its class overrides."""
+    methods = type(module).load_state_dict, type(module)._load_from_state_dict
+    own = [one for one in methods if not (getattr(one, "__module__", None) or "").startswith("torch.nn.")]
+    return bool(own or module._load_state_dict_pre_hooks)
+
+
 class _StatefulLeaf(msgspec.Struct):
     """One stateful object of a tree, and its present state."""
 
     path: str
     owner: Any
+    live: Any
+    """What `state_dict` returned."""
     state: Any
-    has_arrays: bool
+    """What stands in the tree: for a save the present state, for a restore what is filled, `...` for nothing."""
     inside: ExpandedTree | None = None
-    """The content of a mapping, or a state, that holds stateful objects or tensors in parts itself."""
-    is_tensor: bool = False
-    """Whether it is a tensor that is made of others; its state is these."""
+    """The content of a mapping, or of what is filled, that holds stateful objects or tensors in parts itself."""
+    plan: StatePlan | None = None
+    """For a restore, what the object takes; None where it keeps its state."""
+    content: Any = ...
+    """For a restore, of a tensor that is made of others and not filled in place, the saved tensor."""
 
 
 class ExpandedTree:
@@ -212,52 +508,29 @@ class ExpandedTree:
         self.found: dict[int, _StatefulLeaf] = {}
         tensors: dict[int, Any] = {}
         for position, (below, leaf) in enumerate(self.leaves):
-            path = f"{above}/{below}" if above and below else above or below
+            path = _joined(above, below)
             if type(leaf) is FromRank:
                 state = _of_rank(leaf, path, rank, namespace, mappings=mappings, world=world)
-                self.found[position] = _StatefulLeaf(path, leaf, state, True)
+                self.found[position] = _StatefulLeaf(path, leaf, None, state)
             elif is_stateful(leaf):
-                state = leaf.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
-                _, inner = flatten(state, rank=rank, namespace=namespace)
-                arrays = (part for _, part in inner if hasattr(part, "shape") and hasattr(part, "dtype"))
-                has_arrays = not isinstance(leaf, LoadsSavedState) and any(True for _ in arrays)
-                inside = (
-                    expand_states(state, rank=rank, namespace=namespace, above=path, layouts=layouts)
-                    if has_arrays
-                    else None
-                )
-                self.found[position] = _StatefulLeaf(
-                    path, leaf, state if inside is None else inside.tree, has_arrays, inside
-                )
+                live = leaf.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
+                state = object_states(live, path, (leaf,), rank=rank, namespace=namespace)
+                parts = expand_states(state, rank=rank, namespace=namespace, above=path, layouts=layouts)
+                self.found[position] = _StatefulLeaf(path, leaf, live, state if parts is None else parts.tree)
             elif (parts := tensors.get(id(leaf)) or take_apart(leaf, path)) is not None:
                 tensors[id(leaf)] = parts
-                in_place = parts_adapter().fills_in_place(leaf)
-                self.found[position] = _StatefulLeaf(path, leaf, parts, in_place, is_tensor=True)
+                self.found[position] = _StatefulLeaf(path, leaf, None, parts)
             elif mappings and _is_mapping(type(leaf)):
                 inside = ExpandedTree(dict(leaf), rank, namespace, mappings=True, above=path, layouts=layouts)  # pyright: ignore[reportArgumentType, reportCallIssue]
-                self.found[position] = _StatefulLeaf(path, leaf, inside.tree, True, inside)
-        self.tree = self._rebuilt(lambda found: found.state)
+                self.found[position] = _StatefulLeaf(path, leaf, None, inside.tree, inside)
+        self.tree = self._with_states()
 
-    def _rebuilt(self, of: Callable[[_StatefulLeaf], Any]) -> Any:
-        """Returns the tree with `of(object)` in place of each stateful object."""
-        leaves = (of(self.found[i]) if i in self.found else leaf for i, (_, leaf) in enumerate(self.leaves))
+    def _with_states(self) -> Any:
+        """Returns the tree with the state of each stateful object in its place."""
+        leaves = (self.found[i].state if i in self.found else leaf for i, (_, leaf) in enumerate(self.leaves))
         return replace_leaves(self.original, leaves, namespace=self.namespace)
 
-    def target(self) -> Any:
-        """Returns the tree to fill, without the states that hold no arrays, which are loaded as they were saved."""
-        for found in self.found.values():
-            if type(found.owner) is FromRank:
-                raise TreeError(
-                    found.path,
-                    expected="what can be filled in place",
-                    found="a FromRank, which marks what is saved",
-                    hint="Give its value, or use treeckpt.load",
-                )
-            if found.inside is not None:
-                found.state = found.inside.target()
-        return self._rebuilt(lambda found: found.state if found.has_arrays else ...)
-
-    def restore(self, load: Callable[[str], Any], fill: Callable[[Any], Any]) -> tuple[Any, int]:
+    def restore(self, load: LoadSaved, fill: Callable[[Any], Any]) -> tuple[Any, int]:
         """Loads everything, and passes each object its state.
 
         Args:
@@ -267,76 +540,117 @@ class ExpandedTree:
         Returns:
             the result of `fill`, and how many further leaves were loaded.
         """
-        self._load_states(load)
-        target = self.target()
+        target = self.target(load)
         report = fill(target)
         return report, self._take_back(target)
 
-    def _load_states(self, load: Callable[[str], Any]) -> None:
-        for found in self.found.values():
-            if found.inside is not None:
-                found.inside._load_states(load)
-            elif not found.has_arrays:
-                saved = self._saved_state(load, found)
-                if saved is _NOTHING:
-                    raise MismatchError(
-                        found.path,
-                        expected=f"the state of a {type(found.owner).__qualname__}",
-                        found="nothing in the checkpoint",
-                        hint="Leave it out with `...`",
-                    )
-                self._check_scaler(found, saved)
-                if type(saved) is TensorParts:  # of a tree in memory
-                    saved = parts_adapter().build(saved, found.path)
-                if found.is_tensor and not _is_left_out(saved):
-                    parts_adapter().check_content(found.owner, saved, found.path)
-                found.state = saved
-            elif is_of_torch(found.owner, _OPTIMIZER) and not self._has_moments(found.state):  # its lr is a tensor
-                self._saved_state(load, found)
-
-    def _check_scaler(self, found: _StatefulLeaf, saved: Any) -> None:
-        """Compares whether a `GradScaler` was enabled and is; one that does not take its state up is logged.
+    def target(self, load: LoadSaved) -> Any:
+        """Returns the tree to fill: for each object what it takes of its saved state; `...` where that has no arrays.
 
         Raises:
-            MismatchError: a disabled one was saved, which has no state for the one here.
+            MismatchError: an object cannot take what was saved; nothing is changed.
         """
-        if is_disabled_scaler(found.owner):
-            if saved and self.rank == 0:
-                what = "what was saved of a GradScaler was not restored: the one here has enabled=False"
-                _log.warning("%s: %s", found.path, what)
-        elif saved == {} and is_of_torch(found.owner, _SCALER):
+        for found in self.found.values():
+            if type(found.owner) is FromRank:
+                raise TreeError(
+                    found.path,
+                    expected="what can be filled in place",
+                    found="a FromRank, which marks what is saved",
+                    hint="Give its value, or use treeckpt.load",
+                )
+            if found.inside is not None:
+                found.state = found.inside.target(load)
+            elif type(found.state) is TensorParts:
+                self._plan_tensor(found, load)
+            else:
+                self._plan(found, load)
+        return self._with_states()
+
+    def _saved(self, found: _StatefulLeaf, load: LoadSaved, *, arrays: bool) -> Any:
+        return node_at(load(index_path(found.path, self.rank), arrays=arrays), found.path, self.rank, self.namespace)
+
+    def _plan_tensor(self, found: _StatefulLeaf, load: LoadSaved) -> None:
+        """Loads the content of a tensor that is made of others, if these may be of other sizes than the saved ones."""
+        if parts_adapter().fills_in_place(found.owner):
+            return
+        found.state, saved = ..., self._saved(found, load, arrays=True)
+        if saved is NOTHING:
+            raise self._nothing(found)
+        if type(saved) is TensorParts:  # of a tree in memory
+            saved = parts_adapter().build(saved, found.path)
+        if not _is_left_out(saved):
+            parts_adapter().check_content(found.owner, saved, found.path)
+            found.content = saved
+
+    def _nothing(self, found: _StatefulLeaf) -> MismatchError:
+        return MismatchError(
+            found.path,
+            expected=f"the state of a {type(found.owner).__qualname__}",
+            found="nothing in the checkpoint",
+            hint="Leave it out with `...`",
+        )
+
+    def _plan(self, found: _StatefulLeaf, load: LoadSaved) -> None:
+        """Sets what an object takes, and what of that is to be filled."""
+        owner, whole = found.owner, isinstance(found.owner, LoadsSavedState)
+        path, rank, namespace = found.path, self.rank, self.namespace
+        if compares_arrays(owner) and all(map(_is_array, found.live.values())):  # the usual model needs no second look
+            self._fill_state(found, StatePlan(path, owner, found.live, found.live, {}, rank, namespace), load)
+            return
+        saved, here = self._saved(found, load, arrays=whole), self._moments(found.state)
+        if saved is NOTHING:
+            if whole or not self._has_arrays(found.live):
+                raise self._nothing(found)
+            saved = found.state  # the error, or the report, of what is missing comes of the filling
+        elif is_optimizer(owner) and (lacking := self._moments(saved) - here):
             raise MismatchError(
-                found.path,
+                path,
+                expected="an optimizer that has state already, to fill in place",
+                found=f"one without {min(lacking)}" if here else "a fresh one",
+                hint="Use treeckpt.training.restore, which makes the state where its parameters are",
+            )
+        elif saved == {} and is_of_torch(owner, _SCALER) and not is_disabled_scaler(owner):
+            raise MismatchError(
+                path,
                 expected="the state of a GradScaler with enabled=True",
                 found="that of one with enabled=False, which is empty",
                 hint="Leave it out with `...`, and the one here stays as it is",
             )
+        as_here = compares_arrays(owner) or (is_optimizer(owner) and self._moments(saved) == here)
+        plan = plan_state(path, owner, saved, live=found.live, rank=rank, namespace=namespace)
+        if not as_here and not plan.has_tensors_of():  # sparse tensors, for one, have other sizes
+            whole, saved = True, self._saved(found, load, arrays=True)
+            leaves = (leaf for _, leaf in flatten(saved, rank=rank, namespace=namespace)[1])
+            saved = replace_leaves(saved, leaves, namespace=namespace)  # makes those of a tree in memory
+            plan = plan_state(path, owner, saved, live=found.live, rank=rank, namespace=namespace)
+        found.state = ...
+        if not whole and self._has_arrays(saved):
+            plan.fill_in_place(as_here=as_here)
+            self._fill_state(found, plan, load)
+        elif all(leaf is not ... for _, leaf in flatten(plan.state, rank=rank, namespace=namespace)[1]):
+            found.plan = plan  # else a part of it is not selected, or damaged
 
-    def _saved_state(self, load: Callable[[str], Any], found: _StatefulLeaf) -> Any:
-        """Returns the saved state of an object, `_NOTHING` where there is none.
+    def _fill_state(self, found: _StatefulLeaf, plan: StatePlan, load: LoadSaved) -> None:
+        """Has a state filled, with the tensors in it that are made of others."""
+        found.state = plan.state
+        found.inside = expand_states(plan.state, rank=self.rank, namespace=self.namespace, above=found.path)
+        if found.inside is not None:
+            found.state = found.inside.target(load)
+        if all(leaf is not ... for _, leaf in flatten(plan.state, rank=self.rank, namespace=self.namespace)[1]):
+            found.plan = plan
 
-        Raises:
-            MismatchError: it holds moments, of a fresh optimizer, whose devices its parameters determine.
-        """
-        tree = load(index_path(found.path, self.rank))
-        node = _node_at(tree, found.path, self.rank, self.namespace)
-        if is_of_torch(found.owner, _OPTIMIZER) and node is not _NOTHING and self._has_moments(node):
-            raise MismatchError(
-                found.path,
-                expected="an optimizer that has state already, to fill in place",
-                found="a fresh one",
-                hint="Use treeckpt.training.restore, which makes the state where its parameters are",
-            )
-        return node
+    def _has_arrays(self, state: Any) -> bool:
+        return any(_is_array(leaf) for _, leaf in flatten(state, rank=self.rank, namespace=self.namespace)[1])
 
-    def _has_moments(self, state: Any) -> bool:
-        """Whether the state of an optimizer holds arrays beside those of its param groups."""
-        _, leaves = flatten(state, rank=self.rank, namespace=self.namespace)
-        return any(hasattr(leaf, "shape") and not path.startswith("param_groups/") for path, leaf in leaves)
+    def _moments(self, state: Any) -> set[str]:
+        """Returns the paths of the arrays in the state of an optimizer, beside those of its groups and of objects."""
+        objects = set(map(id, _nodes_of(ObjectState, state, self.namespace).values()))
+        _, leaves = flatten(state, rank=self.rank, namespace=self.namespace, whole=objects)
+        return {path for path, leaf in leaves if _is_array(leaf) and not path.startswith("param_groups/")}
 
     def _take_back(self, target: Any) -> int:
         """Passes objects their states, and stores values of a filled tree in containers; returns the further leaves."""
-        whole = {id(found.state) for found in self.found.values() if found.has_arrays}
+        whole = {id(found.state) for found in self.found.values() if found.state is not ...}
         owners = {self.leaves[position][0]: found.owner for position, found in self.found.items()}
         _, leaves = flatten(target, rank=self.rank, namespace=self.namespace, whole=whole)
         filled = iter([owners.get(path, leaf) for path, leaf in leaves])
@@ -349,22 +663,19 @@ class ExpandedTree:
         for found in self.found.values():
             if found.inside is not None:
                 loaded += found.inside._take_back(found.state)
+            if found.inside is not None and not is_stateful(found.owner):
                 content: Any = found.inside.original
-                if is_stateful(found.owner):
-                    load_exact_state(found.path, found.owner, content)
-                    continue
                 found.owner.update((key, value) for key, value in content.items() if found.owner[key] is not value)
-            elif found.is_tensor:
-                if not found.has_arrays and not _is_left_out(found.state):
-                    parts_adapter().set_content(found.owner, found.state)
-                    loaded += 1
-            elif found.has_arrays:
-                load_exact_state(found.path, found.owner, found.state)
-            else:
-                _, leaves = flatten(found.state, rank=self.rank, namespace=self.namespace)
-                if all(leaf is not ... for _, leaf in leaves):  # else a part of it could not be loaded
-                    load_exact_state(found.path, found.owner, found.state)
-                    loaded += len(leaves)
+            elif found.plan is not None:
+                if self.rank == 0 and is_disabled_scaler(found.owner) and found.plan.state:
+                    what = "what was saved of a GradScaler was not restored: the one here has enabled=False"
+                    _log.warning("%s: %s", found.path, what)
+                found.plan.load()
+                if found.state is ...:
+                    loaded += len(flatten(found.plan.state, rank=self.rank, namespace=self.namespace)[1])
+            elif found.content is not ...:
+                parts_adapter().set_content(found.owner, found.content)
+                loaded += 1
         return loaded
 
 
@@ -445,19 +756,19 @@ def in_parts_if_needed(act: Callable[[bool], Any], *, always: bool = False) -> A
         return act(True)
 
 
-_NOTHING = object()
+NOTHING = object()
 """Stands for the state of an object that the checkpoint does not have."""
 
 
-def _node_at(tree: Any, path: str, rank: int, namespace: str) -> Any:
-    """Returns what a loaded tree has at a path; `_NOTHING` where it has nothing."""
+def node_at(tree: Any, path: str, rank: int, namespace: str = "") -> Any:
+    """Returns what a tree has at a path; `NOTHING` where it has nothing."""
     node, steps = tree, path.split("/") if path else []
     for step in steps:
         taken = flatten_one_level(node, "", namespace, rank)
         text = rank_key if type(node) is PerRank else key_text
         keys = [text(key) for key in taken.keys] if taken is not None else []  # pyright: ignore[reportArgumentType]
         if taken is None or step not in keys:
-            return _NOTHING
+            return NOTHING
         node = taken.children[keys.index(step)]
     return node
 
@@ -467,5 +778,6 @@ def is_of_torch(value: object, name: str) -> bool:
     return any(f"{k.__module__}.{k.__qualname__}" == name for k in type(value).__mro__)
 
 
+_MODULE = "torch.nn.modules.module.Module"
 _OPTIMIZER = "torch.optim.optimizer.Optimizer"
 _SCALER = "torch.amp.grad_scaler.GradScaler"

@@ -60,8 +60,10 @@ def _fill(overlay: CheckpointOverlay, tree: Any, comm: Comm, options: LoadOption
         if found is None:
             return overlay.load_into(tree, comm, options)
 
-        def as_saved(at: str) -> Any:
-            own = msgspec.structs.replace(options, below=at, strict=False, copy=False, read="each")
+        def as_saved(path: str, *, arrays: bool) -> Any:
+            own = msgspec.structs.replace(
+                options, below=path, strict=False, copy=False, read="each", specs_only=not arrays
+            )
             return overlay.load(None, comm, own)[0]
 
         report, more = found.restore(as_saved, lambda target: overlay.load_into(target, comm, options))

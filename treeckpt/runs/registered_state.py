@@ -17,7 +17,7 @@ import msgspec
 
 from .. import api
 from ..arrays.registry import is_value
-from ..arrays.stateful import LoadsSavedState, is_optimizer
+from ..arrays.stateful import LoadsSavedState, is_optimizer, object_states, plan_state
 from ..core.format.records import Index
 from ..core.tree.flatten import PerRank, flatten
 from ..core.tree.globs import compile_globs
@@ -39,15 +39,14 @@ OBJECTS, READERS = "registered", "io"
 
 
 class _InputReader(msgspec.Struct, frozen=True):
-    """The methods of a reader that return and take its state, and the policy for a changed number of ranks."""
+    """A reader, as an object with `state_dict` and `load_state_dict`, and the policy for a changed number of ranks."""
 
-    dump: Callable[[], Any]
-    load: Callable[[Any], Any]
+    owner: Any
     changed: Policy
 
 
 class _FunctionValue(LoadsSavedState):
-    """A value that is read and set by functions."""
+    """A value that is read and set by functions, which pass it on as it is."""
 
     def __init__(self, get: Callable[[], Any], set: Callable[[Any], Any]) -> None:
         self._get, self._set = get, set
@@ -88,7 +87,10 @@ class RegisteredState:
         if self.objects:
             parts[OBJECTS] = self.objects
         if self.readers:
-            parts[READERS] = {name: PerRank(one.dump()) for name, one in self.readers.items()}
+            parts[READERS] = {
+                name: PerRank(object_states(one.owner.state_dict(), f"{READERS}/{key_text(name)}", (one.owner,)))
+                for name, one in self.readers.items()
+            }
         return {**_as_dict(tree), **parts}
 
     # restoring ---------------------------------------------------------------------------------------------------
@@ -165,7 +167,10 @@ class RegisteredState:
         """
         selection = _RegisteredSelection(checkpoint.index, options)
         options = selection.tree_options({OBJECTS: self.objects, READERS: self.readers})
-        states = self._states(checkpoint, selection, comm, options)
+        plans = {
+            name: plan_state(f"{READERS}/{key_text(name)}", self.readers[name].owner, state)
+            for name, state in self._states(checkpoint, selection, comm, options).items()
+        }
         things = {name: self.objects[name] for name in selection.wanted(OBJECTS, self.objects)}
         resumed = _wrap_optimizers(things, checkpoint, selection, comm, options)
         target = {OBJECTS: resumed, READERS: ...} if things or selection.has_unregistered(OBJECTS, self.objects) else {}
@@ -175,8 +180,8 @@ class RegisteredState:
                 from ..training.resume import without_resumed_optimizers
 
                 update_in_place(things[name], without_resumed_optimizers(thing), is_value=is_value)
-        for name, state in states.items():
-            self.readers[name].load(state)
+        for plan in plans.values():
+            plan.load()
         return result
 
     def _fill_objects(
@@ -393,7 +398,8 @@ class RegistrationMixin:
         for dump, load in (("state_dict", "load_state_dict"), ("dump_io_state", "load_io_state")):
             methods: tuple[Any, Any] = getattr(reader, dump, None), getattr(reader, load, None)
             if all(map(callable, methods)):
-                readers[name] = _InputReader(*methods, policy_of(changed, name) or "error")
+                owner = reader if dump == "state_dict" else _FunctionValue(*methods)
+                readers[name] = _InputReader(owner, policy_of(changed, name) or "error")
                 return
         raise TreeError(
             f"{READERS}/{name}",

@@ -7,14 +7,15 @@ message is sent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Literal, TypedDict, get_args
 
-from ..arrays.stateful import is_stateful
+from ..arrays.stateful import holds_stateful, is_stateful, object_states
 from ..core.option_names import checks_options
 from ..core.tree.containers import FromRank
-from ..core.tree.flatten import PerRank
+from ..core.tree.flatten import PerRank, flatten
 from ..core.tree.globs import compile_globs
+from ..core.tree.structure import key_text
 from ..errors import TreeError
 from ..loading.overlay import Selection, globs_of
 from .groups import labels_of
@@ -89,7 +90,7 @@ def state(
     model_tree = nested((one.key, _marked(one, buffers)) for one in kept)
     tree: dict[str, Any] = {"model": with_metadata(model_tree, found.metadata)}
     if optimizers:
-        tree["optimizer"], tree["param_groups"] = trees_of(optimizers, left_out)
+        tree["optimizer"], tree["param_groups"] = _optimizer_trees(optimizers, left_out)
     if scheduler is not None:
         tree["scheduler"] = _scheduler_states(scheduler, optimizers)
     if loader is not None:
@@ -99,6 +100,24 @@ def state(
     if extra is not None:
         tree["extra"] = extra
     return tree | {LEFT_OUT: left_out} if left_out else tree
+
+
+def _optimizer_trees(optimizers: Sequence[NamedOptimizer], left_out: Container[str]) -> tuple[Any, Any]:
+    """Returns (state, groups) of all optimizers, with the states of objects among the groups.
+
+    Raises:
+        TreeError: an object in the state of a parameter: a fresh optimizer has none to load its state into.
+    """
+    moments, groups = trees_of(optimizers, left_out)
+    for path, leaf in flatten({"optimizer": moments})[1] if holds_stateful(moments) else ():
+        if is_stateful(leaf):
+            raise TreeError(
+                path,
+                expected="arrays and values in the state of a parameter",
+                found=f"a {type(leaf).__qualname__}",
+                hint="Keep it in an attribute of the optimizer, and in its state_dict() beside state and param_groups",
+            )
+    return moments, object_states(groups, "param_groups")
 
 
 def check_objects(model: Modules, optimizer: Optimizers | None, options: Mapping[str, Any]) -> None:
@@ -152,28 +171,32 @@ def _left_out(
 
 def _marked(entry: StateDictEntry, buffers: Buffers) -> Any:
     """Returns the value of an entry, with the mark that says whose counts."""
+    value = entry.value
+    if entry.kind in ("extra", "value"):
+        value = object_states(value, f"model/{key_path(entry.key)}", (entry.module,))
     if not entry.may_differ:
-        return entry.value
+        return value
     if buffers == "per_rank":
-        return PerRank(entry.value)
-    return FromRank(entry.value) if buffers == "first" and entry.owned is None else entry.value
+        return PerRank(value)
+    return FromRank(value) if buffers == "first" and entry.owned is None else value
 
 
 def _scheduler_states(given: Any, optimizers: Sequence[NamedOptimizer]) -> Any:
     """Returns the state of a scheduler, or of each in a list or dict."""
     if isinstance(given, Mapping) and not is_stateful(given):  # an object with state_dict is one, whatever its class
-        return {key: _scheduler_state(one, optimizers) for key, one in given.items()}
+        return {key: _scheduler_state(one, optimizers, f"scheduler/{key_text(key)}") for key, one in given.items()}
     if isinstance(given, (list, tuple)) and not is_stateful(given):
-        return [_scheduler_state(one, optimizers) for one in given]
-    return _scheduler_state(given, optimizers)
+        return [_scheduler_state(one, optimizers, f"scheduler/{number}") for number, one in enumerate(given)]
+    return _scheduler_state(given, optimizers, "scheduler")
 
 
-def _scheduler_state(scheduler: Any, optimizers: Sequence[NamedOptimizer]) -> Any:
+def _scheduler_state(scheduler: Any, optimizers: Sequence[NamedOptimizer], path: str) -> Any:
     if not is_stateful(scheduler):
         raise TreeError(
             "scheduler", expected="an object with state_dict and load_state_dict", found=type(scheduler).__qualname__
         )
-    found = scheduler.state_dict()
+    saved = {id(one) for live in optimizers for one in (*optimizer_chain(live.optimizer), live.stateful)}
+    found = object_states(scheduler.state_dict(), path, (scheduler,), apart=saved)
     live = optimizer_of(scheduler, optimizers)
     if live is None:
         return found

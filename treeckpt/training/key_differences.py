@@ -40,6 +40,8 @@ class Sides(msgspec.Struct, frozen=True):
     """By path of missing state: the name of its parameter, and of one which it was tied to when this was saved."""
     reasons: Mapping[str, str]
     """By path in the optimizers' state: why one side alone has it, and what to do, where that is known."""
+    lengths: Mapping[str, tuple[int, int]] = {}
+    """Sequences in `extra` of other lengths: (items here, items saved)."""
 
 
 def check_keys(missing: Sequence[str], unexpected: Sequence[str], strict: Strict, sides: Sides) -> None:
@@ -57,13 +59,16 @@ def check_keys(missing: Sequence[str], unexpected: Sequence[str], strict: Strict
     refused = unexpected if strict is True else []
     if not strict or not (bad := [*missing, *refused]):
         return
+    _check_lengths(bad, sides)
     reasons = {path: why for path, why in sides.reasons.items() if path not in sides.tied}
     texts = some_of("missing in the checkpoint", missing), some_of("not here", refused)
     part = {re.sub("^(model|optimizer)/", "", path) for path in missing} <= sides.left_out
     part = part and not any(path.startswith(_OF_OPTIMIZER[1]) for path in bad)
     raise MismatchError(
         bad[0],
-        expected="the same parameters and moments here as in the checkpoint",
+        expected="the same names in extra here as in the checkpoint"
+        if all(path.startswith("extra/") for path in bad)
+        else "the same parameters and moments here as in the checkpoint",
         found="; ".join(filter(None, texts)),
         hint=_hint_on_extra(bad, sides)
         or (reasons[bad[0]] if reasons.keys() >= set(bad) else "")
@@ -71,6 +76,27 @@ def check_keys(missing: Sequence[str], unexpected: Sequence[str], strict: Strict
         or _renamed(missing, unexpected, sides, whole=strict is True or not sides.alike)
         or _hint(missing, unexpected, sides),
     )
+
+
+def _check_lengths(bad: Sequence[str], sides: Sides) -> None:
+    """Names a sequence in `extra` of another length than the saved one, which it cannot take.
+
+    Raises:
+        MismatchError: there is one.
+    """
+    for path, (here, saved) in sides.lengths.items():
+        if bad[0].startswith(f"{path}/"):
+            raise MismatchError(
+                path,
+                expected=f"a sequence of {saved} item{'s' * (saved != 1)}, as in the checkpoint",
+                found=f"one of {here} here" + (", with arrays or objects that would be lost" * (here > saved)),
+                hint=(
+                    f"Shorten it before the restore, as by `del the_list[{saved}:]`"
+                    if here > saved
+                    else "Give a list, or a deque with room for them: it takes what was saved"
+                )
+                + "; or give `...` in its place",
+            )
 
 
 def _renamed(missing: Sequence[str], unexpected: Sequence[str], sides: Sides, *, whole: bool = True) -> str:

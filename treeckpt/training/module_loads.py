@@ -27,6 +27,7 @@ from torch.nn.parameter import is_lazy
 from ..arrays.dtensor import is_dtensor, is_sharded_tensor
 from ..arrays.plain_tensor import dtype_name
 from ..arrays.registry import new_array
+from ..arrays.stateful import StatePlan, plan_state
 from ..arrays.torch import torch_dtype
 from ..core.tree.dict_attributes import METADATA
 from ..core.tree.flatten import PerRank, flatten, replace_leaves
@@ -70,6 +71,10 @@ class ModuleLoad:
         self.target: dict[Key, Any] = {}
         """The new tensors by the keys at which they were saved."""
         self.asked: set[str] = set()
+        self.values_here: dict[str, Any] = {}
+        """By these names: what the module gives now in the places of saved values."""
+        self.plans: dict[str, StatePlan] = {}
+        """By these names: values, with the live objects that take the states in them."""
         self.values: list[tuple[str, Key]] = []
         """(name in its own state dict, key) of what is no tensor itself."""
         self.casts: dict[str, str] = {}
@@ -109,7 +114,7 @@ class ExtraState(msgspec.Struct):
 
     path: str
     module: nn.Module
-    state: Any
+    plan: StatePlan
 
 
 # what has load code ---------------------------------------------------------------------------------------------------
@@ -206,6 +211,7 @@ def plan_load(
         spec = source.leaves.get(path)
         if spec is None or raw.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX:
             load.values.append((raw, key))
+            load.values_here[raw] = here
             load.state[raw] = None
             continue
         here, identity = live.get(raw), source.identity(path)
@@ -282,9 +288,8 @@ def load_values(loads: Sequence[ModuleLoad], part: Mapping[str, Any]) -> None:
             for step in key:
                 value = value[step]
             is_extra = raw.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
-            load.state[raw] = _own_copy(
-                value.value if isinstance(value, PerRank) else value, None if is_extra else device
-            )
+            value = _own_copy(value.value if isinstance(value, PerRank) else value, None if is_extra else device)
+            load.plans[raw] = plan_state(f"model/{key_path(key)}", None, value, live=load.values_here[raw])
 
 
 # run ------------------------------------------------------------------------------------------------------------------
@@ -303,6 +308,7 @@ def run_load(load: ModuleLoad, *, strict: bool, cast: bool) -> tuple[list[str], 
     method = module.load_state_dict
     is_own = getattr(method, "__func__", method) is not nn.Module.load_state_dict
     try:
+        load.state.update((raw, plan.loaded()) for raw, plan in load.plans.items())
         if not is_own or load.name:
             result: Any = nn.Module.load_state_dict(module, load.state, strict=False)
         elif strict or "strict" not in inspect.signature(method).parameters:
@@ -352,7 +358,7 @@ def set_extra_state(extra: ExtraState) -> None:
         MismatchError: it fails.
     """
     try:
-        extra.module.set_extra_state(extra.state)
+        extra.module.set_extra_state(extra.plan.loaded())
     except Exception as error:
         raise MismatchError(
             extra.path,

@@ -34,6 +34,7 @@ from .sources import (
     OnReport,
     RestoreSource,
     TreeSource,
+    abstract_part,
     children_of,
     fill_from,
     load_part,
@@ -149,6 +150,9 @@ class _OverlaySource:
     ) -> Any:
         options = msgspec.structs.replace(self.options, lenient=lenient)
         return load_part(self._bank, name, self.comm, options, on_report, select)
+
+    def abstract(self, name: str) -> Any:
+        return abstract_part(self._bank, name, self.comm, self.options)
 
     def world_of(self, name: str) -> int:
         provider = self._provider_of(name)

@@ -18,7 +18,7 @@ import msgspec
 from torch import Tensor
 
 from ..arrays.plain_tensor import dtype_name
-from ..arrays.stateful import load_exact_state
+from ..arrays.stateful import object_states, plan_state
 from ..core.tree.flatten import flatten
 from ..core.tree.structure import DictNode, Structure, key_text
 from ..errors import MismatchError
@@ -253,6 +253,7 @@ class _Matcher:
                 del found[name]
                 if (at := f"{self.path}/values/{name}") not in self.differences.unexpected:
                     self.differences.unexpected.append(at)
+            plan_state(f"{self.path}/values", None, found, live=group.values)
 
     def _is_later(self, live: NamedOptimizer, key: Key) -> bool:
         """Whether a parameter has state here, at some place of the state dict, and the checkpoint has none there."""
@@ -275,6 +276,7 @@ class _Matcher:
         path = f"{self.path}/{STATE_DICT_KEY}"
         found = [((label,), self.forms[label]) for label in labels] or [(("",), standard_form(self.shared))]
         form = common_value(found, path)
+        plan_state(path, None, form, live=live.form)
         self.stays = ()
         if not isinstance(form, dict) or not isinstance(live.form, dict | None):
             return form
@@ -498,6 +500,9 @@ def _without(node: Structure, keys: Container[Any]) -> Structure:
 def apply_optimizers(plans: Sequence[OptimizerPlan]) -> list[str]:
     """Loads state and hyper-parameters into the optimizers; returns the paths that they did not take."""
     left: list[str] = []
+    for plan in plans:  # objects in groups take their states, and stay
+        pairs = zip(plan.values, plan.live.groups, strict=True)
+        plan.values = [plan_state("param_groups", None, new, live=group.values).loaded() for new, group in pairs]
     separate_tensors(
         [pair for plan in plans for pair in zip(param_groups_of(plan.live.optimizer), plan.values, strict=True)]
     )
@@ -514,7 +519,8 @@ def _not_taken(plan: OptimizerPlan) -> list[str]:
     """Returns the paths that the optimizer's state dict lacks, or has with another value, or still has."""
     live = plan.live
     now = split(live.stateful.state_dict(), live.numbering)
-    here, form = dict(flatten(now.form)[1]), key_path(("param_groups", *plan.prefix, STATE_DICT_KEY))
+    form = key_path(("param_groups", *plan.prefix, STATE_DICT_KEY))
+    here = dict(flatten(object_states(now.form, form))[1])
     given = [(path, leaf) for path, leaf in flatten(plan.form)[1] if f"/{BY_GROUP}/" not in path]
     stay = [path for (key, at), path in plan.cleared.items() if _live_places(now.own[key]).get(at)]
     if stay:
@@ -561,7 +567,7 @@ def _load_state_dict(plan: OptimizerPlan) -> None:
 
     before = [dict(group) for group in param_groups_of(live.stateful)]
     state = join(plan.form, live.numbering, own, grouped, live.form)
-    load_exact_state(key_path(("optimizer", *plan.prefix)), live.stateful, state)
+    plan_state(key_path(("optimizer", *plan.prefix)), live.stateful, state).load()
     for group, held in zip(param_groups_of(live.stateful), before, strict=True):
         for name, value in held.items():
             if isinstance(value, Tensor) and name in group:  # compiled code may hold it: it stays the same object

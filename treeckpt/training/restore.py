@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from ..arrays.stateful import pass_state
+from ..arrays.stateful import plan_state
 from ..core.option_names import checks_options
 from ..core.tree.flatten import PerRank
 from ..core.tree.structure import PerRankNode, TensorNode, key_text
@@ -201,6 +201,8 @@ class _Restore:
         self.own = RankState(source, comm, targets.world_changed)
         self.loader: Any = None
         self.extra: Any = None
+        self.lengths: Mapping[str, tuple[int, int]] = {}
+        """Sequences in `extra` of other lengths: (items here, items saved)."""
         self.returned: list[LoadReport] = []
         """Of the loads of extra states and values of modules, and of an `extra` that comes back in the report."""
         self.filled_before: list[LoadReport] = []
@@ -294,8 +296,9 @@ class _Restore:
         part = self.source.part("model", self.returned.append, select=paths)
         load_values(self.loads, part)
         for entry in extra:
-            state = functools.reduce(operator.getitem, entry.key, part)
-            self.extra_states.append(ExtraState(f"model/{key_path(entry.key)}", entry.module, state))
+            path, state = f"model/{key_path(entry.key)}", functools.reduce(operator.getitem, entry.key, part)
+            plan = plan_state(path, None, state, live=entry.value)
+            self.extra_states.append(ExtraState(path, entry.module, plan))
 
     def _resolve_ties(self, with_code: Sequence[StateDictEntry], paths: dict[int, str]) -> None:
         """Compares the saved arrays of tensors with several names; what the last of its modules loads counts."""
@@ -357,10 +360,12 @@ class _Restore:
             self.last += loader_actions(loader, self.loader, "loader")
         if self.targets.fills_extra and self._has("extra", "extra=..."):
             self.extra = extra
-            missing, unexpected, own, unused = compare_extra(extra, self.source, rank=self.comm.rank)
-            self.ignored += unused
-            self.missing, self.unexpected = self.missing + missing, self.unexpected + unexpected
-            self.own.check("extra", own)
+            found = compare_extra(extra, self.source, rank=self.comm.rank)
+            self.ignored += found.unused
+            self.missing, self.unexpected = self.missing + found.missing, self.unexpected + found.unexpected
+            self.own.check("extra", found.own)
+            self.lengths = found.lengths
+            self.last += found.additions
         elif extra is None and "extra" in self.parts and not self.options.selects("extra"):
             self.ignored.append("extra")
         elif extra is None and "extra" in self.parts:
@@ -440,7 +445,7 @@ class _Restore:
                 state = from_groups(state, optimizer.groups, of, path=path)
             self.ignored += unused_entries(one, state, (self.source.url, path), warn=self.comm.rank == 0)
             self.schedules.append((path, one, state))
-            self.last.append(functools.partial(pass_state, path, one, state))
+            self.last.append(plan_state(path, one, state, live=one.state_dict()).load)
 
     def check_keys(self) -> None:
         """Checks that the targets and the source have the same leaves.
@@ -464,6 +469,7 @@ class _Restore:
                 tied=tied_when_saved(self.missing, heads, self.source),
                 reasons=self.reasons,
                 saved=self.source.leaves,
+                lengths=self.lengths,
             ),
         )
 

@@ -13,7 +13,7 @@ import msgspec
 from torch import Tensor
 
 from ..arrays.registry import build_tensor, new_array, resolve
-from ..arrays.stateful import is_optimizer, load_exact_state
+from ..arrays.stateful import is_optimizer, load_exact_state, plan_state
 from ..core.tree.flatten import flatten, replace_leaves, unflatten
 from ..core.tree.structure import DictNode, Structure, key_text, paths_of
 from ..errors import MismatchError
@@ -81,7 +81,8 @@ def _resumed(optimizer: Any, path: str, source: RestoreSource, selects: Callable
             found="a part",
             hint="Select the whole optimizer, or exclude it",
         )
-    return ResumedOptimizer(optimizer, _StateDictBuilder(optimizer, source).state(saved, live, path))
+    built = _StateDictBuilder(optimizer, source).state(saved, live, path)
+    return ResumedOptimizer(optimizer, plan_state(path, None, built, live=live).placed())
 
 
 class _StateDictBuilder:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..arrays.stateful import is_stateful
+from ..core.tree.object_state import ObjectState
 from ..core.tree.structure import key_text
 from ..errors import MismatchError
 from .groups import Labels, ParamGroup, common_value, saved_labels
@@ -36,6 +37,7 @@ PER_GROUP = frozenset(
 """The entries of torch's and timm's schedulers that have one value per group."""
 
 _MARK = "by_group"
+_DICTS = dict, ObjectState
 _PARTS = "_schedulers"
 """The entry, and the attribute, of torch's schedulers that consist of others."""
 
@@ -44,7 +46,7 @@ def to_groups(state: Any, labels: Sequence[str]) -> Any:
     """Returns a scheduler's state whose lists with one entry per group are keyed by the groups' labels."""
     if isinstance(state, list):
         return [to_groups(item, labels) for item in state]
-    if type(state) is not dict:
+    if type(state) not in _DICTS:
         return state
     found: dict[Any, Any] = {}
     for key, value in state.items():
@@ -52,7 +54,7 @@ def to_groups(state: Any, labels: Sequence[str]) -> Any:
             found[key] = {_MARK: dict(zip(labels, value, strict=True))}
         else:
             found[key] = to_groups(value, labels)
-    return found
+    return _with_items(state, found)
 
 
 def from_groups(state: Any, groups: Sequence[ParamGroup], of: Labels, *, path: str) -> Any:
@@ -66,11 +68,16 @@ def from_groups(state: Any, groups: Sequence[ParamGroup], of: Labels, *, path: s
     """
     if isinstance(state, list):
         return [from_groups(item, groups, of, path=f"{path}/{i}") for i, item in enumerate(state)]
-    if type(state) is not dict:
+    if type(state) not in _DICTS:
         return state
     if set(state) == {_MARK}:
         return [_entry(group, position, state[_MARK], of, path) for position, group in enumerate(groups)]
-    return {k: from_groups(value, groups, of, path=f"{path}/{k}") for k, value in state.items()}
+    return _with_items(state, {k: from_groups(value, groups, of, path=f"{path}/{k}") for k, value in state.items()})
+
+
+def _with_items(state: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """Returns a dict, or the state of an object, with other items."""
+    return state.with_items(items) if isinstance(state, ObjectState) else items
 
 
 def match_schedulers(given: Any, saved: Any, optimizer_of: Callable[[Any], Any]) -> list[tuple[str, Any, Any, Any]]:
@@ -125,8 +132,8 @@ def _joined(states: Sequence[Any]) -> Any:
             if not is_same(joined.setdefault(label, entry), entry):
                 raise ValueError(label)
         return {_MARK: joined}
-    if all(type(state) is dict and state.keys() == first.keys() for state in states):
-        return {key: _joined([state[key] for state in states]) for key in first}
+    if type(first) in _DICTS and all(type(one) is type(first) and one.keys() == first.keys() for one in states):
+        return _with_items(first, {key: _joined([state[key] for state in states]) for key in first})
     if all(type(state) is list and len(state) == len(first) for state in states):
         return [_joined(parts) for parts in zip(*states, strict=True)]
     if not all(is_same(first, state) for state in states):

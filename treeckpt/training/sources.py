@@ -105,6 +105,10 @@ class RestoreSource(Protocol):
         """
         ...
 
+    def abstract(self, name: str) -> Any:
+        """Returns a part at the root with its values; arrays may be specs."""
+        ...
+
     def world_of(self, name: str) -> int:
         """Returns how many ranks saved a per-rank part at the root."""
         ...
@@ -265,6 +269,9 @@ class CheckpointSource:
         options = msgspec.structs.replace(self.options, rules=self.rules, lenient=lenient)
         return load_part(self.checkpoint, name, self.comm, options, on_report, select)
 
+    def abstract(self, name: str) -> Any:
+        return abstract_part(self.checkpoint, name, self.comm, self.options, self.rules)
+
     def world_of(self, name: str) -> int:
         return self.world
 
@@ -309,6 +316,11 @@ def load_part(
     if on_report is not None:
         on_report(report)
     return tree[name]
+
+
+def abstract_part(source: Any, name: str, comm: Comm, options: LoadOptions, rules: Sequence[Rule] = ()) -> Any:
+    """Returns a part at the root of a checkpoint, or of a bank of several, see `RestoreSource.abstract`."""
+    return api.load_abstract(source, select=name, comm=comm, allow_pickle=options.allow_pickle, transforms=rules)[name]
 
 
 def fill_from(
@@ -390,6 +402,9 @@ class TreeSource:
     ) -> Any:
         return self.tree[name]
 
+    def abstract(self, name: str) -> Any:
+        return self.tree[name]
+
     def world_of(self, name: str) -> int:
         return self.world
 
@@ -414,7 +429,7 @@ class TreeSource:
         found = expand_states(target, rank=self.comm.rank, mappings=True)
         if found is None:
             return self._fill(target)
-        filled, more = found.restore(lambda path: self.tree, self._fill)
+        filled, more = found.restore(lambda path, arrays: self.tree, self._fill)
         return msgspec.structs.replace(filled, loaded=filled.loaded + more)
 
     def _fill(self, target: Any) -> LoadReport:

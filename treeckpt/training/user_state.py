@@ -1,28 +1,57 @@
 """Restore of the parts of a training state that are user-defined trees: `loader` and `extra`.
 
 A loader is one object or a tree of them: each loads the state that was saved at its path. A given `extra` is filled as
-`treeckpt.load_into` fills a tree; leaves that only one side has are found here, before anything changes.
+`treeckpt.load_into` fills a tree; leaves that only one side has are found here, before anything changes. Dicts and
+lists below its names may have grown: what was saved in them beside that which is here is added, as it was saved.
 """
 
 from __future__ import annotations
 
+import collections
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from operator import setitem
 from typing import Any
 from weakref import WeakSet
 
+import msgspec
 from torch.utils.data import DataLoader
 
-from ..arrays.registry import abstract_of, is_value
-from ..arrays.stateful import expand_states, holds_stateful, is_disabled_scaler, is_stateful, pass_state
-from ..core.tree.flatten import flatten
+from ..arrays.registry import abstract_of, is_value, resolve
+from ..arrays.stateful import (
+    expand_states,
+    holds_stateful,
+    is_disabled_scaler,
+    is_stateful,
+    node_at,
+    object_states,
+    plan_state,
+)
+from ..core.tree.containers import PerRank, flatten_one_level
+from ..core.tree.flatten import child_of_rank, flatten, replace_leaves, unflatten
+from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.sequences import differing_sequences
-from ..core.tree.structure import index_path, key_text
+from ..core.tree.structure import (
+    DefaultDictNode,
+    DequeNode,
+    DictNode,
+    ListNode,
+    OrderedDictNode,
+    PerRankNode,
+    Structure,
+    index_path,
+    key_text,
+    keys_of,
+    rank_key,
+)
 from ..errors import MismatchError
-from .sources import RestoreSource
+from .hyperparameters import copied_value
+from .sources import RestoreSource, descend, leaves_below
 
 _log = logging.getLogger("treeckpt")
+_ANY_RANK = "~rank*"
+_DICTS = dict, collections.OrderedDict, collections.defaultdict
 
 
 def loader_actions(loader: Any, state: Any, path: str) -> Iterator[Callable[[], None]]:
@@ -32,7 +61,7 @@ def loader_actions(loader: Any, state: Any, path: str) -> Iterator[Callable[[], 
         MismatchError: nothing was saved for an object.
     """
     if is_stateful(loader):
-        yield partial(pass_state, path, loader, state)
+        yield plan_state(path, loader, state).load
         return
     pairs: Any = loader.items() if isinstance(loader, Mapping) else ()
     for key, one in enumerate(loader) if isinstance(loader, (list, tuple)) else pairs:
@@ -58,7 +87,7 @@ def loader_state(loader: Any) -> Any:
         MismatchError: it is an iterable without `state_dict` and `load_state_dict`.
     """
     check_loader(loader, allow_pickle=True)
-    return loader.state_dict() if is_stateful(loader) else loader
+    return object_states(loader.state_dict(), "loader", (loader,)) if is_stateful(loader) else loader
 
 
 def check_loader(loader: Any, rank: int = 0, *, allow_pickle: bool) -> None:
@@ -122,19 +151,106 @@ def objects_of_extra(source: RestoreSource) -> set[str]:
     return {steps[1] for steps in found if steps[0] == "extra" and len(steps) > 2 and not steps[1].startswith("~")}
 
 
-def compare_extra(extra: Any, source: RestoreSource, *, rank: int) -> tuple[list[str], list[str], list[str], list[str]]:
-    """Returns the paths that only the given tree has, that only the checkpoint has, and of what both have per rank.
+class ExtraDifferences(msgspec.Struct):
+    """What differs between a given `extra` and the saved one; all are paths of the checkpoint, with `~rank*`."""
 
-    The last are those of disabled objects, which leave what was saved of them unused.
+    missing: list[str]
+    """Leaves that only the given tree has."""
+    unexpected: list[str]
+    """Those that only the checkpoint has."""
+    own: list[str]
+    """Leaves of both that are each rank's own."""
+    unused: list[str]
+    """Disabled objects, which leave what was saved of them unused."""
+    lengths: dict[str, tuple[int, int]]
+    """Sequences of other lengths: (items here, items saved)."""
+    additions: list[Callable[[], None]]
+    """Add what was saved in dicts and lists beside that which is here."""
 
-    Paths at or below `...` are not compared, nor is the state of an object without arrays, which checks it itself.
+
+class _Grown(msgspec.Struct, frozen=True):
+    """A saved item that a dict or list here lacks."""
+
+    container: Any
+    key: Any
+    structure: Structure
+    """Of the item."""
+
+
+def _grown_items(extra: Any, source: RestoreSource, rank: int) -> tuple[dict[str, _Grown], dict[str, tuple[int, int]]]:
+    """Returns by path the saved items that dicts and lists here lack, and the sequences of other lengths.
+
+    The names in `extra` itself are compared, and none is added.
+    """
+    grown: dict[str, _Grown] = {}
+    lengths: dict[str, tuple[int, int]] = {}
+
+    def walk(here: Any, node: Structure, path: str) -> Recursive[None]:
+        if isinstance(node, PerRankNode):
+            if type(here) is PerRank:
+                yield walk(here.value, child_of_rank(node, rank % source.world, path), f"{path}/{_ANY_RANK}")
+            return
+        taken = None if node is None or here is ... else flatten_one_level(here, path, "", rank)
+        if node is None or taken is None:
+            return
+        there = {key_text(key): (key, child) for key, child in zip(keys_of(node, path), node.children, strict=True)}
+        texts = [key_text(key) for key in taken.keys]
+        for text, child in zip(texts, taken.children, strict=True):
+            if text in there:
+                yield walk(child, there[text][1], f"{path}/{text}")
+        listed = isinstance(node, (ListNode, DequeNode)) and isinstance(here, (list, collections.deque))
+        keyed = isinstance(node, (DictNode, OrderedDictNode, DefaultDictNode)) and type(here) in _DICTS
+        if isinstance(here, (list, tuple, collections.deque)) and len(here) != len(there):
+            lengths[path] = len(here), len(there)
+        room: int | None = getattr(here, "maxlen", None)
+        if (listed and (room is None or len(there) <= room)) or (keyed and path != "extra"):
+            new = {text: pair for text, pair in there.items() if text not in texts}
+            grown.update((f"{path}/{text}", _Grown(here, *pair)) for text, pair in new.items())
+
+    trampoline(walk(extra, descend(source.structure, ("extra",)), "extra"))
+    return grown, lengths
+
+
+def _additions(grown: Mapping[str, _Grown], source: RestoreSource, rank: int) -> Iterator[Callable[[], None]]:
+    """Loads saved items, and yields functions that put them into the dicts and lists here.
+
+    Raises:
+        MismatchError: the state of an object that stood in that of another.
+    """
+    if not grown:
+        return
+    select = [path for path, one in grown.items() if leaves_below(path, one.structure)]
+    saved = source.part("extra", select=select) if select else None
+    for path, one in grown.items():
+        if leaves_below(path, one.structure):
+            item: Any = node_at({"extra": saved}, path.replace(_ANY_RANK, rank_key(rank)), rank)
+        else:
+            item = unflatten(one.structure, iter(()), resolve=resolve)
+        leaves = [copied_value(leaf) for _, leaf in flatten(item, rank=rank)[1]]
+        item = plan_state(path, None, replace_leaves(item, iter(leaves)), live=None).state
+        if isinstance(one.container, (list, collections.deque)):
+            yield partial(one.container.append, item)
+        else:
+            yield partial(setitem, one.container, one.key, item)
+
+
+def compare_extra(extra: Any, source: RestoreSource, *, rank: int) -> ExtraDifferences:
+    """Compares a given `extra` with the saved one.
+
+    Paths at or below `...` are not compared, nor is the state of an object, which checks it itself; but that of a
+    module or an optimizer is.
+
+    Raises:
+        MismatchError: an object cannot take what was saved.
     """
     tree: dict[str, Any] = {"extra": extra}
     leaves = [(index_path(path, rank), leaf) for path, leaf in flatten(tree, rank=rank)[1]]
     given = tuple(f"{path}/" for path, leaf in leaves if leaf is not ...)
     disabled = [path for path, leaf in leaves if is_disabled_scaler(leaf)]
     found = expand_states(tree, rank=rank, mappings=True)
-    tree = tree if found is None else found.target()
+    if found is not None:
+        saved = {"extra": source.abstract("extra")}
+        tree = found.target(lambda path, arrays: {"extra": source.part("extra", select=[path])} if arrays else saved)
     _, leaves = flatten(tree, rank=rank)
     sequences = differing_sequences(
         tree,
@@ -144,14 +260,24 @@ def compare_extra(extra: Any, source: RestoreSource, *, rank: int) -> tuple[list
         rank=rank,
         source_rank=rank % source.world,
     )
+    grown, lengths = _grown_items(extra, source, rank)
+    grown = {path: at for path, at in grown.items() if not f"{path}/".startswith(tuple(f"{one}/" for one in sequences))}
     wanted = {index_path(path, rank): leaf for path, leaf in leaves}
-    free = (*(f"{path}/" for path, leaf in wanted.items() if leaf is ...), *(f"{path}/" for path in sequences))
+    left = [path for path, leaf in wanted.items() if leaf is ...]
+    free = tuple(f"{path}/" for path in (*left, *sequences, *grown))
     there = [path for path in source.leaves if path == "extra" or path.startswith("extra/")]
     missing = [
         path
         for path, leaf in wanted.items()
         if leaf is not ... and path not in source.leaves and not path.startswith(free)
     ]
-    own = [path for path in there if "~rank*" in path and f"{path}/".startswith(given)]
+    own = [path for path in there if _ANY_RANK in path and f"{path}/".startswith(given)]
     unused = [path for path in disabled if any(one.startswith(f"{path}/") for one in there)]
-    return missing, [path for path in there if path not in wanted and not path.startswith(free)], own, unused
+    return ExtraDifferences(
+        missing,
+        [path for path in there if path not in wanted and not f"{path}/".startswith(free)],
+        own,
+        unused,
+        lengths,
+        list(_additions(grown, source, rank)),
+    )

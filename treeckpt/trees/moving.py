@@ -228,7 +228,7 @@ def copy_into(tree: Any, into: Any, *, cast: bool = False, namespace: str = "") 
     if found is None:
         fill(into)
     else:
-        found.restore(lambda _: tree, fill)
+        found.restore(lambda path, arrays: tree, fill)
 
 
 def put_leaves(
