@@ -1,8 +1,10 @@
 """Restore of a saved training state into live objects.
 
 First everything is compared and every small part is loaded, without any change: names, shapes, param groups, scheduler
-state, per-rank state. Then meta tensors get memory, arrays are filled in place, and the optimizers, extra states,
-loader, schedulers and random number generators load their states. Ranks exchange no messages.
+state, per-rank state. Then modules with load code of their own, and extra states, take what was saved of them; where one
+fails, what they changed is put back (`module_loads`). Then meta tensors get memory, arrays are filled in place, and the
+optimizers, hooks after `load_state_dict`, loader, schedulers and random number generators follow. Ranks exchange no
+messages.
 """
 
 from __future__ import annotations
@@ -104,7 +106,9 @@ def restore(
 ) -> RestoreReport:
     """Puts a saved training state into live objects, in place; parameters stay the same objects with the same memory.
 
-    Any parallelism restores into any other. All is compared before the first change, checksums as for `load_into`.
+    Any parallelism restores into any other. All is compared before the first change, checksums as for `load_into`. A
+    module with load code of its own (`_load_from_state_dict`, hooks before it, the model's `load_state_dict`) is passed
+    what was saved of it, with the version that was saved, in new tensors: these take as much memory again.
 
     >>> report = tc.training.restore("run/step_00000100", model, rng=False, strict="missing")
 
