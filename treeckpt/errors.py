@@ -21,6 +21,8 @@ What is refused, because it would be lost or changed in silence, and what to do 
   optree, or pass `allow_pickle=True` on both sides.
 - Mapping classes with a storage of their own, because only their code knows what they hold: the error has the line that
   registers the class. Subclasses of dict, OrderedDict and UserDict, as transformers' `ModelOutput`, are kept.
+- Attributes of an OrderedDict that are no plain values (one is `_metadata` of a state dict, the versions of modules):
+  delete them. Ranks that have another version of a module of one name: build the same model on all.
 - `Partial` placements, where each rank holds a part of a sum: redistribute first.
 - Sparse, nested and quantised tensors and unknown tensor subclasses, whose bytes mean nothing without library
   internals: save their parts.

@@ -404,3 +404,15 @@ def test_overwrite_is_taken_from_its_place_among_dcps_arguments(tmp_path: Path) 
 def test_an_argument_that_dcps_storage_does_not_have_is_refused(storage: Any, misspelt: str, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=misspelt):
         storage(tmp_path, **{misspelt: False})
+
+
+def test_the_versions_of_modules_are_put_on_the_dict_that_is_loaded_into(tmp_path: Path) -> None:
+    def state(version: int) -> Any:
+        found = torch.nn.Linear(2, 2).state_dict()
+        found._metadata = {"": {"version": version}}  # type: ignore[attr-defined]
+        return {"model": found, "step": 1}
+
+    for form, expected in (("dcp", 7), ("treeckpt", 3), ("storage", 7)):
+        target = state(7)
+        reload(form, tmp_path / form, state(3), target)
+        assert target["model"]._metadata == {"": {"version": expected}}

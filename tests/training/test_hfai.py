@@ -184,15 +184,21 @@ def test_ranks_share_large_tensors_by_bytes_and_buffers_are_written_once(tmp_pat
         assert (state["own"], state["n"]) == (own, 1) and same_tensors(state["model"], dict(model.state_dict()))
 
 
+class Arguments(argparse.Namespace):
+    """A class of the program's own, of which only a pickle can be stored."""
+
+
 def test_what_a_call_of_hfais_may_say_is_understood(tmp_path: Path) -> None:
     model = net()
-    save(tmp_path / "c", model, None, {"args": argparse.Namespace(lr=0.5)}, allow_pickle=True)
+    save(tmp_path / "c", model, None, {"args": Arguments(lr=0.5)}, allow_pickle=True)
     assert load(tmp_path / "c", 8, map_location="cpu", allow_pickle=True)["args"].lr == 0.5
     larger = nn.ModuleDict({"first": model.first, "norm": model.norm, "last": model.last, "new": nn.Linear(2, 2)})
     state = load(tmp_path / "c", larger, strict=False, allow_pickle=True)
     assert state["args"].lr == 0.5 and "new.weight" in state["model"]
     with pytest.raises(tc.TreeError, match=r"extra/args: .*allow_pickle=True"):
-        save(tmp_path / "c", model, None, {"args": argparse.Namespace(lr=0.5)})
+        save(tmp_path / "c", model, None, {"args": Arguments(lr=0.5)})
+    save(tmp_path / "c", model, None, {"args": argparse.Namespace(lr=0.5)})
+    assert load(tmp_path / "c")["args"] == argparse.Namespace(lr=0.5)
 
 
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:

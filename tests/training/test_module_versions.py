@@ -254,6 +254,32 @@ def test_what_a_manager_registers_and_tracks_keeps_versions(tmp_path: Path) -> N
     assert float(fresh.a.weight.detach()[0]) == 500  # type: ignore[union-attr, index]
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_file_of_torch_save_gives_its_versions_to_a_restore(tmp_path: Path, *, wrapped: bool) -> None:
+    here = nn.DataParallel(model()) if wrapped else model()
+    optimizer = torch.optim.SGD(here.parameters(), lr=0.1)
+    torch.save({"model": here.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    found = metadata_for_restore(tmp_path / "a.pt", rename={"model/module.*": "model/*"} if wrapped else None)
+    assert {name: local["version"] for name, local in found.items()} == VERSIONS
+
+
+class Noted(OrderedDict[str, Any]):
+    """A subclass, whose attributes come back as those of an OrderedDict do."""
+
+
+def test_state_dicts_of_each_rank_and_of_a_subclass_keep_versions(tmp_path: Path) -> None:
+    noted = Noted(model().state_dict())
+    vars(noted).update(_metadata=model().state_dict()._metadata)  # type: ignore[attr-defined]
+    tree = {"own": tc.PerRank(model().state_dict()), "noted": noted}
+    tc.save(tmp_path / "saved", tree)
+    target = {"own": tc.PerRank(model().state_dict()), "noted": Noted(model().state_dict())}
+    del target["own"].value._metadata  # type: ignore[union-attr]
+    for found in (tc.load(tmp_path / "saved"), tc.load(tmp_path / "saved", target)):
+        assert versions_of(found["own"].value) == VERSIONS
+    assert type(tc.load(tmp_path / "saved")["noted"]) is Noted
+    assert versions_of(tc.load(tmp_path / "saved")["noted"]) == VERSIONS
+
+
 def test_trees_are_copied_and_offloaded_with_versions(saved: Path) -> None:
     tree = tc.load(saved)
     for made in (tc.trees.offload(tree), tc.trees.empty_like(tree), tc.abstract(tree), tc.trees.gather(tree)):

@@ -168,7 +168,7 @@ def read_pickle(
     return Unpickled(value, steps)
 
 
-_REFUSALS = (ValueError, TypeError, AttributeError, LookupError, OverflowError, RuntimeError)
+_REFUSALS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, OSError)
 """Errors of constructors for arguments that they do not accept: they concern one value, not the whole file."""
 
 

@@ -8,25 +8,35 @@ reported with its path, and refused or left out.
 from __future__ import annotations
 
 import collections
+import datetime as dt
+import decimal
+import fractions
 import math
+import pathlib
+import uuid
+import zoneinfo
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from ..arrays.lazy import LazyArray
 from ..arrays.numpy import dtype_name
-from ..arrays.registry import encodable
+from ..arrays.registry import encodable, encode
 from ..core.sharding.dtypes import dtype_of, numpy_dtype
 from ..core.tree.containers import DEFAULT_FACTORIES
 from ..core.tree.dict_attributes import encode_attributes
 from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import MAX_DEPTH, child_path
+from ..core.tree.value_codec import BUFFERS, NAMESPACES, decode_path, new_buffer, new_namespace
 from ..errors import CorruptError, FormatError, TreeckptError, TreeError
 from .file_arrays import flat_array
 from .pickle_reader import Constructors, DeferredValue, FileBytes, Symbol, UnbuiltObject, Unpickled, brief
+
+T = TypeVar("T")
 
 _CODE, _HELD = "Making it would run its code", "It is none of what checkpoints hold"
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
@@ -95,6 +105,71 @@ class _NumpyScalar(DeferredValue, eq=False):
         return np.frombuffer(self.data, element)[0]
 
 
+class _PickledState(DeferredValue, eq=False):
+    """A value that is made of the state alone, which follows."""
+
+    build: Callable[[Any], Any] = tuple
+
+    def make(self) -> Any:
+        made = self.build(self.state)
+        if not encodable(made):
+            raise ValueError(f"{brief(made)} with a state that is not plain")
+        return made
+
+
+class _PickledNamespace(DeferredValue, eq=False):
+    """A namespace, whose attributes are built first."""
+
+    name: str = ""
+
+
+def _buffer(kind: Any) -> Callable[[], _PickledState]:
+    """Returns the constructor of a file in memory, of `BUFFERS`."""
+
+    def build(state: Any) -> Any:
+        return new_buffer(kind, *(part.bytes() if isinstance(part, FileBytes) else part for part in state))
+
+    return lambda: _PickledState(build=build)
+
+
+def _uuid(state: Any) -> uuid.UUID:
+    return uuid.UUID(int=state["int"])
+
+
+def _fraction(*args: Any) -> fractions.Fraction:
+    """Builds a fraction of two integers; of a text like "1e999999999" its class would compute the power."""
+    if len(args) == 1 and isinstance(args[0], str):
+        return fractions.Fraction(*map(int, args[0].split("/")))
+    return fractions.Fraction(*(_of(int, one) for one in args))
+
+
+def _of(kind: type[T], value: Any) -> T:
+    """Returns a value of this class, or of a subclass."""
+    if not isinstance(value, kind):
+        raise TypeError(f"a {type(value).__name__} in place of a {kind.__name__}")
+    return value
+
+
+def _moment(kind: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the constructor of a date or a time: of bytes or numbers, and a zone."""
+    return lambda data, *more: kind(_held(data) if isinstance(data, bytes) else _of(int, data), *more)
+
+
+def _zone(key: Any, *_: Any) -> zoneinfo.ZoneInfo:
+    return zoneinfo.ZoneInfo(_of(str, key))
+
+
+def _named(owner: Any, name: Any) -> Symbol:
+    """Returns what older protocols look up by getattr: a nested name, of those that are known."""
+    if not isinstance(owner, Symbol) or (found := f"{owner.text}.{name}") not in PLAIN:
+        raise ValueError(f"a look-up in {brief(owner)}")
+    return Symbol(found)
+
+
+_PATH_MODULES = ("pathlib", "pathlib._local")
+_PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)
+
+
 def _encode(text: Any, codec: Any) -> bytes:
     """Decodes bytes as protocol 2 writes them."""
     if not isinstance(text, str) or codec not in ("latin1", "latin-1"):
@@ -159,6 +234,20 @@ PLAIN: Constructors = {
     **_both("slice", lambda *args: slice(*args)),
     **_both("range", lambda *args: range(*args)),
     "__builtin__ xrange": lambda *args: range(*args),
+    **{f"{module} {kind.__name__}": partial(decode_path, kind) for kind in _PATHS for module in _PATH_MODULES},
+    "argparse Namespace": lambda: _PickledNamespace(name="Namespace"),
+    "types SimpleNamespace": lambda: _PickledNamespace(name="SimpleNamespace"),
+    **{f"_io {name}": _buffer(kind) for name, kind in BUFFERS.items()},
+    "datetime datetime": _moment(dt.datetime),
+    "datetime date": _moment(dt.date),
+    "datetime time": _moment(dt.time),
+    "datetime timedelta": dt.timedelta,
+    "datetime timezone": dt.timezone,
+    "zoneinfo ZoneInfo._unpickle": _zone,
+    **_both("getattr", _named),
+    "decimal Decimal": lambda text: decimal.Decimal(_of(str, text)),
+    "fractions Fraction": _fraction,
+    "uuid UUID": lambda: _PickledState(build=_uuid),
     "torch Size": _size,
     "torch device": _device,
     "torch.serialization _get_layout": _layout,
@@ -213,7 +302,8 @@ def build_tree(read: Unpickled, label: str, refused: list[RefusedLeaf] | None = 
 class _TreeBuilder:
     def __init__(self, label: str, limit: int, refused: list[RefusedLeaf] | None) -> None:
         self.label, self.left, self.refused = label, limit, refused
-        self.made: dict[int, tuple[Any, Any]] = {}
+        self.made: dict[int, tuple[Any, Any, RefusedLeaf | None]] = {}
+        """By identity of a node: the node, its value, and why it has none."""
 
     def build(self, node: Any, path: str, depth: int) -> Recursive[Any]:
         self.left -= 1
@@ -238,7 +328,11 @@ class _TreeBuilder:
             return kind(items)
         if isinstance(node, (Symbol, UnbuiltObject, FileBytes, DeferredValue)):
             if id(node) not in self.made:  # built once, so that ties stay
-                self.made[id(node)] = node, self._value(node, path)
+                is_space = isinstance(node, _PickledNamespace)
+                value: Any = (yield self._namespace(node, path, depth)) if is_space else self._value(node, path)
+                self.made[id(node)] = node, value, self.refused[-1] if value is ... and self.refused else None
+            elif (refused := self.made[id(node)][2]) is not None:
+                self._refuse(path, refused.what, refused.why)
             return self.made[id(node)][1]
         if kind in _PLAIN or isinstance(node, (LazyArray, np.ndarray)) or encodable(node):
             return node
@@ -260,6 +354,20 @@ class _TreeBuilder:
                 attributes.clear()
                 self._refuse(error.path, error.found, _HELD)
         return node
+
+    def _namespace(self, node: _PickledNamespace, path: str, depth: int) -> Recursive[Any]:
+        """Builds an object of attributes, which is one value: it is refused as a whole for what it cannot have."""
+        above, self.refused = self.refused, []
+        state = yield self.build({} if node.state is None else node.state, path, depth + 1)
+        inner, self.refused = self.refused, above
+        what, made = f"an {node.name} with ", None
+        try:
+            made = new_namespace(NAMESPACES[node.name], state)
+            encode(made, path, allow_pickle=False)
+        except (TypeError, TreeError) as error:
+            found = error.found if isinstance(error, TreeError) else f"{error}"
+            inner = inner or [RefusedLeaf(getattr(error, "path", path), found, _HELD)]
+        return self._refuse(path, f"{what}{inner[0].path}: {inner[0].what}", inner[0].why) if inner else made
 
     def _value(self, node: Any, path: str) -> Any:
         if isinstance(node, FileBytes):

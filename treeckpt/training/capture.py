@@ -56,7 +56,8 @@ def state(
     """Returns the state of a training job as a tree for `treeckpt.save`.
 
     The tree is the same under every parallelism: plain, DDP, FSDP2, tensor parallel, pipeline stages, compiled or
-    checkpointed modules. Save it before the next step: its tensors are the live ones.
+    checkpointed modules. Save it before the next step: its tensors are the live ones. A model's part is a state dict
+    with the versions of its modules (`_metadata`), which `load_state_dict` reads.
 
     >>> sorted(tc.training.state(model, optimizer, extra={"epoch": 3}))
     ['extra', 'model', 'optimizer', 'param_groups', 'rng']
@@ -83,13 +84,10 @@ def state(
     if buffers not in get_args(Buffers):
         raise TreeError("buffers", expected=", ".join(map(repr, get_args(Buffers))), found=f"{buffers!r:.60}")
     left_out = _left_out(found.entries, globs_of(select), globs_of(exclude), frozen=frozen)
-    kept = [
-        entry
-        for entry in found.entries
-        if (entry.owned is not False or buffers in ("per_rank", "same")) and key_path(entry.key) not in left_out
-    ]
-    pairs = ((one.key, _marked(one, buffers)) for one in kept)
-    tree: dict[str, Any] = {"model": with_metadata(nested(pairs), found.metadata)}
+    every = buffers in ("per_rank", "same")
+    kept = [one for one in found.entries if (one.owned is not False or every) and key_path(one.key) not in left_out]
+    model_tree = nested((one.key, _marked(one, buffers)) for one in kept)
+    tree: dict[str, Any] = {"model": with_metadata(model_tree, found.metadata)}
     if optimizers:
         tree["optimizer"], tree["param_groups"] = trees_of(optimizers, left_out)
     if scheduler is not None:

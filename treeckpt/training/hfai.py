@@ -61,7 +61,7 @@ def save(
             `treeckpt.PerRank`.
         group: a process group; None for all ranks, or for a single process without torch.distributed; "alone" saves in
             this process without messages.
-        allow_pickle: stores others of unknown types (an argparse.Namespace, say) as pickles.
+        allow_pickle: stores others of unknown types (objects of your own classes, say) as pickles.
         buffers, parts: same as for `training.state`: `select`, `exclude` and `frozen`.
 
     Raises:

@@ -1,13 +1,16 @@
 """Python values have one JSON form each, which files keep, and come back with their type; nothing else is built."""
 
+import argparse
 import collections
 import datetime as dt
 import decimal
 import enum
 import fractions
+import io
 import itertools
 import math
 import pathlib
+import types
 import uuid
 import zoneinfo
 
@@ -77,6 +80,9 @@ FORMS = [
     (uuid.UUID(int=5), t("UUID", "00000000-0000-0000-0000-000000000005")),
     (pathlib.PurePosixPath("a/b"), t("PurePosixPath", "a/b")),
     (pathlib.PureWindowsPath("a/b"), t("PureWindowsPath", "a\\b")),
+    (argparse.Namespace(lr=0.5, p=pathlib.PurePosixPath("a")),
+     t("Namespace", "lr", 0.5, "p", t("PurePosixPath", "a"))),
+    (types.SimpleNamespace(a=[1], self=None), t("SimpleNamespace", "a", t("list", 1), "self", None)),
     (np.float32(1.5), t("numpy", "<f4", "AADAPw==")), (np.str_("a"), t("numpy.str", "a")),
     (np.bytes_(b"a"), t("numpy.bytes", "YQ==")), (np.dtype("int16"), t("numpy.dtype", "<i2")),
     (Shade.LIGHT, t("enum", type_name(Shade), "LIGHT", 1)), (Shade.DARK, t("enum", type_name(Shade), "DARK", "d")),
@@ -114,6 +120,36 @@ def test_paths_of_this_machine_come_back_as_such_and_others_as_pure_ones():
         here, other = other, here
     assert type(decode(t(here, "a"))) is type(pathlib.Path())
     assert type(decode(t(other, "a"))).__name__ == f"Pure{other}"
+
+
+@pytest.mark.parametrize("kind", [io.BytesIO, io.StringIO])
+def test_a_file_in_memory_comes_back_at_its_position_with_its_attributes(kind):
+    written = "a\nbc" if kind is io.StringIO else b"a\nbc"
+    for buffer in (kind(), kind(written), kind(written)):
+        buffer.seek(2)
+    buffer.name = "x.png"
+    back = decode(msgspec.json.decode(msgspec.json.encode(encode_value(buffer, "p")), type=Value))
+    assert type(back) is kind and back.tell() == buffer.tell() == 2
+    assert back.getvalue() == written and vars(back) == {"name": "x.png"}
+
+
+def test_the_lines_of_a_text_in_memory_end_as_before():
+    back = decode(encode_value(io.StringIO("a\r\nb", newline=""), "p"))
+    assert back.readline() == "a\r\n"
+
+
+def test_a_closed_file_in_memory_is_refused_by_path():
+    buffer = io.BytesIO()
+    buffer.close()
+    with pytest.raises(TreeError, match=r"a/b: .*open"):
+        encode_value(buffer, "a/b")
+
+
+@pytest.mark.parametrize("value", [{"x": [object()]}, {"x": np.zeros(2)}])
+def test_what_a_namespace_cannot_have_is_refused_by_the_name_of_the_attribute(value):
+    with pytest.raises(TreeError) as caught:
+        encode_value(argparse.Namespace(lr=1, sub=types.SimpleNamespace(**value)), "args")
+    assert caught.value.path == "args.sub.x"
 
 
 def test_an_enum_without_a_storable_value_is_known_by_its_name():
@@ -202,7 +238,10 @@ def test_values_of_other_libraries_are_encoded_and_built_by_them():
         t("date", "2024-13-01"),
         t("Fraction", 1, 0), t("Fraction", "1e9", 2), t("UUID", "5"), t("enum", "x"), t("enum", 1, "A", 1),
         t("numpy", "<f4", "AA=="), t("numpy", "<f4", ""), t("Counter", 1), t("ZoneInfo", "No/Where"),
-        t("timedelta", 10**12), t("ellipsis", 1),
+        t("timedelta", 10**12), t("ellipsis", 1), t("Namespace", 1, 2), t("SimpleNamespace", "a"),
+        t("BytesIO"), t("BytesIO", "a", 0, None), t("BytesIO", t("bytes", "YQ=="), -1, None),
+        t("BytesIO", t("bytes", "YQ=="), 0, 5), t("BytesIO", t("bytes", "YQ=="), 1 << 70, None),
+        t("StringIO", "a", "x", 0, None), t("StringIO", 5, "", 0, None),
     ],
 )  # fmt: skip
 def test_forms_of_no_value_are_refused_by_path(form):

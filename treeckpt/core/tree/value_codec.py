@@ -16,14 +16,17 @@ secret), so such collisions are refused.
 
 from __future__ import annotations
 
+import argparse
 import base64
 import collections
 import datetime as dt
 import decimal
 import enum
 import fractions
+import io
 import math
 import pathlib
+import types
 import uuid
 import zoneinfo
 from collections.abc import Callable, Mapping, Sequence
@@ -95,7 +98,14 @@ def _encode(value: object, path: str, extra: Callable[[object], TypedValue | Non
         name, items_of = encoder
         if kind in _HASHED:
             refuse_hash_collisions(list(value), path)  # pyright: ignore[reportArgumentType]
-        items = [_encode(item, path, extra, depth + 1) for item in items_of(value)]
+        try:
+            parts = list(items_of(value))
+        except ValueError as error:  # a buffer that was closed
+            raise TreeError(path, expected=f"a {name} to be open", found=f"{error}"[:200]) from error
+        paths = [path] * len(parts)
+        if kind in NAMESPACES.values():
+            paths = [f"{path}.{parts[at - at % 2]}" for at in range(len(parts))]
+        items = [_encode(item, at, extra, depth + 1) for item, at in zip(parts, paths, strict=True)]
         if kind in (set, frozenset):
             # the order of a set differs between processes: sorting gives equal sets equal bytes
             items.sort(key=msgspec.json.encode)
@@ -186,6 +196,12 @@ def _keys_and_values(mapping: Mapping[Any, Any]) -> list[object]:
     return [item for pair in mapping.items() for item in pair]
 
 
+NAMESPACES: dict[str, type] = {"Namespace": argparse.Namespace, "SimpleNamespace": types.SimpleNamespace}
+"""Classes whose objects are attributes and nothing else."""
+BUFFERS: dict[str, type] = {"BytesIO": io.BytesIO, "StringIO": io.StringIO}
+"""Files in memory: bytes, or text and how lines end; the position; attributes or None."""
+
+
 _ENCODERS: dict[type, tuple[str, Callable[[Any], Sequence[object]]]] = {
     complex: ("complex", attrgetter("real", "imag")),
     bytes: ("bytes", _base64),
@@ -199,6 +215,8 @@ _ENCODERS: dict[type, tuple[str, Callable[[Any], Sequence[object]]]] = {
     dict: ("dict", _keys_and_values),
     collections.OrderedDict: ("OrderedDict", _keys_and_values),
     collections.Counter: ("Counter", _keys_and_values),
+    **{kind: (name, lambda space: _keys_and_values(vars(space))) for name, kind in NAMESPACES.items()},
+    **{kind: (name, methodcaller("__getstate__")) for name, kind in BUFFERS.items()},
     type(...): ("ellipsis", lambda _: ()),
     dt.datetime: ("datetime", _time_items),
     dt.time: ("time", _time_items),
@@ -226,11 +244,37 @@ def _bytes(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-def _decode_path(kind: type[pathlib.PurePath], text: str) -> pathlib.PurePath:
+def decode_path(kind: type[pathlib.PurePath], *parts: str) -> pathlib.PurePath:
     """Builds a path: a concrete one if its flavour is this machine's, a pure one of the same flavour otherwise."""
     if issubclass(kind, pathlib.Path) and type(pathlib.Path()) is not kind:
         kind = pathlib.PureWindowsPath if issubclass(kind, pathlib.PureWindowsPath) else pathlib.PurePosixPath
-    return kind(text)
+    return kind(*parts)
+
+
+def new_namespace(kind: type, attributes: dict[Any, Any]) -> object:
+    """Builds an object of one of `NAMESPACES`.
+
+    Raises:
+        TypeError: a name of an attribute is no text.
+    """
+    if not all(type(name) is str for name in attributes):
+        raise TypeError("an attribute whose name is no text")
+    made = kind()
+    vars(made).update(attributes)
+    return made
+
+
+def new_buffer(kind: Any, *state: object) -> object:
+    """Builds an object of one of `BUFFERS` from its state, as pickle does.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    made = kind()
+    if kind is io.BytesIO and (not state or type(state[0]) not in (bytes, bytearray)):
+        raise TypeError("a buffer of bytes without bytes")
+    made.__setstate__(state)
+    return made
 
 
 _DECODERS: dict[str, Callable[..., object]] = {
@@ -254,9 +298,10 @@ _DECODERS: dict[str, Callable[..., object]] = {
     "Fraction": lambda numerator, denominator: fractions.Fraction(numerator, denominator),
     "UUID": uuid.UUID,
     **{
-        kind.__name__: partial(_decode_path, kind)
+        kind.__name__: partial(decode_path, kind)
         for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)
     },
+    **{name: partial(new_buffer, kind) for name, kind in BUFFERS.items()},
     "numpy": lambda name, data: np.frombuffer(_bytes(data), dtype_of_text(name))[0],
     "numpy.str": np.str_,
     "numpy.bytes": lambda text: np.bytes_(_bytes(text)),
@@ -273,6 +318,7 @@ _MAPPINGS: dict[str, Callable[[dict[Any, Any]], object]] = {
     "dict": dict,
     "OrderedDict": collections.OrderedDict,
     "Counter": collections.Counter,
+    **{name: partial(new_namespace, kind) for name, kind in NAMESPACES.items()},
 }
 
 
