@@ -106,9 +106,7 @@ def restore(
 ) -> RestoreReport:
     """Puts a saved training state into live objects, in place; parameters stay the same objects with the same memory.
 
-    Any parallelism restores into any other. All is compared before the first change, checksums as for `load_into`. A
-    module with load code of its own (`_load_from_state_dict`, hooks before it, the model's `load_state_dict`) is passed
-    what was saved of it, with the version that was saved, in new tensors: these take as much memory again.
+    Any parallelism restores into any other. All is compared before the first change, checksums as for `load_into`.
 
     >>> report = tc.training.restore("run/step_00000100", model, rng=False, strict="missing")
 
