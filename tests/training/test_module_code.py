@@ -206,6 +206,19 @@ def test_versions_follow_rules_and_models(tmp_path: Path) -> None:
         assert parts[1]["1"].weight.tolist() == [[expected] * 2] * 2
 
 
+def test_versions_come_from_each_of_several_checkpoints_and_from_runs(tmp_path: Path) -> None:
+    tc.save(tmp_path / "new", {"model": OrderedDict(_sized(3.0, Older).state_dict())})
+    for name, kind in (("a", Scaled), ("b", Older)):
+        tc.save(tmp_path / name, training.state(_sized(5.0, kind), rng=False))
+    for sources, expected in ((["a", "b"], 500.0), (["b", "a"], 5.0)):
+        training.restore([tmp_path / name for name in sources], fresh := _sized(1.0), rng=False)
+        assert fresh[1].weight.unique().item() == expected, "the version goes with the weights"
+    manager = tc.Manager(tmp_path / "run", background=False)
+    manager.save(1, training.state(_sized(5.0, Older)))
+    manager.resume(fresh := _sized(1.0))
+    assert fresh[1].weight.unique().item() == 500.0
+
+
 class Grown(nn.Module):
     """Whose older versions had a smaller first layer, which it makes anew to take their weights."""
 

@@ -11,6 +11,10 @@ State saved under one parallelism is restored into any other. This package impor
   into param groups in another order or split otherwise. Generators and loaders are saved for each rank.
 - An optimizer with a `state_dict` of its own, or one that wraps another, gets back everything in it, in the dtypes that
   were saved (`tests/training/test_own_state_dicts.py`).
+- A module with load code of its own (`_load_from_state_dict`, a hook before it, the model's own `load_state_dict`) is
+  passed what was saved of it, of any size and with the version that was saved, before anything else is filled. That
+  takes as much memory again as its tensors do. Where its code fails, the model is as it was before
+  (`tests/training/test_module_code.py`).
 - A `DataLoader` draws a number from its generator, by default the global one, for each new iterator, also one that
   continues an epoch. Give a `StatefulDataLoader` one that nothing else draws from: `sampler=RandomSampler(data),
   generator=torch.Generator()`, with torchdata's `RandomSampler`. With the global one the other random numbers of the

@@ -70,9 +70,10 @@ def state(
         loader: the position of this rank's data loader: an object with `state_dict`, or any tree; no other iterable.
         rng: whether the generators of torch, CUDA, numpy and Python are part of the state.
         extra: any tree of your own. State that differs between ranks goes under `treeckpt.PerRank`.
-        buffers: of modules that several ranks hold; attributes that a module saves by code of its own likewise. "replicated": one for all, that of the first rank of the wrapper or
-            mesh around the module; without one the save compares them. "first": without one that of rank 0 counts,
-            whatever the others have. "same": all are compared, as plain tensors are. "per_rank": one for each rank.
+        buffers: of modules that several ranks hold, and attributes that their own code saves. "replicated": one for
+            all, that of the first rank of the wrapper or mesh around the module; without one the save compares them.
+            "first": without one that of rank 0 counts, whatever the others have. "same": all are compared, as plain
+            tensors are. "per_rank": one for each rank.
         select, exclude: globs over `model/...`: what is not selected is left out, and the optimizers' state of it.
         frozen: False leaves out parameters that do not require gradients, as beside adapters (LoRA). What is left out
             is named under "left_out": `restore` takes such a checkpoint with `strict="missing"`, and reports it.
@@ -87,8 +88,8 @@ def state(
     left_out = _left_out(found.entries, globs_of(select), globs_of(exclude, "exclude"), frozen=frozen)
     every = buffers in ("per_rank", "same")
     kept = [one for one in found.entries if (one.owned is not False or every) and key_path(one.key) not in left_out]
-    model_tree = nested((one.key, _marked(one, buffers)) for one in kept)
-    tree: dict[str, Any] = {"model": with_metadata(model_tree, found.metadata)}
+    pairs = ((one.key, _marked(one, buffers)) for one in kept)
+    tree: dict[str, Any] = {"model": with_metadata(nested(pairs), found.metadata)}
     if optimizers:
         tree["optimizer"], tree["param_groups"] = _optimizer_trees(optimizers, left_out)
     if scheduler is not None:

@@ -92,6 +92,10 @@ class ModuleLoad:
         """Returns the name in the model of an entry of the module's own state dict."""
         return _joined(self.name, self.names.key(raw)[-1])
 
+    def path_of(self, name: str) -> str:
+        """Returns the path of an entry of a clean name."""
+        return f"model/{key_path((*self.prefix, name))}"
+
     def clean_module(self, raw: str) -> str:
         """Returns the name in the model of a module in the module's own state dict."""
         return self.clean(_joined(raw, "x")).rpartition(".")[0]
@@ -295,7 +299,7 @@ def load_values(loads: Sequence[ModuleLoad], part: Mapping[str, Any]) -> None:
 # run ------------------------------------------------------------------------------------------------------------------
 
 
-def run_load(load: ModuleLoad, *, strict: bool, cast: bool) -> tuple[list[str], list[str]]:
+def run_load(load: ModuleLoad, *, strict: bool, cast: bool) -> list[list[str]]:
     """Runs the load code of a module; returns the paths that it misses, and that it does not know.
 
     Args:
@@ -304,7 +308,7 @@ def run_load(load: ModuleLoad, *, strict: bool, cast: bool) -> tuple[list[str], 
     Raises:
         MismatchError: it fails, does not take what the module itself gives, or casts without `cast`.
     """
-    module, at = load.module, "/".join(("model", *load.prefix, ""))
+    module = load.module
     method = module.load_state_dict
     is_own = getattr(method, "__func__", method) is not nn.Module.load_state_dict
     try:
@@ -324,7 +328,7 @@ def run_load(load: ModuleLoad, *, strict: bool, cast: bool) -> tuple[list[str], 
     missing, unexpected = (list(getattr(result, name, None) or ()) for name in ("missing_keys", "unexpected_keys"))
     if left := [raw for raw in unexpected if raw in load.live and raw in load.state]:
         raise MismatchError(
-            f"{at}{load.clean(left[0])}",
+            load.path_of(load.clean(left[0])),
             expected="a name that the model's load_state_dict takes, as its state_dict has it",
             found=f"{len(left)} that it does not",
             hint="Register a hook with register_load_state_dict_pre_hook that takes them back",
@@ -336,14 +340,14 @@ def run_load(load: ModuleLoad, *, strict: bool, cast: bool) -> tuple[list[str], 
         found = getattr(owner, inner.rpartition(".")[2], None)
         if not isinstance(found, Tensor) or dtype_name(found.dtype) != dtype:
             raise MismatchError(
-                f"{at}{name}",
+                load.path_of(name),
                 expected=f"{dtype_name(found.dtype)}, as the model has it"
                 if isinstance(found, Tensor)
                 else "its dtype",
                 found=f"{dtype} in the checkpoint",
                 hint="Pass cast=True to convert",
             )
-    return [at + load.clean(raw) for raw in missing], [at + load.clean(raw) for raw in unexpected]
+    return [[load.path_of(load.clean(raw)) for raw in raws] for raws in (missing, unexpected)]
 
 
 def _said(error: Exception) -> str:

@@ -1,8 +1,10 @@
 """Restore of a saved training state into live objects.
 
 First everything is compared and every small part is loaded, without any change: names, shapes, param groups, scheduler
-state, per-rank state. Then meta tensors get memory, arrays are filled in place, and the optimizers, extra states,
-loader, schedulers and random number generators load their states. Ranks exchange no messages.
+state, per-rank state. Then modules with load code of their own, and extra states, take what was saved of them; where
+one fails, what they changed is put back (`module_loads`). Then meta tensors get memory, arrays are filled in place, and
+the optimizers, loader, schedulers, hooks after `load_state_dict` and random number generators follow. Ranks exchange no
+messages.
 """
 
 from __future__ import annotations
