@@ -1,5 +1,7 @@
 """A diff of two indexes names every difference, and nothing else."""
 
+from collections import OrderedDict
+
 import numpy as np
 import pytest
 
@@ -37,6 +39,19 @@ def test_metadata_sidecar_files_and_containers_that_differ_are_named(indexes, tm
     assert diff(a, b).also == ("custom metadata commit", "sidecar file t")
     c, d = indexes({"w": [1, 2]}, {"w": (1, 2)})
     assert diff(c, d).also == ("containers, by kind or by the order of keys",)
+
+
+def test_versions_of_modules_that_differ_are_named_by_the_state_dict_that_has_them(indexes):
+    def with_version(version, kind=list):
+        state = OrderedDict(w=1)
+        state._metadata = {"": {"version": version}}
+        return {"model": state, "x": kind((1, 2))}
+
+    a, b, c = indexes(with_version(1), with_version(2), with_version(2, tuple))
+    named = "versions of modules or other attributes of model"
+    assert diff(a, a).also == () and diff(a, b).also == (named,)
+    assert diff(a, c).also == (named, "containers, by kind or by the order of keys")
+    assert diff(a, b).changes == ()
 
 
 def test_values_are_compared_with_their_types(indexes):

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 import treeckpt as tc
 from tests.golden import content  # noqa: F401  (its classes are in the golden files)
 from tests.helpers.samples import gpt_state, write_checkpoint
-from tests.helpers.second_reader import KINDS, read, value
+from tests.helpers.second_reader import KINDS, column, read, value
 from tests.helpers.strategies import Registered, same, trees
 from tests.helpers.world import errors_of, on_ranks
 from treeckpt.core.format import index as index_module
@@ -96,6 +96,19 @@ def test_it_describes_ties_views_and_dtypes_of_torch(tmp_path: Path) -> None:
     }
     tc.save(tmp_path / "ckpt", tree)
     assert_same(read(tmp_path / "ckpt"), tc.load(tmp_path / "ckpt"))
+
+
+def test_it_describes_the_versions_of_modules(tmp_path: Path) -> None:
+    state: Any = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.ReLU()).state_dict()
+    state.note = ["x"]
+    tc.save(tmp_path / "ckpt", {"model": state, "plain": collections.OrderedDict(a=1)})
+    assert_same(read(tmp_path / "ckpt"), tc.load(tmp_path / "ckpt"))
+    index = json.loads((tmp_path / "ckpt/index.json").read_text())["index"]
+    model, without = index["structure"][2]
+    (names, values, numbers), others = model[3]
+    found = {name: value(values[n]) for name, n in zip(names, column(numbers), strict=True)}
+    assert found == state._metadata and value(others) == {"note": ["x"]}
+    assert without == ["OrderedDict", ["a"], [None]]
 
 
 def test_it_describes_uneven_ranges_with_and_without_listed_starts(

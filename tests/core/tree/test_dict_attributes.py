@@ -71,6 +71,7 @@ def test_an_ordered_dict_of_a_generic_alias_has_no_attributes_to_store() -> None
         ({"note": object()}, "model.note"),
         ({"keys": 1}, "'keys'"),
         ({"_metadata": {"\udc00": 1}}, "model._metadata"),
+        ({"_metadata": {"": {"version": 1}, "\udc00": {"version": 1}}}, "model._metadata"),
     ],
 )
 def test_what_cannot_be_stored_is_an_error_that_names_it(attributes: dict[str, Any], named: str) -> None:

@@ -21,6 +21,7 @@ from ..sharding.int_runs import length_of
 from ..sharding.region import Region
 from ..text import count_text, layout_text, region_text, shape_text, value_text, value_type
 from ..tree.nesting import split_structure
+from ..tree.structure import OrderedDictNode, Structure, containers_of
 
 Aspect = Literal["kind", "shape", "dtype", "layout", "value"]
 
@@ -103,8 +104,26 @@ def _beside_leaves(a: Index, b: Index) -> list[str]:
     if a.by_path.keys() == b.by_path.keys() and a.world == b.world:
         parts = [split_structure(index.structure) for index in (a, b)]  # of any depth
         if parts[0] != parts[1]:
-            found.append("containers, by kind or by the order of keys")
+            noted = [_attributes(index) for index in (a, b)]
+            found += [f"versions of modules or other attributes of {path or '<root>'}" for path in _different(*noted)]
+            bare = [tuple(map(_without_attributes, (part.top, *part.below))) for part in parts]
+            found += ["containers, by kind or by the order of keys"] if bare[0] != bare[1] else []
     return found
+
+
+def _attributes(index: Index) -> dict[str, object]:
+    """Returns the attributes of each OrderedDict that has any, by path."""
+    nodes = ((path, node) for node, path, _ in containers_of(index.structure) if isinstance(node, OrderedDictNode))
+    return {path: node.attributes for path, node in nodes if node.attributes is not None}
+
+
+def _without_attributes(node: Structure) -> Structure:
+    if node is None:
+        return None
+    children = tuple([None if child is None else _without_attributes(child) for child in node.children])
+    if isinstance(node, OrderedDictNode):
+        return OrderedDictNode(node.keys, children)
+    return msgspec.structs.replace(node, children=children)
 
 
 def _different(a: Mapping[str, object], b: Mapping[str, object]) -> list[str]:

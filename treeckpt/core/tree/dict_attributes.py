@@ -118,12 +118,10 @@ def _encode_metadata(given: Mapping[str, Any], path: str) -> ModuleMetadata:
     for name, local in given.items():
         # nearly all are {"version": 1}
         version = local.get("version") if type(local) is dict and len(local) == 1 else None
-        if type(version) is int and version in versions:
-            stored[name] = versions[version]
-            continue
         try:
             name.encode()
-            stored[name] = encode_value(local, f"{path}[{name!r}]")
+            known = versions.get(version) if type(version) is int else None
+            stored[name] = encode_value(local, f"{path}[{name!r}]") if known is None else known
         except (TreeckptError, UnicodeEncodeError) as error:
             raise TreeError(
                 f"{path}[{name!r:.200}]",
