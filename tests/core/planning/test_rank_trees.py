@@ -259,3 +259,13 @@ def test_pieces_that_overlap_in_part_cannot_be_compared() -> None:
         check_disjoint([*keys, (4, piece_key("w", Region((1, 1), (2, 1))))])
     assert caught.value.path == "w"
     assert caught.value.found == "offset (0, 0), shape (2, 2) on rank 0 and offset (1, 1), shape (2, 1) on rank 4"
+
+
+def test_ranks_that_hold_no_piece_do_not_say_the_dtype() -> None:
+    half = ArraySpec((4, 2), "bfloat16", order=(1, 0))
+    nothing, pieces = array("w", BoxLayout(())), LeafSpec("w", half, BoxLayout(((1, WHOLE),)))
+    for classes in ([((0,), {"w": nothing}), ((1,), {"w": pieces})], [((1,), {"w": pieces}), ((0,), {"w": nothing})]):
+        [leaf] = joined(*classes, world=2).leaves
+        assert leaf == pieces
+    with pytest.raises(MismatchError, match="shape"):
+        joined(((0,), {"w": LeafSpec("w", ArraySpec((4,), "float32"), BoxLayout(()))}), ((1,), {"w": pieces}))
