@@ -215,7 +215,7 @@ def plan_load(
         spec = source.leaves.get(path)
         if spec is None or raw.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX:
             load.values.append((raw, key))
-            load.values_here[raw] = here
+            load.values_here[raw] = live.get(raw)
             load.state[raw] = None
             continue
         here, identity = live.get(raw), source.identity(path)
