@@ -11,6 +11,9 @@ State saved under one parallelism is restored into any other. This package impor
   into param groups in another order or split otherwise. Generators and loaders are saved for each rank.
 - An optimizer with a `state_dict` of its own, or one that wraps another, gets back everything in it, in the dtypes that
   were saved (`tests/training/test_own_state_dicts.py`).
+- Plain moments of parameters in shards (FSDP2, tensor parallelism), as the codes and block scales of 8-bit optimizers,
+  are each rank's own, but for numbers and what has the shape of the whole parameter. They are restored by as many ranks
+  in the same layout, and refused by name in another (`tests/training/test_own_moments.py`).
 - A `DataLoader` draws a number from its generator, by default the global one, for each new iterator, also one that
   continues an epoch. Give a `StatefulDataLoader` one that nothing else draws from: `sampler=RandomSampler(data),
   generator=torch.Generator()`, with torchdata's `RandomSampler`. With the global one the other random numbers of the
