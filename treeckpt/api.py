@@ -222,6 +222,7 @@ def load(
     Args:
         path: as given to save, or files of other programs; or a `Bank` or list of several, of which later ones win.
         like: tensors, DTensors, `ArraySpec`s, anything with shape and dtype, `...` for no leaf. None: as saved, whole.
+            A dense array has the order of dimensions in memory (channels_last, say) of like's; without, the saved one.
         select, exclude: globs over paths as in like, and what is below; the rest comes back as in like, else as `...`.
         rename, transforms: {"h.$L.*": "layers.$L.*"}, then rules or statements of `treeckpt.rules`: as if saved so.
         strict: like and checkpoint must have the same leaves ("missing": like's must be there), rules match some leaf.
@@ -231,7 +232,7 @@ def load(
         on_corrupt: "skip" salvages, no `Bank`: damaged leaves become `...`, see `report.damaged`. Every rank calls.
         per_rank: in another world size, refuse `PerRank` state, or take that of rank modulo the old world.
         copy: gives each array memory of its own, where whole ones are views of what a range of a file was read into.
-        mmap: maps whole arrays: bytes come when they are touched, without checksums, from a file that must stay.
+        mmap: maps whole arrays, in C order: bytes come when touched, without checksums, from a file that has to stay.
         read: "once" has what several ranks of a host want read by one and handed on; every rank has to call.
         memory: bytes of buffers, at least 1 MiB; None is 64 MiB, 512 MiB from object stores and network file systems.
         allow_pickle: unpickles values that were saved so, which can run any code: only for files you trust.

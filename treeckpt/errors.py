@@ -107,7 +107,7 @@ def _rebuild(kind: type[TreeckptError], fields: dict[str, object]) -> TreeckptEr
 class TreeError(TreeckptError):
     """The tree holds something that cannot be saved.
 
-    Cause: a leaf, key or container of a kind that no checkpoint holds: an open file, a function, a sparse tensor, a
+    Cause: a leaf, key or container of a kind that no checkpoint holds: an open file, a function, a quantised tensor, a
     tree that contains itself; an optimizer with parameters that are not the model's.
 
     Remedy: leave it out, save its parts, register its class with optree, or pass `allow_pickle=True` to `save` and

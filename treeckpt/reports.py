@@ -97,6 +97,8 @@ class LoadReport(msgspec.Struct, frozen=True):
         unverified_nbytes: bytes of `nbytes` that were compared with no checksum: all with `verify=False` or
             `mmap=True`; in files of other programs those of entries without a CRC-32, or of which this process read a
             part alone. safetensors has none.
+        in_parts: (path, class) of tensors of which a dict of their parts was returned: the class is not imported here,
+            or each rank has saved its own part.
     """
 
     path: str
@@ -111,6 +113,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     sources: tuple[LoadReport, ...] = ()
     damaged: tuple[DamagedLeaf, ...] = ()
     unverified_nbytes: int = 0
+    in_parts: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         rows = [
@@ -123,6 +126,7 @@ class LoadReport(msgspec.Struct, frozen=True):
         rows += [f"  missing     {path}" for path in self.missing]
         rows += [f"  unexpected  {path}" for path in self.unexpected]
         rows += [f"  damaged     {part}" for part in self.damaged]
+        rows += [f"  in parts    {path} ({name})" for path, name in self.in_parts]
         rows += [f"  dropped     {path}" for path in self.dropped]
         rows += [f"  renamed     {before} -> {now}" for before, now in self.renamed]
         return "\n".join(rows + ["  " + line for source in self.sources for line in str(source).splitlines()])
@@ -138,6 +142,7 @@ class LoadReport(msgspec.Struct, frozen=True):
             ("read", bytes_text(self.read_nbytes)),
         ]
         odd = [(path, "missing") for path in self.missing] + [(path, "unexpected") for path in self.unexpected]
+        odd += [(path, f"a dict of the parts of a {name}") for path, name in self.in_parts]
         odd += [(str(part), "damaged") for part in self.damaged]
         listed = table(("path", "is"), odd[:NOTEBOOK_PATHS]) if odd else None
         more = el("p", f"and {len(odd) - NOTEBOOK_PATHS} more") if len(odd) > NOTEBOOK_PATHS else None

@@ -449,14 +449,6 @@ def test_cast_converts_as_torch_does() -> None:
 
 
 # refusals -------------------------------------------------------------------------------------------------------------
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta", "ignore:.*nested tensors.*:UserWarning")
-def test_layouts_without_plain_memory_are_refused() -> None:
-    assert "sparse_coo" in refused(torch.eye(3).to_sparse())
-    assert "sparse_csr" in refused(torch.eye(3).to_sparse_csr())
-    assert "nested" in refused(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
-    assert "nested" in refused(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)).lower()
-
-
 def test_tensors_without_data_are_refused() -> None:
     text = refused(torch.empty(3, device="meta"))
     assert "meta device" in text

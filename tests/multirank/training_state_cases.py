@@ -604,6 +604,58 @@ def optimizer_state_that_is_split_over_ranks_is_one(here: Rank) -> None:
 
 
 @case("two train")
+def what_a_checkpoint_has_no_state_for_has_none_after_a_rollback(here: Rank) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    for name in arrangements(2):
+        job = arrange(name, 2)
+        for parameter in job.model.parameters():
+            parameter.grad = torch.ones_like(parameter) if parameter.ndim == 2 else None
+        job.optimizer.step()
+        path = here.directory / f"back {name}"
+        tc.save(path, training.state(*job.given, rng=False))
+        saved = whole_state(job)
+        train(job, 0, 2)
+        report = training.restore(path, *job.given, rng=False)
+        assert set(report.cleared) == {f"optimizer/{one}" for one in ("up.bias", "norm.weight", "norm.bias")}, name
+        found = whole_state(job)
+        assert found.keys() == saved.keys() and all(bits(found[one]) == bits(saved[one]) for one in saved), name
+    for other in arrangements(2):
+        job = arrange(other, 2, seed=3)
+        train(job, 0, 1)
+        training.restore(path, *job.given, rng=False)
+        found = whole_state(job)
+        assert found.keys() == saved.keys() and all(bits(found[one]) == bits(saved[one]) for one in saved), other
+    split = arrange("ddp", 2)
+    split.optimizer = ZeroRedundancyOptimizer(split.model.parameters(), torch.optim.AdamW, lr=0.02)
+    tc.save(here.directory / "back zero", training.state(*split.given, rng=False))
+    split.scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(split.model.parameters()), 1)
+    train(split, 0, 1)
+    mine: Any = split.optimizer
+    assert mine.optim.state
+    training.restore(here.directory / "back zero", *split.given, rng=False)
+    assert not mine.optim.state
+
+
+@case("two train")
+def a_stage_that_trains_later_goes_back(here: Rank) -> None:
+    stage = _stage(Net().double(), here.rank)
+    optimizer = torch.optim.AdamW(stage.parameters())
+
+    def step() -> None:
+        for parameter in stage.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    if here.rank == 0:
+        step()
+    tc.save(here.directory / "late stage", training.state([stage], [optimizer], rng=False))
+    step()
+    report = training.restore(here.directory / "late stage", [stage], [optimizer], rng=False, partial=True)
+    assert bool(optimizer.state) == (here.rank == 0) and bool(report.cleared) == (here.rank == 1)
+
+
+@case("two train")
 def a_group_of_ranks_saves_in_the_shape_of_hfai(here: Rank) -> None:
     job = arrange("ddp", 2)
     train(job, 0, 1)

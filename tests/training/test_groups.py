@@ -73,8 +73,16 @@ def test_what_is_saved_does_not_depend_on_the_order_of_parameters(one: list[str]
 def test_a_group_is_labelled_by_its_name_or_its_first_parameter() -> None:
     groups = [ParamGroup((("b",), ("a",)), {"lr": 1}), ParamGroup((("c",),), {"name": "rest"}), ParamGroup((), {})]
     assert labels_of(groups) == ["a", "rest", "empty 2"]
-    with pytest.raises(tc.TreeError, match="'rest' twice"):
-        labels_of([*groups, ParamGroup((), {"name": "rest"})])
+
+
+def test_a_name_that_several_groups_have_labels_none_of_them() -> None:
+    both = [ParamGroup(((name,),), {"name": "rest"}) for name in ("b", "a")]
+    assert labels_of([*both, ParamGroup((), {"name": "rest"}), ParamGroup((("c",),), {"name": "a"})]) == [
+        "b",
+        "a",
+        "empty 2",
+        "empty 3",
+    ]
 
 
 def test_a_value_of_another_type_is_another_value() -> None:

@@ -197,3 +197,119 @@ def test_names_in_extra_that_were_saved_and_are_not_given_are_told(tmp_path: Pat
     assert text.startswith(f"{has}epoch, ema, scaler, more. Give the names that were saved, ")
     pasted = {"epoch": 0, "ema": ema, "scaler": ...}
     assert training.restore(tmp_path / "c", model, optimizer, rng=False, extra=pasted).extra["epoch"] == 3
+
+
+def two_layers() -> nn.ModuleDict:
+    return nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 1)})
+
+
+@pytest.mark.parametrize("strict", [True, "missing"])
+def test_a_parameter_that_was_not_in_the_optimizer_is_told(tmp_path: Path, strict: Any) -> None:
+    model = two_layers()
+    _, optimizer = trained(model.b)
+    tc.save(tmp_path / "c", training.state(model, optimizer))
+    text = hint(tmp_path / "c", model, torch.optim.AdamW(model.parameters()), strict=strict)
+    assert text.startswith("a.weight was not in the optimizer when this was saved, as it was frozen or added later. ")
+    assert "class" not in text
+
+
+def test_a_parameter_that_trains_in_no_optimizer_here_is_told(tmp_path: Path) -> None:
+    model, optimizer = trained(two_layers())
+    tc.save(tmp_path / "c", training.state(model, optimizer))
+    part = torch.optim.AdamW(model["b"].parameters())
+    text = hint(tmp_path / "c", model, part)
+    assert text.startswith("a.weight was in the optimizer when this was saved, and is not in it here. Give it to the ")
+    report = training.restore(tmp_path / "c", model, part, rng=False, strict="missing")
+    assert "optimizer/a.bias/exp_avg" in report.unexpected
+
+
+def test_an_optimizer_that_is_not_given_is_told(tmp_path: Path) -> None:
+    models = {"g": nn.Linear(2, 2), "d": nn.Linear(2, 2)}
+    optimizers = {name: trained(one)[1] for name, one in models.items()}
+    tc.save(tmp_path / "c", training.state(models, optimizers))
+    text = hint(tmp_path / "c", models, {"g": optimizers["g"]})
+    assert text.startswith("The optimizer 'd' was saved, and is not given. Give it, or pass strict='missing'")
+    training.restore(tmp_path / "c", models, {"g": optimizers["g"]}, rng=False, strict="missing")
+
+
+def test_a_model_that_is_a_part_of_the_saved_one_is_told(tmp_path: Path) -> None:
+    model, optimizer = trained(two_layers())
+    tc.save(tmp_path / "c", training.state(model, optimizer))
+    part = nn.ModuleDict({"b": nn.Linear(2, 1)})
+    for given in (None, torch.optim.AdamW(part.parameters())):
+        text = hint(tmp_path / "c", part, given)
+        assert text.startswith("Pass strict='missing', or partial=True, if one is a part of the other")
+        training.restore(tmp_path / "c", part, given, rng=False, strict="missing")
+
+
+def test_what_was_left_out_of_model_and_optimizer_is_told(tmp_path: Path) -> None:
+    model = two_layers()
+    model["a"].requires_grad_(False)
+    _, optimizer = trained(model.b)
+    optimizer.add_param_group({"params": list(model["a"].parameters())})
+    tc.save(tmp_path / "c", training.state(model, optimizer, frozen=False))
+    model["a"].requires_grad_(True)
+    text = hint(tmp_path / "c", model, torch.optim.AdamW(model.parameters()))
+    assert text.startswith("Pass strict='missing', or partial=True")
+
+
+def test_a_state_of_which_a_part_is_lost_is_told(tmp_path: Path) -> None:
+    model, optimizer = trained(nn.Linear(2, 2))
+    tree = training.state(model, optimizer)
+    tree["optimizer"]["weight"] = {k: v for k, v in tree["optimizer"]["weight"].items() if k != "exp_avg_sq"}
+    tc.save(tmp_path / "c", tree)
+    text = hint(tmp_path / "c", model, torch.optim.AdamW(model.parameters()))
+    assert text.startswith("A part of this state was not saved")
+
+
+def adapted(name: str) -> nn.Module:
+    """A frozen layer with an adapter of a name, as libraries for adapters nest them."""
+    layer = nn.ModuleDict({"base": nn.Linear(2, 2), "lora_A": nn.ModuleDict({name: nn.Linear(2, 1, bias=False)})})
+    layer["base"].requires_grad_(False)
+    return nn.ModuleDict({"layer": layer})
+
+
+@pytest.mark.parametrize("strict", [True, "missing", False])
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_an_adapter_of_another_name_is_refused_with_the_rename(
+    tmp_path: Path, strict: Any, with_optimizer: bool
+) -> None:
+    model = adapted("default")
+    adapter = model["layer"]["lora_A"]["default"]
+    _, optimizer = trained(adapter)
+    tc.save(tmp_path / "c", training.state(model, optimizer, frozen=False))
+    fresh = adapted("other")
+    here = fresh["layer"]["lora_A"]["other"]
+    again = torch.optim.AdamW(here.parameters()) if with_optimizer else None
+    text = hint(tmp_path / "c", fresh, again, strict=strict)
+    [line] = re.findall(r"pass rename=(\{.*?\})", text)
+    report = (
+        training.restore(
+            tmp_path / "c", fresh, again, rng=False, rename=ast.literal_eval(line), strict=strict or "missing"
+        )
+        if strict is not True
+        else None
+    )
+    if report is not None:
+        assert torch.equal(here.weight, adapter.weight) and not report.missing
+        assert again is None or torch.equal(
+            again.state[here.weight]["exp_avg"], optimizer.state[adapter.weight]["exp_avg"]
+        )
+
+
+def test_moments_of_layers_that_are_frozen_here_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = trained(two_layers())
+    tc.save(tmp_path / "c", training.state(model, optimizer))
+    model["a"].requires_grad_(False)
+    again = torch.optim.AdamW(model["b"].parameters())
+    report = training.restore(tmp_path / "c", model, again)
+    assert set(report.ignored) == {"optimizer/a.weight", "optimizer/a.bias"}
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and str(tmp_path / "c") in record.getMessage()
+    assert "optimizer/a.bias, optimizer/a.weight" in record.getMessage() and "frozen here" in record.getMessage()
+    caplog.clear()
+    fresh = two_layers()
+    fresh["a"].requires_grad_(False)
+    tc.save(tmp_path / "no moments", training.state(fresh, torch.optim.AdamW(fresh.parameters())))
+    training.restore(tmp_path / "no moments", model, again)
+    assert not caplog.records

@@ -179,8 +179,11 @@ def test_a_parameter_without_state_is_told_from_a_missing_one(tmp_path: Path) ->
     tc.save(tmp_path / "unstepped", training.state(model, optimizer))
     training.restore(tmp_path / "unstepped", *(job := _job()))
     assert not job[1].state
-    with pytest.raises(tc.MismatchError, match=r"optimizer/first.weight/exp_avg"):
-        training.restore(tmp_path / "unstepped", *_job(steps=1))
+    report = training.restore(tmp_path / "unstepped", *(job := _job(steps=1)))
+    assert not job[1].state and "optimizer/first.weight" in report.cleared and not report.missing
+    _saved(tmp_path, lambda tree: tree["optimizer"].pop("first.weight"))
+    with pytest.raises(tc.MismatchError, match=r"^optimizer/first.weight: "):
+        training.restore(tmp_path / "c", *_job(steps=1))
 
 
 def test_freshly_frozen_parameters_need_no_state(tmp_path: Path) -> None:

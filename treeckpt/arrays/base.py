@@ -20,8 +20,14 @@ import numpy as np
 from ..core.sharding.placements import Layout
 from ..core.sharding.region import Region, c_strides
 from ..core.tree.spec import ArraySpec
+from ..errors import TreeError
 
 Box = tuple[slice, ...]
+
+
+class PartsNeeded(TreeError):
+    """A sparse or nested tensor, which is saved and filled as its parts, has not been taken apart."""
+
 
 _RAW = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8"), 16: np.dtype("<c16")}
 
@@ -339,11 +345,14 @@ class Adapter(Protocol):
         ...
 
     def wrap(self, spec: ArraySpec, memory: memoryview, offset: int) -> Any:
-        """Returns an array that uses `memory` from byte `offset` on, without a copy: the memory may be filled later."""
+        """Returns an array that uses `memory` from byte `offset` on, without a copy: the memory may be filled later.
+
+        The order of the spec is that of the memory: C order, but for dimensions of length 1.
+        """
         ...
 
     def view(self, base: Any, spec: ArraySpec, offset: int, strides: tuple[int, ...]) -> Any:
-        """Returns a strided view, in elements, of a contiguous array."""
+        """Returns a strided view, in elements of its memory, of a dense array."""
         ...
 
     def known_dtype(self, name: str, path: str = ..., /) -> Any:

@@ -1,4 +1,9 @@
-"""Translates the mesh and placements of a DTensor into a layout of `core.sharding`."""
+"""Where the elements of a distributed tensor lie: by mesh and placements of a DTensor, or as the tensor says itself.
+
+A tensor may have the methods by which torch.distributed.checkpoint asks for its chunks (`__create_chunk_list__`,
+`__get_tensor_shard__`, `__create_write_items__`), as `LocalShardsWrapper` does. It is asked then, as is a DTensor's
+local tensor that has them.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,13 @@ import math
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import torch
 
 from ..core.sharding.int_runs import encode_runs
 from ..core.sharding.placements import Mesh, MeshLayout, Placement, Replicate, Shard, StridedShard, local_shape
-from ..errors import LayoutError
+from ..core.sharding.region import Region
+from ..errors import LayoutError, MismatchError, TreeError
 
 
 def is_dtensor(leaf: object) -> bool:
@@ -44,7 +51,11 @@ def local_of(leaf: Any, path: str, rank: int) -> tuple[MeshLayout, torch.Tensor]
 
 def part_of(leaf: Any) -> torch.Tensor:
     """Returns the local tensor of a DTensor: a plain one, which shows its memory, where its class adds no storage."""
-    local = leaf._local_tensor.detach()
+    return _plain(leaf._local_tensor)
+
+
+def _plain(local: Any) -> torch.Tensor:
+    local = local.detach()
     if type(local) is torch.Tensor:
         return local
     if hasattr(local, "wait"):
@@ -54,18 +65,26 @@ def part_of(leaf: Any) -> torch.Tensor:
 
 
 def layout_of(leaf: Any, path: str) -> MeshLayout:
-    """Returns the layout of a DTensor.
+    """Returns the layout of a DTensor: its mesh dimensions in the order in which they cut the array.
 
     Raises:
         LayoutError: partial sums.
     """
-    return MeshLayout(_mesh(leaf.device_mesh), tuple(_placement(p, path, leaf.ndim) for p in leaf.placements))
+    placements = [_placement(p, path, leaf.ndim) for p in leaf.placements]
+    order = list(range(len(placements)))
+    for entry in getattr(leaf._spec, "shard_order", None) or ():  # from left to right, unless it says otherwise
+        for at, dim in zip(sorted(entry.mesh_dims), entry.mesh_dims, strict=True):
+            order[at] = dim
+    return MeshLayout(_mesh(leaf.device_mesh, tuple(order)), tuple(placements[dim] for dim in order))
 
 
 @lru_cache(maxsize=64)
-def _mesh(mesh: Any) -> Mesh:
-    names = tuple(str(name) for name in mesh.mesh_dim_names or ())
-    return Mesh(tuple(mesh.mesh.shape), encode_runs(mesh.mesh.cpu().flatten().numpy()), names)
+def _mesh(mesh: Any, order: tuple[int, ...]) -> Mesh:
+    """Returns a mesh with its dimensions in another order."""
+    ranks = mesh.mesh.cpu().permute(order)
+    names = [str(name) for name in mesh.mesh_dim_names or ()]
+    named = tuple(names[dim] for dim in order) if names else ()
+    return Mesh(tuple(ranks.shape), encode_runs(ranks.flatten().numpy()), named)
 
 
 def _placement(placement: Any, path: str, ndim: int) -> Placement:
@@ -81,3 +100,86 @@ def _placement(placement: Any, path: str, ndim: int) -> Placement:
     dim = placement.dim % ndim if ndim else placement.dim
     factor = getattr(placement, "split_factor", None)
     return Shard(dim) if factor is None else StridedShard(dim, int(factor))
+
+
+class DescribedTensor(msgspec.Struct, frozen=True, gc=False):
+    """What a tensor says that it holds on this rank."""
+
+    shape: tuple[int, ...]
+    """Of the whole array."""
+    chunks: tuple[tuple[Region, torch.Tensor], ...]
+    """Those that have elements, each with its memory."""
+
+
+def describing(leaf: Any) -> Any:
+    """Returns what says where the elements of a leaf lie: the leaf, or its local tensor; None if neither does."""
+    owner = leaf._local_tensor if is_dtensor(leaf) else leaf
+    return owner if hasattr(owner, "__create_chunk_list__") and hasattr(owner, "__get_tensor_shard__") else None
+
+
+def described(leaf: Any, path: str) -> DescribedTensor | None:
+    """Returns what a tensor holds that says so itself; None for any other.
+
+    Raises:
+        LayoutError: partial sums; a chunk outside of the array, or of another shape than its tensor.
+    """
+    owner = describing(leaf)
+    if owner is None:
+        return None
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    if is_dtensor(leaf):
+        layout_of(leaf, path)  # refuses partial sums
+    items = owner.__create_write_items__(path, leaf) if hasattr(owner, "__create_write_items__") else ()
+    shape = tuple(items[0].tensor_data.size if items else leaf.shape)
+    chunks: list[tuple[Region, torch.Tensor]] = []
+    for number, chunk in enumerate(owner.__create_chunk_list__()):
+        region = Region(tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes)))
+        if not region.size:
+            continue
+        tensor = _plain(owner.__get_tensor_shard__(MetadataIndex(path, chunk.offsets, number)))
+        found = tuple(tensor.shape)
+        if len(region.shape) != len(shape) or not region.within(Region.whole(shape)) or found != region.shape:
+            raise LayoutError(
+                path,
+                expected=f"chunks inside shape {shape}, each of the shape of its tensor",
+                found=f"offset {region.offset}, shape {region.shape} for a tensor of shape {found}",
+                hint=f"{type(owner).__name__}.__create_chunk_list__ says so; save the pieces with tc.Sharded",
+            )
+        chunks.append((region, tensor))
+    return DescribedTensor(shape, tuple(chunks))
+
+
+def like_described(leaf: Any, device: torch.device | None, path: str) -> Any:
+    """Returns a tensor that holds the same chunks as one that describes itself, in memory of its own.
+
+    Raises:
+        TreeError: a copy of it shares memory, or does not hold the same.
+    """
+    owner, old = describing(leaf), described(leaf, path)
+    assert old is not None, "called for tensors that describe themselves"
+    if any(tensor.is_meta for _, tensor in old.chunks):
+        raise MismatchError(
+            path,
+            expected="a tensor with memory: one that describes its chunks is made by a copy",
+            found=f"a {type(owner).__name__} on the meta device",
+            hint="Make it on a device, and fill it with load_into",
+        )
+    with torch.no_grad():
+        made = owner.clone()
+        made = made if device is None or made.device == device else made.to(device)
+    for name, value in getattr(owner, "__dict__", {}).items():  # which functions of torch leave out
+        vars(made).setdefault(name, value)
+    if is_dtensor(leaf):
+        made = type(leaf)(made, leaf._spec, requires_grad=False)
+    new = described(made, path)
+    regions = [region for region, _ in old.chunks]
+    shared = {tensor.data_ptr() for _, tensor in old.chunks} & {t.data_ptr() for _, t in (new.chunks if new else ())}
+    if new is None or new.shape != old.shape or [region for region, _ in new.chunks] != regions or shared:
+        raise TreeError(
+            path,
+            expected=f"a {type(owner).__name__} of which a copy holds the same chunks in memory of its own",
+            found="one that shares memory" if shared else "other chunks",
+            hint="Fill it in place with load_into",
+        )
+    return made

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..core.sharding.dtypes import USER_DEFINED, numpy_dtype, numpy_name
-from ..core.sharding.region import Region
+from ..core.sharding.region import Region, memory_order, strides_in
 from ..core.tree.spec import ArraySpec
 from ..errors import FormatError, MismatchError, TreeError
 from .base import (
@@ -68,7 +68,14 @@ def _spec(array: np.ndarray, path: str) -> ArraySpec:
             found=f"a {type(array).__name__}",
             hint="Convert it with numpy.asarray; a masked array's data and mask are two arrays",
         )
-    return ArraySpec(array.shape, dtype_name(array.dtype, path), kind="numpy")
+    return ArraySpec(array.shape, dtype_name(array.dtype, path), kind="numpy", order=order_of(array))
+
+
+def order_of(array: np.ndarray) -> tuple[int, ...] | None:
+    """Returns the order of an array's dimensions in memory; None for C order, and for arrays that are not dense."""
+    if array.flags.c_contiguous or any(step % array.itemsize for step in array.strides):
+        return None
+    return memory_order(array.shape, [step // array.itemsize for step in array.strides])
 
 
 def _memory(array: np.ndarray) -> HostMemory:
@@ -120,7 +127,7 @@ def target(leaf: np.ndarray, path: str, rank: int) -> ArrayTarget:
 def like(
     leaf: np.ndarray, path: str, rank: int, device: str | None, *, allocate: Allocate | None = None
 ) -> ArrayTarget:
-    """Creates an array of the leaf's shape and dtype."""
+    """Creates an array of the leaf's shape, dtype and order."""
     return empty(_spec(leaf, path), path, None, allocate=allocate)
 
 
@@ -133,8 +140,11 @@ def empty(spec: ArraySpec, path: str, device: str | None, *, allocate: Allocate 
     dtype = numpy_dtype(spec.dtype, path)
     shape = local_shape_of(spec)
     nbytes = math.prod(shape) * dtype.itemsize
-    array = np.ndarray(shape, dtype, allocate(nbytes)) if allocate and nbytes else np.empty(shape, dtype)
-    if spec.regions is None and array.size:
+    order = spec.order if spec.order is not None and len(spec.order) == len(shape) else range(len(shape))
+    laid_out = tuple(shape[d] for d in order)
+    array = np.ndarray(laid_out, dtype, allocate(nbytes)) if allocate and nbytes else np.empty(laid_out, dtype)
+    array = array.transpose(np.argsort(order)) if spec.order is not None and laid_out else array
+    if spec.regions is None and array.size and array.flags.c_contiguous:
         return ArrayTarget(spec, array, (TargetPiece(Region.whole(spec.shape), _memory(array)),))
     raw = array.view(raw_dtype(dtype.itemsize))
     return ArrayTarget(spec, array, local_pieces(spec, lambda box: HostArray(raw[(*box, ...)])))
@@ -142,12 +152,15 @@ def empty(spec: ArraySpec, path: str, device: str | None, *, allocate: Allocate 
 
 def wrap(spec: ArraySpec, memory: memoryview, offset: int) -> np.ndarray:
     """Returns an array that uses `memory` from byte `offset` on, without a copy."""
-    return np.ndarray(spec.shape, numpy_dtype(spec.dtype), memory, offset)
+    dtype = numpy_dtype(spec.dtype)
+    strides = None if spec.order is None else strides_in(spec.shape, spec.order, dtype.itemsize)
+    return np.ndarray(spec.shape, dtype, memory, offset, strides)
 
 
 def view(base: np.ndarray, spec: ArraySpec, offset: int, strides: tuple[int, ...]) -> np.ndarray:
-    """Returns a strided view, in elements, of a contiguous array."""
+    """Returns a strided view, in elements of its memory, of a dense array."""
     size = base.itemsize
+    base = base.transpose(np.argsort([-step for step in base.strides], kind="stable"))  # a buffer is in C order
     return np.ndarray(spec.shape, base.dtype, base, offset * size, tuple(s * size for s in strides))
 
 

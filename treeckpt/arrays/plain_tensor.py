@@ -14,7 +14,7 @@ import torch
 from torch.nn import Parameter
 
 from ..core.sharding.dtypes import dtype_of
-from ..core.sharding.region import Region
+from ..core.sharding.region import Region, memory_order
 from ..core.tree.spec import ArraySpec
 from .base import HostMemory
 
@@ -50,8 +50,11 @@ class PlainTensorInfo(msgspec.Struct, frozen=True):
 
 
 @lru_cache(maxsize=4096)
-def _plain_info(shape: torch.Size, dtype: torch.dtype, requires_grad: bool, kind: str) -> PlainTensorInfo:
-    spec = ArraySpec(tuple(shape), dtype_name(dtype), None, None, requires_grad, kind)
+def _plain_info(
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, kind: str
+) -> PlainTensorInfo:
+    order = memory_order(shape, strides)
+    spec = ArraySpec(tuple(shape), dtype_name(dtype), None, None, requires_grad, kind, order)
     return PlainTensorInfo(spec, Region.whole(spec.shape), math.prod(shape) * dtype.itemsize)
 
 
@@ -71,7 +74,7 @@ def is_plain(leaf: torch.Tensor) -> bool:
 
 def plain_info(leaf: torch.Tensor) -> PlainTensorInfo:
     """Returns what a plain tensor shares with others."""
-    return _plain_info(leaf.shape, leaf.dtype, leaf.requires_grad, kind_of(leaf))
+    return _plain_info(leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, kind_of(leaf))
 
 
 def plain_memory(leaf: torch.Tensor, info: PlainTensorInfo) -> HostMemory | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, cast
@@ -19,6 +19,7 @@ import numpy as np
 from ..core.sharding.dtypes import dtype_of, normalize_dtype
 from ..core.tree.keyed_table import TableColumn
 from ..core.tree.spec import ArraySpec
+from ..core.tree.tensor_parts import TensorParts
 from ..core.tree.value_codec import TypedValue, Value, decode_value, encode_value
 from ..errors import FormatError, MismatchError, TreeError
 from .base import Adapter, Allocate, ArraySource, ArrayTarget, raw_dtype
@@ -55,6 +56,41 @@ def _libraries(kind: type) -> frozenset[str]:
     """Returns the libraries that define a class or its base classes."""
     packages = {base.__module__.partition(".")[0] for base in kind.__mro__}
     return frozenset(name for name, array in _LIBRARIES.items() if array.partition(".")[0] in packages)
+
+
+# tensors that are made of others --------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def _is_torch(kind: type) -> bool:
+    return adapter_of(kind) is not None and "torch" in _libraries(kind)
+
+
+def parts_adapter() -> Any:
+    """Returns `arrays.tensor_parts`, which imports torch."""
+    return _module("tensor_parts")
+
+
+def any_in_parts(nodes: Sequence[object]) -> bool:
+    """Returns whether a tensor among objects is made of others; see `arrays.tensor_parts`."""
+    return any(parts_adapter().any_in_parts(kind, nodes) for kind in set(map(type, nodes)) if _is_torch(kind))
+
+
+def take_apart(leaf: object, path: str) -> TensorParts | None:
+    """Returns a tensor that is made of others in parts; None for another leaf.
+
+    Raises:
+        TreeError: its class keeps what cannot be stored beside its tensors.
+    """
+    return parts_adapter().take_apart(leaf, path) if _is_torch(type(leaf)) else None
+
+
+def build_tensor(made: TensorParts, path: str) -> Any:
+    """Returns the tensor of its parts, or the parts; see `arrays.tensor_parts.build`."""
+    return parts_adapter().build(made, path) if "torch" in sys.modules else made
+
+
+# leaves ---------------------------------------------------------------------------------------------------------------
 
 
 _PLAIN_VALUES = frozenset((int, float, bool, str, type(None), bytes, complex))
@@ -244,7 +280,7 @@ def encode(value: object, path: str, *, allow_pickle: bool) -> Value:
         TreeError: a value of an unknown kind; with `allow_pickle` only if it cannot be pickled.
     """
     try:
-        return encode_value(value, path, _encode_of_library)
+        return encode_value(value, path, encode_of_library)
     except TreeError:
         if not allow_pickle or _libraries(type(value)):
             raise
@@ -257,7 +293,7 @@ def encode(value: object, path: str, *, allow_pickle: bool) -> Value:
         raise TreeError(path, expected="a value that pickle takes", found=f"{value!r:.60} ({error})") from error
 
 
-def _encode_of_library(value: object) -> TypedValue | None:
+def encode_of_library(value: object) -> TypedValue | None:
     """Stores a value of a library whose adapter has `encode` and `decode`."""
     found = (getattr(_module(name), "encode", None) for name in _libraries(type(value)))
     return next((stored for encode in found if encode and (stored := encode(value)) is not None), None)
@@ -277,13 +313,18 @@ def decode(value: Value, path: str, *, allow_pickle: bool) -> object:
             return _unpickle(typed, path, allow_pickle)
         if typed.kind == "refused":
             raise _refused(typed, path)
-        name = typed.kind.partition(".")[0]
-        restore = getattr(_module(name), "decode", None) if name in _LIBRARIES else None
-        if restore is None:
-            raise LookupError(typed.kind)
-        return restore(typed)
+        return decode_of_library(typed)
 
     return decode_value(value, path, resolve=resolve, extra=extra)
+
+
+def decode_of_library(typed: TypedValue) -> Any:
+    """Returns the value of a library whose adapter has `encode` and `decode`; raises LookupError for other kinds."""
+    name = typed.kind.partition(".")[0]
+    restore = getattr(_module(name), "decode", None) if name in _LIBRARIES else None
+    if restore is None:
+        raise LookupError(typed.kind)
+    return restore(typed)
 
 
 def _refused(typed: TypedValue, path: str) -> TreeError:

@@ -169,7 +169,8 @@ def _described(leaf: Sharded, parts: Sequence[tuple[ArraySpec, Any]], path: str)
         for region in _regions(leaf, offset, spec.shape, path):
             found.append((region, FlatRangeArray(data, at, region.shape) if isinstance(offset, int) else data))
             at += region.size
-    return msgspec.structs.replace(first, shape=leaf.global_shape), found
+    order = first.order if len(first.shape) == len(leaf.global_shape) else None
+    return msgspec.structs.replace(first, shape=leaf.global_shape, order=order), found
 
 
 def source(leaf: Sharded, path: str, rank: int) -> ArraySource:

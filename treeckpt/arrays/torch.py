@@ -6,6 +6,7 @@ negative views, are read and written box by box. A DTensor's pieces are computed
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,15 +17,16 @@ import numpy as np
 import torch
 from torch.nn import Buffer, Parameter, UninitializedBuffer, UninitializedParameter
 
-from ..core.sharding.placements import MeshLayout, held_by, local_shape
-from ..core.sharding.region import Region
+from ..core.sharding.placements import BoxLayout, MeshLayout, held_by, local_shape
+from ..core.sharding.region import Region, memory_order, strides_in
 from ..core.tree.spec import ArraySpec
 from ..core.tree.value_codec import TypedValue
-from ..errors import FormatError, MismatchError, TreeError
+from ..errors import FormatError, LayoutError, MismatchError, TreeError
 from .base import (
     Allocate,
     ArraySource,
     ArrayTarget,
+    PartsNeeded,
     SourcePiece,
     Storage,
     TargetPiece,
@@ -32,7 +34,7 @@ from .base import (
     local_shape_of,
     overlaps_itself,
 )
-from .dtensor import is_dtensor, layout_of, local_of, part_of
+from .dtensor import DescribedTensor, described, describing, is_dtensor, layout_of, like_described, local_of, part_of
 from .numpy import cast as cast_as_numpy
 from .plain_tensor import PLAIN_CLASSES, PLAIN_DTYPES, dtype_name, is_plain, kind_of, plain_info, plain_memory
 from .torch_memory import TensorData, raw_array, signed_dtype, tensor_data
@@ -61,19 +63,19 @@ def _check(leaf: torch.Tensor, path: str) -> None:
     if is_dtensor(leaf):
         leaf = part_of(leaf)
     kind = type(leaf)
-    reason = None
+    reason, refused = None, TreeError
     if leaf.is_nested:
-        reason = "a nested tensor"
+        reason, refused = "a nested tensor", PartsNeeded
     elif isinstance(leaf, (UninitializedParameter, UninitializedBuffer)):
         reason = "a parameter that is not initialised yet"
     elif leaf.layout is not torch.strided:
-        reason = f"a tensor of layout {leaf.layout}"
+        reason, refused = f"a tensor of layout {leaf.layout}", PartsNeeded
     elif leaf.is_quantized:
         reason = f"a quantised tensor ({leaf.dtype})"
     elif kind not in PLAIN_CLASSES:
         reason = f"the tensor subclass {kind.__module__}.{kind.__qualname__}"
     if reason is not None:
-        raise TreeError(
+        raise refused(
             path,
             expected="a dense tensor or DTensor",
             found=reason,
@@ -92,7 +94,35 @@ def _check(leaf: torch.Tensor, path: str) -> None:
 
 def _spec(leaf: torch.Tensor) -> ArraySpec:
     device = None if leaf.is_cpu or leaf.is_meta else str(leaf.device)
-    return ArraySpec(tuple(leaf.shape), dtype_name(leaf.dtype), None, device, leaf.requires_grad, kind_of(leaf))
+    shape, order = tuple(leaf.shape), _order(leaf)
+    return ArraySpec(shape, dtype_name(leaf.dtype), None, device, leaf.requires_grad, kind_of(leaf), order)
+
+
+def _check_chunks(held: DescribedTensor, path: str) -> None:
+    """Refuses chunks that are no plain tensors, or of several dtypes."""
+    for _, tensor in held.chunks:
+        _check(tensor, path)
+    dtypes = {tensor.dtype: None for _, tensor in held.chunks}
+    if len(dtypes) > 1:
+        raise LayoutError(path, expected="chunks of one dtype", found=", ".join(map(str, dtypes)))
+
+
+def _described_spec(leaf: torch.Tensor, held: DescribedTensor) -> ArraySpec:
+    """Returns the spec of a tensor that describes itself: dtype, device and order of what it holds, if it does."""
+    shape, dtype, kind = held.shape, leaf.dtype, kind_of(leaf)
+    if not held.chunks:
+        return ArraySpec(shape, dtype_name(dtype), requires_grad=leaf.requires_grad, kind=kind)
+    _, first = held.chunks[0]
+    device = None if first.is_cpu or first.is_meta else str(first.device)
+    order = memory_order(first.shape, first.stride())
+    return ArraySpec(shape, dtype_name(first.dtype), None, device, leaf.requires_grad, kind, order)
+
+
+def _order(leaf: torch.Tensor) -> tuple[int, ...] | None:
+    """Returns the order of a tensor's dimensions in memory: of a DTensor in that of its local part, if it has one."""
+    if is_dtensor(leaf) and (part := part_of(leaf)).numel() and part.ndim == leaf.ndim:
+        return memory_order(part.shape, part.stride())
+    return memory_order(leaf.shape, leaf.stride())
 
 
 def source(leaf: torch.Tensor, path: str, rank: int) -> ArraySource:
@@ -103,6 +133,12 @@ def source(leaf: torch.Tensor, path: str, rank: int) -> ArraySource:
             return ArraySource(
                 common.spec, None, (SourcePiece(common.whole, memory),), Storage(memory.address, common.nbytes, None)
             )
+    if (held := described(leaf, path)) is not None:
+        _check_chunks(held, path)
+        parts = [source(tensor, path, rank) for _, tensor in held.chunks]
+        layout = BoxLayout(tuple((rank, region) for region, _ in held.chunks))
+        pieces = [SourcePiece(r, part.pieces[0].data) for (r, _), part in zip(held.chunks, parts, strict=True)]
+        return ArraySource(_described_spec(leaf, held), layout, pieces, parts[0].storage if len(parts) == 1 else None)
     _check(leaf, path)
     if leaf.is_meta:
         raise TreeError(
@@ -165,6 +201,9 @@ def abstract(leaf: torch.Tensor, path: str, rank: int) -> ArraySpec:
     """Returns the spec of a tensor; for a DTensor with the regions that this rank holds."""
     if is_plain(leaf):
         return plain_info(leaf).spec
+    if (held := described(leaf, path)) is not None:
+        _check_chunks(held, path)
+        return msgspec.structs.replace(_described_spec(leaf, held), regions=tuple(region for region, _ in held.chunks))
     _check(leaf, path)
     spec = _spec(leaf)
     if not is_dtensor(leaf):
@@ -182,6 +221,10 @@ def target(leaf: torch.Tensor, path: str, rank: int) -> ArrayTarget:
         common = plain_info(leaf)
         if (memory := plain_memory(leaf, common)) is not None:
             return ArrayTarget(common.spec, leaf, (TargetPiece(common.whole, memory),))
+    if (held := described(leaf, path)) is not None:
+        _check_chunks(held, path)
+        pieces = [TargetPiece(region, target(tensor, path, rank).pieces[0].data) for region, tensor in held.chunks]
+        return ArrayTarget(abstract(leaf, path, rank), leaf, pieces)
     _check(leaf, path)
     if leaf.device.type == "meta":
         raise MismatchError(
@@ -220,20 +263,36 @@ def like(
     leaf: torch.Tensor, path: str, rank: int, device: str | None, *, allocate: Allocate | None = None
 ) -> ArrayTarget:
     """Creates a tensor of the leaf's shape, dtype, device and layout; on the host where the leaf is on meta."""
+    if describing(leaf) is not None:
+        made = like_described(leaf, _device(device, path), path)
+        return target(as_kind(made, abstract(leaf, path, rank)), path, rank)
     _check(leaf, path)
     where = _device(device, path) or leaf.device
     spec = _spec(leaf)
     if is_dtensor(leaf):
         return _like_dtensor(leaf, spec, path, rank, where, allocate)
-    tensor = _new(spec.shape, leaf.dtype, torch.device("cpu") if where.type == "meta" else where, allocate)
+    host = torch.device("cpu")
+    tensor = _new(spec.shape, leaf.dtype, host if where.type == "meta" else where, allocate, spec.order)
     return ArrayTarget(spec, as_kind(tensor, spec), (TargetPiece(Region.whole(spec.shape), tensor_data(tensor)),))
 
 
-def _new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, allocate: Allocate | None) -> torch.Tensor:
-    nbytes = math.prod(shape) * dtype.itemsize
+def _new(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    allocate: Allocate | None,
+    order: tuple[int, ...] | None,
+) -> torch.Tensor:
+    """Creates a tensor; `order` of its dimensions in memory is not that of a flat one, which holds other boxes."""
+    nbytes, strides = math.prod(shape) * dtype.itemsize, None
+    if order is not None and len(order) == len(shape):
+        strides = strides_in(shape, order, 1)
     if allocate is None or device.type != "cpu" or not nbytes:
+        if strides is not None:
+            return torch.empty_strided(shape, strides, dtype=dtype, device=device)
         return torch.empty(shape, dtype=dtype, device=device)
-    return _from_buffer(allocate(nbytes), dtype, 0, math.prod(shape)).view(shape)
+    flat = _from_buffer(allocate(nbytes), dtype, 0, math.prod(shape))
+    return flat.view(shape) if strides is None else flat.as_strided(shape, strides)
 
 
 def _like_dtensor(
@@ -244,10 +303,26 @@ def _like_dtensor(
     layout = layout_of(leaf, path)
     shape = local_shape(layout, spec.shape, rank)
     device = torch.device(leaf.device_mesh.device_type) if where.type == "meta" else where
-    local = _new(shape if shape is not None else (0,), leaf.dtype, device, allocate)
+    local = _new(shape if shape is not None else (0,), leaf.dtype, device, allocate, spec.order)
     pieces = [TargetPiece(*p) for p in _pieces(layout, local, spec.shape, rank)] if shape is not None else ()
     made = DTensor(local, leaf._spec, requires_grad=False)  # from_local loses the shape of a scalar outside of the mesh
     return ArrayTarget(spec, as_kind(made, spec), pieces, layout)
+
+
+def in_order(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
+    """Returns a new tensor of the same shape, dtype, device and placements.
+
+    Args:
+        order: of its dimensions in memory, from the outermost to the innermost; None for C order.
+    """
+    if not is_dtensor(tensor):
+        return _new(tuple(tensor.shape), tensor.dtype, tensor.device, None, order)
+    from torch.distributed.tensor import DTensor
+
+    given: Any = tensor
+    part, spec = part_of(given), copy.copy(given._spec)
+    spec.tensor_meta = spec.tensor_meta._replace(stride=strides_in(tuple(tensor.shape), order, 1))
+    return DTensor(_new(tuple(part.shape), part.dtype, part.device, None, order), spec, requires_grad=False)
 
 
 def _device(device: str | None, path: str) -> torch.device | None:
@@ -313,16 +388,21 @@ def as_kind(tensor: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
 def empty(spec: ArraySpec, path: str, device: str | None, *, allocate: Allocate | None = None) -> ArrayTarget:
     """Creates a tensor from a spec: for its regions, or for the whole array; on the host unless `device` is given."""
     where = _checked_device(spec.device or "cpu", path) if device == "original" else _device(device, path)
-    tensor = _new(local_shape_of(spec), torch_dtype(spec.dtype, path), where or torch.device("cpu"), allocate)
+    shape, dtype = local_shape_of(spec), torch_dtype(spec.dtype, path)
+    tensor = _new(shape, dtype, where or torch.device("cpu"), allocate, spec.order)
     return ArrayTarget(spec, as_kind(tensor, spec), local_pieces(spec, lambda box: tensor_data(tensor[box])))
 
 
 def wrap(spec: ArraySpec, memory: memoryview, offset: int) -> torch.Tensor:
     """Returns a tensor that uses `memory` from byte `offset` on, without a copy."""
     if (known := _NUMPY.get(spec.dtype)) is not None:  # takes half the time of frombuffer and view
-        return as_kind(torch.from_numpy(np.ndarray(spec.shape, known, memory, offset)), spec)
-    tensor = _from_buffer(memory, torch_dtype(spec.dtype), offset, math.prod(spec.shape))
-    return as_kind(tensor if tensor.shape == spec.shape else tensor.view(spec.shape), spec)
+        tensor = torch.from_numpy(np.ndarray(spec.shape, known, memory, offset))
+    else:
+        tensor = _from_buffer(memory, torch_dtype(spec.dtype), offset, math.prod(spec.shape))
+        tensor = tensor if tensor.shape == spec.shape else tensor.view(spec.shape)
+    if spec.order is not None:
+        tensor = tensor.as_strided(spec.shape, strides_in(spec.shape, spec.order, 1))
+    return as_kind(tensor, spec)
 
 
 def _from_buffer(memory: memoryview, dtype: torch.dtype, offset: int, size: int) -> torch.Tensor:
@@ -332,13 +412,14 @@ def _from_buffer(memory: memoryview, dtype: torch.dtype, offset: int, size: int)
 
 
 def view(base: torch.Tensor, spec: ArraySpec, offset: int, strides: tuple[int, ...]) -> torch.Tensor:
-    """Returns a strided view, in elements, of a contiguous tensor."""
+    """Returns a strided view, in elements of its memory, of a dense tensor."""
     return as_kind(torch.as_strided(base.detach(), spec.shape, strides, offset), spec)
 
 
 def mark_written(leaves: Sequence[torch.Tensor]) -> None:
     """Raises the version counters: a backward that needs the old content raises, as after `copy_`."""
-    torch.autograd.graph.increment_version(leaves)
+    chunks = [held.chunks for leaf in leaves if type(leaf) not in PLAIN_CLASSES and (held := described(leaf, ""))]
+    torch.autograd.graph.increment_version([*leaves, *(tensor for found in chunks for _, tensor in found)])
 
 
 def encode(value: Any) -> TypedValue | None:

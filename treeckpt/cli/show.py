@@ -219,6 +219,9 @@ def _leaf_facts(index: Index, leaf: Leaf) -> list[tuple[str, str]]:
         return [*facts, ("values", f"one for each of {ranks}: {leaf_text(index, leaf)}")]
     assert leaf.spec is not None, "only values have no spec"
     facts += [("dtype", leaf.spec.dtype), ("shape", shape_text(leaf.spec.shape)), ("kind", leaf.spec.kind)]
+    if leaf.spec.order is not None:
+        order = ", ".join(map(str, leaf.spec.order))
+        facts.append(("memory", f"dimensions {order}, from the outermost to the innermost"))
     if isinstance(record, AliasRecord):
         return [*facts, ("shares", f"the storage of {index.entries[record.of].path}")]
     if isinstance(record, PerRankArrays):

@@ -33,6 +33,7 @@ from ..core.tree.structure import (
     StructSequenceNode,
     Structure,
     TableNode,
+    TensorNode,
     TupleNode,
     child_path,
     keys_of,
@@ -253,6 +254,7 @@ _PLAIN: dict[type, str] = {
     StructSequenceNode: "struct sequence",
     DataclassNode: "dataclass",
     CustomNode: "registered class",
+    TensorNode: "tensor made of others",
     PerRankNode: "state of each rank's own",
     TableNode: "keyed table",
 }
@@ -260,11 +262,13 @@ _PLAIN: dict[type, str] = {
 
 NODES = frozenset(_PLAIN) - {PerRankNode}
 """The kinds of containers that hold lazy leaves."""
-_WITH_CLASSES = (NamedTupleNode, StructSequenceNode, DataclassNode, CustomNode)
+_WITH_CLASSES = (NamedTupleNode, StructSequenceNode, DataclassNode, CustomNode, TensorNode)
 
 
 def _is_known(node: Node) -> bool:
-    """Returns whether the class that a node names is in this program."""
+    """Returns whether the class that a node names is in this program, where it is needed to hold leaves."""
+    if isinstance(node, TensorNode):  # a part that each rank has of its own has become a dict
+        return not any(isinstance(child, DictNode) for child in node.children)
     if not isinstance(node, _WITH_CLASSES):
         return True
     try:
@@ -298,7 +302,7 @@ def lower_containers(contents: Contents, holds: frozenset[type]) -> Contents:
 
 
 def _lowered(node: Node, children: tuple[Structure, ...]) -> Node:
-    if isinstance(node, (OrderedDictNode, DefaultDictNode, CustomNode)):
+    if isinstance(node, (OrderedDictNode, DefaultDictNode, CustomNode, TensorNode)):
         return DictNode(node.keys, children)
     if isinstance(node, (DataclassNode, TableNode)):
         return DictNode(node.fields if isinstance(node, DataclassNode) else TABLE_KEYS, children)

@@ -80,7 +80,7 @@ def _tensor(name: str, path: str, lazy: LazyArray) -> tuple[Any, list[Item]]:
 
 def _slice_of(lazy: LazyArray, box: Region) -> LazyArray:
     """Returns a box of an array as an array."""
-    spec = msgspec.structs.replace(lazy.spec, shape=box.shape)
+    spec = msgspec.structs.replace(lazy.spec, shape=box.shape, order=None)
     return LazyArray(spec, lambda region: lazy.read(region.shifted(box.offset)))
 
 

@@ -15,6 +15,7 @@ from ..arrays.describe import describe_tree
 from ..arrays.lazy import LazyArray
 from ..arrays.registry import encodable
 from ..core.planning.rank_trees import LeafSpec
+from ..core.sharding.region import is_c_order
 from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.spec import StridedView
 from ..core.tree.structure import DictNode, ListNode, OrderedDictNode, Structure, TupleNode, child_path, keys_of
@@ -91,6 +92,8 @@ class _LeafFit:
     def array(self, path: str, lazy: LazyArray) -> LazyArray | None:
         """Returns an array as a tensor, the same for the same array; None if it cannot be one."""
         spec = lazy.spec
+        if not self.kinds and not is_c_order(spec.shape, spec.order):
+            self.note(path, "an array whose dimensions lie in another order", "one in C order")
         if spec.kind == "numpy":
             import torch
 

@@ -15,12 +15,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from ..arrays.lazy import LazyArray
 from ..arrays.torch import torch_dtype
 from ..core.sharding.dtypes import dtype_of
-from ..core.sharding.region import Region, c_strides
+from ..core.sharding.region import Region, strides_in
 from ..core.tree.flatten import replace_leaves
 from ..core.tree.spec import ArraySpec
 from ..foreign.torch_read import STORAGES
@@ -136,6 +137,7 @@ def build_archive(tree: Any, leaves: Sequence[tuple[str, Any]], ties: Mapping[st
     parts: list[OutputPart] = []
     for i, (path, lazy) in enumerate(arrays):
         start, crcs = layout.starts[f"archive/data/{i}"], layout.crcs[f"archive/data/{i}"]
+        lazy = _as_in_memory(lazy)
         parts.append(OutputPart(0, start, path, lazy, Region.whole(lazy.spec.shape), crcs))
     return TorchArchive(layout.nbytes, layout.literals, tuple(parts))
 
@@ -148,5 +150,19 @@ def _ordered(leaf: Any) -> Any:
 def _tensor(path: str, leaf: LazyArray, bases: Mapping[str, PickledStorage], ties: Mapping[str, Tie]) -> PickledTensor:
     tie = ties.get(path)
     if tie is None or tie.view is None:
-        return PickledTensor(leaf.spec, bases[path if tie is None else tie.of], 0, c_strides(leaf.spec.shape, 1))
+        strides = strides_in(leaf.spec.shape, leaf.spec.order, 1)
+        return PickledTensor(leaf.spec, bases[path if tie is None else tie.of], 0, strides)
     return PickledTensor(leaf.spec, bases[tie.of], tie.view.offset, tie.view.strides)
+
+
+def _as_in_memory(lazy: LazyArray) -> LazyArray:
+    """Returns an array with its dimensions in the order in which they lie in memory, and in a storage."""
+    spec, order = lazy.spec, lazy.spec.order
+    if order is None:
+        return lazy
+
+    def read(region: Region) -> np.ndarray:
+        offset, shape = ([one[order.index(d)] for d in range(len(order))] for one in (region.offset, region.shape))
+        return lazy.read(Region(tuple(offset), tuple(shape))).transpose(order)
+
+    return LazyArray(msgspec.structs.replace(spec, shape=tuple(spec.shape[d] for d in order), order=None), read)

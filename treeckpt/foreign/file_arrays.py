@@ -16,7 +16,7 @@ import numpy as np
 
 from ..arrays.base import Storage, raw_dtype
 from ..arrays.lazy import LazyArray
-from ..arrays.numpy import dtype_name
+from ..arrays.numpy import abstract
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, any_overlap, c_strides, flat_regions, intersect
 from ..core.tree.spec import ArraySpec
@@ -184,11 +184,10 @@ def elements_of(array: LazyArray) -> FlatReader:
 
 def memory_array(array: np.ndarray) -> LazyArray:
     """Returns an array in memory as a lazy array."""
+    spec = abstract(array, "", 0)
     array = array if array.dtype.byteorder != ">" else array.astype(array.dtype.newbyteorder("<"))
     raw = np.ascontiguousarray(array).reshape(-1).view(raw_dtype(array.itemsize)).reshape(array.shape)
-    return LazyArray(
-        ArraySpec(array.shape, dtype_name(array.dtype, ""), kind="numpy"), lambda region: raw[region.slices()]
-    )
+    return LazyArray(spec, lambda region: raw[region.slices()])
 
 
 def from_boxes(spec: ArraySpec, pieces: Sequence[tuple[Region, Open]], label: str) -> LazyArray:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..arrays.lazy import LazyArray
 from ..core.sharding.dtypes import dtype_of, numpy_dtype
-from ..core.sharding.region import Region
+from ..core.sharding.region import Region, memory_order
 from ..core.text import visible
 from ..core.tree.spec import ArraySpec
 from ..errors import CorruptError, FormatError
@@ -109,7 +109,8 @@ def _tensor(
     numbers = (offset, *shape, *strides)
     if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers) or len(shape) != len(strides):
         raise _misplaced(storage, f"a tensor of shape {brief(shape)}, strides {brief(strides)} at {brief(offset)}")
-    spec = ArraySpec(tuple(shape), dtype or storage.dtype, requires_grad=requires_grad is True)
+    order = memory_order(shape, strides)
+    spec = ArraySpec(tuple(shape), dtype or storage.dtype, requires_grad=requires_grad is True, order=order)
     itemsize = dtype_of(spec.dtype).itemsize
     size = storage.entry.window.size // itemsize
     reach = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))

@@ -12,10 +12,10 @@ from functools import partial
 
 import msgspec
 
-from ..arrays.registry import abstract_of, encode, is_value, library_of, resolve
+from ..arrays.registry import abstract_of, build_tensor, encode, is_value, library_of, resolve
 from ..core.format.records import AliasRecord, Leaf
 from ..core.sharding.int_runs import encode_runs
-from ..core.sharding.region import c_strides
+from ..core.sharding.region import strides_in
 from ..core.tree.flatten import child_of_rank, flatten, replace_leaves, unflatten
 from ..core.tree.in_place import update_in_place
 from ..core.tree.keyed_table import TableColumn
@@ -23,6 +23,7 @@ from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.sequences import SequenceReplacement, differing_sequences
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import PerRankNode, Structure, index_path
+from ..core.tree.tensor_parts import TensorParts, check_no_tensors, check_same_tensors
 from ..errors import MismatchError, TreeckptError
 from ..io.comm.comm import Comm
 from ..io.os_errors import wrap_read_error
@@ -44,12 +45,31 @@ class _SavedTree(msgspec.Struct):
     job: Load
     structure: Structure
     slots: list[LeafPlaceholder]
+    tensors: dict[object, object] = {}
+    """Those that are made of others, by class and parts."""
 
     def build(self) -> object:
         """Returns the tree, once all is read."""
         leaves = iter([slot.leaf for slot in self.slots])
         options = self.job.options
-        return unflatten(self.structure, leaves, resolve=resolve, rank=self.job.rank, namespace=options.namespace)
+        return unflatten(
+            self.structure,
+            leaves,
+            resolve=resolve,
+            build=self._tensor,
+            rank=self.job.rank,
+            namespace=options.namespace,
+        )
+
+    def _tensor(self, made: TensorParts, path: str) -> object:
+        """Returns a tensor that is made of others, or its parts."""
+        known = made.node, tuple(map(id, made.parts.values()))
+        if known in self.tensors:
+            return self.tensors[known]  # tied when it was saved
+        found = self.tensors[known] = build_tensor(made, path)
+        if isinstance(found, dict) and not any(part is ... for part in made.parts.values()):
+            self.job.in_parts.append((path, made.node.cls))
+        return found
 
 
 def _match_saved(job: Load) -> _SavedTree:
@@ -114,9 +134,11 @@ def _tie(job: Load, leaf: Leaf, slot: LeafPlaceholder, made: Mapping[int, LeafPl
     if record.view is None and same:
         slot.leaf = base
         return
-    offset, strides = 0, c_strides(spec.shape, 1)
     if record.view is not None:
         offset, strides = record.view.offset, record.view.strides
+    else:
+        there = abstract_of(base, leaf.path, job.here)  # mapped memory is in C order, whatever was saved
+        offset, strides = 0, strides_in(spec.shape, there.order if there is not None else None, 1)
     slot.leaf = library_of(spec).view(base, spec, offset, strides)
 
 
@@ -160,7 +182,7 @@ class _MatchedTree(msgspec.Struct):
 def _match(job: Load, like: object, *, in_place: bool) -> _MatchedTree:
     """Matches the leaves of a tree with saved ones; arrays are added to what is read, not yet read."""
     structure, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace)
-    sequences = sequences_of(job, like, structure)
+    sequences = compare_containers(job, like, structure)
     whole = frozenset(id(one.here) for one in sequences.values())
     if sequences:
         _, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace, whole=whole)
@@ -190,6 +212,7 @@ def _match(job: Load, like: object, *, in_place: bool) -> _MatchedTree:
         lacking = [(path, wanted) for wanted, path, _ in pairs if path in missing]
         tied = tied_to(lacking, there, job.here, in_place=in_place)
         job.missing = [path for path in job.missing if path not in tied]
+        check_no_tensors(job.missing, job.view.structure)
     job.check_keys(asked, [path for wanted, path, _ in pairs if wanted is ...])
     ties: dict[tuple[int, int], LeafPlaceholder] = {}
     slots = [
@@ -205,13 +228,19 @@ def _match(job: Load, like: object, *, in_place: bool) -> _MatchedTree:
     return _MatchedTree(like, job.options.namespace, [wanted for _, wanted in leaves], slots, whole)
 
 
-def sequences_of(job: Load, like: object, structure: Structure) -> dict[str, SequenceReplacement]:
-    """Returns the sequences of values in a tree that take the saved ones whole, by path."""
+def compare_containers(job: Load, like: object, structure: Structure) -> dict[str, SequenceReplacement]:
+    """Returns the sequences of values in a tree that take the saved ones whole, by path.
+
+    Raises:
+        MismatchError: a tensor that is made of others, and another one was saved.
+    """
     try:
         if structure == job.view.structure:
             return {}
     except RecursionError:  # too deep for a comparison
         pass
+    source_rank = job.rank if job.options.rules else job.source_rank
+    check_same_tensors(structure, job.view.structure, source_rank, job.view.by_path, job.options.selects)
 
     def is_saved_value(path: str) -> bool:
         return job.selected(path) and (leaf := job.find(path)) is not None and leaf.spec is None
@@ -222,7 +251,7 @@ def sequences_of(job: Load, like: object, structure: Structure) -> dict[str, Seq
         is_value=is_value,
         is_saved_value=is_saved_value,
         rank=job.rank,
-        source_rank=job.rank if job.options.rules else job.source_rank,
+        source_rank=source_rank,
         namespace=job.options.namespace,
     )
 

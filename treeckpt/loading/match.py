@@ -18,6 +18,7 @@ from ..arrays.registry import abstract_of, check_cast, decode, like_of, target_o
 from ..core.format.damage import BadBytes, DamagedLeaf, damaged_leaves
 from ..core.format.records import Leaf, PerRankValues, ValueRecord
 from ..core.sharding.int_runs import decode_runs
+from ..core.sharding.region import is_c_order
 from ..core.tree.globs import check_used, compile_globs
 from ..core.tree.spec import ArraySpec
 from ..errors import MismatchError
@@ -133,6 +134,8 @@ class Load:
         self.loaded = 0
         self.missing: list[str] = []
         self.unexpected: list[str] = []
+        self.in_parts: list[tuple[str, str]] = []
+        """(path, class) of tensors of which a dict of their parts was returned."""
 
     def selected(self, path: str) -> bool:
         """Whether a path is wanted, is not damaged, and no rule leaves it as it is."""
@@ -202,6 +205,8 @@ class Load:
             if spec is not leaf.spec:
                 self.check(path, leaf, spec)
             if leaf.spec is not None and spec.dtype == leaf.spec.dtype:
+                if self.options.mmap and not is_c_order(spec.shape, spec.order):
+                    spec = msgspec.structs.replace(spec, order=None)  # what is mapped lies as in the file
                 slot = self.batch.add_new_array(path, leaf, spec)
                 if slot is not None:
                     return slot
@@ -250,6 +255,8 @@ class Load:
                 found=f"{saved.shape} in the checkpoint{self._chain(path)}",
                 hint="Ask for the saved shape, or leave the leaf out with `...`",
             )
+        if wanted.regions == ():
+            return  # holds nothing, and does not know of what dtype
         if wanted.dtype != saved.dtype and not self.options.cast:
             raise MismatchError(
                 path,
@@ -298,6 +305,7 @@ class Load:
             unverified_nbytes=self.batch.nbytes
             if self.options.verify is False or self.options.mmap
             else self.checkpoint.unverified(self.batch.nbytes),
+            in_parts=tuple(self.in_parts),
             damaged=tuple(part for path, parts in self.damaged.items() if self.options.selects(path) for part in parts),
         )
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..arrays.registry import abstract_of, resolve
+from ..arrays.registry import abstract_of, build_tensor, resolve
 from ..core.tree.flatten import flatten, unflatten
 from ..core.tree.keyed_table import TableColumn
 from ..core.tree.merge import merge_sources
@@ -25,7 +25,7 @@ from ..io.storage.store import Store
 from ..reports import LoadReport
 from .aliasing import tied_to
 from .join_slots import ids_beside, no_plain_rows
-from .load import load_into_tree, load_tree, sequences_of
+from .load import compare_containers, load_into_tree, load_tree
 from .match import Load, LoadOptions, check_same
 from .transforms import Renaming, Transforms, as_rules
 from .transforms.rules import Rule
@@ -258,6 +258,7 @@ class _Provided(msgspec.Struct):
             seconds=sum(report.seconds for report in reports),
             dropped=tuple(path for report in reports for path in report.dropped),
             renamed=tuple(pair for report in reports for pair in report.renamed),
+            in_parts=tuple(pair for report in reports for pair in report.in_parts),
             sources=tuple(msgspec.structs.replace(report, unexpected=()) for report in reports),
         )
 
@@ -274,7 +275,7 @@ def _provide(bank: Bank, like: object, comm: Comm, options: LoadOptions, *, in_p
     parts = _select_parts(bank, asked, comm, options)
     missing, unexpected = list[str](), list[str]()
     if like is not None:
-        replaced = [(part, one) for part in parts for one in sequences_of(part.job, like, structure).values()]
+        replaced = [(part, one) for part in parts for one in compare_containers(part.job, like, structure).values()]
         whole = [f"{one.path}/" if one.path else "" for part, one in replaced if part.wins.issuperset(one.paths)]
         missing, unexpected = _check_asked(parts, asked, tuple(whole), comm, options, in_place=in_place)
     _join_tables(parts, asked if like is not None else None)
@@ -291,7 +292,9 @@ def _merged(trees: Sequence[object], comm: Comm, options: LoadOptions) -> object
     structure = reduce(merge_sources, (structure for structure, _ in flat))
     found = {index_path(path, comm.rank): leaf for _, leaves in flat for path, leaf in leaves if leaf is not ...}
     leaves = iter([found.get(path, ...) for path, _ in paths_of(structure)])
-    return unflatten(structure, leaves, resolve=resolve, rank=comm.rank, namespace=options.namespace)
+    return unflatten(
+        structure, leaves, resolve=resolve, build=build_tensor, rank=comm.rank, namespace=options.namespace
+    )
 
 
 class CheckpointOverlay(msgspec.Struct, frozen=True):

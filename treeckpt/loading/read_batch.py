@@ -24,7 +24,7 @@ from ..core.format.records import AliasRecord, ArrayRecord, File, Leaf, LeafReco
 from ..core.planning.load_plan import Chunk
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.placements import MeshLayout, replicas_of
-from ..core.sharding.region import Region, any_overlap, coalesce, intersect
+from ..core.sharding.region import Region, any_overlap, coalesce, intersect, is_c_order
 from ..core.tree.spec import ArraySpec
 from ..errors import FormatError, TreeckptError
 from ..io.storage.checkpoint import Checkpoint, ShardReader, UnexpectedBlocks
@@ -115,9 +115,14 @@ class ReadBatch:
         """Reads, and the ranks that share them."""
 
     def add_new_array(self, path: str, leaf: Leaf, spec: ArraySpec) -> LeafPlaceholder | None:
-        """Adds a whole array that becomes a view of what is read; None if it does not lie in one chunk."""
+        """Adds a whole array that becomes a view of what is read; None if it does not lie in one chunk.
+
+        Bytes of files are in C order: None for an array that lies otherwise in memory.
+        """
         record, size = leaf.record, math.prod(spec.shape)
         if not size or (isinstance(record, AliasRecord) and record.view is not None):
+            return None
+        if spec.order is not None and not is_c_order(spec.shape, spec.order):
             return None
         chunk: WholeChunk | Chunk | None = None
         if isinstance(record, ArrayRecord) and isinstance(record.chunks, WholeChunk):

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ..arrays.stateful import expand_states, state_tree
+from ..arrays.stateful import expand_states, in_parts_if_needed, state_tree
 from ..io.comm.comm import Comm
 from ..io.gc_pause import gc_paused
 from ..io.storage.checkpoint import Checkpoint
@@ -18,13 +18,25 @@ from .overlay import Bank, CheckpointOverlay
 
 def run_load(path: Any, like: Any, comm: Comm, options: LoadOptions, on_corrupt: str) -> tuple[Any, LoadReport]:
     """Loads a new tree; see `treeckpt.load`."""
-    if like is not None:
-        like = state_tree(like, rank=comm.rank, namespace=options.namespace, mappings=not options.allow_pickle)
 
     def load_version(version: Checkpoint | Bank) -> tuple[Any, LoadReport]:
         overlay = CheckpointOverlay(version)
+        own = overlay.salvaging(comm, options, on_corrupt)
+
+        def run(layouts: bool) -> tuple[Any, LoadReport]:
+            wanted = like
+            if like is not None:
+                wanted = state_tree(
+                    like,
+                    rank=comm.rank,
+                    namespace=options.namespace,
+                    mappings=not options.allow_pickle,
+                    layouts=layouts,
+                )
+            return overlay.load(wanted, comm, own)
+
         with gc_paused():
-            return overlay.load(like, comm, overlay.salvaging(comm, options, on_corrupt))
+            return in_parts_if_needed(run, always=options.read == "once")
 
     return on_versions(path, load_version, together=options.read == "once", is_suspect=lambda found: found[1].damaged)
 
@@ -40,9 +52,11 @@ def run_load_into(path: Any, tree: Any, comm: Comm, options: LoadOptions, on_cor
 
 
 def _fill(overlay: CheckpointOverlay, tree: Any, comm: Comm, options: LoadOptions, on_corrupt: str) -> LoadReport:
-    with gc_paused():
-        options = overlay.salvaging(comm, options, on_corrupt)
-        found = expand_states(tree, rank=comm.rank, namespace=options.namespace, mappings=not options.allow_pickle)
+    options = overlay.salvaging(comm, options, on_corrupt)
+
+    def fill(layouts: bool) -> Any:
+        mappings = not options.allow_pickle
+        found = expand_states(tree, rank=comm.rank, namespace=options.namespace, mappings=mappings, layouts=layouts)
         if found is None:
             return overlay.load_into(tree, comm, options)
 
@@ -52,3 +66,6 @@ def _fill(overlay: CheckpointOverlay, tree: Any, comm: Comm, options: LoadOption
 
         report, more = found.restore(as_saved, lambda target: overlay.load_into(target, comm, options))
         return msgspec.structs.replace(report, loaded=report.loaded + more)
+
+    with gc_paused():
+        return in_parts_if_needed(fill, always=options.read == "once")

@@ -123,10 +123,14 @@ class RegisteredState:
             The errors of `treeckpt.training.restore`.
         """
         from ..training import restore
+        from ..training.hyperparameters import held_values, put_back
+        from ..training.optimizers import all_groups
 
         def load(target: dict[str, Any], own: Mapping[str, Any]) -> Any:
             report = restore(checkpoint, model, optimizer, comm=comm, **options)
+            held = held_values(all_groups(optimizer))
             self._fill_objects(checkpoint, target, comm, own)
+            put_back(held)  # a registered scheduler may have written others into the groups
             return msgspec.structs.replace(report, ignored=self._ignored(report.ignored, checkpoint.index))
 
         if not self:

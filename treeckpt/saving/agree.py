@@ -33,7 +33,7 @@ from ..arrays.describe import (
     place_table_rows,
 )
 from ..arrays.samples import SMALL_LEAF_NBYTES
-from ..arrays.stateful import state_tree
+from ..arrays.stateful import in_parts_if_needed, state_tree
 from ..core.format.decoding import decode_msgpack
 from ..core.format.sidecars import Sidecar
 from ..core.planning.rank_trees import GlobalTree, digest_of
@@ -208,13 +208,16 @@ class _Agreement:
         else:
             self.files = read_sidecars(files, metadata)
         self.file_digests = sidecar_digests(files, self.files)
-        self.described = describe_tree(
-            state_tree(tree, rank=self.comm.rank, namespace=self.options.namespace, world=self.comm.size),
-            rank=self.comm.rank,
-            members=members_of(self.comm),
-            allow_pickle=self.options.allow_pickle,
-            namespace=self.options.namespace,
-            tables=True,
+        rank, namespace = self.comm.rank, self.options.namespace
+        self.described = in_parts_if_needed(
+            lambda layouts: describe_tree(
+                state_tree(tree, rank=rank, namespace=namespace, world=self.comm.size, layouts=layouts),
+                rank=rank,
+                members=members_of(self.comm),
+                allow_pickle=self.options.allow_pickle,
+                namespace=namespace,
+                tables=True,
+            )
         )
         self.values = self.described.values
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 from torch.nn.parameter import is_lazy
 
 from ..arrays.plain_tensor import dtype_name
+from ..arrays.registry import take_apart
+from ..core.tree.flatten import flatten
 from ..core.tree.spec import ArraySpec
+from ..core.tree.structure import Structure, index_path
+from ..core.tree.tensor_parts import check_same_tensors
 from ..errors import MismatchError
 from .modules import StateDictEntry, has_load_hook
 from .names import key_path
@@ -54,6 +59,27 @@ def check_entry(entry: StateDictEntry, spec: ArraySpec | None, path: str, *, cas
         )
 
 
+def check_tensor_in_parts(entry: StateDictEntry, saved: Structure, path: str) -> None:
+    """Compares a tensor of the model with a saved one that is made of others, see `arrays.tensor_parts`.
+
+    Raises:
+        MismatchError: it is a plain tensor, or of another class, context, shape or layout.
+    """
+    parts = take_apart(entry.value, path)
+    if parts is None:
+        _refuse_other_kind(entry.value, getattr(saved, "cls", ""), path)
+    check_same_tensors(flatten(parts)[0], saved, 0, above=path)
+
+
+def _refuse_other_kind(live: Any, saved: str, path: str) -> NoReturn:
+    raise MismatchError(
+        path,
+        expected=f"a {type(live).__module__}.{type(live).__qualname__}, as the model has it",
+        found=f"a {saved} in the checkpoint",
+        hint="Convert the model (quantize_, convert_to_float8_training, to_sparse) as when it was saved",
+    )
+
+
 def without_ties(
     missing: Sequence[str], entries: Sequence[StateDictEntry], filled: Sequence[StateDictEntry]
 ) -> list[str]:
@@ -83,7 +109,7 @@ def resolve_ties(
     left: list[str] = []
     for entry in entries:
         others, path = tied.setdefault(id(entry.value), []), paths[id(entry)]
-        if others and not source.are_equal((paths[id(others[0])], path), entry.value):
+        if others and not _are_equal(source, paths[id(others[0])], path, entry.value):
             if strict:
                 raise MismatchError(
                     path,
@@ -95,6 +121,13 @@ def resolve_ties(
             others.clear()
         others.append(entry)
     return [entry for others in tied.values() for entry in others], left
+
+
+def _are_equal(source: RestoreSource, first: str, second: str, live: Any) -> bool:
+    """Whether what was saved of a live tensor at two paths is equal."""
+    parts = take_apart(live, first)
+    leaves = [("", live)] if parts is None else [(f"/{index_path(at, 0)}", leaf) for at, leaf in flatten(parts)[1]]
+    return all(source.are_equal((first + below, second + below), leaf) for below, leaf in leaves)
 
 
 def tied_when_saved(

@@ -18,7 +18,7 @@ from ..errors import FormatError, MismatchError
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.transforms.rules import Carried, Rule
 from ..loading.transforms.view import ComposedLeaf, view_of
-from .groups import ParamGroup, empty_label, label_of
+from .groups import ParamGroup, labels_of
 from .modules import Modules, collect_entries
 from .names import Key, key_path, parse_key
 from .optimizers import NamedOptimizer, Optimizers, groups_of, is_lbfgs, name_optimizers, optimizer_names
@@ -221,10 +221,15 @@ class _Rearranged:
         names = self._names(prefix, saved)
         members: dict[str, Any] = {}
         values: dict[str, Any] = {}
-        for position, group in enumerate(saved.groups):
-            keys = tuple(names[member] for member in group.members)
-            label = self._label(keys, group, position, members)
-            members[label] = {name: _value(None) for name in sorted(map(key_path, keys))}
+        named = [
+            ParamGroup(
+                tuple(names[member] for member in group.members),
+                {"name": self._values(group.values["name"])[0]} if "name" in group.values else {},
+            )
+            for group in saved.groups
+        ]
+        for label, one, group in zip(labels_of(named), named, saved.groups, strict=True):
+            members[label] = {name: _value(None) for name in sorted(map(key_path, one.members))}
             values[label] = group.values
         state = {
             names[member]: saved.state.get(str(member), _node({})) for group in saved.groups for member in group.members
@@ -241,11 +246,6 @@ class _Rearranged:
             tree["order"] = IndexPart(structure, [leaf for part in order for leaf in part.leaves])
         for key, part in tree.items():
             _put(groups, (*prefix, key), part)
-
-    def _label(self, keys: tuple[Key, ...], group: SavedGroup, position: int, taken: Mapping[str, Any]) -> str:
-        name = self._values(group.values["name"])[0] if "name" in group.values else None
-        label = label_of(ParamGroup(keys, {"name": name}), position)
-        return label if label not in taken else empty_label(position)
 
     def _names(self, prefix: Key, saved: SavedStateDict) -> dict[Any, Key]:
         """Returns the saved names of parameters, by what stands for each in the state dict."""

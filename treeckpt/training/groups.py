@@ -1,12 +1,12 @@
 """The param groups of an optimizer as plain data, matched by parameter names.
 
 An optimizer keeps groups of parameters by position. Saved are `members`, label -> the group's parameters as keys, and
-`values`, label -> hyper-parameters. A label is the group's own `name`, or its first parameter by name, so it stays the
-same from step to step, and ranks with different parameters save theirs side by side; a parameter that such ranks share
-(beside experts, for example) may then have several labels. A live group takes each hyper-parameter on which all its
-parameters agree: their order is free, and a group may be split, or joined where the values are equal. A group without
-parameters takes those of the saved empty group with its name; unnamed ones are matched in order if there are as many as
-were saved, otherwise by position.
+`values`, label -> hyper-parameters. A label is the group's own `name` where no other group has it, or its first
+parameter by name, so it stays the same from step to step, and ranks with different parameters save theirs side by
+side; a parameter that such ranks share (beside experts, for example) may then have several labels. A live group takes
+each hyper-parameter on which all its parameters agree: their order is free, and a group may be split, or joined where
+the values are equal. A group without parameters takes those of the saved empty group with its name; unnamed ones are
+matched in order if there are as many as were saved, otherwise by position.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import MismatchError, TreeError
+from ..errors import MismatchError
 from .hyperparameters import copied_value, is_same
 from .names import Key, key_path
 
@@ -33,14 +33,6 @@ Labels = Mapping[str, Sequence[str]]
 `empty 1` stands for the parameters of the empty group at that position."""
 
 
-def label_of(group: ParamGroup, position: int) -> str:
-    """Returns the label of the group at a position."""
-    name = group.values.get("name")
-    if isinstance(name, str):
-        return name
-    return key_path(min(group.members)) if group.members else empty_label(position)
-
-
 def empty_label(position: int | str) -> str:
     """Returns the text that stands for the parameters of an empty group."""
     return f"empty {position}"
@@ -52,7 +44,7 @@ def match_empty_groups(groups: Sequence[ParamGroup], members: Mapping[str, Mappi
     Args:
         members: the saved groups.
     """
-    labels = {i: label_of(group, i) for i, group in enumerate(groups) if not group.members}
+    labels = {i: label for i, label in enumerate(labels_of(groups)) if not groups[i].members}
     saved = [label for label, names in members.items() if not names]
     found = {i: label for i, label in labels.items() if label in saved}
     free = [i for i, label in labels.items() if label == empty_label(i)]
@@ -69,22 +61,14 @@ def saved_labels(group: ParamGroup, position: int, of: Labels) -> list[tuple[Key
 
 
 def labels_of(groups: Sequence[ParamGroup]) -> list[str]:
-    """Returns the label of each group.
-
-    Raises:
-        TreeError: two groups have one name.
-    """
+    """Returns the label of each group of an optimizer, of all its parts: no two have the same."""
+    names = [group.values.get("name") for group in groups]
     labels: list[str] = []
     for position, group in enumerate(groups):
-        label = label_of(group, position)
-        if label in labels:
-            raise TreeError(
-                f"param_groups/{position}",
-                expected="a name of its own for each group of an optimizer",
-                found=f"{label!r} twice",
-                hint="Rename the group, or leave its name out",
-            )
-        labels.append(label)
+        name = names[position]
+        if not isinstance(name, str) or names.count(name) > 1:
+            name = key_path(min(group.members)) if group.members else empty_label(position)
+        labels.append(name if name not in labels else empty_label(position))
     return labels
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -76,14 +76,36 @@ def separate_tensors(groups: Sequence[tuple[dict[str, Any], Mapping[str, Any]]])
 def assign_value(live: Any, saved: Any) -> Any:
     """Returns the new value of a group; a live tensor is filled and stays the object that compiled code holds.
 
-    A saved value that its dtype would round takes its place: a tensor of another dtype, a float beside integers.
+    A saved value that its dtype would round takes its place, a tensor of another dtype or a float beside integers, and
+    so does one of another shape.
     """
     if not isinstance(live, Tensor) or isinstance(saved, bool) or not isinstance(saved, (Tensor, int, float)):
         return saved
     if isinstance(saved, Tensor) and (saved.shape, saved.dtype) != (live.shape, live.dtype):
         return saved.to(live.device)
-    if isinstance(saved, float) and not live.is_floating_point():
+    if not isinstance(saved, Tensor) and (live.ndim or (isinstance(saved, float) and not live.is_floating_point())):
         return saved
     with torch.no_grad():
         live.copy_(torch.as_tensor(saved))
     return live
+
+
+HeldValues = list[tuple[dict[str, Any], dict[str, tuple[Any, Any]]]]
+"""Groups, each with its values by name: the object, and a copy of it where it is a tensor or a list."""
+
+
+def held_values(groups: Iterable[dict[str, Any]]) -> HeldValues:
+    """Returns the values that groups have now, for `put_back`."""
+    kinds = Tensor, list, dict
+    return [
+        (group, {k: (v, copied_value(v) if isinstance(v, kinds) else v) for k, v in group.items() if k != "params"})
+        for group in groups
+    ]
+
+
+def put_back(held: HeldValues) -> None:
+    """Gives groups the values that they had; a tensor stays the object that it was."""
+    for group, values in held:
+        for name, (live, value) in values.items():
+            if name not in group or group[name] is not live or not is_same(live, value):
+                group[name] = assign_value(live, value)

@@ -38,6 +38,8 @@ class Sides(msgspec.Struct, frozen=True):
     """Those of the checkpoint."""
     tied: Mapping[str, tuple[str, str]]
     """By path of missing state: the name of its parameter, and of one which it was tied to when this was saved."""
+    reasons: Mapping[str, str]
+    """By path in the optimizers' state: why one side alone has it, and what to do, where that is known."""
 
 
 def check_keys(missing: Sequence[str], unexpected: Sequence[str], strict: Strict, sides: Sides) -> None:
@@ -55,16 +57,18 @@ def check_keys(missing: Sequence[str], unexpected: Sequence[str], strict: Strict
     refused = unexpected if strict is True else []
     if not strict or not (bad := [*missing, *refused]):
         return
+    reasons = {path: why for path, why in sides.reasons.items() if path not in sides.tied}
     texts = some_of("missing in the checkpoint", missing), some_of("not here", refused)
-    part = {path.removeprefix("model/") for path in missing} <= sides.left_out
+    part = {re.sub("^(model|optimizer)/", "", path) for path in missing} <= sides.left_out
     part = part and not any(path.startswith(_OF_OPTIMIZER[1]) for path in bad)
     raise MismatchError(
         bad[0],
         expected="the same parameters and moments here as in the checkpoint",
         found="; ".join(filter(None, texts)),
         hint=_hint_on_extra(bad, sides)
+        or (reasons[bad[0]] if reasons.keys() >= set(bad) else "")
         or (part and "Pass strict='missing', or partial=True, if one is a part of the other")
-        or _renamed(missing, unexpected, sides, whole=strict is True)
+        or _renamed(missing, unexpected, sides, whole=strict is True or not sides.alike)
         or _hint(missing, unexpected, sides),
     )
 

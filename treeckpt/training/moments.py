@@ -13,15 +13,22 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..arrays.registry import resolve
-from ..arrays.torch import torch_dtype
+from ..arrays.dtensor import is_dtensor, layout_of
+from ..arrays.plain_tensor import is_plain
+from ..arrays.registry import build_tensor, new_array, resolve, take_apart
+from ..arrays.tensor_parts import empty_plain, is_in_parts
+from ..arrays.torch import in_order, torch_dtype
+from ..core.sharding.int_runs import encode_runs
 from ..core.tree.flatten import unflatten
+from ..core.tree.merge import with_ranks
 from ..core.tree.spec import ArraySpec
-from ..core.tree.structure import Structure, key_text
+from ..core.tree.structure import Structure, TensorNode, key_text
+from ..core.tree.tensor_parts import TensorParts, tensors_as_leaves
+from ..errors import MismatchError
+from .names import get_in, parse_key
 from .sources import OWN, RestoreSource, children_of, leaves_below
 
 # fmt: off
@@ -49,6 +56,9 @@ class MomentPlacement(msgspec.Struct, frozen=True):
     """Shape of the array that the parameter is a shard of, if it is one."""
     own: frozenset[str] = frozenset()
     """The names of the moments that each rank had of its own, see `training.own_moments`."""
+    was_ordered: bool = False
+    """Whether the dimensions of the parameter lay in another order than C order when it was saved. Where they did not,
+    as in all checkpoints that do not name the order, a moment in C order lies as its parameter does here."""
     dtypes: tuple[str, str] = ("", "")
     """(saved, live) dtype of the parameter: a moment that had the dtype of its parameter keeps to it."""
 
@@ -84,13 +94,17 @@ def build_state(
     """
     found: dict[Any, Any] = {}
     for key, child in children_of(saved).items():
-        names = leaves_below(key_text(key), child)
-        paths = [f"{path}/{name}{OWN if name in place.own else ''}" for name in names]
-        if child is None and isinstance(here.get(key), Tensor) and source.leaves[paths[0]] is not None:
-            found[key] = here[key]
+        at, live = f"{path}/{key_text(key)}", here.get(key)
+        child, tensors = tensors_as_leaves(child)
+        paths = [p + OWN * (p.removeprefix(f"{path}/") in place.own) for p in leaves_below(at, child)]
+        spec = source.leaves.get(paths[0]) if child is None else None
+        if child is None and isinstance(live, Tensor) and _is_kept(live, tensors.get(""), spec, at):
+            found[key] = live
             continue
         new_leaves = (
-            _shared(
+            _tensor_in_parts(parameter, node, source, p)
+            if (node := tensors.get(p.removeprefix(at).removesuffix(OWN).removeprefix("/")))
+            else _shared(
                 _leaf(parameter, str(key), spec, place, whole=_is_whole(p, place, source)),
                 source.identity(p),
                 made,
@@ -108,6 +122,54 @@ def _is_whole(path: str, place: MomentPlacement, source: RestoreSource) -> bool:
     return path.endswith(OWN) or (place.was_spread and not source.is_spread(path))
 
 
+def _is_kept(live: Tensor, saved: TensorNode | None, spec: ArraySpec | None, path: str) -> bool:
+    """Returns whether a live moment is filled: it is made of other tensors as the saved one is, or neither is."""
+    mine = None if is_plain(live) else take_apart(live, path)
+    if saved is None or mine is None:
+        return saved is None and mine is None and spec is not None
+    return mine.node.cls == saved.cls
+
+
+def _tensor_in_parts(parameter: Tensor, saved: TensorNode, source: RestoreSource, path: str) -> Any:
+    """Returns a moment that is made of other tensors, to be filled: the live one if it is of the saved class.
+
+    Raises:
+        MismatchError: this program does not have the class, or the parts cannot be laid out as the parameter is.
+    """
+    paths = leaves_below(path, saved)
+    if saved.cls.startswith("torch:"):  # indices that are not filled yet are not valid
+        return get_in(source.part("optimizer", select=paths), parse_key(path)[1:])
+    spread = is_dtensor(parameter) and saved.shape == tuple(parameter.shape)
+
+    def part(at: str) -> Any:
+        if (spec := source.leaves[at]) is None:
+            return source.value(at)
+        dtype = torch_dtype(spec.dtype)
+        if spread and "~rank*" not in at.split("/") and spec.shape == saved.shape:
+            like = empty_plain(parameter, dtype) if is_in_parts(parameter) else parameter
+            return torch.empty_like(like, dtype=dtype, requires_grad=False)
+        return torch.zeros(spec.shape, dtype=dtype, device=parameter.device)
+
+    def build(made: TensorParts, below: str) -> Any:
+        if spread and below == "":
+            made.node, made.spread = (
+                msgspec.structs.replace(made.node, layout=layout_of(parameter, path)),
+                parameter._spec,
+            )  # pyright: ignore
+        return build_tensor(made, f"{path}/{below}" if below else path)
+
+    whole = with_ranks(saved, encode_runs([0]))
+    made = unflatten(whole, map(part, paths), resolve=resolve, build=build)
+    if not isinstance(made, Tensor):
+        raise MismatchError(
+            path,
+            expected=f"the class {saved.cls}",
+            found="no such class in this program",
+            hint="Import the module that defines it before restoring: the optimizer that made it",
+        )
+    return made
+
+
 def _shared(new: Any, identity: object, made: dict[object, Tensor]) -> Any:
     """Returns the tensor that was created before for the same saved one, if there is one as the new one."""
     if identity is None or type(new) is not Tensor:
@@ -122,7 +184,7 @@ def _leaf(parameter: Tensor, name: str, spec: ArraySpec, place: MomentPlacement,
         whole: whether each rank that held it had all of it, but not the whole parameter.
     """
     if spec.kind == "numpy":
-        return np.empty(spec.shape, spec.dtype)
+        return new_array(spec, name, None).leaf
     dtype = torch_dtype(spec.dtype)
     if not spec.shape and (name == "step" or parameter.ndim):
         # a scalar beside the moments: every rank has it
@@ -130,10 +192,16 @@ def _leaf(parameter: Tensor, name: str, spec: ArraySpec, place: MomentPlacement,
     if spec.dtype == place.dtypes[0]:
         dtype = torch_dtype(place.dtypes[1])
     if whole:
-        return torch.empty(spec.shape, dtype=dtype, device=parameter.device)
-    if spec.shape in (tuple(parameter.shape), place.whole_shape):
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    return parameter.detach().new_empty(spec.shape, dtype=dtype)  # of a DTensor, laid out as torch's optimizers do
+        made = torch.empty(spec.shape, dtype=dtype, device=parameter.device)
+    else:
+        if is_in_parts(parameter):  # the saved moment is not made of others
+            parameter = empty_plain(parameter, dtype)
+        if spec.shape in (tuple(parameter.shape), place.whole_shape):
+            made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        else:  # a DTensor as torch's optimizers lay it out
+            made = parameter.detach().new_empty(spec.shape, dtype=dtype)
+    kept = spec.shape == tuple(made.shape) and (spec.order is not None or place.was_ordered)
+    return in_order(made, spec.order) if kept else made
 
 
 def expected_moments(optimizer: Any, group: Mapping[str, Any], parameter: Tensor) -> frozenset[Any] | None:

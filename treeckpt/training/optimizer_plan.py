@@ -2,12 +2,15 @@
 
 Parameters are matched by name, through any of the names that a tied one has. A parameter that trains here must be
 known to the checkpoint; one that is frozen here need not. Hyper-parameters and moments of other classes of
-`torch.optim`, which the optimizer here does not have, are left out. Nothing is changed before `apply_optimizers`.
+`torch.optim`, which the optimizer here does not have, are left out. A parameter whose weight is taken and of which the
+checkpoint has no state, as before its first gradient, has none afterwards. A state that is there has to be complete.
+Nothing is changed before `apply_optimizers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +22,7 @@ from ..arrays.stateful import load_exact_state
 from ..core.tree.flatten import flatten
 from ..core.tree.structure import DictNode, Structure, key_text
 from ..errors import MismatchError
+from ..loading.match import some_of
 from .groups import (
     Labels,
     ParamGroup,
@@ -29,13 +33,27 @@ from .groups import (
     match_groups,
     saved_labels,
 )
-from .hyperparameters import assign_value, is_same, separate_tensors, torch_options
+from .hyperparameters import BY_SCHEDULERS, assign_value, is_same, separate_tensors, torch_options
 from .moments import MomentPlacement, build_state, expected_moments, foreign_moments
 from .names import Key, get_in, key_path, parse_key
-from .optimizers import NamedOptimizer, groups_of, is_lbfgs, optimizer_names
+from .optimizers import (
+    NamedOptimizer,
+    groups_of,
+    is_lbfgs,
+    optimizer_chain,
+    optimizer_names,
+    options_of,
+    param_groups_of,
+)
 from .own_moments import check_own, saved_own, without_own
 from .sources import RestoreSource, children_of, descend, leaves_below, nodes_by_name
 from .state_dicts import BY_GROUP, STATE_DICT_KEY, join, shared_of, split, standard_form
+
+_log = logging.getLogger("treeckpt")
+_LATER = (
+    "Steps after the save have made it, or it was given here and not when this was saved. Restore into a fresh "
+    "optimizer, as it was made then; strict=False leaves what is here"
+)
 
 
 class Differences(msgspec.Struct):
@@ -44,6 +62,12 @@ class Differences(msgspec.Struct):
     missing: list[str] = []
     unexpected: list[str] = []
     ignored: list[str] = []
+    frozen: list[str] = []
+    """Those of `ignored` that are moments of parameters that are frozen here."""
+    cleared: list[str] = []
+    """State here that the checkpoint has none of, and that is gone afterwards."""
+    reasons: dict[str, str] = {}
+    """By path: why only one side has it, and what to do, where that is known."""
 
 
 class _SavedState(msgspec.Struct, frozen=True):
@@ -67,10 +91,31 @@ class OptimizerPlan(msgspec.Struct):
     """The saved form of the state dict: its entries beside the state of parameters."""
     keep: tuple[str, ...]
     """Hyper-parameters that stay as they are."""
+    dropped: list[frozenset[str]] = []
+    """The entries that steps have added to each live group, of which the checkpoint is from before."""
     saved: dict[Key, _SavedState] = {}
     """By live parameter."""
+    cleared: dict[tuple[Key, str], str] = {}
+    """The paths of state here that is to be none afterwards, by parameter and place in the state dict."""
+    kept: dict[Key, dict[Any, Any]] = {}
+    """The part of the state of each live parameter that stays."""
     moments: dict[Key, dict[Any, Any]] = {}
     """Once built: the state of each live parameter, to be filled."""
+
+    def state_of(self, key: Key) -> dict[Any, Any]:
+        """Returns the state that a live parameter has afterwards."""
+        return _merged(self.kept.get(key, {}), self.moments.get(key, {}))
+
+    def values_of(self, taken: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Returns the hyper-parameters that each live group has afterwards.
+
+        Args:
+            taken: the saved ones that each takes.
+        """
+        groups = zip(self.live.groups, taken, self.dropped, strict=True)
+        return [
+            {k: v for k, v in {**group.values, **mine}.items() if k not in dropped} for group, mine, dropped in groups
+        ]
 
     def build_moments(self, source: RestoreSource) -> dict[Key, dict[Any, Any]]:
         """Returns the tensors to be filled, by saved key; creates those that a fresh optimizer lacks."""
@@ -119,8 +164,11 @@ def plan_optimizers(
         plans += [matcher.plan(live, keep) for live in lives if live.prefix == prefix]
         matcher.compare(groups, frozen)
         used |= matcher.used
-    saved = (path for path in source.leaves if path.startswith("optimizer/"))
-    differences.unexpected += [path for path in saved if path not in used]
+    left = [path for path in source.leaves if path.startswith("optimizer/") and path not in used]
+    differences.unexpected += left
+    for name in () if "members" in groups_tree else groups_tree.keys() - {live.prefix[0] for live in lives}:
+        why = f"The optimizer {name!r} was saved, and is not given. Give it, or pass strict='missing', which leaves it"
+        differences.reasons |= {path: why for path in left if path.startswith(f"optimizer/{key_text(name)}/")}
     return plans, differences
 
 
@@ -137,6 +185,7 @@ class _Matcher:
         groups: Sequence[ParamGroup],
     ) -> None:
         self.source, self.prefix, self.differences = source, prefix, differences
+        self.of_model = ties.keys()
         self.tied = {keys[0]: [key_path(key) for key in keys] for keys in ties.values()}
         self.saved_of = labels_by_member(saved_groups["members"])
         self.values: dict[str, dict[str, Any]] = saved_groups["values"]
@@ -152,6 +201,8 @@ class _Matcher:
         """Those found so far of the live parameters."""
         self.used: set[str] = set()
         """Saved leaves that are wanted, or known to be of no use."""
+        self.stays: tuple[str, ...] = ()
+        """For the present optimizer: how the places in its state dict begin that stay as they are."""
         self.expected: dict[object, frozenset[Any] | None] = {}
         """For the present optimizer: the moments of parameters of one group, number of dimensions and dtype."""
 
@@ -166,24 +217,52 @@ class _Matcher:
                 of[empty_label(here)] = [label]
         self.position += len(live.groups)
         values = match_groups(live.groups, of, self.values, path=self.path, keep=keep)
-        settings: dict[Key, dict[str, Any]] = {}
-        for position, (group, found) in enumerate(zip(live.groups, values, strict=True)):
-            if saved_labels(group, position, of):
-                lacking = [name for name in group.values if name not in found and name not in (*keep, "name")]
-                self.differences.missing += [f"{self.path}/values/{name}" for name in lacking]
-            for name in [name for name in found if name not in group.values and name in torch_options()]:
-                del found[name]
-                if (at := f"{self.path}/values/{name}") not in self.differences.unexpected:
-                    self.differences.unexpected.append(at)
-            merged = {**group.values, **found}
-            settings.update((member, merged) for member in group.members)
         plan = OptimizerPlan(self.prefix, live, of, values, self._form_of(live, of), keep)
+        self._plan_groups(plan)
+        settings = {
+            key: merged
+            for group, merged in zip(live.groups, plan.values_of(values), strict=True)
+            for key in group.members
+        }
         innermost = live.innermost
         self.expected.clear()
         for key in live.parameters:
             self._plan_parameter(plan, key, settings.get(key), innermost)
+        if live.form is None:
+            lost = live.shared.keys() - shared_of(plan.form, live.numbering, live.shared).keys()
+            self.differences.cleared += [f"{self.path}/shared/{key_text(key)}" for key in sorted(lost, key=str)]
         self._check_order(live)
         return plan
+
+    def _plan_groups(self, plan: OptimizerPlan) -> None:
+        """Compares the hyper-parameters of each group, and finds those that its steps have added."""
+        live = plan.live
+        options = BY_SCHEDULERS | options_of(live.optimizer) | {*optimizer_chain(live.optimizer)[-1].defaults}
+        for position, (group, found) in enumerate(zip(live.groups, plan.values, strict=True)):
+            dropped = frozenset[str]()
+            if saved_labels(group, position, plan.of):
+                lacking = [name for name in group.values if name not in found and name not in (*plan.keep, "name")]
+                if any(self._is_later(live, key) for key in group.members):
+                    dropped = frozenset(lacking) - options
+                self.differences.cleared += [f"{self.path}/values/{name}" for name in lacking if name in dropped]
+                paths = {name: f"{self.path}/values/{name}" for name in lacking if name not in dropped}
+                self.differences.missing += paths.values()
+                self.differences.reasons |= {path: _LATER for name, path in paths.items() if name not in options}
+            plan.dropped.append(dropped)
+            for name in [name for name in found if name not in group.values and name in torch_options()]:
+                del found[name]
+                if (at := f"{self.path}/values/{name}") not in self.differences.unexpected:
+                    self.differences.unexpected.append(at)
+
+    def _is_later(self, live: NamedOptimizer, key: Key) -> bool:
+        """Whether a parameter has state here, at some place of the state dict, and the checkpoint has none there."""
+        state: Any = getattr(optimizer_chain(live.stateful)[-1], "state", {})
+        name = next(iter(self._saved_names(key)), None)
+        if name is None or key not in live.parameters or not (live.own[key] or live.parameters[key] in state):
+            return False
+        saved = _saved_places(self.saved_keys.get(name))
+        here = [at for at, moments in _live_places(live.own[key]).items() if moments]
+        return any(not saved.get(at) for at in here) if here else not any(saved.values())
 
     def _form_of(self, live: NamedOptimizer, of: Labels) -> Any:
         """Returns the form that the live optimizer's state dict is to have.
@@ -196,6 +275,7 @@ class _Matcher:
         path = f"{self.path}/{STATE_DICT_KEY}"
         found = [((label,), self.forms[label]) for label in labels] or [(("",), standard_form(self.shared))]
         form = common_value(found, path)
+        self.stays = ()
         if not isinstance(form, dict) or not isinstance(live.form, dict | None):
             return form
         if live.form is None:
@@ -203,6 +283,7 @@ class _Matcher:
             self.differences.unexpected += [f"{path}/{key_text(key)}" for key in more]
             return form
         lacking = [key for key in live.form if key not in form]
+        self.stays = tuple(f"{key}." for key in lacking)
         self.differences.missing += [f"{path}/{key_text(key)}" for key in lacking]
         return {**{key: live.form[key] for key in lacking}, **form}
 
@@ -267,8 +348,17 @@ class _Matcher:
         if name is None or name not in self.saved_keys:
             if parameter.requires_grad or here:
                 self.differences.missing.append(path)
+            is_filled = any(f"model/{one}" in self.source.leaves for one in self.tied[key])
+            if is_filled and name is None:
+                self.differences.reasons[path] = (
+                    f"{key_path(key)} was not in the optimizer when this was saved, as it was frozen or added later. "
+                    "Add it after the restore, or pass strict=False: its state begins anew"
+                )
+            plan.kept[key] = {} if is_filled else dict(here)
+            self.differences.cleared += [path] if is_filled and here else []
             return
         structure = self.saved_keys[name]
+        places = _saved_places(structure)
         saved, expected = set(children_of(structure)), None
         if innermost is not None and settings:
             expected = self._expected(innermost, settings, parameter)
@@ -284,15 +374,49 @@ class _Matcher:
             place = msgspec.structs.replace(
                 place,
                 was_on_device=spec.device is not None,
+                was_ordered=spec.order is not None,
                 was_spread=self.source.is_spread(f"model/{name}"),
-                dtypes=(spec.dtype, dtype_name(parameter.dtype)),
+                dtypes=(spec.dtype, dtype_name(parameter.dtype)) if id(parameter) in self.of_model else ("", ""),
             )
         check_own(self.source, (path, f"model/{name}"), structure, live.part(key))
         place = msgspec.structs.replace(place, own=saved_own(structure))
         plan.saved[key] = _SavedState(path, without_own(structure), place)
-        wanted = here or (expected if saved and expected else ())
-        lacking = sorted((moment for moment in wanted if moment not in saved), key=str)
-        self.differences.missing += [f"{path}/{key_text(moment)}" for moment in lacking]
+        plan.kept[key] = self._kept(plan, key, places, expected or ())
+
+    def _kept(
+        self, plan: OptimizerPlan, key: Key, saved: Mapping[str, Mapping[Any, Any]], expected: Collection[Any]
+    ) -> dict[Any, Any]:
+        """Returns the part of the live state of a parameter that stays, as it is missing in the checkpoint.
+
+        Of a place where the checkpoint has nothing of the parameter none stays, unless the place itself is missing.
+
+        Args:
+            saved: the saved moments by place.
+            expected: the moments that the first step creates.
+        """
+        kept: dict[Any, Any] = {}
+        path = plan.saved[key].path
+        for at, mine in _live_places(plan.live.own[key]).items():
+            base = f"{path}/{STATE_DICT_KEY}/{key_text(at)}" if at else path
+            theirs = saved.get(at, {})
+            if not theirs and not f"{at}.".startswith(self.stays):
+                if mine:
+                    self.differences.cleared.append(base)
+                    plan.cleared[key, at] = base
+                continue
+            wanted = mine or (expected if not at else ())
+            lacking = sorted((moment for moment in wanted if moment not in theirs), key=str)
+            paths = {moment: f"{base}/{key_text(moment)}" if moment != "" else base for moment in lacking}
+            self.differences.missing += paths.values()
+            if all(moment in expected for moment in theirs):
+                why = "A part of this state was not saved, or an option in keep= was off. strict=False takes the rest"
+                self.differences.reasons |= dict.fromkeys(paths.values(), why)
+            self.differences.reasons |= {paths[one]: _LATER for one in lacking if one in mine and one not in expected}
+            stay = {moment: mine[moment] for moment in lacking if moment in mine}
+            if at and stay:
+                kept.setdefault(STATE_DICT_KEY, {})[at] = stay.get("", stay)
+            kept |= stay if not at else {}
+        return kept
 
     def _expected(self, optimizer: Any, settings: dict[str, Any], parameter: Tensor) -> frozenset[Any] | None:
         kind = id(settings), parameter.ndim, parameter.dtype
@@ -317,6 +441,7 @@ class _Matcher:
         left = [label for label, names in self.members.items() if not names and label not in self.empty.values()]
         self.differences.ignored += [f"{self.path}/values/{key_text(label)}" for label in left]
         known = {name for group in groups for member in group.members for name in self.tied[member]}
+        here = {name for names in self.tied.values() for name in names}
         for name in sorted(self.saved_of):
             path = self._state_path(name)
             below = set(leaves_below(path, self.saved_keys[name]) if name in self.saved_keys else ())
@@ -324,9 +449,42 @@ class _Matcher:
                 self.used |= below
             elif name in frozen:
                 self.differences.ignored.append(path)
+                self.differences.frozen += [path] if below else []
                 self.used |= below
-            elif not below:
-                self.differences.unexpected.append(path)
+            else:
+                self.differences.unexpected += [] if below else [path]
+                if name in here:
+                    why = (
+                        f"{name} was in the optimizer when this was saved, and is not in it here. Give it to the "
+                        "optimizer, or pass strict='missing', which leaves its state"
+                    )
+                    self.differences.reasons |= dict.fromkeys(below or (path,), why)
+
+
+def _by_place(own: Mapping[Any, Any], children: Callable[[Any], Mapping[Any, Any]]) -> dict[str, Mapping[Any, Any]]:
+    """Returns the moments of a parameter by the place that they have in the state dict, "" for its root.
+
+    Args:
+        children: returns those of a dict; what is no dict has the name "".
+    """
+    root = {name: moment for name, moment in own.items() if name != STATE_DICT_KEY}
+    beside = children(own[STATE_DICT_KEY]) if STATE_DICT_KEY in own else {}
+    return {"": root} | {at: children(part) for at, part in beside.items()}
+
+
+def _live_places(own: Mapping[Any, Any]) -> dict[str, Mapping[Any, Any]]:
+    return _by_place(own, lambda part: part if isinstance(part, Mapping) else {"": part})
+
+
+def _saved_places(structure: Structure) -> dict[str, Mapping[Any, Any]]:
+    return _by_place(
+        children_of(structure), lambda node: children_of(node) if isinstance(node, DictNode) else {"": node}
+    )
+
+
+def _merged(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Returns the entries of both; dicts that both have are merged."""
+    return {**first, **{k: _merged(first[k], part) if k in first else part for k, part in second.items()}}
 
 
 def _without(node: Structure, keys: Container[Any]) -> Structure:
@@ -341,33 +499,42 @@ def apply_optimizers(plans: Sequence[OptimizerPlan]) -> list[str]:
     """Loads state and hyper-parameters into the optimizers; returns the paths that they did not take."""
     left: list[str] = []
     separate_tensors(
-        [pair for plan in plans for pair in zip(plan.live.optimizer.param_groups, plan.values, strict=True)]
+        [pair for plan in plans for pair in zip(param_groups_of(plan.live.optimizer), plan.values, strict=True)]
     )
     for plan in plans:
         if plan.live.form is None:
             _apply_plain(plan)
         else:
             _load_state_dict(plan)
-            left += [key_path(("param_groups", *plan.prefix, STATE_DICT_KEY)) + f"/{path}" for path in _not_taken(plan)]
+            left += _not_taken(plan)
     return left
 
 
 def _not_taken(plan: OptimizerPlan) -> list[str]:
-    """Returns the paths of the form that the optimizer's state dict lacks, or has with another value."""
+    """Returns the paths that the optimizer's state dict lacks, or has with another value, or still has."""
     live = plan.live
-    here = dict(flatten(split(live.stateful.state_dict(), live.numbering).form)[1])
+    now = split(live.stateful.state_dict(), live.numbering)
+    here, form = dict(flatten(now.form)[1]), key_path(("param_groups", *plan.prefix, STATE_DICT_KEY))
     given = [(path, leaf) for path, leaf in flatten(plan.form)[1] if f"/{BY_GROUP}/" not in path]
-    return [path for path, leaf in given if path not in here or not is_same(leaf, here[path])]
+    stay = [path for (key, at), path in plan.cleared.items() if _live_places(now.own[key]).get(at)]
+    if stay:
+        what = f"{type(live.stateful).__qualname__}.load_state_dict keeps state that is not in what it loads"
+        _log.warning("%s: %s: begin with a fresh one", what, some_of("as", stay))
+    return [f"{form}/{path}" for path, leaf in given if path not in here or not is_same(leaf, here[path])] + stay
 
 
 def _apply_plain(plan: OptimizerPlan) -> None:
     optimizer = plan.live.stateful
-    for key, moments in plan.moments.items():
-        parameter = plan.live.parameters[key]
-        if moments or parameter in optimizer.state:
-            optimizer.state[parameter] = {**optimizer.state.get(parameter, {}), **moments}
+    for key, parameter in plan.live.parameters.items():
+        optimizer.state.pop(parameter, None)
+        if own := plan.state_of(key):
+            optimizer.state[parameter] = own
+    for key in plan.live.shared:
+        optimizer.state.pop(key, None)
     optimizer.state.update(shared_of(plan.form, plan.live.numbering, plan.live.shared))
-    for group, values in zip(plan.live.optimizer.param_groups, plan.values, strict=True):
+    for group, values, dropped in zip(param_groups_of(plan.live.optimizer), plan.values, plan.dropped, strict=True):
+        for name in dropped:
+            group.pop(name, None)
         for name, value in values.items():
             group[name] = assign_value(group.get(name), value)
     own_code = not type(optimizer).__setstate__.__module__.startswith("torch.optim.")
@@ -383,20 +550,19 @@ def _counts_in_numbers(moments: Mapping[Any, Any]) -> bool:
 def _load_state_dict(plan: OptimizerPlan) -> None:
     """Loads an optimizer's state by its own `load_state_dict`."""
     live = plan.live
-    own = {key: {**here, **plan.moments.get(key, {})} for key, here in live.own.items()}
-    ours = [{**group.values, **values} for group, values in zip(live.groups, plan.values, strict=True)]
+    own = {key: plan.state_of(key) for key in live.own}
 
     def grouped(values: Mapping[str, Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
-        if values is None:
-            return ours
         path = key_path(("param_groups", *plan.prefix))
-        found = match_groups(live.groups, plan.of, values, path=path, keep=plan.keep)
-        return [{**group.values, **mine} for group, mine in zip(live.groups, found, strict=True)]
+        taken = plan.values
+        if values is not None:
+            taken = match_groups(live.groups, plan.of, values, path=path, keep=plan.keep)
+        return plan.values_of(taken)
 
-    before = [dict(group) for group in live.stateful.param_groups]
+    before = [dict(group) for group in param_groups_of(live.stateful)]
     state = join(plan.form, live.numbering, own, grouped, live.form)
     load_exact_state(key_path(("optimizer", *plan.prefix)), live.stateful, state)
-    for group, held in zip(live.stateful.param_groups, before, strict=True):
+    for group, held in zip(param_groups_of(live.stateful), before, strict=True):
         for name, value in held.items():
             if isinstance(value, Tensor) and name in group:  # compiled code may hold it: it stays the same object
                 group[name] = assign_value(value, group[name])

@@ -10,6 +10,8 @@ as wrappers do, it is the result of `state_dict()`.
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from collections.abc import Container, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -22,8 +24,8 @@ from ..arrays.dtensor import is_dtensor
 from ..arrays.sharded import Sharded
 from ..arrays.stateful import is_optimizer
 from ..errors import TreeError
-from .groups import ParamGroup, label_of, tree_of_groups
-from .hyperparameters import is_same
+from .groups import ParamGroup, labels_of, tree_of_groups
+from .hyperparameters import is_same, torch_options
 from .modules import ModelEntries, named_objects
 from .names import Key, key_path, put_in
 from .own_moments import ParameterPart, is_spread, own_moments, with_own
@@ -63,7 +65,7 @@ class NamedOptimizer(msgspec.Struct, dict=True):
         inner = optimizer_chain(self.stateful)[-1]
         if self.form is not None and has_own_forms(self.form):
             return None
-        theirs = {id(p) for group in inner.param_groups for p in group["params"]}
+        theirs = {id(p) for group in param_groups_of(inner) for p in group["params"]}
         return inner if theirs == set(map(id, self.parameters.values())) else None
 
     @cached_property
@@ -109,28 +111,74 @@ def name_optimizers(optimizer: Optimizers | None, model: ModelEntries) -> list[N
     """
     if optimizer is None:
         return []
-    lives: list[NamedOptimizer] = []
-    for prefix, one in named_objects(optimizer, torch.optim.Optimizer, "optimizer"):
-        lives.append(_name_one(prefix, one, model, len(groups_of(lives, prefix))))
-    return lives
+    pairs = named_objects(optimizer, torch.optim.Optimizer, "optimizer")
+    groups = [_named_groups(prefix, one, model.ties) for prefix, one in pairs]
+    prefixes = [prefix for prefix, _ in pairs]
+    labels: list[list[str]] = [[] for _ in pairs]
+    for prefix in dict.fromkeys(prefixes):
+        numbers = [number for number, other in enumerate(prefixes) if other == prefix]
+        each = iter(labels_of([group for number in numbers for group in groups[number]]))
+        for number in numbers:
+            labels[number] = list(itertools.islice(each, len(groups[number])))
+    found = zip(pairs, groups, labels, strict=True)
+    return [_name_one(prefix, one, model, mine, theirs) for (prefix, one), mine, theirs in found]
 
 
-def _name_one(prefix: Key, optimizer: Any, model: ModelEntries, before: int) -> NamedOptimizer:
-    ties = model.ties
+def _named_groups(prefix: Key, optimizer: Any, ties: Mapping[int, tuple[Key, ...]]) -> list[ParamGroup]:
+    """Returns the groups of an optimizer, or of the one that it wraps.
+
+    Raises:
+        TreeError: it has none, or a parameter that is not the model's.
+    """
+    groups = param_groups_of(optimizer)
+    if groups is None:
+        raise TreeError(
+            key_path(("optimizer", *prefix)),
+            expected="an optimizer with param_groups, or one in an attribute of what wraps it",
+            found=f"a {type(optimizer).__module__}.{type(optimizer).__qualname__} without",
+            hint="Give the optimizer that it wraps",
+        )
+    ties = {**ties, **_masters(optimizer, ties)}
+    return [
+        ParamGroup(
+            tuple(_name_of(p, ties, f"param_groups/{position}") for p in group["params"]),
+            {k: v for k, v in group.items() if k not in ("params", "param_names")},
+        )
+        for position, group in enumerate(groups)
+    ]
+
+
+def _masters(optimizer: Any, ties: Mapping[int, tuple[Key, ...]]) -> dict[int, tuple[Key, ...]]:
+    """Returns the names of copies of parameters that an optimizer trains in their place, by identity.
+
+    What wraps it has a list of the model's parameters, of the same shapes in the same order.
+    """
+    chain = optimizer_chain(optimizer)
+    copies = [p for group in param_groups_of(chain[-1]) or () for p in group["params"]]
+    if all(id(p) in ties for p in copies):
+        return {}
+    for attribute in (value for one in chain for value in getattr(one, "__dict__", {}).values()):
+        flat = [p for part in attribute for p in part] if _is_list_of(list, attribute) else attribute
+        if not _is_list_of(Tensor, flat) or not all(id(p) in ties for p in flat):
+            continue
+        if [p.shape for p in flat] == [p.shape for p in copies]:
+            return {id(copy): ties[id(p)] for copy, p in zip(copies, flat, strict=True)}
+    return {}
+
+
+def _is_list_of(kind: type, value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(part, kind) for part in value)
+
+
+def _name_one(
+    prefix: Key, optimizer: Any, model: ModelEntries, groups: list[ParamGroup], labels: list[str]
+) -> NamedOptimizer:
     zero = (one for one in optimizer_chain(optimizer) if type(one).__name__ == "ZeroRedundancyOptimizer")
     stateful = next((one.optim for one in zero), optimizer)  # which has the parameters of this rank alone
-    members = [
-        tuple(_name_of(p, ties, f"param_groups/{position}") for p in group["params"])
-        for position, group in enumerate(optimizer.param_groups)
-    ]
-    names = [tuple(_name_of(p, ties, "param_groups") for p in group["params"]) for group in stateful.param_groups]
-    mine = [p for group in stateful.param_groups for p in group["params"]]
+    theirs, ties = param_groups_of(stateful) or [], {**model.ties, **_masters(optimizer, model.ties)}
+    names = [tuple(_name_of(p, ties, "param_groups") for p in group["params"]) for group in theirs]
+    mine = [p for group in theirs for p in group["params"]]
     parameters = dict(zip((key for group in names for key in group), mine, strict=True))
-    groups = [
-        ParamGroup(keys, {k: v for k, v in group.items() if k not in ("params", "param_names")})
-        for keys, group in zip(members, optimizer.param_groups, strict=True)
-    ]
-    labels = [label_of(group, position) for position, group in enumerate(groups, before)]
     numbering = ParameterNumbering(names, labels, parameters)
     form, shared = None, {}
     if is_plain(stateful):
@@ -140,7 +188,7 @@ def _name_one(prefix: Key, optimizer: Any, model: ModelEntries, before: int) -> 
         found = split(stateful.state_dict(), numbering)
         form, own, shared = found.form, found.own, found.shared or {}
         if found.values is not None and stateful is optimizer:
-            groups = [ParamGroup(keys, values) for keys, values in zip(members, found.values, strict=True)]
+            groups = [ParamGroup(group.members, values) for group, values in zip(groups, found.values, strict=True)]
     live = NamedOptimizer(prefix, optimizer, stateful, tuple(groups), numbering, dict(own), shared, model.shards, form)
     _check(live)
     return live
@@ -170,6 +218,23 @@ def optimizer_chain(optimizer: Any) -> list[Any]:
             break
         found.append(inner)
     return found
+
+
+def all_groups(optimizer: Optimizers | bool | None) -> list[dict[str, Any]]:
+    """Returns the groups of optimizers and of those that they wrap, each once; none for None and False."""
+    pairs = named_objects(optimizer, torch.optim.Optimizer, "optimizer") if optimizer not in (None, False) else ()
+    chain = (one for _, outer in pairs for one in optimizer_chain(outer))
+    return list({id(group): group for one in chain for group in getattr(one, "param_groups", ())}.values())
+
+
+def param_groups_of(optimizer: Any) -> Any:
+    """Returns the groups of an optimizer; those of the one that it wraps, if it has none itself; None if neither."""
+    return next((one.param_groups for one in optimizer_chain(optimizer) if hasattr(one, "param_groups")), None)
+
+
+def options_of(optimizer: Any) -> frozenset[str]:
+    """Returns the names of the options of torch's optimizers, and of the class of an innermost one."""
+    return torch_options() | inspect.signature(type(optimizer_chain(optimizer)[-1])).parameters.keys()
 
 
 def _name_of(parameter: Tensor, ties: Mapping[int, tuple[Key, ...]], where: str) -> Key:

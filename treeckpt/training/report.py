@@ -17,6 +17,7 @@ _LISTED = (
     "left_alone",
     "world_changed",
     "replaced",
+    "cleared",
     "passed_over",
 )
 """The fields of a report whose paths are printed, a line for each."""
@@ -58,6 +59,8 @@ class RestoreReport(msgspec.Struct, frozen=True):
             own.
         replaced: hyper-parameters, and arguments of schedulers, of which the checkpoint's were taken in place of others
             here; those that a training changes by itself, as learning rates, do not count.
+        cleared: state of optimizers here that the checkpoint has none of, as before the first gradient of a parameter:
+            it is gone, and begins anew.
     """
 
     path: str
@@ -80,6 +83,7 @@ class RestoreReport(msgspec.Struct, frozen=True):
     left_alone: tuple[str, ...] = ()
     world_changed: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()
+    cleared: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = [

@@ -19,12 +19,12 @@ import torch
 from ..arrays.stateful import pass_state
 from ..core.option_names import checks_options
 from ..core.tree.flatten import PerRank
-from ..core.tree.structure import PerRankNode, key_text
+from ..core.tree.structure import PerRankNode, TensorNode, key_text
 from ..errors import MismatchError
 from ..io.comm.comm import Comm, as_comm
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.consistent_reads import on_versions
-from ..loading.match import LoadOptions, Strict
+from ..loading.match import LoadOptions, Strict, some_of
 from ..loading.overlay import Bank, CheckpointOverlay, globs_of
 from ..loading.read_batch import Verify
 from ..loading.shared_read import open_relay, together
@@ -32,8 +32,9 @@ from ..loading.transforms import Renaming, Transforms
 from ..reports import LoadReport
 from ..trees.per_rank_state import Policy
 from .capture import LEFT_OUT, optimizer_of
-from .check_model import check_entry, resolve_ties, tied_when_saved, without_ties
+from .check_model import check_entry, check_tensor_in_parts, resolve_ties, tied_when_saved, without_ties
 from .foreign_states import as_training_state
+from .hyperparameters import held_values, put_back
 from .key_differences import Sides, check_keys
 from .modules import (
     Modules,
@@ -48,7 +49,7 @@ from .modules import (
 from .names import key_path, put_in
 from .open_source import check_globs, is_stored, missing_part, open_source, place_under, rules_of
 from .optimizer_plan import OptimizerPlan, apply_optimizers, plan_optimizers
-from .optimizers import NamedOptimizer, Optimizers, name_optimizers
+from .optimizers import NamedOptimizer, Optimizers, all_groups, name_optimizers
 from .rank_state import RankState
 from .report import RestoreReport
 from .rng import set_rng
@@ -180,6 +181,10 @@ class _Restore:
         self.rng_state: Any = None
         self.schedules: list[Schedule] = []
         self.replaced: list[str] = []
+        self.cleared: list[str] = []
+        """State of the optimizers here that the checkpoint has none of."""
+        self.reasons: dict[str, str] = {}
+        """By path: why only one side has it, where that is known."""
 
     # compare, and load the small parts --------------------------------------------------------------------------------
 
@@ -210,11 +215,15 @@ class _Restore:
                 self.own_buffers.add(name)
                 self.own.check("buffers", [path])
                 path += "/~rank*"
-            asked.add(path)
-            if path not in leaves:
-                self.missing.append(path)
-                continue
-            check_entry(entry, leaves[path], path, cast=self.options.cast)
+            if isinstance(saved.get(name), TensorNode):
+                asked.update(leaves_below(path, saved[name]))
+                check_tensor_in_parts(entry, saved[name], path)
+            else:
+                asked.add(path)
+                if path not in leaves:
+                    self.missing.append(path)
+                    continue
+                check_entry(entry, leaves[path], path, cast=self.options.cast)
             self.wanted.append(entry)
             paths[id(entry)] = path
         if extra:
@@ -250,6 +259,10 @@ class _Restore:
         self.missing += [path for path in differences.missing if not f"{path}/".startswith(left)]
         self.unexpected += differences.unexpected
         self.ignored += differences.ignored
+        self.reasons, self.cleared = differences.reasons, differences.cleared
+        if differences.frozen and self.comm.rank == 0:
+            what = some_of("of parameters that are frozen here was not restored", differences.frozen)
+            _log.warning("%s: optimizer state in the checkpoint: %s", self.source.url, what)
 
     def plan_rest(self) -> None:
         """Loads the state of the loader and the generators, and compares or loads `extra`."""
@@ -327,17 +340,19 @@ class _Restore:
         """
         saved_extra = children_of(descend(self.source.structure, ("extra",)))
         heads = {f"{key_path(('optimizer', *one.prefix))}/" for one in self.optimizers}
+        asked = {f"model/{name}" for entry in self.entries if (name := key_path(entry.key)) not in self.left}
         check_keys(
             self.missing,
             self.unexpected,
             self.options.strict,
             Sides(
-                alike=bool(self.wanted or self.left or not self.entries),
+                alike=not asked or not asked <= set(self.missing),
                 left_out=self.left_out,
                 extra=[key_text(key) for key in saved_extra],
                 given=self.targets.extra,
                 here={f"model/{key_path(entry.key)}": getattr(entry.value, "shape", None) for entry in self.entries},
                 tied=tied_when_saved(self.missing, heads, self.source),
+                reasons=self.reasons,
                 saved=self.source.leaves,
             ),
         )
@@ -353,8 +368,10 @@ class _Restore:
         filled = self.source.fill(self._target(), take=self.comm.size != self.source.world)
         load_hook_tensors(self.entries, self.wanted)
         self.ignored += apply_optimizers(self.plans)
+        held = held_values(all_groups(self.targets.optimizer))
         for action in self.last:
             action()
+        put_back(held)  # schedulers may have written others into the groups
         derive_from_tensors(self.entries, self.wanted)
         if self.rng_state is not None:
             self.ignored += set_rng(self.rng_state)
@@ -380,6 +397,7 @@ class _Restore:
             left_alone=tuple(self.left_alone),
             world_changed=tuple(f"{part}: {what}" for part, what in self.own.notes.items()),
             replaced=tuple(self.replaced),
+            cleared=tuple(self.cleared),
         )
 
     def _target(self) -> dict[str, Any]:

@@ -12,13 +12,14 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from ..arrays.registry import new_array, resolve
+from ..arrays.registry import build_tensor, new_array, resolve
 from ..arrays.stateful import is_optimizer, load_exact_state
 from ..core.tree.flatten import flatten, replace_leaves, unflatten
 from ..core.tree.structure import DictNode, Structure, key_text, paths_of
 from ..errors import MismatchError
 from .hyperparameters import torch_options
 from .moments import MomentPlacement, build_state
+from .optimizers import param_groups_of
 from .sources import RestoreSource, children_of, descend, leaves_below
 
 
@@ -87,11 +88,12 @@ class _StateDictBuilder:
     """Builds the state dict of one optimizer, to be filled."""
 
     def __init__(self, optimizer: Any, source: RestoreSource) -> None:
-        groups: list[Any] = [group["params"] for group in optimizer.param_groups]
+        param_groups = param_groups_of(optimizer) or []
+        groups: list[Any] = [group["params"] for group in param_groups]
         self._source = source
         self._by_number: dict[Any, Tensor] = dict(enumerate(parameter for group in groups for parameter in group))
         self._by_position = {(i, j): parameter for i, group in enumerate(groups) for j, parameter in enumerate(group)}
-        counts = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
+        counts = any(group.get("capturable") or group.get("fused") for group in param_groups)
         self._made: dict[object, Tensor] = {}
         self._place = MomentPlacement(counts_on_device=counts)
 
@@ -135,7 +137,7 @@ class _StateDictBuilder:
     def _as_saved(self, node: Structure, at: str) -> Any:
         specs = ((p, self._source.leaves[p]) for p in leaves_below(at, node))
         leaves = (self._source.value(p) if spec is None else new_array(spec, p, None).leaf for p, spec in specs)
-        return unflatten(node, leaves, resolve=resolve)
+        return unflatten(node, leaves, resolve=resolve, build=build_tensor)
 
 
 def _check_groups(live: Any, path: str, saved: Structure) -> None:

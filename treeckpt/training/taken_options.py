@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .groups import ParamGroup
-from .hyperparameters import BY_SCHEDULERS, torch_options
+from .hyperparameters import BY_SCHEDULERS
 from .names import key_path
 from .optimizer_plan import OptimizerPlan
-from .optimizers import optimizer_chain
+from .optimizers import options_of
 
 _CYCLED = frozenset(("momentum", "betas"))
 _SCHEDULED = _CYCLED | {"weight_decay"}
@@ -34,7 +34,7 @@ def taken_options(plans: Sequence[OptimizerPlan], schedules: Sequence[Schedule])
     parts = [part for schedule in schedules for part in _parts_of(schedule)]
     moving = frozenset[str]().union(*(_changed_by(one, state) for _, one, state in parts))
     for plan in plans:
-        known = torch_options() | inspect.signature(type(optimizer_chain(plan.live.optimizer)[-1])).parameters.keys()
+        known = options_of(plan.live.optimizer)
         of = f"{key_path(('optimizer', *plan.prefix))}: " if plan.prefix else ""
         for number, (group, values) in enumerate(zip(plan.live.groups, plan.values, strict=True)):
             for name in _fixed(group, values, moving) & known:

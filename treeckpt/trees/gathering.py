@@ -22,7 +22,7 @@ from ..arrays.describe import (
     describe_tree,
     piece_digests,
 )
-from ..arrays.registry import decode, library_of, new_array, resolve
+from ..arrays.registry import build_tensor, decode, library_of, new_array, resolve
 from ..arrays.stateful import state_tree
 from ..core.planning.rank_trees import (
     GlobalTree,
@@ -35,7 +35,7 @@ from ..core.planning.rank_trees import (
 )
 from ..core.sharding.int_runs import decode_runs, encode_runs
 from ..core.sharding.placements import Layout, MeshLayout, Replicate, mesh_ranks
-from ..core.sharding.region import c_strides
+from ..core.sharding.region import strides_in
 from ..core.sharding.write_assignment import ArrayLeaf, assign_writers, writes_of
 from ..core.tree.flatten import replace_leaves, unflatten
 from ..core.tree.value_codec import Value
@@ -180,7 +180,12 @@ class _Gather:
         if self.alike:
             return replace_leaves(self.tree, leaves, namespace=self.namespace)
         return unflatten(
-            merged.structure.whole(), leaves, resolve=resolve, rank=self.transport.rank, namespace=self.namespace
+            merged.structure.whole(),
+            leaves,
+            resolve=resolve,
+            build=build_tensor,
+            rank=self.transport.rank,
+            namespace=self.namespace,
         )
 
 
@@ -200,7 +205,7 @@ def new_leaf(leaf: LeafSpec, values: Mapping[str, Value], targets: Mapping[str, 
         return library_of(array).view(base, array, leaf.view.offset, leaf.view.strides)
     if (found.kind, found.requires_grad, found.shape) == (array.kind, array.requires_grad, array.shape):
         return base
-    return library_of(array).view(base, array, 0, c_strides(array.shape, 1))
+    return library_of(array).view(base, array, 0, strides_in(array.shape, array.order, 1))
 
 
 def gather(

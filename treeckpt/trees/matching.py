@@ -11,6 +11,7 @@ from ..arrays.registry import is_value, resolve
 from ..core.tree.flatten import flatten
 from ..core.tree.sequences import differing_sequences
 from ..core.tree.structure import Structure, index_path
+from ..core.tree.tensor_parts import check_no_tensors, check_same_tensors
 
 
 class MatchedLeaves(msgspec.Struct, frozen=True):
@@ -50,8 +51,11 @@ def match_leaves(
         namespace=namespace,
     )
     whole = frozenset(id(one.here) for one in sequences.values())
-    _, before = flatten(into, rank=rank, namespace=namespace, whole=whole)
+    structure, before = flatten(into, rank=rank, namespace=namespace, whole=whole)
+    if structure != saved:
+        check_same_tensors(structure, saved, rank, given)
     found: dict[str, object] = {}
+    missing: list[str] = []
     for path, leaf in before:
         name = index_path(path, rank)
         if leaf is not ... and name in given:
@@ -60,5 +64,8 @@ def match_leaves(
             one = sequences[name]
             leaves = iter([copied(given[below], below) for below in one.paths])
             found[path] = one.content(leaves, resolve=resolve, namespace=namespace)
+        elif leaf is not ...:
+            missing.append(name)
+    check_no_tensors(missing, saved)
     taken = frozenset(path for one in sequences.values() for path in one.paths)
     return MatchedLeaves(before, found, whole, taken)

@@ -12,15 +12,17 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from ..arrays.numpy import order_of
 from ..arrays.registry import abstract_of
 from ..arrays.sharded import Sharded, with_locals
 from ..arrays.stateful import state_tree
+from ..core.sharding.region import memory_order, strides_in
 from ..core.tree.flatten import flatten, replace_leaves
 from ..core.tree.keyed_table import TableColumn
 from ..core.tree.spec import ArraySpec
 from ..errors import TreeError
 from ..io.comm.comm import default_comm, global_rank
-from .moving import copied_value
+from .moving import copied_value, fill
 
 Memory = Literal["plain", "pinned", "shared"]
 
@@ -52,7 +54,7 @@ def offload(tree: Any, *, memory: Memory = "plain", namespace: str = "") -> Any:
     # of a table the arrays are copied; the first row of each bucket is computed anew
     leaves = [(path, leaf.array if isinstance(leaf, TableColumn) else leaf) for path, leaf in found]
     specs = [abstract_of(leaf, path, rank) for path, leaf in leaves]  # refuses what cannot be copied
-    parts = [_parts(leaf, path, rank) if spec else [] for (path, leaf), spec in zip(leaves, specs, strict=True)]
+    parts = [_parts(leaf, path, rank, memory) if spec else [] for (path, leaf), spec in zip(leaves, specs, strict=True)]
     plain = {_key(array): array for arrays in parts for array in arrays}
     block = None if memory == "plain" else _block(memory, sum(_aligned(array.nbytes) for array in plain.values()))
     copies: dict[Hashable, Any] = {}
@@ -68,18 +70,27 @@ def offload(tree: Any, *, memory: Memory = "plain", namespace: str = "") -> Any:
     return replace_leaves(tree, iter([made[id(leaf)] for _, leaf in leaves]), namespace=namespace)
 
 
-def _parts(leaf: Any, path: str, rank: int) -> list[Any]:
-    """Returns the plain arrays that hold a leaf's memory."""
+def _parts(leaf: Any, path: str, rank: int, memory: Memory) -> list[Any]:
+    """Returns the plain arrays that hold a leaf's memory; none of a tensor that describes itself."""
     if isinstance(leaf, ArraySpec):
         return []
     if isinstance(leaf, Sharded):
-        return [part for local in leaf.locals for part in _parts(local, path, rank)]
+        return [part for local in leaf.locals for part in _parts(local, path, rank, memory)]
     if isinstance(leaf, np.ndarray):
         return [leaf]
-    from ..arrays.dtensor import is_dtensor, is_sharded_tensor, local_of
+    from ..arrays.dtensor import describing, is_dtensor, is_sharded_tensor, local_of
 
     if is_sharded_tensor(leaf):
         return [shard.tensor for shard in leaf.local_shards()]
+    if (owner := describing(leaf)) is not None:
+        if memory != "plain":
+            raise TreeError(
+                path,
+                expected=f'a leaf whose memory can be chosen, for memory="{memory}"',
+                found=f"a {type(owner).__name__}, which holds tensors of its own",
+                hint='Pass memory="plain"',
+            )
+        return []
     return [local_of(leaf, path, rank)[1] if is_dtensor(leaf) else leaf.detach()]
 
 
@@ -92,12 +103,16 @@ def _rebuilt(leaf: Any, spec: ArraySpec, arrays: list[Any]) -> Any:
         return with_locals(leaf, [_rebuilt(local, kind, [array]) for local, kind, array in kept if kind is not None])
     if isinstance(leaf, np.ndarray):
         return arrays[0]
-    from ..arrays.dtensor import is_dtensor, is_sharded_tensor
+    from ..arrays.dtensor import describing, is_dtensor, is_sharded_tensor
     from ..arrays.sharded_tensor import with_shards
-    from ..arrays.torch import as_kind
+    from ..arrays.torch import as_kind, like, source
 
     if is_sharded_tensor(leaf):
         return with_shards(leaf, arrays)
+    if describing(leaf) is not None:
+        made = like(leaf, "", 0, "cpu")
+        fill(made.pieces, source(leaf, "", 0).pieces)
+        return made.leaf
     if is_dtensor(leaf):
         from torch.distributed.tensor import DTensor
 
@@ -118,24 +133,25 @@ def _key(array: Any) -> Hashable:
 
 
 def _copy(array: Any, part: Any) -> Any:
-    """Returns a dense copy in C order; of a tensor on meta another one there.
+    """Returns a dense copy, in the same order in memory if the array is dense; of a tensor on meta another one there.
 
     Args:
         part: a tensor of bytes that is to hold it; None for new memory.
     """
     if isinstance(array, np.ndarray):
-        new = (
-            np.empty(array.shape, array.dtype) if part is None else part.numpy().view(array.dtype).reshape(array.shape)
-        )
+        steps = strides_in(array.shape, order_of(array), array.itemsize)
+        flat = np.empty(array.size, array.dtype) if part is None else part.numpy().view(array.dtype)
+        new = np.ndarray(array.shape, array.dtype, flat, 0, steps)
         new[...] = array
         return new
     import torch
 
+    strides = strides_in(array.shape, memory_order(array.shape, array.stride()), 1)
     if array.is_meta:
-        return torch.empty(array.shape, dtype=array.dtype, device="meta")
+        return torch.empty_strided(array.shape, strides, dtype=array.dtype, device="meta")
     if part is None:
-        return torch.empty(array.shape, dtype=array.dtype).copy_(array)
-    return part.view(array.dtype).view(array.shape).copy_(array)
+        return torch.empty_strided(array.shape, strides, dtype=array.dtype).copy_(array)
+    return part.view(array.dtype).as_strided(array.shape, strides).copy_(array)
 
 
 def _aligned(nbytes: int) -> int:

@@ -14,7 +14,7 @@ import msgspec
 
 from ..arrays.base import ArraySource, ArrayTarget
 from ..arrays.describe import DescribedTree, describe_tree
-from ..arrays.registry import decode, like_of, new_array, resolve
+from ..arrays.registry import build_tensor, decode, like_of, new_array, resolve
 from ..arrays.stateful import state_tree
 from ..core.planning.rank_trees import Inventory
 from ..core.sharding.dtypes import dtype_of
@@ -92,7 +92,7 @@ def broadcast(tree: Any, *, transport: Transport, source: int, device: str | Non
         return tree
     leaves = (new_leaf(leaf, plan.values, targets) for leaf in plan.inventory.leaves)
     whole = plan.inventory.structure.whole()
-    return unflatten(whole, leaves, resolve=resolve, rank=transport.rank, namespace=namespace)
+    return unflatten(whole, leaves, resolve=resolve, build=build_tensor, rank=transport.rank, namespace=namespace)
 
 
 # distribute -----------------------------------------------------------------------------------------------------------

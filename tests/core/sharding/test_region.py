@@ -18,7 +18,10 @@ from treeckpt.core.sharding.region import (
     flat_boxes,
     flat_regions,
     intersect,
+    is_c_order,
     max_boxes,
+    memory_order,
+    strides_in,
     subtract,
     tiles,
 )
@@ -122,6 +125,26 @@ def test_a_slab_of_rows_is_one_run():
 @given(shapes(min_size=1), st.sampled_from([1, 2, 8]))
 def test_strides_are_numpys(shape, itemsize):
     assert c_strides(shape, itemsize) == np.empty(shape, f"V{itemsize}").strides
+
+
+@given(shapes(min_size=1), st.randoms(use_true_random=False))
+def test_the_order_of_a_dense_array_gives_its_strides_again(shape, random):
+    order = random.sample(range(len(shape)), len(shape))
+    strides = strides_in(shape, order, 1)
+    made = np.empty([shape[d] for d in order], "u1").transpose(np.argsort(order) if shape else None)
+    assert strides == made.strides
+    found = memory_order(shape, strides)
+    assert strides_in(shape, found, 1) == strides
+    assert (found is None) == (strides == c_strides(shape, 1))
+    assert is_c_order(shape, order) == made.flags.c_contiguous
+
+
+def test_an_array_that_is_not_dense_has_no_order():
+    assert memory_order((3, 4), (1, 3)) == (1, 0)
+    for strides in ((1, 4), (0, 1), (8, 1), (-4, 1), (1, -3), (1, 0)):
+        assert memory_order((3, 4), strides) is None, strides
+    assert is_c_order((3, 1), memory_order((3, 1), (1, 100)))
+    assert memory_order((0, 3), (1, 1)) is None
 
 
 @given(

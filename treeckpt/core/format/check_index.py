@@ -16,7 +16,7 @@ from ...errors import CorruptError, FormatError, TreeckptError
 from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import Runs, check_runs, decode_runs, length_of, rises_strictly
 from ..sharding.placements import BoxLayout, Layout, StridedShard, check_placements
-from ..sharding.region import MAX_NDIM
+from ..sharding.region import MAX_NDIM, is_c_order
 from ..tree.spec import ArraySpec
 from .chunks import BoxChunks, GridChunks, NoChunks, WholeChunk
 from .records import AliasRecord, ArrayRecord, Index, PerRankArrays, PerRankValues, ValueRecord
@@ -271,6 +271,7 @@ def _check_alias(index: Index, path: str, ranks: Runs | None, record: AliasRecor
     else:
         offset, strides = record.view.offset, record.view.strides
         fits = fits and len(strides) == len(spec.shape) and min((offset, *strides)) >= 0
+        fits = fits and is_c_order(other.shape, other.order)
         if fits and 0 not in spec.shape:
             last = offset + sum((n - 1) * s for n, s in zip(spec.shape, strides, strict=True))
             fits = last < math.prod(other.shape)

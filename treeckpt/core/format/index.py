@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from ...errors import CorruptError, FormatError, TreeckptError
+from ...errors import CorruptError, FormatError, MismatchError, TreeckptError
 from ..planning.save_plan import ChunkOffsets
 from ..sharding.int_runs import decode_runs, encode_runs
 from ..sharding.region import Region
@@ -105,6 +105,8 @@ def _decode_body(body: bytes, name: str, *, packed: bool = False, manifest: bool
         index = _sidecars_from_text(_lineage_from_text(index))
         check_index(index, name, manifest=manifest)
         return index
+    except MismatchError as error:  # of a spec
+        raise FormatError(name, expected=error.expected, found=error.found) from error
     except TreeckptError:
         raise
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:

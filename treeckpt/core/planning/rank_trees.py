@@ -173,6 +173,7 @@ def _merge_leaves(structure: Structure, classes: Sequence[RankClass], groups: Se
 
 def _merge_leaf(claims: list[tuple[LeafSpec, Runs]]) -> LeafSpec:
     """Merges the specs that several classes give of one leaf."""
+    claims = sorted(claims, key=lambda claim: _is_empty(claim[0]))  # what holds nothing may not know its dtype
     first, ranks = claims[0]
     for leaf, other in claims[1:]:
         _check_equal_specs(first, leaf, ranks, other)
@@ -194,10 +195,15 @@ def _merge_leaf(claims: list[tuple[LeafSpec, Runs]]) -> LeafSpec:
     return _leaf_with_ranks(first, encode_runs(np.unique(np.concatenate([decode_runs(r) for _, r in arrays]))))
 
 
+def _is_empty(leaf: LeafSpec) -> bool:
+    """Returns whether a leaf lists pieces, and none of them has an element."""
+    return isinstance(leaf.layout, BoxLayout) and not any(region.size for _, region in leaf.layout.pieces)
+
+
 def _holds_elements(leaf: LeafSpec, ranks: Runs) -> bool:
     """Returns whether any of the ranks holds an element: without one, shared storage cannot be detected."""
     if isinstance(leaf.layout, BoxLayout):
-        return any(region.size for _, region in leaf.layout.pieces)
+        return not _is_empty(leaf)
     if leaf.spec is None or leaf.layout is None:
         return True
     return any(held_by(leaf.layout, leaf.spec.shape, rank) for rank in decode_runs(ranks).tolist())
@@ -228,7 +234,7 @@ def _check_equal_specs(a: LeafSpec, b: LeafSpec, ranks: Runs, others: Runs) -> N
     if a.spec is not None and b.spec is not None:
         if a.spec.shape != b.spec.shape:
             raise _contradiction(a, b, ranks, others, "shape")
-        if a.spec.dtype != b.spec.dtype:
+        if a.spec.dtype != b.spec.dtype and not _is_empty(b):
             raise _contradiction(a, b, ranks, others, "dtype")
     if a.alias_of is not None and a.alias_of == b.alias_of and a.view != b.view:
         raise _contradiction(a, b, ranks, others, f"view of {a.alias_of}")

@@ -290,6 +290,45 @@ def c_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def strides_in(shape: Sequence[int], order: Sequence[int] | None, itemsize: int) -> tuple[int, ...]:
+    """Returns the bytes from one element to the next along each dimension of a dense array.
+
+    Args:
+        order: the dimensions from the outermost to the innermost in memory; None for C order.
+    """
+    if order is None:
+        return c_strides([max(n, 1) for n in shape], itemsize)
+    strides = [0] * len(shape)
+    stride = itemsize
+    for d in reversed(order):
+        strides[d] = stride
+        stride *= max(shape[d], 1)
+    return tuple(strides)
+
+
+def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
+    """Returns the dimensions of an array from the outermost to the innermost in memory.
+
+    Dimensions of length 1 are placed where `strides_in` gives their strides again, if there is such a place. None for
+    C order, an array without elements, and one that is not dense: with gaps, or elements in one place.
+
+    Args:
+        strides: in elements.
+    """
+    usual = c_strides(shape, 1)
+    if tuple(strides) == usual or 0 in shape:
+        return None
+    order = tuple(sorted(range(len(shape)), key=lambda d: (-strides[d], shape[d] == 1, d)))
+    dense = all(n == 1 or s == d for n, s, d in zip(shape, strides, strides_in(shape, order, 1), strict=True))
+    return order if dense and order != tuple(range(len(shape))) else None
+
+
+def is_c_order(shape: Sequence[int], order: Sequence[int] | None) -> bool:
+    """Returns whether the elements of a dense array lie in C order: all dimensions longer than 1 do."""
+    longer = [d for d in order or () if shape[d] > 1]
+    return longer == sorted(longer)
+
+
 def coalesce(starts: np.ndarray, stops: np.ndarray, gap: int) -> tuple[np.ndarray, np.ndarray]:
     """Merges ranges, sorted by start, that overlap or lie at most `gap` apart.
 

@@ -50,6 +50,7 @@ from .structure import (
     TupleNode,
     key_text,
 )
+from .tensor_parts import TensorParts
 from .value_codec import Value, encode_value, refuse_hash_collisions, type_name
 
 
@@ -169,6 +170,8 @@ def flatten_one_level(tree: Any, path: str, namespace: str, rank: int) -> Flatte
         return FlattenedContainer(partial(PerRankNode, (encode_runs([rank]),)), (rank,), (tree.value,))
     if kind is AbsentSubtree:
         return FlattenedContainer(partial(AbsentNode, tree.rank), (), ())
+    if kind is TensorParts:
+        return FlattenedContainer(tree.node_of, tree.node.keys, list(tree.parts.values()))
     if kind is KeyedTable:
         return FlattenedContainer(partial(TableNode, tree.spec), TABLE_KEYS, columns_of(tree))
     if is_leaf_type(kind) or is_stateful_type(kind):

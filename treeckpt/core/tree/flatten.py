@@ -58,12 +58,14 @@ from .structure import (
     StructSequenceNode,
     Structure,
     TableNode,
+    TensorNode,
     TupleNode,
     extra_path_chars,
     key_text,
     keys_of,
     rank_key,
 )
+from .tensor_parts import BuildTensor, TensorParts
 from .value_codec import Resolver, decode_value
 
 Leaves = list[tuple[str, object]]
@@ -149,27 +151,37 @@ class _Flattener:
 
 
 def unflatten(
-    structure: Structure, leaves: Iterator[object], *, resolve: Resolver, rank: int = 0, namespace: str = ""
+    structure: Structure,
+    leaves: Iterator[object],
+    *,
+    resolve: Resolver,
+    build: BuildTensor | None = None,
+    rank: int = 0,
+    namespace: str = "",
 ) -> object:
     """Returns the tree of a structure; the inverse of `flatten`.
 
     Args:
         leaves: in order; of a `PerRank` node, those of `rank`'s subtree only.
         resolve: finds the classes of namedtuples, dataclasses and registered nodes.
+        build: makes a tensor of its parts, by default they stay `TensorParts`.
 
     Raises:
         MismatchError: a class does not exist in this program, or has other fields.
     """
-    return trampoline(_Unflattener(leaves, resolve, rank, namespace).build(structure, "", ""))
+    return trampoline(_Unflattener(leaves, resolve, build, rank, namespace).build(structure, "", ""))
 
 
 class _Unflattener:
     """The state of one `unflatten`."""
 
-    __slots__ = ("_leaves", "_namespace", "_rank", "_resolve")
+    __slots__ = ("_build", "_leaves", "_namespace", "_rank", "_resolve")
 
-    def __init__(self, leaves: Iterator[object], resolve: Resolver, rank: int, namespace: str) -> None:
-        self._leaves, self._resolve, self._rank, self._namespace = leaves, resolve, rank, namespace
+    def __init__(
+        self, leaves: Iterator[object], resolve: Resolver, build: BuildTensor | None, rank: int, namespace: str
+    ) -> None:
+        self._leaves, self._resolve, self._build = leaves, resolve, build
+        self._rank, self._namespace = rank, namespace
 
     def build(self, node: Structure, path: str, prefix: str) -> Recursive[Any]:
         """Returns the subtree of a node."""
@@ -211,6 +223,9 @@ class _Unflattener:
         assert not isinstance(node, (PerRankNode, AbsentNode)), "handled by build, and refused by paths_of"
         if isinstance(node, TableNode):
             return restore_table(node.table, children[0], *children[2:])
+        if isinstance(node, TensorNode):
+            made = TensorParts(node, dict(zip(keys, children, strict=True)), self._build)
+            return made if self._build is None else self._build(made, path)
         try:
             kind: Any = self._resolve(node.cls)
         except LookupError as error:
@@ -327,6 +342,8 @@ def rebuild_container(node: Any, keys: Sequence[object], children: list[Any], na
         return node
     if kind is KeyedTable:
         return node.with_parts(children[0], *children[2:])
+    if kind is TensorParts:
+        return node.with_parts(children)
     entry = registry_entry(kind, namespace)
     if entry is not None:
         return entry.unflatten_func(entry.flatten_func(node)[1], tuple(children))

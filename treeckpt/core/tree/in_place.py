@@ -15,6 +15,7 @@ from .keyed_table import KeyedTable
 from .mappings import mapping_base, set_item
 from .recursion import Recursive, trampoline
 from .structure import key_text
+from .tensor_parts import TensorParts
 
 _MUTABLE = (dict, list, collections.deque)
 
@@ -51,7 +52,7 @@ class _Updater:
 
     def update(self, old: Any, new: Any, path: str, prefix: str) -> Recursive[Any]:
         """Returns what replaces `old` in its container: `old` itself wherever it can change."""
-        if old is new:
+        if old is new or type(old) is TensorParts:  # whose parts are filled
             return old
         if isinstance(old, KeyedTable) and isinstance(new, KeyedTable):
             if not self._dry:

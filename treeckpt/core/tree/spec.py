@@ -37,6 +37,8 @@ class ArraySpec(msgspec.Struct, frozen=True, omit_defaults=True):
         device: the device of the saved array, or of the array to load, e.g. "cuda:0"; None is the host.
         requires_grad: as in torch.
         kind: "tensor", "parameter", "buffer" or "numpy": the type that load returns.
+        order: the dimensions from the outermost to the innermost in memory, of a dense array: (0, 2, 3, 1) for
+            channels_last, (1, 0) for a matrix by columns. None is C order.
     """
 
     shape: tuple[int, ...]
@@ -45,9 +47,12 @@ class ArraySpec(msgspec.Struct, frozen=True, omit_defaults=True):
     device: str | None = None
     requires_grad: bool = False
     kind: str = "tensor"
+    order: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         dtype, shape = self.dtype, self.shape
+        if self.order is not None:
+            msgspec.structs.force_setattr(self, "order", _checked_order(self.order, len(shape)))
         if type(dtype) is str and type(shape) is tuple and dtype[:6] != "torch.":
             for n in shape:  # a loop: an index has a million shapes, and nothing shorter is as fast
                 if type(n) is not int:
@@ -67,6 +72,22 @@ class ArraySpec(msgspec.Struct, frozen=True, omit_defaults=True):
     def nbytes(self) -> int:
         """Bytes of the whole array."""
         return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+
+def _checked_order(order: Iterable[SupportsIndex], ndim: int) -> tuple[int, ...] | None:
+    """Returns an order of dimensions; None for C order."""
+    try:
+        found = tuple(operator.index(d) for d in order)
+    except TypeError:
+        found = None
+    if found is None or sorted(found) != list(range(ndim)):
+        raise MismatchError(
+            "order",
+            expected=f"each of the {ndim} dimensions once, from the outermost to the innermost in memory",
+            found=f"{order!r:.60}",
+            hint="(1, 0) is a matrix by columns, (0, 2, 3, 1) channels_last; None is C order",
+        )
+    return found if found != tuple(range(ndim)) else None
 
 
 class TableSpec(msgspec.Struct, frozen=True, array_like=True):

@@ -18,6 +18,7 @@ import msgspec
 
 from ...errors import FormatError, TreeError
 from ..sharding.int_runs import Runs, check_runs
+from ..sharding.placements import MeshLayout
 from .spec import TableSpec
 from .value_codec import TypedValue, Value, check_hash_collisions, decode_value, type_name
 
@@ -101,6 +102,25 @@ class CustomNode(msgspec.Struct, frozen=True, tag="custom", array_like=True):
     children: tuple[Structure, ...]
 
 
+class TensorNode(msgspec.Struct, frozen=True, tag="tensor", array_like=True):
+    """A tensor that is made of others: of a subclass that wraps tensors, sparse, or nested; see `TensorParts`."""
+
+    cls: str
+    """The class, `module:qualname`; for sparse and nested tensors `torch:` and the layout."""
+    context: Value
+    """What the class keeps beside the tensors."""
+    shape: tuple[int, ...]
+    """Of the whole tensor; -1 for a dimension whose length differs between the members of a nested tensor."""
+    strides: tuple[int, ...] | None
+    kind: str
+    """ "tensor", "parameter" or "buffer", as of an `ArraySpec`."""
+    requires_grad: bool
+    layout: MeshLayout | None
+    """Of a distributed tensor whose local tensor is made of others."""
+    keys: tuple[str, ...]
+    children: tuple[Structure, ...]
+
+
 class PerRankNode(msgspec.Struct, frozen=True, tag="per_rank", array_like=True):
     """One child structure per group of ranks whose subtrees have the same structure."""
 
@@ -133,6 +153,7 @@ Node = (
     | StructSequenceNode
     | DataclassNode
     | CustomNode
+    | TensorNode
     | PerRankNode
     | TableNode
     | AbsentNode
@@ -237,6 +258,8 @@ def keys_of(node: Node, path: str) -> Sequence[object]:
         return node.fields
     if isinstance(node, TableNode):
         return TABLE_KEYS
+    if isinstance(node, TensorNode):
+        return node.keys
     return range(len(node.children))
 
 

@@ -51,8 +51,9 @@ class ComposedArray(msgspec.Struct, frozen=True):
         return self.spec.shape
 
     def rebuilt(self, shape: tuple[int, ...], parts: Iterable[SourceBox | Constant]) -> ComposedArray:
-        """Returns an array of other parts and shape; all else of the spec stays."""
-        return ComposedArray(msgspec.structs.replace(self.spec, shape=shape), tuple(parts))
+        """Returns an array of other parts and shape; all else stays, the order if it has as many dimensions."""
+        order = self.spec.order if len(shape) == len(self.shape) else None
+        return ComposedArray(msgspec.structs.replace(self.spec, shape=shape, order=order), tuple(parts))
 
 
 def saved(path: str, spec: ArraySpec) -> ComposedArray:
@@ -110,7 +111,10 @@ def permute(array: ComposedArray, axes: Sequence[int]) -> ComposedArray:
         if isinstance(part, SourceBox):
             part = msgspec.structs.replace(part, axes=tuple(part.axes[a] if a >= 0 else -1 for a in axes))
         parts.append(msgspec.structs.replace(part, region=region))
-    return array.rebuilt(tuple(array.shape[a] if a >= 0 else 1 for a in axes), parts)
+    made = array.rebuilt(tuple(array.shape[a] if a >= 0 else 1 for a in axes), parts)
+    if list(axes) == list(range(len(array.shape))):
+        return made
+    return ComposedArray(msgspec.structs.replace(made.spec, order=None), made.parts)
 
 
 def cast(array: ComposedArray, dtype: str) -> ComposedArray:

@@ -28,6 +28,7 @@ from ...core.tree.structure import (
     StructSequenceNode,
     Structure,
     TableNode,
+    TensorNode,
     TupleNode,
     key_text,
     keys_of,
@@ -36,7 +37,7 @@ from ...core.tree.value_codec import Value
 from ...errors import MismatchError
 
 OWN = "~rank*"
-_FIELDS = (NamedTupleNode, StructSequenceNode, DataclassNode, CustomNode, TableNode)
+_FIELDS = (NamedTupleNode, StructSequenceNode, DataclassNode, CustomNode, TensorNode, TableNode)
 """Kinds that need all their children."""
 Steps = tuple[str, ...]
 
