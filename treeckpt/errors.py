@@ -41,6 +41,8 @@ What is refused, because it would be lost or changed in silence, and what to do 
   committed.
 - Classes that the program has not imported, because importing a module by a file's word runs code: import it first, or
   pass `like`.
+- Moments of a rank's part of a parameter, as the codes of 8-bit optimizers, in another layout, which only the optimizer
+  could make: the layout and the ranks with which they were saved, or `optimizer=None`.
 - `PerRank` state on another number of ranks, of which nobody knows whose it is: `per_rank="take"`, for a training state
   `world_changed={"loader": "take"}`, or leave it out.
 """

@@ -16,8 +16,10 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
 import treeckpt as tc
+from tests.helpers import wrapped_moments
 from tests.helpers.layout_cases import device_mesh
 from tests.helpers.world import errors_of, on_ranks
+from tests.helpers.wrapped_moments import coded
 from tests.training.jobs import same_tensors
 from treeckpt import training
 from treeckpt.core.sharding.int_runs import encode_runs
@@ -225,6 +227,34 @@ def test_a_tree_in_memory_gives_each_rank_its_own_back() -> None:
         assert same_tensors(states(*other), states(model, optimizer))
         with pytest.raises(tc.MismatchError, match="optimizer/weight/absmax"):
             training.restore(tree, *job(comm.rank, *COLUMNS, seed=None), rng=False, comm=comm)
+
+    for error in errors_of(on_ranks(2, act)):
+        assert error is None, error
+
+
+def test_moments_of_a_part_that_are_made_of_other_tensors_are_each_rank_s_own_too(tmp_path: Path) -> None:
+    """A plain tensor subclass that wraps codes and scales, beside a DTensor."""
+
+    def moment(rank: int) -> Any:
+        made: Any = coded(torch.zeros(ROWS // 2, ROWS))
+        made.put(torch.randn(ROWS // 2, ROWS, generator=torch.Generator().manual_seed(rank)))
+        return made
+
+    def act(comm: Any) -> None:
+        model, optimizer = job(comm.rank, *FSDP, seed=None)
+        optimizer.state[model.weight] = {"m": moment(comm.rank), "step": torch.tensor(1.0)}
+        tree = training.state(model, optimizer, rng=False)
+        assert type(tree["optimizer"]["weight"]["m"]) is tc.PerRank
+        tc.save(tmp_path / "c", tree, comm=comm)
+        for seed in (None, 5):
+            model, optimizer = job(comm.rank, *FSDP, seed=None)
+            if seed is not None:
+                optimizer.state[model.weight] = {"m": moment(seed), "step": torch.tensor(0.0)}
+            training.restore(tmp_path / "c", model, optimizer, rng=False, comm=comm)
+            found = optimizer.state[model.weight]["m"]
+            assert type(found) is wrapped_moments.Codes and torch.equal(found.float_(), moment(comm.rank).float_())
+        with pytest.raises(tc.MismatchError, match="optimizer/weight/m: expected a moment of the part"):
+            training.restore(tmp_path / "c", *job(comm.rank, *COLUMNS, seed=None), rng=False, comm=comm)
 
     for error in errors_of(on_ranks(2, act)):
         assert error is None, error

@@ -267,3 +267,35 @@ def test_one_scheduler_and_a_dict_of_them_are_told_apart_before_anything_changes
         other = several["dict" if saved == "one" else "one"]
         training.restore(tmp_path / "c", new.models, new.optimizers, scheduler=other, rng=False)
     assert same_tensors(new.models[0].state_dict(), before)
+
+
+def test_buffers_of_each_rank_may_have_other_shapes(tmp_path: Path) -> None:
+    def queue(rank: int, value: float) -> nn.Module:
+        made = nn.Linear(2, 2, bias=False)
+        nn.init.ones_(made.weight)
+        made.register_buffer("seen", torch.full((2 + rank,), value))
+        return made
+
+    def act(comm: Any) -> torch.Tensor:
+        tree = training.state(queue(comm.rank, 1.0 + comm.rank), rng=False, buffers="per_rank")
+        tc.save(tmp_path / "c", tree, comm=comm)
+        model = queue(comm.rank, 0.0)
+        training.restore(tmp_path / "c", model, rng=False, comm=comm)
+        return model.seen
+
+    found = [outcome.value.tolist() for outcome in on_ranks(3, act)]
+    assert found == [[1.0] * 2, [2.0] * 3, [3.0] * 4]
+
+
+def test_experts_of_one_name_on_each_rank_are_refused_however_large(tmp_path: Path) -> None:
+    """Expert parallelism written by hand: one of them would be saved, or a mixture of both."""
+
+    def act(comm: Any, *, same: bool) -> None:
+        model = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(300, 300, bias=False)])})
+        rng = torch.Generator().manual_seed(0 if same else comm.rank)
+        nn.init.normal_(model["experts"][0].weight, generator=rng)
+        tc.save(tmp_path / "c", training.state(model, rng=False), comm=comm, overwrite=True)
+
+    for error in errors_of(on_ranks(2, lambda comm: act(comm, same=False))):
+        assert isinstance(error, tc.MismatchError) and error.path == "model/experts.0.weight", error
+    assert not any(errors_of(on_ranks(2, lambda comm: act(comm, same=True))))

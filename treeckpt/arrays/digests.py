@@ -53,7 +53,7 @@ def digests_of(parts: Sequence[ComparedPart]) -> list[bytes]:
         from .torch_memory import copy_together
 
         for (number, _), data in zip(waiting, copy_together([tensor for _, tensor in waiting]), strict=True):
-            found[number] = xxhash.xxh3_128_digest(data)
+            found[number] = xxhash.xxh3_128_digest(data.data)
         waiting.clear()
 
     for number, part in enumerate(parts):

@@ -15,6 +15,9 @@ State saved under one parallelism is restored into any other. This package impor
   passed what was saved of it, of any size and with the version that was saved, before anything else is filled. That
   takes as much memory again as its tensors do. Where its code fails, the model is as it was before
   (`tests/training/test_module_code.py`).
+- Plain moments of parameters in shards (FSDP2, tensor parallelism), as the codes and block scales of 8-bit optimizers,
+  are each rank's own, but for numbers and what has the shape of the whole parameter. They are restored by as many ranks
+  in the same layout, and refused by name in another (`tests/training/test_own_moments.py`).
 - A `DataLoader` draws a number from its generator, by default the global one, for each new iterator, also one that
   continues an epoch. Give a `StatefulDataLoader` one that nothing else draws from: `sampler=RandomSampler(data),
   generator=torch.Generator()`, with torchdata's `RandomSampler`. With the global one the other random numbers of the

@@ -96,15 +96,14 @@ def build_state(
     for key, child in children_of(saved).items():
         at, live = f"{path}/{key_text(key)}", here.get(key)
         child, tensors = tensors_as_leaves(child)
-        names = leaves_below(key_text(key), child)
-        paths = [f"{path}/{name}{OWN if name in place.own else ''}" for name in names]
-        is_tensor = child is None and isinstance(live, Tensor)
-        if is_tensor and _is_kept(live, tensors.get(""), source.leaves.get(paths[0]), at):
+        paths = [p + OWN * (p.removeprefix(f"{path}/") in place.own) for p in leaves_below(at, child)]
+        spec = source.leaves.get(paths[0]) if child is None else None
+        if child is None and isinstance(live, Tensor) and _is_kept(live, tensors.get(""), spec, at):
             found[key] = live
             continue
         new_leaves = (
             _tensor_in_parts(parameter, node, source, p)
-            if (node := tensors.get(p.removeprefix(at).removeprefix("/")))
+            if (node := tensors.get(p.removeprefix(at).removesuffix(OWN).removeprefix("/")))
             else _shared(
                 _leaf(parameter, str(key), spec, place, whole=_is_whole(p, place, source)),
                 source.identity(p),

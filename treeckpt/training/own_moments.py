@@ -21,7 +21,8 @@ from ..arrays.dtensor import is_dtensor
 from ..arrays.sharded import Sharded
 from ..core.tree.flatten import PerRank, flatten, replace_leaves
 from ..core.tree.spec import ArraySpec
-from ..core.tree.structure import PerRankNode, Structure, key_text
+from ..core.tree.structure import PerRankNode, Structure, TensorNode, key_text
+from ..core.tree.tensor_parts import tensors_as_leaves
 from ..errors import MismatchError
 from .names import Key
 from .sources import OWN, RestoreSource, children_of, leaves_below
@@ -81,18 +82,25 @@ def with_own(state: State, names: frozenset[str]) -> dict[Any, Any]:
 
 
 def without_own(structure: Structure) -> Structure:
-    """Returns the structure of a saved state as if nothing in it were under `PerRank`."""
+    """Returns the structure of a saved state as if nothing in it were under `PerRank`, but for parts of a tensor."""
     if isinstance(structure, PerRankNode):
         return structure.children[0]
-    if structure is None:
-        return None
+    if structure is None or isinstance(structure, TensorNode):
+        return structure
     return msgspec.structs.replace(structure, children=tuple(map(without_own, structure.children)))
 
 
 def saved_own(structure: Structure) -> frozenset[str]:
     """Returns the names of what each rank had of its own in the saved state of a parameter."""
-    found = (path for key, child in children_of(structure).items() for path in leaves_below(key_text(key), child))
-    return frozenset(path.removesuffix(OWN) for path in found if path.endswith(OWN))
+
+    def names(node: Structure, path: str) -> Iterator[str]:
+        if isinstance(node, PerRankNode):
+            yield path
+        elif not isinstance(node, TensorNode):
+            for key, child in children_of(node).items():
+                yield from names(child, f"{path}/{key_text(key)}" if path else key_text(key))
+
+    return frozenset(names(structure, ""))
 
 
 class ParameterPart(msgspec.Struct, frozen=True):
@@ -143,9 +151,9 @@ def check_own(source: RestoreSource, paths: tuple[str, str], structure: Structur
         wanted = part.parameter if part.shard is None else Sharded(part.parameter, *part.shard)
         if not (spread and source.is_same_part(weight, wanted)):
             raise _of_other_parts(f"{path}/{min(own)}", "each rank's own, of the part that it held when it was saved")
-    for at in leaves_below(path, structure) if spread else ():
+    for at in leaves_below(path, tensors_as_leaves(structure)[0]) if spread else ():
         spec, name = source.leaves.get(at), at.removeprefix(f"{path}/")
-        if spec is None or at.endswith(OWN):
+        if spec is None or OWN in at:
             continue
         if not part.takes(name, spec, spread=source.is_spread(at)):
             raise _of_other_parts(at, f"one for all ranks, of shape {spec.shape}")

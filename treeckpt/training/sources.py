@@ -17,7 +17,7 @@ from .. import api
 from ..arrays.dtensor import is_dtensor
 from ..arrays.registry import abstract_of, decode
 from ..arrays.stateful import expand_states, state_tree
-from ..core.format.records import AliasRecord, ArrayRecord, ValueRecord
+from ..core.format.records import AliasRecord, ArrayRecord, Leaf, ValueRecord
 from ..core.sharding.placements import Layout, MeshLayout, Replicate, held_by
 from ..core.sharding.region import Region
 from ..core.tree.flatten import PerRank, flatten
@@ -242,18 +242,17 @@ class CheckpointSource:
         layouts = map(self._layout, leaf.sources.values() if isinstance(leaf, ComposedLeaf) else [leaf])
         return any(layout is not None and _is_spread(layout) for layout in layouts)
 
-    def _layout(self, leaf: Any) -> Layout | None:
+    def _layout(self, leaf: Leaf) -> Layout | None:
         record = leaf.record
         array = self.index.entries[record.of].record if isinstance(record, AliasRecord) else record
-        known = isinstance(array, ArrayRecord) and array.layout >= 0
-        return self.index.layouts[array.layout] if known else None
+        return self.index.layouts[array.layout] if isinstance(array, ArrayRecord) and array.layout >= 0 else None
 
     def is_same_part(self, path: str, tensor: Any) -> bool:
         if self.world != self.comm.size or path not in self.view.by_path:
             return False
         leaf, here = self.view.by_path[path][0], wanted_of(tensor, path, self.comm)
         layout = None if isinstance(leaf, ComposedLeaf) else self._layout(leaf)
-        if layout is None or self.leaves[path] is None or self.leaves[path].shape != here.shape:
+        if layout is None or leaf.spec is None or leaf.spec.shape != here.shape:
             return False
         held = tuple(one.region for one in held_by(layout, here.shape, self.comm.rank))
         return _filled(held) == _filled(here.regions or ())
