@@ -309,3 +309,42 @@ def test_registered_optimizers_go_back(tmp_path: Path) -> None:
         train(model, optimizer, "a", "b")
         manager.restore()
     assert same_tensors((model.state_dict(), optimizer.state_dict()), expected)
+
+
+class Odd(torch.optim.SGD):
+    """Keeps None, lists, tuples, nested dicts, numbers as keys, numbers and flags, in states and in groups."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            group["history"] = [*group.get("history", []), {"at": len(group.get("history", []))}]
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                state |= {"none": None, "flag": True, 3: p.detach().clone(), "pair": (p.detach() * 2, "text")}
+                state["list"] = [*state.get("list", []), p.detach().clone()][-2:]
+                state["deep"] = {"x": {1: p.grad.clone(), "empty": {}, "nothing": []}}
+        return loss
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3], ids=["before the first", "one", "three"])
+@pytest.mark.parametrize("there", ["fresh", "same"])
+def test_odd_states_come_back_as_load_state_dict_gives_them(tmp_path: Path, steps: int, there: str) -> None:
+    model = Experts()
+    optimizer = Odd(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, optimizer, *["b"] * steps)
+    tc.save(tmp_path / "c", training.state(model, optimizer))
+    expected = as_torch(model, optimizer)
+    train(model, optimizer, "b", "a", "b")
+    if there == "fresh":
+        model = Experts(1)
+        optimizer = Odd(model.parameters(), lr=0.1, momentum=0.9)
+    training.restore(tmp_path / "c", model, optimizer)
+    assert same_tensors((model.state_dict(), optimizer.state_dict()), expected)
+    train(model, optimizer, "a", "b")
+    again = Experts(2)
+    other = Odd(again.parameters(), lr=0.1, momentum=0.9)
+    again.load_state_dict(expected[0])
+    other.load_state_dict(expected[1])
+    train(again, other, "a", "b")
+    assert same_tensors((model.state_dict(), optimizer.state_dict()), (again.state_dict(), other.state_dict()))

@@ -10,7 +10,11 @@ State saved under one parallelism is restored into any other. This package impor
 - Everything is keyed by parameter name. A state restores into models on the meta device, into fresh optimizers, and
   into param groups in another order or split otherwise. Generators and loaders are saved for each rank.
 - An optimizer with a `state_dict` of its own, or one that wraps another, gets back everything in it, in the dtypes that
-  were saved (`tests/training/test_own_state_dicts.py`).
+  were saved (`tests/training/test_own_state_dicts.py`); those of libraries are compared with what `torch.save` and
+  `load_state_dict` give (`tests/training/test_library_optimizers.py`).
+- A restore may go back in the same process: state of a parameter that the checkpoint has none of, as before its first
+  gradient, is gone afterwards and named in `RestoreReport.cleared` (`tests/training/test_rollback.py`). The saved
+  values of param groups hold, whatever schedulers write into them while they load.
 - A `DataLoader` draws a number from its generator, by default the global one, for each new iterator, also one that
   continues an epoch. Give a `StatefulDataLoader` one that nothing else draws from: `sampler=RandomSampler(data),
   generator=torch.Generator()`, with torchdata's `RandomSampler`. With the global one the other random numbers of the
@@ -19,7 +23,8 @@ State saved under one parallelism is restored into any other. This package impor
   A plain `DataLoader`, whose samples a loop skips by itself, draws alike and is not seen: seed its own with the epoch.
 - Parts that the checkpoint has and a call does not name, such as a scheduler, are not restored: they are in
   `RestoreReport.ignored`; an `extra` comes back in the report. A warning names a scheduler, a loader or the state of an
-  object in `extra` that was put into nothing while an optimizer was restored.
+  object in `extra` that was put into nothing while an optimizer was restored, and moments of parameters that are
+  frozen here.
 """
 
 from ..arrays.registry import needs_torch

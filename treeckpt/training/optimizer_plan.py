@@ -241,7 +241,7 @@ class _Matcher:
             dropped = frozenset[str]()
             if saved_labels(group, position, plan.of):
                 lacking = [name for name in group.values if name not in found and name not in (*plan.keep, "name")]
-                if any(self._is_later(live, key) for key in group.members):
+                if lacking and any(self._is_later(live, key) for key in group.members):
                     dropped = frozenset(lacking) - options
                 self.differences.cleared += [f"{self.path}/values/{name}" for name in lacking if name in dropped]
                 paths = {name: f"{self.path}/values/{name}" for name in lacking if name not in dropped}
@@ -522,7 +522,7 @@ def _not_taken(plan: OptimizerPlan) -> list[str]:
     stay = [path for (key, at), path in plan.cleared.items() if _live_places(now.own[key]).get(at)]
     if stay:
         what = f"{type(live.stateful).__qualname__}.load_state_dict keeps state that is not in what it loads"
-        _log.warning("%s: %s: begin with a fresh one", what, some_of("as", stay))
+        _log.warning("%s, %s. Restore into a fresh optimizer", what, some_of("parts", stay))
     return [f"{form}/{path}" for path, leaf in given if path not in here or not is_same(leaf, here[path])] + stay
 
 

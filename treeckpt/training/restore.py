@@ -264,8 +264,8 @@ class _Restore:
         self.ignored += differences.ignored
         self.reasons, self.cleared = differences.reasons, differences.cleared
         if differences.frozen and self.comm.rank == 0:
-            what = some_of("of parameters that are frozen here was not restored", differences.frozen)
-            _log.warning("%s: optimizer state in the checkpoint: %s", self.source.url, what)
+            what = some_of("states of parameters that are frozen here were not restored", differences.frozen)
+            _log.warning("%s: %s", self.source.url, what)
 
     def plan_rest(self) -> None:
         """Loads the state of the loader and the generators, and compares or loads `extra`."""
