@@ -91,7 +91,7 @@ BAD_TREES: dict[str, tuple[Callable[[], Any], type[tc.TreeckptError], str]] = {
     "meta tensor": (lambda: {"m": {"w": torch.empty(3, device="meta")}}, tc.TreeError, "m/w"),
     "object array": (lambda: {"w": np.array([object()])}, tc.TreeError, "w"),
     "structured array": (lambda: {"w": np.zeros(3, "i4,f8")}, tc.TreeError, "w"),
-    "quantised tensor": (lambda: {"w": torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)}, tc.TreeError, "w"),
+    "tensor subclass": (lambda: {"w": torch.eye(3).as_subclass(type("Own", (torch.Tensor,), {}))}, tc.TreeError, "w"),
     "abstract leaf": (lambda: {"w": tc.ArraySpec((3,), "float32")}, tc.TreeError, "w"),
     "ellipsis leaf": (lambda: {"w": ...}, tc.TreeError, "w"),
     "piece outside": (lambda: {"w": tc.Sharded(np.ones(3), (4,), (2,))}, tc.LayoutError, "w"),

@@ -184,7 +184,7 @@ def test_another_context_class_or_shape_is_refused_before_anything_changes() -> 
         with pytest.raises(tc.MismatchError, match="w: "):
             tc.load(store, like=target)
         assert target["first"].sum() == 0
-    with pytest.raises(tc.MismatchError, match="w: .*found a plain one"):
+    with pytest.raises(tc.MismatchError, match=r"w: .*found a plain one"):
         tc.load_into(saved({"w": torch.zeros(4, 3)}), {"w": scaled(0)}, strict=False)
 
 

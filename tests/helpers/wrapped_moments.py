@@ -43,7 +43,7 @@ class Codes(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         one = args[0]
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default):
             return cls(one.codes, one.scale, one.signed)
         if func in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default):
             return cls(one.codes.clone(), one.scale.clone(), one.signed)

@@ -149,7 +149,6 @@ def test_copy_into_fills_the_very_array(name: str) -> None:
 
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
-    "quantised": (torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8), tc.TreeError, "quantised"),
     "subclass": (torch.ones(2).as_subclass(type("Own", (torch.Tensor,), {})), tc.TreeError, "subclass"),
     "lazy": (torch.nn.LazyLinear(2).weight, tc.TreeError, "not initialised"),
     "object": (object(), tc.TreeError, "a plain Python value"),

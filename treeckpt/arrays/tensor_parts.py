@@ -240,7 +240,8 @@ def _join(node: TensorNode, parts: Mapping[str, Any], shape: tuple[int, ...], st
             kind = resolve(node.cls)
         except LookupError:
             return None
-        if not (issubclass(kind, Tensor) and wraps_tensors(kind)):
+        is_tensor: bool = issubclass(kind, Tensor)
+        if not (is_tensor and wraps_tensors(kind)):
             return None
     try:
         context = _decode_context(node.context, path)
@@ -275,16 +276,18 @@ def _of_layout(cls: str, parts: Mapping[str, Any], context: Any, shape: tuple[in
         coalesced = bool(context["is_coalesced"])
         return torch.sparse_coo_tensor(parts["indices"], values, shape, is_coalesced=coalesced, check_invariants=True)
     if cls in _COMPRESSED:
-        layout, *indices = _COMPRESSED[cls]
-        found = (parts[name] for name in indices)
-        return torch.sparse_compressed_tensor(*found, values, shape, layout=layout, check_invariants=True)
+        layout, rows, columns = _COMPRESSED[cls]
+        indices = parts[rows], parts[columns]
+        return torch.sparse_compressed_tensor(*indices, values, shape, layout=layout, check_invariants=True)
     if cls == _NESTED:
         sizes, strides, offsets = parts["sizes"], parts["strides"], parts["offsets"]
         last = offsets + ((sizes - 1) * strides).sum(1)
         inside = ((sizes == 0).any(1) | (last < values.numel())).all()
-        if values.ndim != 1 or (sizes < 0).any() or (strides < 0).any() or (offsets < 0).any() or not inside:
+        known = ((0 <= one) & (one <= values.numel()) for one in (sizes, strides, offsets))  # no sum overflows then
+        if values.ndim != 1 or not all(one.all() for one in known) or not inside:
             raise ValueError("a member that is not inside of the values")
-        return torch._nested_view_from_buffer(values, sizes, strides, offsets)
+        nested: Any = torch._nested_view_from_buffer  # pyright: ignore[reportPrivateImportUsage]
+        return nested(values, sizes, strides, offsets)
     if cls == _JAGGED:
         return _jagged(parts, context)
     raise LookupError(cls)
@@ -390,7 +393,8 @@ def _decode_context(context: Any, path: str) -> Any:
         fields = [str(field) for field in items[::2]]
         children = [decode_value(item, path, resolve=resolve, extra=extra) for item in items[1::2]]
         kind: Any = resolve(str(name))
-        if issubclass(kind, tuple) and tuple(getattr(kind, "_fields", ())) == tuple(fields):
+        is_tuple: bool = issubclass(kind, tuple)
+        if is_tuple and list(getattr(kind, "_fields", ())) == fields:
             return tuple.__new__(kind, children)
         if is_plain_dataclass(kind) and [field.name for field in dataclasses.fields(kind)] == fields:
             return new_instance(kind, fields, children)

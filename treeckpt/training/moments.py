@@ -144,10 +144,8 @@ def _tensor_in_parts(parameter: Tensor, saved: TensorNode, source: RestoreSource
 
     def build(made: TensorParts, below: str) -> Any:
         if spread and below == "":
-            made.node, made.spread = (
-                msgspec.structs.replace(made.node, layout=layout_of(parameter, path)),
-                parameter._spec,
-            )  # pyright: ignore
+            made.node = msgspec.structs.replace(made.node, layout=layout_of(parameter, path))
+            made.spread = parameter._spec  # pyright: ignore[reportAttributeAccessIssue]
         return build_tensor(made, f"{path}/{below}" if below else path)
 
     whole = with_ranks(saved, encode_runs([0]))

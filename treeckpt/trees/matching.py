@@ -52,8 +52,7 @@ def match_leaves(
     )
     whole = frozenset(id(one.here) for one in sequences.values())
     structure, before = flatten(into, rank=rank, namespace=namespace, whole=whole)
-    if structure != saved:
-        check_same_tensors(structure, saved, rank, given)
+    check_same_tensors(structure, saved, rank, given)
     found: dict[str, object] = {}
     missing: list[str] = []
     for path, leaf in before:
