@@ -30,7 +30,7 @@ from ..core.tree.structure import TensorNode
 from ..core.tree.tensor_parts import TensorParts
 from ..core.tree.value_codec import TypedValue, decode_value, encode_value, type_name
 from ..errors import FormatError, MismatchError, TreeckptError, TreeError
-from .dtensor import is_dtensor, layout_of
+from .dtensor import is_dtensor, is_sharded_tensor, layout_of
 from .plain_tensor import PLAIN_CLASSES, dtype_name, kind_of
 from .registry import decode_of_library, encode_of_library, resolve
 from .torch import as_kind
@@ -77,6 +77,8 @@ def any_in_parts(kind: type, nodes: Sequence[Any]) -> bool:
 
 def is_in_parts(leaf: Tensor) -> bool:
     """Returns whether a tensor, or the local tensor of a DTensor, is made of others."""
+    if is_sharded_tensor(leaf):  # which has no layout to ask for
+        return False
     if is_dtensor(leaf):
         leaf = leaf._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
     return wraps_tensors(type(leaf)) or leaf.layout is not _STRIDED or leaf.is_nested
