@@ -222,7 +222,6 @@ def load(
     Args:
         path: as given to save, or files of other programs; or a `Bank` or list of several, of which later ones win.
         like: tensors, DTensors, `ArraySpec`s, anything with shape and dtype, `...` for no leaf. None: as saved, whole.
-            A dense array has the order of dimensions in memory (channels_last, say) of like's; without, the saved one.
         select, exclude: globs over paths, or a path as keys, and what is below; the rest is as in like, else `...`.
         rename, transforms: {"h.$L.*": "layers.$L.*"}, then rules or statements of `treeckpt.rules`: as if saved so.
         strict: like and checkpoint must have the same leaves ("missing": like's must be there), rules match some leaf.

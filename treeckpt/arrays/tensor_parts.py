@@ -285,7 +285,7 @@ def _of_layout(cls: str, parts: Mapping[str, Any], context: Any, shape: tuple[in
         sizes, strides, offsets = parts["sizes"], parts["strides"], parts["offsets"]
         last = offsets + ((sizes - 1) * strides).sum(1)
         inside = ((sizes == 0).any(1) | (last < values.numel())).all()
-        known = ((0 <= one) & (one <= values.numel()) for one in (sizes, strides, offsets))  # no sum overflows then
+        known = ((one >= 0) & (one <= values.numel()) for one in (sizes, strides, offsets))  # no sum overflows then
         if values.ndim != 1 or not all(one.all() for one in known) or not inside:
             raise ValueError("a member that is not inside of the values")
         nested: Any = torch._nested_view_from_buffer  # pyright: ignore[reportPrivateImportUsage]
