@@ -1,4 +1,4 @@
-"""Tensors that are made of others, in conversions: kept in checkpoints of ours, named dicts of their parts elsewhere."""
+"""Tensors that are made of others, in conversions: kept in checkpoints of ours, dicts of their parts elsewhere."""
 
 from __future__ import annotations
 

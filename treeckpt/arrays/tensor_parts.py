@@ -283,7 +283,7 @@ def _of_layout(cls: str, parts: Mapping[str, Any], context: Any, shape: tuple[in
         sizes, strides, offsets = parts["sizes"], parts["strides"], parts["offsets"]
         last = offsets + ((sizes - 1) * strides).sum(1)
         inside = ((sizes == 0).any(1) | (last < values.numel())).all()
-        known = ((0 <= one) & (one <= values.numel()) for one in (sizes, strides, offsets))  # no sum overflows then
+        known = ((one >= 0) & (one <= values.numel()) for one in (sizes, strides, offsets))  # no sum overflows then
         if values.ndim != 1 or not all(one.all() for one in known) or not inside:
             raise ValueError("a member that is not inside of the values")
         nested: Any = torch._nested_view_from_buffer  # pyright: ignore[reportPrivateImportUsage]
@@ -396,7 +396,8 @@ def _decode_context(context: Any, path: str) -> Any:
         is_tuple: bool = issubclass(kind, tuple)
         if is_tuple and list(getattr(kind, "_fields", ())) == fields:
             return tuple.__new__(kind, children)
-        if is_plain_dataclass(kind) and [field.name for field in dataclasses.fields(kind)] == fields:
+        described: Any = kind
+        if is_plain_dataclass(kind) and [field.name for field in dataclasses.fields(described)] == fields:
             return new_instance(kind, fields, children)
         raise LookupError(f"{name} with fields {', '.join(fields)}")
 
