@@ -1,8 +1,8 @@
 """Containers, one at a time: which classes are containers, their children, and how their structure node is built.
 
 Containers are dict (any insertion order, keys of str, int, bool, float, None, bytes and tuples of these), OrderedDict,
-defaultdict, list, tuple, namedtuple, struct sequence, deque, dataclass, `PerRank`, `KeyedTable`, `TensorParts`, mapping classes of
-other libraries (`core.tree.mappings`), and every class registered with optree; but no instance of a class with
+defaultdict, list, tuple, namedtuple, struct sequence, deque, dataclass, `PerRank`, `KeyedTable`, `TensorParts`,
+mapping classes of other libraries (`core.tree.mappings`), and every class registered with optree; but no instance of a class with
 `state_dict` and `load_state_dict`, which is saved by its state.
 Everything else is a leaf.
 

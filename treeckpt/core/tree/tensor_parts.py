@@ -17,7 +17,6 @@ from .recursion import Recursive, trampoline
 from .structure import PerRankNode, Structure, TensorNode, child_path, containers_of
 from .value_codec import Value
 
-
 _HINT = "Quantize or convert the model here as when it was saved, or leave the tensor out with `...`"
 
 
