@@ -242,8 +242,7 @@ def _join(node: TensorNode, parts: Mapping[str, Any], shape: tuple[int, ...], st
             kind = resolve(node.cls)
         except LookupError:
             return None
-        is_tensor: bool = issubclass(kind, Tensor)
-        if not (is_tensor and wraps_tensors(kind)):
+        if not (issubclass(kind, Tensor) and wraps_tensors(kind)):
             return None
     try:
         context = _decode_context(node.context, path)
@@ -251,7 +250,8 @@ def _join(node: TensorNode, parts: Mapping[str, Any], shape: tuple[int, ...], st
             if kind is None:
                 made = _of_layout(node.cls, parts, context, shape)
             else:
-                made = kind.__tensor_unflatten__(dict(parts), context, torch.Size(shape), strides)
+                join: Any = getattr(kind, "__tensor_unflatten__")  # noqa: B009 (pyright takes it for a plain tensor)
+                made = join(dict(parts), context, torch.Size(shape), strides)
         fits = isinstance(made, Tensor) and (-1 in shape or tuple(made.shape) == shape)
     except TreeckptError:
         raise
@@ -398,7 +398,8 @@ def _decode_context(context: Any, path: str) -> Any:
         is_tuple: bool = issubclass(kind, tuple)
         if is_tuple and list(getattr(kind, "_fields", ())) == fields:
             return tuple.__new__(kind, children)
-        if is_plain_dataclass(kind) and [field.name for field in dataclasses.fields(kind)] == fields:
+        described: Any = kind
+        if is_plain_dataclass(kind) and [field.name for field in dataclasses.fields(described)] == fields:
             return new_instance(kind, fields, children)
         raise LookupError(f"{name} with fields {', '.join(fields)}")
 

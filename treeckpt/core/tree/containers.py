@@ -1,9 +1,9 @@
 """Containers, one at a time: which classes are containers, their children, and how their structure node is built.
 
 Containers are dict (any insertion order, keys of str, int, bool, float, None, bytes and tuples of these), OrderedDict,
-defaultdict, list, tuple, namedtuple, struct sequence, deque, dataclass, `PerRank`, `KeyedTable`, mapping classes of
-other libraries (`core.tree.mappings`), and every class registered with optree; but no instance of a class with
-`state_dict` and `load_state_dict`, which is saved by its state.
+defaultdict, list, tuple, namedtuple, struct sequence, deque, dataclass, `PerRank`, `KeyedTable`, `TensorParts`,
+mapping classes of other libraries (`core.tree.mappings`), and every class registered with optree; but no instance of a
+class with `state_dict` and `load_state_dict`, which is saved by its state.
 Everything else is a leaf.
 
 optree's own flattening is not used: it sorts the keys of a dict unless a process-wide mode is set, and has no place for

@@ -17,6 +17,8 @@ from .recursion import Recursive, trampoline
 from .structure import PerRankNode, Structure, TensorNode, child_path, containers_of
 from .value_codec import Value
 
+_HINT = "Quantize or convert the model here as when it was saved, or leave the tensor out with `...`"
+
 
 class TensorParts:
     """A tensor in parts.
@@ -143,9 +145,6 @@ def _has_tensors(structure: Structure) -> bool:
         if node is not None:
             waiting += [child for child in node.children if child is not None]
     return False
-
-
-_HINT = "Quantize or convert the model here as when it was saved, or leave the tensor out with `...`"
 
 
 def check_no_tensors(missing: Sequence[str], saved: Structure) -> None:
