@@ -18,10 +18,11 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from ..core.tree.containers import AbsentSubtree, FromRank, flatten_one_level, is_leaf_type, is_stateful_type
+from ..core.tree.dict_attributes import METADATA
 from ..core.tree.flatten import PerRank, flatten, replace_leaves
 from ..core.tree.in_place import update_in_place
 from ..core.tree.keyed_table import TableColumn
-from ..core.tree.object_state import MODULE_VERSIONS, ObjectState
+from ..core.tree.object_state import ObjectState
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import index_path, key_text, rank_key
 from ..core.tree.tensor_parts import TensorParts
@@ -325,9 +326,9 @@ class StatePlan(msgspec.Struct):
             for path, leaf in leaves
         ]
         made: Any = replace_leaves(self.state, iter(new), namespace=self.namespace, whole=known)
-        versions = getattr(self.state, MODULE_VERSIONS, getattr(self.live, MODULE_VERSIONS, None))
-        if versions is not None and type(made) is collections.OrderedDict:
-            setattr(made, MODULE_VERSIONS, versions)
+        versions = getattr(self.live, METADATA, None)  # those of a checkpoint that has none
+        if versions is not None and type(made) is collections.OrderedDict and not hasattr(made, METADATA):
+            setattr(made, METADATA, versions)
         self.state = made
 
     def _array(self, path: str, saved: ArraySpec, own: Mapping[str, Any], arrays: Mapping[str, ArraySpec]) -> Any:

@@ -11,10 +11,8 @@ import collections
 from collections.abc import Mapping
 from typing import Any
 
+from .dict_attributes import METADATA
 from .value_codec import type_name
-
-MODULE_VERSIONS = "_metadata"
-"""The attribute of the state dict of a torch module that has the versions of its submodules."""
 
 
 class ObjectState(dict[Any, Any]):
@@ -28,7 +26,7 @@ class ObjectState(dict[Any, Any]):
     def from_object(cls, owner: object, state: Mapping[Any, Any]) -> ObjectState:
         """Returns the state of an object as one inside another state."""
         found = cls(state)
-        found.of, found.versions = type_name(type(owner)), dict(getattr(state, MODULE_VERSIONS, {}))
+        found.of, found.versions = type_name(type(owner)), dict(getattr(state, METADATA, {}))
         return found
 
     def with_items(self, items: Mapping[Any, Any]) -> ObjectState:
@@ -42,5 +40,5 @@ class ObjectState(dict[Any, Any]):
         if not self.versions:
             return dict(self)
         found = collections.OrderedDict(self)
-        setattr(found, MODULE_VERSIONS, collections.OrderedDict(self.versions))
+        setattr(found, METADATA, collections.OrderedDict(self.versions))
         return found
