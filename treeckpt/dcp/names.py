@@ -217,7 +217,7 @@ def fill_in_parts(checkpoint: Checkpoint, targets: Iterable[tuple[Entry, Any]], 
         node[entry.keys[-1]] = target
     options = LoadOptions(strict="missing", copy=True)
 
-    def as_saved(at: str) -> Any:
+    def as_saved(at: str, *, arrays: bool) -> Any:
         return load_tree(checkpoint, None, comm, msgspec.structs.replace(options, strict=False, below=at))[0]
 
     found = expand_states(tree, rank=comm.rank)
