@@ -329,3 +329,55 @@ def test_trees_of_such_tensors() -> None:
     names = tc.trees.flatten_names(tree)
     assert list(names) == ["w.codes", "w.scale", "s.indices", "s.values"]
     assert same(tc.trees.unflatten_names(names, tree)["w"], tree["w"])
+
+
+@pytest.mark.parametrize("layout", [*OF_LAYOUT, "nested", "jagged"])
+def test_an_empty_tree_has_sparse_and_nested_tensors_of_the_same_places(layout: str) -> None:
+    nests = {"nested": torch.strided, "jagged": torch.jagged}
+    tensor = nested(nests[layout]) if layout in nests else OF_LAYOUT[layout](torch.eye(4))
+    given = {"s": [tensor], "own": tc.PerRank(tensor)}
+    made = tc.trees.empty_like(given)
+    assert [part.shape for part in members(made["s"][0])] == [part.shape for part in members(tensor)]
+    assert made["s"][0] is not tensor
+    tc.trees.copy_into(given, made)
+    assert same(made["s"][0], tensor)
+    assert same(made["own"].value, tensor)
+    with pytest.raises(tc.TreeError, match="s/0/.*a leaf with data"):
+        tc.trees.empty_like(tc.abstract({"s": [tensor]}))
+
+
+def test_a_class_in_a_context_that_is_not_here_gives_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = saved({"w": scaled()})
+    for name in ("Options", "Rounding", "Granularity"):
+        with monkeypatch.context() as patch:
+            patch.delattr(sys.modules[__name__], name)
+            reports: list[tc.LoadReport] = []
+            assert set(tc.load(store, on_report=reports.append)["w"]) == {"codes", "scale"}
+            assert [path for path, _ in reports[0].in_parts] == ["w"]
+
+
+def test_an_object_of_a_context_whose_class_has_other_fields_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = saved({"w": scaled()})
+    monkeypatch.setattr(sys.modules[__name__], "Granularity", NamedTuple("Granularity", [("rows", int)]))
+    with pytest.raises(tc.MismatchError, match=r"w: expected the fields block, axis .*found rows"):
+        tc.load(store)
+
+
+@dataclasses.dataclass
+class Chained:
+    inner: Any = None
+
+
+def test_deep_contexts_take_time_by_their_size() -> None:
+    context: Any = None
+    for _ in range(40):
+        context = Chained(context)
+    loaded = tc.load(saved({"w": Scaled(torch.ones(2, 2), torch.ones(2), context)}))["w"]
+    assert loaded.options == context
+
+
+def test_a_context_that_contains_itself_is_refused() -> None:
+    context = Chained()
+    context.inner = context
+    with pytest.raises(tc.TreeError, match="contains itself"):
+        saved({"w": Scaled(torch.ones(2, 2), torch.ones(2), context)})
