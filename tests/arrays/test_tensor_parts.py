@@ -7,6 +7,7 @@ import enum
 import subprocess
 import sys
 import textwrap
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ import torch
 from torch import nn
 
 import treeckpt as tc
+from tests.helpers.world import LONG, errors_of, on_ranks
+from treeckpt.io.comm.comm import thread_comms
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Sparse .* tensor support is in beta", "ignore:.*nested tensors.*:UserWarning"
@@ -342,7 +345,7 @@ def test_an_empty_tree_has_sparse_and_nested_tensors_of_the_same_places(layout: 
     tc.trees.copy_into(given, made)
     assert same(made["s"][0], tensor)
     assert same(made["own"].value, tensor)
-    with pytest.raises(tc.TreeError, match="s/0/.*a leaf with data"):
+    with pytest.raises(tc.TreeError, match=r"s/0/.*a leaf with data"):
         tc.trees.empty_like(tc.abstract({"s": [tensor]}))
 
 
@@ -381,3 +384,38 @@ def test_a_context_that_contains_itself_is_refused() -> None:
     context.inner = context
     with pytest.raises(tc.TreeError, match="contains itself"):
         saved({"w": Scaled(torch.ones(2, 2), torch.ones(2), context)})
+
+
+def test_a_report_counts_the_bytes_of_tensors_that_are_loaded_as_saved() -> None:
+    store = saved({"s": torch.eye(3).to_sparse()})
+    report = tc.load_into(store, {"s": torch.zeros(3, 3).to_sparse()}, verify=False)
+    assert report.nbytes == report.unverified_nbytes == 2 * 3 * 8 + 3 * 4
+    assert report.read_nbytes >= report.nbytes
+
+
+def test_ranks_that_differ_in_containers_or_contexts_alone_get_their_own_back() -> None:
+    store, comms = tc.MemoryStore(), thread_comms(2, timeout=LONG)
+
+    def own(rank: int) -> dict[str, Any]:
+        versions = OrderedDict(w=torch.ones(2))
+        vars(versions)["_metadata"] = OrderedDict({"": {"version": 1 + rank}})
+        lengths = ((2, 4), (3, 3))[rank]
+        jagged = torch.nested.nested_tensor([torch.ones(n, 3) for n in lengths], layout=torch.jagged)
+        return {
+            "queue": deque([1, 2], maxlen=3 + rank),
+            "empty": [{}, []][rank],
+            "versions": versions,
+            "w": scaled(rank, rounding=Rounding.UP if rank else Rounding.DOWN),
+            "jagged": jagged,
+        }
+
+    def check(comm: Any) -> None:
+        tree = {"own": tc.PerRank(own(comm.rank))}
+        tc.save(store, tree, comm=comm)
+        found, expected = tc.load(store, comm=comm)["own"].value, own(comm.rank)
+        assert found["queue"] == expected["queue"] and found["queue"].maxlen == expected["queue"].maxlen
+        assert found["empty"] == expected["empty"]
+        assert found["versions"]._metadata == expected["versions"]._metadata
+        assert all(same(found[key], expected[key]) for key in ("w", "jagged"))
+
+    assert errors_of(on_ranks(comms, check)) == [None, None]

@@ -235,7 +235,7 @@ def _build_dtensor(made: TensorParts, path: str) -> Any:
 
 
 def _join(node: TensorNode, parts: Mapping[str, Any], shape: tuple[int, ...], strides: Any, path: str) -> Tensor | None:
-    """Returns the tensor of parts; None where it is of a class, or keeps an object of one, that is not imported here."""
+    """Returns the tensor of parts; None where its class, or that of an object in its context, is not here."""
     kind: Any = None
     try:
         if not node.cls.startswith("torch:"):

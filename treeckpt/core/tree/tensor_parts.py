@@ -148,7 +148,7 @@ def _has_tensors(structure: Structure) -> bool:
 
 
 def index_parts(structure: Structure) -> frozenset[str]:
-    """Returns the paths of the parts of sparse and nested tensors that say where the elements lie: all but the values."""
+    """Returns the paths of all parts of sparse and nested tensors but the values: they say where these lie."""
     if not _has_tensors(structure):
         return frozenset()
     tensors = [(path, node) for node, path, _ in containers_of(structure) if isinstance(node, TensorNode)]
