@@ -419,3 +419,20 @@ def test_ranks_that_differ_in_containers_or_contexts_alone_get_their_own_back() 
         assert all(same(found[key], expected[key]) for key in ("w", "jagged"))
 
     assert errors_of(on_ranks(comms, check)) == [None, None]
+
+
+@pytest.mark.parametrize("shapes", [[(0, 5)], [(0, 5), (0, 3)], [(2, 0, 7), (1, 2, 3)], [()]])
+def test_nested_tensors_with_empty_members_come_back(shapes: list[tuple[int, ...]]) -> None:
+    tensor = torch.nested.nested_tensor([torch.ones(shape) for shape in shapes])
+    assert same(tc.load(saved({"n": tensor}))["n"], tensor)
+
+
+def test_places_of_members_that_overflow_are_refused() -> None:
+    tensor = torch.nested.nested_tensor([torch.ones(4, 4)])
+    taken = tc.abstract({"n": tensor})["n"]
+    parts = {"sizes": tensor._nested_tensor_size(), "strides": tensor._nested_tensor_strides()}
+    parts = {"values": tensor.values(), **parts, "offsets": tensor._nested_tensor_storage_offsets()}
+    assert isinstance(taken.with_parts(list(parts.values())), torch.Tensor)
+    parts["strides"] = torch.tensor([[(1 << 62) // 3 * 4, 1 << 62]])
+    with pytest.raises(tc.MismatchError, match="inside of the values"):
+        taken.with_parts(list(parts.values()))

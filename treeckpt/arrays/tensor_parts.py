@@ -95,7 +95,7 @@ def take_apart(leaf: Tensor, path: str) -> TensorParts | None:
     if is_dtensor(leaf):
         return _parts_of_dtensor(leaf, path)
     name, context, parts = _split(leaf)
-    shape = tuple(n if type(n) is int else -1 for n in leaf.shape) if name != _NESTED else _nested_shape(leaf)
+    shape = _shape_of(leaf)
     strides = leaf.stride() if leaf.layout is _STRIDED and name != _NESTED else None
     node = _node(leaf, name, _encode_context(context, path), shape, strides, parts)
     parts = {key: (take_apart(part, f"{path}/{key}") or part) if isinstance(part, Tensor) else part
@@ -110,7 +110,10 @@ def _node(
     return TensorNode(cls, context, shape, strides, kind_of(leaf), leaf.requires_grad, None, tuple(parts), ())
 
 
-def _nested_shape(leaf: Any) -> tuple[int, ...]:
+def _shape_of(leaf: Any) -> tuple[int, ...]:
+    """Returns the shape of a tensor; -1 for a dimension whose length differs between the members of a nested one."""
+    if not leaf.is_nested or leaf.layout is torch.jagged:
+        return tuple(n if type(n) is int else -1 for n in leaf.shape)
     sizes = leaf._nested_tensor_size()
     same = (sizes == sizes[:1]).all(0).tolist() if len(sizes) else []
     return (len(sizes), *(n if alike else -1 for n, alike in zip(sizes[0].tolist() if same else (), same, strict=True)))
@@ -252,13 +255,13 @@ def _join(node: TensorNode, parts: Mapping[str, Any], shape: tuple[int, ...], st
             else:
                 join: Any = getattr(kind, "__tensor_unflatten__")  # noqa: B009 (pyright takes it for a plain tensor)
                 made = join(dict(parts), context, torch.Size(shape), strides)
-        fits = isinstance(made, Tensor) and (-1 in shape or tuple(made.shape) == shape)
+        found = _shape_of(made) if isinstance(made, Tensor) else None
     except TreeckptError:
         raise
     except Exception as error:  # raised by the subclass, or by torch for parts that contradict each other
         raise _no_tensor(node, path, f"{type(error).__name__}: {error}"[:300]) from error
-    if not fits:
-        raise _no_tensor(node, path, f"a tensor of shape {tuple(getattr(made, 'shape', ()))}")
+    if found != shape:
+        raise _no_tensor(node, path, f"a tensor of shape {found}" if found is not None else f"a {type(made).__name__}")
     return made
 
 
@@ -285,8 +288,9 @@ def _of_layout(cls: str, parts: Mapping[str, Any], context: Any, shape: tuple[in
         sizes, strides, offsets = parts["sizes"], parts["strides"], parts["offsets"]
         # an integer could overflow; float64 is exact below 2**53
         last = offsets + ((sizes - 1).double() * strides).sum(1)
-        inside = ((sizes == 0).any(1) | (last < values.numel())).all()
-        if values.ndim != 1 or not all((one >= 0).all() for one in (sizes, strides, offsets)) or not inside:
+        fits = (sizes <= values.numel()).all(1) & (last < values.numel())
+        inside = ((sizes == 0).any(1) | fits) & (offsets <= values.numel())
+        if values.ndim != 1 or not all((one >= 0).all() for one in (sizes, strides, offsets)) or not inside.all():
             raise ValueError("a member that is not inside of the values")
         nested: Any = torch._nested_view_from_buffer  # pyright: ignore[reportPrivateImportUsage]
         return nested(values, sizes, strides, offsets)
