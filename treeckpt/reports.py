@@ -97,8 +97,8 @@ class LoadReport(msgspec.Struct, frozen=True):
         unverified_nbytes: bytes of `nbytes` that were compared with no checksum: all with `verify=False` or
             `mmap=True`; in files of other programs those of entries without a CRC-32, or of which this process read a
             part alone. safetensors has none.
-        in_parts: (path, class) of tensors of which a dict of their parts was returned: the class is not imported here,
-            or each rank has saved its own part.
+        in_parts: (path, class) of tensors of which a dict of their parts was returned: the class, or one of an object
+            that it keeps beside them, is not imported here, or each rank has saved its own part.
         unmade: what this program cannot make, as of a class that it lacks, and has `...` in its place: of an `extra`
             that comes back where weights alone are restored. Elsewhere this is an error.
     """

@@ -7,6 +7,7 @@ import enum
 import subprocess
 import sys
 import textwrap
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ import torch
 from torch import nn
 
 import treeckpt as tc
+from tests.helpers.world import LONG, errors_of, on_ranks
+from treeckpt.io.comm.comm import thread_comms
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Sparse .* tensor support is in beta", "ignore:.*nested tensors.*:UserWarning"
@@ -329,3 +332,107 @@ def test_trees_of_such_tensors() -> None:
     names = tc.trees.flatten_names(tree)
     assert list(names) == ["w.codes", "w.scale", "s.indices", "s.values"]
     assert same(tc.trees.unflatten_names(names, tree)["w"], tree["w"])
+
+
+@pytest.mark.parametrize("layout", [*OF_LAYOUT, "nested", "jagged"])
+def test_an_empty_tree_has_sparse_and_nested_tensors_of_the_same_places(layout: str) -> None:
+    nests = {"nested": torch.strided, "jagged": torch.jagged}
+    tensor = nested(nests[layout]) if layout in nests else OF_LAYOUT[layout](torch.eye(4))
+    given = {"s": [tensor], "own": tc.PerRank(tensor)}
+    made = tc.trees.empty_like(given)
+    assert [part.shape for part in members(made["s"][0])] == [part.shape for part in members(tensor)]
+    assert made["s"][0] is not tensor
+    tc.trees.copy_into(given, made)
+    assert same(made["s"][0], tensor)
+    assert same(made["own"].value, tensor)
+    with pytest.raises(tc.TreeError, match=r"s/0/.*a leaf with data"):
+        tc.trees.empty_like(tc.abstract({"s": [tensor]}))
+
+
+def test_a_class_in_a_context_that_is_not_here_gives_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = saved({"w": scaled()})
+    for name in ("Options", "Rounding", "Granularity"):
+        with monkeypatch.context() as patch:
+            patch.delattr(sys.modules[__name__], name)
+            reports: list[tc.LoadReport] = []
+            assert set(tc.load(store, on_report=reports.append)["w"]) == {"codes", "scale"}
+            assert [path for path, _ in reports[0].in_parts] == ["w"]
+
+
+def test_an_object_of_a_context_whose_class_has_other_fields_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = saved({"w": scaled()})
+    monkeypatch.setattr(sys.modules[__name__], "Granularity", NamedTuple("Granularity", [("rows", int)]))
+    with pytest.raises(tc.MismatchError, match=r"w: expected the fields block, axis .*found rows"):
+        tc.load(store)
+
+
+@dataclasses.dataclass
+class Chained:
+    inner: Any = None
+
+
+def test_deep_contexts_take_time_by_their_size() -> None:
+    context: Any = None
+    for _ in range(40):
+        context = Chained(context)
+    loaded = tc.load(saved({"w": Scaled(torch.ones(2, 2), torch.ones(2), context)}))["w"]
+    assert loaded.options == context
+
+
+def test_a_context_that_contains_itself_is_refused() -> None:
+    context = Chained()
+    context.inner = context
+    with pytest.raises(tc.TreeError, match="contains itself"):
+        saved({"w": Scaled(torch.ones(2, 2), torch.ones(2), context)})
+
+
+def test_a_report_counts_the_bytes_of_tensors_that_are_loaded_as_saved() -> None:
+    store = saved({"s": torch.eye(3).to_sparse()})
+    report = tc.load_into(store, {"s": torch.zeros(3, 3).to_sparse()}, verify=False)
+    assert report.nbytes == report.unverified_nbytes == 2 * 3 * 8 + 3 * 4
+    assert report.read_nbytes >= report.nbytes
+
+
+def test_ranks_that_differ_in_containers_or_contexts_alone_get_their_own_back() -> None:
+    store, comms = tc.MemoryStore(), thread_comms(2, timeout=LONG)
+
+    def own(rank: int) -> dict[str, Any]:
+        versions = OrderedDict(w=torch.ones(2))
+        vars(versions)["_metadata"] = OrderedDict({"": {"version": 1 + rank}})
+        lengths = ((2, 4), (3, 3))[rank]
+        jagged = torch.nested.nested_tensor([torch.ones(n, 3) for n in lengths], layout=torch.jagged)
+        return {
+            "queue": deque([1, 2], maxlen=3 + rank),
+            "empty": [{}, []][rank],
+            "versions": versions,
+            "w": scaled(rank, rounding=Rounding.UP if rank else Rounding.DOWN),
+            "jagged": jagged,
+        }
+
+    def check(comm: Any) -> None:
+        tree = {"own": tc.PerRank(own(comm.rank))}
+        tc.save(store, tree, comm=comm)
+        found, expected = tc.load(store, comm=comm)["own"].value, own(comm.rank)
+        assert found["queue"] == expected["queue"] and found["queue"].maxlen == expected["queue"].maxlen
+        assert found["empty"] == expected["empty"]
+        assert found["versions"]._metadata == expected["versions"]._metadata
+        assert all(same(found[key], expected[key]) for key in ("w", "jagged"))
+
+    assert errors_of(on_ranks(comms, check)) == [None, None]
+
+
+@pytest.mark.parametrize("shapes", [[(0, 5)], [(0, 5), (0, 3)], [(2, 0, 7), (1, 2, 3)], [()]])
+def test_nested_tensors_with_empty_members_come_back(shapes: list[tuple[int, ...]]) -> None:
+    tensor = torch.nested.nested_tensor([torch.ones(shape) for shape in shapes])
+    assert same(tc.load(saved({"n": tensor}))["n"], tensor)
+
+
+def test_places_of_members_that_overflow_are_refused() -> None:
+    tensor = torch.nested.nested_tensor([torch.ones(4, 4)])
+    taken = tc.abstract({"n": tensor})["n"]
+    parts = {"sizes": tensor._nested_tensor_size(), "strides": tensor._nested_tensor_strides()}
+    parts = {"values": tensor.values(), **parts, "offsets": tensor._nested_tensor_storage_offsets()}
+    assert isinstance(taken.with_parts(list(parts.values())), torch.Tensor)
+    parts["strides"] = torch.tensor([[(1 << 62) // 3 * 4, 1 << 62]])
+    with pytest.raises(tc.MismatchError, match="inside of the values"):
+        taken.with_parts(list(parts.values()))

@@ -95,7 +95,7 @@ def take_apart(leaf: Tensor, path: str) -> TensorParts | None:
     if is_dtensor(leaf):
         return _parts_of_dtensor(leaf, path)
     name, context, parts = _split(leaf)
-    shape = tuple(n if type(n) is int else -1 for n in leaf.shape) if name != _NESTED else _nested_shape(leaf)
+    shape = _shape_of(leaf)
     strides = leaf.stride() if leaf.layout is _STRIDED and name != _NESTED else None
     node = _node(leaf, name, _encode_context(context, path), shape, strides, parts)
     parts = {key: (take_apart(part, f"{path}/{key}") or part) if isinstance(part, Tensor) else part
@@ -110,7 +110,10 @@ def _node(
     return TensorNode(cls, context, shape, strides, kind_of(leaf), leaf.requires_grad, None, tuple(parts), ())
 
 
-def _nested_shape(leaf: Any) -> tuple[int, ...]:
+def _shape_of(leaf: Any) -> tuple[int, ...]:
+    """Returns the shape of a tensor; -1 for a dimension whose length differs between the members of a nested one."""
+    if not leaf.is_nested or leaf.layout is torch.jagged:
+        return tuple(n if type(n) is int else -1 for n in leaf.shape)
     sizes = leaf._nested_tensor_size()
     same = (sizes == sizes[:1]).all(0).tolist() if len(sizes) else []
     return (len(sizes), *(n if alike else -1 for n, alike in zip(sizes[0].tolist() if same else (), same, strict=True)))
@@ -235,30 +238,30 @@ def _build_dtensor(made: TensorParts, path: str) -> Any:
 
 
 def _join(node: TensorNode, parts: Mapping[str, Any], shape: tuple[int, ...], strides: Any, path: str) -> Tensor | None:
-    """Returns the tensor of parts; None for a class that this program does not have."""
+    """Returns the tensor of parts; None where its class, or that of an object in its context, is not here."""
     kind: Any = None
-    if not node.cls.startswith("torch:"):
-        try:
-            kind = resolve(node.cls)
-        except LookupError:
-            return None
-        if not (issubclass(kind, Tensor) and wraps_tensors(kind)):
-            return None
     try:
+        if not node.cls.startswith("torch:"):
+            kind = resolve(node.cls)
+            if not (issubclass(kind, Tensor) and wraps_tensors(kind)):
+                return None
         context = _decode_context(node.context, path)
+    except LookupError:
+        return None
+    try:
         with torch.no_grad():
             if kind is None:
                 made = _of_layout(node.cls, parts, context, shape)
             else:
                 join: Any = getattr(kind, "__tensor_unflatten__")  # noqa: B009 (pyright takes it for a plain tensor)
                 made = join(dict(parts), context, torch.Size(shape), strides)
-        fits = isinstance(made, Tensor) and (-1 in shape or tuple(made.shape) == shape)
+        found = _shape_of(made) if isinstance(made, Tensor) else None
     except TreeckptError:
         raise
     except Exception as error:  # raised by the subclass, or by torch for parts that contradict each other
         raise _no_tensor(node, path, f"{type(error).__name__}: {error}"[:300]) from error
-    if not fits:
-        raise _no_tensor(node, path, f"a tensor of shape {tuple(getattr(made, 'shape', ()))}")
+    if found != shape:
+        raise _no_tensor(node, path, f"a tensor of shape {found}" if found is not None else f"a {type(made).__name__}")
     return made
 
 
@@ -283,10 +286,11 @@ def _of_layout(cls: str, parts: Mapping[str, Any], context: Any, shape: tuple[in
         return torch.sparse_compressed_tensor(*indices, values, shape, layout=layout, check_invariants=True)
     if cls == _NESTED:
         sizes, strides, offsets = parts["sizes"], parts["strides"], parts["offsets"]
-        last = offsets + ((sizes - 1) * strides).sum(1)
-        inside = ((sizes == 0).any(1) | (last < values.numel())).all()
-        known = ((one >= 0) & (one <= values.numel()) for one in (sizes, strides, offsets))  # no sum overflows then
-        if values.ndim != 1 or not all(one.all() for one in known) or not inside:
+        # an integer could overflow; float64 is exact below 2**53
+        last = offsets + ((sizes - 1).double() * strides).sum(1)
+        fits = (sizes <= values.numel()).all(1) & (last < values.numel())
+        inside = ((sizes == 0).any(1) | fits) & (offsets <= values.numel())
+        if values.ndim != 1 or not all((one >= 0).all() for one in (sizes, strides, offsets)) or not inside.all():
             raise ValueError("a member that is not inside of the values")
         nested: Any = torch._nested_view_from_buffer  # pyright: ignore[reportPrivateImportUsage]
         return nested(values, sizes, strides, offsets)
@@ -378,29 +382,51 @@ def _encode_context(context: Any, path: str) -> Any:
 
     try:
         return encode_value(context, path, extra)
-    except TreeError as error:
+    except (TreeError, RecursionError) as error:
         raise TreeError(
             path,
             expected="a tensor whose class keeps plain values beside its tensors",
-            found=error.found,
+            found=error.found if isinstance(error, TreeError) else "an object that contains itself",
             hint="Save its parts as leaves of their own, or leave it out",
         ) from error
 
 
 def _decode_context(context: Any, path: str) -> Any:
+    """Returns what a class keeps beside its tensors.
+
+    Raises:
+        LookupError: it holds an object of a class that this program does not have.
+        FormatError, MismatchError: an object that its class cannot be.
+    """
+    lacking: list[str] = []
+
+    def known(name: str) -> type:
+        try:
+            return resolve(name)
+        except LookupError:
+            lacking.append(name)
+            raise
+
     def extra(typed: TypedValue) -> Any:
         if typed.kind != "instance":
             return decode_of_library(typed)
         name, *items = typed.items
-        fields = [str(field) for field in items[::2]]
-        children = [decode_value(item, path, resolve=resolve, extra=extra) for item in items[1::2]]
-        kind: Any = resolve(str(name))
-        is_tuple: bool = issubclass(kind, tuple)
-        if is_tuple and list(getattr(kind, "_fields", ())) == fields:
-            return tuple.__new__(kind, children)
-        described: Any = kind
-        if is_plain_dataclass(kind) and [field.name for field in dataclasses.fields(described)] == fields:
-            return new_instance(kind, fields, children)
-        raise LookupError(f"{name} with fields {', '.join(fields)}")
+        fields, children = [str(field) for field in items[::2]], items[1::2]
+        kind: Any = known(str(name))
+        if issubclass(kind, tuple):
+            own = list(getattr(kind, "_fields", ()))
+        else:
+            own = [field.name for field in dataclasses.fields(kind)] if is_plain_dataclass(kind) else None
+        if own != fields:
+            raise MismatchError(
+                path,
+                expected=f"the fields {', '.join(fields)} of {name}",
+                found=f"{', '.join(own or ()) or 'none'} in this program",
+                hint="Load it with the version of its library that saved it, or its parts alone",
+            )
+        return tuple.__new__(kind, children) if issubclass(kind, tuple) else new_instance(kind, fields, children)
 
-    return decode_value(context, path, resolve=resolve, extra=extra)
+    try:
+        return decode_value(context, path, resolve=known, extra=extra)
+    except TreeckptError as error:
+        raise (LookupError(lacking[0]) if lacking else error) from None

@@ -41,6 +41,10 @@ def run_load(path: Any, like: Any, comm: Comm, options: LoadOptions, on_corrupt:
     return on_versions(path, load_version, together=options.read == "once", is_suspect=lambda found: found[1].damaged)
 
 
+_BYTES = "nbytes", "read_nbytes", "unverified_nbytes"
+"""What a report counts of each read."""
+
+
 def run_load_into(path: Any, tree: Any, comm: Comm, options: LoadOptions, on_corrupt: str) -> LoadReport:
     """Fills a tree in place; see `treeckpt.load_into`."""
     return on_versions(
@@ -59,15 +63,19 @@ def _fill(overlay: CheckpointOverlay, tree: Any, comm: Comm, options: LoadOption
         found = expand_states(tree, rank=comm.rank, namespace=options.namespace, mappings=mappings, layouts=layouts)
         if found is None:
             return overlay.load_into(tree, comm, options)
+        before: list[LoadReport] = []
 
         def as_saved(path: str, *, arrays: bool) -> Any:
             own = msgspec.structs.replace(
                 options, below=path, strict=False, copy=False, read="each", specs_only=not arrays
             )
-            return overlay.load(None, comm, own)[0]
+            saved, report = overlay.load(None, comm, own)
+            before.append(report)
+            return saved
 
         report, more = found.restore(as_saved, lambda target: overlay.load_into(target, comm, options))
-        return msgspec.structs.replace(report, loaded=report.loaded + more)
+        read = {name: sum(getattr(one, name) for one in (report, *before)) for name in _BYTES}
+        return msgspec.structs.replace(report, loaded=report.loaded + more, **read)
 
     with gc_paused():
         return in_parts_if_needed(fill, always=options.read == "once")

@@ -34,6 +34,7 @@ from ..core.tree.flatten import flatten, replace_leaves
 from ..core.tree.in_place import update_in_place
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import index_path
+from ..core.tree.tensor_parts import index_parts
 from ..errors import LayoutError, MismatchError
 from ..io.comm.comm import default_comm, global_rank
 from .matching import MatchedLeaves, match_leaves
@@ -96,24 +97,34 @@ def _distributed_leaf(leaf: object, given: object, path: str, rank: int, device:
 def empty_like(tree: Any, *, device: str | None = None, namespace: str = "") -> Any:
     """Returns a tree of new, uninitialised arrays of the same shapes, dtypes, kinds and layouts; copies values.
 
+    Sparse and nested tensors have elements at the same places.
+
     >>> tc.trees.empty_like({"w": torch.empty(2, 3, device="meta")})["w"].device
     device(type='cpu')
 
     Args:
         device: of the new arrays; by default that of the tree's. For an array on the meta device, or an `ArraySpec`,
             the host; for such a DTensor its mesh's device.
+
+    Raises:
+        TreeError: a sparse or nested tensor of `ArraySpec`s, or on the meta device, which do not say where its elements
+            are.
     """
     rank = global_rank(default_comm())
     tree = state_tree(tree, rank=rank, namespace=namespace)
+    structure, leaves = flatten(tree, rank=rank, namespace=namespace)
     made: dict[int, Any] = {}
+    indices = index_parts(structure)
 
     def new(path: str, leaf: object) -> object:
         if id(leaf) not in made:
             target = like_of(leaf, path, rank, device)
             made[id(leaf)] = copied_value(leaf, path) if target is None else target.leaf
+            is_index = target is not None and index_path(path, rank) in indices
+            if is_index and (source := source_of(leaf, path, rank)) is not None:
+                fill(target.pieces, source.pieces)
         return made[id(leaf)]
 
-    _, leaves = flatten(tree, rank=rank, namespace=namespace)
     return replace_leaves(tree, iter([new(path, leaf) for path, leaf in leaves]), namespace=namespace)
 
 

@@ -21,7 +21,7 @@ from treeckpt.core.sharding.placements import BoxLayout, Layout, Mesh, MeshLayou
 from treeckpt.core.sharding.region import Region
 from treeckpt.core.tree.nesting import split_structure
 from treeckpt.core.tree.spec import ArraySpec, StridedView
-from treeckpt.core.tree.structure import DictNode, PerRankNode
+from treeckpt.core.tree.structure import DictNode, OrderedDictNode, PerRankNode
 from treeckpt.errors import LayoutError, MismatchError, TreeError
 
 SPEC = ArraySpec((4, 2), "float32")
@@ -201,6 +201,24 @@ def test_ranks_whose_own_leaves_are_equal_share_a_record() -> None:
     ]
     alone = merge_rank_trees([tree(1, (5,))], 2)
     assert [leaf.per_rank for leaf in alone.leaves] == [encode_runs([1])] * 2
+
+
+def test_ranks_whose_own_containers_differ_share_no_record() -> None:
+    def tree(rank: int, kind: type[DictNode | OrderedDictNode], keys: tuple[str, ...]) -> RankClass:
+        node = PerRankNode((encode_runs([rank]),), (kind(keys, (None,) * len(keys)),))
+        own = tuple(LeafSpec(f"own/~rank*/{key}", None, per_rank=()) for key in keys)
+        return RankClass(encode_runs([rank]), Inventory(split_structure(DictNode(("own",), (node,))), own))
+
+    for keys in (("v",), ()):
+        classes = [tree(0, DictNode, keys), tree(1, OrderedDictNode, keys), tree(2, DictNode, keys)]
+        merged = merge_rank_trees(classes, 3)
+        whole = merged.structure.whole()
+        assert isinstance(whole, DictNode)
+        assert whole.children[0] == PerRankNode(
+            (encode_runs([0, 2]), encode_runs([1])),
+            (DictNode(keys, (None,) * len(keys)), OrderedDictNode(keys, (None,) * len(keys))),
+        )
+        assert [leaf.per_rank for leaf in merged.leaves] == [encode_runs([0, 2]), encode_runs([1])] * len(keys)
 
 
 def test_arrays_of_a_table_are_sharded_by_row() -> None:

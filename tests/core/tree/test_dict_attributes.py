@@ -8,7 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from treeckpt.core.tree.dict_attributes import metadata_of, renamed_modules, take_metadata
+from treeckpt.core.sharding.int_runs import encode_runs
+from treeckpt.core.tree.dict_attributes import (
+    DictAttributes,
+    ModuleMetadata,
+    metadata_of,
+    renamed_modules,
+    take_metadata,
+)
 from treeckpt.core.tree.flatten import flatten, replace_leaves, unflatten
 from treeckpt.core.tree.in_place import update_metadata
 from treeckpt.core.tree.merge import merge, merge_sources
@@ -220,3 +227,20 @@ def test_the_values_of_modules_are_stored_once() -> None:
     found = metadata_of({"a": 1, "b": True, "c": 1, "d": 1.0})
     assert found.values == (1, True, 1.0) and [type(v) for v in found.values] == [int, bool, float]
     assert found.by_name() == {"a": 1, "b": True, "c": 1, "d": 1.0}
+
+
+def test_a_large_value_that_many_modules_have_is_stored_for_each_and_comes_back() -> None:
+    local = {"version": 1, "config": "x" * 200}
+    metadata = OrderedDict((f"layers.{i}", dict(local)) for i in range(10))
+    structure = stored(state_dict({"w": 1}, _metadata=metadata))
+    assert isinstance(structure, OrderedDictNode) and structure.attributes is not None
+    structure.attributes.check("model")
+    assert structure.attributes.metadata is not None and len(structure.attributes.metadata.values) == 10
+    assert rebuilt(structure)._metadata == metadata
+
+
+def test_a_file_cannot_multiply_a_large_value_by_the_number_of_modules() -> None:
+    names = tuple(f"{i}" for i in range(1000))
+    attributes = DictAttributes(ModuleMetadata(names, ("x" * 10_000,), encode_runs([0] * len(names))))
+    with pytest.raises(FormatError, match="at most 128 bytes"):
+        attributes.check("model")

@@ -24,7 +24,7 @@ from ..tree.keyed_table import OwnedRows, row_starts
 from ..tree.merge import merge, with_ranks
 from ..tree.nesting import SplitStructure, split_structure
 from ..tree.spec import ArraySpec, StridedView
-from ..tree.structure import Structure, paths_of
+from ..tree.structure import PerRankNode, Structure, paths_of
 
 
 class LeafSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -147,13 +147,32 @@ def _leaf_with_ranks(leaf: LeafSpec, ranks: Runs) -> LeafSpec:
 
 
 def _per_rank_groups(classes: Sequence[RankClass]) -> list[Runs]:
-    """Returns, for each class, all ranks whose leaves under `PerRank` have equal specs: they share records."""
-    groups: dict[tuple[LeafSpec, ...], list[np.ndarray]] = {}
-    keys = [tuple(leaf for leaf in group.inventory.leaves if leaf.per_rank is not None) for group in classes]
+    """Returns, for each class, all ranks whose subtrees under `PerRank` are equal without data: they share records."""
+    groups: dict[tuple[object, ...], list[np.ndarray]] = {}
+    keys = [
+        (
+            *(leaf for leaf in group.inventory.leaves if leaf.per_rank is not None),
+            *_subtrees_of_rank(group.inventory.structure.whole()),
+        )
+        for group in classes
+    ]
     for key, group in zip(keys, classes, strict=True):
         groups.setdefault(key, []).append(decode_runs(group.ranks))
     merged = {key: encode_runs(np.sort(np.concatenate(ranks))) for key, ranks in groups.items()}
     return [merged[key] for key in keys]
+
+
+def _subtrees_of_rank(structure: Structure) -> list[bytes]:
+    """Returns the structures under `PerRank`, in a form that is compared quickly."""
+    found: list[bytes] = []
+    waiting = [structure]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, PerRankNode):
+            found += [msgspec.json.encode(split_structure(child)) for child in node.children]
+        elif node is not None and node.children.count(None) < len(node.children):
+            waiting += node.children
+    return found
 
 
 def _merge_leaves(structure: Structure, classes: Sequence[RankClass], groups: Sequence[Runs]) -> list[LeafSpec]:

@@ -2,7 +2,8 @@
 
 `torch.nn.Module.state_dict` sets `_metadata` on the dict that it returns: by the dotted name of each module a dict with
 the version of its class, which `load_state_dict` passes to the module, so that it can migrate older weights. Most
-modules have the same entry, which is stored once. Other attributes, and a `_metadata` of another form, are one value.
+modules have the same small entry, which is stored once. Other attributes, and a `_metadata` of another form, are one
+value.
 """
 
 # A tree holds objects of any type.
@@ -16,6 +17,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from ...errors import FormatError, MismatchError, TreeckptError, TreeError
 from ..sharding.int_runs import Runs, check_runs, decode_runs, encode_runs
@@ -23,6 +25,8 @@ from .value_codec import TypedValue, Value, decode_value, encode_value, type_nam
 
 T = TypeVar("T")
 
+SHARED_NBYTES = 128
+"""Bytes of a value in JSON, at most, that is stored once for all modules which have it: each gets a copy in a load."""
 METADATA = "_metadata"
 """The attribute in which torch keeps what modules say of themselves."""
 _SCALARS = frozenset((type(None), bool, int, float, str, bytes))
@@ -34,7 +38,7 @@ class ModuleMetadata(msgspec.Struct, frozen=True, array_like=True):
 
     names: tuple[str, ...]
     values: tuple[Value, ...]
-    """The distinct ones."""
+    """Those of up to `SHARED_NBYTES` are distinct; a larger one is of one module."""
     numbers: Runs
     """For each name the number of its value."""
 
@@ -68,6 +72,14 @@ class DictAttributes(msgspec.Struct, frozen=True, array_like=True):
         """
         if (found := self.metadata) is not None:
             check_runs(found.numbers, path=path, length=len(found.names), low=0, high=len(found.values))
+            uses = np.bincount(decode_runs(found.numbers), minlength=len(found.values))
+            for number in np.flatnonzero(uses > 1).tolist():
+                if (nbytes := len(msgspec.json.encode(found.values[number]))) > SHARED_NBYTES:
+                    raise FormatError(
+                        f"{path}.{METADATA}",
+                        expected=f"at most {SHARED_NBYTES} bytes of a value that several modules have",
+                        found=f"{nbytes} for {uses[number]} modules",
+                    )
 
     def decoded(self, path: str) -> dict[str, Any]:
         """Returns the attributes.
@@ -143,10 +155,13 @@ def metadata_of(stored: Mapping[str, Value]) -> ModuleMetadata:
     for value in stored.values():
         number = seen.get(id(value))
         if number is None:
-            number = numbers.setdefault(msgspec.json.encode(value), len(values))
+            text = msgspec.json.encode(value)
+            is_shared = len(text) <= SHARED_NBYTES
+            number = numbers.setdefault(text, len(values)) if is_shared else len(values)
             if number == len(values):
                 values.append(value)
-            seen[id(value)] = number
+            if is_shared:
+                seen[id(value)] = number
         column.append(number)
     return ModuleMetadata(tuple(stored), tuple(values), encode_runs(column))
 

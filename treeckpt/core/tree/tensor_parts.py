@@ -147,6 +147,19 @@ def _has_tensors(structure: Structure) -> bool:
     return False
 
 
+def index_parts(structure: Structure) -> frozenset[str]:
+    """Returns the paths of all parts of sparse and nested tensors but the values: they say where these lie."""
+    if not _has_tensors(structure):
+        return frozenset()
+    tensors = [(path, node) for node, path, _ in containers_of(structure) if isinstance(node, TensorNode)]
+    return frozenset(
+        child_path(path, key)
+        for path, node in tensors
+        for key in node.keys
+        if node.cls.startswith("torch:") and key != "values"
+    )
+
+
 def check_no_tensors(missing: Sequence[str], saved: Structure) -> None:
     """Checks that no array is wanted at the path of a saved tensor in parts.
 

@@ -333,7 +333,8 @@ def decode_value(
 
     Args:
         resolve: finds the class of an enum.
-        extra: builds the values of other libraries; raises LookupError for a kind that it does not know.
+        extra: builds the values of other libraries of a kind and items that are decoded already; raises LookupError for
+            a kind that it does not know.
 
     Raises:
         FormatError: an unknown kind, or items from which no value of the kind can be built.
@@ -361,7 +362,7 @@ def _decode(
         if (decode := _DECODERS.get(value.kind)) is not None:
             return decode(*items)
         if extra is not None:
-            return extra(value)
+            return extra(TypedValue(value.kind, tuple(items)))  # pyright: ignore[reportArgumentType]
         raise LookupError(value.kind)
     except MismatchError as error:  # a dtype that this program lacks
         raise MismatchError(path, expected=error.expected, found=error.found, hint=error.hint) from error
