@@ -88,7 +88,8 @@ def save(
         overwrite: replaces a checkpoint at `path`, which stays valid until the new one is committed.
         verify_replicas: how what several ranks hold is compared: values, and arrays and pieces of up to 64 KiB, always
             as a whole; larger ones by samples, 1 KiB of each 256 KiB ("sample", which finds an array that differs all
-            along any 256 KiB), by all bytes (True), or not at all (False).
+            along any 256 KiB), by all bytes (True), or not at all (False). Of an array that differs where it is not
+            compared, each part comes from one of the ranks that hold it.
         allow_pickle: stores values of unknown kinds as pickles; load reads them with `allow_pickle=True` only.
         max_shard_bytes: a rank starts another file after this many bytes of data, 1 or more; None writes one file.
         namespace: of optree's registry of node classes.

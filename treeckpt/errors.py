@@ -24,10 +24,11 @@ What is refused, because it would be lost or changed in silence, and what to do 
 - Attributes of an OrderedDict that are no plain values (one is `_metadata` of a state dict, the versions of modules):
   delete them. Ranks that have another version of a module of one name: build the same model on all.
 - `Partial` placements, where each rank holds a part of a sum: redistribute first.
-- Sparse, nested and quantised tensors and unknown tensor subclasses, whose bytes mean nothing without library
-  internals: save their parts.
+- Quantised tensors of torch, and tensor subclasses that do not say of which tensors they are made
+  (`__tensor_flatten__`), whose bytes mean nothing without library internals: save their parts.
 - Replicas, and pieces that hold the same elements, that differ (above 64 KiB in samples): `PerRank`, `FromRank`, or
-  find out why. `verify_replicas=True` compares all bytes.
+  find out why. `verify_replicas=True` compares all bytes. Without it an array that differs outside of the samples is
+  saved, each part of it from one of the ranks.
 - numpy dtypes with fields, of extended precision, or of packages other than `ml_dtypes`, because a name does not say
   what their bytes mean: save the fields, or `astype`.
 - Trees deeper than 1,000 levels, because walks of a file's structure are bounded: nest less, or save parts.

@@ -164,6 +164,41 @@ def tensors_that_describe_their_chunks_lie_where_they_say(here: Rank) -> None:
     _check(here)
 
 
+class Own(DTensor):
+    """A DTensor of a class of its own."""
+
+
+class OwnRows(DTensor):
+    """One that knows its first row."""
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size((vars(self)["start"], 0)), self._local_tensor.shape)]
+
+
+@case("two")
+def subclasses_of_dtensor_lie_as_it_does_or_where_they_say(here: Rank) -> None:
+    mesh = init_device_mesh("cpu", (here.world,))
+    for kind, place in ((Own, here.rank), (OwnRows, here.world - 1 - here.rank)):
+        part = WHOLE.chunk(here.world)[place]
+
+        def made(local: torch.Tensor, kind: Any = kind, place: int = place) -> Any:
+            plain: Any = distribute_tensor(WHOLE, mesh, [Shard(0)])
+            leaf = kind(local, plain._spec, requires_grad=False)
+            leaf.start = place * len(local)
+            return leaf
+
+        path = str(here.directory / kind.__name__)
+        tc.save(path, {"w": made(part.clone())})
+        assert torch.equal(tc.load(path)["w"], WHOLE)
+        target = made(torch.zeros_like(part))
+        tc.load_into(path, {"w": target})
+        found = tc.load(path, {"w": made(torch.zeros_like(part))})["w"]
+        assert torch.equal(target._local_tensor, part) and torch.equal(found._local_tensor, part)
+        assert type(found) is kind and found.start == target.start
+        treeckpt.dcp.save({"w": target}, checkpoint_id=f"{path} dcp")
+        assert torch.equal(tc.load(f"{path} dcp")["w"], WHOLE)
+
+
 @case("four")
 def a_module_of_described_parameters_is_restored(here: Rank) -> None:
     mesh = init_device_mesh("cpu", (here.world,))

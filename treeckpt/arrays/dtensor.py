@@ -21,8 +21,14 @@ from ..errors import LayoutError, MismatchError, TreeError
 
 
 def is_dtensor(leaf: object) -> bool:
-    """Returns whether a tensor is a DTensor; does not import torch.distributed."""
-    return type(leaf).__name__ == "DTensor" and type(leaf).__module__.startswith("torch.distributed")
+    """Returns whether a tensor is a DTensor, or of a subclass; does not import torch.distributed."""
+    return is_dtensor_class(type(leaf))
+
+
+@lru_cache(maxsize=1024)
+def is_dtensor_class(kind: type) -> bool:
+    """Returns whether a class is DTensor, or a subclass of it."""
+    return any(one.__name__ == "DTensor" and one.__module__.startswith("torch.distributed") for one in kind.__mro__)
 
 
 def is_sharded_tensor(leaf: object) -> bool:
@@ -116,10 +122,20 @@ def describing(leaf: Any) -> Any:
 
     What a subclass inherits of DTensor does not count: it takes each shard for one box, which strided ones are not.
     """
-    owner = leaf._local_tensor if is_dtensor(leaf) else leaf
-    ask = getattr(owner, "__create_chunk_list__", None)
-    inherited = getattr(ask, "__qualname__", "").startswith("DTensor.")
-    return None if ask is None or inherited or not hasattr(owner, "__get_tensor_shard__") else owner
+    for owner in (leaf, leaf._local_tensor) if is_dtensor(leaf) else (leaf,):
+        ask = getattr(owner, "__create_chunk_list__", None)
+        inherited = getattr(ask, "__qualname__", "").startswith("DTensor.")
+        if ask is not None and not inherited and hasattr(owner, "__get_tensor_shard__"):
+            return owner
+    return None
+
+
+def same_dtensor(leaf: Any, local: torch.Tensor) -> Any:
+    """Returns a tensor of the class, layout and attributes of a DTensor with another local tensor."""
+    made = type(leaf)(local, leaf._spec, requires_grad=False)  # from_local loses the shape of a scalar off the mesh
+    for name, value in getattr(leaf, "__dict__", {}).items():
+        vars(made).setdefault(name, value)
+    return made
 
 
 def described(leaf: Any, path: str) -> DescribedTensor | None:
@@ -170,13 +186,14 @@ def like_described(leaf: Any, device: torch.device | None, path: str) -> Any:
             found=f"a {type(owner).__name__} on the meta device",
             hint="Make it on a device, and fill it with load_into",
         )
+    copied = leaf._local_tensor if is_dtensor(leaf) else leaf
     with torch.no_grad():
-        made = owner.clone()
+        made = copied.clone()
         made = made if device is None or made.device == device else made.to(device)
-    for name, value in getattr(owner, "__dict__", {}).items():  # which functions of torch leave out
+    for name, value in getattr(copied, "__dict__", {}).items():  # which functions of torch leave out
         vars(made).setdefault(name, value)
     if is_dtensor(leaf):
-        made = type(leaf)(made, leaf._spec, requires_grad=False)
+        made = same_dtensor(leaf, made)
     new = described(made, path)
     regions = [region for region, _ in old.chunks]
     shared = {tensor.data_ptr() for _, tensor in old.chunks} & {t.data_ptr() for _, t in (new.chunks if new else ())}

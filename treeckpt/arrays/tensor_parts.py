@@ -30,7 +30,7 @@ from ..core.tree.structure import TensorNode
 from ..core.tree.tensor_parts import TensorParts
 from ..core.tree.value_codec import TypedValue, decode_value, encode_value, type_name
 from ..errors import FormatError, MismatchError, TreeckptError, TreeError
-from .dtensor import is_dtensor, is_sharded_tensor, layout_of
+from .dtensor import is_dtensor, is_dtensor_class, is_sharded_tensor, layout_of
 from .plain_tensor import PLAIN_CLASSES, dtype_name, kind_of
 from .registry import decode_of_library, encode_of_library, resolve
 from .torch import as_kind
@@ -57,7 +57,8 @@ _LAYOUT_OF, _IS_NESTED = attrgetter("layout"), attrgetter("is_nested")
 def wraps_tensors(kind: type) -> bool:
     """Returns whether a class of tensors says itself of which tensors an instance is made."""
     inside = f"{kind.__module__}."
-    if kind in PLAIN_CLASSES or any(inside.startswith(f"{package}.") for package in _OWN_WAYS):
+    own_way = any(inside.startswith(f"{package}.") for package in _OWN_WAYS)
+    if kind in PLAIN_CLASSES or own_way or is_dtensor_class(kind):
         return False
     return all(callable(getattr(kind, name, None)) for name in ("__tensor_flatten__", "__tensor_unflatten__"))
 

@@ -34,7 +34,17 @@ from .base import (
     local_shape_of,
     overlaps_itself,
 )
-from .dtensor import DescribedTensor, described, describing, is_dtensor, layout_of, like_described, local_of, part_of
+from .dtensor import (
+    DescribedTensor,
+    described,
+    describing,
+    is_dtensor,
+    layout_of,
+    like_described,
+    local_of,
+    part_of,
+    same_dtensor,
+)
 from .numpy import cast as cast_as_numpy
 from .plain_tensor import PLAIN_CLASSES, PLAIN_DTYPES, dtype_name, is_plain, kind_of, plain_info, plain_memory
 from .torch_memory import TensorData, raw_array, signed_dtype, tensor_data
@@ -298,15 +308,12 @@ def _new(
 def _like_dtensor(
     leaf: Any, spec: ArraySpec, path: str, rank: int, where: torch.device, allocate: Allocate | None
 ) -> ArrayTarget:
-    from torch.distributed.tensor import DTensor
-
     layout = layout_of(leaf, path)
     shape = local_shape(layout, spec.shape, rank)
     device = torch.device(leaf.device_mesh.device_type) if where.type == "meta" else where
     local = _new(shape if shape is not None else (0,), leaf.dtype, device, allocate, spec.order)
     pieces = [TargetPiece(*p) for p in _pieces(layout, local, spec.shape, rank)] if shape is not None else ()
-    made = DTensor(local, leaf._spec, requires_grad=False)  # from_local loses the shape of a scalar outside of the mesh
-    return ArrayTarget(spec, as_kind(made, spec), pieces, layout)
+    return ArrayTarget(spec, as_kind(same_dtensor(leaf, local), spec), pieces, layout)
 
 
 def in_order(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
