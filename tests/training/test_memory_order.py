@@ -84,6 +84,27 @@ def test_moments_of_a_fresh_optimizer_lie_as_they_did(kind: Any, last: bool, how
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+def test_moments_of_a_used_optimizer_lie_as_they_were_saved(last: bool, turned: bool, tmp_path: Path) -> None:
+    """Without `turned` rows become columns after the save, with it columns become rows."""
+    model, optimizer = job(last=last, steps=1, kind=torch.optim.AdamW)
+    weights = [p for p in model.parameters() if p.ndim == 2]
+    states: list[dict[str, Any]] = [optimizer.state[p] for p in weights]
+
+    def lie(turned: bool) -> None:
+        for state in states:
+            state["exp_avg"] = torch.randn(16, 5).t() if turned else torch.randn(5, 16)
+
+    lie(turned)
+    tc.save(tmp_path / "a", tc.training.state(model, optimizer))
+    saved, there = copy.deepcopy(optimizer.state_dict()), orders(optimizer)
+    lie(not turned)
+    tc.training.restore(tmp_path / "a", model, optimizer)
+    assert orders(optimizer) == there
+    assert torch.equal(optimizer.state[weights[0]]["exp_avg"], saved["state"][2]["exp_avg"])
+
+
 def test_a_moment_in_c_order_of_a_parameter_that_is_not_stays_in_c_order(tmp_path: Path) -> None:
     def made() -> tuple[nn.Module, Any]:
         model = nn.Linear(4, 3, bias=False)

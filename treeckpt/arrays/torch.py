@@ -104,7 +104,7 @@ def _check(leaf: torch.Tensor, path: str) -> None:
 
 def _spec(leaf: torch.Tensor) -> ArraySpec:
     device = None if leaf.is_cpu or leaf.is_meta else str(leaf.device)
-    shape, order = tuple(leaf.shape), _order(leaf)
+    shape, order = tuple(leaf.shape), order_of(leaf)
     return ArraySpec(shape, dtype_name(leaf.dtype), None, device, leaf.requires_grad, kind_of(leaf), order)
 
 
@@ -128,7 +128,7 @@ def _described_spec(leaf: torch.Tensor, held: DescribedTensor) -> ArraySpec:
     return ArraySpec(shape, dtype_name(first.dtype), None, device, leaf.requires_grad, kind, order)
 
 
-def _order(leaf: torch.Tensor) -> tuple[int, ...] | None:
+def order_of(leaf: torch.Tensor) -> tuple[int, ...] | None:
     """Returns the order of a tensor's dimensions in memory: of a DTensor in that of its local part, if it has one."""
     if is_dtensor(leaf) and (part := part_of(leaf)).numel() and part.ndim == leaf.ndim:
         return memory_order(part.shape, part.stride())

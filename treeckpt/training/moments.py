@@ -20,7 +20,7 @@ from ..arrays.dtensor import is_dtensor, layout_of
 from ..arrays.plain_tensor import is_plain
 from ..arrays.registry import build_tensor, new_array, resolve, take_apart
 from ..arrays.tensor_parts import empty_plain, is_in_parts
-from ..arrays.torch import in_order, torch_dtype
+from ..arrays.torch import in_order, order_of, torch_dtype
 from ..core.sharding.int_runs import encode_runs
 from ..core.tree.flatten import unflatten
 from ..core.tree.merge import with_ranks
@@ -83,6 +83,8 @@ def build_state(
 ) -> dict[Any, Any]:
     """Returns the state of one parameter, to be filled: existing tensors stay, missing ones are created.
 
+    One whose dimensions lie in another order than the saved one is created anew, as `load_state_dict` does it.
+
     Args:
         saved: the saved structure of the state.
         here: the live state, which may be empty.
@@ -100,6 +102,11 @@ def build_state(
         spec = source.leaves.get(paths[0]) if child is None else None
         if child is None and isinstance(live, Tensor) and _is_kept(live, tensors.get(""), spec, at):
             found[key] = live
+            dense = "" not in tensors and (is_plain(live) or is_dtensor(live))
+            if dense and spec is not None and spec.shape == tuple(live.shape):
+                order = _order(parameter, spec, place)
+                if order_of(live) != order:
+                    found[key] = _shared(in_order(live, order), source.identity(paths[0]), made)
             continue
         new_leaves = (
             _tensor_in_parts(parameter, node, source, p)
@@ -198,8 +205,15 @@ def _leaf(parameter: Tensor, name: str, spec: ArraySpec, place: MomentPlacement,
             made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         else:  # a DTensor as torch's optimizers lay it out
             made = parameter.detach().new_empty(spec.shape, dtype=dtype)
-    kept = spec.shape == tuple(made.shape) and (spec.order is not None or place.was_ordered)
-    return in_order(made, spec.order) if kept else made
+    if spec.shape != tuple(made.shape) or order_of(made) == (order := _order(parameter, spec, place)):
+        return made
+    return in_order(made, order)
+
+
+def _order(parameter: Tensor, spec: ArraySpec, place: MomentPlacement) -> tuple[int, ...] | None:
+    """Returns the order in memory of the dimensions of a moment of the saved shape; None for C order."""
+    as_parameter = spec.order is None and not place.was_ordered and spec.shape == tuple(parameter.shape)
+    return order_of(parameter) if as_parameter else spec.order
 
 
 def expected_moments(optimizer: Any, group: Mapping[str, Any], parameter: Tensor) -> frozenset[Any] | None:
