@@ -146,7 +146,7 @@ def collect_entries(model: Modules) -> ModelEntries:
     shards: dict[int, tuple[Any, Any]] = {}
     for whole in (entry.value for entry in entries if is_sharded_tensor(entry.value)):
         for shard, tensor in itertools.product(whole.local_shards(), (entry.value for entry in hidden)):
-            if tensor.shape == shard.tensor.shape and _addresses(tensor) == _addresses(shard.tensor):
+            if tensor.shape == shard.tensor.shape and addresses_of(tensor) == addresses_of(shard.tensor):
                 shards[id(tensor)] = tuple(whole.metadata().size), tuple(shard.metadata.shard_offsets)
     return ModelEntries(entries, hidden, ties, shards, metadata)
 
