@@ -410,7 +410,7 @@ def run_post_hooks(model: Modules, loads: Sequence[ModuleLoad]) -> None:
 
 
 class Before:
-    """What modules have before their load code runs: attributes, their containers, and copies of tensors and of states."""
+    """What modules have before their load code runs: attributes, their containers, copies of tensors and of states."""
 
     def __init__(self, loads: Sequence[ModuleLoad], extras: Sequence[ExtraState], live: Iterable[Any]) -> None:
         """Args:
