@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
-from multiprocessing import get_context
+import threading
+import time
+from multiprocessing import get_context, popen_fork
 
 import pytest
 import torch
@@ -49,12 +51,24 @@ def test_other_processes_have_the_signals_as_before(tmp_path):
         process.join()
 
 
-def test_a_worker_that_hangs_is_ended_by_terminate(tmp_path):
+def test_a_worker_that_hangs_is_ended_by_terminate(tmp_path, monkeypatch, request):
+    ended = threading.Event()  # another thread gets SIGCHLD where the main one blocks it
+    request.addfinalizer(ended.set)
+    threading.Thread(target=ended.wait).start()
+    wait = popen_fork.Popen.wait
+
+    def wait_late(popen, timeout=None):
+        for _ in range(2):
+            time.sleep(0.05)
+        return wait(popen, timeout)
+
     with tc.Manager(tmp_path) as manager:
         manager.save_on_signal([signal.SIGTERM])
         batches = iter(DataLoader(Masks(), num_workers=1))
         [worker] = batches._workers
-        worker.terminate()
+        with monkeypatch.context() as patches:
+            patches.setattr(popen_fork.Popen, "wait", wait_late)
+            worker.terminate()
         worker.join(60)
         assert worker.exitcode == -signal.SIGKILL
 
