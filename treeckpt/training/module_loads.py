@@ -15,7 +15,7 @@ import bisect
 import inspect
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from ..arrays.dtensor import is_dtensor, is_sharded_tensor
 from ..arrays.plain_tensor import dtype_name
 from ..arrays.registry import any_in_parts, new_array, parts_adapter
-from ..arrays.stateful import StatePlan, object_states, plan_state
+from ..arrays.stateful import StatePlan, is_torch_code, load_code_of, object_states, plan_state
 from ..arrays.torch import torch_dtype
 from ..core.tree.dict_attributes import METADATA
 from ..core.tree.flatten import PerRank, flatten, replace_leaves
@@ -45,7 +45,7 @@ from .modules import (
     named_objects,
     plain_parts,
 )
-from .names import Key, key_path
+from .names import Key, get_in, key_path
 from .sources import RestoreSource, children_of, descend, leaves_below, saved_metadata
 
 MOST_KEPT = 256 << 20
@@ -149,10 +149,10 @@ def find_loads(model: Modules, found: ModelEntries, source: RestoreSource) -> li
         for name, chain in CleanNames(root, prefix).chains.items():
             if above is not None and (not above or f"{name}.".startswith(f"{above}.")):
                 continue
-            code = [(one, where) for one in chain for where in _load_code(one, is_root=not name)]
+            code = [(one, where) for one in chain for where in load_code_of(one, is_root=not name)]
             if not code or _below(sharded, name):
                 continue
-            if all(where.startswith("torch.nn.") for _, where in code):
+            if all(is_torch_code(where) for _, where in code):
                 same = saved.metadata is None or saved.metadata.get(name) == metadata.get(name)
                 if same and all(one in saved.nodes for one in _below(names, name)):
                     continue
@@ -170,17 +170,6 @@ def with_load_code(entries: Iterable[StateDictEntry], loads: Sequence[ModuleLoad
         return any((id(entry.root), name) in heads for name in ("", *above))
 
     return [entry for entry in entries if is_below(entry)] if heads else []
-
-
-def _load_code(module: nn.Module, *, is_root: bool) -> Iterator[str]:
-    """Yields the Python module of each function that may change what is loaded, without torch's for wrappers."""
-    methods = ("_load_from_state_dict", "load_state_dict") if is_root else ("_load_from_state_dict",)
-    functions = [getattr(getattr(module, name), "__func__", getattr(module, name)) for name in methods]
-    own = [f for f, name in zip(functions, methods, strict=True) if f is not getattr(nn.Module, name)]
-    for function in (*module._load_state_dict_pre_hooks.values(), *own):
-        where = getattr(function, "__module__", None) or ""
-        if not where.startswith("torch.distributed."):
-            yield where
 
 
 def _below(names: Sequence[str], above: str) -> Sequence[str]:
@@ -303,9 +292,7 @@ def load_values(loads: Sequence[ModuleLoad], part: Mapping[str, Any]) -> None:
     for load in loads:
         device = device_of(load.module, load.root)
         for raw, key in load.values:
-            value: Any = part
-            for step in key:
-                value = value[step]
+            value = get_in(part, key)
             is_extra = raw.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
             value = _own_copy(value.value if isinstance(value, PerRank) else value, None if is_extra else device)
             load.plans[raw] = plan_state(f"model/{key_path(key)}", None, value, live=load.values_here[raw])

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -70,7 +69,7 @@ from .modules import (
     on_meta,
     reset_fsdp_shards,
 )
-from .names import key_path, nested, put_in
+from .names import get_in, key_path, nested, put_in
 from .open_source import check_globs, is_stored, missing_part, open_source, place_under, rules_of
 from .optimizer_plan import OptimizerPlan, apply_optimizers, plan_optimizers
 from .optimizers import NamedOptimizer, Optimizers, all_groups, name_optimizers
@@ -303,8 +302,8 @@ class _Restore:
         part = self.source.part("model", self.returned.append, select=paths)
         load_values(self.loads, part)
         for entry in extra:
-            path, state = f"model/{key_path(entry.key)}", functools.reduce(operator.getitem, entry.key, part)
-            plan = plan_state(path, None, state, live=entry.value)
+            path = f"model/{key_path(entry.key)}"
+            plan = plan_state(path, None, get_in(part, entry.key), live=entry.value)
             self.extra_states.append(ExtraState(path, entry.module, plan))
 
     def _resolve_ties(self, with_code: Sequence[StateDictEntry], paths: dict[int, str]) -> None:
