@@ -214,7 +214,7 @@ def plan_load(
         if isinstance(node, PerRankNode):
             own(name, path)
             path += "/~rank*"
-            load.asked.update(one for one in source.leaves if f"{one}/".startswith(f"{path}/"))
+            load.asked.update(one for child in node.children for one in leaves_below(path, child))
         else:
             load.asked.update(leaves_below(path, node))
         spec = source.leaves.get(path)
