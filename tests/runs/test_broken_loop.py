@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
-from multiprocessing import get_context
+import threading
+import time
+from multiprocessing import get_context, popen_fork
 
 import pytest
 import torch
@@ -49,12 +51,24 @@ def test_other_processes_have_the_signals_as_before(tmp_path):
         process.join()
 
 
-def test_a_worker_that_hangs_is_ended_by_terminate(tmp_path):
+def test_a_worker_that_hangs_is_ended_by_terminate(tmp_path, monkeypatch, request):
+    ended = threading.Event()  # another thread gets SIGCHLD where the main one blocks it
+    request.addfinalizer(ended.set)
+    threading.Thread(target=ended.wait).start()
+    wait = popen_fork.Popen.wait
+
+    def wait_late(popen, timeout=None):
+        for _ in range(2):
+            time.sleep(0.05)
+        return wait(popen, timeout)
+
     with tc.Manager(tmp_path) as manager:
         manager.save_on_signal([signal.SIGTERM])
         batches = iter(DataLoader(Masks(), num_workers=1))
         [worker] = batches._workers
-        worker.terminate()
+        with monkeypatch.context() as patches:
+            patches.setattr(popen_fork.Popen, "wait", wait_late)
+            worker.terminate()
         worker.join(60)
         assert worker.exitcode == -signal.SIGKILL
 
@@ -96,3 +110,40 @@ def test_errors_of_workers_are_found_below_those_of_the_loop():
     except ValueError as error:
         assert is_of_workers(error)
     assert not is_of_workers(ValueError("nan"))
+
+
+class Counter:
+    def __init__(self):
+        self.count = 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize("given", ["values", "loader", "object"])
+@pytest.mark.parametrize("broken_at", [1, 5])
+def test_values_that_resume_got_are_not_saved_as_those_of_a_later_step(tmp_path, caplog, given, broken_at, request):
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)  # which the manager sends again where it has not saved
+    request.addfinalizer(lambda: signal.signal(signal.SIGUSR1, before))
+    model = torch.nn.Linear(2, 2)
+    optimizer, counter = torch.optim.SGD(model.parameters()), Counter()
+    at_resume = {"values": {"extra": {"epoch": 0}}, "loader": {"loader": [0]}, "object": {"extra": {"count": counter}}}
+    with pytest.raises(RuntimeError, match="DataLoader worker"), tc.Manager(tmp_path, every=2) as manager:
+        manager.save_on_signal([signal.SIGUSR1])
+        manager.resume(model, optimizer, **at_resume[given])
+        for step in range(1, 10):
+            counter.count = step
+            now = {"values": {"extra": {"epoch": step}}, "loader": {"loader": [step]}}
+            if manager.should_save(step):
+                manager.save(step, tc.training.state(model, optimizer, **now.get(given, at_resume["object"])))
+            if step == broken_at:
+                manager.schedule.signum = signal.SIGUSR1
+                raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated. ")
+    if given == "object":
+        assert tc.load(manager.path(broken_at))["extra"]["count"] == {"count": broken_at}
+    else:
+        assert tc.Manager(tmp_path).latest() == (4 if broken_at == 5 else None)
+        assert "is a value, which the loop alone knows" in caplog.text

@@ -374,6 +374,19 @@ def test_a_state_dict_without_arguments_is_taken_as_it_is(tmp_path: Path, kind: 
     assert kind is Bare or fresh.step == 5
 
 
+def test_a_state_dict_without_arguments_may_hold_tensors_in_parts(tmp_path: Path) -> None:
+    def make(value: float) -> nn.Module:
+        model = Bare()
+        model.register_buffer("table", torch.full((2, 2), value).to_sparse())
+        return model
+
+    tc.save(tmp_path / "c", training.state(make(3.0), rng=False))
+    fresh = make(1.0)
+    table = fresh.table
+    training.restore(tmp_path / "c", fresh, rng=False)
+    assert fresh.table is table and torch.equal(fresh.table.to_dense(), torch.full((2, 2), 3.0))
+
+
 def test_a_submodule_whose_state_dict_takes_no_arguments_is_named(tmp_path: Path) -> None:
     with pytest.raises(tc.TreeError, match=r"model/1: expected .*state_dict.*destination.*found .*Bare"):
         training.state(nn.Sequential(nn.Linear(2, 2), Bare()))
@@ -382,27 +395,38 @@ def test_a_submodule_whose_state_dict_takes_no_arguments_is_named(tmp_path: Path
 # ties and failures ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", ["plain first", "plain last"])
-def test_a_tied_weight_has_what_the_last_of_its_modules_loads(tmp_path: Path, order: str) -> None:
-    def tied(kind: Any) -> nn.Module:
-        scaled, plain = kind(2, 2), nn.Linear(2, 2)
-        plain.weight = scaled.weight
-        nn.init.constant_(plain.weight, 5.0)
-        return nn.Sequential(*((plain, scaled) if order == "plain first" else (scaled, plain)))
+class Rebuilding(Scaled):
+    """As `Scaled`, but the state dict gets a new tensor."""
 
-    for kind in (Scaled, Older):
-        model = tied(kind)
-        torch.save(model.state_dict(), tmp_path / "torch.pt")
-        (expected := tied(Scaled)).load_state_dict(torch.load(tmp_path / "torch.pt"))
-        tc.save(tmp_path / kind.__name__, training.state(model, rng=False))
-        fresh = tied(Scaled)
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].clone()
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def _tied(*kinds: Any) -> nn.Module:
+    layers = [kind(2, 2) for kind in kinds]
+    for layer in layers:
+        layer.weight = layers[0].weight
+    nn.init.constant_(layers[0].weight, 5.0)
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("saved", [Scaled, Older])
+@pytest.mark.parametrize("kind", [Scaled, Rebuilding])
+@pytest.mark.parametrize("order", ["plain first", "plain last", "several"])
+def test_a_tied_weight_has_what_torch_gives_it(tmp_path: Path, saved: Any, kind: Any, order: str) -> None:
+    def make(kind: Any) -> nn.Module:
+        kinds = {"plain first": (nn.Linear, kind), "plain last": (kind, nn.Linear)}
+        return _tied(*kinds.get(order, (kind, nn.Linear, kind, nn.Linear)))
+
+    model, expected = make(saved), make(kind)
+    for number, source in enumerate(_sources(tmp_path, model)):
+        expected.load_state_dict(torch.load(tmp_path / "c.pt")["model"])
+        fresh = make(kind)
         nn.init.zeros_(fresh[0].weight)
-        training.restore(tmp_path / kind.__name__, fresh, rng=False)
+        training.restore(source, fresh, rng=False)
         assert fresh[0].weight is fresh[1].weight
-        if kind is Scaled or order == "plain first":
-            assert torch.equal(fresh[0].weight, expected[0].weight)
-        else:  # torch scales the tied weight in the state dict itself, and so what the plain module loads
-            assert fresh[0].weight.unique().item() in (5.0, 500.0)
+        assert torch.equal(fresh[0].weight, expected[0].weight), number
 
 
 class Failing(nn.Module):
@@ -566,3 +590,97 @@ def test_a_part_that_is_left_out_stays_as_it_is(tmp_path: Path) -> None:
     training.restore(tmp_path / "c", fresh, rng=False, exclude="model/1.seen")
     assert fresh[1].seen[0].tolist() == [7.0] and fresh[1].total == 1 and fresh[1].best == 1.0
     assert OrderedDict is type(fresh.state_dict())
+
+
+class Cached(nn.Linear):
+    """Makes a table of its weight as it gets its extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.scale, self.table = 2.0, torch.zeros(0)
+
+    def get_extra_state(self) -> Any:
+        return self.scale
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale, self.table = state, self.weight.detach() * state
+
+
+@pytest.mark.parametrize("meta", [False, True], ids=["", "meta"])
+def test_a_module_may_read_its_own_tensors_as_it_gets_its_extra_state(tmp_path: Path, meta: bool) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Cached())
+    for source in _sources(tmp_path, model):
+        with torch.device("meta" if meta else "cpu"):
+            fresh = nn.Sequential(nn.Linear(2, 2), Cached())
+        report = training.restore(source, fresh, rng=False)
+        assert torch.equal(fresh[1].table, model[1].weight * 2) and report.loaded == 4
+        assert same_tensors(dict(fresh.state_dict()), dict(model.state_dict()))
+
+
+def test_hooks_after_loading_run_where_all_tensors_are_of_modules_with_code_of_their_own(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", training.state(nn.Sequential(Scaled(2, 2)), rng=False))
+    fresh, met = nn.Sequential(Scaled(2, 2)), list[Any]()
+    fresh.register_load_state_dict_post_hook(lambda module, _: met.append(module))
+    training.restore(tmp_path / "c", fresh, rng=False)
+    assert met == [fresh]
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count, self.values = 0, {"seen": [torch.zeros(2)]}
+
+    def state_dict(self) -> Any:
+        return {"count": self.count, "values": self.values}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.count = state["count"]
+        self.values["seen"][0].copy_(state["values"]["seen"][0])
+
+
+class Sparse(nn.Linear):
+    """With buffers that are made of other tensors, and an object in its extra state."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(2, 2)
+        nn.init.constant_(self.weight, value)
+        self.register_buffer("table", torch.full((2, 2), value).to_sparse())
+        self.register_buffer("rows", torch.full((2, 2), value).to_sparse_csr())
+        self.counter, self.fails = Counter(), False
+        self.counter.count = int(value)
+        self.counter.values["seen"][0].fill_(value)
+
+    def get_extra_state(self) -> Any:
+        return {"counter": self.counter}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.counter = state["counter"]
+        if self.fails:
+            raise ValueError("in the middle")
+
+
+class SparseByCode(Sparse):
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("kind", [Sparse, SparseByCode])
+def test_tensors_in_parts_and_objects_of_modules_are_put_back_too(tmp_path: Path, kind: Any) -> None:
+    tc.save(tmp_path / "c", training.state(nn.Sequential(kind(3.0)), rng=False))
+    model, fresh = nn.Sequential(kind(3.0)), nn.Sequential(kind(1.0))
+    (only,), table, counter = fresh, fresh[0].table, fresh[0].counter
+
+    def state_of(model: nn.Module) -> Any:
+        found = model[0].state_dict()  # type: ignore[index]
+        own = found.pop("_extra_state")["counter"].state_dict()
+        return {key: value.to_dense() for key, value in found.items()}, copy.deepcopy(own)
+
+    before, only.fails = state_of(fresh), True
+    with pytest.raises(tc.MismatchError, match=r"in the middle.*are as they were before"):
+        training.restore(tmp_path / "c", fresh, rng=False)
+    assert same_tensors(state_of(fresh), before) and only.table is table and only.counter is counter
+    only.fails = False
+    nn.init.constant_(model[0].bias, 7.0)
+    tc.save(tmp_path / "c", training.state(model, rng=False), overwrite=True)
+    training.restore(tmp_path / "c", fresh, rng=False)
+    assert same_tensors(state_of(fresh), state_of(model)) and only.table is table and only.counter is counter

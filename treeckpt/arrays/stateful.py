@@ -456,14 +456,33 @@ def _is_array(leaf: object) -> bool:
 
 def compares_arrays(owner: Any) -> bool:
     """Whether an object takes only the arrays that it has: a module all of whose code for loading is that of torch."""
-    return is_of_torch(owner, _MODULE) and not any(has_own_code_for_load(module) for module in owner.modules())
+    if not is_of_torch(owner, _MODULE):
+        return False
+    found = (where for module in owner.modules() for where in load_code_of(module, is_root=module is owner))
+    return all(map(is_torch_code, found))
 
 
-def has_own_code_for_load(module: Any) -> bool:
-    """Whether a module of torch takes its arrays by code of its own: a hook, or a method that its class overrides."""
-    methods = type(module).load_state_dict, type(module)._load_from_state_dict
-    own = [one for one in methods if not (getattr(one, "__module__", None) or "").startswith("torch.nn.")]
-    return bool(own or module._load_state_dict_pre_hooks)
+def load_code_of(module: Any, *, is_root: bool) -> Iterator[str]:
+    """Yields the Python module of each function that may change what a module of torch loads, but of its wrappers'.
+
+    Such are hooks before loading, and methods of the class or the object itself.
+
+    Args:
+        is_root: whether it is asked to load: torch calls the `load_state_dict` of no module inside.
+    """
+    base = next(kind for kind in type(module).__mro__ if _full_name(kind) == _MODULE)
+    methods = ("_load_from_state_dict", "load_state_dict") if is_root else ("_load_from_state_dict",)
+    functions = [getattr(getattr(module, name), "__func__", getattr(module, name)) for name in methods]
+    own = [f for f, name in zip(functions, methods, strict=True) if f is not getattr(base, name)]
+    for function in (*module._load_state_dict_pre_hooks.values(), *own):
+        where = getattr(function, "__module__", None) or ""
+        if not where.startswith("torch.distributed."):
+            yield where
+
+
+def is_torch_code(where: str) -> bool:
+    """Whether load code in a Python module is that of torch's own layers, which take what they give as it is."""
+    return where.startswith("torch.nn.")
 
 
 class _StatefulLeaf(msgspec.Struct):
@@ -776,7 +795,11 @@ def node_at(tree: Any, path: str, rank: int, namespace: str = "") -> Any:
 
 def is_of_torch(value: object, name: str) -> bool:
     """Whether an object is of a class of torch, by its full name, without importing torch."""
-    return any(f"{k.__module__}.{k.__qualname__}" == name for k in type(value).__mro__)
+    return name in map(_full_name, type(value).__mro__)
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 _MODULE = "torch.nn.modules.module.Module"

@@ -7,8 +7,9 @@ the signal mask of the thread that starts it, whether it is forked or spawned. A
 its own mask, and its workers are not protected.
 
 A blocked SIGTERM would make `terminate`, by which multiprocessing ends workers that are left at the end of the
-training, wait for ever: such workers are killed, and reaped before torch's handler of SIGCHLD takes that for a failure.
-Other processes have the signals as before, but those that a worker starts, which it needs to go on, have its mask.
+training, wait for ever: such workers are killed, and reaped while torch's handler of SIGCHLD, which takes that for a
+failure, is away. Other processes have the signals as before, but those that a worker starts, which it needs to go on,
+have its mask.
 """
 
 from __future__ import annotations
@@ -66,17 +67,21 @@ class LoaderWorkers:
 
 
 def _kill(popen: Any) -> None:
-    """Kills a worker and waits for its end."""
-    handler = signal.getsignal(signal.SIGCHLD)
-    quiet = callable(handler) and threading.current_thread() is threading.main_thread()
-    if quiet:
+    """Kills a worker and waits for its end, without the handler of SIGCHLD.
+
+    Blocking that signal is not enough: another thread gets it, and Python runs the handler in the main thread. In other
+    threads handlers cannot be replaced, and torch's may raise in the main thread.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGCHLD) if is_main else None
+    if before is not None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         popen.kill()
         popen.wait(_END)
     finally:
-        if quiet:
-            signal.signal(signal.SIGCHLD, handler)
+        if before is not None:
+            signal.signal(signal.SIGCHLD, before)
 
 
 LOADER_WORKERS = LoaderWorkers()

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
 
+from ..arrays.registry import is_value
 from ..core.option_names import check_options
+from ..core.tree.flatten import flatten
 from ..errors import CheckpointNotFound, MismatchError, TreeckptError
 from ..io.comm.collective import ending_together, from_rank0, gather_errors
 from ..io.comm.comm import Comm
@@ -205,11 +207,18 @@ class Restorer:
 
 
 def _training_state(model: Any, optimizer: Any, options: Mapping[str, Any]) -> Any:
-    """Returns the state of the objects that `resume` got."""
+    """Returns the state of the objects that `resume` got.
+
+    Raises:
+        LookupError: values are among them, of which the loop may have others by now in variables of its own.
+    """
     from ..training import state
 
     given = {name: options.get(name) for name in ("scheduler", "loader", "extra")}
     parts: dict[str, Any] = {name: None if one is False else one for name, one in given.items()}
+    for path, leaf in flatten({name: one for name, one in parts.items() if one is not None})[1]:
+        if is_value(leaf):
+            raise LookupError(f"{path} is a value, which the loop alone knows: call step with a function for the state")
     return state(model, optimizer, rng=options.get("rng") is not False, **parts)
 
 

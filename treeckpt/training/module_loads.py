@@ -15,7 +15,7 @@ import bisect
 import inspect
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -26,16 +26,26 @@ from torch.nn.parameter import is_lazy
 
 from ..arrays.dtensor import is_dtensor, is_sharded_tensor
 from ..arrays.plain_tensor import dtype_name
-from ..arrays.registry import new_array
-from ..arrays.stateful import StatePlan, plan_state
+from ..arrays.registry import any_in_parts, new_array, parts_adapter
+from ..arrays.stateful import StatePlan, is_torch_code, load_code_of, object_states, plan_state
 from ..arrays.torch import torch_dtype
 from ..core.tree.dict_attributes import METADATA
 from ..core.tree.flatten import PerRank, flatten, replace_leaves
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import PerRankNode
 from ..errors import MismatchError, TreeckptError
-from .modules import CleanNames, ModelEntries, Modules, StateDictEntry, live_state_dict, named_objects
-from .names import Key, key_path, put_in
+from .modules import (
+    CleanNames,
+    ModelEntries,
+    Modules,
+    StateDictEntry,
+    addresses_of,
+    live_state_dict,
+    local_part,
+    named_objects,
+    plain_parts,
+)
+from .names import Key, get_in, key_path
 from .sources import RestoreSource, children_of, descend, leaves_below, saved_metadata
 
 MOST_KEPT = 256 << 20
@@ -55,6 +65,10 @@ class SavedModel:
         self.names = sorted(self.nodes)
         self.metadata = saved_metadata(source, prefix)
         self.modules = sorted(self.metadata or ())
+
+
+Tie = tuple[int, object]
+"""What stands for a new tensor: the id of the live one that it is for, and the identity of the saved one."""
 
 
 class ModuleLoad:
@@ -135,10 +149,10 @@ def find_loads(model: Modules, found: ModelEntries, source: RestoreSource) -> li
         for name, chain in CleanNames(root, prefix).chains.items():
             if above is not None and (not above or f"{name}.".startswith(f"{above}.")):
                 continue
-            code = [(one, where) for one in chain for where in _load_code(one, is_root=not name)]
+            code = [(one, where) for one in chain for where in load_code_of(one, is_root=not name)]
             if not code or _below(sharded, name):
                 continue
-            if all(where.startswith("torch.nn.") for _, where in code):
+            if all(is_torch_code(where) for _, where in code):
                 same = saved.metadata is None or saved.metadata.get(name) == metadata.get(name)
                 if same and all(one in saved.nodes for one in _below(names, name)):
                     continue
@@ -156,17 +170,6 @@ def with_load_code(entries: Iterable[StateDictEntry], loads: Sequence[ModuleLoad
         return any((id(entry.root), name) in heads for name in ("", *above))
 
     return [entry for entry in entries if is_below(entry)] if heads else []
-
-
-def _load_code(module: nn.Module, *, is_root: bool) -> Iterator[str]:
-    """Yields the Python module of each function that may change what is loaded, without torch's for wrappers."""
-    methods = ("_load_from_state_dict", "load_state_dict") if is_root else ("_load_from_state_dict",)
-    functions = [getattr(getattr(module, name), "__func__", getattr(module, name)) for name in methods]
-    own = [f for f, name in zip(functions, methods, strict=True) if f is not getattr(nn.Module, name)]
-    for function in (*module._load_state_dict_pre_hooks.values(), *own):
-        where = getattr(function, "__module__", None) or ""
-        if not where.startswith("torch.distributed."):
-            yield where
 
 
 def _below(names: Sequence[str], above: str) -> Sequence[str]:
@@ -187,6 +190,7 @@ def plan_load(
     own: Callable[[str, str], None],
     others: bool,
     device: str | torch.device | None,
+    made: dict[Tie, Tensor],
 ) -> None:
     """Chooses what a module is passed, with new tensors for what was saved of it.
 
@@ -194,11 +198,12 @@ def plan_load(
         stays: returns whether the entry of a clean name stays as it is, given whether it was saved.
         own: is called with the name and path of what each rank has saved of its own.
         others: whether a model gets names too whose first step it does not have.
+        made: the new tensors of a restore, to which it adds: what is one tensor when saved and here is one in the
+            states that modules are passed, as in a file of `torch.save`.
     """
     live, nodes = load.live, load.saved.nodes
     raws = {load.clean(raw): raw for raw in live}
     heads = {name.partition(".")[0] for name in (*raws, *load.raw_modules)}
-    made: dict[object, Tensor] = {}
     for name in _below(load.saved.names, load.name):
         if not load.name and not others and name.partition(".")[0] not in heads:
             continue
@@ -209,7 +214,7 @@ def plan_load(
         if isinstance(node, PerRankNode):
             own(name, path)
             path += "/~rank*"
-            load.asked.update(one for one in source.leaves if f"{one}/".startswith(f"{path}/"))
+            load.asked.update(one for child in node.children for one in leaves_below(path, child))
         else:
             load.asked.update(leaves_below(path, node))
         spec = source.leaves.get(path)
@@ -219,9 +224,8 @@ def plan_load(
             load.state[raw] = None
             continue
         here, identity = live.get(raw), source.identity(path)
-        tie = (id(here), identity)
-        tensor = made.get(tie) if identity is not None and here is not None else None
-        if tensor is None:
+        tie = (id(here), path if identity is None or here is None else identity)
+        if (tensor := made.get(tie)) is None:
             tensor = made[tie] = _new_like(here, spec, path, device, load)
             load.target[key] = PerRank(tensor) if isinstance(node, PerRankNode) else tensor
         load.state[raw] = tensor.detach()
@@ -288,9 +292,7 @@ def load_values(loads: Sequence[ModuleLoad], part: Mapping[str, Any]) -> None:
     for load in loads:
         device = device_of(load.module, load.root)
         for raw, key in load.values:
-            value: Any = part
-            for step in key:
-                value = value[step]
+            value = get_in(part, key)
             is_extra = raw.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
             value = _own_copy(value.value if isinstance(value, PerRank) else value, None if is_extra else device)
             load.plans[raw] = plan_state(f"model/{key_path(key)}", None, value, live=load.values_here[raw])
@@ -395,7 +397,7 @@ def run_post_hooks(model: Modules, loads: Sequence[ModuleLoad]) -> None:
 
 
 class Before:
-    """What modules have before their load code runs: attributes, their containers, and copies of tensors."""
+    """What modules have before their load code runs: attributes, their containers, copies of tensors and of states."""
 
     def __init__(self, loads: Sequence[ModuleLoad], extras: Sequence[ExtraState], live: Iterable[Any]) -> None:
         """Args:
@@ -411,15 +413,19 @@ class Before:
             self._keep(module, skip=() if id(module) in whole else ("_parameters",))
         for tensor in tuple(self._found.values()):
             self._keep(tensor)
-        places = {_local(tensor).data_ptr() for tensor in self._found.values() if not tensor.is_meta}
+        places = {place for tensor in self._found.values() for place in addresses_of(tensor)}
         for value in live:
-            if not isinstance(value, Tensor) or is_lazy(value) or _local(value).data_ptr() not in places:
+            own = addresses_of(value) if isinstance(value, Tensor) and not is_lazy(value) else ()
+            if not own or not places.issuperset(own):
                 self._find(value)
         room = MOST_KEPT
-        for tensor in sorted(self._found.values(), key=_nbytes):
+        tensors = {id(part): part for tensor in self._found.values() for part in _filled_parts(tensor)}
+        for tensor in sorted(tensors.values(), key=_nbytes):
             room -= _nbytes(tensor)
-            self._tensors.append((tensor, _local(tensor).clone() if room >= 0 and not tensor.is_meta else None))
+            self._tensors.append((tensor, local_part(tensor).clone() if room >= 0 and not tensor.is_meta else None))
         self._meta = [tensor for tensor, _ in self._tensors if tensor.is_meta]
+        plans = [extra.plan for extra in extras] + [plan for load in loads for plan in load.plans.values()]
+        self._objects = [_present(one) for plan in plans for one in plan.inner.values()]
 
     def _keep(self, owner: Any, skip: Sequence[str] = ()) -> None:
         """Keeps the attributes of a module or tensor, of which weights beside extra state are skipped."""
@@ -453,11 +459,15 @@ class Before:
         for now, before in self._contents:
             now.clear()
             now.extend(before) if isinstance(now, list) else now.update(before)
+        for plan in self._objects:
+            plan.load()
         changed: list[str] = []
         for tensor, copy in self._tensors:
-            local = _local(tensor)
+            local = local_part(tensor)
             if copy is None:
                 changed += [] if any(tensor is one for one in self._meta) else [paths.get(id(tensor), "a tensor")]
+            elif any_in_parts((tensor,)):
+                parts_adapter().set_content(tensor, copy)
             elif local.shape == copy.shape:
                 local.copy_(copy)
             else:
@@ -469,13 +479,19 @@ class Before:
         return sorted(changed)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """Returns the part of a tensor that this rank has, detached."""
-    return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()  # pyright: ignore[reportAttributeAccessIssue]
+def _present(plan: StatePlan) -> StatePlan:
+    """Returns a plan that loads a copy of the present state of the object of another one."""
+    state = _own_copy(object_states(plan.live, plan.path, (plan.owner,)), None)
+    return plan_state(plan.path, plan.owner, state, live=plan.live)
+
+
+def _filled_parts(tensor: Tensor) -> list[Tensor]:
+    """Returns the parts of a tensor of which the elements are put back; a sparse or nested one is put back whole."""
+    return plain_parts(tensor) if any_in_parts((tensor,)) and parts_adapter().fills_in_place(tensor) else [tensor]
 
 
 def _nbytes(tensor: Tensor) -> int:
-    return 0 if tensor.is_meta else _local(tensor).nbytes
+    return 0 if tensor.is_meta else sum(local_part(part).nbytes for part in plain_parts(tensor))
 
 
 def say_what_changed(error: Exception, changed: Sequence[str]) -> None:
@@ -487,12 +503,3 @@ def say_what_changed(error: Exception, changed: Sequence[str]) -> None:
         error.add_hint(text)
     else:
         error.add_note(text)
-
-
-def target_of(loads: Sequence[ModuleLoad]) -> dict[str, Any]:
-    """Returns the tree of the new tensors of modules, to fill."""
-    tensors: dict[str, Any] = {}
-    for load in loads:
-        for key, tensor in load.target.items():
-            put_in(tensors, key, tensor)
-    return tensors

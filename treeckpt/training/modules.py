@@ -21,8 +21,10 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.parameter import is_lazy
 
 from ..arrays.dtensor import is_dtensor, is_sharded_tensor
+from ..arrays.registry import take_apart
 from ..arrays.stateful import is_optimizer
 from ..core.tree.dict_attributes import METADATA, copy_attributes
+from ..core.tree.flatten import flatten
 from ..errors import TreeError
 from .names import Key, key_path, nested, strip_wrappers, tie_names
 
@@ -144,7 +146,7 @@ def collect_entries(model: Modules) -> ModelEntries:
     shards: dict[int, tuple[Any, Any]] = {}
     for whole in (entry.value for entry in entries if is_sharded_tensor(entry.value)):
         for shard, tensor in itertools.product(whole.local_shards(), (entry.value for entry in hidden)):
-            if tensor.shape == shard.tensor.shape and _addresses(tensor) == _addresses(shard.tensor):
+            if tensor.shape == shard.tensor.shape and addresses_of(tensor) == addresses_of(shard.tensor):
                 shards[id(tensor)] = tuple(whole.metadata().size), tuple(shard.metadata.shard_offsets)
     return ModelEntries(entries, hidden, ties, shards, metadata)
 
@@ -232,8 +234,8 @@ def _is_view_of(value: Any, own: Tensor | None) -> bool:
         return False
     if (value.shape, value.dtype, value.is_meta) != (own.shape, own.dtype, own.is_meta):
         return False
-    places = [(one.stride(), one.storage_offset(), _addresses(one)) for one in (value, own)]
-    return value.is_meta or places[0] == places[1]
+    places = [[(part.stride(), part.storage_offset()) for part in plain_parts(one)] for one in (value, own)]
+    return value.is_meta or (places[0] == places[1] and addresses_of(value) == addresses_of(own))
 
 
 def _join_metadata(joined: OrderedDict[str, Any], given: Any, names: CleanNames) -> None:
@@ -262,24 +264,35 @@ class _ModuleMemory:
     @cached_property
     def _addresses(self) -> tuple[set[int], set[int]]:
         parts = self._root.parameters(), self._root.buffers()
-        parameters, buffers = ({a for one in part if not is_lazy(one) for a in _addresses(one)} for part in parts)
+        parameters, buffers = ({a for one in part if not is_lazy(one) for a in addresses_of(one)} for part in parts)
         return parameters, buffers
 
     def kind_of(self, tensor: Tensor) -> tuple[str, bool]:
         """Returns the kind of a tensor that is no parameter or buffer, and whether it shows only memory of these."""
         parameters, buffers = self._addresses
-        shown = set(_addresses(tensor))
+        shown = set(addresses_of(tensor))
         if shown & buffers:
             return "buffer", shown <= parameters | buffers
         return "made", (bool(shown) or is_sharded_tensor(tensor)) and shown <= parameters
 
 
-def _addresses(tensor: Any) -> list[int]:
+def addresses_of(tensor: Any) -> list[int]:
     """Returns the start addresses of the memory of this rank's part; none for a tensor without memory."""
     if is_sharded_tensor(tensor):
-        return [address for shard in tensor.local_shards() for address in _addresses(shard.tensor)]
-    local = tensor.to_local() if is_dtensor(tensor) else tensor
-    return [] if local.is_meta or not (address := local.untyped_storage().data_ptr()) else [address]
+        return [address for shard in tensor.local_shards() for address in addresses_of(shard.tensor)]
+    parts = map(local_part, plain_parts(tensor))
+    return [at for part in parts if not part.is_meta and (at := part.untyped_storage().data_ptr())]
+
+
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """Returns the tensors that one is made of, which have its memory; itself where it is not made of others."""
+    parts = take_apart(tensor, "")
+    return [tensor] if parts is None else [leaf for _, leaf in flatten(parts)[1] if isinstance(leaf, Tensor)]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns the part of a tensor that this rank has, detached."""
+    return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_meta(value: Any) -> bool:

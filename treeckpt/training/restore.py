@@ -1,17 +1,16 @@
 """Restore of a saved training state into live objects.
 
 First everything is compared and every small part is loaded, without any change: names, shapes, param groups, scheduler
-state, per-rank state. Then modules with load code of their own, and extra states, take what was saved of them; where
-one fails, what they changed is put back (`module_loads`). Then meta tensors get memory, arrays are filled in place, and
-the optimizers, loader, schedulers, hooks after `load_state_dict` and random number generators follow. Ranks exchange no
-messages.
+state, per-rank state. Then modules with load code of their own take what was saved of them, and so do modules with an
+extra state, which have their own tensors by then; where one fails, what they changed is put back (`module_loads`). Then
+meta tensors get memory, arrays are filled in place, and the optimizers, loader, schedulers, hooks after
+`load_state_dict` and random number generators follow. Ranks exchange no messages.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -52,6 +51,7 @@ from .module_loads import (
     Before,
     ExtraState,
     ModuleLoad,
+    Tie,
     find_loads,
     load_values,
     plan_load,
@@ -59,7 +59,6 @@ from .module_loads import (
     run_post_hooks,
     say_what_changed,
     set_extra_state,
-    target_of,
     with_load_code,
 )
 from .modules import (
@@ -70,7 +69,7 @@ from .modules import (
     on_meta,
     reset_fsdp_shards,
 )
-from .names import key_path, put_in
+from .names import get_in, key_path, nested, put_in
 from .open_source import check_globs, is_stored, missing_part, open_source, place_under, rules_of
 from .optimizer_plan import OptimizerPlan, apply_optimizers, plan_optimizers
 from .optimizers import NamedOptimizer, Optimizers, all_groups, name_optimizers
@@ -197,6 +196,10 @@ class _Restore:
         self.wanted: list[StateDictEntry] = []
         """Entries of the model that are filled in place."""
         self.loads: list[ModuleLoad] = []
+        self.passed: dict[Tie, Tensor] = {}
+        """The new tensors that modules with load code of their own are passed."""
+        self.tied: list[tuple[StateDictEntry, Tensor]] = []
+        """Entries after such modules that are tied to their tensors, and what these were passed in their place."""
         self.extra_states: list[ExtraState] = []
         self.last: list[Callable[[], None]] = []
         """Actions to run after all arrays are in place."""
@@ -287,6 +290,7 @@ class _Restore:
                 own=lambda name, path, load=load: self._take_own(key_path((*load.prefix, name)), path),
                 others=alone or bool(load.prefix),
                 device=self.targets.device,
+                made=self.passed,
             )
 
     def _load_values(self, extra: Sequence[StateDictEntry]) -> None:
@@ -298,8 +302,8 @@ class _Restore:
         part = self.source.part("model", self.returned.append, select=paths)
         load_values(self.loads, part)
         for entry in extra:
-            path, state = f"model/{key_path(entry.key)}", functools.reduce(operator.getitem, entry.key, part)
-            plan = plan_state(path, None, state, live=entry.value)
+            path = f"model/{key_path(entry.key)}"
+            plan = plan_state(path, None, get_in(part, entry.key), live=entry.value)
             self.extra_states.append(ExtraState(path, entry.module, plan))
 
     def _resolve_ties(self, with_code: Sequence[StateDictEntry], paths: dict[int, str]) -> None:
@@ -320,8 +324,19 @@ class _Restore:
         kept, left = resolve_ties(every, paths, self.source, strict=bool(self.options.strict))
         self.ignored += left
         last = {id(entry.value): order[id(entry)] for entry in coded}
-        known = {id(entry) for entry in coded}
-        self.wanted = [e for e in kept if id(e) not in known and order[id(e)] > last.get(id(e.value), -1)]
+        known, wanted = {id(entry) for entry in coded}, list[StateDictEntry]()
+        for entry in kept:
+            if id(entry) in known or order[id(entry)] <= last.get(id(entry.value), -1):
+                continue
+            # load code may have changed what was passed: torch copies that
+            path = paths[id(entry)]
+            is_tied = id(entry.value) in last and path in self.source.leaves
+            passed = self.passed.get((id(entry.value), self.source.identity(path))) if is_tied else None
+            if passed is None:
+                wanted.append(entry)
+            else:
+                self.tied.append((entry, passed))
+        self.wanted = wanted
 
     def plan_optimizer(self) -> None:
         """Compares the optimizers with the source."""
@@ -479,6 +494,7 @@ class _Restore:
 
     def run(self) -> RestoreReport:
         """Fills the targets."""
+        fills_model = bool(self.wanted or self.loads or self.extra_states)
         made = self._run_loads()
         made += allocate_meta_tensors(self.wanted, self.targets.device)
         if made:
@@ -489,7 +505,7 @@ class _Restore:
         for action in self.last:
             action()
         put_back(held)  # schedulers may have written others into the groups
-        if self.wanted:
+        if fills_model:
             run_post_hooks(self.targets.model, self.loads)
         if self.rng_state is not None:
             self.ignored += set_rng(self.rng_state)
@@ -521,18 +537,25 @@ class _Restore:
     def _run_loads(self) -> list[str]:
         """Runs the load code of modules; returns the paths of tensors that were given memory.
 
+        Modules with an extra state have their own tensors filled here, which `set_extra_state` may read.
+
         Raises:
             MismatchError: one does not take what was saved, and all is as before; an error of reading likewise.
         """
         if not self.loads and not self.extra_states:
             return []
-        covered = with_load_code((*self.entries, *self.model.hidden), self.loads)
-        before = Before(self.loads, self.extra_states, (entry.value for entry in covered))
-        paths = {id(entry.value): f"model/{key_path(entry.key)}" for entry in covered}
+        covered, extra = with_load_code((*self.entries, *self.model.hidden), self.loads), set[int]()
+        extra.update(id(one.module) for one in self.extra_states)
+        first = [entry for entry in self.wanted if id(entry.module) in extra]
+        self.wanted = [entry for entry in self.wanted if id(entry.module) not in extra]
+        before = Before(self.loads, self.extra_states, (entry.value for entry in (*covered, *first)))
+        paths = {id(entry.value): f"model/{key_path(entry.key)}" for entry in (*covered, *first)}
         try:
             own = [entry for entry in covered if entry.kind in ("parameter", "buffer")]
-            made = allocate_meta_tensors(own, self.targets.device)
-            target = {**dict.fromkeys(self.parts, ...), "model": target_of(self.loads)}
+            made = allocate_meta_tensors([*own, *first], self.targets.device)
+            target = {**dict.fromkeys(self.parts, ...), "model": self._model_target(first)}
+            for key, tensor in (pair for load in self.loads for pair in load.target.items()):
+                put_in(target["model"], key, tensor)
             if target["model"]:
                 take = self.comm.size != self.source.world
                 self.filled_before.append(self.source.fill(target, take=take, alone=True))
@@ -540,6 +563,9 @@ class _Restore:
                 missing, unexpected = run_load(load, strict=self.options.strict is True, cast=self.options.cast)
                 self.missing += [path for path in missing if path.removeprefix("model/") not in self.left]
                 self.unexpected += unexpected
+            with torch.no_grad():
+                for entry, passed in self.tied:
+                    entry.value.copy_(passed)
             for extra in self.extra_states:
                 set_extra_state(extra)
             if self.missing or self.unexpected:
@@ -549,14 +575,14 @@ class _Restore:
             raise
         return made
 
+    def _model_target(self, entries: Sequence[StateDictEntry]) -> dict[str, Any]:
+        """Returns the tree of live tensors of the model, to fill."""
+        owned = ((entry, key_path(entry.key) in self.own_buffers) for entry in entries)
+        return nested((entry.key, PerRank(entry.value) if own else entry.value) for entry, own in owned)
+
     def _target(self) -> dict[str, Any]:
         """Returns the tree to fill: live tensors and new moments where the checkpoint has them, `...` for all else."""
-        target: dict[str, Any] = dict.fromkeys(self.parts, ...)
-        tensors: dict[str, Any] = {}
-        for entry in self.wanted:
-            own = key_path(entry.key) in self.own_buffers
-            put_in(tensors, entry.key, PerRank(entry.value) if own else entry.value)
-        target["model"] = tensors
+        target: dict[str, Any] = {**dict.fromkeys(self.parts, ...), "model": self._model_target(self.wanted)}
         if self.plans:
             target["optimizer"] = {}
             for plan in self.plans:
