@@ -23,11 +23,14 @@ import treeckpt as tc
 
 
 class Numbers(Dataset[torch.Tensor]):
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
     def __len__(self) -> int:
         return 1 << 20
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.005)
+        time.sleep(self.seconds)
         return torch.full((16,), float(index % 7))
 
 
@@ -52,7 +55,8 @@ def main(arguments: list[str]) -> int:
     with tc.Manager(options.run, every=100_000) as manager:
         if not options.late:
             manager.save_on_signal(exit=options.exit)
-        loader = kind(Numbers(), batch_size=4, num_workers=options.workers, multiprocessing_context=options.context)
+        data = Numbers(0.2 if options.late and not options.torn else 0.005)  # the loop waits for it nearly all the time
+        loader = kind(data, batch_size=4, num_workers=options.workers, multiprocessing_context=options.context)
         batches = iter(loader)
         next(batches)
         if options.late:
