@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import treeckpt as tc
 from tests.helpers.wrapped_moments import CodedSGD, Codes
-from treeckpt import training
+from treeckpt import dcp, training
 
 from .layouts import mesh_of
 from .registry import Case, Rank
@@ -159,3 +159,14 @@ def another_world_gets_what_can_be_resharded(here: Rank) -> None:
     codes = Codes(torch.zeros(2, 4, dtype=torch.int8), torch.zeros(2), True)
     with pytest.raises(tc.MismatchError, match="codes"):
         tc.load_into(here.directory / "parts", {"codes": spread(codes, 3, (6, 4)), "alone": ...})
+
+
+@case("two save parts")
+def dcp_fills_them_in_place(here: Rank) -> None:
+    dcp.save({"o": {"codes": spread(codes(here.rank), 2, (6, 4))}}, checkpoint_id=here.directory / "dcp")
+    state: Any = {"o": {"codes": spread(codes(here.rank, 1), 2, (6, 4))}}
+    live = state["o"]["codes"]
+    dcp.load(state, checkpoint_id=here.directory / "dcp")
+    assert state["o"]["codes"] is live
+    assert torch.equal(live._local_tensor.codes, codes(here.rank).codes)
+    assert torch.equal(live._local_tensor.scale, codes(here.rank).scale)

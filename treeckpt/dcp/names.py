@@ -14,10 +14,20 @@ import msgspec
 import torch
 
 from ..arrays.sharded import Sharded
+from ..arrays.stateful import expand_states
 from ..arrays.torch import torch_dtype
 from ..core.format.records import Index, Leaf
 from ..core.tree.nesting import leaf_count
-from ..core.tree.structure import DefaultDictNode, DictNode, ListNode, OrderedDictNode, Structure, key_text, keys_of
+from ..core.tree.structure import (
+    DefaultDictNode,
+    DictNode,
+    ListNode,
+    OrderedDictNode,
+    Structure,
+    TensorNode,
+    key_text,
+    keys_of,
+)
 from ..errors import MismatchError
 from ..io.comm.comm import Comm
 from ..io.storage.checkpoint import Checkpoint
@@ -37,6 +47,8 @@ class Entry(msgspec.Struct, frozen=True):
     """Its keys in the saved tree."""
     leaves: tuple[Leaf, ...]
     is_tensor: bool
+    in_parts: bool = False
+    """Whether it is a tensor that is made of others, which are its leaves."""
 
     @property
     def leaf(self) -> Leaf:
@@ -64,7 +76,7 @@ def entries_of(index: Index) -> dict[str, Entry]:
             return
         name = ".".join(map(str, path))
         own = leaves[first : first + leaf_count(node)]
-        entry = Entry(path, keys, own, node is None and _is_tensor(own[0]))
+        entry = Entry(path, keys, own, node is None and _is_tensor(own[0]), isinstance(node, TensorNode))
         if found.setdefault(name, entry) is not entry:
             raise MismatchError(
                 name,
@@ -186,3 +198,30 @@ def fill_tensors(checkpoint: Checkpoint, targets: Iterable[tuple[Entry, Any]], c
     if tree:
         options = LoadOptions(strict="missing", cast=True, copy=True)
         load_into_tree([(checkpoint, options)], tree, comm)
+
+
+def fill_in_parts(checkpoint: Checkpoint, targets: Iterable[tuple[Entry, Any]], comm: Comm) -> None:
+    """Fills tensors that are made of others in place.
+
+    Args:
+        targets: each entry with the tensor that it fills.
+
+    Raises:
+        MismatchError: a target that is a plain tensor, or of another class, context, shape or layout.
+    """
+    tree: dict[Any, Any] = {}
+    for entry, target in targets:
+        node = tree
+        for key in entry.keys[:-1]:
+            node = node.setdefault(key, {})
+        node[entry.keys[-1]] = target
+    options = LoadOptions(strict="missing", copy=True)
+
+    def as_saved(at: str, *, arrays: bool) -> Any:
+        return load_tree(checkpoint, None, comm, msgspec.structs.replace(options, strict=False, below=at))[0]
+
+    found = expand_states(tree, rank=comm.rank)
+    if found is None:
+        load_into_tree([(checkpoint, options)], tree, comm)  # names the first: it has no parts
+    else:
+        found.restore(as_saved, lambda target: load_into_tree([(checkpoint, options)], target, comm))

@@ -14,6 +14,7 @@ Other processes have the signals as before, but those that a worker starts, whic
 from __future__ import annotations
 
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
@@ -66,12 +67,16 @@ class LoaderWorkers:
 
 def _kill(popen: Any) -> None:
     """Kills a worker and waits for its end."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    handler = signal.getsignal(signal.SIGCHLD)
+    quiet = callable(handler) and threading.current_thread() is threading.main_thread()
+    if quiet:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         popen.kill()
         popen.wait(_END)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if quiet:
+            signal.signal(signal.SIGCHLD, handler)
 
 
 LOADER_WORKERS = LoaderWorkers()
