@@ -436,3 +436,26 @@ def test_places_of_members_that_overflow_are_refused() -> None:
     parts["strides"] = torch.tensor([[(1 << 62) // 3 * 4, 1 << 62]])
     with pytest.raises(tc.MismatchError, match="inside of the values"):
         taken.with_parts(list(parts.values()))
+
+
+class Counting:
+    """An object whose state holds a sparse tensor; it counts how often it is asked for its state."""
+
+    def __init__(self) -> None:
+        self.asked, self.mask = 0, torch.eye(3).to_sparse()
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        return {"mask": self.mask, "w": torch.ones(2)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mask = state["mask"]
+
+
+def test_an_object_with_a_sparse_tensor_is_asked_for_its_state_once() -> None:
+    """A state_dict may be a collective of several ranks, which not all of them would call again."""
+    saving, filled, like, store = Counting(), Counting(), Counting(), tc.MemoryStore()
+    tc.save(store, {"o": saving, "s": torch.eye(2).to_sparse()})
+    tc.load(store, {"o": like, "s": torch.eye(2).to_sparse()})
+    tc.load_into(store, {"o": filled, "s": torch.zeros(2, 2).to_sparse()})
+    assert [one.asked for one in (saving, like, filled)] == [1, 1, 1]

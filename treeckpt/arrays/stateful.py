@@ -509,7 +509,6 @@ class ExpandedTree:
         mappings: objects that are mappings, and no containers, are replaced too, to be filled key by key.
         above: the path of the tree.
         world: of the ranks that save, where `FromRank` leaves what other ranks give; None takes it for its value.
-        layouts: as for `holds_stateful`.
     """
 
     def __init__(
@@ -521,7 +520,6 @@ class ExpandedTree:
         mappings: bool = False,
         above: str = "",
         world: int | None = None,
-        layouts: bool = True,
     ) -> None:
         self.original, self.rank, self.namespace = tree, rank, namespace
         _, self.leaves = flatten(tree, rank=rank, namespace=namespace)
@@ -535,13 +533,13 @@ class ExpandedTree:
             elif is_stateful(leaf):
                 live = leaf.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
                 state = object_states(live, path, (leaf,), rank=rank, namespace=namespace)
-                parts = expand_states(state, rank=rank, namespace=namespace, above=path, layouts=layouts)
+                parts = expand_states(state, rank=rank, namespace=namespace, above=path)
                 self.found[position] = _StatefulLeaf(path, leaf, live, state if parts is None else parts.tree)
             elif (parts := tensors.get(id(leaf)) or take_apart(leaf, path)) is not None:
                 tensors[id(leaf)] = parts
                 self.found[position] = _StatefulLeaf(path, leaf, None, parts)
             elif mappings and _is_mapping(type(leaf)):
-                inside = ExpandedTree(dict(leaf), rank, namespace, mappings=True, above=path, layouts=layouts)  # pyright: ignore[reportArgumentType, reportCallIssue]
+                inside = ExpandedTree(dict(leaf), rank, namespace, mappings=True, above=path)  # pyright: ignore[reportArgumentType, reportCallIssue]
                 self.found[position] = _StatefulLeaf(path, leaf, None, inside.tree, inside)
         self.tree = self._with_states()
 
@@ -739,7 +737,7 @@ def expand_states(
     """Returns the tree with stateful objects replaced by their states; None for a tree without such objects."""
     if not holds_stateful(tree, namespace, mappings=mappings, layouts=layouts):
         return None
-    return ExpandedTree(tree, rank, namespace, mappings=mappings, above=above, layouts=layouts)
+    return ExpandedTree(tree, rank, namespace, mappings=mappings, above=above)
 
 
 def state_tree(
@@ -754,15 +752,18 @@ def state_tree(
     """Returns the tree with stateful objects replaced by their states; the tree itself where it holds none.
 
     Args:
-        world, layouts: as for `ExpandedTree`.
+        world: as for `ExpandedTree`.
+        layouts: as for `holds_stateful`.
     """
     if not holds_stateful(tree, namespace, mappings=mappings, layouts=layouts):
         return tree
-    return ExpandedTree(tree, rank, namespace, mappings=mappings, world=world, layouts=layouts).tree
+    return ExpandedTree(tree, rank, namespace, mappings=mappings, world=world).tree
 
 
 def in_parts_if_needed(act: Callable[[bool], Any], *, always: bool = False) -> Any:
     """Returns what an action returns that expands a tree, with `layouts` False, and again with True if it needs that.
+
+    It asks no object for its state a second time: in a tree with such objects all tensors are looked at.
 
     Args:
         act: changes nothing before all leaves of the tree are described.

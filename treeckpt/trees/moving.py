@@ -120,8 +120,8 @@ def empty_like(tree: Any, *, device: str | None = None, namespace: str = "") -> 
         if id(leaf) not in made:
             target = like_of(leaf, path, rank, device)
             made[id(leaf)] = copied_value(leaf, path) if target is None else target.leaf
-            is_index = target is not None and index_path(path, rank) in indices
-            if is_index and (source := source_of(leaf, path, rank)) is not None:
+            is_index = index_path(path, rank) in indices
+            if target is not None and is_index and (source := source_of(leaf, path, rank)) is not None:
                 fill(target.pieces, source.pieces)
         return made[id(leaf)]
 
