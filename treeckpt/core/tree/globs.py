@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 from ...errors import MismatchError
-from .path_text import path_text
 
 _WILD = re.compile(r"[*?[]")
 
@@ -71,13 +70,9 @@ def check_used(what: str, globs: Sequence[str] | None, paths: Iterable[str]) -> 
     known = list(paths)
     for glob in compile_globs(tuple(globs)).unused(known):
         near = similar_paths(glob, known)
-        keys = path_text(tuple(globs))
-        together = any(path == keys or path.startswith(f"{keys}/") for path in known)
         raise MismatchError(
             glob,
             expected=f"each glob of {what} to mean some leaf",
             found=f"none of {len(known)}" + (f"; near to it are {', '.join(near)}" if near else ""),
-            hint=f"A path as its keys is {what}=[{tuple(globs)}]: a tuple of texts is several globs"
-            if together
-            else "Mend the name, or pass strict=False to go on without",
+            hint="Mend the name, or pass strict=False to go on without",
         )
