@@ -179,6 +179,19 @@ def test_an_accessor_of_optree_is_one_path(tmp_path: Path) -> None:
     assert rest["step"] == 1
 
 
+@pytest.mark.parametrize("path", ["model/weight", "model/a~1b"])
+def test_the_keys_of_a_path_that_are_all_texts_are_several_globs_and_an_error_says_how_they_are_one(
+    tmp_path: Path, path: str
+) -> None:
+    tree = {"model": {"weight": np.arange(2), "a/b": np.arange(3)}}
+    tc.save(tmp_path / "c", tree)
+    keys: Any = tc.path_keys(path)
+    with pytest.raises(tc.MismatchError, match="a tuple of texts is several globs") as caught:
+        tc.load(tmp_path / "c", select=keys)
+    assert f"select=[{keys}]" in str(caught.value)
+    assert tc.load(tmp_path / "c", select=[keys])["model"][keys[1]] is not ...
+
+
 @pytest.mark.parametrize("what", ["select", "exclude"])
 @pytest.mark.parametrize("given", [re.compile("b"), [re.compile("b")], True, b"b", 1.5, {"b": 1}, ["b", None]])
 def test_what_is_no_glob_is_refused_by_name(tmp_path: Path, what: str, given: Any) -> None:

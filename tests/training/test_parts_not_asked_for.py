@@ -202,6 +202,56 @@ def test_generators_are_restored_where_they_were_saved_and_otherwise_left_with_a
         restored(without, rng=True)
 
 
+def own_generators() -> dict[str, Any]:
+    """Generators as scripts of their own put them into a checkpoint."""
+    python = random.getstate()
+    return {
+        "all": {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": python},
+        "numpy as a dict": {
+            "torch": torch.get_rng_state(),
+            "numpy": np.random.get_state(legacy=False),
+            "python": python,
+        },
+        "torch": {"torch": torch.get_rng_state()},
+        "list": [torch.get_rng_state(), None],
+        "tensor": torch.get_rng_state(),
+    }
+
+
+@pytest.mark.parametrize("kind", list(own_generators()))
+@pytest.mark.parametrize("how", ["save", "torch.save"])
+def test_generators_in_a_form_of_others_are_left_alone_with_a_warning(
+    tmp_path: Path, kind: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    job, fresh = Job(), Job()
+    tree = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict(), "rng": own_generators()[kind]}
+    path = tmp_path / "c.pt"
+    tc.save(path, tree) if how == "save" else torch.save(tree, path)
+    was = fresh.model.weight.detach().clone()
+    with pytest.raises(tc.MismatchError, match=r"^rng: expected states of torch, numpy and python.*rng=False"):
+        training.restore(path, fresh.model, fresh.optimizer, rng=True)
+    assert torch.equal(fresh.model.weight, was)
+    before = numbers_to_come()
+    report = training.restore(path, fresh.model, fresh.optimizer)
+    assert torch.equal(fresh.model.weight, job.model.weight)
+    assert numbers_to_come() == before and report.left_alone == ("rng",)
+    [record] = caplog.records
+    assert "rng is not what training.rng_state gives" in record.getMessage()
+
+
+@pytest.mark.parametrize("name", ["c.pt", "dcp"])
+def test_a_converted_training_state_is_restored_without_its_generators(tmp_path: Path, name: str) -> None:
+    job, fresh = Job(), Job()
+    tc.save(tmp_path / "a", training.state(job.model, job.optimizer))
+    tc.convert.convert(tmp_path / "a", tmp_path / name, to="dcp" if name == "dcp" else "torch")
+    tc.convert.convert(tmp_path / name, tmp_path / "back")
+    for path in (tmp_path / name, tmp_path / "back"):
+        before = numbers_to_come()
+        report = training.restore(path, fresh.model, fresh.optimizer)
+        assert torch.equal(fresh.model.weight, job.model.weight)
+        assert report.left_alone == ("rng",) and numbers_to_come() == before
+
+
 def test_a_tree_that_was_loaded_in_part_leaves_the_rest_alone(tmp_path: Path) -> None:
     job, fresh = Job(), Job()
     tc.save(tmp_path / "c", training.state(job.model, job.optimizer, extra={"epoch": 3}))

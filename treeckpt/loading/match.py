@@ -20,6 +20,7 @@ from ..core.format.records import Leaf, PerRankValues, ValueRecord
 from ..core.sharding.int_runs import decode_runs
 from ..core.sharding.region import is_c_order
 from ..core.tree.globs import check_used, compile_globs
+from ..core.tree.path_text import path_text
 from ..core.tree.spec import ArraySpec
 from ..errors import MismatchError, TreeError
 from ..io.comm.comm import Comm, global_rank, other_world_error, ranks_of_host
@@ -111,8 +112,14 @@ class LoadOptions(msgspec.Struct, frozen=True):
         """
         if self.strict and (self.select or self.exclude):
             names = list(saved())
-            check_used("select", self.select, names)
-            check_used("exclude", self.exclude, [*names, *others()])
+            for what, globs, known in (("select", self.select, names), ("exclude", self.exclude, [*names, *others()])):
+                try:
+                    check_used(what, globs, known)
+                except MismatchError as error:
+                    keys = tuple(globs or ())
+                    if len(keys) > 1 and any(f"{name}/".startswith(f"{path_text(keys)}/") for name in known):
+                        error.add_hint(f"A path as its keys is {what}=[{keys}]: a tuple of texts is several globs")
+                    raise
 
 
 class Load:

@@ -75,7 +75,7 @@ from .optimizer_plan import OptimizerPlan, apply_optimizers, plan_optimizers
 from .optimizers import NamedOptimizer, Optimizers, all_groups, name_optimizers
 from .rank_state import RankState
 from .report import RestoreReport
-from .rng import set_rng
+from .rng import is_rng, set_rng
 from .schedules import from_groups, match_schedulers, unused_entries
 from .sources import RestoreSource, TreeSource, children_of, descend, leaves_below, nodes_by_name
 from .taken_options import Schedule, taken_options
@@ -390,7 +390,7 @@ class _Restore:
             self.own.check("extra", own)
             self._return_extra()
         # of a tree that was loaded in part they may be there as `...`
-        if self.targets.rng is None and not any(path.startswith("rng/") for path in self.source.leaves):
+        if self.targets.rng is None and not is_rng(self.source.leaves):
             self.left_alone.append("rng")
         elif self.targets.rng is not False and self._has("rng", "rng=True"):
             self.rng_state = self.own.load_generators()
@@ -435,11 +435,11 @@ class _Restore:
         if self.optimizers and left and self.comm.rank == 0:
             names, how = ", ".join(left), ", ".join(f"{part}=" for part in left)
             _log.warning("%s: %s in the checkpoint was not restored, as %s was not passed", self.source.url, names, how)
-        if self.optimizers and is_ours and "rng" in self.left_alone and self.comm.rank == 0:
-            how = (
-                "no random generators in the checkpoint: those here go on as they are; rng=False says that it is meant"
-            )
-            _log.warning("%s: %s", self.source.url, how)
+        others = any(path.split("/", 1)[0] == "rng" for path in self.source.leaves)
+        if self.optimizers and (is_ours or others) and "rng" in self.left_alone and self.comm.rank == 0:
+            what = "rng is not what training.rng_state gives" if others else "no random generators in the checkpoint"
+            how = "those here go on as they are; rng=False says that it is meant"
+            _log.warning("%s: %s: %s", self.source.url, what, how)
         objects = objects_of_extra(self.source) if self.optimizers and self.targets.extra is None else set[str]()
         if objects and self.extra is not None and self.comm.rank == 0:
             names = ", ".join(f"extra/{name}" for name in sorted(objects))

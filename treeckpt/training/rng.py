@@ -7,13 +7,16 @@ Each rank has its own; generators that a program creates itself belong into `ext
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..errors import MismatchError
+
+_PARTS = "torch", "numpy/bit_generator", "python/version", "python/state", "python/gauss"
+"""What a state of the generators has in any case; `cuda` is there where CUDA was in use."""
 
 
 def rng_state() -> dict[str, Any]:
@@ -33,17 +36,32 @@ def rng_state() -> dict[str, Any]:
     return found
 
 
+def is_rng(paths: Iterable[str]) -> bool:
+    """Returns whether leaves are what `rng_state` gives, of each rank or of all; other programs have "rng" too."""
+    below = {path.removeprefix("rng/").removeprefix("~rank*/") for path in paths if path.startswith("rng/")}
+    return below.issuperset(_PARTS)
+
+
 def check_rng(state: Any) -> None:
     """Checks a saved state before any generator is set.
 
     Raises:
         MismatchError: it is not the state of generators.
     """
-    if not isinstance(state, Mapping) or not {"torch", "numpy", "python"} <= set(state):
+    if not all(_has(state, part) for part in _PARTS):
         found = f"{sorted(state)}" if isinstance(state, Mapping) else type(state).__name__
-        raise MismatchError("rng", expected="states of torch, numpy and python", found=found)
+        hint = "training.rng_state() gives such a state; rng=False leaves the generators here as they are"
+        raise MismatchError("rng", expected="states of torch, numpy and python", found=found, hint=hint)
     if not isinstance(state["torch"], torch.Tensor) or state["torch"].dtype is not torch.uint8:
         raise MismatchError("rng/torch", expected="a tensor of bytes", found=f"{type(state['torch']).__name__}")
+
+
+def _has(state: Any, part: str) -> bool:
+    for name in part.split("/"):
+        if not isinstance(state, Mapping) or name not in state:
+            return False
+        state = state[name]
+    return True
 
 
 def set_rng_state(state: Mapping[str, Any]) -> list[str]:
