@@ -686,7 +686,7 @@ def test_tensors_in_parts_and_objects_of_modules_are_put_back_too(tmp_path: Path
     assert same_tensors(state_of(fresh), state_of(model)) and only.table is table and only.counter is counter
 
 
-class Queue(nn.Module):
+class Counting(nn.Module):
     """Has as many items as it loads, and a list of what it has seen."""
 
     def __init__(self) -> None:
@@ -707,7 +707,7 @@ class Queue(nn.Module):
 @pytest.mark.parametrize("damaged", ["first weight", "queue", "moments"])
 def test_a_manager_passes_a_damaged_checkpoint_over_after_load_code_has_run(tmp_path: Path, damaged: str) -> None:
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = nn.Sequential(nn.Linear(64, 64), Queue(), Cached())
+        model = nn.Sequential(nn.Linear(64, 64), Counting(), Cached())
         return model, torch.optim.Adam(model.parameters())
 
     model, optimizer = make()
