@@ -684,3 +684,53 @@ def test_tensors_in_parts_and_objects_of_modules_are_put_back_too(tmp_path: Path
     tc.save(tmp_path / "c", training.state(model, rng=False), overwrite=True)
     training.restore(tmp_path / "c", fresh, rng=False)
     assert same_tensors(state_of(fresh), state_of(model)) and only.table is table and only.counter is counter
+
+
+class Counting(nn.Module):
+    """Has as many items as it loads, and a list of what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("items", torch.zeros(0))
+        self.seen: list[int] = []
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}seen"] = list(self.seen)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        self.seen += [number for number in state.pop(f"{prefix}seen") if number not in self.seen]
+        self.items = torch.empty_like(state[f"{prefix}items"])
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+@pytest.mark.parametrize("damaged", ["first weight", "queue", "moments"])
+def test_a_manager_passes_a_damaged_checkpoint_over_after_load_code_has_run(tmp_path: Path, damaged: str) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(64, 64), Counting(), Cached())
+        return model, torch.optim.Adam(model.parameters())
+
+    model, optimizer = make()
+    states: dict[int, Any] = {}
+    with tc.Manager(tmp_path) as manager:
+        for step in (1, 2):
+            model[1].items, model[1].seen = torch.full((step * 1000,), float(step)), [step]  # type: ignore[index]
+            model[2].scale = float(step)  # type: ignore[index]
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+            manager.save(step, training.state(model, optimizer, rng=False))
+            manager.wait()
+            states[step] = copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()))
+    moments = states[2][1]["state"][0]["exp_avg_sq"]
+    found = {"first weight": states[2][0]["0.weight"], "queue": states[2][0]["1.items"], "moments": moments}[damaged]
+    [file] = (tmp_path / "step_00000002").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[data.index(found.numpy().tobytes()) + 5] ^= 0xFF
+    file.write_bytes(data)
+    fresh, again = make()
+    with tc.Manager(tmp_path) as manager:
+        report = manager.resume(fresh, again, rng=False)
+    assert report is not None and report.step == 1 and len(report.passed_over) == 1
+    assert same_tensors((dict(fresh.state_dict()), again.state_dict()), states[1])
+    assert torch.equal(fresh[2].table, fresh[2].weight) and fresh[1].seen == [1]  # type: ignore[index]

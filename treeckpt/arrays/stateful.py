@@ -459,13 +459,11 @@ def compares_arrays(owner: Any) -> bool:
     if not is_of_torch(owner, _MODULE):
         return False
     found = (where for module in owner.modules() for where in load_code_of(module, is_root=module is owner))
-    return all(map(is_torch_code, found))
+    return all(where.startswith("torch.nn.") for where in found)
 
 
 def load_code_of(module: Any, *, is_root: bool) -> Iterator[str]:
     """Yields the Python module of each function that may change what a module of torch loads, but of its wrappers'.
-
-    Such are hooks before loading, and methods of the class or the object itself.
 
     Args:
         is_root: whether it is asked to load: torch calls the `load_state_dict` of no module inside.
@@ -478,11 +476,6 @@ def load_code_of(module: Any, *, is_root: bool) -> Iterator[str]:
         where = getattr(function, "__module__", None) or ""
         if not where.startswith("torch.distributed."):
             yield where
-
-
-def is_torch_code(where: str) -> bool:
-    """Whether load code in a Python module is that of torch's own layers, which take what they give as it is."""
-    return where.startswith("torch.nn.")
 
 
 class _StatefulLeaf(msgspec.Struct):

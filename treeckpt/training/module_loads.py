@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from ..arrays.dtensor import is_dtensor, is_sharded_tensor
 from ..arrays.plain_tensor import dtype_name
 from ..arrays.registry import any_in_parts, new_array, parts_adapter
-from ..arrays.stateful import StatePlan, is_torch_code, load_code_of, object_states, plan_state
+from ..arrays.stateful import StatePlan, load_code_of, object_states, plan_state
 from ..arrays.torch import torch_dtype
 from ..core.tree.dict_attributes import METADATA
 from ..core.tree.flatten import PerRank, flatten, replace_leaves
@@ -152,7 +152,7 @@ def find_loads(model: Modules, found: ModelEntries, source: RestoreSource) -> li
             code = [(one, where) for one in chain for where in load_code_of(one, is_root=not name)]
             if not code or _below(sharded, name):
                 continue
-            if all(is_torch_code(where) for _, where in code):
+            if all(where.startswith("torch.nn.") for _, where in code):
                 same = saved.metadata is None or saved.metadata.get(name) == metadata.get(name)
                 if same and all(one in saved.nodes for one in _below(names, name)):
                     continue

@@ -495,11 +495,16 @@ class _Restore:
     def run(self) -> RestoreReport:
         """Fills the targets."""
         fills_model = bool(self.wanted or self.loads or self.extra_states)
-        made = self._run_loads()
-        made += allocate_meta_tensors(self.wanted, self.targets.device)
-        if made:
-            reset_fsdp_shards(self.targets.model)
-        filled = self.source.fill(self._target(), take=self.comm.size != self.source.world)
+        made, before = self._run_loads()
+        try:
+            made += allocate_meta_tensors(self.wanted, self.targets.device)
+            if made:
+                reset_fsdp_shards(self.targets.model)
+            filled = self.source.fill(self._target(), take=self.comm.size != self.source.world)
+        except Exception:
+            if before is not None:  # the load code may run again, with an older checkpoint
+                before.put_back({})
+            raise
         self.ignored += apply_optimizers(self.plans)
         held = held_values(all_groups(self.targets.optimizer))
         for action in self.last:
@@ -534,8 +539,8 @@ class _Restore:
             cleared=tuple(self.cleared),
         )
 
-    def _run_loads(self) -> list[str]:
-        """Runs the load code of modules; returns the paths of tensors that were given memory.
+    def _run_loads(self) -> tuple[list[str], Before | None]:
+        """Runs the load code of modules; returns the paths of tensors that were given memory, and what was before.
 
         Modules with an extra state have their own tensors filled here, which `set_extra_state` may read.
 
@@ -543,7 +548,7 @@ class _Restore:
             MismatchError: one does not take what was saved, and all is as before; an error of reading likewise.
         """
         if not self.loads and not self.extra_states:
-            return []
+            return [], None
         covered, extra = with_load_code((*self.entries, *self.model.hidden), self.loads), set[int]()
         extra.update(id(one.module) for one in self.extra_states)
         first = [entry for entry in self.wanted if id(entry.module) in extra]
@@ -573,7 +578,7 @@ class _Restore:
         except Exception as error:
             say_what_changed(error, before.put_back(paths))
             raise
-        return made
+        return made, before
 
     def _model_target(self, entries: Sequence[StateDictEntry]) -> dict[str, Any]:
         """Returns the tree of live tensors of the model, to fill."""
