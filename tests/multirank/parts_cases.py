@@ -151,6 +151,42 @@ def training_with_such_moments_goes_on(here: Rank) -> None:
             assert torch.equal(one.to_local(), two.to_local())
 
 
+class Tabled(Codes):
+    """Codes with a table, in the place of the sign."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale", "signed"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Any], context: Any, size: Any, stride: Any) -> Tabled:
+        return cls(inner["codes"], inner["scale"], inner["signed"])
+
+
+@case("two save parts")
+def parts_of_other_sizes_on_each_rank_come_back_in_a_fresh_optimizer(here: Rank) -> None:
+    def job(*, whole: bool = False) -> tuple[Any, CodedSGD]:
+        model: Any = nn.Linear(4, 5, bias=False)
+        if not whole:
+            fully_shard(model, mesh=mesh_of(2))
+        return model, CodedSGD(model.parameters())
+
+    rows = 3 - here.rank
+    codes = torch.full((rows, 4), here.rank + 1, dtype=torch.int8)
+    kept: Any = Tabled(codes, torch.rand(rows), torch.rand(7))  # pyright: ignore[reportArgumentType]
+    model, optimizer = job()
+    optimizer.state[model.weight] = {"step": 1, "momentum": spread(kept, 2, (5, 4))}
+    tc.save(here.directory / "uneven", training.state(model, optimizer, rng=False))
+    fresh, again = job()
+    training.restore(here.directory / "uneven", fresh, again, rng=False)
+    found = again.state[fresh.weight]["momentum"]._local_tensor
+    assert type(found) is Tabled
+    assert all(torch.equal(getattr(found, key), getattr(kept, key)) for key in ("codes", "scale", "signed"))
+    whole, other = job(whole=True)
+    with pytest.raises(tc.MismatchError, match=r"momentum: expected the layout of a whole tensor.*cannot be resharded"):
+        training.restore(here.directory / "uneven", whole, other, rng=False)
+    assert not other.state
+
+
 @case("three load parts")
 def another_world_gets_what_can_be_resharded(here: Rank) -> None:
     target = spread(Alone(torch.zeros(2, 4)), 3, (6, 4))
