@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import treeckpt as tc
+import treeckpt.dcp
 from tests.helpers.wrapped_moments import CodedSGD, Codes
 from treeckpt import training
 
@@ -149,6 +151,24 @@ def training_with_such_moments_goes_on(here: Rank) -> None:
         _train(other, fresh, here.rank, 4, 7)
         for one, two in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(one.to_local(), two.to_local())
+
+
+@case("two save parts")
+def a_state_dict_of_dcp_is_filled_in_place(here: Rank) -> None:
+    path = str(here.directory / "parts dcp")
+    treeckpt.dcp.save({"codes": spread(codes(here.rank), 2, (6, 4)), "step": 3}, checkpoint_id=path)
+    target: Any = {"codes": spread(codes(here.rank, 1), 2, (6, 4)), "step": 0}
+    live = target["codes"]
+    treeckpt.dcp.load(target, checkpoint_id=path)
+    assert target["codes"] is live
+    assert torch.equal(live._local_tensor.codes, codes(here.rank).codes)
+    assert torch.equal(live._local_tensor.scale, codes(here.rank).scale)
+    columns = Codes(torch.zeros(6, 2, dtype=torch.int8), torch.zeros(3), True)
+    other: Any = {"codes": spread(columns, 2, (6, 4), Shard(1)), "step": 0}
+    with pytest.raises(CheckpointException, match="cannot be resharded"):
+        treeckpt.dcp.load(other, checkpoint_id=path)
+    assert other["step"] == 0
+    assert not columns.scale.any()
 
 
 class Tabled(Codes):

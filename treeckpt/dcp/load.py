@@ -97,10 +97,11 @@ def _fill(checkpoint: Checkpoint, states: dict[Any, Any], comm: Comm, *, partial
         entry = saved.get(name)
         if entry is None:
             continue
-        if not entry.is_tensor:
+        if not entry.is_tensor and not (entry.in_parts and isinstance(place.content, torch.Tensor)):
             values[name] = entry
             continue
-        _check_target(name, entry, place.content)
+        if entry.is_tensor:
+            _check_target(name, entry, place.content)
         tensors.append((entry, place.content))
     loaded = load_values(checkpoint, values, comm, allow_pickle=allow_pickle)
     fill_tensors(checkpoint, tensors, comm)

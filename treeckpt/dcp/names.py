@@ -17,12 +17,23 @@ from ..arrays.sharded import Sharded
 from ..arrays.torch import torch_dtype
 from ..core.format.records import Index, Leaf
 from ..core.tree.nesting import leaf_count
-from ..core.tree.structure import DefaultDictNode, DictNode, ListNode, OrderedDictNode, Structure, key_text, keys_of
+from ..core.tree.structure import (
+    DefaultDictNode,
+    DictNode,
+    ListNode,
+    OrderedDictNode,
+    Structure,
+    TensorNode,
+    key_text,
+    keys_of,
+)
 from ..errors import MismatchError
 from ..io.comm.comm import Comm
 from ..io.storage.checkpoint import Checkpoint
-from ..loading.load import load_into_tree, load_tree
+from ..loading.load import load_tree
 from ..loading.match import LoadOptions
+from ..loading.overlay import CheckpointOverlay
+from ..loading.run_load import fill_tree
 
 DcpPath = tuple[str | int, ...]
 """The keys of an entry as DCP has them: text in mappings, a position in lists."""
@@ -37,6 +48,8 @@ class Entry(msgspec.Struct, frozen=True):
     """Its keys in the saved tree."""
     leaves: tuple[Leaf, ...]
     is_tensor: bool
+    in_parts: bool = False
+    """Whether it is a tensor that is made of others."""
 
     @property
     def leaf(self) -> Leaf:
@@ -64,7 +77,7 @@ def entries_of(index: Index) -> dict[str, Entry]:
             return
         name = ".".join(map(str, path))
         own = leaves[first : first + leaf_count(node)]
-        entry = Entry(path, keys, own, node is None and _is_tensor(own[0]))
+        entry = Entry(path, keys, own, node is None and _is_tensor(own[0]), isinstance(node, TensorNode))
         if found.setdefault(name, entry) is not entry:
             raise MismatchError(
                 name,
@@ -170,9 +183,12 @@ def fill_tensors(checkpoint: Checkpoint, targets: Iterable[tuple[Entry, Any]], c
     """
     tree: dict[Any, Any] = {}
     for entry, target in targets:
-        spec = entry.leaf.spec
-        assert spec is not None, "a tensor has a spec"
-        if isinstance(target.dtype, torch.dtype) and not torch.can_cast(torch_dtype(spec.dtype), target.dtype):
+        spec = None if entry.in_parts else entry.leaf.spec
+        if (
+            spec is not None
+            and isinstance(target.dtype, torch.dtype)
+            and not torch.can_cast(torch_dtype(spec.dtype), target.dtype)
+        ):
             raise MismatchError(
                 ".".join(map(str, entry.path)),
                 expected=f"a dtype that holds numbers of {spec.dtype}",
@@ -185,4 +201,4 @@ def fill_tensors(checkpoint: Checkpoint, targets: Iterable[tuple[Entry, Any]], c
         node[entry.keys[-1]] = target
     if tree:
         options = LoadOptions(strict="missing", cast=True, copy=True)
-        load_into_tree([(checkpoint, options)], tree, comm)
+        fill_tree(CheckpointOverlay(checkpoint), tree, comm, options)
