@@ -171,6 +171,21 @@ def a_state_dict_of_dcp_is_filled_in_place(here: Rank) -> None:
     assert not columns.scale.any()
 
 
+class Sized(Codes):
+    """Codes whose context is the shape of a rank's part, as of torchao's 4-bit moments."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], list(self.shape)
+
+
+@case("two save parts")
+def contexts_that_differ_between_ranks_are_refused_by_name(here: Rank) -> None:
+    rows = 3 - here.rank
+    leaf = spread(Sized(torch.ones(rows, 4, dtype=torch.int8), torch.ones(rows), True), 2, (5, 4))
+    with pytest.raises(tc.MismatchError, match=r"w: .*Sized, shape \(5, 4\), context .*3,4.*found .*context .*2,4"):
+        tc.save(here.directory / "contexts", {"w": leaf})
+
+
 class Tabled(Codes):
     """Codes with a table, in the place of the sign."""
 
