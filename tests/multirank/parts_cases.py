@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import treeckpt as tc
+import treeckpt.dcp
 from tests.helpers.wrapped_moments import CodedSGD, Codes
 from treeckpt import dcp, training
 
@@ -149,6 +151,75 @@ def training_with_such_moments_goes_on(here: Rank) -> None:
         _train(other, fresh, here.rank, 4, 7)
         for one, two in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(one.to_local(), two.to_local())
+
+
+@case("two save parts")
+def a_state_dict_of_dcp_is_filled_in_place(here: Rank) -> None:
+    path = str(here.directory / "parts dcp")
+    treeckpt.dcp.save({"codes": spread(codes(here.rank), 2, (6, 4)), "step": 3}, checkpoint_id=path)
+    target: Any = {"codes": spread(codes(here.rank, 1), 2, (6, 4)), "step": 0}
+    live = target["codes"]
+    treeckpt.dcp.load(target, checkpoint_id=path)
+    assert target["codes"] is live
+    assert torch.equal(live._local_tensor.codes, codes(here.rank).codes)
+    assert torch.equal(live._local_tensor.scale, codes(here.rank).scale)
+    columns = Codes(torch.zeros(6, 2, dtype=torch.int8), torch.zeros(3), True)
+    other: Any = {"codes": spread(columns, 2, (6, 4), Shard(1)), "step": 0}
+    with pytest.raises(CheckpointException, match="cannot be resharded"):
+        treeckpt.dcp.load(other, checkpoint_id=path)
+    assert other["step"] == 0
+    assert not columns.scale.any()
+
+
+class Sized(Codes):
+    """Codes whose context is the shape of a rank's part, as of torchao's 4-bit moments."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], list(self.shape)
+
+
+@case("two save parts")
+def contexts_that_differ_between_ranks_are_refused_by_name(here: Rank) -> None:
+    rows = 3 - here.rank
+    leaf = spread(Sized(torch.ones(rows, 4, dtype=torch.int8), torch.ones(rows), True), 2, (5, 4))
+    with pytest.raises(tc.MismatchError, match=r"w: .*Sized, shape \(5, 4\), context .*3,4.*found .*context .*2,4"):
+        tc.save(here.directory / "contexts", {"w": leaf})
+
+
+class Tabled(Codes):
+    """Codes with a table, in the place of the sign."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale", "signed"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Any], context: Any, size: Any, stride: Any) -> Tabled:
+        return cls(inner["codes"], inner["scale"], inner["signed"])
+
+
+@case("two save parts")
+def parts_of_other_sizes_on_each_rank_come_back_in_a_fresh_optimizer(here: Rank) -> None:
+    def job(*, whole: bool = False) -> tuple[Any, CodedSGD]:
+        model: Any = nn.Linear(4, 5, bias=False)
+        if not whole:
+            fully_shard(model, mesh=mesh_of(2))
+        return model, CodedSGD(model.parameters())
+
+    rows = 3 - here.rank
+    codes = torch.full((rows, 4), here.rank + 1, dtype=torch.int8)
+    kept: Any = Tabled(codes, torch.rand(rows), torch.rand(7))  # pyright: ignore[reportArgumentType]
+    model, optimizer = job()
+    optimizer.state[model.weight] = {"step": 1, "momentum": spread(kept, 2, (5, 4))}
+    tc.save(here.directory / "uneven", training.state(model, optimizer, rng=False))
+    fresh, again = job()
+    training.restore(here.directory / "uneven", fresh, again, rng=False)
+    found = again.state[fresh.weight]["momentum"]._local_tensor
+    assert type(found) is Tabled
+    assert all(torch.equal(getattr(found, key), getattr(kept, key)) for key in ("codes", "scale", "signed"))
+    whole, other = job(whole=True)
+    with pytest.raises(tc.MismatchError, match=r"momentum: expected the layout of a whole tensor.*cannot be resharded"):
+        training.restore(here.directory / "uneven", whole, other, rng=False)
+    assert not other.state
 
 
 @case("three load parts")

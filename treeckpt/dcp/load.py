@@ -16,7 +16,7 @@ from ..io.storage.checkpoint import Checkpoint
 from ..loading.consistent_reads import on_one_version
 from .calls import FILE_SYSTEM_READER, comm_for, is_default_planner, is_stateful, states_of, storage_for
 from .failures import ended_together
-from .names import Entry, entries_of, fill_in_parts, fill_tensors, load_values, places_in
+from .names import Entry, entries_of, fill_tensors, load_values, places_in
 from .reader import DcpReader
 
 
@@ -92,23 +92,18 @@ def _fill(checkpoint: Checkpoint, states: dict[Any, Any], comm: Comm, *, partial
             hint="Pass planner=DefaultLoadPlanner(allow_partial_load=True) to leave these as they are",
         )
     tensors: list[tuple[Entry, Any]] = []
-    in_parts: list[tuple[Entry, Any]] = []
     values: dict[str, Entry] = {}
     for name, place in wanted.items():
         entry = saved.get(name)
         if entry is None:
             continue
-        if entry.in_parts and isinstance(place.content, torch.Tensor):
-            in_parts.append((entry, place.content))
-            continue
-        if not entry.is_tensor:
+        if not entry.is_tensor and not (entry.in_parts and isinstance(place.content, torch.Tensor)):
             values[name] = entry
             continue
-        _check_target(name, entry, place.content)
+        if entry.is_tensor:
+            _check_target(name, entry, place.content)
         tensors.append((entry, place.content))
     loaded = load_values(checkpoint, values, comm, allow_pickle=allow_pickle)
-    if in_parts:
-        fill_in_parts(checkpoint, in_parts, comm)
     fill_tensors(checkpoint, tensors, comm)
     for name, value in loaded.items():
         wanted[name].container[wanted[name].key] = value

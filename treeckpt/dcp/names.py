@@ -14,7 +14,6 @@ import msgspec
 import torch
 
 from ..arrays.sharded import Sharded
-from ..arrays.stateful import expand_states
 from ..arrays.torch import torch_dtype
 from ..core.format.records import Index, Leaf
 from ..core.tree.nesting import leaf_count
@@ -31,8 +30,10 @@ from ..core.tree.structure import (
 from ..errors import MismatchError
 from ..io.comm.comm import Comm
 from ..io.storage.checkpoint import Checkpoint
-from ..loading.load import load_into_tree, load_tree
+from ..loading.load import load_tree
 from ..loading.match import LoadOptions
+from ..loading.overlay import CheckpointOverlay
+from ..loading.run_load import fill_tree
 
 DcpPath = tuple[str | int, ...]
 """The keys of an entry as DCP has them: text in mappings, a position in lists."""
@@ -48,7 +49,7 @@ class Entry(msgspec.Struct, frozen=True):
     leaves: tuple[Leaf, ...]
     is_tensor: bool
     in_parts: bool = False
-    """Whether it is a tensor that is made of others, which are its leaves."""
+    """Whether it is a tensor that is made of others."""
 
     @property
     def leaf(self) -> Leaf:
@@ -182,9 +183,12 @@ def fill_tensors(checkpoint: Checkpoint, targets: Iterable[tuple[Entry, Any]], c
     """
     tree: dict[Any, Any] = {}
     for entry, target in targets:
-        spec = entry.leaf.spec
-        assert spec is not None, "a tensor has a spec"
-        if isinstance(target.dtype, torch.dtype) and not torch.can_cast(torch_dtype(spec.dtype), target.dtype):
+        spec = None if entry.in_parts else entry.leaf.spec
+        if (
+            spec is not None
+            and isinstance(target.dtype, torch.dtype)
+            and not torch.can_cast(torch_dtype(spec.dtype), target.dtype)
+        ):
             raise MismatchError(
                 ".".join(map(str, entry.path)),
                 expected=f"a dtype that holds numbers of {spec.dtype}",
@@ -197,31 +201,4 @@ def fill_tensors(checkpoint: Checkpoint, targets: Iterable[tuple[Entry, Any]], c
         node[entry.keys[-1]] = target
     if tree:
         options = LoadOptions(strict="missing", cast=True, copy=True)
-        load_into_tree([(checkpoint, options)], tree, comm)
-
-
-def fill_in_parts(checkpoint: Checkpoint, targets: Iterable[tuple[Entry, Any]], comm: Comm) -> None:
-    """Fills tensors that are made of others in place.
-
-    Args:
-        targets: each entry with the tensor that it fills.
-
-    Raises:
-        MismatchError: a target that is a plain tensor, or of another class, context, shape or layout.
-    """
-    tree: dict[Any, Any] = {}
-    for entry, target in targets:
-        node = tree
-        for key in entry.keys[:-1]:
-            node = node.setdefault(key, {})
-        node[entry.keys[-1]] = target
-    options = LoadOptions(strict="missing", copy=True)
-
-    def as_saved(at: str, *, arrays: bool) -> Any:
-        return load_tree(checkpoint, None, comm, msgspec.structs.replace(options, strict=False, below=at))[0]
-
-    found = expand_states(tree, rank=comm.rank)
-    if found is None:
-        load_into_tree([(checkpoint, options)], tree, comm)  # names the first: it has no parts
-    else:
-        found.restore(as_saved, lambda target: load_into_tree([(checkpoint, options)], target, comm))
+        fill_tree(CheckpointOverlay(checkpoint), tree, comm, options)

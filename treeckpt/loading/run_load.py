@@ -49,13 +49,16 @@ def run_load_into(path: Any, tree: Any, comm: Comm, options: LoadOptions, on_cor
     """Fills a tree in place; see `treeckpt.load_into`."""
     return on_versions(
         path,
-        lambda version: _fill(CheckpointOverlay(version), tree, comm, options, on_corrupt),
+        lambda version: fill_tree(CheckpointOverlay(version), tree, comm, options, on_corrupt),
         together=options.read == "once",
         is_suspect=lambda report: report.damaged,
     )
 
 
-def _fill(overlay: CheckpointOverlay, tree: Any, comm: Comm, options: LoadOptions, on_corrupt: str) -> LoadReport:
+def fill_tree(
+    overlay: CheckpointOverlay, tree: Any, comm: Comm, options: LoadOptions, on_corrupt: str = "error"
+) -> LoadReport:
+    """Fills a tree in place from an open checkpoint, or several; objects and tensors in parts as `load_into` does."""
     options = overlay.salvaging(comm, options, on_corrupt)
 
     def fill(layouts: bool) -> Any:

@@ -23,10 +23,9 @@ from ..arrays.tensor_parts import empty_plain, is_in_parts
 from ..arrays.torch import in_order, order_of, torch_dtype
 from ..core.sharding.int_runs import encode_runs
 from ..core.tree.flatten import unflatten
-from ..core.tree.merge import with_ranks
 from ..core.tree.spec import ArraySpec
-from ..core.tree.structure import Structure, TensorNode, key_text
-from ..core.tree.tensor_parts import TensorParts, tensors_as_leaves
+from ..core.tree.structure import PerRankNode, Structure, TensorNode, key_text
+from ..core.tree.tensor_parts import TensorParts, check_own_layout, tensors_as_leaves
 from ..errors import MismatchError
 from .names import get_in, parse_key
 from .sources import OWN, RestoreSource, children_of, leaves_below
@@ -143,10 +142,13 @@ def _tensor_in_parts(parameter: Tensor, saved: TensorNode, source: RestoreSource
     Raises:
         MismatchError: this program does not have the class, or the parts cannot be laid out as the parameter is.
     """
+    saved = _of_one_rank(saved)
     paths = leaves_below(path, saved)
     if saved.cls.startswith("torch:"):  # indices that are not filled yet are not valid
         return get_in(source.part("optimizer", select=paths), parse_key(path)[1:])
     spread = is_dtensor(parameter) and saved.shape == tuple(parameter.shape)
+    if saved.layout is not None and any(n > 1 for n in saved.layout.mesh.shape):
+        check_own_layout(layout_of(parameter, path) if is_dtensor(parameter) else None, (saved,), path)
 
     def part(at: str) -> Any:
         if (spec := source.leaves[at]) is None:
@@ -163,8 +165,7 @@ def _tensor_in_parts(parameter: Tensor, saved: TensorNode, source: RestoreSource
             made.spread = parameter._spec  # pyright: ignore[reportAttributeAccessIssue]
         return build_tensor(made, f"{path}/{below}" if below else path)
 
-    whole = with_ranks(saved, encode_runs([0]))
-    made = unflatten(whole, map(part, paths), resolve=resolve, build=build)
+    made = unflatten(saved, map(part, paths), resolve=resolve, build=build)
     if not isinstance(made, Tensor):
         raise MismatchError(
             path,
@@ -173,6 +174,15 @@ def _tensor_in_parts(parameter: Tensor, saved: TensorNode, source: RestoreSource
             hint="Import the module that defines it before restoring: the optimizer that made it",
         )
     return made
+
+
+def _of_one_rank(saved: Structure) -> Any:
+    """Returns a saved structure as one rank has it, rank 0 in `unflatten`: several may be noted, of groups of ranks."""
+    if saved is None:
+        return None
+    if isinstance(saved, PerRankNode):
+        return PerRankNode((encode_runs([0]),), (_of_one_rank(saved.children[0]),))
+    return msgspec.structs.replace(saved, children=tuple(map(_of_one_rank, saved.children)))
 
 
 def _shared(new: Any, identity: object, made: dict[object, Tensor]) -> Any:

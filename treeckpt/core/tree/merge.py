@@ -19,6 +19,7 @@ from .structure import (
     OrderedDictNode,
     PerRankNode,
     Structure,
+    TensorNode,
     key_text,
     keys_of,
 )
@@ -132,6 +133,8 @@ def _merge_ranks(a: PerRankNode, b: PerRankNode) -> PerRankNode:
 def _node_name(node: Structure) -> str:
     if node is None:
         return "a leaf"
+    if isinstance(node, TensorNode):
+        return f"a tensor of {node.cls}, shape {node.shape}, context {msgspec.json.encode(node.context).decode():.80}"
     return f"{type(node).__struct_config__.tag} of {len(node.children)}"
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from ...errors import MismatchError
 from ..sharding.int_runs import decode_runs
+from ..sharding.placements import MeshLayout
 from .recursion import Recursive, trampoline
 from .structure import PerRankNode, Structure, TensorNode, child_path, containers_of
 from .value_codec import Value
@@ -183,26 +184,41 @@ def _check_same(wanted: TensorNode, saved: TensorNode, path: str) -> None:
     ):
         if here != there:
             raise MismatchError(path, expected=f"{what} {here!s:.200}", found=f"{there!s:.200}", hint=_HINT)
-    own = [key for node in (wanted, saved) for key, child in zip(node.keys, node.children, strict=True)
+    check_own_layout(wanted.layout, (wanted, saved), path)
+
+
+def check_own_layout(layout: MeshLayout | None, nodes: Sequence[TensorNode], path: str) -> None:
+    """Checks that a tensor of which each rank has parts of its own was laid out as it is here.
+
+    Args:
+        layout: of the tensor here; None for a whole one.
+        nodes: the saved one last, after the one here, if there is one.
+
+    Raises:
+        MismatchError: it was laid out otherwise.
+    """
+    saved = nodes[-1]
+    own = [key for node in nodes for key, child in zip(node.keys, node.children, strict=True)
            if isinstance(child, PerRankNode)]  # fmt: skip
-    layouts = [
-        None if node.layout is None else (node.layout.mesh.shape, node.layout.placements) for node in (wanted, saved)
-    ]
-    if own and layouts[0] != layouts[1]:
+    if own and _spread_over(layout) != _spread_over(saved.layout):
         raise MismatchError(
             path,
-            expected=f"the layout {_layout_text(wanted)} of the tensor here",
-            found=f"{_layout_text(saved)} in the checkpoint",
+            expected=f"the layout {_layout_text(layout)}, as the tensor here has it",
+            found=f"{_layout_text(saved.layout)} in the checkpoint",
             hint=f"{own[0]} of {saved.cls} belongs to a rank's own part and cannot be resharded: load it in the layout "
             "that it was saved in",
         )
+
+
+def _spread_over(layout: MeshLayout | None) -> object:
+    return None if layout is None else (layout.mesh.shape, layout.placements)
 
 
 def _text(context: Value) -> str:
     return msgspec.json.encode(context).decode()
 
 
-def _layout_text(node: TensorNode) -> str:
-    if node.layout is None:
+def _layout_text(layout: MeshLayout | None) -> str:
+    if layout is None:
         return "of a whole tensor"
-    return f"{node.layout.mesh.shape} {', '.join(map(repr, node.layout.placements))}"
+    return f"{layout.mesh.shape} {', '.join(map(repr, layout.placements))}"
