@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Unpack, cast
 
+from .arrays.expanded_tree import state_tree
 from .arrays.samples import Comparison
-from .arrays.stateful import state_tree
 from .core.format.file_names import check_step
 from .core.option_names import check_options, checks_options
 from .core.tree.flatten import flatten, replace_leaves

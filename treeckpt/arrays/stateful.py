@@ -11,24 +11,22 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
+from collections.abc import Container, Iterator, Mapping, MutableMapping
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from ..core.tree.containers import AbsentSubtree, FromRank, flatten_one_level, is_leaf_type, is_stateful_type
+from ..core.tree.containers import FromRank, flatten_one_level, is_leaf_type, is_stateful_type
 from ..core.tree.dict_attributes import METADATA
 from ..core.tree.flatten import PerRank, flatten, replace_leaves
-from ..core.tree.in_place import update_in_place
 from ..core.tree.keyed_table import TableColumn
 from ..core.tree.object_state import ObjectState
 from ..core.tree.spec import ArraySpec
-from ..core.tree.structure import index_path, key_text, rank_key
+from ..core.tree.structure import key_text, rank_key
 from ..core.tree.tensor_parts import TensorParts
-from ..errors import LayoutError, MismatchError, TreeError
-from .base import PartsNeeded
-from .registry import abstract_of, adapter_of, any_in_parts, is_value, like_of, parts_adapter, take_apart
+from ..errors import MismatchError, TreeError
+from .registry import abstract_of, adapter_of, any_in_parts, like_of, parts_adapter, take_apart
 
 _log = logging.getLogger("treeckpt")
 
@@ -39,7 +37,7 @@ def is_stateful(value: object) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _is_mapping(kind: type) -> bool:
+def is_filled_by_key(kind: type) -> bool:
     """Returns whether a class that is no container is filled key by key, as a subclass of dict."""
     return issubclass(kind, MutableMapping) and kind is not collections.Counter
 
@@ -71,7 +69,7 @@ def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False, la
             except TreeError:
                 return True  # flattening raises the error with the path
             if taken is None:
-                if kind is FromRank or is_stateful_type(kind) or (mappings and _is_mapping(kind)):
+                if kind is FromRank or is_stateful_type(kind) or (mappings and is_filled_by_key(kind)):
                     return True
                 if any_in_parts((node,)):
                     return True
@@ -127,7 +125,7 @@ def pass_state(path: str, owner: Any, state: Any) -> None:
 
 def is_disabled_scaler(value: object) -> bool:
     """Whether an object is a disabled `GradScaler` of torch: its state is empty, and it ignores what it loads."""
-    return is_of_torch(value, _SCALER) and not value.is_enabled()  # pyright: ignore[reportAttributeAccessIssue]
+    return is_of_torch(value, SCALER) and not value.is_enabled()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def load_exact_state(path: str, owner: Any, state: Any) -> None:
@@ -222,7 +220,7 @@ def object_states(
     made: list[Any] = []
     for below, leaf in leaves:
         if is_stateful(leaf):
-            at, around, inner = _joined(path, below), (*owners, leaf), None
+            at, around, inner = join_paths(path, below), (*owners, leaf), None
             if all(leaf is not owner for owner in owners):
                 inner = {} if id(leaf) in apart else leaf.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
             if not isinstance(inner, Mapping):
@@ -239,7 +237,8 @@ def object_states(
     return replace_leaves(state, iter(made), namespace=namespace)
 
 
-def _joined(path: str, below: str) -> str:
+def join_paths(path: str, below: str) -> str:
+    """Returns the path of what is below a path; either may be empty."""
     return f"{path}/{below}" if path and below else path or below
 
 
@@ -284,7 +283,7 @@ class StatePlan(msgspec.Struct):
             (parts := take_apart(leaf := node_at(self.live, path, self.rank, self.namespace), path)) is not None
             and (parts.node.cls, parts.node.shape) == (saved.node.cls, saved.node.shape)
             and parts_adapter().fills_in_place(leaf)
-            for path, saved in _nodes_of(TensorParts, self.state, self.namespace).items()
+            for path, saved in nodes_of(TensorParts, self.state, self.namespace).items()
         )
 
     def fill_in_place(self, *, as_here: bool) -> None:
@@ -311,7 +310,7 @@ class StatePlan(msgspec.Struct):
             self.state = replace_leaves(self.live, parts, namespace=self.namespace) if self.inner else self.live
             return
         arrays = _specs_of(own, self.rank)
-        taken = _nodes_of(TensorParts, self.state, self.namespace)
+        taken = nodes_of(TensorParts, self.state, self.namespace)
         tensors = {id(one): own[path] for path, one in taken.items() if path in own}
         known = {key: one.state for key, one in inner.items()} | tensors
         _, leaves = flatten(self.state, rank=self.rank, namespace=self.namespace, whole=known)
@@ -339,7 +338,7 @@ class StatePlan(msgspec.Struct):
             return own[path]
         if here is not None and here.regions is not None and here.shape != saved.shape:
             raise MismatchError(
-                _joined(self.path, path),
+                join_paths(self.path, path),
                 expected=f"shape {here.shape}, of a distributed array of the {type(self.owner).__qualname__} here",
                 found=f"{saved.shape} in the checkpoint",
                 hint="Make the object with arrays of the saved shapes, or leave it out with `...`",
@@ -365,7 +364,7 @@ def plan_state(path: str, owner: Any, saved: Any, *, live: Any = ..., rank: int 
     Raises:
         MismatchError: there is no object here for a saved state, or one that cannot take it.
     """
-    there = _nodes_of(ObjectState, saved, namespace)
+    there = nodes_of(ObjectState, saved, namespace)
     if owner is None and isinstance(saved, ObjectState):
         there = {"": saved}
     if live is ...:
@@ -379,13 +378,13 @@ def plan_state(path: str, owner: Any, saved: Any, *, live: Any = ..., rank: int 
                 state = node if isinstance(node, ObjectState) else ObjectState.from_object(one, node)
                 live_state = mine.state_dict() if node else {}
                 inner[below] = plan_state(
-                    _joined(path, below), one, state, live=live_state, rank=rank, namespace=namespace
+                    join_paths(path, below), one, state, live=live_state, rank=rank, namespace=namespace
                 )
                 _check_can_take(inner[below])
     for below, node in there.items():
         if below not in inner:
             raise MismatchError(
-                _joined(path, below),
+                join_paths(path, below),
                 expected=f"a {node.of.rpartition(':')[2]} to load its saved state into",
                 found="none here" if owner is None else f"none in the state of the {type(owner).__qualname__} here",
                 hint="Make the object around it as it was when this was saved",
@@ -398,7 +397,7 @@ def plan_state(path: str, owner: Any, saved: Any, *, live: Any = ..., rank: int 
     return StatePlan(path, owner, live, saved, inner, rank, namespace)
 
 
-def _nodes_of(kind: type[_T], state: Any, namespace: str) -> dict[str, _T]:
+def nodes_of(kind: type[_T], state: Any, namespace: str) -> dict[str, _T]:
     """Returns the containers of a class in a state by path, without those in others; the state itself is none."""
     found: dict[str, _T] = {}
     waiting: list[tuple[str, Any]] = [("", state)]
@@ -411,7 +410,7 @@ def _nodes_of(kind: type[_T], state: Any, namespace: str) -> dict[str, _T]:
         if taken is not None:
             text = rank_key if type(node) is PerRank else key_text
             pairs = zip(taken.keys, taken.children, strict=True)
-            waiting += ((_joined(path, text(key)), child) for key, child in pairs)  # pyright: ignore[reportArgumentType]
+            waiting += ((join_paths(path, text(key)), child) for key, child in pairs)  # pyright: ignore[reportArgumentType]
     return found
 
 
@@ -429,7 +428,7 @@ def _check_can_take(plan: StatePlan) -> None:
         return
     if compares_arrays(plan.owner) and (path := min(path for path, _ in saved.items() ^ here.items())):
         raise MismatchError(
-            _joined(plan.path, path),
+            join_paths(plan.path, path),
             expected=f"shape {here[path]}" if path in here else f"nothing, as the {type(plan.owner).__qualname__} here",
             found=f"{saved[path]} in the checkpoint" if path in saved else "nothing in the checkpoint",
             hint="Make the object as it was when this was saved",
@@ -450,7 +449,8 @@ def _specs_of(leaves: Mapping[str, Any], rank: int) -> dict[str, ArraySpec]:
     return {path: spec for path, leaf in plain.items() if (spec := abstract_of(leaf, path, rank)) is not None}
 
 
-def _is_array(leaf: object) -> bool:
+def is_array(leaf: object) -> bool:
+    """Returns whether a leaf is an array, a spec of one, or a column of a table."""
     return isinstance(leaf, (ArraySpec, TableColumn)) or adapter_of(type(leaf)) is not None
 
 
@@ -476,298 +476,6 @@ def load_code_of(module: Any, *, is_root: bool) -> Iterator[str]:
         where = getattr(function, "__module__", None) or ""
         if not where.startswith("torch.distributed."):
             yield where
-
-
-class _StatefulLeaf(msgspec.Struct):
-    """One stateful object of a tree, and its present state."""
-
-    path: str
-    owner: Any
-    live: Any
-    """What `state_dict` returned."""
-    state: Any
-    """What stands in the tree: for a save the present state, for a restore what is filled, `...` for nothing."""
-    inside: ExpandedTree | None = None
-    """The content of a mapping, or of what is filled, that holds stateful objects or tensors in parts itself."""
-    plan: StatePlan | None = None
-    """For a restore, what the object takes; None where it keeps its state."""
-    content: Any = ...
-    """For a restore, of a tensor that is made of others and not filled in place, the saved tensor."""
-
-
-class ExpandedTree:
-    """A tree with each stateful object replaced by its state.
-
-    Args:
-        mappings: objects that are mappings, and no containers, are replaced too, to be filled key by key.
-        above: the path of the tree.
-        world: of the ranks that save, where `FromRank` leaves what other ranks give; None takes it for its value.
-    """
-
-    def __init__(
-        self,
-        tree: object,
-        rank: int,
-        namespace: str,
-        *,
-        mappings: bool = False,
-        above: str = "",
-        world: int | None = None,
-    ) -> None:
-        self.original, self.rank, self.namespace = tree, rank, namespace
-        _, self.leaves = flatten(tree, rank=rank, namespace=namespace)
-        self.found: dict[int, _StatefulLeaf] = {}
-        tensors: dict[int, Any] = {}
-        for position, (below, leaf) in enumerate(self.leaves):
-            path = _joined(above, below)
-            if type(leaf) is FromRank:
-                state = _of_rank(leaf, path, rank, namespace, mappings=mappings, world=world)
-                self.found[position] = _StatefulLeaf(path, leaf, None, state)
-            elif is_stateful(leaf):
-                live = leaf.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
-                state = object_states(live, path, (leaf,), rank=rank, namespace=namespace)
-                parts = expand_states(state, rank=rank, namespace=namespace, above=path)
-                self.found[position] = _StatefulLeaf(path, leaf, live, state if parts is None else parts.tree)
-            elif (parts := tensors.get(id(leaf)) or take_apart(leaf, path)) is not None:
-                tensors[id(leaf)] = parts
-                self.found[position] = _StatefulLeaf(path, leaf, None, parts)
-            elif mappings and _is_mapping(type(leaf)):
-                inside = ExpandedTree(dict(leaf), rank, namespace, mappings=True, above=path)  # pyright: ignore[reportArgumentType, reportCallIssue]
-                self.found[position] = _StatefulLeaf(path, leaf, None, inside.tree, inside)
-        self.tree = self._with_states()
-
-    def _with_states(self) -> Any:
-        """Returns the tree with the state of each stateful object in its place."""
-        leaves = (self.found[i].state if i in self.found else leaf for i, (_, leaf) in enumerate(self.leaves))
-        return replace_leaves(self.original, leaves, namespace=self.namespace)
-
-    def restore(self, load: LoadSaved, fill: Callable[[Any], Any]) -> tuple[Any, int]:
-        """Loads everything, and passes each object its state.
-
-        Args:
-            load: returns the tree as saved, with the leaves below a path.
-            fill: fills a tree in place.
-
-        Returns:
-            the result of `fill`, and how many further leaves were loaded.
-        """
-        target = self.target(load)
-        report = fill(target)
-        return report, self._take_back(target)
-
-    def target(self, load: LoadSaved) -> Any:
-        """Returns the tree to fill: for each object what it takes of its saved state; `...` where that has no arrays.
-
-        Raises:
-            MismatchError: an object cannot take what was saved; nothing is changed.
-        """
-        for found in self.found.values():
-            if type(found.owner) is FromRank:
-                raise TreeError(
-                    found.path,
-                    expected="what can be filled in place",
-                    found="a FromRank, which marks what is saved",
-                    hint="Give its value, or use treeckpt.load",
-                )
-            if found.inside is not None:
-                found.state = found.inside.target(load)
-            elif type(found.state) is TensorParts:
-                self._plan_tensor(found, load)
-            else:
-                self._plan(found, load)
-        return self._with_states()
-
-    def _saved(self, found: _StatefulLeaf, load: LoadSaved, *, arrays: bool) -> Any:
-        return node_at(load(index_path(found.path, self.rank), arrays=arrays), found.path, self.rank, self.namespace)
-
-    def _plan_tensor(self, found: _StatefulLeaf, load: LoadSaved) -> None:
-        """Loads the content of a tensor that is made of others, if these may be of other sizes than the saved ones."""
-        if parts_adapter().fills_in_place(found.owner):
-            return
-        found.state, saved = ..., self._saved(found, load, arrays=True)
-        if saved is NOTHING:
-            raise self._nothing(found)
-        if type(saved) is TensorParts:  # of a tree in memory
-            saved = parts_adapter().build(saved, found.path)
-        if not _is_left_out(saved):
-            parts_adapter().check_content(found.owner, saved, found.path)
-            found.content = saved
-
-    def _nothing(self, found: _StatefulLeaf) -> MismatchError:
-        return MismatchError(
-            found.path,
-            expected=f"the state of a {type(found.owner).__qualname__}",
-            found="nothing in the checkpoint",
-            hint="Leave it out with `...`",
-        )
-
-    def _plan(self, found: _StatefulLeaf, load: LoadSaved) -> None:
-        """Sets what an object takes, and what of that is to be filled."""
-        owner, whole = found.owner, isinstance(found.owner, LoadsSavedState)
-        path, rank, namespace = found.path, self.rank, self.namespace
-        if compares_arrays(owner) and all(map(_is_array, found.live.values())):  # the usual model needs no second look
-            self._fill_state(found, StatePlan(path, owner, found.live, found.live, {}, rank, namespace), load)
-            return
-        saved, here = self._saved(found, load, arrays=whole), self._moments(found.state)
-        if saved is NOTHING:
-            if whole or not self._has_arrays(found.live):
-                raise self._nothing(found)
-            saved = found.state  # the error, or the report, of what is missing comes of the filling
-        elif is_optimizer(owner) and (lacking := self._moments(saved) - here):
-            raise MismatchError(
-                path,
-                expected="an optimizer that has state already, to fill in place",
-                found=f"one without {min(lacking)}" if here else "a fresh one",
-                hint="Use treeckpt.training.restore, which makes the state where its parameters are",
-            )
-        elif saved == {} and is_of_torch(owner, _SCALER) and not is_disabled_scaler(owner):
-            raise MismatchError(
-                path,
-                expected="the state of a GradScaler with enabled=True",
-                found="that of one with enabled=False, which is empty",
-                hint="Leave it out with `...`, and the one here stays as it is",
-            )
-        as_here = compares_arrays(owner) or (is_optimizer(owner) and self._moments(saved) == here)
-        plan = plan_state(path, owner, saved, live=found.live, rank=rank, namespace=namespace)
-        if not as_here and not plan.has_tensors_of():  # sparse tensors, for one, have other sizes
-            whole, saved = True, self._saved(found, load, arrays=True)
-            leaves = (leaf for _, leaf in flatten(saved, rank=rank, namespace=namespace)[1])
-            saved = replace_leaves(saved, leaves, namespace=namespace)  # makes those of a tree in memory
-            plan = plan_state(path, owner, saved, live=found.live, rank=rank, namespace=namespace)
-        found.state = ...
-        if not whole and self._has_arrays(saved):
-            plan.fill_in_place(as_here=as_here)
-            self._fill_state(found, plan, load)
-        elif all(leaf is not ... for _, leaf in flatten(plan.state, rank=rank, namespace=namespace)[1]):
-            found.plan = plan  # else a part of it is not selected, or damaged
-
-    def _fill_state(self, found: _StatefulLeaf, plan: StatePlan, load: LoadSaved) -> None:
-        """Has a state filled, with the tensors in it that are made of others."""
-        found.state = plan.state
-        found.inside = expand_states(plan.state, rank=self.rank, namespace=self.namespace, above=found.path)
-        if found.inside is not None:
-            found.state = found.inside.target(load)
-        if all(leaf is not ... for _, leaf in flatten(plan.state, rank=self.rank, namespace=self.namespace)[1]):
-            found.plan = plan
-
-    def _has_arrays(self, state: Any) -> bool:
-        return any(_is_array(leaf) for _, leaf in flatten(state, rank=self.rank, namespace=self.namespace)[1])
-
-    def _moments(self, state: Any) -> set[str]:
-        """Returns the paths of the arrays in the state of an optimizer, beside those of its groups and of objects."""
-        objects = set(map(id, _nodes_of(ObjectState, state, self.namespace).values()))
-        _, leaves = flatten(state, rank=self.rank, namespace=self.namespace, whole=objects)
-        return {path for path, leaf in leaves if _is_array(leaf) and not path.startswith("param_groups/")}
-
-    def _take_back(self, target: Any) -> int:
-        """Passes objects their states, and stores values of a filled tree in containers; returns the further leaves."""
-        whole = {id(found.state) for found in self.found.values() if found.state is not ...}
-        owners = {self.leaves[position][0]: found.owner for position, found in self.found.items()}
-        _, leaves = flatten(target, rank=self.rank, namespace=self.namespace, whole=whole)
-        filled = iter([owners.get(path, leaf) for path, leaf in leaves])
-        new = replace_leaves(target, filled, namespace=self.namespace, whole=whole)
-        objects = {id(found.owner) for found in self.found.values()}  # each object stays, in a new tuple too
-        update_in_place(
-            self.original, new, is_value=lambda x: id(x) in objects or is_value(x), namespace=self.namespace
-        )
-        loaded = 0
-        for found in self.found.values():
-            if found.inside is not None:
-                loaded += found.inside._take_back(found.state)
-            if found.inside is not None and not is_stateful(found.owner):
-                content: Any = found.inside.original
-                found.owner.update((key, value) for key, value in content.items() if found.owner[key] is not value)
-            elif found.plan is not None:
-                if self.rank == 0 and is_disabled_scaler(found.owner) and found.plan.state:
-                    what = "what was saved of a GradScaler was not restored: the one here has enabled=False"
-                    _log.warning("%s: %s", found.path, what)
-                found.plan.load()
-                if found.state is ...:
-                    loaded += len(flatten(found.plan.state, rank=self.rank, namespace=self.namespace)[1])
-            elif found.content is not ...:
-                parts_adapter().set_content(found.owner, found.content)
-                loaded += 1
-        return loaded
-
-
-def _of_rank(mark: FromRank, path: str, rank: int, namespace: str, *, mappings: bool, world: int | None) -> object:
-    """Returns the subtree that a `FromRank` stands for on a rank.
-
-    Raises:
-        LayoutError: no rank that saves is named.
-        TreeError: it holds `PerRank` state.
-    """
-    named = mark.rank
-    if type(named) is not int or named < 0 or (world is not None and named >= world):
-        raise LayoutError(
-            path,
-            expected="FromRank of a rank of 0 or more" if world is None else f"FromRank of a rank below {world}",
-            found=f"rank={named!r:.40}",
-            hint="Name one of the ranks that save",
-        )
-    if world is not None and rank != named:
-        return AbsentSubtree(named)
-    state = state_tree(mark.value, rank=rank, namespace=namespace, mappings=mappings, world=world)
-    if any(rank_key(rank) in below.split("/") for below, _ in flatten(state, rank=rank, namespace=namespace)[1]):
-        raise TreeError(path, expected="a value of one rank", found="PerRank state below FromRank")
-    return state
-
-
-def _is_left_out(content: Any) -> bool:
-    """Whether a saved tensor, or a part of it, was not loaded."""
-    return content is ... or (isinstance(content, dict) and ... in content.values())
-
-
-def expand_states(
-    tree: object,
-    *,
-    rank: int = 0,
-    namespace: str = "",
-    mappings: bool = False,
-    above: str = "",
-    layouts: bool = True,
-) -> ExpandedTree | None:
-    """Returns the tree with stateful objects replaced by their states; None for a tree without such objects."""
-    if not holds_stateful(tree, namespace, mappings=mappings, layouts=layouts):
-        return None
-    return ExpandedTree(tree, rank, namespace, mappings=mappings, above=above)
-
-
-def state_tree(
-    tree: Any,
-    *,
-    rank: int = 0,
-    namespace: str = "",
-    mappings: bool = False,
-    world: int | None = None,
-    layouts: bool = True,
-) -> Any:
-    """Returns the tree with stateful objects replaced by their states; the tree itself where it holds none.
-
-    Args:
-        world: as for `ExpandedTree`.
-        layouts: as for `holds_stateful`.
-    """
-    if not holds_stateful(tree, namespace, mappings=mappings, layouts=layouts):
-        return tree
-    return ExpandedTree(tree, rank, namespace, mappings=mappings, world=world).tree
-
-
-def in_parts_if_needed(act: Callable[[bool], Any], *, always: bool = False) -> Any:
-    """Returns what an action returns that expands a tree, with `layouts` False, and again with True if it needs that.
-
-    It asks no object for its state a second time: in a tree with such objects all tensors are looked at.
-
-    Args:
-        act: changes nothing before all leaves of the tree are described.
-        always: calls it with True at once.
-    """
-    if always:
-        return act(True)
-    try:
-        return act(False)
-    except PartsNeeded:
-        return act(True)
 
 
 NOTHING = object()
@@ -798,4 +506,4 @@ def _full_name(kind: type) -> str:
 
 _MODULE = "torch.nn.modules.module.Module"
 _OPTIMIZER = "torch.optim.optimizer.Optimizer"
-_SCALER = "torch.amp.grad_scaler.GradScaler"
+SCALER = "torch.amp.grad_scaler.GradScaler"

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ..arrays.stateful import expand_states, in_parts_if_needed, state_tree
+from ..arrays.expanded_tree import expand_states, in_parts_if_needed, state_tree
 from ..io.comm.comm import Comm
 from ..io.gc_pause import gc_paused
 from ..io.storage.checkpoint import Checkpoint

@@ -32,8 +32,8 @@ from ..arrays.describe import (
     piece_digests,
     place_table_rows,
 )
+from ..arrays.expanded_tree import in_parts_if_needed, state_tree
 from ..arrays.samples import SMALL_LEAF_NBYTES
-from ..arrays.stateful import in_parts_if_needed, state_tree
 from ..core.format.decoding import decode_msgpack
 from ..core.format.sidecars import Sidecar
 from ..core.planning.rank_trees import GlobalTree, digest_of

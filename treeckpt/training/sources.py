@@ -15,8 +15,8 @@ import msgspec
 
 from .. import api
 from ..arrays.dtensor import is_dtensor
+from ..arrays.expanded_tree import expand_states, state_tree
 from ..arrays.registry import abstract_of, decode
-from ..arrays.stateful import expand_states, state_tree
 from ..core.format.records import AliasRecord, ArrayRecord, Leaf, ValueRecord
 from ..core.sharding.placements import Layout, MeshLayout, Replicate, held_by
 from ..core.sharding.region import Region

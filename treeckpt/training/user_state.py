@@ -18,16 +18,9 @@ from weakref import WeakSet
 import msgspec
 from torch.utils.data import DataLoader
 
+from ..arrays.expanded_tree import expand_states
 from ..arrays.registry import abstract_of, is_value, resolve
-from ..arrays.stateful import (
-    expand_states,
-    holds_stateful,
-    is_disabled_scaler,
-    is_stateful,
-    node_at,
-    object_states,
-    plan_state,
-)
+from ..arrays.stateful import holds_stateful, is_disabled_scaler, is_stateful, node_at, object_states, plan_state
 from ..core.tree.containers import PerRank, flatten_one_level
 from ..core.tree.flatten import child_of_rank, flatten, replace_leaves, unflatten
 from ..core.tree.recursion import Recursive, trampoline

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
+from ..arrays.expanded_tree import state_tree
 from ..arrays.registry import abstract_of
-from ..arrays.stateful import state_tree
 from ..core.tree.containers import PerRank, flatten_one_level
 from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.spec import ArraySpec

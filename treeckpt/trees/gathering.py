@@ -22,8 +22,8 @@ from ..arrays.describe import (
     describe_tree,
     piece_digests,
 )
+from ..arrays.expanded_tree import state_tree
 from ..arrays.registry import build_tensor, decode, library_of, new_array, resolve
-from ..arrays.stateful import state_tree
 from ..core.planning.rank_trees import (
     GlobalTree,
     LeafSpec,

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from ..arrays.base import ArraySource, ArrayTarget, HostArray, SourcePiece, Storage, TargetPiece
+from ..arrays.expanded_tree import expand_states, state_tree
 from ..arrays.overlaps import conflicting_pair, in_same_memory, is_equal, pieces_in_one_place
 from ..arrays.registry import (
     abstract_of,
@@ -27,7 +28,6 @@ from ..arrays.registry import (
     source_of,
     target_of,
 )
-from ..arrays.stateful import expand_states, state_tree
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, intersect, subtract
 from ..core.tree.flatten import flatten, replace_leaves

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..arrays.stateful import state_tree
+from ..arrays.expanded_tree import state_tree
 from ..core.tree.flatten import PerRank, flatten, replace_leaves
 from ..core.tree.structure import index_path, parse_path
 from ..errors import MismatchError, TreeError

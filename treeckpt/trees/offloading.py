@@ -12,10 +12,10 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from ..arrays.expanded_tree import state_tree
 from ..arrays.numpy import order_of
 from ..arrays.registry import abstract_of
 from ..arrays.sharded import Sharded, with_locals
-from ..arrays.stateful import state_tree
 from ..core.sharding.region import memory_order, strides_in
 from ..core.tree.flatten import flatten, replace_leaves
 from ..core.tree.keyed_table import TableColumn

@@ -14,8 +14,8 @@ import msgspec
 
 from ..arrays.base import ArraySource, ArrayTarget
 from ..arrays.describe import DescribedTree, describe_tree
+from ..arrays.expanded_tree import state_tree
 from ..arrays.registry import build_tensor, decode, like_of, new_array, resolve
-from ..arrays.stateful import state_tree
 from ..core.planning.rank_trees import Inventory
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region
