@@ -355,9 +355,9 @@ class Manager(RegistrationMixin, RestoreMixin):
 
         Call it before the data loader starts its workers, which then outlive the signal, although launchers send it to
         them too. Where they die of it and their error breaks the loop, leaving the manager's body saves the last step,
-        if no optimizer has begun another one since, from the objects that `resume` got or what `step` was called with; on
-        several ranks only if all of them leave it.
-        Values in an `extra` or `loader` that `resume` got are not known to be those of the step: then nothing is saved.
+        on several ranks if all leave it, from the objects that `resume` got or what `step` was called with: if no
+        optimizer has begun another step since, and no values are in the `extra` or `loader` that `resume` got, which
+        are not known to be those of the step.
 
         The handler only sets a flag. `should_save` and `step` then return the same on every rank, whichever rank got
         the signal; `stopping` tells the training loop to end. torchrun kills ranks that have not ended 30 s after the
