@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -73,6 +74,11 @@ def test_the_public_names_are_these() -> None:
 
 def test_every_public_name_says_what_it_is() -> None:
     assert tc.__doc__ and all(getattr(tc, name).__doc__ for name in NAMES)
+    assert tc.Manager.count.__doc__ and "step" in tc.Manager.count.__doc__
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert tc.__version__ == importlib.metadata.version("treeckpt")
 
 
 NO_TORCH = """

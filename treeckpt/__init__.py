@@ -36,6 +36,7 @@ The package, from top to bottom; imports only go down, and each package says in 
 """
 
 import importlib
+import importlib.metadata
 from typing import Any
 
 from . import trees
@@ -136,7 +137,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`treeckpt.training`, `convert` and `dcp`, loaded when first asked for: they are not for every program."""
+    """`training`, `convert` and `dcp`, which not every program needs, and `__version__`: read when first asked for."""
+    if name == "__version__":
+        return importlib.metadata.version("treeckpt")
     if name in ("training", "convert", "dcp"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,9 +16,9 @@ from treeckpt.core.analysis.treemap import TreemapKey
 from treeckpt.errors import CheckpointError
 from treeckpt.io.storage.store import Store
 
-from ..pages.answers import PageRouter, Start, Words, file_response, library_of
+from ..pages.answers import PageRouter, Start, Words, check_same_site, file_response, library_of
 from ..pages.checkpoints import CheckpointRow, open_checkpoint, open_tree
-from ..store.library import Library, NotFound
+from ..store.library import Library
 from . import files, folds, sidecars, tree
 from .chunks import ChunksPage, chunks_page, leaf_of, stored_leaf
 from .contents import ContentsOrder, ContentsPage, contents_page
@@ -236,8 +236,7 @@ def get_verify(
 ) -> VerifyPage | Response:
     """What is known of the bytes, and the verification that runs; `action` starts or cancels it."""
     jobs = _jobs(request)
-    if action and request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        raise NotFound("A page of another site may not start or cancel verifications.")
+    check_same_site(request, action)
     if action == "start":
         jobs.start(checkpoint_id)
     elif action == "cancel":

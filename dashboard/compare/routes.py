@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 from fastapi import Query, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
-from ..pages.answers import PageRouter, Start, Words, library_of
+from ..pages.answers import PageRouter, Start, Words, check_same_site, library_of
 from ..pages.checkpoints import checkpoint_row, open_checkpoint
 from ..pages.render import render
 from ..store.library import Library, NotFound
@@ -60,8 +60,7 @@ def get_delta(request: Request, a: Id, b: Id, pair: Pair = 0) -> DeltaRow:
 
 def _start_or_cancel(request: Request, a: str, b: str, action: str) -> None:
     changes: ChangeJobs = request.app.state.changes
-    if action and request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        raise NotFound("A page of another site may not start or cancel comparisons.")
+    check_same_site(request, action)
     if action == "start":
         changes.start(a, b)
     elif action == "cancel":

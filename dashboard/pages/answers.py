@@ -18,7 +18,7 @@ from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.responses import HTMLResponse, Response
 
 from ..store.index_reader import ReadProgress
-from ..store.library import Library
+from ..store.library import Library, NotFound
 from .csv_table import csv_text
 from .field_docs import describe_fields
 from .render import render
@@ -40,6 +40,23 @@ Words = Annotated[str, Query(max_length=500, description="words that a path must
 def library_of(request: Request) -> Library:
     """Returns the runs of the application that serves a request."""
     return request.app.state.library
+
+
+def check_same_site(request: Request, action: str) -> None:
+    """Checks that no page of another site starts or cancels work.
+
+    Browsers say in `Sec-Fetch-Site` whose page sends a request; older ones only its `Origin` or `Referer`.
+
+    Raises:
+        NotFound: the request is from such a page.
+    """
+    if not action:
+        return
+    site, host = request.headers.get("sec-fetch-site"), request.headers.get("host")
+    sender = request.headers.get("origin") or request.headers.get("referer")
+    same = site in ("none", "same-origin") if site else sender is None or sender.split("/")[2:3] == [host]
+    if not same:
+        raise NotFound("A page of another site may not start or cancel this.")
 
 
 def is_api(path: str) -> bool:

@@ -333,3 +333,11 @@ def test_a_pinned_step_that_is_saved_again_is_named(
         made.restore(step=1)
         made.save(2, {"s": 4})
     assert f"{tmp_path / step_name(2)}: is pinned, and this save replaces it" in caplog.text
+
+
+@pytest.mark.parametrize("run", [tc.MemoryStore(), tc.LocalStore("one"), 3, None])
+def test_a_run_that_is_none_is_refused(run: Any) -> None:
+    with pytest.raises(
+        tc.CheckpointError, match=rf"expected the path or URL of a run.* found {type(run).__qualname__}"
+    ):
+        manager(run)

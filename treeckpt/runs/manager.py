@@ -124,8 +124,7 @@ class Manager(RegistrationMixin, RestoreMixin):
         self._exit: int | None = None
         self._loop = LoopState()
         self._reached: int | None = None
-        self.count = 0
-        """The step that was counted, saved or restored last."""
+        self._count = 0
 
     def __repr__(self) -> str:
         comm = self._saving_comm

@@ -232,7 +232,16 @@ class RestoreMixin:
     _loop: LoopState
     directory: RunDirectory
     schedule: SaveSchedule
-    count: int
+    _count: int
+
+    @property
+    def count(self) -> int:
+        """The step that was counted, saved or restored last; `step` counts on from it. It may be set."""
+        return self._count
+
+    @count.setter
+    def count(self, step: int) -> None:
+        self._count = step
 
     def restore(
         self, like: Any = None, *, step: int | None = None, into: Any = None, **options: Unpack[LoadKeywords]

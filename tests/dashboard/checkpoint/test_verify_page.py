@@ -159,6 +159,9 @@ sys.exit("""
 def test_pages_of_other_sites_start_no_job(many_shards, tmp_path):
     client = client_of(tmp_path / "run", tmp_path / "cache")
     at = f"/api/v1/checkpoints/{the_checkpoint(client)['id']}/verify"
-    for site in ("cross-site", "same-site"):
-        assert client.get(at, params={"action": "start"}, headers={"Sec-Fetch-Site": site}).status_code == 404
+    others = [{"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}]
+    others += [{name: "https://elsewhere.example"} for name in ("Origin", "Referer")]
+    others += [{"Origin": "null"}, {"Origin": "http://[", "Host": "localhost"}]
+    for headers in others:
+        assert client.get(at, params={"action": "start"}, headers=headers).status_code == 404, headers
     assert client.get(at).json()["job"] is None

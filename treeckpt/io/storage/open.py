@@ -34,7 +34,14 @@ def open_store(path: str | os.PathLike[str] | Store) -> Store:
 def open_run(run: str | os.PathLike[str] | RunStore) -> RunStore:
     """Returns the run of a path or URL; a run is returned as it is. Raises as `open_store`."""
     if not isinstance(run, (str, os.PathLike)):
-        return run
+        if hasattr(run, "folder"):
+            return run
+        raise CheckpointError(
+            "run",
+            expected="the path or URL of a run, or an ObjectRun",
+            found=type(run).__qualname__,
+            hint="A store holds one checkpoint; a run is the directory of several" if hasattr(run, "sizes") else "",
+        )
     text = os.fspath(run)
     return ObjectRun(text) if is_url(text) else LocalRun(local_path(text))
 
