@@ -236,7 +236,7 @@ class CorruptError(CheckpointError):
 
 
 class StoreError(TreeckptError):
-    """The files could not be read or reached this time: nothing is known of them. The checkpoint may be valid: try again.
+    """The files could not be read or reached this time: nothing is known of them. They may be valid: try again.
 
     Cause: no network, no or wrong credentials, a bucket that does not exist, a URL whose library is not installed,
     a local run that this process may not read, no file descriptors left, a disk that fails (EIO).

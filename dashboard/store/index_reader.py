@@ -165,7 +165,7 @@ class IndexReader:
         self._opened: OrderedDict[str, StoredOutline] = OrderedDict()
         """Tables by key, the last used one last."""
         self._failed: OrderedDict[str, tuple[TreeckptError, float]] = OrderedDict()
-        """Errors by key, and until when they hold, by the monotonic clock: damage for as long as the file is the same."""
+        """Errors by key, and until when they hold, by the monotonic clock: damage as long as the file is the same."""
         self._processes: dict[str, _ReadProcess] = {}
 
     def outline(self, run: str, folder: Folder, entry: DirectoryEntry) -> StoredOutline:

@@ -23,16 +23,16 @@ _HINTS = {
     errno.EFBIG: "Files may not be so large there: pass a smaller max_shard_bytes, or raise the limit (ulimit -f)",
     errno.EROFS: "The file system is mounted read-only; after an error of the disk it may have become so",
     errno.ENAMETOOLONG: "Choose a shorter path",
-    errno.EIO: "The disk or the file server failed, perhaps for a moment: try again. If it stays, the log of the kernel "
-    "says more; treeckpt.load(path, on_corrupt='skip') returns what can be read, and without the directory of this "
-    "step, moved away, the run goes on from the one before",
+    errno.EIO: "The disk or the file server failed, perhaps for a moment: try again. If it stays, the kernel's log "
+    "says more; treeckpt.load(path, on_corrupt='skip') returns what can be read, and once the directory of this step "
+    "is moved away, the run goes on from the one before",
 }
 _DAMAGE = {
     getattr(errno, name)
     for name in ["ENOENT", "ENOTDIR", "EISDIR", "ELOOP", "ENAMETOOLONG", "EBADMSG", "EUCLEAN", "EILSEQ"]
     if hasattr(errno, name)
 }
-"""EBADMSG, EUCLEAN and EILSEQ are checksums and structures of the file system that are wrong; btrfs says EIO for them."""
+"""EBADMSG, EUCLEAN and EILSEQ are checksums and structures of the file system that are wrong; btrfs says EIO."""
 
 
 def shows_damage(error: BaseException) -> bool:

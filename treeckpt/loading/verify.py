@@ -1,7 +1,7 @@
 """Verifies a checkpoint against its checksums and its index, and rebuilds a lost index.
 
-`survey_shard` finds all damaged bytes of a shard; `io.storage.shard_reader` stops at the first of them. What could not be
-read, for want of descriptors, say, or because a disk failed, is told apart from damage (`io.os_errors`).
+`survey_shard` finds all damaged bytes of a shard; `io.storage.shard_reader` stops at the first of them. What could not
+be read, for want of descriptors, say, or because a disk failed, is told apart from damage (`io.os_errors`).
 """
 
 from __future__ import annotations

@@ -286,7 +286,8 @@ class RunDirectory:
     def _plan_alone(self, info: CheckpointInfo, folder: Folder, grace: float) -> CleanupPlan:
         """Returns what a clean-up would do with a checkpoint that no policy keeps."""
         newer = StepDirectory("newer", 1 << 62, "complete", 0, (), "0" * 16)
-        return plan_cleanup([self._fact(info, folder), newer], [], deletion_times(self._clock(), grace))
+        one = msgspec.structs.replace(self._fact(info, folder), damaged=False)  # a clean-up keeps what is damaged
+        return plan_cleanup([one, newer], [], deletion_times(self._clock(), grace))
 
     def _fact(self, info: CheckpointInfo, folder: Folder) -> StepDirectory:
         step = step_of(info.name)

@@ -1,4 +1,4 @@
-"""Keeps what verifications of checkpoints found: damage beside the checkpoint, and all of it in the user's cache directory.
+"""Keeps what verifications of checkpoints found: damage beside the checkpoint, and all in the user's cache directory.
 
 Damage is for all who use the checkpoint, on any host: a clean-up that does not know of it deletes the good one before.
 It is written to `damage.<save id>.json` in the checkpoint's directory, whose presence alone says it, and holds until
@@ -293,6 +293,8 @@ class VerificationStore:
         if beside and INDEX_NAME in entries and (there or verification.total):
             failed += (why := _keep_beside(folder, verification))
             verification = msgspec.structs.replace(verification, beside=bool(verification.total) and not why)
+        elif there and not verification.total:
+            failed.append(f"{verdict_name(save_id)} still says that it is damaged: treeckpt verify removes that")
         try:
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.NamedTemporaryFile(dir=self.directory, delete=False) as file:

@@ -31,12 +31,11 @@ FileKind = Literal[
     "index", "shard", "sidecar", "timings", "progress", "deleted", "verdict", "lease", "pin", "damaged", "temporary"
 ]
 
-_PER_SAVE = re.compile(r"(timings|deleted|damage)\.([0-9a-f]{16})\.json")
-_KINDS: dict[str, FileKind] = {"timings": "timings", "deleted": "deleted", "damage": "verdict"}
-"""By the first part of the name."""
+_PER_SAVE = re.compile(r"(timings|deleted)\.([0-9a-f]{16})\.json")
 _LEASE = re.compile(r"lease\.[0-9a-f]{16}\.json")
 _TEMPORARY = re.compile(r"\.(.+?)(?:\.([0-9a-f]{8})[0-9a-f]{8})?\.tmp")
 _DAMAGED = re.compile(r"(.+)\.[0-9a-f]{16}\.damaged")
+_VERDICT = re.compile(r"damage\.([0-9a-f]{16})\.json")
 _STEP = re.compile(r"step_(\d{1,18})", re.ASCII)
 MAX_STEP = 10**18 - 1
 
@@ -59,9 +58,11 @@ def parse_file_name(name: str) -> CheckpointFile | None:
     if (sidecar := parse_stored_name(name)) is not None:
         return CheckpointFile("sidecar", sidecar[0])
     if (match := _PER_SAVE.fullmatch(name)) is not None:
-        return CheckpointFile(_KINDS[match[1]], match[2])
+        return CheckpointFile("timings" if match[1] == "timings" else "deleted", match[2])
     if (progress := parse_progress_name(name)) is not None:
         return CheckpointFile("progress", progress[1])
+    if (match := _VERDICT.fullmatch(name)) is not None:
+        return CheckpointFile("verdict", match[1])
     if (match := _TEMPORARY.fullmatch(name)) is not None:
         inner = parse_file_name(match[1])
         return CheckpointFile("temporary", inner.save_id) if inner is not None and inner.kind != "temporary" else None
