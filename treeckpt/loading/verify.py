@@ -74,10 +74,8 @@ def verify_checkpoint(
     ):
         own = [_problem(index, part) for part in bad if not part.unread]
         problems += own
-        for part in bad:
-            if part.unread:
-                unread.append(_problem(index, part))
-                notes.append(hint_for(OSError(getattr(errno, part.unread, 0), part.why)))
+        unread += [_problem(index, part) for part in bad if part.unread]
+        notes += [_advice(part) for part in bad if part.unread]
         if on_shard is not None:
             on_shard(own)
         if opened is not None and not bad:
@@ -92,11 +90,7 @@ def verify_checkpoint(
                 problems.append(Problem(INDEX_NAME, "it is not the index that the shards describe"))
         except CheckpointError as error:
             problems.append(Problem(INDEX_NAME, str(error)))
-    try:
-        read_timings(store, index.save_id)
-    except (TreeckptError, OSError) as error:
-        (unread if read_failure(error) else problems).append(Problem(timings_name(index.save_id), str(error)))
-    for problem, failure in _sidecar_problems(checkpoint):
+    for problem, failure in _problems_of_others(checkpoint):
         (unread if failure else problems).append(problem)
     left: tuple[Leftover, ...] = ()
     try:
@@ -122,9 +116,18 @@ def _problem(index: Index, bad: BadBytes) -> Problem:
     return Problem(bad.file, f"bytes {bad.start}:{bad.stop}{of}: {bad.why}", bad.start, bad.stop, leaves)
 
 
-def _sidecar_problems(checkpoint: Checkpoint) -> Iterator[tuple[Problem, str]]:
-    """Yields what is wrong with a sidecar file, and `read_failure` of its error."""
+def _advice(bad: BadBytes) -> str:
+    """Returns what to do about bytes that could not be read."""
+    return hint_for(OSError(getattr(errno, bad.unread, 0), bad.why))
+
+
+def _problems_of_others(checkpoint: Checkpoint) -> Iterator[tuple[Problem, str]]:
+    """Yields what is wrong with the timings and sidecar files, and `read_failure` of its error."""
     store, index = checkpoint.store, checkpoint.index
+    try:
+        read_timings(store, index.save_id)
+    except (TreeckptError, OSError) as error:
+        yield Problem(timings_name(index.save_id), str(error)), read_failure(error)
     for sidecar in index.sidecars:
         name = stored_name(index.save_id, sidecar.name)
         found = checkpoint.sizes.get(name)
@@ -298,8 +301,8 @@ def survey(checkpoint: Checkpoint, comm: Comm) -> tuple[BadBytes, ...]:
     found = [bad for part in all_gather(comm, f"load {checkpoint.url}", own, list[BadBytes]) for bad in part]
     for bad in found:
         if bad.unread not in ("", "EIO"):
-            hint = hint_for(OSError(getattr(errno, bad.unread, 0), bad.why))
-            raise StoreError(f"{checkpoint.url}/{bad.file}", expected="bytes to compare", found=bad.why, hint=hint)
+            where = f"{checkpoint.url}/{bad.file}"
+            raise StoreError(where, expected="bytes to compare", found=bad.why, hint=_advice(bad))
     return tuple(sorted(found, key=lambda bad: (bad.file, bad.start)))
 
 
