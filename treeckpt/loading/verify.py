@@ -84,12 +84,8 @@ def verify_checkpoint(
                 headers.append((file.header, decode_header(opened.header, f"{store.url}/{file.name}")))
             except TreeckptError as error:
                 problems.append(Problem(file.name, str(error), 0, file.header))
-    if not problems and not unread:
-        try:
-            if folded_index(rebuild(headers, store.url)) != folded_index(index):
-                problems.append(Problem(INDEX_NAME, "it is not the index that the shards describe"))
-        except CheckpointError as error:
-            problems.append(Problem(INDEX_NAME, str(error)))
+    if not problems and not unread and (why := _index_difference(checkpoint, headers)):
+        problems.append(Problem(INDEX_NAME, why))
     for problem, failure in _problems_of_others(checkpoint):
         (unread if failure else problems).append(problem)
     left: tuple[Leftover, ...] = ()
@@ -114,6 +110,15 @@ def _problem(index: Index, bad: BadBytes) -> Problem:
     more = f" and {len(leaves) - SHOWN} more" if len(leaves) > SHOWN else ""
     of = f" of {', '.join(path or '<root>' for path in leaves[:SHOWN])}{more}" if leaves else ""
     return Problem(bad.file, f"bytes {bad.start}:{bad.stop}{of}: {bad.why}", bad.start, bad.stop, leaves)
+
+
+def _index_difference(checkpoint: Checkpoint, headers: Sequence[tuple[int, ShardHeader]]) -> str:
+    """Returns how the index differs from what the headers of all shards describe; empty if it does not."""
+    try:
+        same = folded_index(rebuild(headers, checkpoint.url)) == folded_index(checkpoint.index)
+    except CheckpointError as error:
+        return str(error)
+    return "" if same else "it is not the index that the shards describe"
 
 
 def _advice(bad: BadBytes) -> str:
