@@ -9,7 +9,7 @@
     |  |- CheckpointExists     the directory already holds a checkpoint
     |  |- FormatError          unknown version or field, or metadata that no save of ours writes
     |  `- CorruptError         bytes changed: checksum, truncation, a file of another save
-    |- StoreError            the place of the files cannot be reached, or refuses: network, credentials, permissions
+    |- StoreError            the files could not be read or reached: network, credentials, permissions, a failing disk
     `- RankError             a rank failed or fell silent; every rank raises it
 
 Each error has four parts: `path` (the leaf or file), `expected`, `found`, and `hint` (what to do next).
@@ -236,10 +236,10 @@ class CorruptError(CheckpointError):
 
 
 class StoreError(TreeckptError):
-    """The place of the files cannot be reached, or refuses. The checkpoint may be valid: try again.
+    """The files could not be read or reached this time: nothing is known of them. They may be valid: try again.
 
     Cause: no network, no or wrong credentials, a bucket that does not exist, a URL whose library is not installed,
-    a local run that this process may not read.
+    a local run that this process may not read, no file descriptors left, a disk that fails (EIO).
 
     Remedy: what the message names. No manager falls back to an older checkpoint because of it.
 

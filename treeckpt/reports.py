@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from .core.format.damage import DamagedLeaf
@@ -218,6 +220,9 @@ class VerifyReport(msgspec.Struct, frozen=True):
         repairs: what was made again, with `repair=True`.
         leftovers: files that dead saves left in the directory. They are no fault of the checkpoint; the next save
             there, and `gc`, remove them.
+        unread: parts that could not be read, for want of descriptors or permission, or because a disk failed. Nothing
+            is known of them: they are no damage, and another verification may read them.
+        notes: what to do about parts that could not be read, and what could not be done beside the comparison.
     """
 
     path: str
@@ -227,11 +232,25 @@ class VerifyReport(msgspec.Struct, frozen=True):
     seconds: float
     repairs: tuple[Repair, ...] = ()
     leftovers: tuple[Leftover, ...] = ()
+    unread: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether the checkpoint is intact."""
-        return not self.problems
+        """Whether the checkpoint is intact: all of it was compared, and is as it was saved."""
+        return self.verdict == "intact"
+
+    @property
+    def verdict(self) -> Literal["intact", "damaged", "unread"]:
+        """What is known of the checkpoint; "unread" where no fault was found, and not all could be read."""
+        return "damaged" if self.problems else "unread" if self.unread else "intact"
+
+    @property
+    def state(self) -> str:
+        """The verdict as text, with how many faults, and how many parts that could not be read."""
+        parts = f"{count_text(len(self.unread), 'part')} could not be read" if self.unread else ""
+        faults = count_text(len(self.problems), "problem") if self.problems else ""
+        return ", and ".join(text for text in (faults, parts) if text) or "intact"
 
     @property
     def lost(self) -> tuple[str, ...]:
@@ -239,8 +258,8 @@ class VerifyReport(msgspec.Struct, frozen=True):
         return tuple(sorted({path for problem in self.problems for path in problem.leaves}))
 
     def __str__(self) -> str:
-        state = "intact" if self.ok else count_text(len(self.problems), "problem")
-        rows = [f"verified {self.path}  {count_text(self.files, 'shard')}, {bytes_text(self.nbytes)}: {state}"]
+        rows = [f"verified {self.path}  {count_text(self.files, 'shard')}, {bytes_text(self.nbytes)}: {self.state}"]
         rows += [f"  repaired {repair}" for repair in self.repairs]
-        rows += [f"  {problem.file}: {problem.text}" for problem in self.problems]
+        rows += [f"  {problem.file}: {problem.text}" for problem in (*self.problems, *self.unread)]
+        rows += [f"  {note}" for note in self.notes]
         return "\n".join(rows + [f"  {one.file}: {bytes_text(one.nbytes)} {one.why}" for one in self.leftovers])

@@ -13,6 +13,7 @@ from treeckpt.core.format.records import File, Index
 from treeckpt.core.format.sidecars import Sidecar
 from treeckpt.core.text import region_text, visible
 from treeckpt.errors import LayoutError, TreeckptError
+from treeckpt.io.os_errors import shows_damage
 from treeckpt.io.storage.checkpoint import Checkpoint
 from treeckpt.io.storage.shard_reader import verify_shard
 from treeckpt.io.storage.store import Store
@@ -239,6 +240,7 @@ def checksums_page(store: Store, outline: Outline, number: int, start: int) -> C
 
     Raises:
         NotFound: there is no such shard.
+        StoreError, OSError: it could not be read, which says nothing of the bytes.
     """
     index = outline.index
     file = _file_of(index, number)
@@ -247,6 +249,8 @@ def checksums_page(store: Store, outline: Outline, number: int, start: int) -> C
     try:
         verify_shard(store, Checkpoint(store, index).shard(file), start, stop)
     except (TreeckptError, OSError) as error:
+        if not shows_damage(error):
+            raise
         return ChecksumsPage(number, file.name, start, start, file.nbytes, None, visible(str(error)))
     return ChecksumsPage(number, file.name, start, stop, file.nbytes, stop if stop < file.nbytes else None, None)
 

@@ -1,18 +1,17 @@
 """Verifications that the dashboard runs, one at a time.
 
-What they find is kept in the cache, as what `treeckpt verify` finds; damage also if the rest was never compared.
+What they find is kept in the cache, as what `treeckpt verify` finds; damage also if the rest was never compared. It is
+not written beside the checkpoint, as the dashboard only reads: the page says which command does that.
 """
 
 from __future__ import annotations
-
-import time
 
 import msgspec
 
 from treeckpt.core.text import visible
 from treeckpt.io.storage.run_store import Folder, LocalFolder
 from treeckpt.runs.checkpoint_info import CheckpointInfo
-from treeckpt.runs.verification import DamagedPart, Verification, fingerprint_of, this_user
+from treeckpt.runs.verification import DamagedPart, Verification, fingerprint_of, found_part, this_user
 
 from ..pages.checkpoints import CheckpointRow, checkpoint_row
 from ..store import jobs
@@ -78,8 +77,8 @@ class _Job(ProcessJob):
             return
         if not found and not self.cancelled and not self.error:
             self.error = f"the process that verified it ended with status {status}"
-        if not self._cache.verifications.record(self.folder, found[0] if found else self._partial()):
-            self.error = "the result could not be written to the cache"
+        failed = self._cache.verifications.record(self.folder, found[0] if found else self._partial(), beside=False)
+        self.error = "; ".join(failed) or self.error
 
     def _take(self, message: Message) -> list[Verification]:
         """Takes a message; returns what is to be kept, if the message has it."""
@@ -95,8 +94,9 @@ class _Job(ProcessJob):
         return []
 
     def _partial(self) -> Verification:
-        found = _partial_verification(self.save_id, self.fingerprint, self.problems, self.total)
-        return msgspec.structs.replace(found, files=self.at.shards, seconds=self.ended - self.started)
+        found = found_part(self.save_id, self.fingerprint, self.problems, by=this_user("dashboard"))
+        seconds = self.ended - self.started
+        return msgspec.structs.replace(found, total=self.total, files=self.at.shards, seconds=seconds)
 
     def shown(self) -> VerifyJob:
         rate = self.at.nbytes / self.seconds if self.seconds > 0.5 and self.at.nbytes else None
@@ -115,29 +115,13 @@ class _Job(ProcessJob):
         )
 
 
-def _partial_verification(save_id: str, fingerprint: str, problems: list[DamagedPart], total: int) -> Verification:
-    """Returns what is kept of the problems that were found before every byte was compared."""
-    return Verification(
-        save_id=save_id,
-        complete=False,
-        ended_ns=time.time_ns(),
-        by=this_user("dashboard"),
-        files=0,
-        nbytes=0,
-        seconds=0.0,
-        total=total,
-        problems=problems,
-        fingerprint=fingerprint,
-    )
-
-
 def keep_damage(library: Library, checkpoint_id: str, file: str, text: str) -> None:
     """Keeps that a shard is damaged, which was found while something else was done with it."""
     run, info = library.checkpoint(checkpoint_id)
     folder = run.store.folder(info.name)
     fingerprint = fingerprint_of(folder.entries(), info.save_id or "")
-    found = _partial_verification(info.save_id or "", fingerprint, [DamagedPart(file, text)], 1)
-    library.cache.verifications.record(folder, found)
+    found = found_part(info.save_id or "", fingerprint, [DamagedPart(file, text)], by=this_user("dashboard"))
+    library.cache.verifications.record(folder, found, beside=False)
 
 
 class VerifyJobs(JobQueue[_Job]):

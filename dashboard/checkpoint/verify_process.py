@@ -18,7 +18,7 @@ from treeckpt.io.storage.open import open_run
 from treeckpt.io.storage.run_store import LocalFolder
 from treeckpt.reports import Problem
 from treeckpt.runs.statistics_store import StatisticsStore
-from treeckpt.runs.verification import MAX_PROBLEMS, MAX_TEXT, DamagedPart, Verification, this_user, verify_folder
+from treeckpt.runs.verification import DamagedPart, Verification, shown_parts, this_user, verify_folder
 
 from ..store.jobs import BytesRead, ReadPrinter, Unreadable, send
 
@@ -43,8 +43,7 @@ class _Printer(ReadPrinter):
     def add_shard(self, problems: Sequence[Problem]) -> None:
         self.shards += 1
         if problems:
-            shown = [DamagedPart(one.file, one.text[:MAX_TEXT]) for one in problems[:MAX_PROBLEMS]]
-            send(Found(shown, len(problems)))
+            send(Found(shown_parts(problems), len(problems)))
         self.print()
 
 
@@ -63,8 +62,11 @@ def main(arguments: Sequence[str]) -> int:
         folder = open_run(run).folder(name) if run else LocalFolder(name)
         store = CountingStore(for_reading(folder.store), printer.add)
         by, statistics = this_user("dashboard"), StatisticsStore(Path(cache))
-        _, verification = verify_folder(folder, store, by, on_shard=printer.add_shard, statistics=statistics)
+        report, verification = verify_folder(folder, store, by, on_shard=printer.add_shard, statistics=statistics)
         send(Result(verification))
+        if report.unread:
+            first, more = report.unread[0], ". ".join(report.notes)
+            send(Unreadable(f"{report.state}, first {first.file}: {first.text}. {more}"))
         if verification.ok and statistics.find(folder.url, verification.save_id) is None:
             send(Unreadable("the statistics of its arrays could not be written to the cache"))
     except (TreeckptError, OSError) as error:

@@ -31,7 +31,9 @@ MAX_NAME = 2000
 """Characters of a name or a path that are shown."""
 
 
-Status = Literal["committed", "verified", "damaged", "partial", "in_progress", "stalled", "foreign", "reading"]
+Status = Literal[
+    "committed", "verified", "damaged", "unread", "partial", "in_progress", "stalled", "foreign", "reading"
+]
 
 
 class VerificationRow(VerificationResult, frozen=True, kw_only=True):
@@ -51,7 +53,8 @@ class CheckpointRow(msgspec.Struct, frozen=True):
     name: str
     status: Status
     """committed: its index is published, and its shards have the right sizes; verified: its bytes were compared since
-    they were written; damaged: something is missing, cut short or differs; partial: no index, and no save that may
+    they were written; damaged: something is missing, cut short or differs; unread: it could not be read, so that
+    nothing is known; partial: no index, and no save that may
     still publish one; in_progress and stalled: a save that may; foreign: no checkpoint; reading: its index is
     being read."""
     step: int | None
@@ -128,8 +131,8 @@ def status_of(info: CheckpointInfo) -> Status:
     if isinstance(info, UnreadInfo):
         return "reading"
     if info.status == "complete":
-        found = info.verification
-        return "committed" if found is None else "verified" if found.ok else "damaged"
+        verified = info.verification is not None and info.verification.ok
+        return "damaged" if info.damaged else "verified" if verified else "committed"
     if info.status == "partial" and (saves := info.under_way):
         return "in_progress" if any(save.state == "in_progress" for save in saves) else "stalled"
     return "damaged" if info.status == "corrupt" else info.status
@@ -185,7 +188,8 @@ def _shown_save(info: CheckpointInfo) -> SaveUnderWay | None:
 def _verification_row(found: Verification) -> VerificationRow:
     shown = {name: getattr(found, name) for name in VerificationResult.__struct_fields__}
     shown["by"] = visible(found.by)
-    shown["problems"] = [DamagedPart(visible(one.file), visible(one.text)) for one in found.problems]
+    for name in ("problems", "unread"):
+        shown[name] = [DamagedPart(visible(one.file), visible(one.text)) for one in getattr(found, name)]
     return VerificationRow(**shown, ok=found.ok, ended=iso_time(found.ended_ns))
 
 

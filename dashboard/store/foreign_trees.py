@@ -14,7 +14,8 @@ import msgspec
 from treeckpt.core.analysis.outline import IndexOutline, Outline
 from treeckpt.core.format.file_names import is_step_name
 from treeckpt.core.text import bytes_text, visible
-from treeckpt.errors import FormatError
+from treeckpt.errors import FormatError, StoreError
+from treeckpt.io.os_errors import shows_damage, wrap_read_error
 from treeckpt.io.storage.foreign_formats import DCP_METADATA, TORCH_SUFFIXES, describe_foreign
 from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder, LocalRun
 from treeckpt.io.storage.store import Store
@@ -40,7 +41,9 @@ class ForeignFile(LocalFolder):
     def modified_ns(self) -> int | None:
         try:
             return self.path.stat().st_mtime_ns
-        except OSError:
+        except OSError as error:
+            if not shows_damage(error):
+                raise wrap_read_error(error, self.url) from error
             return None
 
 
@@ -57,7 +60,10 @@ class RunWithFiles(LocalRun):
     def is_checkpoint_file(self, entry: os.DirEntry[str], at: os.stat_result) -> bool:
         if not entry.name.endswith(TORCH_SUFFIXES) or entry.is_symlink() or not stat.S_ISREG(at.st_mode):
             return False
-        return _is_foreign_file(entry.path, at.st_mtime_ns)
+        try:
+            return _is_foreign_file(entry.path, at.st_mtime_ns)
+        except StoreError:  # it could not be read: listed, and said there
+            return True
 
 
 @lru_cache(1 << 16)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import os
 import signal
 import sqlite3
@@ -24,7 +25,8 @@ import msgspec
 
 from treeckpt import errors
 from treeckpt.core.format.index import INDEX_NAME
-from treeckpt.errors import CorruptError, TreeckptError
+from treeckpt.errors import CorruptError, StoreError, TreeckptError
+from treeckpt.io.os_errors import shows_damage
 from treeckpt.io.storage import metadata_files
 from treeckpt.io.storage.open import open_run
 from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder
@@ -39,6 +41,8 @@ MAX_INDEX = 512 << 20
 """Bytes beyond which an index is not read at all."""
 TIMEOUT = 300.0
 """Seconds after which a process that reads an index is killed."""
+RETRY = 60.0
+"""Seconds for which an index that could not be read is not tried again."""
 MAX_OPEN = 8
 """Tables that stay open."""
 
@@ -146,7 +150,8 @@ class _ReadProcess:
 
 
 def _unreadable(name: str, found: str) -> TreeckptError:
-    return CorruptError(name, expected="an index that can be read here", found=found)
+    hint = "It says nothing of the checkpoint: it is tried again after a while"
+    return StoreError(name, expected="an index that can be read here", found=found, hint=hint)
 
 
 class IndexReader:
@@ -159,7 +164,8 @@ class IndexReader:
         """Held while a small index is read here, or a large one by a process: small ones do not wait for large ones."""
         self._opened: OrderedDict[str, StoredOutline] = OrderedDict()
         """Tables by key, the last used one last."""
-        self._failed: OrderedDict[str, TreeckptError] = OrderedDict()
+        self._failed: OrderedDict[str, tuple[TreeckptError, float]] = OrderedDict()
+        """Errors by key, and until when they hold, by the monotonic clock: damage as long as the file is the same."""
         self._processes: dict[str, _ReadProcess] = {}
 
     def outline(self, run: str, folder: Folder, entry: DirectoryEntry) -> StoredOutline:
@@ -171,7 +177,8 @@ class IndexReader:
 
         Raises:
             StillReading: it is large, and another process is reading it.
-            CheckpointError: it cannot be read.
+            CheckpointError: it is damaged.
+            StoreError: it could not be read.
         """
         key = key_of(folder.url, entry)
         if entry.nbytes > MAX_INDEX:
@@ -181,8 +188,10 @@ class IndexReader:
             if key in self._opened:
                 self._opened.move_to_end(key)
                 return self._opened[key]
-            if key in self._failed:
-                raise self._failed[key].with_traceback(None)
+            error, until = self._failed.pop(key, (None, 0.0))
+            if error is not None and until > time.monotonic():
+                self._failed[key] = error, until
+                raise error.with_traceback(None)
         if (found := self._open_table(key)) is not None:
             return found
         reachable = isinstance(folder, LocalFolder) or ("://" in run and not run.startswith("memory://"))
@@ -219,8 +228,9 @@ class IndexReader:
         return found
 
     def _fail(self, key: str, error: TreeckptError) -> None:
+        until = math.inf if shows_damage(error) else time.monotonic() + RETRY
         with self._lock:
-            self._failed[key] = error
+            self._failed[key] = error, until
             while len(self._failed) > 1000:
                 self._failed.popitem(last=False)
 
@@ -279,5 +289,6 @@ def main(arguments: Sequence[str]) -> int:
     except TreeckptError as error:
         _send(_Failure(type(error).__name__, error.path, error.expected, error.found, error.hint))
     except (OSError, sqlite3.Error, KeyError) as error:
-        _send(_Failure("CorruptError", name, "an index that can be read here", f"{error}"[:300], ""))
+        failed = _unreadable(name, f"{type(error).__name__}: {error}"[:300])
+        _send(_Failure("StoreError", name, failed.expected, failed.found, failed.hint))
     return 0

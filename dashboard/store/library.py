@@ -24,7 +24,7 @@ from treeckpt.core.format.file_names import step_of
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.core.format.timings import timings_name
 from treeckpt.core.text import visible
-from treeckpt.errors import CheckpointNotFound
+from treeckpt.errors import CheckpointNotFound, StoreError
 from treeckpt.io.storage.open import open_run
 from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder, RunStore
 from treeckpt.io.storage.store import Store
@@ -156,17 +156,17 @@ class Library:
         """Returns what a directory is; a large index that was not read before is given to another process."""
         name = folder.name
         self._directories[_id(str(run.path), name)] = (run, name)
-        modified = folder.modified_ns()
         try:
-            return DirectoryState(self._look(run, folder), modified)
+            modified = folder.modified_ns()
+            return DirectoryState(info := self._look(run, folder), None if info.status == "unread" else modified)
         except StillReading:
             return DirectoryState(_unread(folder), None, folder)
-        except OSError as error:  # of a mounted or remote store
-            problem = f"it cannot be read now: {error.strerror or error}"
-            return DirectoryState(CheckpointInfo(name, folder.url, "foreign", step_of(name), error=problem), None)
+        except (OSError, StoreError) as error:  # of a mounted or remote store
+            problem = f"it could not be read: {error}"
+            return DirectoryState(CheckpointInfo(name, folder.url, "unread", step_of(name), error=problem), None)
 
     def _look(self, run: Run, folder: Folder) -> CheckpointInfo:
-        info = catalog.read_info_or_corrupt(folder, cache=self.summary_cache(run), follow=not self.is_run(run))
+        info = catalog.read_info_or_unread(folder, cache=self.summary_cache(run), follow=not self.is_run(run))
         if info.status == "foreign" and (not folder.is_link or not self.is_run(run)):
             return look_at_foreign(folder, info, run.path if self.is_run(run) else None)
         return with_verification(info, folder, self.cache.verifications)
@@ -211,7 +211,7 @@ class Library:
             changed = [
                 info.name
                 for info in infos
-                if verifications.find(run.store.folder(info.name), info.save_id) != info.verification
+                if with_verification(info, run.store.folder(info.name), verifications) != info
             ]
             self.watches[run.id].inspect(changed)
 

@@ -363,9 +363,10 @@ def test_verify_of_a_run_goes_on_where_a_checkpoint_is_deleted_meanwhile(cli, tm
         write_checkpoint(tmp_path / "run" / f"step_{step:08d}", {"a": step}, step=step)
     record = VerificationStore.record
 
-    def record_and_delete(*arguments):
-        record(*arguments)
+    def record_and_delete(*arguments, **options):
+        failed = record(*arguments, **options)
         shutil.rmtree(tmp_path / "run" / "step_00000001", ignore_errors=True)
+        return failed
 
     monkeypatch.setattr(VerificationStore, "record", record_and_delete)
     lines = cli("verify", tmp_path / "run").splitlines()

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import treeckpt as tc
 from tests.helpers.background import files_open
+from treeckpt.io.os_errors import read_failure, shows_damage
 from treeckpt.io.storage import local_read as reader_module
 from treeckpt.io.storage.store import LocalStore
 from treeckpt.runs.catalog import scan
 
-REFUSALS = [errno.EACCES, errno.EMFILE, errno.ESTALE]
+REFUSALS = [errno.EACCES, errno.EMFILE, errno.ESTALE, errno.EIO]
 
 
 def run_with(limit: int, code: str, *arguments: object) -> str:
@@ -146,20 +150,71 @@ def test_what_may_not_be_read_is_never_passed_over_for_an_older_step(
             with pytest.raises(tc.StoreError, match=os.strerror(code)):
                 scan(tmp_path)
         else:
-            assert [info.step for info in scan(tmp_path)] == [2, 1], "lists are still shown"
+            listed = [(info.step, info.status) for info in scan(tmp_path)]
+            assert listed == [(2, "complete" if what == "shard" else "unread"), (1, "complete")], "lists are shown"
         monkeypatch.undo()
         assert manager.restore()["w"].size == 1 << 17
 
 
-def test_a_shard_that_the_disk_cannot_read_is_passed_over_with_a_warning(
+def test_an_older_step_that_could_not_be_read_is_passed_over_with_a_warning_and_cleaned_around(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for step in (1, 2):
+    for step in (1, 2, 3):
         tc.save(tmp_path / f"step_0000000{step}", {"step": step, "w": np.arange(9)}, step=step)
-    refusing(monkeypatch, "open", lambda path: "step_00000002/shard" in path, errno.EIO)
-    with tc.Manager(tmp_path) as manager, caplog.at_level(logging.WARNING, "treeckpt"):
-        assert manager.restore()["step"] == 1
-    assert "passed over" in caplog.text and os.strerror(errno.EIO) in caplog.text
+    refusing(monkeypatch, "open", lambda path: path.endswith("step_00000001/index.json"), errno.EIO)
+    with tc.Manager(tmp_path, keep=1) as manager, caplog.at_level(logging.WARNING, "treeckpt"):
+        assert manager.restore()["step"] == 3 and manager.latest() == 3
+        assert "unread, and perhaps saved after step 3" in caplog.text and os.strerror(errno.EIO) in caplog.text
+        with pytest.raises(tc.StoreError, match=os.strerror(errno.EIO)):
+            manager.steps()
+        report = manager.clean()
+    assert [one.name for one in report.removed] == ["step_00000002"]
+    assert "it could not be read" in report.left[0].why and report.left[0].name == "step_00000001"
+    assert "'skip'" in report.left[0].why, "what to do if it stays"
+
+
+@pytest.mark.parametrize("code", [errno.ENFILE, errno.ENOMEM, errno.ESTALE])
+@pytest.mark.parametrize("ask", ["latest", "restore", "resume"])
+def test_a_second_listing_that_fails_is_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: str, code: int
+) -> None:
+    tc.save(tmp_path / "step_00000002", {"w": np.arange(3)}, step=2)
+    listings = iter(range(9))
+    refusing(monkeypatch, "scandir", lambda path: path == str(tmp_path) and next(listings) == 1, code)
+    with tc.Manager(tmp_path) as manager:
+        act = partial(manager.resume, torch.nn.Linear(1, 1)) if ask == "resume" else getattr(manager, ask)
+        with pytest.raises(tc.StoreError, match=os.strerror(code)):
+            act()
+        assert next(listings) == 2
+
+
+def test_only_what_is_missing_or_wrong_is_damage() -> None:
+    wrong = [errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EBADMSG]
+    unread = [errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ESTALE]
+    unread += [errno.ETIMEDOUT, errno.EAGAIN, errno.ECONNRESET, errno.ENODEV, 0]
+    assert all(shows_damage(OSError(code, "")) and not read_failure(OSError(code, "")) for code in wrong)
+    assert not any(shows_damage(OSError(code, "")) for code in unread)
+    assert read_failure(OSError(errno.EIO, "")) == "EIO" and read_failure(TimeoutError()) == "TimeoutError"
+    assert shows_damage(FileNotFoundError("x")) and shows_damage(tc.CorruptError("x"))
+    assert not shows_damage(tc.StoreError("x")) and read_failure(tc.StoreError("x")) == "StoreError"
+
+
+def test_a_foreign_file_that_could_not_be_opened_is_not_taken_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "x.pt")
+    with monkeypatch.context() as patch:
+        opened = io.open
+
+        def refuse(file: Any, *rest: Any, **more: Any) -> Any:
+            if str(file).endswith("x.pt"):
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(file))
+            return opened(file, *rest, **more)
+
+        patch.setattr(io, "open", refuse)
+        with pytest.raises(tc.StoreError, match="ulimit -n"):
+            tc.load(tmp_path / "x.pt")
+    assert tc.load(tmp_path / "x.pt")["w"].sum() == 3
 
 
 @pytest.mark.skipif(not hasattr(__import__("fcntl"), "F_SETLEASE"), reason="leases are Linux's")

@@ -151,7 +151,7 @@ def test_a_read_that_fails_midway_says_what_may_have_changed() -> None:
     told = []
     for at in range(len(switch.calls)):
         target = whole_tree(seed=9)
-        with pytest.raises(tc.CheckpointError, match="injected") as caught:
+        with pytest.raises(tc.StoreError, match="injected") as caught:
             tc.load_into(Faulty(saved, Switch(at)), target, per_rank="take")
         changed = "partly filled" in str(caught.value)
         told.append(changed)
@@ -167,7 +167,7 @@ def test_an_error_of_the_disk_says_it_too(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(errno.EIO, "injected")
 
     monkeypatch.setattr(LocalStore, "read_parts", fails)
-    with pytest.raises(tc.CheckpointError, match=r"injected.*partly filled: .* of 4 arrays"):
+    with pytest.raises(tc.StoreError, match=r"injected.*partly filled: .* of 4 arrays"):
         tc.load_into(tmp_path / "c", leaves(0))
 
 

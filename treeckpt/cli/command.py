@@ -18,11 +18,14 @@ _ARGUMENT = re.compile(r"(?<![\w/'])([a-z_]+)=(?:True)?(?=[ ,;]|\. |\.?$)(?! \(-
 """An argument in a hint, as `overwrite=True` or `select=`, without the option behind it in brackets."""
 SHOWN = 12
 """Names that an error lists, at most."""
+UNREAD = 3
+"""The exit code of `verify` where something could not be read, and nothing is damaged."""
 EXIT_CODES = """\
 exit codes:
   0    done; `verify`: all is intact
   1    a checkpoint is missing, damaged or incomplete, or what was asked for failed; the message says which and why
   2    wrong use: an unknown command, option, path or run; nothing was done
+  3    `verify`: some of it could not be read, and the rest is intact; nothing is known to be damaged: try again
   130  interrupted by Ctrl-C
 """
 

@@ -31,7 +31,8 @@ columns, the newest checkpoint first; where the terminal is too narrow some are 
   name      of the directory, in the run
   status    complete; partial: shards without an index, of a save that is under way or was killed; corrupt: shards
             are missing or cut short, or the index is damaged; damaged: a verification found changed bytes (--json has
-            that in "verification"); foreign: files of another program; run: a run itself.
+            that in "verification"); unread: it could not be read, and nothing is known; foreign: files of another
+            program; run: a run itself.
             "abandoned branch": the newest checkpoint does not descend from it, as the training went back before it
   step      of the training
   size      of all arrays, replicas once; of a partial checkpoint, what its shards have
@@ -42,7 +43,8 @@ columns, the newest checkpoint first; where the terminal is too narrow some are 
   took      duration of the save, from the first rank's start to the last one's end
 only where a checkpoint has it:
   after     the step from which the training went on; "not here": that one is deleted
-  verified  what treeckpt verify or the dashboard found on this machine, and how long ago; "-": not verified
+  verified  what treeckpt verify or the dashboard found: damage anywhere, all intact on this machine; and how long
+            ago; "-": not verified
   pinned    whether treeckpt pin keeps it
   metrics   that it was saved with, the first {METRICS} by name"""
 LEFT_OUT_FIRST = ("leaves", "ranks", "took", "saved", "pinned", "after")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from ..errors import CheckpointNotFound, TreeckptError
+from ..errors import CheckpointNotFound, StoreError, TreeckptError
 from ..io.os_errors import hint_for
 from ..report.terminal import fail
 from . import completion, convert, dashboard, diff, export, listing, runs, show, verify
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, CheckpointNotFound) and (problem := runs.no_checkpoint(options)):
             return usage_error(problem)
         fail(f"treeckpt: {in_options(f'{error}', options)}")
-        return 1
+        return getattr(options, "unread_code", 1) if isinstance(error, StoreError) else 1
     except BrokenPipeError:  # the reader of the output has closed it: print nothing more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -13,7 +13,8 @@ from ..core.format.file_names import is_step_name
 from ..core.format.index import INDEX_NAME
 from ..core.numbers.unusual import reason_of
 from ..core.text import bytes_text, count_text, json_number, number_text, seconds_text
-from ..errors import CheckpointNotFound, CorruptError, FormatError
+from ..errors import CheckpointNotFound, CorruptError, FormatError, StoreError
+from ..io.storage.metadata_files import read_index_bytes
 from ..io.storage.open import open_folder, open_store
 from ..io.storage.store import Store
 from ..report.terminal import print_json, print_line, print_table
@@ -30,7 +31,7 @@ from ..runs.verification import (
     verification_of,
     verify_folder,
 )
-from .command import Commands, progress_of
+from .command import UNREAD, Commands, progress_of
 from .show import index_summary
 
 SHOWN = 20
@@ -47,6 +48,7 @@ def add_verify(commands: Commands) -> None:
     """Adds `verify`."""
     verify = commands.add("verify", _verify, "read everything and compare it with its checksums", progress=True)
     verify.add_argument("checkpoint", metavar="CKPT", help="or a RUN: each of its checkpoints, newest first")
+    verify.set_defaults(unread_code=UNREAD)
     also = verify.add_mutually_exclusive_group()
     also.add_argument(
         "--repair", action="store_true", help="of one checkpoint: make again what can be, and say what is lost"
@@ -61,18 +63,22 @@ def _verify(options: argparse.Namespace) -> int:
         found = catalog.scan(path) if catalog.run_exists(path) else []
         if any(info.status not in ("partial", "foreign") for info in found):
             return _verify_run(options, found)
-    nbytes = None if shown is False else catalog.read_info(path, follow=True).nbytes
-    with stores_bar("verifying", nbytes, shown=shown) as counted:
+    info = None if shown is False else catalog.read_info_or_unread(open_folder(path), follow=True)
+    with stores_bar("verifying", info.nbytes if info else None, shown=shown) as counted:
         report = _verified(path, options, counted)
     rows = _statistics(path) if options.statistics and report.ok else None
     if options.json:
-        print_json({"ok": report.ok, "report": report} | ({} if rows is None else {"statistics": _json_of(rows)}))
-        return 0 if report.ok else 1
+        print_json(_row_of(report) | ({} if rows is None else {"statistics": _json_of(rows)}))
+        return _exit_code([report])
     print_line(_line(path, report))
     for repair in report.repairs:
         print_line(f"  repaired {repair}", "yellow")
     for problem in report.problems:
         print_line(f"  {problem.file}: {problem.text}", "red")
+    for problem in report.unread:
+        print_line(f"  {problem.file}: {problem.text}", "yellow")
+    for note in report.notes:
+        print_line(f"  {note}", "yellow")
     for one in report.leftovers[:SHOWN]:
         print_line(f"  {one.file}: {bytes_text(one.nbytes)} {one.why}", "yellow")
     if report.leftovers:
@@ -85,13 +91,22 @@ def _verify(options: argparse.Namespace) -> int:
         print_line(f"  lost: {', '.join(path or '<root>' for path in report.lost[:SHOWN])}{more}", "red")
     if rows is not None:
         _print_statistics(rows)
-    return 0 if report.ok else 1
+    return _exit_code([report])
+
+
+def _exit_code(reports: Collection[VerifyReport]) -> int:
+    verdicts = {report.verdict for report in reports}
+    return 1 if "damaged" in verdicts else UNREAD if "unread" in verdicts else 0
+
+
+def _row_of(report: VerifyReport) -> dict[str, object]:
+    """Returns a report for JSON; `ok` is null where that is not known, as something could not be read."""
+    return {"ok": None if report.verdict == "unread" else report.ok, "verdict": report.verdict, "report": report}
 
 
 def _line(path: str, report: VerifyReport) -> str:
-    state = "intact" if report.ok else count_text(len(report.problems), "problem")
     amount = bytes_text(report.nbytes) + " intact" * (not report.ok)
-    return f"{path}: {count_text(report.files, 'shard')}, {amount} in {seconds_text(report.seconds)}: {state}"
+    return f"{path}: {count_text(report.files, 'shard')}, {amount} in {seconds_text(report.seconds)}: {report.state}"
 
 
 def _verify_run(options: argparse.Namespace, infos: Sequence[CheckpointInfo]) -> int:
@@ -107,22 +122,23 @@ def _verify_run(options: argparse.Namespace, infos: Sequence[CheckpointInfo]) ->
                     reports[info.path] = _verified(info.path, options, counted)
                 except (CorruptError, FormatError) as error:
                     reports[info.path] = VerifyReport(info.path, 0, 0, (Problem(INDEX_NAME, f"{error}"),), 0.0)
-    ok = all(report.ok for report in reports.values())
     left_out = _left_out(infos, reports)
     if options.json:
-        rows = [{"ok": report.ok, "report": report} for report in reports.values()]
+        rows = [_row_of(report) for report in reports.values()]
         others = [(info.path, why) for why, some in left_out.items() for info in some]
         print_json(rows + [{"ok": None, "path": path, "not_verified": why} for path, why in others])
-        return 0 if ok else 1
+        return _exit_code(reports.values())
     for path, report in reports.items():
-        problems = "".join(f"; {problem.file}: {problem.text}" for problem in report.problems[:1])
-        print_line(_line(path, report) + problems, "" if report.ok else "red")
+        first = "".join(f"; {one.file}: {one.text}" for one in (*report.problems, *report.unread)[:1])
+        print_line(_line(path, report) + first, {"intact": "", "damaged": "red", "unread": "yellow"}[report.verdict])
+    for note in dict.fromkeys(note for report in reports.values() for note in report.notes):
+        print_line(f"  {note}", "yellow")
     for why, some in left_out.items():
         if some:
             print_line(f"not verified, as they {_LEFT_OUT[why]}: {', '.join(info.name for info in some)}", "yellow")
     for info in left_out["no index"][:SHOWN]:
         print_line(f"  {info.name}: {info.error}", "yellow")
-    return 0 if ok else 1
+    return _exit_code(reports.values())
 
 
 def _left_out(infos: Sequence[CheckpointInfo], verified: Collection[str]) -> dict[str, list[CheckpointInfo]]:
@@ -137,19 +153,22 @@ def _left_out(infos: Sequence[CheckpointInfo], verified: Collection[str]) -> dic
 
 
 def _verified(path: str, options: argparse.Namespace, counted: Callable[[Store], Store]) -> VerifyReport:
-    """Verifies a checkpoint, and keeps the result for the dashboard and for `ls`."""
+    """Verifies a checkpoint, and keeps the result for the dashboard and for `ls`, damage also for clean-ups."""
     by, folder = this_user("treeckpt verify"), open_folder(path)
     store = counted(open_store(path))
-    if options.repair:
-        report = api.verify(store, repair=True)
-        save_id = api.inspect(path).save_id
-        entries = folder.listed().entries()  # as the repair left them
-        verification = verification_of(report, save_id, fingerprint_of(entries, save_id), by)
-    else:
-        statistics = StatisticsStore(cache_directory()) if options.statistics else None
-        report, verification = verify_folder(folder, store, by, statistics=statistics)
-    VerificationStore(cache_directory()).record(folder, verification)
-    return report
+    try:
+        if options.repair:
+            report = api.verify(store, repair=True)
+            save_id, index = api.inspect(path).save_id, read_index_bytes(folder.store)
+            entries = folder.listed().entries()  # as the repair left them
+            verification = verification_of(report, save_id, fingerprint_of(entries, save_id), by, index=index)
+        else:
+            statistics = StatisticsStore(cache_directory()) if options.statistics else None
+            report, verification = verify_folder(folder, store, by, statistics=statistics)
+    except StoreError as error:
+        return VerifyReport(path, 0, 0, (), 0.0, unread=(Problem(INDEX_NAME, f"{error}"),))
+    failed = VerificationStore(cache_directory()).record(folder, verification, beside=True)
+    return msgspec.structs.replace(report, notes=(*report.notes, *failed))
 
 
 class StatisticsRow(msgspec.Struct, frozen=True):

@@ -18,6 +18,7 @@ import numpy as np
 from ..core.format.index import INDEX_NAME
 from ..core.format.shard_header import parse_shard_name
 from ..errors import CheckpointNotFound, CorruptError
+from ..io.os_errors import shows_damage, wrap_read_error
 from ..io.storage.bucket import is_url, local_path
 from ..io.storage.foreign_formats import HEAD, PADDLE_METADATA, format_of_head, format_of_names
 from ..io.storage.local_read import LocalReader
@@ -163,7 +164,11 @@ def store_window(store: Store, name: str, sizes: dict[str, int] | None = None) -
 
 
 def foreign_at(path: Any) -> FileRange | ForeignStore | None:
-    """Returns the source at a local path, or in a local store, that another program wrote; None for anything else."""
+    """Returns the source at a local path, or in a local store, that another program wrote; None for anything else.
+
+    Raises:
+        StoreError: it could not be read, so that this is not known.
+    """
     if type(path) is LocalStore:
         place = path.directory
     elif isinstance(path, (str, os.PathLike)) and os.fspath(path) and not is_url(os.fspath(path)):
@@ -178,7 +183,11 @@ def foreign_at(path: Any) -> FileRange | ForeignStore | None:
         if (place / INDEX_NAME).exists():
             return None
         names = [entry.name for entry in place.iterdir()]
-    except (OSError, ValueError):  # what is wrong is said where a checkpoint is expected
+    except ValueError:  # what is wrong with the path is said where a checkpoint is expected
+        return None
+    except OSError as error:
+        if not shows_damage(error):
+            raise wrap_read_error(error, str(place)) from error
         return None
     known = format_of_names(names) is not None and not any(map(parse_shard_name, names))
     return ForeignStore(place) if known else None

@@ -1,7 +1,9 @@
-"""Translates operating system errors: into an error of the checkpoint or of the machine, and into hints.
+"""Decides what an error of reading says of a checkpoint, and gives hints for errors of the operating system.
 
-A checkpoint is skipped where its files are missing, truncated, changed or unreadable; not where this process has no
-permission to read them, has no descriptors left, or cannot reach the server.
+There are two kinds. Damage: what is to be read is missing or is no file, or the file system has found its own checksums
+wrong. A checkpoint is passed over for it, and a verification keeps it as a verdict. All other errors say nothing of the
+bytes: they could not be read this time, for want of descriptors, memory, permission or an answer, or because a disk
+failed. They are a `StoreError`: no older checkpoint is taken for it, nothing is kept, and the next call tries again.
 """
 
 from __future__ import annotations
@@ -21,35 +23,32 @@ _HINTS = {
     errno.EFBIG: "Files may not be so large there: pass a smaller max_shard_bytes, or raise the limit (ulimit -f)",
     errno.EROFS: "The file system is mounted read-only; after an error of the disk it may have become so",
     errno.ENAMETOOLONG: "Choose a shorter path",
+    errno.EIO: "The disk or the file server failed, perhaps for a moment: try again. If it stays, the kernel's log "
+    "says more; treeckpt.load(path, on_corrupt='skip') returns what can be read, and once the directory of this step "
+    "is moved away, the run goes on from the one before",
 }
-_NOT_THE_CHECKPOINT = {
+_DAMAGE = {
     getattr(errno, name)
-    for name in [
-        "EACCES",
-        "EPERM",
-        "EMFILE",
-        "ENFILE",
-        "ENOMEM",
-        "EAGAIN",
-        "EBUSY",
-        "EINTR",
-        "ESTALE",
-        "ETIMEDOUT",
-        "ENETDOWN",
-        "ENETUNREACH",
-        "ENETRESET",
-        "ECONNREFUSED",
-        "ECONNRESET",
-        "ECONNABORTED",
-        "EHOSTDOWN",
-        "EHOSTUNREACH",
-        "ENOTCONN",
-        "ESHUTDOWN",
-        "EREMOTEIO",
-        "ENOLINK",
-    ]
+    for name in ["ENOENT", "ENOTDIR", "EISDIR", "ELOOP", "ENAMETOOLONG", "EBADMSG", "EUCLEAN", "EILSEQ"]
     if hasattr(errno, name)
 }
+"""EBADMSG, EUCLEAN and EILSEQ are checksums and structures of the file system that are wrong; btrfs says EIO."""
+
+
+def shows_damage(error: BaseException) -> bool:
+    """Whether an error of reading says that bytes are missing or wrong; else they could not be read this time."""
+    if isinstance(error, OSError):
+        missing = isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
+        return missing or error.errno in _DAMAGE
+    return isinstance(error, CheckpointError)
+
+
+def read_failure(error: BaseException) -> str:
+    """Returns the name of an error by which bytes could not be read, as EIO; empty where it shows damage."""
+    if shows_damage(error):
+        return ""
+    number = error.errno if isinstance(error, OSError) else None
+    return errno.errorcode.get(number or 0, type(error).__name__)
 
 
 def hint_for(error: OSError) -> str:
@@ -58,8 +57,8 @@ def hint_for(error: OSError) -> str:
 
 
 def wrap_read_error(error: OSError, path: str, *, kind: type[CheckpointError] = CheckpointError) -> TreeckptError:
-    """Returns the error to raise: `StoreError` where the cause is not the checkpoint, else `kind`."""
-    raised = StoreError if error.errno in _NOT_THE_CHECKPOINT else kind
+    """Returns the error to raise: `kind` where it shows damage, else `StoreError`."""
+    raised = kind if shows_damage(error) else StoreError
     return raised(
         path, expected="files that can be read", found=f"{type(error).__name__}: {error}", hint=hint_for(error)
     )

@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
-from ..errors import CheckpointError, MismatchError, TreeckptError
+from ..errors import CheckpointError, MismatchError, StoreError, TreeckptError
 from ..foreign.foreign_checkpoint import open_checkpoint
-from ..io.os_errors import wrap_read_error
+from ..io.os_errors import shows_damage, wrap_read_error
 from ..io.storage.checkpoint import Checkpoint, Replaced
 from ..io.storage.metadata_files import KnownIndex
 from ..io.storage.store import Store
@@ -87,7 +87,7 @@ def on_versions(
             except Replaced:
                 pass
             except (TreeckptError, OSError) as error:
-                if together or not any(one.is_replaced() for one in checkpoints):
+                if together or not _are_replaced(checkpoints, error):
                     if isinstance(error, OSError):
                         raise wrap_read_error(error, stores[0].url) from error
                     if isinstance(error, MismatchError):
@@ -99,6 +99,20 @@ def on_versions(
         found=f"another save in its place, {TRIES} times",
         hint="Read it when nobody saves there, or save each step at a path of its own",
     )
+
+
+def _are_replaced(checkpoints: Sequence[Checkpoint], error: Exception) -> bool:
+    """Whether another save has replaced a version since it was read, of which an error came.
+
+    Raises:
+        StoreError: that could not be read. Without it an error that shows damage may be none of the checkpoint.
+    """
+    try:
+        return any(one.is_replaced() for one in checkpoints)
+    except StoreError:
+        if shows_damage(error):
+            raise
+        return False
 
 
 def _name_checkpoints(error: MismatchError, given: Sequence[Any], urls: Sequence[str]) -> None:

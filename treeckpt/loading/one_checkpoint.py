@@ -74,8 +74,12 @@ def verify(path: CheckpointPath, *, repair: bool = False) -> VerifyReport:
             kept as `<name>.<id>.damaged`. The report says what was done, and what is lost. Nothing else may be saving
             there.
 
+    Returns:
+        The report. What could not be read this time is no fault: it stands in `unread`, and another call may read it.
+
     Raises:
-        CheckpointNotFound, CorruptError, FormatError: there is no index that can be read.
+        CheckpointNotFound, CorruptError, FormatError: there is no index, or it is damaged.
+        StoreError: the index or a listing could not be read, or an object store cannot be reached, or refuses.
     """
     if not repair:
         return on_one_version(path, verify_checkpoint, is_suspect=lambda report: report.problems)

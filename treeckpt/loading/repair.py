@@ -39,7 +39,7 @@ from ..core.format.shard_header import (
     with_hashes,
 )
 from ..core.format.timings import timings_name
-from ..errors import CheckpointError, CheckpointNotFound, CorruptError, FormatError, StoreError, TreeckptError
+from ..errors import CheckpointError, CheckpointNotFound, CorruptError, FormatError, StoreError
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.local_write import sync_directory
 from ..io.storage.memory import aligned_buffer
@@ -105,7 +105,7 @@ def _replace_index(store: Store, save_id: str | None, repairs: list[Repair]) -> 
 
 def _drop_timings(store: Store, save_id: str, repairs: list[Repair]) -> None:
     name = timings_name(save_id)
-    with contextlib.suppress(TreeckptError, OSError):
+    with contextlib.suppress(CheckpointError):
         read_timings(store, save_id)
         return
     aside = _keep(store, name)
@@ -120,7 +120,7 @@ def _repair_shard(store: Store, index: Index, file: File, repairs: list[Repair])
     """Rebuilds the header and the length of a shard, where the seal proves the result."""
     size, whole = store.sizes().get(file.name), file.header + file.nbytes
     _, bad = survey_shard(store, index, file, size)
-    if not bad or size is None or size < whole:
+    if not bad or size is None or size < whole or any(one.unread for one in bad):
         return
     try:
         header, done = _header_again(store, index, file, bad)

@@ -1,11 +1,14 @@
 """Verifies a checkpoint against its checksums and its index, and rebuilds a lost index.
 
-`survey_shard` finds all damaged bytes of a shard; `io.storage.shard_reader` stops at the first of them.
+`survey_shard` finds all damaged bytes of a shard; `io.storage.shard_reader` stops at the first of them. What could not
+be read, for want of descriptors, say, or because a disk failed, is told apart from damage (`io.os_errors`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -16,9 +19,10 @@ from ..core.format.records import File, Index
 from ..core.format.shard_header import ShardHeader, decode_header
 from ..core.format.sidecars import stored_name
 from ..core.format.timings import timings_name
-from ..errors import CheckpointError, CheckpointExists, TreeckptError
+from ..errors import CheckpointError, CheckpointExists, StoreError, TreeckptError
 from ..io.comm.collective import all_gather
 from ..io.comm.comm import Comm
+from ..io.os_errors import hint_for, read_failure
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.fetching import FETCH_MEMORY, SupportsFetching
 from ..io.storage.leftovers import list_leftovers
@@ -29,15 +33,16 @@ from ..io.storage.metadata_files import OnShardsRead, read_sidecar, read_timings
 from ..io.storage.shard_reader import ArrivingBlocks, OpenedShard, matches, open_shard
 from ..io.storage.store import Store
 from ..io.timing import Recorder
-from ..reports import Problem, VerifyReport
+from ..reports import Leftover, Problem, VerifyReport
 from .leaf_moments import LeafMoments
 
+_log = logging.getLogger("treeckpt")
 SHOWN = 5
 STEP = 8 << 20
 """Bytes that are read at a time."""
 
 Survey = tuple[OpenedShard | None, list[BadBytes]]
-"""A shard, None if its header is bad, and its bad bytes."""
+"""A shard, None if its header is bad or could not be read, and its bad bytes."""
 
 
 def verify_checkpoint(
@@ -51,12 +56,15 @@ def verify_checkpoint(
     Args:
         on_shard: takes the problems of each shard, as soon as it was compared.
         moments: takes all bytes that are compared.
+
+    Raises:
+        StoreError: the index or a listing could not be read, or an object store cannot be reached, or refuses.
     """
     recorder = Recorder(0)
     checkpoint = checkpoint.own()
     store, index, sizes = checkpoint.store, checkpoint.index, checkpoint.sizes
     checkpoint.check_against_files()
-    problems: list[Problem] = []
+    problems, unread, notes = list[Problem](), list[Problem](), list[str]()
     headers: list[tuple[int, ShardHeader]] = []
     nbytes = 0
     for file, (opened, bad) in zip(
@@ -64,8 +72,10 @@ def verify_checkpoint(
         survey_shards(store, index, index.file_list, sizes, keep=True, moments=moments),
         strict=True,
     ):
-        own = [_problem(index, part) for part in bad]
+        own = [_problem(index, part) for part in bad if not part.unread]
         problems += own
+        unread += [_problem(index, part) for part in bad if part.unread]
+        notes += [_advice(part) for part in bad if part.unread]
         if on_shard is not None:
             on_shard(own)
         if opened is not None and not bad:
@@ -74,19 +84,25 @@ def verify_checkpoint(
                 headers.append((file.header, decode_header(opened.header, f"{store.url}/{file.name}")))
             except TreeckptError as error:
                 problems.append(Problem(file.name, str(error), 0, file.header))
-    if not problems:
-        try:
-            if folded_index(rebuild(headers, store.url)) != folded_index(index):
-                problems.append(Problem(INDEX_NAME, "it is not the index that the shards describe"))
-        except CheckpointError as error:
-            problems.append(Problem(INDEX_NAME, str(error)))
+    if not problems and not unread and (why := _index_difference(checkpoint, headers)):
+        problems.append(Problem(INDEX_NAME, why))
+    for problem, failure in _problems_of_others(checkpoint):
+        (unread if failure else problems).append(problem)
+    left: tuple[Leftover, ...] = ()
     try:
-        read_timings(store, index.save_id)
+        left = list_leftovers(store, sizes, known=index.save_id)
     except (TreeckptError, OSError) as error:
-        problems.append(Problem(timings_name(index.save_id), str(error)))
-    problems += _sidecar_problems(checkpoint)
-    left = list_leftovers(store, sizes, known=index.save_id)
-    return VerifyReport(store.url, len(index.file_list), nbytes, tuple(problems), recorder.seconds, leftovers=left)
+        notes.append(f"Whether dead saves have left files there could not be found out: {error}")
+    return VerifyReport(
+        store.url,
+        len(index.file_list),
+        nbytes,
+        tuple(problems),
+        recorder.seconds,
+        leftovers=left,
+        unread=tuple(unread),
+        notes=tuple(dict.fromkeys(notes)),
+    )
 
 
 def _problem(index: Index, bad: BadBytes) -> Problem:
@@ -96,17 +112,36 @@ def _problem(index: Index, bad: BadBytes) -> Problem:
     return Problem(bad.file, f"bytes {bad.start}:{bad.stop}{of}: {bad.why}", bad.start, bad.stop, leaves)
 
 
-def _sidecar_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
+def _index_difference(checkpoint: Checkpoint, headers: Sequence[tuple[int, ShardHeader]]) -> str:
+    """Returns how the index differs from what the headers of all shards describe; empty if it does not."""
+    try:
+        same = folded_index(rebuild(headers, checkpoint.url)) == folded_index(checkpoint.index)
+    except CheckpointError as error:
+        return str(error)
+    return "" if same else "it is not the index that the shards describe"
+
+
+def _advice(bad: BadBytes) -> str:
+    """Returns what to do about bytes that could not be read."""
+    return hint_for(OSError(getattr(errno, bad.unread, 0), bad.why))
+
+
+def _problems_of_others(checkpoint: Checkpoint) -> Iterator[tuple[Problem, str]]:
+    """Yields what is wrong with the timings and sidecar files, and `read_failure` of its error."""
     store, index = checkpoint.store, checkpoint.index
+    try:
+        read_timings(store, index.save_id)
+    except (TreeckptError, OSError) as error:
+        yield Problem(timings_name(index.save_id), str(error)), read_failure(error)
     for sidecar in index.sidecars:
         name = stored_name(index.save_id, sidecar.name)
         found = checkpoint.sizes.get(name)
         try:
             if found is not None and found > sidecar.nbytes:
-                yield Problem(name, f"the file goes on after byte {sidecar.nbytes}", sidecar.nbytes, found)
+                yield Problem(name, f"the file goes on after byte {sidecar.nbytes}", sidecar.nbytes, found), ""
             read_sidecar(store, index, sidecar.name)
         except (TreeckptError, OSError) as error:
-            yield Problem(name, str(error), 0, sidecar.nbytes)
+            yield Problem(name, str(error), 0, sidecar.nbytes), read_failure(error)
 
 
 def publish_rebuilt(store: Store, *, replace: bool, on_read: OnShardsRead | None = None) -> Index:
@@ -181,7 +216,7 @@ def _open(store: Store, index: Index, file: File, size: int | None, keep: bool) 
         why = f"no header as it was written: expected {error.expected}, found {error.found}"
         return None, [BadBytes(file.name, 0, whole, why)]
     except OSError as error:
-        return None, [BadBytes(file.name, 0, whole, f"the header cannot be read: {error}")]
+        return None, [BadBytes(file.name, 0, whole, f"the header cannot be read: {error}", read_failure(error))]
     if size < whole:
         return opened, [BadBytes(file.name, size, whole, f"the file ends at byte {size}")]
     if size > whole:
@@ -194,7 +229,7 @@ def _joined(found: Iterable[BadBytes]) -> list[BadBytes]:
     joined: list[BadBytes] = []
     for bad in found:
         if joined and joined[-1].stop == bad.start and joined[-1].why == bad.why:
-            bad = BadBytes(bad.file, joined.pop().start, bad.stop, bad.why)
+            bad = BadBytes(bad.file, joined.pop().start, bad.stop, bad.why, bad.unread)
         joined.append(bad)
     return joined
 
@@ -253,9 +288,11 @@ def _add_unlike(opened: OpenedShard, found: list[BadBytes], at: int, nbytes: int
 def survey(checkpoint: Checkpoint, comm: Comm) -> tuple[BadBytes, ...]:
     """Returns all bytes of a checkpoint's shards that differ from what was saved. Every rank has to call.
 
-    The ranks divide the shards among them, and exchange what they found.
+    The ranks divide the shards among them, and exchange what they found. Bytes that a disk fails to read (EIO) are
+    among them, so that what is intact elsewhere can be loaded.
 
     Raises:
+        StoreError: bytes could not be read for another reason, which says nothing of them.
         CheckpointNotFound, CorruptError, FormatError: there is no index that can be read.
         RankError: another rank failed.
     """
@@ -267,6 +304,10 @@ def survey(checkpoint: Checkpoint, comm: Comm) -> tuple[BadBytes, ...]:
         return [bad for _, found in survey_shards(store, index, files, sizes) for bad in found]
 
     found = [bad for part in all_gather(comm, f"load {checkpoint.url}", own, list[BadBytes]) for bad in part]
+    for bad in found:
+        if bad.unread not in ("", "EIO"):
+            where = f"{checkpoint.url}/{bad.file}"
+            raise StoreError(where, expected="bytes to compare", found=bad.why, hint=_advice(bad))
     return tuple(sorted(found, key=lambda bad: (bad.file, bad.start)))
 
 
@@ -279,29 +320,30 @@ def _bad_blocks(store: Store, opened: OpenedShard, there: int, moments: LeafMome
             part = data[at - start : at - start + opened.block]
             if failed and (error := _error_of(store, opened, at, part)):
                 all_read = False
-                first = file.header + at
-                yield BadBytes(file.name, first, first + len(part), f"they cannot be read: {error}")
+                first, why = file.header + at, f"they cannot be read: {error}"
+                yield BadBytes(file.name, first, first + len(part), why, read_failure(error))
             elif not matches(opened, at, part):
                 yield _unlike(opened, at, len(part))
         if moments is not None:
             moments.add(file, start, data)
         if failed and all_read:
             first = file.header + start
-            yield BadBytes(file.name, first, first + len(data), f"only a second try could read them: {failed}")
+            where = f"{store.url}/{file.name}: bytes {first}:{first + len(data)}"
+            _log.warning("%s: only a second try could read them: %s", where, failed)
 
 
-def _read_steps(store: Store, opened: OpenedShard, there: int) -> Iterator[tuple[int, memoryview, str]]:
+def _read_steps(store: Store, opened: OpenedShard, there: int) -> Iterator[tuple[int, memoryview, Exception | None]]:
     """Reads the first `there` bytes of a data area; the next bytes are read while the last ones are compared.
 
     Yields:
-        Where the bytes start, the bytes, and the error of the read or an empty text.
+        Where the bytes start, the bytes, and the error of the read.
     """
     step = _step(opened)
     parts = [(start, min(step, there - start)) for start in range(0, max(there, 0), step)]
     buffers = [aligned_buffer(min(step, there), huge=True) for _ in parts[:2]]
     with ThreadPoolExecutor(1, "treeckpt-verify") as reader:
 
-        def read(number: int) -> tuple[int, memoryview, Future[str]]:
+        def read(number: int) -> tuple[int, memoryview, Future[Exception | None]]:
             start, nbytes = parts[number]
             data = buffers[number % 2][:nbytes]
             return start, data, reader.submit(_error_of, store, opened, start, data)
@@ -326,10 +368,10 @@ def _unlike(opened: OpenedShard, at: int, nbytes: int) -> BadBytes:
     return BadBytes(opened.file.name, first, first + nbytes, "they differ from their checksum")
 
 
-def _error_of(store: Store, opened: OpenedShard, start: int, out: memoryview) -> str:
-    """Returns the text of the error of a read; empty if it succeeds."""
+def _error_of(store: Store, opened: OpenedShard, start: int, out: memoryview) -> Exception | None:
+    """Returns the error of a read; None if it succeeds."""
     try:
         store.read_into(opened.file.name, opened.file.header + start, out)
     except (CheckpointError, OSError) as error:
-        return str(error)
-    return ""
+        return error
+    return None

@@ -18,7 +18,14 @@ from rich.text import Text
 
 from ..core.text import visible
 
-STYLES = {"complete": "green", "partial": "yellow", "corrupt": "bold red", "damaged": "bold red", "foreign": "dim"}
+STYLES = {
+    "complete": "green",
+    "partial": "yellow",
+    "corrupt": "bold red",
+    "damaged": "bold red",
+    "unread": "yellow",
+    "foreign": "dim",
+}
 
 
 class OutputConsole(Console):

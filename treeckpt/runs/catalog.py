@@ -3,8 +3,8 @@
 `read_info` reads the index and timings of one directory and compares the sizes of the shards with those in the index;
 `scan` does so for every directory of a run, on a disk, in memory or in an object store. What cannot be read is reported
 with its state and is not raised: directories of other programs, saves that never finished, indexes that do not decode.
-Only a store that cannot be reached or that refuses raises. Links are not followed. No shard is opened; `verify` does
-that.
+Only a store that cannot be reached or read, or that refuses, raises. Links are not followed. No shard is opened;
+`verify` does that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from ..core.analysis.profile import profile_of
-from ..core.format.file_names import PIN_NAME, is_step_name, parse_file_name, step_of
+from ..core.format.file_names import PIN_NAME, is_step_name, parse_file_name, step_of, verdict_name
 from ..core.format.index import INDEX_NAME
 from ..core.format.lineage import SavedCheckpoint
 from ..core.format.save_progress import parse_progress_name
@@ -28,6 +28,7 @@ from ..core.format.shard_header import parse_shard_name, saves_of_all_ranks
 from ..core.format.timings import Timings
 from ..core.text import visible
 from ..errors import CheckpointNotFound, CorruptError, StoreError, TreeckptError
+from ..io.os_errors import shows_damage, wrap_read_error
 from ..io.storage import metadata_files
 from ..io.storage.bucket import is_url, local_path
 from ..io.storage.metadata_files import NewestIndex
@@ -57,7 +58,8 @@ def read_timings(path: str | os.PathLike[str] | Folder, *, save_id: str | None =
 
     Raises:
         CheckpointNotFound: there is none.
-        CheckpointError: it cannot be read.
+        CheckpointError: it is damaged.
+        StoreError: it could not be read.
     """
     folder = path if not isinstance(path, (str, os.PathLike)) else open_folder(path)
     if save_id is None:
@@ -90,7 +92,7 @@ def read_timings_file(folder: Folder, name: str) -> Timings:
     try:
         timings = metadata_files.read_timings(folder.store, name.split(".")[1])
     except OSError as error:
-        raise CorruptError(label, expected="timings", found=f"{error.strerror or error}") from error
+        raise wrap_read_error(error, label, kind=CorruptError) from error
     if timings is None:
         raise CheckpointNotFound(label, expected="the timings of a save", found="no such file any more")
     return timings
@@ -105,7 +107,11 @@ def _disk_nbytes(files: Files) -> int:
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether a directory itself contains files of a checkpoint, complete or not."""
+    """Whether a directory itself contains files of a checkpoint, complete or not.
+
+    Raises:
+        StoreError: it could not be read.
+    """
     if is_url(text := os.fspath(path)):
         entries = open_folder(text).entries()
         return any(map(_is_checkpoint_file, _regular(entries))) or INDEX_NAME in entries
@@ -115,7 +121,9 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
                 e.name == INDEX_NAME or (_is_checkpoint_file(e.name) and e.is_file(follow_symlinks=False))
                 for e in found
             )
-    except OSError:
+    except OSError as error:
+        if not shows_damage(error):
+            raise wrap_read_error(error, text) from error
         return False
 
 
@@ -145,7 +153,7 @@ def scan(
 
     Where steps of a run are below a checkpoint at the path, all are listed. The newest is the one saved last. Abandoned
     branches follow after the lineage of the newest. Names that start with a dot and entries that are no directories are
-    left out. A directory that cannot be listed is reported as corrupt.
+    left out. A local directory that could not be read is listed as unread.
 
     Args:
         newest: as for `read_info`.
@@ -156,7 +164,7 @@ def scan(
     cache = cache or LruStatCache(0)
     if isinstance(run, (str, os.PathLike)) and is_checkpoint(run):
         folder = open_folder(run).listed()
-        one = read_info_or_corrupt(folder, cache=cache, follow=True, newest=newest)
+        one = read_info_or_unread(folder, cache=cache, follow=True, newest=newest)
         if not has_steps(folder):
             return [one]
         found = read_infos(open_run(run), cache, report_errors=True, newest=newest, on_read=on_read)
@@ -166,7 +174,7 @@ def scan(
 
 
 def has_steps(folder: Folder) -> bool:
-    """Whether directories named as steps are below the directory of a checkpoint."""
+    """Whether directories named as steps are below a directory; False where that could not be read."""
     with contextlib.suppress(StoreError):
         return any(is_step_name(name) and not entry.regular for name, entry in folder.entries().items())
     return False
@@ -189,14 +197,14 @@ def read_infos(
     """Returns every folder of a run with its description.
 
     Args:
-        report_errors: reads with `read_info_or_corrupt`.
+        report_errors: reads with `read_info_or_unread`.
         timings, newest: as for `read_info`.
 
     Raises:
         StoreError: the run cannot be reached, or refuses.
     """
-    reader = read_info_or_corrupt if report_errors else partial(read_info, timings=timings)
-    one = partial(reader, cache=cache, newest=newest)
+    reader = read_info_or_unread if report_errors else read_info
+    one = partial(reader, cache=cache, timings=timings, newest=newest)
     return _for_each_folder(run, one, on_read)
 
 
@@ -237,19 +245,24 @@ def _read_mark(folder: Folder, cache: StatCache) -> SavedCheckpoint | None:
     return None
 
 
-def read_info_or_corrupt(
-    folder: Folder, *, cache: StatCache | None = None, follow: bool = False, newest: NewestIndex | None = None
+def read_info_or_unread(
+    folder: Folder,
+    *,
+    cache: StatCache | None = None,
+    follow: bool = False,
+    timings: bool = True,
+    newest: NewestIndex | None = None,
 ) -> CheckpointInfo:
-    """Same as `read_info`, but a local directory that cannot be read is reported as corrupt, with the error.
+    """Same as `read_info`, but a local directory that could not be read is described as unread, with the error.
 
-    For lists that are shown to a person.
+    For lists that are shown to a person, and where the others matter all the same.
     """
     try:
-        return read_info(folder, cache=cache, follow=follow, newest=newest)
+        return read_info(folder, cache=cache, follow=follow, timings=timings, newest=newest)
     except StoreError as error:
         if not isinstance(folder, LocalFolder):
             raise
-        return CheckpointInfo(folder.name, folder.url, "corrupt", step_of(folder.name), error=str(error))
+        return CheckpointInfo(folder.name, folder.url, "unread", step_of(folder.name), error=str(error))
 
 
 def read_info(
@@ -351,6 +364,7 @@ def _with_index(folder: Folder, summary: Summary, files: Files, durations: StatC
         error=problem or _problem("sidecar files", summary.sidecars, files),
         metrics=summary.metrics,
         pinned=PIN_NAME in files,
+        found_damaged=verdict_name(summary.save_id) in files,
         saving=saves_under_way(folder, files, committed=summary.save_id),
         lineage=summary.lineage,
     )

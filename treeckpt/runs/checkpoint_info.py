@@ -15,7 +15,7 @@ from ..io.storage.run_store import Folder
 from .active_saves import SaveUnderWay
 from .verification import Verification, VerificationStore
 
-Status = Literal["complete", "partial", "corrupt", "foreign"]
+Status = Literal["complete", "partial", "corrupt", "unread", "foreign"]
 
 
 class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
@@ -25,7 +25,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
     path: str
     status: Status
     """complete; partial: shards but no index; corrupt: the index does not decode, or shards are missing or cut short;
-    foreign: something else."""
+    unread: it could not be read, so nothing is known; foreign: something else."""
     step: int | None = None
     save_id: str | None = None
     world: int | None = None
@@ -53,8 +53,10 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
     """Rises in the order in which the checkpoints of the run were saved; None if that was not computed."""
     abandoned: bool = False
     """Whether it is on an abandoned branch: the newest checkpoint does not descend from it."""
+    found_damaged: bool = False
+    """Whether a file beside it says that a verification found changed bytes."""
     verification: Verification | None = None
-    """What a verification on this machine found; None without one, or where it was not looked up."""
+    """What a verification found, by that file or on this machine; None without one, or where it was not looked up."""
 
     @property
     def under_way(self) -> tuple[SaveUnderWay, ...]:
@@ -64,7 +66,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
     @property
     def damaged(self) -> bool:
         """Whether a verification found changed bytes."""
-        return self.verification is not None and self.verification.total > 0
+        return self.found_damaged if self.verification is None else self.verification.total > 0
 
     @property
     def status_text(self) -> str:
@@ -83,7 +85,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
         """What is wrong with it; of several problems that a verification found, the first, and how many there are."""
         found = self.verification
         if self.error or found is None or not found.problems:
-            return self.error
+            return self.error or ("a verification found it damaged" if self.damaged else None)
         more = f" (and {found.total - 1:,} more)" if found.total > 1 else ""
         return f"{found.problems[0].file}: {found.problems[0].text}{more}"
 
@@ -125,9 +127,9 @@ def _sort_key(placed: tuple[CheckpointInfo, LineagePosition | None]) -> tuple[An
 
 def with_verification(info: CheckpointInfo, folder: Folder, known: VerificationStore) -> CheckpointInfo:
     """Returns the same with what is known of the bytes of a complete checkpoint in a folder."""
-    if info.status != "complete" or (found := known.find(folder, info.save_id)) is None:
+    if info.status != "complete":
         return info
-    return msgspec.structs.replace(info, verification=found)
+    return msgspec.structs.replace(info, verification=known.find(folder, info.save_id, beside=info.found_damaged))
 
 
 def step_info(info: CheckpointInfo) -> StepInfo:

@@ -117,18 +117,24 @@ class RunDirectory:
         """Returns the directory of a step, whether or not it exists."""
         return self.store.folder(step_name(check_step(step)))
 
-    def checkpoints(self, *, newest: NewestIndex | None = None) -> list[CheckpointInfo]:
+    def checkpoints(self, *, newest: NewestIndex | None = None, report_errors: bool = False) -> list[CheckpointInfo]:
         """Lists every directory with the name of a step, except links and directories without files of a checkpoint.
 
         The newest, which was saved last, comes first. Abandoned branches follow after the lineage of the newest.
 
         Args:
             newest: is offered the indexes that are not in the cache.
-        """
-        return [info for _, info in self._read_infos(newest)]
+            report_errors: lists local directories that could not be read too, as unread.
 
-    def _read_infos(self, newest: NewestIndex | None = None) -> list[tuple[Folder, CheckpointInfo]]:
-        seen = read_infos(self.store, self._cache, timings=False, newest=newest)
+        Raises:
+            StoreError: the run could not be read, or one of its checkpoints.
+        """
+        return [info for _, info in self._read_infos(newest, report_errors=report_errors)]
+
+    def _read_infos(
+        self, newest: NewestIndex | None = None, *, report_errors: bool
+    ) -> list[tuple[Folder, CheckpointInfo]]:
+        seen = read_infos(self.store, self._cache, report_errors=report_errors, timings=False, newest=newest)
         folders = {folder.name: folder for folder, _ in seen}
         ours = in_listing_order(
             _checked(info) for _, info in seen if info.status != "foreign" and is_step_name(info.name)
@@ -224,7 +230,8 @@ class RunDirectory:
             dry_run: only reports what would be done.
             on_removal: takes before each removal how many are done, and how many are planned.
         """
-        known, found = self._verifications or VerificationStore(cache_directory()), self._read_infos()
+        known = self._verifications or VerificationStore(cache_directory())
+        found = self._read_infos(report_errors=True)
         facts = [self._fact(with_verification(info, folder, known), folder) for folder, info in found]
         plan = plan_cleanup(facts, policies, deletion_times(self._clock(), grace), busy=frozenset(busy))
         planned = CleanReport(
@@ -279,12 +286,15 @@ class RunDirectory:
     def _plan_alone(self, info: CheckpointInfo, folder: Folder, grace: float) -> CleanupPlan:
         """Returns what a clean-up would do with a checkpoint that no policy keeps."""
         newer = StepDirectory("newer", 1 << 62, "complete", 0, (), "0" * 16)
-        return plan_cleanup([self._fact(info, folder), newer], [], deletion_times(self._clock(), grace))
+        one = msgspec.structs.replace(self._fact(info, folder), damaged=False)  # a clean-up keeps what is damaged
+        return plan_cleanup([one, newer], [], deletion_times(self._clock(), grace))
 
     def _fact(self, info: CheckpointInfo, folder: Folder) -> StepDirectory:
         step = step_of(info.name)
         assert step is not None and info.status != "foreign", "_read_infos returns only these"
         save_id = info.save_id if info.status != "partial" else None
+        if info.status == "unread":
+            return StepDirectory(info.name, step, "unread", 0, (), problem=info.error or "", path=folder.url)
         return StepDirectory(
             name=info.name,
             step=step,

@@ -10,12 +10,11 @@ import logging
 from collections.abc import Collection, Container, Iterator, Sequence
 from pathlib import Path
 
-from .. import api
 from ..core.analysis.retention_policy import Best, best_of, unmeasured_text
 from ..core.format.file_names import is_step_name, step_of
 from ..core.format.index import INDEX_NAME
 from ..core.text import count_text
-from ..errors import CheckpointNotFound, TreeckptError
+from ..errors import CheckpointNotFound, StoreError, TreeckptError
 from ..io.storage.bucket import is_url
 from ..io.storage.foreign_formats import describe_foreign
 from ..io.storage.metadata_files import KnownIndex, NewestIndex
@@ -23,7 +22,7 @@ from ..io.storage.object_store import ObjectRun
 from ..io.storage.run_store import linked_names
 from .checkpoint_info import CheckpointInfo, step_info, with_verification
 from .run import RunDirectory
-from .verification import VerificationStore, cache_directory
+from .verification import VerificationStore, cache_directory, this_user, verify_folder
 
 _log = logging.getLogger("treeckpt")
 
@@ -51,9 +50,10 @@ class CheckpointSelector:
         """
         return [info for info in self._listed() if info.status == "complete"]
 
-    def _listed(self) -> list[CheckpointInfo]:
+    def _listed(self, *, report_errors: bool = False) -> list[CheckpointInfo]:
         """Returns the checkpoints of the run; refuses the path of one checkpoint, which has none below it."""
-        infos, run, url = self.directory.checkpoints(newest=self._read), self.directory.store, self.directory.url
+        infos = self.directory.checkpoints(newest=self._read, report_errors=report_errors)
+        run, url = self.directory.store, self.directory.url
         if infos:
             return infos
         if INDEX_NAME in run.own_entries() if isinstance(run, ObjectRun) else (Path(url) / INDEX_NAME).is_file():
@@ -84,9 +84,16 @@ class CheckpointSelector:
 
         Raises:
             CheckpointNotFound: the directory is one checkpoint.
+            StoreError: a checkpoint that may be newer could not be read, or with `verify` not compared: it may be good.
         """
-        infos, found = self._listed(), None
+        infos, found = self._listed(report_errors=True), None
         for info in infos:
+            if info.status == "unread":
+                expected, hint = (
+                    "the newest checkpoint, or to know that it is not",
+                    "No older one is taken in its place",
+                )
+                raise StoreError(info.path, expected=expected, found=info.error or "", hint=hint)
             if step_info(info).step in without:
                 continue
             why = info.error or info.status if info.status != "complete" else ""
@@ -114,18 +121,35 @@ class CheckpointSelector:
         """
         step = step_info(found).step if found is not None else -1
         for info in infos[infos.index(found) + 1 :] if found is not None else ():
-            if info.status == "corrupt" and info.save_id is None:
-                yield info.path, f"corrupt, and perhaps saved after step {step}: {info.error}"
+            if info.status in ("corrupt", "unread") and info.save_id is None:
+                yield info.path, f"{info.status}, and perhaps saved after step {step}: {info.error}"
         for name in linked_names(self.directory.store):
             if is_step_name(name) and (step_of(name) or 0) > step:
                 yield self.directory.store.folder(name).url, "a symbolic link, which is not followed"
 
     def _problem(self, info: CheckpointInfo) -> str:
+        """Returns what is wrong with a checkpoint, as all of it shows; keeps damage beside it, for clean-ups to know.
+
+        It is not read again where damage is known, and no file was written since.
+        """
+        folder, known = self.directory.store.folder(info.name), VerificationStore(cache_directory())
+        before = with_verification(info, folder, known).verification
+        if before is not None and before.beside and not before.changed:
+            return f"a verification has found {count_text(before.total, 'problem')}, first {before.problems[0].text}"
         try:
-            report = api.verify(self.directory.store.folder(info.name).store)
+            report, verification = verify_folder(folder, folder.store, this_user("Manager.latest"))
+        except StoreError:
+            raise
         except TreeckptError as error:
             return str(error)
-        return "" if report.ok else f"{count_text(len(report.problems), 'problem')}, first {report.problems[0].text}"
+        for text in known.record(folder, verification, beside=True):
+            self.warn_once(info.path, text)
+        if report.problems:
+            return f"{count_text(len(report.problems), 'problem')}, first {report.problems[0].text}"
+        if report.unread:
+            found, hint = f"{report.state}, first {report.unread[0].text}", ". ".join(report.notes)
+            raise StoreError(info.path, expected="bytes to compare with their checksums", found=found, hint=hint)
+        return ""
 
     def best(self, policy: Best) -> int | None:
         """Returns the step that is best by a policy's metric; None, and logs the metrics there are, if none has it.

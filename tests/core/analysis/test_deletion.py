@@ -12,8 +12,22 @@ from treeckpt.core.analysis.deletion import (
     StepDirectory,
     plan_cleanup,
 )
-from treeckpt.core.analysis.retention_policy import Last
-from treeckpt.core.format.file_names import PIN_NAME, deleted_name, lease_name, parse_file_name, step_name
+from treeckpt.core.analysis.retention_policy import (
+    All,
+    Best,
+    EveryPeriod,
+    EverySteps,
+    Last,
+    Steps,
+)
+from treeckpt.core.format.file_names import (
+    PIN_NAME,
+    deleted_name,
+    lease_name,
+    parse_file_name,
+    step_name,
+    verdict_name,
+)
 from treeckpt.core.format.shard_header import shard_name
 from treeckpt.core.format.timings import timings_name
 
@@ -328,3 +342,64 @@ def test_a_reader_whose_process_has_ended_keeps_nothing():
 def test_the_temporary_file_of_a_process_that_has_ended_goes_at_once():
     temporary = FileInfo(f".index.json.{C}.tmp", 1, NOW - NEW, alive=False)
     assert clean(complete(2, temporary)).removals[0].files == (temporary.name,)
+
+
+def test_a_verdict_of_damage_goes_with_its_save_and_not_before():
+    verdict, other = fact(verdict_name(A), NEW), fact(verdict_name(B), NEW)
+    [removal] = clean(complete(1, verdict), complete(2)).removals
+    assert verdict_name(A) in removal.files, "a new verdict of an old save does not keep it"
+    assert not clean(complete(1, verdict)).removals and not clean(complete(1, verdict)).foreign
+    [removal] = clean(complete(1, verdict, other)).removals
+    assert (removal.what, removal.files) == ("leftovers", (verdict_name(B),)), "that of a save that was replaced"
+    [removal] = clean(partial(1, verdict, *files_of(A, OLD))).removals
+    assert verdict_name(A) in removal.files
+
+
+def test_what_could_not_be_read_stays():
+    cleaning = clean(StepDirectory(step_name(1), 1, "unread", 0, (), problem="EIO"), complete(2), complete(3))
+    assert [one.name for one in cleaning.removals] == [step_name(2)]
+    assert cleaning.left == (RetainedDirectory(step_name(1), "it could not be read: EIO"),)
+
+
+POLICIES = st.one_of(
+    st.builds(Last, st.integers(-1, 4)),
+    st.builds(EverySteps, st.integers(0, 9)),
+    st.builds(EveryPeriod, st.floats(0, 10)),
+    st.builds(Steps, st.lists(st.integers(0, 9), max_size=3).map(tuple)),
+    st.just(All()),
+    st.builds(Best, st.sampled_from(["loss", "none"]), st.integers(1, 3), st.sampled_from(["min", "max"])),
+)
+VERDICTS = st.sampled_from(["damaged", "verified", "nothing", "unread", "corrupt", "partial"])
+
+
+@st.composite
+def judged(draw):
+    """Directories of a run, each with what is known of it."""
+    found = {}
+    for step in draw(st.lists(st.integers(0, 9), unique=True, max_size=8)):
+        verdict, pin, loss = draw(VERDICTS), draw(st.integers(0, 9)) == 0, draw(st.floats())
+        folder = complete(step, *[fact(PIN_NAME, OLD)] * pin)
+        changes = {
+            "status": "complete" if verdict in ("damaged", "verified", "nothing") else verdict,
+            "damaged": verdict == "damaged",
+            "metrics": {"loss": loss} if draw(st.booleans()) else {},
+            "sequence": draw(st.none() | st.integers(0, 99)),
+            "abandoned": draw(st.booleans()),
+        }
+        if verdict == "unread":
+            changes |= {"files": (), "save_id": None}
+        found[step] = verdict, msgspec.structs.replace(folder, **changes)
+    return found
+
+
+@given(judged(), st.lists(POLICIES, max_size=3))
+def test_the_last_step_that_is_not_known_to_be_damaged_is_never_deleted(found, policies):
+    plan = plan_cleanup([folder for _, folder in found.values()], policies, TIMES)
+    gone = {removal.name for removal in plan.removals if removal.what == "checkpoint"}
+    stays = {verdict for verdict, folder in found.values() if folder.name not in gone}
+    good = {"verified", "nothing"} & {verdict for verdict, _ in found.values()}
+    assert not good or stays & {"verified", "nothing"}
+    assert all(folder.name not in gone for verdict, folder in found.values() if verdict not in ("verified", "nothing"))
+    known = [folder for verdict, folder in found.values() if verdict in ("verified", "nothing")]
+    ages = {(not one.abandoned, one.step if one.sequence is None else one.sequence, one.step): one for one in known}
+    assert not ages or ages[max(ages)].name not in gone

@@ -16,6 +16,7 @@ from treeckpt.core.format.file_names import (
     parse_file_name,
     step_name,
     step_of,
+    verdict_name,
     writer_tag,
 )
 from treeckpt.core.format.shard_header import shard_name
@@ -36,6 +37,8 @@ ID = "0123456789abcdef"
         (timings_name(ID), CheckpointFile("timings", ID)),
         (f"progress-00003.{ID}.json", CheckpointFile("progress", ID)),
         (deleted_name(ID), CheckpointFile("deleted", ID)),
+        (verdict_name(ID), CheckpointFile("verdict", ID)),
+        (f".{verdict_name(ID)}.{'f' * 16}.tmp", CheckpointFile("temporary", ID)),
         (stored_name(ID, "config.json"), CheckpointFile("sidecar", ID)),
         (stored_name(ID, f"x.{ID}.damaged"), CheckpointFile("sidecar", ID)),
         (f".{stored_name(ID, 'config.json')}.{'f' * 16}.tmp", CheckpointFile("temporary", ID)),

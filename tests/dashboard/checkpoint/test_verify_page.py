@@ -1,5 +1,6 @@
 """Verifications: a job with progress, cancelled or not, whose verdict over all shards every page and command shows."""
 
+import errno
 import json
 import os
 import threading
@@ -165,3 +166,66 @@ def test_pages_of_other_sites_start_no_job(many_shards, tmp_path):
     for headers in others:
         assert client.get(at, params={"action": "start"}, headers=headers).status_code == 404, headers
     assert client.get(at).json()["job"] is None
+
+
+def test_what_could_not_be_read_is_said_and_is_no_verdict(many_shards, tmp_path, monkeypatch):
+    _, index = many_shards
+    client = client_of(tmp_path / "run", tmp_path / "cache")
+    name = index.file_list[2].name
+    refuse = f"""
+import errno, os
+opened = os.open
+def refuse(path, *rest, **more):
+    if str(path).endswith({name!r}):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+    return opened(path, *rest, **more)
+os.open = refuse
+"""
+    with monkeypatch.context() as patch:
+        patch.setattr(verify_jobs, "PROGRAM", refuse + verify_jobs.PROGRAM)
+        found = verified(client)
+    assert found["job"]["state"] == "failed" and "1 part could not be read, first " + name in found["job"]["error"]
+    assert "Input/output error" in found["job"]["error"] and "on_corrupt" in found["job"]["error"]
+    row = the_checkpoint(client)
+    assert (row["status"], row["verification"]) == ("committed", None)
+    page = client.get(f"/checkpoints/{row['id']}/verify").text
+    assert "The verification failed: 1 part could not be read" in page and "Damaged" not in page
+
+    with monkeypatch.context() as patch:
+        opened = os.open
+
+        def refused(path, *rest, **more):
+            if str(path).endswith(name):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return opened(path, *rest, **more)
+
+        patch.setattr(os, "open", refused)
+        answer = client.get(f"/api/v1/checkpoints/{row['id']}/files/2/checksums")
+        assert answer.status_code == 404 and "Input/output error" in answer.text
+    assert the_checkpoint(client)["status"] == "committed"
+    assert client.get(f"/api/v1/checkpoints/{row['id']}/files/2/checksums").json()["problem"] is None
+    assert verified(client)["checkpoint"]["status"] == "verified"
+
+
+def test_damage_that_another_user_has_found_is_shown_and_what_is_known_here_alone_says_so(
+    many_shards, tmp_path, monkeypatch
+):
+    path, index = many_shards
+    flip(path / index.file_list[0].name)
+    client = client_of(tmp_path / "run", tmp_path / "cache")
+    alone = "Only the cache of this machine has that"
+    found = verified(client)
+    at = f"/checkpoints/{found['checkpoint']['id']}/verify"
+    assert found["checkpoint"]["status"] == "damaged" and alone in client.get(at).text
+    assert not list(path.glob("damage.*")), "the dashboard only reads"
+    monkeypatch.setenv("TREECKPT_CACHE", str(tmp_path / "of another"))
+    assert main(["verify", str(path)]) == 1
+    other = client_of(tmp_path / "run", tmp_path / "new cache")
+    row = the_checkpoint(other)
+    assert row["status"] == "damaged" and row["verification"]["beside"] and index.file_list[0].name in row["error"]
+    assert "treeckpt verify" in row["verification"]["by"] and row["kept"] == ["damaged: counts for no policy"]
+    assert alone not in other.get(at).text and "Damaged." in other.get(at).text
+    flip(path / index.file_list[0].name)
+    found = verified(other)
+    assert found["checkpoint"]["status"] == "verified", "it was compared after that"
+    assert list(path.glob("damage.*")) and "treeckpt verify removes that" in found["job"]["error"]

@@ -1,6 +1,7 @@
 """Large indexes are read once, by another process, while the server answers."""
 
 import os
+import time
 
 import pytest
 
@@ -8,7 +9,8 @@ from tests.dashboard.helpers import client_of, get_when_read
 from tests.helpers.large import hold_readers, write_large_checkpoint
 from tests.helpers.samples import gpt_state, write_checkpoint, write_run
 from treeckpt.core.format.index import INDEX_NAME
-from treeckpt.errors import CorruptError
+from treeckpt.errors import CorruptError, StoreError
+from treeckpt.io.storage import metadata_files
 from treeckpt.io.storage.run_store import DirectoryEntry, LocalFolder
 from treeckpt_dashboard.store import index_reader
 from treeckpt_dashboard.store.cache import Cache
@@ -107,3 +109,24 @@ def test_what_the_other_process_cannot_read_is_told(tmp_path, capfd):
     folder = LocalFolder(tmp_path)
     with pytest.raises(CorruptError, match="at most"):
         index_reader.IndexReader(Cache(tmp_path / "cache")).outline("", folder, DirectoryEntry(1 << 40, 0))
+
+
+def test_an_index_that_could_not_be_read_is_tried_again_and_not_called_damaged(tmp_path, monkeypatch):
+    write_run(tmp_path / "run", steps=(1,))
+    refused = [StoreError("index.json", found="Too many open files")]
+
+    def read(store):
+        if refused:
+            raise refused[0]
+        return read_index(store)
+
+    read_index = metadata_files.read_index
+    monkeypatch.setattr(metadata_files, "read_index", read)
+    reader, folder = index_reader.IndexReader(Cache(tmp_path / "cache")), LocalFolder(tmp_path / "run/step_00000001")
+    entry = folder.entries()[INDEX_NAME]
+    monkeypatch.setattr(index_reader, "RETRY", 0.5)
+    with pytest.raises(StoreError, match="Too many open files"):
+        reader.outline("", folder, entry)
+    refused.clear()
+    time.sleep(0.6)
+    assert reader.outline("", folder, entry).index.step == 1

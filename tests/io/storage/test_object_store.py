@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import treeckpt as tc
 from tests.helpers.background import until
 from tests.helpers.s3 import BUCKET, MIB, ONCE, QUICK, S3, array, same
 from tests.helpers.world import LONG, assert_equal, errors_of, on_ranks, small_tree, whole_tree
+from treeckpt.cli.main import main
 from treeckpt.core.analysis.retention_policy import Last
 from treeckpt.core.format.file_names import step_name
 from treeckpt.core.format.shard_header import parse_shard_name
@@ -410,3 +413,47 @@ def test_a_web_page_in_the_place_of_a_look_is_no_object_that_exists(s3: S3) -> N
     with pytest.raises(tc.StoreError, match="a web page in its place"):
         tc.save(s3.store(**ONCE), {"w": array(1)})
     s3.rules()
+
+
+# verdicts -------------------------------------------------------------------------------------------------------------
+def test_a_store_that_refuses_a_shard_says_nothing_of_it_and_damage_is_known_to_all(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {**s3.environment(), "TREECKPT_CACHE": str(tmp_path / "a")}.items():
+        monkeypatch.setenv(name, value)
+    url = s3.url()
+    place = f"{url}/{step_name(2)}"
+    for step in (1, 2):
+        tc.save(f"{url}/{step_name(step)}", {"w": np.arange(1000) + step}, step=step)
+    s3.rules({"match": "GET .*shard", "do": "403", "times": 99})
+    assert main(["verify", "--json", place]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ok"], found["verdict"]) == (None, "unread") and "AccessDenied" in found["report"]["unread"][0][1]
+    with tc.Manager(url) as manager, pytest.raises(tc.StoreError, match="AccessDenied"):
+        manager.latest(verify=True)
+    assert not any(row["method"] == "PUT" for row in s3.log()) and not list(tmp_path.glob("a/*/*.json"))
+
+    s3.rules()
+    store = s3.store(place)
+    [shard] = [name for name in store.sizes() if name.startswith("shard")]
+    memory = bytearray(store.sizes()[shard])
+    store.read_into(shard, 0, memoryview(memory))
+    memory[-9] ^= 1
+    store.publish(shard, bytes(memory), replace=True)
+    s3.rules({"match": "PUT .*damage", "do": "403", "times": 99})
+    assert main(["verify", place]) == 1
+    assert "only the cache of this user has that it is damaged" in capsys.readouterr().out
+    with tc.Manager(url, keep=1) as manager:
+        assert manager.clean(dry_run=True).kept.keys() == {1, 2}
+    s3.rules()
+    assert main(["verify", place]) == 1 and "cache of this user" not in capsys.readouterr().out
+    monkeypatch.setenv("TREECKPT_CACHE", str(tmp_path / "b"))
+    s3.rules()
+    with tc.Manager(url, keep=1) as manager:
+        assert manager.clean(dry_run=True).kept == {
+            1: ("newest", "one of the last 1"),
+            2: ("damaged: counts for no policy",),
+        }
+    asked = [row["path"] for row in s3.log()]
+    assert sum("list-type" in path for path in asked) == 1 and sum("damage." in path for path in asked) == 1
+    assert len(asked) == 5, "a listing, two indexes; of the one that has a verdict that, and the index beside it"

@@ -616,6 +616,6 @@ def test_a_read_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", broken)
-    with pytest.raises(tc.CheckpointError, match="expected files that can be read, found OSError") as caught:
+    with pytest.raises(tc.StoreError, match="expected files that can be read, found OSError") as caught:
         tc.load(tmp_path / "c")
     assert str(tmp_path / "c" / name) in str(caught.value)

@@ -15,8 +15,8 @@ record a failure stay for the grace period, or until a later save is committed. 
 and renews its lease.
 
 Never deleted: directories that are not named as steps, files that treeckpt did not write, corrupt checkpoints and those
-in which a verification found damage (a person may still want to rescue what is in them), and pinned ones. A file with a
-time in the future counts as new.
+in which a verification found damage (a person may still want to rescue what is in them), those that could not be read,
+and pinned ones. A file with a time in the future counts as new.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class StepDirectory(msgspec.Struct, frozen=True):
 
     name: str
     step: int
-    status: Literal["complete", "partial", "corrupt"]
+    status: Literal["complete", "partial", "corrupt", "unread"]
+    """unread: it could not be read; nothing is known of it, and it stays."""
     modified_ns: int
     files: tuple[FileInfo, ...]
     save_id: str | None = None
@@ -200,7 +201,7 @@ class _DirectoryState:
         self.index_ns = max((file.modified_ns for file, owned in self.ours if owned.kind == "index"), default=None)
         groups: dict[str | None, list[tuple[FileInfo, CheckpointFile]]] = {}
         for file, owned in self.ours:
-            if owned.kind not in ("lease", "pin", "index"):
+            if owned.kind not in ("lease", "pin", "index", "verdict"):
                 groups.setdefault(owned.save_id, []).append((file, owned))
         self.dead = {save_id: why for save_id, files in groups.items() if (why := self._death(save_id, files))}
         self.fresh: set[str | None] = set()
@@ -257,7 +258,7 @@ class _DirectoryState:
                 gone = True
             elif (
                 owned.kind in ("pin", "index")
-                or (committed and owned.kind in ("shard", "sidecar", "timings", "damaged"))
+                or (committed and owned.kind in ("shard", "sidecar", "timings", "damaged", "verdict"))
                 or (owned.kind == "damaged" and owned.save_id is None and self.folder.save_id is not None)
             ):
                 gone = False
@@ -276,8 +277,9 @@ class _DirectoryState:
 
     def leftovers(self) -> Removal | RetainedDirectory | None:
         """Decides about the files that are no part of the checkpoint."""
-        if self.folder.status == "corrupt":
-            return RetainedDirectory(self.folder.name, f"corrupt: {self.folder.problem}")
+        if self.folder.status in ("corrupt", "unread"):
+            what = "corrupt" if self.folder.status == "corrupt" else "it could not be read"
+            return RetainedDirectory(self.folder.name, f"{what}: {self.folder.problem}")
         if self.folder.status == "partial":
             return self._without_index()
         return self._leftovers(self.stale(), directory=False)

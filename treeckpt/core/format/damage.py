@@ -17,12 +17,14 @@ from .records import AliasRecord, File, Index
 
 
 class BadBytes(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes `start:stop` of a file (header included) that are missing, unreadable or changed."""
+    """Bytes `start:stop` of a file (header included) that are missing or changed, or could not be read."""
 
     file: str
     start: int
     stop: int
     why: str
+    unread: str = ""
+    """The name of the error by which they could not be read, as EIO: nothing is known of them. Else empty."""
 
 
 class DamagedLeaf(msgspec.Struct, frozen=True, order=True):

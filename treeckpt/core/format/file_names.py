@@ -4,6 +4,7 @@
     shard-<rank>-of-<world>.<save id>.safetensors, timings.<save id>.json, progress-<rank>.<save id>.json
     file.<save id>.<name>                        a sidecar file, see `core.format.sidecars`
     deleted.<save id>.json                       the save's checkpoint is being deleted; written before the index goes
+    damage.<save id>.json                        what a verification found wrong with the save; removed when it is whole
     lease.<id>.json                              a process is reading; renewed until it ends
     pinned.json                                  retention does not delete the checkpoint
     <one of these>.<id>.damaged                  a file that a repair has replaced
@@ -27,13 +28,14 @@ from .sidecars import parse_stored_name
 
 PIN_NAME = "pinned.json"
 FileKind = Literal[
-    "index", "shard", "sidecar", "timings", "progress", "deleted", "lease", "pin", "damaged", "temporary"
+    "index", "shard", "sidecar", "timings", "progress", "deleted", "verdict", "lease", "pin", "damaged", "temporary"
 ]
 
 _PER_SAVE = re.compile(r"(timings|deleted)\.([0-9a-f]{16})\.json")
 _LEASE = re.compile(r"lease\.[0-9a-f]{16}\.json")
 _TEMPORARY = re.compile(r"\.(.+?)(?:\.([0-9a-f]{8})[0-9a-f]{8})?\.tmp")
 _DAMAGED = re.compile(r"(.+)\.[0-9a-f]{16}\.damaged")
+_VERDICT = re.compile(r"damage\.([0-9a-f]{16})\.json")
 _STEP = re.compile(r"step_(\d{1,18})", re.ASCII)
 MAX_STEP = 10**18 - 1
 
@@ -59,6 +61,8 @@ def parse_file_name(name: str) -> CheckpointFile | None:
         return CheckpointFile("timings" if match[1] == "timings" else "deleted", match[2])
     if (progress := parse_progress_name(name)) is not None:
         return CheckpointFile("progress", progress[1])
+    if (match := _VERDICT.fullmatch(name)) is not None:
+        return CheckpointFile("verdict", match[1])
     if (match := _TEMPORARY.fullmatch(name)) is not None:
         inner = parse_file_name(match[1])
         return CheckpointFile("temporary", inner.save_id) if inner is not None and inner.kind != "temporary" else None
@@ -86,6 +90,11 @@ def writer_tag(name: str) -> str:
 def deleted_name(save_id: str) -> str:
     """Returns the name of the file that marks a save's checkpoint as being deleted."""
     return f"deleted.{save_id}.json"
+
+
+def verdict_name(save_id: str) -> str:
+    """Returns the name of the file that says what a verification found wrong with a save."""
+    return f"damage.{save_id}.json"
 
 
 def damaged_name(name: str, repair_id: str) -> str:

@@ -19,6 +19,7 @@ from ...core.format.index import INDEX_NAME
 from ...core.format.records import File, Index
 from ...core.format.shard_header import BLOCK
 from ...errors import CheckpointError, CheckpointNotFound
+from ..os_errors import wrap_read_error
 from ..timing import Recorder
 from .fetching import FileRange, Place, SupportsFetching
 from .local_read import too_short
@@ -133,7 +134,12 @@ class Checkpoint:
         return 0
 
     def is_replaced(self) -> bool:
-        """Whether another index was published since this one was read; raises CheckpointNotFound if none is left."""
+        """Whether another index was published since this one was read.
+
+        Raises:
+            CheckpointNotFound: none is left.
+            StoreError: it could not be read.
+        """
         if "index_bytes" not in vars(self):
             return False
         try:
@@ -147,8 +153,8 @@ class Checkpoint:
             ) from error
         except CheckpointError:  # longer than the one before
             return True
-        except Exception:
-            return False
+        except OSError as error:
+            raise wrap_read_error(error, f"{self.url}/{INDEX_NAME}") from error
 
 
 class ArrivingHeaders:

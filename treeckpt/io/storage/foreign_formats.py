@@ -12,7 +12,8 @@ from pathlib import Path
 from ...core.format.file_names import is_step_name, parse_file_name
 from ...core.format.index import INDEX_NAME
 from ...core.text import count_text
-from ...errors import CheckpointNotFound
+from ...errors import CheckpointNotFound, StoreError
+from ..os_errors import shows_damage, wrap_read_error
 
 DCP_METADATA, DCP_DATA = ".metadata", ".distcp"
 HFAI_PART = re.compile(r"PART_([0-9]+)\.pt")
@@ -75,7 +76,11 @@ def names_text(names: Iterable[str]) -> str:
 
 
 def describe_foreign(url: str) -> tuple[str, str] | None:
-    """Describes another program's checkpoint at a local path: (what it is, how to load it); None if there is none."""
+    """Describes another program's checkpoint at a local path: (what it is, how to load it); None if there is none.
+
+    Raises:
+        StoreError: it could not be read, so that this is not known.
+    """
     path = Path(url)
     try:
         if "://" in url:
@@ -86,7 +91,9 @@ def describe_foreign(url: str) -> tuple[str, str] | None:
         else:
             with open(path, "rb") as file:
                 kind = format_of_head(path.name, file.read(HEAD))
-    except OSError:
+    except OSError as error:
+        if not shows_damage(error):
+            raise wrap_read_error(error, url) from error
         return None
     if kind is None:
         return None
@@ -132,7 +139,7 @@ def describe_place(url: str) -> tuple[str, str]:
             return "a file of a checkpoint", f"Give the directory that holds it, {path.parent}"
         if not steps:
             return "a file of no known format", hint
-    except OSError:
+    except (OSError, StoreError):
         return "none", hint
     newest = path / max(steps, key=lambda name: (len(name), name))
     found = f"a run of {count_text(len(steps), 'step')}"

@@ -60,10 +60,15 @@ def read_index(store: Store) -> Index:
 
 
 def decode_and_check(store: Store, data: bytes) -> Index:
-    """Decodes an index; raises CorruptError or FormatError if it is damaged, or lists more than the files can hold."""
+    """Decodes an index.
+
+    Raises:
+        CorruptError, FormatError: it is damaged, or lists more than the files can hold.
+        StoreError: the files could not be listed.
+    """
     index = decode_index(data, f"{store.url}/{INDEX_NAME}")
     if needs_file_sizes(index, len(data)):
-        check_against_files(index, store.sizes(), store.url)
+        check_against_files(index, _listed(store), store.url)
     return index
 
 
@@ -72,13 +77,14 @@ def read_index_bytes(store: Store) -> bytes:
 
     Raises:
         CheckpointNotFound: there is none; says whether shards are there.
-        CorruptError: it cannot be read.
+        CorruptError: it is no file, or too long.
+        StoreError: it could not be read.
     """
     try:
         return store.read(INDEX_NAME, limit=MAX_INDEX)
     except (FileNotFoundError, NotADirectoryError) as error:
         expected = f"a checkpoint ({INDEX_NAME})"
-        if shards := sum(parse_shard_name(name) is not None for name in store.sizes()):
+        if shards := sum(parse_shard_name(name) is not None for name in _listed(store)):
             found = f"{count_text(shards, 'shard')} of a save that never finished, or lost its index"
             hint = "Load another step; if the index was lost, treeckpt rebuild-index makes it again"
         elif (foreign := describe_foreign(store.url)) is not None:
@@ -88,6 +94,14 @@ def read_index_bytes(store: Store) -> bytes:
         raise CheckpointNotFound(store.url, expected=expected, found=found, hint=hint) from error
     except OSError as error:
         raise wrap_read_error(error, f"{store.url}/{INDEX_NAME}", kind=CorruptError) from error
+
+
+def _listed(store: Store) -> dict[str, int]:
+    """Returns the files of a store and their sizes in bytes; raises StoreError if they could not be listed."""
+    try:
+        return store.sizes()
+    except OSError as error:
+        raise wrap_read_error(error, store.url) from error
 
 
 def _index_content(store: Store) -> bytes | None:

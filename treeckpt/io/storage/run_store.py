@@ -12,13 +12,13 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from ..os_errors import wrap_read_error
+from ..os_errors import shows_damage, wrap_read_error
 from .local_write import sync_directory
 from .store import LocalStore, Store
 
@@ -113,12 +113,8 @@ def modified_times(run: RunStore) -> dict[str, int | None]:
 
 
 def linked_names(run: RunStore) -> list[str]:
-    """Returns the names of the symbolic links in a local run, also of those that lead nowhere."""
-    if not isinstance(run, LocalRun):
-        return []
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(run.path) as entries:
-        return sorted(entry.name for entry in entries if entry.is_symlink())
-    return []
+    """Returns the names of the symbolic links in a local run; raises StoreError if it could not be read."""
+    return run.linked_names() if isinstance(run, LocalRun) else []
 
 
 def _entry(found: os.stat_result) -> DirectoryEntry:
@@ -140,7 +136,9 @@ class LocalFolder(Folder):
     def modified_ns(self) -> int | None:
         try:
             found = self.path.stat()
-        except OSError:
+        except OSError as error:
+            if not shows_damage(error):
+                raise wrap_read_error(error, self.url) from error
             return None
         return found.st_mtime_ns if stat.S_ISDIR(found.st_mode) else None
 
@@ -164,7 +162,9 @@ class LocalFolder(Folder):
     def entry(self, name: str) -> DirectoryEntry | None:
         try:
             return _entry((self.path / name).lstat())
-        except OSError:
+        except OSError as error:
+            if not shows_damage(error):
+                raise wrap_read_error(error, f"{self.url}/{name}") from error
             return None
 
     def remove(self) -> bool:
@@ -187,29 +187,48 @@ class LocalRun:
         self.path = Path(path).absolute()
         self.url = str(self.path)
 
-    def names(self) -> list[str]:
+    def _names(self, chosen: Callable[[os.DirEntry[str]], bool]) -> list[str]:
+        """Returns the names of the entries that are chosen; none if there is no such directory.
+
+        Raises:
+            StoreError: it could not be read. Taken for an empty run, the caller would start training from scratch.
+        """
         try:
             with os.scandir(self.path) as entries:
-                return sorted(e.name for e in entries if not e.name.startswith(".") and e.is_dir())
+                return sorted(entry.name for entry in entries if chosen(entry))
         except (FileNotFoundError, NotADirectoryError):
             return []
-        except OSError as error:  # not the same as an empty run: the caller would start training from scratch
+        except OSError as error:
             raise wrap_read_error(error, self.url) from error
 
+    def names(self) -> list[str]:
+        return self._names(lambda entry: not entry.name.startswith(".") and entry.is_dir())
+
+    def linked_names(self) -> list[str]:
+        """Returns the names of the symbolic links in it, also of those that lead nowhere."""
+        return self._names(lambda entry: entry.is_symlink())
+
     def modified_times(self) -> dict[str, int | None]:
-        """Returns when each checkpoint was last changed, by name; takes a few microseconds for each."""
+        """Returns when each checkpoint was last changed, by name; takes a few microseconds for each.
+
+        Raises:
+            StoreError: as `names`.
+        """
         found: dict[str, int | None] = {}
-        with contextlib.suppress(OSError), os.scandir(self.path) as entries:
-            for entry in entries:
-                try:
-                    at = entry.stat()
-                except OSError:  # another process may be deleting, a link may lead nowhere
-                    continue
-                if entry.name.startswith("."):
-                    continue
-                if stat.S_ISDIR(at.st_mode) or self.is_checkpoint_file(entry, at):
-                    found[entry.name] = at.st_mtime_ns
-        return found
+
+        def is_listed(entry: os.DirEntry[str]) -> bool:
+            try:
+                at = entry.stat()
+            except OSError as error:  # another process may be deleting, a link may lead nowhere
+                if not shows_damage(error):
+                    raise
+                return False
+            listed = stat.S_ISDIR(at.st_mode) or self.is_checkpoint_file(entry, at)
+            found[entry.name] = at.st_mtime_ns
+            return listed
+
+        names = self._names(lambda entry: not entry.name.startswith(".") and is_listed(entry))
+        return {name: found[name] for name in names}
 
     def is_checkpoint_file(self, entry: os.DirEntry[str], at: os.stat_result) -> bool:
         """Whether an entry that is no directory is listed as a checkpoint too."""
