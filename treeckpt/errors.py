@@ -251,6 +251,8 @@ class StoreError(TreeckptError):
 
     unanswered = False
     """Whether a write was sent and not answered: the store may have carried it out, or may do so later."""
+    refused_once = False
+    """Whether the store has not carried the request out for a reason that passes: the same may be sent again."""
 
 
 class RankError(TreeckptError):

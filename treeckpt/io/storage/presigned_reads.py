@@ -64,10 +64,11 @@ class PresignedReader:
 
     Args:
         sign: returns a presigned URL for a GET of an object.
+        is_temporary: whether an error is one that the same request may not meet again, by more than its status.
     """
 
-    def __init__(self, sign: Callable[[str], str]) -> None:
-        self._sign = sign
+    def __init__(self, sign: Callable[[str], str], is_temporary: Callable[[Exception], bool]) -> None:
+        self._sign, self._is_temporary = sign, is_temporary
         self._idle: list[http.client.HTTPConnection] = []
         self._pid = os.getpid()
         weakref.finalize(self, _close, self._idle)
@@ -90,8 +91,9 @@ class PresignedReader:
         if answer.status != 206:
             with contextlib.closing(connection), _named_errors():
                 text = answer.read(REFUSAL).decode(errors="replace")
-            if answer.status in (408, 429) or answer.status >= 500:
-                raise AnswerError(f"status code: {answer.status} {answer.reason}: {text}")
+            error = AnswerError(f"status code: {answer.status} {answer.reason}: {text}")
+            if answer.status in (408, 429) or answer.status >= 500 or self._is_temporary(error):
+                raise error
             return None
         found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", answer.getheader("Content-Range", ""))
         size = int(found[3]) if found else 0
