@@ -20,7 +20,7 @@ from ..core.format.shard_header import parse_shard_name
 from ..errors import CheckpointNotFound, CorruptError
 from ..io.storage.bucket import is_url, local_path
 from ..io.storage.foreign_formats import HEAD, PADDLE_METADATA, format_of_head, format_of_names
-from ..io.storage.local_read import LocalReader
+from ..io.storage.local_read import LocalReader, read_head
 from ..io.storage.open import open_store
 from ..io.storage.store import LocalStore, Store
 
@@ -172,13 +172,12 @@ def foreign_at(path: Any) -> FileRange | ForeignStore | None:
         return None
     try:
         if place.is_file():
-            with place.open("rb") as file:
-                known = format_of_head(place.name, file.read(HEAD))
+            known = format_of_head(place.name, read_head(place, HEAD))
             return None if known in (None, "pickle") else file_window(place)
         if (place / INDEX_NAME).exists():
             return None
         names = [entry.name for entry in place.iterdir()]
-    except (OSError, ValueError):  # what is wrong is said where a checkpoint is expected
+    except (OSError, ValueError, CorruptError):  # what is wrong is said where a checkpoint is expected
         return None
     known = format_of_names(names) is not None and not any(map(parse_shard_name, names))
     return ForeignStore(place) if known else None

@@ -33,34 +33,46 @@ DIRECT = 64 << 10
 """Bytes below which a read uses the page cache: the device would not be faster."""
 
 
-def open_regular(path: Path, flags: int = 0) -> int:
-    """Opens a regular file for reading; returns the descriptor. Links are not followed, and a FIFO does not block.
+def open_regular(path: Path, flags: int = 0, *, follow: bool = False) -> int:
+    """Opens a regular file for reading; returns the descriptor. A FIFO does not block.
+
+    Args:
+        follow: whether the path may be a link to one.
 
     Raises:
         FileNotFoundError: there is no file of that name.
         CorruptError: it is not a regular file.
     """
-    if not hasattr(os, "O_NOFOLLOW") and not stat.S_ISREG(mode := os.lstat(path).st_mode):
-        raise _irregular(path, _kind(mode))  # Windows, where an open follows links and says nothing of directories
-    flags |= os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | BINARY
+    if not hasattr(os, "O_NOFOLLOW") and not stat.S_ISREG(mode := (os.stat if follow else os.lstat)(path).st_mode):
+        raise _irregular(path, kind_of_file(mode))  # Windows, where an open follows links and says nothing of directories
+    flags |= os.O_RDONLY | BINARY | (0 if follow else getattr(os, "O_NOFOLLOW", 0))
     try:
         fd = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
     except BlockingIOError:  # another process, such as a Samba server, holds a lease; a blocking open waits for it
-        if not stat.S_ISREG(os.lstat(path).st_mode):
+        if not stat.S_ISREG((os.stat if follow else os.lstat)(path).st_mode):
             raise
         fd = os.open(path, flags)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO):
             raise
-        raise _irregular(path, "a link" if error.errno == errno.ELOOP else "a device or socket") from error
+        link = "links in a circle" if follow else "a link"
+        raise _irregular(path, link if error.errno == errno.ELOOP else kind_of_file(os.stat(path).st_mode)) from error
     if not stat.S_ISREG(mode := os.fstat(fd).st_mode):
         os.close(fd)
-        raise _irregular(path, _kind(mode))
+        raise _irregular(path, kind_of_file(mode))
     return fd
 
 
-def _kind(mode: int) -> str:
-    return "a directory" if stat.S_ISDIR(mode) else "a link" if stat.S_ISLNK(mode) else "a FIFO or device"
+def read_head(path: Path, nbytes: int) -> bytes:
+    """Returns the first bytes of a file; links are followed. Raises as `open_regular`."""
+    with open(open_regular(path, follow=True), "rb") as file:
+        return file.read(nbytes)
+
+
+def kind_of_file(mode: int) -> str:
+    """Names what is not a regular file, by its `st_mode`."""
+    kinds = ((stat.S_ISDIR, "directory"), (stat.S_ISLNK, "link"), (stat.S_ISFIFO, "FIFO"), (stat.S_ISSOCK, "socket"))
+    return "a " + next((name for test, name in kinds if test(mode)), "device")
 
 
 def _irregular(path: Path, found: str) -> CorruptError:
