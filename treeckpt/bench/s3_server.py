@@ -11,10 +11,11 @@ in a header, which is known too: `x-goog-if-generation-match`. Objects stay in m
 `POST /!set` takes a JSON object with any of the fields of `S3Settings` and forgets the log; `GET /!log` gives the
 requests since then; `DELETE /!objects` forgets all objects. A rule is `{"match": regex over "METHOD path range",
 "do": what, "times": n, "seconds": s}`; what is one of: 500, 503, 429 (answers without a look at the object), error
-(answers with the rule's `status`, `code` and, inside the XML, `more`), slow (waits first), stall (waits in the middle of the body), reset (the connection ends in the middle of the body), lost (the
-request is carried out, the connection ends without an answer), shifted (other bytes than those of the range, under
-their own Content-Range), short (half of the range, under its own Content-Range), whole (the whole object, status 200),
-flipped (one bit of the body is changed).
+(answers with the rule's `status`, `code` and, inside the XML, `more`), slow (waits first), stall (waits in the middle
+of the body), reset (the connection ends in the middle of the body), lost (the request is carried out, the connection
+ends without an answer), shifted (other bytes than those of the range, under their own Content-Range), short (half of
+the range, under its own Content-Range), whole (the whole object, status 200), flipped (one bit of the body is
+changed).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from ..core.analysis.retention_policy import Policy
 from ..core.format.file_names import PIN_NAME, check_step, deleted_name, is_step_name, step_name, step_of
 from ..core.format.index import INDEX_NAME
 from ..core.format.lineage import SavedCheckpoint
-from ..errors import CheckpointError, CheckpointNotFound, TreeckptError
+from ..errors import CheckpointError, CheckpointNotFound, TreeckptError, visible
 from ..io.storage.foreign_formats import describe_foreign, refuse_file
 from ..io.storage.leftovers import GRACE, deletion_times, file_facts, index_of_save, plan_removal, remove_leftovers
 from ..io.storage.many_files import for_each
@@ -82,7 +82,7 @@ class CleanReport(msgspec.Struct, frozen=True):
         rows += [f"  left      {one.name}: {one.why}" for one in self.left]
         rows += [f"  failed    {one.name}: {one.why}" for one in self.failed]
         rows += [f"  foreign   {name}: {', '.join(files)}" for name, files in self.foreign.items()]
-        return "\n".join(rows + [f"  {warning}" for warning in self.warnings])
+        return "\n".join(map(visible, rows + [f"  {warning}" for warning in self.warnings]))
 
 
 class RunDirectory:

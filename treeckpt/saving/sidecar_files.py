@@ -95,7 +95,9 @@ def _read_path(name: str, given: str | os.PathLike[str]) -> bytes:
     try:
         return read_head(Path(path), MAX_SIDECAR_NBYTES + 1)
     except CorruptError as error:
-        raise TreeError(f"files/{name}", expected=expected, found=f"something else than a file: {error.found}", hint=hint) from error
+        raise TreeError(
+            f"files/{name}", expected=expected, found=f"something else than a file: {error.found}", hint=hint
+        ) from error
     except OSError as error:
         found = f"{type(error).__name__}: {error.strerror}"
         raise TreeError(f"files/{name}", expected=expected, found=found, hint=hint) from error

@@ -1,4 +1,4 @@
-"""A FIFO, a socket or a device in place of a file or a directory is an error at once, in every call that opens a path."""
+"""A FIFO, a socket or a device in place of a file or a directory is an error at once, wherever a path is opened."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_a_part_that_is_always_refused_ends_the_save(
 ) -> None:
     monkeypatch.setattr(obstore, "PAUSE", 0.001)
     server.set(rules=[refusal("^PUT .*partNumber", 400, "RequestTimeout", times=99)])
-    with pytest.raises(tc.StoreError, match="RequestTimeout.*too slow or too busy"):
+    with pytest.raises(tc.StoreError, match=r"RequestTimeout.*too slow or too busy"):
         tc.save(server.store(), {"w": array(11)})
     server.set()
 
@@ -137,7 +137,7 @@ def test_a_listing_whose_pages_come_again_is_an_error(
     assert len(run.names()) == len(run.folders()) == 5
     server.set(page=3, tokens=tokens)
     for ask in (run.names, run.folders, server.store(f"{url}/step_00000001").sizes):
-        with pytest.raises(tc.StoreError, match="expected a listing that ends.*continuation tokens"):
+        with pytest.raises(tc.StoreError, match=r"expected a listing that ends.*continuation tokens"):
             ask()
     time.sleep(0.05)
     server.set(page=1000, tokens="honoured")

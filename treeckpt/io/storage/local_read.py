@@ -44,7 +44,7 @@ def open_regular(path: Path, flags: int = 0, *, follow: bool = False) -> int:
         CorruptError: it is not a regular file.
     """
     if not hasattr(os, "O_NOFOLLOW") and not stat.S_ISREG(mode := (os.stat if follow else os.lstat)(path).st_mode):
-        raise _irregular(path, kind_of_file(mode))  # Windows, where an open follows links and says nothing of directories
+        raise _irregular(path, kind_of_file(mode))  # Windows: there an open follows links
     flags |= os.O_RDONLY | BINARY | (0 if follow else getattr(os, "O_NOFOLLOW", 0))
     try:
         fd = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

@@ -31,7 +31,7 @@ _CREDENTIAL_HINTS = {
     "az": "Set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or pass use_azure_cli=True",
 }
 _RENEW = "The credentials have expired: renew them (aws sso login, a new role session, a new SAS token), and try again"
-_UNKNOWN_KEY = "The store does not take these credentials: look at the keys, the session token and the endpoint"
+_WRONG_KEY = "The store does not take these credentials: look at the keys, the session token and the endpoint"
 _CLOCK = "Set the clock of this machine"
 _REGION = "Set the bucket's region: AWS_REGION, or the option region"
 _ABORTED = (
@@ -46,9 +46,9 @@ _ACCOUNT = "Look at the account and the billing of the store"
 _KMS = "Look at the encryption key of the bucket, and whether these credentials may use it"
 _ADVICE: Mapping[str, str] = {
     **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"), _RENEW),
-    **dict.fromkeys(("InvalidToken", "InvalidAccessKeyId", "InvalidClientTokenId", "InvalidSecurity"), _UNKNOWN_KEY),
-    **dict.fromkeys(("SignatureDoesNotMatch", "InvalidAuthenticationInfo", "NoAuthenticationInformation"), _UNKNOWN_KEY),
-    "AuthenticationFailed": f"{_UNKNOWN_KEY}; an account key of Azure also needs a clock that is right, a SAS token a "
+    **dict.fromkeys(("InvalidToken", "InvalidAccessKeyId", "InvalidClientTokenId", "InvalidSecurity"), _WRONG_KEY),
+    **dict.fromkeys(("SignatureDoesNotMatch", "InvalidAuthenticationInfo", "NoAuthenticationInformation"), _WRONG_KEY),
+    "AuthenticationFailed": f"{_WRONG_KEY}; an account key of Azure also needs a clock that is right, a SAS token a "
     "time that has not passed",
     **dict.fromkeys(("RequestTimeTooSkewed", "RequestExpired"), _CLOCK),
     "NoSuchUpload": _ABORTED,
@@ -99,10 +99,10 @@ def _advice(error: BaseException) -> str:
     if code.startswith("KMS."):
         return _KMS
     advice = _ADVICE.get(code, "")
-    if advice == _CLOCK and (found := re.search(r"<ServerTime>([^<]{8,40})</ServerTime>", text)):
-        if (there := _moment(found[1])) is not None:
-            ahead = time.time() - there.timestamp()
-            advice += f": it is {seconds_text(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} that of the store"
+    found = re.search(r"<ServerTime>([^<]{8,40})</ServerTime>", text) if advice == _CLOCK else None
+    if found is not None and (there := _moment(found[1])) is not None:
+        ahead = time.time() - there.timestamp()
+        advice += f": it is {seconds_text(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} that of the store"
     return advice
 
 
