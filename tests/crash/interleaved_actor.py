@@ -32,7 +32,7 @@ EVENTS = frozenset(
     }
 )
 SLEEP = "sleep"
-_LOOKS = ("open", "stat", "lstat", "scandir", "listdir")
+_LOOKS = ("open", "stat", "lstat", "scandir", "listdir", "GET", "HEAD", "LIST")
 _CALLS = ("stat", "lstat", "pwrite", "pwritev")
 """Calls of `os` without an event."""
 _PATHS = {"os.rename": 2, "os.link": 2, "os.symlink": 2}

@@ -31,9 +31,9 @@ PATIENCE = (0, 3, 2000)
 STARTS: dict[str, tuple[tuple[str, int, str], ...]] = {
     "two": (("save", 1, ""), ("save", 2, "")),
     "one": (("save", 2, ""),),
-    "killed": (("save", 2, ""), ("save", 1, "index.json")),
-    "half": (("save", 1, ""), ("save", 2, ""), ("overwrite", 1, "index.json")),
-    "replaced": (("save", 1, ""), ("save", 2, ""), ("overwrite", 1, "remove shard")),
+    "killed": (("save", 2, ""), ("save", 1, r"index\.json")),
+    "half": (("save", 1, ""), ("save", 2, ""), ("overwrite", 1, r"index\.json")),
+    "replaced": (("save", 1, ""), ("save", 2, ""), ("overwrite", 1, r"(remove|DELETE) .*shard")),
     **{
         f"deleting {count}": (("save", 1, ""), ("save", 2, ""), ("delete", 1, f"{count}"))
         for count in (4, 6, 8, 10, 12, 14, 16, 18)
@@ -120,6 +120,8 @@ class Turn(msgspec.Struct):
     """Operations of that process so far."""
     place: int
     """Its place in the list of all turns."""
+    single: bool = False
+    """Whether it can go on for one operation only."""
 
 
 class Order:
@@ -164,6 +166,6 @@ class Order:
             same = [self.chance.choice(pool)]
             self.current, self.left = same[0].actor, self.chance.randrange(1, self.longest)
         turn = self.chance.choice(same)
-        count = max(1, self.left) if self.changes else LONGEST
+        count = 1 if turn.single else max(1, self.left) if self.changes else LONGEST
         self.left -= count
         return turn, count
