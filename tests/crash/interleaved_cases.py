@@ -51,7 +51,20 @@ _PAIRS = (
     *("repair+save", "repair+repair", "pin+clean", "pin+delete", "load+overwrite", "load+delete", "restore+clean"),
     *("restore+manager",),
 )
-_ALL = ("overwrite", "overwrite", "save", "clean", "clean", "gc", "delete", "manager", "repair", "pin", "load", "restore")
+_ALL = (
+    "overwrite",
+    "overwrite",
+    "save",
+    "clean",
+    "clean",
+    "gc",
+    "delete",
+    "manager",
+    "repair",
+    "pin",
+    "load",
+    "restore",
+)
 
 
 class Case(msgspec.Struct, frozen=True):
