@@ -328,15 +328,18 @@ class Manager(RegistrationMixin, RestoreMixin):
         step = check_step(step)
         self._from_rank0(f"unpin step {step}", partial(self.directory.unpin, step), type(None))
 
-    def delete(self, step: int) -> None:
+    def delete(self, step: int, *, force: bool = False) -> None:
         """Deletes a step whatever the policies say, as the clean-up does: killed on the way, the next one finishes it.
 
+        Args:
+            force: also deletes a step that is corrupt or was never finished.
+
         Raises:
-            CheckpointNotFound: there is no such checkpoint.
-            CheckpointError: it is corrupt, pinned, or something reads or writes it.
+            CheckpointNotFound: there is no such checkpoint; with `force`, nothing of one.
+            CheckpointError: it is corrupt, pinned, or something reads or writes it; with `force`, one of the last two.
         """
         step = check_step(step)
-        self._from_rank0(f"delete step {step}", partial(self.retention.delete, step), type(None))
+        self._from_rank0(f"delete step {step}", partial(self.retention.delete, step, force=force), type(None))
 
     def clean(self, *, dry_run: bool = False) -> CleanReport:
         """Deletes checkpoints that no policy keeps and files that crashed saves left; runs after each save, too.

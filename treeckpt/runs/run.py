@@ -20,14 +20,21 @@ from contextlib import AbstractContextManager
 
 import msgspec
 
-from ..core.analysis.deletion import CleanupPlan, Removal, RetainedDirectory, StepDirectory, foreign_files, plan_cleanup
+from ..core.analysis.deletion import (
+    Removal,
+    RetainedDirectory,
+    StepDirectory,
+    foreign_files,
+    plan_cleanup,
+    plan_deletion,
+)
 from ..core.analysis.retention_policy import Policy
 from ..core.format.file_names import PIN_NAME, check_step, deleted_name, is_step_name, step_name, step_of
 from ..core.format.index import INDEX_NAME
 from ..core.format.lineage import SavedCheckpoint
 from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError, TreeckptError, visible
 from ..io.storage.foreign_formats import describe_foreign, refuse_file
-from ..io.storage.index_lock import hold_lock
+from ..io.storage.index_lock import hold_lock, index_state
 from ..io.storage.leftovers import (
     GRACE,
     delete_files,
@@ -266,33 +273,47 @@ class RunDirectory:
         self,
         step: int,
         *,
+        force: bool = False,
         grace: float = GRACE,
         claim: Callable[[str], AbstractContextManager[bool]] = lambda _: contextlib.nullcontext(True),
     ) -> None:
         """Deletes a checkpoint as a clean-up does, if no other process has; the next one finishes what is killed.
 
         Args:
+            force: also deletes one that is corrupt, or was never finished. A link in place of a step's directory goes
+                with `force` alone; what it leads to stays.
             grace, claim: same as for `clean`.
 
         Raises:
-            CheckpointNotFound: there is no complete checkpoint.
-            CheckpointError: it is corrupt, pinned, being read or being written.
+            CheckpointNotFound: there is no complete checkpoint; with `force`, nothing of one.
+            CheckpointError: it is corrupt, pinned, being read or being written; with `force`, one of the last three.
         """
-        info, folder = self.checkpoint(step), self.folder(step)
-        plan = self._plan_alone(info, folder, grace)
-        why = "it is pinned" if info.pinned else "".join(left.why for left in plan.left)
-        if not why:
-            with claim(folder.name) as free, _wrapped_os_errors(folder.url), contextlib.suppress(FileNotFoundError):
-                why = self.remove_directory(plan.removals[0], grace) if free else "it is being saved"
-        if why and self.store.folder(folder.name).entries().keys() & {INDEX_NAME}:
-            held = why.removeprefix("no policy keeps it, but ")
-            hint = "Unpin it first" if info.pinned else "Delete it when that has ended"
-            raise CheckpointError(folder.url, expected="a checkpoint that nothing holds", found=held, hint=hint)
+        _, removal = self.plan_deletion(step, force=force, grace=grace)
+        folder, why = self.folder(step), ""
+        with claim(folder.name) as free, _wrapped_os_errors(folder.url), contextlib.suppress(FileNotFoundError):
+            why = self.remove_directory(removal, grace) if free else "it is being saved"
+        if why and (removal.what == "leftovers" or self.folder(step).entries().keys() & {INDEX_NAME}):
+            raise _held(folder, why)
 
-    def _plan_alone(self, info: CheckpointInfo, folder: Folder, grace: float) -> CleanupPlan:
-        """Returns what a clean-up would do with a checkpoint that no policy keeps."""
-        newer = StepDirectory("newer", 1 << 62, "complete", 0, (), "0" * 16)
-        return plan_cleanup([self._fact(info, folder), newer], [], deletion_times(self._clock(), grace))
+    def plan_deletion(self, step: int, *, force: bool = False, grace: float = GRACE) -> tuple[CheckpointInfo, Removal]:
+        """Returns what `delete` would remove, and of what; arguments and errors as there."""
+        folder = self.folder(step)
+        info = _checked(read_info(folder, cache=self._cache, timings=False))
+        if not force and info.status != "complete":
+            try:
+                info = self.checkpoint(step)
+            except CheckpointError as error:
+                if info.status in ("corrupt", "partial"):
+                    error.add_hint("force=True deletes it all the same")
+                raise
+        if force and folder.is_link:
+            return info, Removal(folder.name, "leftovers", "a link, not what it leads to", (), 0, force=True)
+        if info.status == "foreign":
+            raise self._not_found(step, info.error or info.status)
+        plan = plan_deletion(self._fact(info, folder), deletion_times(self._clock(), grace), force=force)
+        if isinstance(plan, RetainedDirectory):
+            raise _held(folder, plan.why)
+        return info, plan
 
     def _fact(self, info: CheckpointInfo, folder: Folder) -> StepDirectory:
         step = step_of(info.name)
@@ -317,6 +338,11 @@ class RunDirectory:
     def remove_directory(self, removal: Removal, grace: float) -> str:
         """Carries a removal out; says why not, if something has changed since it was decided."""
         folder = self.store.folder(removal.name)
+        if folder.is_link:  # what it leads to is not this run's
+            if not removal.force or removal.files:
+                return "it is a link now"
+            folder.remove_link()
+            return ""
         if removal.what == "leftovers":
             return remove_leftovers(folder, removal)
         mark = deleted_name(removal.save_id or "", secrets.token_hex(8))
@@ -351,16 +377,20 @@ class RunDirectory:
             if INDEX_NAME not in now.entries():
                 raise FileNotFoundError(f"{folder.url}/{INDEX_NAME}")
             info = _checked(read_info(now, cache=self._cache))
-            if (kept := self._reason_to_keep(info, now, grace)) is not None:
-                return kept.why
-            if (index := index_of_save(now, removal.save_id)) is None:
+            if why := self._reason_to_keep(info, now, grace, force=removal.force):
+                return why
+            index: bytes | int | None = index_of_save(now, removal.save_id)
+            if index is None and removal.force and info.save_id is None:  # no save can be told of it
+                index = index_state(store)
+            if index is None:
                 return _REPLACED
             if isinstance(store, LocalStore):
                 store.take_away(INDEX_NAME, mark)
-                if (store.directory / mark).read_bytes() != index:  # this process was stopped for minutes
+                found = (store.directory / mark).read_bytes()
+                if isinstance(index, bytes) and found != index:  # this process was stopped for minutes
                     store.put_back(mark, INDEX_NAME)
                     return _REPLACED
-            elif isinstance(store, ObjectStore):
+            elif isinstance(store, ObjectStore) and isinstance(index, bytes):
                 store.delete_if(INDEX_NAME, holds=lambda found: found == index, limit=len(index))
             else:
                 store.delete(INDEX_NAME)
@@ -371,7 +401,7 @@ class RunDirectory:
                 taken = False
                 if isinstance(store, LocalStore):
                     store.put_back(mark, INDEX_NAME)
-                else:
+                elif isinstance(index, bytes):
                     store.publish(INDEX_NAME, index, replace=False)
                 return "it has been pinned meanwhile"
             return "its index is gone; the rest goes when its reader is done" if has_readers(now, self._clock()) else ""
@@ -381,13 +411,14 @@ class RunDirectory:
             if not taken and not isinstance(store, LocalStore):
                 store.delete(mark)
 
-    def _reason_to_keep(self, info: CheckpointInfo, folder: Folder, grace: float) -> RetainedDirectory | None:
-        """Returns why a checkpoint must be kept after all: it was pinned, or is being read or written."""
+    def _reason_to_keep(self, info: CheckpointInfo, folder: Folder, grace: float, *, force: bool) -> str:
+        """Returns why a checkpoint must be kept after all: it was pinned, or is being read or written; else ""."""
         if info.pinned:
-            return RetainedDirectory(info.name, "it has been pinned meanwhile")
-        if info.status != "complete":
-            return RetainedDirectory(info.name, f"it is {info.status} now")
-        return next(iter(self._plan_alone(info, folder, grace).left), None)
+            return "it has been pinned meanwhile"
+        if info.status == "foreign" or (info.status != "complete" and not force):
+            return f"it is {info.status} now"
+        plan = plan_deletion(self._fact(info, folder), deletion_times(self._clock(), grace), force=force)
+        return plan.why if isinstance(plan, RetainedDirectory) else ""
 
 
 def clean_checkpoint(path: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool = False) -> CleanReport:
@@ -414,6 +445,12 @@ def clean_checkpoint(path: str | os.PathLike[str], *, grace: float = GRACE, dry_
         if why:
             return msgspec.structs.replace(report, left=(RetainedDirectory(found.name, why),))
     return msgspec.structs.replace(report, removed=(found,))
+
+
+def _held(folder: Folder, why: str) -> CheckpointError:
+    held = why.removeprefix("no policy keeps it, but ")
+    hint = "Unpin it first" if "pinned" in why else "Delete it when that has ended"
+    return CheckpointError(folder.url, expected="a checkpoint that nothing holds", found=held, hint=hint)
 
 
 def _checked(info: CheckpointInfo) -> CheckpointInfo:

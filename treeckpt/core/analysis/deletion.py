@@ -33,6 +33,8 @@ from ..text import visible
 from .retention_policy import Policy, StepInfo, kept, unmeasured, unmeasured_text
 
 INDEX = "index.json"
+_NO_SAVE = "0" * 16
+"""The save id in the mark of an index that no save can be told of."""
 _LOCKS = frozenset({"deleting", "repairing"})
 
 
@@ -93,6 +95,8 @@ class Removal(msgspec.Struct, frozen=True):
     """For a checkpoint: the save id that its index must still have when it is deleted."""
     directory: bool = False
     """Whether the directory is removed too if it is empty then."""
+    force: bool = False
+    """Whether a checkpoint goes that is damaged, or has no index that can be read."""
 
 
 class RetainedDirectory(msgspec.Struct, frozen=True):
@@ -171,6 +175,20 @@ def proof_order(name: str) -> int:
     """
     owned = parse_file_name(name)
     return 0 if owned is None else _PROOFS.get(owned.kind, 0)
+
+
+def plan_deletion(folder: StepDirectory, times: CleanupTimes, *, force: bool = False) -> Removal | RetainedDirectory:
+    """Decides about one directory that is to be deleted whatever the policies say.
+
+    Args:
+        force: also deletes what is no complete checkpoint; nothing of a save that may be alive, and nothing pinned.
+    """
+    found = _DirectoryState(folder, times)
+    if found.pinned:
+        return RetainedDirectory(folder.name, "it is pinned")
+    if not force and folder.status != "complete":
+        return RetainedDirectory(folder.name, f"it is {folder.status}")
+    return found.unwanted(force=force)
 
 
 def plan_leftovers(folder: StepDirectory, times: CleanupTimes) -> Removal | RetainedDirectory | None:
@@ -340,20 +358,28 @@ class _DirectoryState:
             reason += f", without an index, which treeckpt verify {path} --repair makes again if the shards are whole"
         return Removal(self.folder.name, "leftovers", reason, names, sum(f.nbytes for f in files), directory=directory)
 
-    def unwanted(self) -> Removal | RetainedDirectory:
-        """Decides about a checkpoint that no policy keeps."""
+    def unwanted(self, *, force: bool = False) -> Removal | RetainedDirectory:
+        """Decides about a checkpoint that no policy keeps; with `force` also about one that is not complete."""
         folder = self.folder
         if self.readers:
             return RetainedDirectory(folder.name, "no policy keeps it, but it is being read")
-        if self.writing - self.deleted - {None, folder.save_id}:
+        writing = self.writing - self.deleted - {None, folder.save_id}
+        if force:  # a save that is under way has a record
+            records = [owned for file, owned in self.ours if owned.kind == "progress" and file.alive is not False]
+            writing &= {owned.save_id for owned in records}
+        if writing:
             return RetainedDirectory(folder.name, "no policy keeps it, but another save may be writing there")
         if self.repairing:
             return RetainedDirectory(folder.name, "no policy keeps it, but its index is being repaired")
-        assert folder.save_id is not None, "a complete checkpoint has an index"
-        mark = deleted_name(folder.save_id)
+        save_ids = [owned.save_id for _, owned in self.ours if owned.kind == "shard" and owned.save_id is not None]
+        save_id = folder.save_id or max(save_ids, default=_NO_SAVE)
+        mark = deleted_name(save_id)
         held = {f.name for f, o in self.ours if o.kind in _LOCKS and f.alive is not False}
         rest = sorted(f.name for f, o in self.ours if o.kind not in ("index", "pin") and f.name not in {mark, *held})
-        names = (INDEX, *rest, mark)
         nbytes = sum(file.nbytes for file, _ in self.ours)
+        if folder.status == "partial":
+            names = tuple(sorted(rest, key=proof_order))
+            return Removal(folder.name, "leftovers", "it has no index", names, nbytes, directory=True, force=True)
         reason = "no policy keeps it" + ", on an abandoned branch" * folder.abandoned
-        return Removal(folder.name, "checkpoint", reason, names, nbytes, folder.save_id, directory=True)
+        names = (INDEX, *rest, mark)
+        return Removal(folder.name, "checkpoint", reason, names, nbytes, save_id, directory=True, force=force)

@@ -75,6 +75,9 @@ class Folder:
         """Removes the directory if it is empty, durably; returns whether it is gone."""
         return False
 
+    def remove_link(self) -> None:
+        """Removes the link to the directory, durably; the directory stays."""
+
 
 class RunStore(Protocol):
     """The directory of a run."""
@@ -143,6 +146,10 @@ class LocalFolder(Folder):
         except OSError:
             return None
         return found.st_mtime_ns if stat.S_ISDIR(found.st_mode) else None
+
+    def remove_link(self) -> None:
+        os.unlink(self.path)
+        sync_directory(self.path.parent)
 
     def entries(self) -> dict[str, DirectoryEntry]:
         found: dict[str, DirectoryEntry] = {}
