@@ -90,6 +90,7 @@ class Manager(RegistrationMixin, RestoreMixin):
         background: saves with `save_async`: `save` returns as soon as the tree may change.
         grace: seconds for which files of a save that never finished are kept.
         comm: which ranks save, same as for `treeckpt.save`; "alone" manages the saves of this process only.
+        follow_links: reads links out of a local run, of files and in place of steps; their targets never change.
         options: those of `treeckpt.save`, and of `treeckpt.save_async` with `background`. A step that is saved again
             replaces the earlier one, which stays valid until then; `overwrite=False` refuses it. Without either, a
             warning names the first step that is saved at or below one that this manager neither saved nor restored.
@@ -105,11 +106,12 @@ class Manager(RegistrationMixin, RestoreMixin):
         background: bool = True,
         grace: float = GRACE,
         comm: api.AnyComm = None,
+        follow_links: bool = False,
         **options: Unpack[BackgroundSaveKeywords],
     ) -> None:
         others = Manager.__init__.__kwdefaults__ or ()
         self._background, self.options = background, as_save_options(options, background=background, others=others)
-        self.directory, self._policies = RunDirectory(run), as_policies(keep)
+        self.directory, self._policies = RunDirectory(run, follow_links=follow_links), as_policies(keep)
         self._selector = CheckpointSelector(self.directory)
         self._saving_comm = as_comm(comm)
         self._comm = PrefixComm(self._saving_comm, "manager")

@@ -113,6 +113,8 @@ class RunDirectory:
         clock: returns Unix nanoseconds.
         cache: caches indexes and timings.
         verifications: what is known of checkpoints' bytes, by default what `treeckpt verify` of this user found.
+        follow_links: reads links out of a local run: of files, and in place of a step's directory. None of the methods
+            changes or deletes what a link leads to.
 
     Raises:
         CheckpointNotFound: the path is that of a file.
@@ -125,8 +127,9 @@ class RunDirectory:
         clock: Callable[[], int] | None = None,
         cache: StatCache | None = None,
         verifications: VerificationStore | None = None,
+        follow_links: bool = False,
     ) -> None:
-        self.store = open_run(run)
+        self.store = open_run(run, follow_links=follow_links or None)
         self.url = self.store.url
         if isinstance(self.store, LocalRun):
             refuse_file(self.url)
@@ -339,8 +342,8 @@ class RunDirectory:
         """Carries a removal out; says why not, if something has changed since it was decided."""
         folder = self.store.folder(removal.name)
         if folder.is_link:  # what it leads to is not this run's
-            if not removal.force or removal.files:
-                return "it is a link now"
+            if removal.what == "leftovers" and removal.files:
+                return "it is a link, and what it leads to stays"
             folder.remove_link()
             return ""
         if removal.what == "leftovers":
@@ -381,13 +384,13 @@ class RunDirectory:
                 return why
             index: bytes | int | None = index_of_save(now, removal.save_id)
             if index is None and removal.force and info.save_id is None:  # no save can be told of it
-                index = index_state(store)
+                index = index_state(store) or 0
             if index is None:
                 return _REPLACED
             if isinstance(store, LocalStore):
                 store.take_away(INDEX_NAME, mark)
-                found = (store.directory / mark).read_bytes()
-                if isinstance(index, bytes) and found != index:  # this process was stopped for minutes
+                # another one, where this process was stopped for minutes
+                if isinstance(index, bytes) and (store.directory / mark).read_bytes() != index:
                     store.put_back(mark, INDEX_NAME)
                     return _REPLACED
             elif isinstance(store, ObjectStore) and isinstance(index, bytes):

@@ -53,7 +53,8 @@ def deletion_times(now_ns: int, grace: float = GRACE) -> CleanupTimes:
 def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[FileInfo, ...]:
     """Returns the files of a directory, and whether their processes are alive; `committed` is the save of the index."""
     gone = names_being_deleted()
-    entries = {name: entry for name, entry in folder.entries().items() if entry.regular and name not in gone}
+    found = folder.entries()
+    entries = {name: one for name, one in found.items() if (one.regular or one.link) and name not in gone}
     alive: dict[str, bool | None] = {}
     ended: set[str] = set()
     owned = [
@@ -77,7 +78,10 @@ def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[F
         with contextlib.suppress(TreeckptError, OSError):
             timings = read_timings(folder.store, name.split(".")[1])
             alive[name] = False if timings is not None and timings.error is not None else None
-    return tuple(FileInfo(name, e.nbytes, e.modified_ns, alive.get(name)) for name, e in entries.items())
+    # where a link is deleted, what it leads to stays
+    return tuple(
+        FileInfo(name, 0 if e.link else e.nbytes, e.modified_ns, alive.get(name)) for name, e in entries.items()
+    )
 
 
 def _owner_state(
@@ -233,5 +237,5 @@ def clear_leftovers(store: Store, names: Iterable[str], *, known: str) -> None:
 def _folder_of(store: Store) -> Folder:
     """Returns the directory of a checkpoint's store."""
     if type(store) is LocalStore or isinstance(store, FarStore):
-        return LocalFolder(store.directory)
+        return LocalFolder(store.directory, follow_links=store.follow_links)
     return ObjectFolder(store) if type(store) is ObjectStore else Folder(store)
