@@ -17,29 +17,13 @@ STEPS = (1, 2, 3)
 LONGEST = 40
 """Operations in a row, at most, where somebody else goes on then."""
 OPERATIONS = {
-    "save": 30,
-    "overwrite": 36,
-    "manager": 90,
-    "clean": 60,
-    "gc": 60,
-    "delete": 36,
-    "repair": 36,
-    "pin": 20,
-    "load": 8,
-    "restore": 30,
+    **{"save": 30, "overwrite": 36, "manager": 90, "clean": 60, "gc": 60, "delete": 36, "repair": 36},
+    **{"pin": 20, "load": 8, "restore": 30},
 }
 """Of an action, about."""
 CHANGES = {
-    "save": 14,
-    "overwrite": 14,
-    "manager": 22,
-    "clean": 12,
-    "gc": 12,
-    "delete": 12,
-    "repair": 8,
-    "pin": 4,
-    "load": 1,
-    "restore": 1,
+    **{"save": 14, "overwrite": 14, "manager": 22, "clean": 12, "gc": 12, "delete": 12, "repair": 8},
+    **{"pin": 4, "load": 1, "restore": 1},
 }
 """Those of them that change something, about."""
 PATIENCE = (0, 3, 2000)

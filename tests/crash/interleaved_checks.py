@@ -9,7 +9,7 @@ that was killed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.crash.interleaved_actions import Action
