@@ -226,8 +226,7 @@ def load(
         like: tensors, DTensors, `ArraySpec`s, anything with shape and dtype, `...` for no leaf. None: as saved, whole.
         select, exclude: globs over paths, or a path as keys, and what is below; the rest is as in like, else `...`.
         rename, transforms: {"h.$L.*": "layers.$L.*"}, then rules or statements of `treeckpt.rules`: as if saved so.
-        strict: like and checkpoint must have the same leaves ("missing": like's must be there), rules match some leaf.
-            False takes what both have, which must be at least one leaf.
+        strict: both must have the same leaves ("missing": like's), rules match some; False takes what is in both.
         cast, device: converts dtypes instead of refusing them; where new tensors go, "original" for where each was.
         verify: compares checksums of all that is read; "first" matters to `load_into` alone.
         on_corrupt: "skip" salvages, no `Bank`: damaged leaves become `...`, see `report.damaged`. Every rank calls.
@@ -239,8 +238,7 @@ def load(
         allow_pickle: unpickles values that were saved so, which can run any code: only for files you trust.
         comm: this rank, and of how many, as for `save` or by the launcher; they talk for `read`, salvage, `together`.
         together: every rank has to call, and waits for the others; what fails on some is one `RankError` on all.
-        follow_links: reads files that are links out of the run, as DVC and the cache of Hugging Face make them.
-        on_report: gets the `LoadReport`.
+        follow_links, on_report: reads links out of the run, as those of DVC or Hugging Face; gets the `LoadReport`.
 
     Raises:
         CheckpointNotFound, CorruptError, FormatError, MismatchError: the state of the files, or what is wanted.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import subprocess
 import sys
 from pathlib import Path
 
@@ -68,27 +67,34 @@ def test_a_step_that_is_read_stays(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "being read" in capsys.readouterr().err and 2 in steps(run)
 
 
-def test_without_a_terminal_and_yes_nothing_goes(tmp_path: Path) -> None:
+def test_without_a_terminal_and_yes_nothing_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = make_run(tmp_path / "run")
-    out = subprocess.run(
-        [sys.executable, "-m", "treeckpt", "rm", run, "1"], stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
-    assert out.returncode == 2 and "--yes" in out.stderr and 1 in steps(run)
+    with open(os.devnull) as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        assert main(["rm", str(run), "1"]) == 2
+    assert "--yes" in capsys.readouterr().err and 1 in steps(run)
 
 
 @pytest.mark.parametrize(("answer", "left"), [(b"y\n", [1, 2, 4, 5, 6]), (b"\n", [1, 2, 3, 4, 5, 6])])
-def test_a_terminal_is_asked_with_a_list_of_what_goes(tmp_path: Path, answer: bytes, left: list[int]) -> None:
+def test_a_terminal_is_asked_with_a_list_of_what_goes(
+    tmp_path: Path,
+    answer: bytes,
+    left: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     run = make_run(tmp_path / "run")
     ours, theirs = pty.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-m", "treeckpt", "rm", run, "3"], stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        os.write(ours, answer)
-        out, err = process.communicate(timeout=60)
+    os.write(ours, answer)
+    with open(theirs) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        assert main(["rm", str(run), "3"]) == (0 if 3 not in left else 2)
     os.close(ours)
-    os.close(theirs)
-    assert b"step_00000003" in out and b"corrupt" in out and b"Delete 1 step?" in err, (out, err)
-    assert process.returncode == (0 if 3 not in left else 2) and steps(run) == left
+    out, err = capsys.readouterr()
+    assert "step_00000003" in out and "corrupt" in out and "Delete 1 step?" in err
+    assert steps(run) == left
 
 
 def test_of_a_step_that_is_a_link_the_link_goes(tmp_path: Path) -> None:

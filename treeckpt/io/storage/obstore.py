@@ -182,11 +182,11 @@ class ObstoreBucket:
 
         while page := self._retry("list", prefix, next_page):
             for meta in page:
-                last = meta["path"]
-                if last in seen:
-                    raise self._endless(prefix, f"{last} for the second time")
-                seen.add(last)
-                yield last, _entry(meta)
+                last = key = str(meta["path"])
+                if key in seen:
+                    raise self._endless(prefix, f"{key} for the second time")
+                seen.add(key)
+                yield key, _entry(meta)
         if last is None:
             self._check_empty_listing(prefix)
 

@@ -142,7 +142,7 @@ def judge(error: Exception) -> FetchFailure:
     from obstore.exceptions import GenericError
 
     cause = error.__cause__
-    if not isinstance(cause, (GenericError, AnswerError)) and not asks_again(cause):
+    if cause is None or not (isinstance(cause, (GenericError, AnswerError)) or asks_again(cause)):
         return FetchFailure(throttled=False, temporary=False)
     if (status := status_of(cause)) is not None:
         return FetchFailure(status in _THROTTLED, status in (408, 429) or status >= 500 or asks_again(cause))
