@@ -9,7 +9,7 @@ that was killed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from tests.crash.interleaved_actions import Action
@@ -92,7 +92,7 @@ def _entitled(record: Record, step: int, save_id: str) -> bool:
     """Whether a process was there that might delete this save."""
     for who, action in enumerate(record.case.actions):
         told = record.told.get(who)  # None: it was killed
-        if action.what in ("clean", "gc"):
+        if action.what in ("clean", "gc", "careless"):
             named = told is None or save_id in told.get("removed", ())
         elif action.what == "delete":
             named = action.step == step and (told is None or "deleted" in told)

@@ -16,8 +16,8 @@ import signal
 import time
 from typing import Any
 
-from tests.crash.interleaved_cases import STEPS
 from tests.crash.interleaved_actor import changes
+from tests.crash.interleaved_cases import STEPS
 from tests.crash.interleaved_stage import ACTORS, QUIET, STUCK, Link, Process, Stage, asleep, save_id_in
 from treeckpt.bench.s3_objects import S3Object, S3Segment, new_etag
 from treeckpt.bench.s3_server import S3Answer, S3Request, S3Server
@@ -186,7 +186,7 @@ class RemoteStage(Stage):
                 ready = any(process.state == "called" or self.stopped(process) for process in self.processes)
                 if not busy or ready or time.monotonic() - begin > STUCK:
                     return
-            self.poll(QUIET / 4)
+            self.poll(QUIET)
 
     def kill(self, process: Process) -> None:
         sent = [link for link in self.stopped(process) if link is not process.main]
