@@ -139,7 +139,9 @@ def _told(record: Record, who: int, action: Action, told: Mapping[str, Any]) -> 
         found.append(f"bare error: {action.words}: {told['error']}: {told['text'][:200]}\n{told['trace']}")
     if "error" in told and told["error"] == "AssertionError":
         found.append(f"bare error: {action.words}: an assertion")
-    intact = record.case.start not in _DAMAGED
+    begin, _ = record.span(who)
+    before = [save_id for at, save_id, _ in record.commits(action.step) if at <= begin][-1] if action.step else ""
+    intact = record.case.start not in _DAMAGED and before is not None
     if told.get("error") == "CorruptError" and intact:
         found.append(f"called corrupt: {action.words}: {told['text'][:300]}")
     if told.get("ok") is False and intact:
