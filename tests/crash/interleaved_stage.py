@@ -46,6 +46,8 @@ class Link(msgspec.Struct):
     process: Process
     next: str | None = None
     """The operation before which it has stopped."""
+    sent: bool = False
+    """Whether it is a request that has been sent to a server."""
 
 
 class Process(msgspec.Struct):
@@ -162,7 +164,7 @@ class Stage:
         if process is None:
             connection.close()
             return
-        link = Link(line, process)
+        link = Link(line, process, sent=not hello["pid"])
         self.links[connection.fileno()] = link
         self.poller.register(connection.fileno(), select.EPOLLIN)
         if hello["main"]:
