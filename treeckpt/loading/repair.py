@@ -25,7 +25,7 @@ from ..core.format.byte_map import extents_in_file
 from ..core.format.check_index import check_against_files
 from ..core.format.damage import BadBytes, rank_path
 from ..core.format.file_names import damaged_name, parse_file_name
-from ..core.format.index import INDEX_NAME, MAX_INDEX, encode_index, encode_manifest
+from ..core.format.index import INDEX_NAME, encode_index, encode_manifest
 from ..core.format.records import File, Index
 from ..core.format.shard_header import (
     BLOCK,
@@ -41,6 +41,7 @@ from ..core.format.shard_header import (
 from ..core.format.timings import timings_name
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, FormatError, StoreError, TreeckptError
 from ..io.storage.checkpoint import Checkpoint
+from ..io.storage.index_lock import index_state, replace_index
 from ..io.storage.local_write import sync_directory
 from ..io.storage.memory import aligned_buffer
 from ..io.storage.metadata_files import read_index, read_timings, rebuild_from_shards, replaced_meanwhile
@@ -61,7 +62,9 @@ def repair_store(store: Store) -> VerifyReport:
         _repair_shard(store, index, file, repairs)
     report = verify_checkpoint(Checkpoint(store))
     if any(problem.file == INDEX_NAME for problem in report.problems):
-        _replace_index(store, index.save_id, repairs)
+        if (before := index_state(store)) is None or _legible_id(before) != index.save_id:
+            raise replaced_meanwhile(store)
+        _replace_index(store, index.save_id, before, repairs)
         report = verify_checkpoint(Checkpoint(store))
     if any(problem.file == timings_name(index.save_id) for problem in report.problems):
         _drop_timings(store, index.save_id, repairs)
@@ -81,25 +84,27 @@ def _repair_index(store: Store, repairs: list[Repair]) -> Index:
         if any((kind := parse_file_name(name)) is not None and kind.kind == "deleted" for name in store.sizes()):
             raise
         index = rebuild_from_shards(store)
-        store.publish(INDEX_NAME, encode_index(index), replace=False)
+        replace_index(store, None, encode_index(index))
         repairs.append(Repair(INDEX_NAME, "was missing; made again from the headers of the shards"))
         return index
     except (CorruptError, FormatError):
+        if (before := index_state(store)) is None:
+            raise  # no file at all: a directory, say
         # which save it was the index of may still be legible: a later one beside it may never have been committed
-        try:
-            found = _SAVE_ID.search(store.read(INDEX_NAME, limit=MAX_INDEX))
-        except CorruptError:
-            if INDEX_NAME not in store.sizes():
-                raise  # no file at all: a directory, say
-            found = None
-        return _replace_index(store, found[1].decode() if found else None, repairs)
+        return _replace_index(store, _legible_id(before), before, repairs)
 
 
-def _replace_index(store: Store, save_id: str | None, repairs: list[Repair]) -> Index:
+def _legible_id(before: bytes | int) -> str | None:
+    """Returns the save id in an index that may be damaged, None where it has none."""
+    found = _SAVE_ID.search(before) if isinstance(before, bytes) else None
+    return found[1].decode() if found else None
+
+
+def _replace_index(store: Store, save_id: str | None, before: bytes | int, repairs: list[Repair]) -> Index:
     index = rebuild_from_shards(store, save_id=save_id, whole=False)
-    aside = _keep(store, INDEX_NAME)
-    store.publish(INDEX_NAME, encode_index(index), replace=True)
-    repairs.append(Repair(INDEX_NAME, "made again from the headers of the shards", aside))
+    aside: list[str] = []
+    replace_index(store, before, encode_index(index), keep=lambda: aside.append(_keep(store, INDEX_NAME)))
+    repairs.append(Repair(INDEX_NAME, "made again from the headers of the shards", *aside))
     return index
 
 

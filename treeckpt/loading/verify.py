@@ -21,6 +21,7 @@ from ..io.comm.collective import all_gather
 from ..io.comm.comm import Comm
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.fetching import FETCH_MEMORY, SupportsFetching
+from ..io.storage.index_lock import index_state, replace_index
 from ..io.storage.leftovers import list_leftovers
 from ..io.storage.local_read import too_short
 from ..io.storage.many_files import for_each
@@ -115,8 +116,9 @@ def publish_rebuilt(store: Store, *, replace: bool, on_read: OnShardsRead | None
         raise CheckpointExists(
             store.url, expected=f"no {INDEX_NAME}", found="one", hint="Pass replace=True to make it anew"
         )
+    before = index_state(store)
     index = rebuild_from_shards(store, on_read=on_read)
-    store.publish(INDEX_NAME, encode_index(index), replace=replace)
+    replace_index(store, before, encode_index(index))
     return index
 
 

@@ -1,9 +1,10 @@
 """Lists, pins and deletes the checkpoints of a run, in one process.
 
-A checkpoint is deleted in these steps: (1) a mark `deleted.<save id>.json` is written; (2) if the index still names
-that save, and no process reads or writes there, the index is deleted and the directory synced: from now on it is no
-checkpoint; (3) readers' leases are checked once more, and a pin, which brings the index back; (4) the other files are
-deleted, the mark last, then the directory. The next clean-up finds the mark of a deletion that was killed, and ends it.
+A checkpoint is deleted in these steps: (1) a lock on the index is written, see `io.storage.index_lock`; (2) if the
+index still names that save, and no process reads or writes there, it is taken away and the directory synced: from now
+on it is no checkpoint; (3) readers' leases are checked once more, and a pin, which brings the index back; then the lock
+goes; (4) the other files are deleted, the index that was taken away last (in an object store a mark, which is written
+with the lock), then the directory. The next clean-up finds these files of a deletion that was killed, and ends it.
 
 `reader_leases` finds readers, `core.analysis.deletion` decides what is deleted, `catalog` describes the checkpoints.
 """
@@ -11,8 +12,8 @@ deleted, the mark last, then the directory. The next clean-up finds the mark of 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
@@ -24,19 +25,31 @@ from ..core.analysis.retention_policy import Policy
 from ..core.format.file_names import PIN_NAME, check_step, deleted_name, is_step_name, step_name, step_of
 from ..core.format.index import INDEX_NAME
 from ..core.format.lineage import SavedCheckpoint
-from ..errors import CheckpointError, CheckpointNotFound, TreeckptError
+from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError, TreeckptError
 from ..io.storage.foreign_formats import describe_foreign, refuse_file
-from ..io.storage.leftovers import GRACE, deletion_times, file_facts, index_of_save, plan_removal, remove_leftovers
-from ..io.storage.many_files import for_each
+from ..io.storage.index_lock import hold_lock
+from ..io.storage.leftovers import (
+    GRACE,
+    delete_files,
+    deletion_times,
+    file_facts,
+    index_of_save,
+    plan_removal,
+    remove_leftovers,
+)
 from ..io.storage.metadata_files import NewestIndex
+from ..io.storage.object_store import ObjectStore
 from ..io.storage.open import open_folder, open_run
 from ..io.storage.reader_leases import has_readers
 from ..io.storage.run_store import Folder, LocalRun, RunStore
+from ..io.storage.store import LocalStore
 from ..io.timing import steady_clock
 from .catalog import OnRead, read_info, read_infos, read_marks
 from .checkpoint_info import CheckpointInfo, in_listing_order, loadable_text, with_verification
 from .stat_cache import LruStatCache, StatCache
 from .verification import VerificationStore, cache_directory
+
+_REPLACED = "another save has been committed there meanwhile"
 
 
 class CleanReport(msgspec.Struct, frozen=True):
@@ -306,41 +319,67 @@ class RunDirectory:
         folder = self.store.folder(removal.name)
         if removal.what == "leftovers":
             return remove_leftovers(folder, removal)
-        if why := self._remove_index(folder, removal, grace):
-            return why
-        for_each(folder.store, folder.store.delete, removal.files[1:-1])
-        folder.store.delete(removal.files[-1])
-        folder.sync()
-        if removal.directory:
-            folder.remove()
-        return ""
-
-    def _remove_index(self, folder: Folder, removal: Removal, grace: float) -> str:
-        assert removal.save_id is not None, "a checkpoint is removed by its save id"
-        mark = deleted_name(removal.save_id)
+        mark = deleted_name(removal.save_id or "", secrets.token_hex(8))
+        why = ""
         try:
-            folder.store.publish(mark, b"{}", replace=True)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            # a full disk takes no mark: after a crash now, the rest looks like a save that never finished
-        # the plan may be outdated: other removals took place before this one
-        info = _checked(read_info(folder, cache=self._cache))
-        kept = self._reason_to_keep(info, folder, grace)
-        index = index_of_save(folder, removal.save_id)
-        if index is None or kept is not None:
-            folder.store.delete(mark)
-            return kept.why if kept is not None else "another save has been committed there meanwhile"
-        folder.store.delete(INDEX_NAME)
-        folder.sync()
-        now = folder.listed()
-        if PIN_NAME in now.entries():  # `pin` looks for the index after it has written the pin
-            folder.store.publish(INDEX_NAME, index, replace=False)
-            folder.store.delete(mark)
-            return "it has been pinned meanwhile"
-        if has_readers(now, self._clock()):
-            return "its index is gone; the rest goes when its reader is done"
-        return ""
+            with hold_lock(folder.store, "deleting"):
+                why = self._take_index(folder, removal, grace, mark)
+            if not why:
+                marks = (removal.files[-1], mark)
+                delete_files(folder.store, [*removal.files[1:-1], *marks], order=lambda name: name in marks)
+                folder.sync()
+        finally:
+            # of several clean-ups at once, the one that is the last to delete its last file finds no other
+            if removal.directory and not why:
+                with contextlib.suppress(OSError, StoreError):
+                    folder.remove()
+        return why
+
+    def _take_index(self, folder: Folder, removal: Removal, grace: float, mark: str) -> str:
+        """Takes the index of a checkpoint away, under a lock; says why not, if that may not be.
+
+        Raises:
+            FileNotFoundError: another process has deleted it.
+        """
+        store, taken = folder.store, False
+        assert removal.save_id is not None, "a checkpoint is removed by its save id"
+        if not isinstance(store, LocalStore):
+            store.publish(mark, b"{}", replace=True)
+        try:
+            # the plan may be outdated: other removals took place before this one
+            now = folder.listed()
+            if INDEX_NAME not in now.entries():
+                raise FileNotFoundError(f"{folder.url}/{INDEX_NAME}")
+            info = _checked(read_info(now, cache=self._cache))
+            if (kept := self._reason_to_keep(info, now, grace)) is not None:
+                return kept.why
+            if (index := index_of_save(now, removal.save_id)) is None:
+                return _REPLACED
+            if isinstance(store, LocalStore):
+                store.take_away(INDEX_NAME, mark)
+                if (store.directory / mark).read_bytes() != index:  # this process was stopped for minutes
+                    store.put_back(mark, INDEX_NAME)
+                    return _REPLACED
+            elif isinstance(store, ObjectStore):
+                store.delete_if(INDEX_NAME, holds=lambda found: found == index, limit=len(index))
+            else:
+                store.delete(INDEX_NAME)
+            taken = True
+            folder.sync()
+            now = folder.listed()
+            if PIN_NAME in now.entries():  # `pin` looks for the index after it has written the pin
+                taken = False
+                if isinstance(store, LocalStore):
+                    store.put_back(mark, INDEX_NAME)
+                else:
+                    store.publish(INDEX_NAME, index, replace=False)
+                return "it has been pinned meanwhile"
+            return "its index is gone; the rest goes when its reader is done" if has_readers(now, self._clock()) else ""
+        except CheckpointExists:
+            return _REPLACED
+        finally:
+            if not taken and not isinstance(store, LocalStore):
+                store.delete(mark)
 
     def _reason_to_keep(self, info: CheckpointInfo, folder: Folder, grace: float) -> RetainedDirectory | None:
         """Returns why a checkpoint must be kept after all: it was pinned, or is being read or written."""

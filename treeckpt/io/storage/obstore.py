@@ -27,7 +27,7 @@ from .conditional_put import Condition, find_out, is_known, no_conditional_write
 from .late_client import LateClient
 from .many_files import call_in_thread
 from .obstore_errors import INTERMEDIARY, first_line, is_cut, judge, status_of, to_store_error
-from .presigned_reads import AnswerError, PresignedReader, can_presign
+from .presigned_reads import CHANGED, AnswerError, PresignedReader, can_presign, delete_matching
 from .request_depth import DIRECT_PER_CPU, PER_CPU, first_depth
 from .run_store import DirectoryEntry
 from .upload_window import MOST, UploadWindow
@@ -272,9 +272,9 @@ class ObstoreBucket:
         if found.get("e_tag") != (replace or {}).get("e_tag"):
             raise FileExistsError(f"{self.url}/{key}")
 
-    def put_first(self, key: str, data: bytes, condition: Condition) -> bool:
+    def check_condition(self, key: str, data: bytes, condition: Condition) -> None:
         if self.kind != "s3" or not self.conditional or is_known(self.url, self._endpoint, condition):
-            return False
+            return
 
         def put(mode: Any) -> None:
             try:
@@ -284,9 +284,7 @@ class ObstoreBucket:
                     raise
                 self._put(self._store, key, data, mode)
 
-        self.put(key, data, replace=True)
         find_out(self.url, self._endpoint, condition, put)
-        return True
 
     def upload(self, key: str, nbytes: int, blocks: Iterable[memoryview]) -> None:
         part, taken = part_nbytes(nbytes), 0
@@ -316,6 +314,16 @@ class ObstoreBucket:
     def delete(self, key: str) -> None:
         with contextlib.suppress(FileNotFoundError), self._wrapped_errors("delete", key):
             self._obstore.delete(self._store, key)
+
+    def delete_version(self, key: str, tag: VersionTag) -> None:
+        answer = None
+        if self.kind != "gs" and self.conditional and (version := tag.get("e_tag")):
+            with contextlib.suppress(Exception):  # credentials or options that sign no URL
+                answer = delete_matching(self._obstore.sign(self._store, "DELETE", key, SIGNED_FOR), version)
+        if answer == CHANGED:
+            raise FileExistsError(f"{self.url}/{key}")
+        if answer not in (200, 202, 204, 404):
+            self.delete(key)
 
     def tidy(self, prefix: str) -> None:
         """Does nothing: there are no directories."""

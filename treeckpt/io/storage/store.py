@@ -246,9 +246,7 @@ class LocalStore:
             else:
                 _rename_new(temporary, self.directory / name)
         except FileExistsError as error:
-            raise CheckpointExists(
-                f"{self.url}/{name}", expected="no such file", found="one, written meanwhile by another save"
-            ) from error
+            raise _exists(self, name) from error
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
@@ -257,6 +255,29 @@ class LocalStore:
     def delete(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.directory / name)
+
+    def take_away(self, name: str, aside: str) -> None:
+        """Gives a file another, new name, in one step; raises FileNotFoundError if there is none."""
+        os.rename(self.directory / name, self.directory / aside)
+
+    def put_back(self, aside: str, name: str) -> None:
+        """Gives a file its name back, durably, unless another file has it: then that stays, and this one too.
+
+        Raises:
+            CheckpointExists: another file has the name.
+        """
+        try:
+            _rename_new(self.directory / aside, self.directory / name)
+        except FileExistsError as error:
+            raise _exists(self, name) from error
+        sync_directory(self.directory)
+        self.delete(aside)
+
+
+def _exists(store: Store, name: str) -> CheckpointExists:
+    return CheckpointExists(
+        f"{store.url}/{name}", expected="no such file", found="one, written meanwhile by another save"
+    )
 
 
 def _rename_new(source: Path, target: Path) -> None:
