@@ -136,7 +136,8 @@ def test_the_record_of_a_save_stands_before_another_rank_creates_a_shard(tmp_pat
 
 
 CLEAN_UPS = """
-import json, os, sys
+import json, os
+from treeckpt.core.analysis.retention_policy import Last
 from treeckpt.runs.run import RunDirectory
 ready, go = os.pipe()
 for _ in range(3):
