@@ -16,6 +16,7 @@ import treeckpt as tc
 from treeckpt.cli.main import main as command
 from treeckpt.core.analysis.retention_policy import All, Last
 from treeckpt.core.format.file_names import is_step_name, parse_file_name, step_name, step_of
+from treeckpt.io.storage.metadata_files import read_index
 from treeckpt.io.storage.open import open_run
 from treeckpt.runs.run import RunDirectory
 
@@ -93,6 +94,14 @@ def delete(run: str, action: Action) -> dict[str, Any]:
     return {"deleted": action.step}
 
 
+def careless(run: str, action: Action) -> dict[str, Any]:
+    """A deletion that looks, and then removes an index whatever it is by then."""
+    store = open_run(run).folder(step_name(action.step)).store
+    removed = read_index(store).save_id
+    store.delete("index.json")
+    return {"removed": [removed]}
+
+
 def repair(run: str, action: Action) -> dict[str, Any]:
     report = tc.verify(place(run, action.step), repair=True)
     return {"repaired": [str(one) for one in report.repairs], "ok": report.ok}
@@ -125,7 +134,7 @@ def check(run: str, action: Action) -> dict[str, Any]:
 
 
 def _contents(run: str, *, whole: bool) -> dict[str, dict[str, Any]]:
-    """Every step's directory: its save, with `whole` what loads from it, and the files that are of no committed save."""
+    """Each step's directory: its save, with `whole` what loads from it, and the files that are of no committed save."""
     found: dict[str, dict[str, Any]] = {}
     store = open_run(run)
     for name in store.names():
@@ -163,6 +172,7 @@ _ACTIONS: dict[str, Callable[[str, Action], dict[str, Any]]] = {
     "clean": clean,
     "gc": gc,
     "delete": delete,
+    "careless": careless,
     "repair": repair,
     "pin": pin,
     "load": load,

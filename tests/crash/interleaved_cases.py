@@ -1,4 +1,4 @@
-"""Which interleavings are tried: who does what to which step, from what state, in what order; see test_interleavings."""
+"""Which interleavings are tried: who does what to which step, from what state and in what order."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ import msgspec
 from tests.crash.interleaved_actions import Action
 from tests.crash.interleaved_actor import SLEEP
 
-__all__ = ["STARTS", "Case", "Order", "Turn", "draw"]
+__all__ = ["BEGIN", "STARTS", "Case", "Order", "Turn", "draw"]
 
 STEPS = (1, 2, 3)
 """What the runs may have. There are one or two steps before."""
 LONGEST = 40
 """Operations in a row, at most, where somebody else goes on then."""
 OPERATIONS = {
-    **{"save": 30, "overwrite": 36, "manager": 90, "clean": 60, "gc": 60, "delete": 36, "repair": 36},
-    **{"pin": 20, "load": 8, "restore": 30},
+    **dict.fromkeys(("save", "overwrite", "delete", "repair"), (36, 14)),
+    **dict.fromkeys(("clean", "gc"), (60, 12)),
+    "manager": (90, 22),
+    "pin": (20, 4),
+    "restore": (30, 1),
+    **dict.fromkeys(("load", "careless"), (6, 1)),
 }
-"""Of an action, about."""
-CHANGES = {
-    **{"save": 14, "overwrite": 14, "manager": 22, "clean": 12, "gc": 12, "delete": 12, "repair": 8},
-    **{"pin": 4, "load": 1, "restore": 1},
-}
-"""Those of them that change something, about."""
+"""Operations of an action, about, and how many of them change something."""
 PATIENCE = (0, 3, 2000)
 """How often others may look again for what a stopped process has to do, before it goes on."""
 STARTS: dict[str, tuple[tuple[str, int, str], ...]] = {
@@ -86,12 +85,13 @@ class Case(msgspec.Struct, frozen=True):
         return " x ".join(sorted(action.what for action in self.actions))
 
 
-def draw(number: int) -> Case:
-    """The case of a number; the same for all time, as long as nothing is added to it."""
+def draw(number: int, whats: Sequence[str] = ()) -> Case:
+    """The case of a number, of these actions if some are given."""
     chance = random.Random(number)
-    whats = chance.choice(_PAIRS).split("+")
+    drawn = chance.choice(_PAIRS).split("+")
     if chance.random() < 0.3:
-        whats = [*whats, chance.choice(_ALL)]
+        drawn = [*drawn, chance.choice(_ALL)]
+    whats = whats or drawn
     start = _start(chance, whats)
     actions = tuple(
         Action(what, _step(chance, what, start), 100 + at, chance.choice((0.0, 0.0, 3600.0)))
@@ -99,7 +99,7 @@ def draw(number: int) -> Case:
     )
     count = len(actions)
     only_changes = chance.random() < 0.5
-    length = CHANGES if only_changes else OPERATIONS
+    length = {what: OPERATIONS[what][only_changes] for what in whats}
     dying, stopped = chance.randrange(count), chance.randrange(count)
     killed = (dying, chance.randrange(length[whats[dying]])) if chance.random() < 0.2 else None
     order = chance.choice(("uniform", "few", "few", "frozen", "frozen"))
@@ -122,6 +122,10 @@ def _step(chance: random.Random, what: str, start: str) -> int:
     if what in ("save", "manager"):
         return chance.choice((1, 3) if start != "one" else (1, 1, 3))
     return chance.choice((1, 1, 1, 2)) if what != "repair" else 1
+
+
+BEGIN = "begin"
+"""In the place of the operation of a process that has not begun."""
 
 
 class Turn(msgspec.Struct):
@@ -154,7 +158,9 @@ class Order:
         who, at, patience = self.case.frozen
         if not self.released:
             mine = [turn for turn in pool if turn.actor == who]
-            if mine and mine[0].done >= at:
+            if mine and mine[0].what == BEGIN and self.alone:
+                return mine[0], 1
+            if mine and mine[0].what != BEGIN and mine[0].done >= at:
                 others = [turn for turn in pool if turn.actor != who]
                 waiting = not any(turn.what != SLEEP for turn in others)
                 self.looked += waiting

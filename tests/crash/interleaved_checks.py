@@ -9,7 +9,7 @@ that was killed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from tests.crash.interleaved_actions import Action
@@ -92,7 +92,7 @@ def _entitled(record: Record, step: int, save_id: str) -> bool:
     """Whether a process was there that might delete this save."""
     for who, action in enumerate(record.case.actions):
         told = record.told.get(who)  # None: it was killed
-        if action.what in ("clean", "gc"):
+        if action.what in ("clean", "gc", "careless"):
             named = told is None or save_id in told.get("removed", ())
         elif action.what == "delete":
             named = action.step == step and (told is None or "deleted" in told)
@@ -139,7 +139,9 @@ def _told(record: Record, who: int, action: Action, told: Mapping[str, Any]) -> 
         found.append(f"bare error: {action.words}: {told['error']}: {told['text'][:200]}\n{told['trace']}")
     if "error" in told and told["error"] == "AssertionError":
         found.append(f"bare error: {action.words}: an assertion")
-    intact = record.case.start not in _DAMAGED
+    begin, _ = record.span(who)
+    before = [save_id for at, save_id, _ in record.commits(action.step) if at <= begin][-1] if action.step else ""
+    intact = record.case.start not in _DAMAGED and before is not None
     if told.get("error") == "CorruptError" and intact:
         found.append(f"called corrupt: {action.words}: {told['text'][:300]}")
     if told.get("ok") is False and intact:

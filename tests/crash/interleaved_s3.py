@@ -16,8 +16,8 @@ import signal
 import time
 from typing import Any
 
-from tests.crash.interleaved_cases import STEPS
 from tests.crash.interleaved_actor import changes
+from tests.crash.interleaved_cases import STEPS
 from tests.crash.interleaved_stage import ACTORS, QUIET, STUCK, Link, Process, Stage, asleep, save_id_in
 from treeckpt.bench.s3_objects import S3Object, S3Segment, new_etag
 from treeckpt.bench.s3_server import S3Answer, S3Request, S3Server
@@ -54,6 +54,7 @@ class GatedServer(S3Server):
         actor = _actor.get()
         if actor == ACTORS:
             return
+        self.free[actor] = [line for line in self.free[actor] if not line[0].at_eof()]  # of one that was killed
         if self.free[actor]:
             line = self.free[actor].pop()
         else:
@@ -114,11 +115,12 @@ def _stored(data: bytes) -> S3Object:
     return S3Object([segment], new_etag(segment))
 
 
-def _serve(address: str, tell: int) -> None:
+def _serve(address: str, tell: int, parent: int) -> None:
     async def main() -> None:
         ports = await GatedServer(address).listen()
         os.write(tell, json.dumps(ports).encode() + b"\n")
-        await asyncio.Event().wait()
+        while os.getppid() == parent:
+            await asyncio.sleep(1.0)
 
     asyncio.run(main())
 
@@ -127,12 +129,12 @@ class RemoteStage(Stage):
     """Cases in a bucket. A killed process's request is lost, or is carried out though it is dead."""
 
     def __init__(self) -> None:
-        address, told = self.listen(), os.pipe()
+        address, told, parent = self.listen(), os.pipe(), os.getpid()
         self.server = os.fork()
         if self.server == 0:
             try:
                 self.listener.close()
-                _serve(address, told[1])
+                _serve(address, told[1], parent)
             finally:
                 os._exit(0)
         with os.fdopen(told[0]) as file:
@@ -170,7 +172,7 @@ class RemoteStage(Stage):
                 self.events.append((link.process.number, "index", (step, name)))
 
     def go_on(self, link: Link, count: int) -> None:
-        if link is not link.process.main:
+        if link.sent:
             self.under_way.add(id(link))
         super().go_on(link, count)
 
@@ -186,10 +188,10 @@ class RemoteStage(Stage):
                 ready = any(process.state == "called" or self.stopped(process) for process in self.processes)
                 if not busy or ready or time.monotonic() - begin > STUCK:
                     return
-            self.poll(QUIET / 4)
+            self.poll(QUIET)
 
     def kill(self, process: Process) -> None:
-        sent = [link for link in self.stopped(process) if link is not process.main]
+        sent = [link for link in self.stopped(process) if link.sent]
         if len(self.events) % 2:  # what it has sent arrives, though it is dead
             os.kill(process.pid, signal.SIGSTOP)
             for link in sent:

@@ -1,10 +1,11 @@
-"""The processes of an interleaving as their scheduler sees them, and the run that they work on; see test_interleavings."""
+"""The processes of an interleaving as their scheduler sees them, and the run that they work on."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -34,6 +35,9 @@ QUIET = 0.001
 STUCK = 20.0
 """Seconds that nobody goes on."""
 
+_ID = re.compile("[0-9a-f]{16}")
+"""The random part of names."""
+
 
 class Link(msgspec.Struct):
     """A thread of a process, as the scheduler sees it."""
@@ -42,6 +46,8 @@ class Link(msgspec.Struct):
     process: Process
     next: str | None = None
     """The operation before which it has stopped."""
+    sent: bool = False
+    """Whether it is a request that has been sent to a server."""
 
 
 class Process(msgspec.Struct):
@@ -158,7 +164,7 @@ class Stage:
         if process is None:
             connection.close()
             return
-        link = Link(line, process)
+        link = Link(line, process, sent=not hello["pid"])
         self.links[connection.fileno()] = link
         self.poller.register(connection.fileno(), select.EPOLLIN)
         if hello["main"]:
@@ -208,7 +214,9 @@ class Stage:
         link.line.send(-count if link.process.only_changes else count)
 
     def stopped(self, process: Process) -> list[Link]:
-        return [link for link in self.links.values() if link.process is process and link.next is not None]
+        """The threads of a process that could go on, in an order that is the same whenever the case is played."""
+        found = [link for link in self.links.values() if link.process is process and link.next is not None]
+        return found if len(found) < 2 else sorted(found, key=lambda link: _ID.sub("", link.next or ""))
 
     def settle(self) -> None:
         """Waits until every process that has begun has stopped, has ended, or waits for another one."""

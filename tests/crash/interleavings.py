@@ -1,10 +1,11 @@
-"""Interleavings of processes at their file operations: python -m tests.crash.interleavings PLACE FIRST COUNT; see
-test_interleavings.
+"""Interleavings of processes at their file operations; see test_interleavings.
 
-PLACE is a directory, best in memory, or "s3". A few processes are forked at first, and do one action in each case. All
-of them are stopped but for one, which goes on for one operation or a few; `Order` says which. A case has a number, and
-is the same whenever it is run. Every line that is printed is a case of which something does not hold, with all that
-happened; the last one has the counts.
+    python -m tests.crash.interleavings PLACE NUMBERS [ACTION...]
+
+PLACE is a directory, best in memory, or "s3"; NUMBERS is a case, or FIRST-END. A few processes are forked at first, and
+do one action in each case. All of them are stopped but for one, which goes on for one operation or a few; `Order` says
+which. A case is the same whenever its number is run, with the same actions if some are given. Every line that is
+printed is a case of which something does not hold, with all that happened; the last one has the counts.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.crash.interleaved_actions import Action
 from tests.crash.interleaved_actor import SLEEP, changes
-from tests.crash.interleaved_cases import STARTS, Case, Order, Turn, draw
+from tests.crash.interleaved_cases import BEGIN, STARTS, Case, Order, Turn, draw
 from tests.crash.interleaved_checks import Record, violations
 from tests.crash.interleaved_s3 import RemoteStage
 from tests.crash.interleaved_stage import Link, LocalStage, Process, Stage
@@ -37,7 +39,7 @@ class Theatre:
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
-        self.starts = {name: self._start(name) for name in STARTS}
+        self.starts: dict[str, tuple[dict[str, bytes], dict[str, int]]] = {}
 
     def _start(self, name: str) -> tuple[dict[str, bytes], dict[str, int]]:
         """The files of a start, and the seeds of its saves."""
@@ -74,6 +76,8 @@ class Theatre:
 
     def play(self, case: Case) -> Record:
         stage, order = self.stage, Order(case)
+        if case.start not in self.starts:
+            self.starts[case.start] = self._start(case.start)
         files, seeds = self.starts[case.start]
         stage.begin(files)
         before = dict(stage.names)
@@ -91,7 +95,7 @@ class Theatre:
             turn, count = order.choose(turns)
             link, process = links[turn.place], actors[turn.actor]
             sleeps = sleeps + 1 if turn.what == SLEEP else 0
-            if case.killed is not None and case.killed[0] == turn.actor:
+            if link is not None and case.killed is not None and case.killed[0] == turn.actor:
                 if process.done >= case.killed[1]:
                     stage.kill(process)
                     continue
@@ -114,7 +118,7 @@ class Theatre:
         links: list[Link | None] = []
         for process in actors:
             if process.state == "called":
-                turns.append(Turn(process.number, "begin", 0, len(links)))
+                turns.append(Turn(process.number, BEGIN, 0, len(links)))
                 links.append(None)
             for link in self.stage.stopped(process) if process.state == "busy" else ():
                 single = link is not process.main
@@ -162,7 +166,7 @@ def row_of(record: Record, found: list[str]) -> dict[str, Any]:
     }
 
 
-def main(place: str, first: int, count: int) -> None:
+def main(place: str, numbers: range, actions: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(dir=None if place == "s3" else place) as directory:
         os.environ["TREECKPT_CACHE"] = f"{directory}/cache"
         gc.collect()
@@ -171,8 +175,8 @@ def main(place: str, first: int, count: int) -> None:
         cases: collections.Counter[str] = collections.Counter()
         failed: collections.Counter[str] = collections.Counter()
         operations, begin = 0, time.monotonic()
-        for number in range(first, first + count):
-            case = draw(number)
+        for number in numbers:
+            case = draw(number, actions)
             record = theatre.play(case)
             cases[case.kind] += 1
             operations += sum(what == "op" for _, what, _ in record.events)
@@ -185,4 +189,5 @@ def main(place: str, first: int, count: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    first, _, end = sys.argv[2].partition("-")
+    main(sys.argv[1], range(int(first), int(end or first) + (not end)), sys.argv[3:])

@@ -377,16 +377,15 @@ class RunDirectory:
         try:
             # the plan may be outdated: other removals took place before this one
             now = folder.listed()
-            if INDEX_NAME not in now.entries():
-                raise FileNotFoundError(f"{folder.url}/{INDEX_NAME}")
             info = _checked(read_info(now, cache=self._cache))
-            if why := self._reason_to_keep(info, now, grace, force=removal.force):
-                return why
-            index: bytes | int | None = index_of_save(now, removal.save_id)
-            if index is None and removal.force and info.save_id is None:  # no save can be told of it
+            why = self._reason_to_keep(info, now, grace, force=removal.force)
+            index: bytes | int | None = None if why else index_of_save(now, removal.save_id)
+            if not why and index is None and removal.force and info.save_id is None:  # no save can be told of it
                 index = index_state(store) or 0
             if index is None:
-                return _REPLACED
+                if folder.entry(INDEX_NAME) is None:
+                    raise FileNotFoundError(f"{folder.url}/{INDEX_NAME}")
+                return why or _REPLACED
             if isinstance(store, LocalStore):
                 store.take_away(INDEX_NAME, mark)
                 # another one, where this process was stopped for minutes
