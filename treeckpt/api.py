@@ -15,7 +15,7 @@ from .core.tree.flatten import flatten, replace_leaves
 from .errors import MismatchError
 from .io.comm.collective import ending_together
 from .io.comm.comm import Comm, as_comm, background_comm, global_rank
-from .io.storage.open import open_store
+from .io.storage.open import following, open_store
 from .io.storage.store import Store
 from .loading.background import PendingLoad, start_load
 from .loading.keywords import LoadAsyncKeywords, LoadKeywords
@@ -212,6 +212,7 @@ def load(
     comm: AnyComm = None,
     namespace: str = "",
     together: bool = False,
+    follow_links: bool = False,
     on_report: Callable[[LoadReport], None] | None = None,
 ) -> Any:
     """Loads a checkpoint as a new tree; dense arrays have like's order of dimensions in memory, else the saved one.
@@ -225,8 +226,7 @@ def load(
         like: tensors, DTensors, `ArraySpec`s, anything with shape and dtype, `...` for no leaf. None: as saved, whole.
         select, exclude: globs over paths, or a path as keys, and what is below; the rest is as in like, else `...`.
         rename, transforms: {"h.$L.*": "layers.$L.*"}, then rules or statements of `treeckpt.rules`: as if saved so.
-        strict: like and checkpoint must have the same leaves ("missing": like's must be there), rules match some leaf.
-            False takes what both have, which must be at least one leaf.
+        strict: both must have the same leaves ("missing": like's), rules match some; False takes what is in both.
         cast, device: converts dtypes instead of refusing them; where new tensors go, "original" for where each was.
         verify: compares checksums of all that is read; "first" matters to `load_into` alone.
         on_corrupt: "skip" salvages, no `Bank`: damaged leaves become `...`, see `report.damaged`. Every rank calls.
@@ -238,7 +238,7 @@ def load(
         allow_pickle: unpickles values that were saved so, which can run any code: only for files you trust.
         comm: this rank, and of how many, as for `save` or by the launcher; they talk for `read`, salvage, `together`.
         together: every rank has to call, and waits for the others; what fails on some is one `RankError` on all.
-        on_report: gets the `LoadReport`.
+        follow_links, on_report: reads links out of the run, as those of DVC or Hugging Face; gets the `LoadReport`.
 
     Raises:
         CheckpointNotFound, CorruptError, FormatError, MismatchError: the state of the files, or what is wanted.
@@ -246,7 +246,7 @@ def load(
     with _ending(comm := as_comm(comm, sends_messages=together), path, together=together, hint=_DROPPED):
         options = LoadOptions(globs_of(select), strict, cast, device, verify, per_rank, copy, mmap, allow_pickle,
             namespace, read, memory, globs_of(exclude, "exclude"), as_rules(rename, transforms))  # fmt: skip
-        tree, report = run_load(path, like, comm, options, on_corrupt)
+        tree, report = run_load(following(path, follow_links), like, comm, options, on_corrupt)
     if on_report is not None:
         on_report(report)
     return tree
@@ -263,6 +263,7 @@ def load_abstract(
     allow_pickle: bool = False,
     comm: AnyComm = None,
     namespace: str = "",
+    follow_links: bool = False,
 ) -> Any:
     """The tree of a checkpoint with its values, and an `ArraySpec` in the place of each array; it reads no array.
 
@@ -272,7 +273,7 @@ def load_abstract(
     (2,)
 
     Args:
-        path, select, exclude, rename, transforms, allow_pickle, namespace: as for `load`.
+        path, select, exclude, rename, transforms, allow_pickle, namespace, follow_links: as for `load`.
         per_rank: in another world size, take `PerRank` state of rank modulo the old world, or refuse it.
         comm: which rank this is, as for `load`.
 
@@ -284,7 +285,7 @@ def load_abstract(
         globs_of(select), per_rank=per_rank, allow_pickle=allow_pickle, namespace=namespace,
         exclude=globs_of(exclude, "exclude"), rules=as_rules(rename, transforms), specs_only=True,
     )  # fmt: skip
-    return run_load(path, None, as_comm(comm, sends_messages=False), options, "error")[0]
+    return run_load(following(path, follow_links), None, as_comm(comm, sends_messages=False), options, "error")[0]
 
 
 @checks_options
@@ -307,6 +308,7 @@ def load_into(
     comm: AnyComm = None,
     namespace: str = "",
     together: bool = False,
+    follow_links: bool = False,
 ) -> LoadReport:
     """Fills the arrays of a tree in place, and puts values where their containers can change.
 
@@ -330,7 +332,7 @@ def load_into(
     with _ending(comm, path, together=together, hint="What was to be filled may be filled on some ranks only"):
         options = LoadOptions(globs_of(select), strict, cast, None, verify, per_rank, True, False, allow_pickle,
             namespace, read, memory, globs_of(exclude, "exclude"), as_rules(rename, transforms))  # fmt: skip
-        return run_load_into(path, tree, comm, options, on_corrupt)
+        return run_load_into(following(path, follow_links), tree, comm, options, on_corrupt)
 
 
 def _ending(comm: Comm, path: Any, *, together: bool, hint: str) -> AbstractContextManager[None]:
@@ -373,7 +375,7 @@ def load_async(
             )
     talk = background_comm(comm) if together else comm
     ending = _ending(talk, path, together=together, hint=_DROPPED)
-    own = cast(LoadKeywords, options)
+    path, own = following(path, options.pop("follow_links", False)), cast(LoadKeywords, options)
 
     def run(source: Any) -> Any:
         with ending:

@@ -50,6 +50,9 @@ What is refused, because it would be lost or changed in silence, and what to do 
 
 from __future__ import annotations
 
+import logging
+import unicodedata
+
 __all__ = [
     "CheckpointError",
     "CheckpointExists",
@@ -63,6 +66,31 @@ __all__ = [
     "TreeError",
     "TreeckptError",
 ]
+_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+
+
+def visible(text: str) -> str:
+    """Escapes every character that has no glyph of its own, or that reorders others.
+
+    All text that treeckpt writes to a terminal or a log, and every message of its errors, goes through it: names come
+    from files, and may hold control sequences and faked lines.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(_escape(c) if unicodedata.category(c) in _HIDDEN else c for c in text)
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def _make_visible(record: logging.LogRecord) -> bool:
+    record.msg, record.args = visible(record.getMessage()), ()
+    return True
+
+
+logging.getLogger("treeckpt").addFilter(_make_visible)
 
 
 class TreeckptError(Exception):
@@ -93,7 +121,7 @@ class TreeckptError(Exception):
     def _message(self) -> str:
         facts = [f"{word} {value}" for word, value in (("expected", self.expected), ("found", self.found)) if value]
         text = f"{self.path or '<root>'}: {', '.join(facts)}"
-        return f"{text}. {self.hint}" if self.hint else text
+        return visible(f"{text}. {self.hint}" if self.hint else text)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.__dict__.copy())
@@ -251,6 +279,8 @@ class StoreError(TreeckptError):
 
     unanswered = False
     """Whether a write was sent and not answered: the store may have carried it out, or may do so later."""
+    refused_once = False
+    """Whether the store has not carried the request out for a reason that passes: the same may be sent again."""
 
 
 class RankError(TreeckptError):

@@ -10,6 +10,7 @@ from .core.format.damage import DamagedLeaf
 from .core.format.timings import Span
 from .core.html import el, facts, joined, table
 from .core.text import bytes_text, count_text, rate_text, seconds_text
+from .errors import visible
 
 __all__ = ["Leftover", "LoadReport", "SaveReport", "VerifyReport"]
 
@@ -58,7 +59,7 @@ class SaveReport(msgspec.Struct, frozen=True):
         for span in self.spans:
             rate = rate_text(span.nbytes, span.seconds) if span.nbytes else ""
             rows.append(f"  {span.name:<10} {span.seconds:9.4f} s  {rate}".rstrip())
-        return "\n".join(rows)
+        return "\n".join(map(visible, rows))
 
     def _repr_html_(self) -> str:
         """Shows in a notebook what was written, and how long each phase of this rank took."""
@@ -135,7 +136,8 @@ class LoadReport(msgspec.Struct, frozen=True):
         rows += [f"  unmade      {path}" for path in self.unmade]
         rows += [f"  dropped     {path}" for path in self.dropped]
         rows += [f"  renamed     {before} -> {now}" for before, now in self.renamed]
-        return "\n".join(rows + ["  " + line for source in self.sources for line in str(source).splitlines()])
+        rows += [f"  {line}" for source in self.sources for line in str(source).splitlines()]
+        return "\n".join(map(visible, rows))
 
     def _repr_html_(self) -> str:
         """Shows in a notebook what was read, and the leaves that did not match."""
@@ -187,7 +189,8 @@ class Repair(msgspec.Struct, frozen=True, array_like=True):
     kept_as: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.what}" + (f" (the damaged file is kept as {self.kept_as})" if self.kept_as else "")
+        kept = f" (the damaged file is kept as {self.kept_as})" if self.kept_as else ""
+        return visible(f"{self.file}: {self.what}{kept}")
 
 
 class Leftover(msgspec.Struct, frozen=True, array_like=True):
@@ -262,4 +265,5 @@ class VerifyReport(msgspec.Struct, frozen=True):
         rows += [f"  repaired {repair}" for repair in self.repairs]
         rows += [f"  {problem.file}: {problem.text}" for problem in (*self.problems, *self.unread)]
         rows += [f"  {note}" for note in self.notes]
-        return "\n".join(rows + [f"  {one.file}: {bytes_text(one.nbytes)} {one.why}" for one in self.leftovers])
+        rows += [f"  {one.file}: {bytes_text(one.nbytes)} {one.why}" for one in self.leftovers]
+        return "\n".join(map(visible, rows))

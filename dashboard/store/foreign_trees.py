@@ -17,6 +17,7 @@ from treeckpt.core.text import bytes_text, visible
 from treeckpt.errors import FormatError, StoreError
 from treeckpt.io.os_errors import shows_damage, wrap_read_error
 from treeckpt.io.storage.foreign_formats import DCP_METADATA, TORCH_SUFFIXES, describe_foreign
+from treeckpt.io.storage.local_read import follows_links
 from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder, LocalRun
 from treeckpt.io.storage.store import Store
 from treeckpt.runs.checkpoint_info import CheckpointInfo
@@ -87,7 +88,7 @@ def look_at_foreign(folder: Folder, info: CheckpointInfo, inside: Path | None) -
     """
     if not isinstance(folder, LocalFolder) or (found := describe_foreign(folder.url)) is None:
         return info
-    if inside is not None and (link := _link_out(folder, inside.resolve())) is not None:
+    if inside is not None and not follows_links(None) and (link := _link_out(folder, inside.resolve())) is not None:
         error = f"{found[0]} with a link out of the run, {link}, which is not followed; open it by itself"
         return msgspec.structs.replace(info, error=error)
     error = f"{found[0]}, not of treeckpt"

@@ -124,8 +124,9 @@ def test_an_index_that_is_no_file_is_corrupt_and_never_waited_for(tmp_path, kind
     if kind == "directory":
         index.mkdir()
     elif kind == "link":
-        (tmp_path / "elsewhere").write_bytes(kept)
-        index.symlink_to(tmp_path / "elsewhere")
+        elsewhere = tmp_path.with_name(f"{tmp_path.name}-elsewhere")  # a link into the run is followed
+        elsewhere.write_bytes(kept)
+        index.symlink_to(elsewhere)
     elif kind == "pipe":
         os.mkfifo(index)
     elif kind == "empty":

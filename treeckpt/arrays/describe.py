@@ -38,6 +38,15 @@ class DescribedTree(msgspec.Struct, frozen=True):
     own_values: dict[str, Value]
     """Values under `PerRank`."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays that this rank holds; it writes at most so many."""
+        return sum(
+            piece.region.size * dtype_of(array.spec.dtype).itemsize
+            for array in self.sources.values()
+            for piece in array.pieces
+        )
+
 
 def describe_tree(
     tree: object,

@@ -32,10 +32,13 @@ class S3Object:
         return sum(segment.nbytes for segment in self.segments)
 
 
-def list_objects(objects: dict[str, S3Object], bucket: str, query: dict[str, str], page: int) -> str:
-    """Returns a page of a listing, at most `page` keys, as XML."""
+def list_objects(objects: dict[str, S3Object], bucket: str, query: dict[str, str], page: int, tokens: str) -> str:
+    """Returns a page of a listing, at most `page` keys, as XML; `tokens` as in `S3Settings`."""
     prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
-    after = query.get("continuation-token") or query.get("start-after", "")
+    token = query.get("continuation-token", "")
+    after = "" if token == "first" or tokens == "repeated" else token or query.get("start-after", "")
+    if tokens == "empty" and token:
+        objects = {}
     rows, folders, last, more = list[str](), list[str](), "", ""
     for path in sorted(p for p in objects if p.startswith(f"{bucket}/{prefix}")):
         key = path[len(bucket) + 1 :]
@@ -55,6 +58,8 @@ def list_objects(objects: dict[str, S3Object], bucket: str, query: dict[str, str
                 f"<Contents><Key>{escape(key)}</Key><LastModified>{when}</LastModified>"
                 f"<ETag>{escape(found.etag)}</ETag><Size>{found.nbytes}</Size></Contents>"
             )
+    if tokens != "honoured":
+        more = more or "first"
     common = "".join(f"<CommonPrefixes><Prefix>{escape(f)}</Prefix></CommonPrefixes>" for f in folders)
     token = f"<NextContinuationToken>{escape(more)}</NextContinuationToken>" if more else ""
     return (

@@ -10,11 +10,12 @@ in a header, which is known too: `x-goog-if-generation-match`. Objects stay in m
 
 `POST /!set` takes a JSON object with any of the fields of `S3Settings` and forgets the log; `GET /!log` gives the
 requests since then; `DELETE /!objects` forgets all objects. A rule is `{"match": regex over "METHOD path range",
-"do": what, "times": n, "seconds": s}`; what is one of: 500, 503, 429 (answers without a look at the object), slow
-(waits first), stall (waits in the middle of the body), reset (the connection ends in the middle of the body), lost (the
-request is carried out, the connection ends without an answer), shifted (other bytes than those of the range, under
-their own Content-Range), short (half of the range, under its own Content-Range), whole (the whole object, status 200),
-flipped (one bit of the body is changed).
+"do": what, "times": n, "seconds": s}`; what is one of: 500, 503, 429 (answers without a look at the object), error
+(answers with the rule's `status`, `code` and, inside the XML, `more`), slow (waits first), stall (waits in the middle
+of the body), reset (the connection ends in the middle of the body), lost (the request is carried out, the connection
+ends without an answer), shifted (other bytes than those of the range, under their own Content-Range), short (half of
+the range, under its own Content-Range), whole (the whole object, status 200), flipped (one bit of the body is
+changed).
 """
 
 from __future__ import annotations
@@ -73,6 +74,9 @@ class S3Settings:
     """URLs with a signature: honoured or refused (403)."""
     page: int = 1000
     """Keys in a page of a listing."""
+    tokens: str = "honoured"
+    """Continuation tokens of listings: honoured; repeated (each answers the first page, and that there are more);
+    in a cycle (the last page leads to the first); or empty (pages without keys follow the first)."""
     rules: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -87,6 +91,7 @@ class S3Request:
     row: dict[str, Any]
     do: str = ""
     seconds: float = 0.0
+    rule: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -180,7 +185,7 @@ class S3Server:
         for rule in self.settings.rules:
             if rule.get("times", 1) and re.search(rule["match"], line):
                 rule["times"] = rule.get("times", 1) - 1
-                request.do, request.seconds = str(rule["do"]), rule.get("seconds", 0.0)
+                request.do, request.seconds, request.rule = str(rule["do"]), rule.get("seconds", 0.0), rule
                 break
         else:
             where = self.settings.where
@@ -244,11 +249,13 @@ class S3Server:
     def _answer(self, request: S3Request, body: S3Segment) -> S3Answer:
         if request.do in ("500", "503", "429"):
             return _error(int(request.do))
+        if request.do == "error":
+            return _error(request.rule["status"], request.rule["code"], request.rule.get("more", ""))
         method, key, query = request.method, request.path, request.query
         if request.row["presigned"] and self.settings.presigned == "refused":
             return _error(403)
         if "list-type" in query or (method == "GET" and "/" not in key.rstrip("/")):
-            return _xml(list_objects(self.objects, key.rstrip("/"), query, self.settings.page))
+            return _xml(list_objects(self.objects, key.rstrip("/"), query, self.settings.page, self.settings.tokens))
         if "delete" in query:
             return self._delete(key.rstrip("/"), body)
         if "uploads" in query or "uploadId" in query:
@@ -352,8 +359,8 @@ def _xml(text: str) -> S3Answer:
     return S3Answer(200, {"Content-Type": "application/xml"}, f'<?xml version="1.0"?>{text}'.encode())
 
 
-def _error(status: int, code: str = "") -> S3Answer:
-    answer = _xml(f"<Error><Code>{code or ERRORS[status]}</Code><Message>injected or asked for</Message></Error>")
+def _error(status: int, code: str = "", more: str = "") -> S3Answer:
+    answer = _xml(f"<Error><Code>{code or ERRORS[status]}</Code><Message>injected or asked for</Message>{more}</Error>")
     return S3Answer(status, answer.headers, answer.text)
 
 

@@ -48,7 +48,7 @@ class Commands:
 
         Args:
             run: carries the command out; returns its exit code.
-            json: whether it has the option `--json`.
+            json: whether it has the options `--json` and `--follow-links`.
             progress: whether it has the option `--progress`; `progress_of` gives its value.
         """
         added = self._added.add_parser(
@@ -61,6 +61,8 @@ class Commands:
         added.set_defaults(run=run, parser=added)
         if json:
             added.add_argument("--json", action="store_true", help="print JSON")
+            links = "read links that lead out of a run, such as those of DVC and the cache of Hugging Face"
+            added.add_argument("--follow-links", action="store_true", help=links)
         if progress:
             help_text = "show progress with --json and where the error stream is no terminal too"
             added.add_argument("--progress", action="store_true", help=help_text)

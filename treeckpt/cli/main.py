@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from ..errors import CheckpointNotFound, StoreError, TreeckptError
 from ..io.os_errors import hint_for
+from ..io.storage.local_read import FOLLOW_LINKS
 from ..report.terminal import fail
 from . import completion, convert, dashboard, diff, export, listing, runs, show, verify
 from .command import EXIT_CODES, Commands, in_options, usage_error
@@ -53,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # with the usage of the command
+    before = os.environ.get(FOLLOW_LINKS)
+    if getattr(options, "follow_links", False):
+        os.environ[FOLLOW_LINKS] = "1"  # for the processes that it starts too
     try:
         return options.run(options)
     except TreeckptError as error:
@@ -68,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    finally:
+        if before is None:
+            os.environ.pop(FOLLOW_LINKS, None)
 
 
 def new_parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""The commands that change a run: `gc`, `pin` and `unpin`. Each prints what it did to which step, and why.
+"""The commands that change a run: `gc`, `rm`, `pin` and `unpin`. Each prints what it did to which step, and why.
 
 `gc` deletes no checkpoint unless a policy is given: without one it only removes files that crashed saves left, in a run
 or in the directory of one checkpoint.
@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from ..core.analysis.deletion import Removal
 from ..core.analysis.retention_policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps
 from ..core.format.file_names import MAX_STEP, is_step_name, step_name, step_of
 from ..core.text import bytes_text, count_text
-from ..report.terminal import print_json, print_line, print_table
+from ..errors import CheckpointError, CheckpointNotFound
+from ..io.storage.open import open_run
+from ..report.terminal import fail, print_json, print_line, print_table
 from ..runs.catalog import is_checkpoint, scan
 from ..runs.checkpoint_info import CheckpointInfo, loadable_text
 from ..runs.policy_text import parse_best
 from ..runs.progress_bar import counting_bar
 from ..runs.run import GRACE, CleanReport, RunDirectory, clean_checkpoint
-from .command import Commands, no_such_run, progress_of, usage_error
+from .command import SHOWN, Commands, no_such_run, progress_of, usage_error
 
 
 def add_commands(commands: Commands) -> None:
-    """Adds `gc`, `pin` and `unpin`."""
+    """Adds `gc`, `rm`, `pin` and `unpin`."""
     gc = commands.add("gc", _gc, "delete what no policy keeps, and what crashed saves left behind", progress=True)
     gc.add_argument("run_path", metavar="RUN", help="or a single checkpoint, beside which only leftovers go")
     gc.add_argument("--keep-last", type=_count, metavar="N", help="keep the newest N checkpoints")
@@ -48,6 +52,22 @@ def add_commands(commands: Commands) -> None:
         help=f"leave files of unfinished saves that may be alive alone for S seconds (default: {GRACE:g})",
     )
     gc.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    rm = commands.add("rm", _rm, "delete steps of a run, also those that are corrupt or were never finished")
+    assert rm.description is not None, "each command has one"
+    rm.description += (
+        " Asks before it does on a terminal. Nothing goes if one of the steps is not there, pinned, being read or "
+        "being written. Of a step that is a link, the link goes."
+    )
+    rm.add_argument("run_path", metavar="RUN")
+    rm.add_argument("steps", metavar="STEP", type=_step, nargs="+")
+    rm.add_argument("--yes", action="store_true", help="do not ask; a must where the input is no terminal")
+    rm.add_argument(
+        "--grace",
+        type=_seconds,
+        default=GRACE,
+        metavar="S",
+        help=f"take a save of which nothing shows whether it is alive for dead after S seconds (default: {GRACE:g})",
+    )
     for name, act, text in (
         ("pin", partial(_pin, pinned=True), "keep a step, whatever the policies say"),
         ("unpin", partial(_pin, pinned=False), "let the policies decide about a step again"),
@@ -112,7 +132,8 @@ def _gc(options: argparse.Namespace) -> int:
     run, alone = RunDirectory(options.run_path), is_checkpoint(options.run_path)
     alone = alone and not run.checkpoints()
     policies = _policies(options)
-    if problem := _no_run(options.run_path, run, policies) if alone else _misses(run, options):
+    problem = _no_run(options.run_path, run, policies) if alone else _no_runs(options.run_path, run)
+    if problem := problem or _misses(run, options):
         return usage_error(problem)
     if alone:
         report = clean_checkpoint(options.run_path, grace=options.grace, dry_run=options.dry_run)
@@ -125,6 +146,65 @@ def _gc(options: argparse.Namespace) -> int:
     else:
         _print_report(report, alone=alone)
     return 1 if report.failed else 0
+
+
+def _no_runs(path: str, run: RunDirectory) -> str:
+    """Returns the error where a directory of runs is named in place of one of them, empty if it is none."""
+    names = run.store.names()
+    if any(map(is_step_name, names)):
+        return ""
+    runs = [name for name in names if any(map(is_step_name, open_run(run.store.folder(name).url).names()))]
+    if not runs:
+        return ""
+    more = f" and {len(runs) - SHOWN} more" * (len(runs) > SHOWN)
+    return f"{path}: a directory of runs, not a run. Name one of them: {', '.join(runs[:SHOWN])}{more}"
+
+
+def _rm(options: argparse.Namespace) -> int:
+    run = RunDirectory(options.run_path)
+    if problem := no_such_run(options.run_path) or _no_runs(options.run_path, run):
+        return usage_error(problem)
+    planned, problems, absent = list[tuple[CheckpointInfo, Removal]](), list[str](), False
+    for step in dict.fromkeys(options.steps):
+        try:
+            planned.append(run.plan_deletion(step, force=True, grace=options.grace))
+        except CheckpointError as error:
+            problems.append(f"{error}")
+            absent = absent or isinstance(error, CheckpointNotFound)
+    for problem in problems:
+        fail(f"treeckpt: {problem}")
+    if problems:
+        return 2 if absent else 1
+    if not options.json or not options.yes:
+        rows = [
+            (info.name, info.status_text if removal.files else "link", bytes_text(removal.nbytes), info.error or "")
+            for info, removal in planned
+        ]
+        print_table(("step", "status", "size", "problem"), rows, right=("size",))
+    if not options.yes and not _confirmed(count_text(len(planned), "step")):
+        return 2
+    for info, _ in planned:
+        run.delete(step_of(info.name) or 0, force=True, grace=options.grace)
+    if options.json:
+        removed = [{"name": info.name, "status": info.status, "nbytes": removal.nbytes} for info, removal in planned]
+        print_json({"run": run.url, "removed": removed})
+    else:
+        freed = bytes_text(sum(removal.nbytes for _, removal in planned))
+        print_line(f"{count_text(len(planned), 'step')} removed, {freed} freed", "dim")
+    return 0
+
+
+def _confirmed(what: str) -> bool:
+    """Asks on a terminal whether so many steps are to be deleted; without a terminal, says what is missing."""
+    if not sys.stdin.isatty():
+        fail("treeckpt: nothing was removed: --yes is needed where the input is no terminal")
+        return False
+    sys.stderr.write(f"Delete {what}? [y/N] ")
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() in ("y", "yes"):
+        return True
+    fail("treeckpt: nothing was removed")
+    return False
 
 
 def _no_run(path: str, run: RunDirectory, policies: Sequence[Policy]) -> str:

@@ -31,7 +31,8 @@ from ..core.text import (
 )
 from ..core.tree.globs import similar_paths
 from ..core.tree.spec import ArraySpec
-from ..errors import FormatError, LayoutError, TreeckptError
+from ..errors import CorruptError, FormatError, LayoutError, TreeckptError
+from ..io.storage.local_read import read_head
 from ..io.storage.metadata_files import NewestIndex
 from ..io.storage.open import open_folder
 from ..loading.one_checkpoint import opened
@@ -45,6 +46,8 @@ from .command import Commands, progress_of
 from .listing import print_saves_under_way
 from .values import LeafValues, read_values
 
+MAX_RULES = 16 << 20
+"""Bytes of a file of rules that are read, at most."""
 MAX_ROWS = 1000
 
 
@@ -236,8 +239,10 @@ def _read_rules(path: str) -> tuple[Rule, ...]:
         FormatError: it cannot be read, or contains neither.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        # a shell gives what a command prints as a pipe of this directory
+        data = Path(path).read_bytes() if path.startswith("/dev/fd/") else read_head(Path(path), MAX_RULES)
+        text = data.decode()
+    except (OSError, UnicodeDecodeError, CorruptError) as error:
         raise FormatError(path, expected="a file of rules", found=f"{error}"[:200]) from error
     return decode(text) if text.lstrip().startswith("[") else parse(text)
 

@@ -143,7 +143,8 @@ def _verify_run(options: argparse.Namespace, infos: Sequence[CheckpointInfo]) ->
 
 def _left_out(infos: Sequence[CheckpointInfo], verified: Collection[str]) -> dict[str, list[CheckpointInfo]]:
     """Returns the steps of a run that were not verified, by the reason."""
-    links = [info for info in infos if is_step_name(info.name) and open_folder(info.path).is_link]
+    steps = [(info, open_folder(info.path)) for info in infos if is_step_name(info.name)]
+    links = [info for info, folder in steps if folder.is_link and not folder.follow_links]
     whole = [info for info in infos if info.status not in ("partial", "foreign")]
     return {
         "no index": [info for info in infos if info.status == "partial"],

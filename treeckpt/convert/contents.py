@@ -39,7 +39,7 @@ from ..core.tree.structure import (
     child_path,
     keys_of,
 )
-from ..errors import MismatchError
+from ..errors import MismatchError, visible
 from ..foreign.pickle_reader import brief
 
 ContentsLeaf = tuple[str, Any]
@@ -67,7 +67,7 @@ class Finding(msgspec.Struct, frozen=True):
     lost: bool = False
 
     def __str__(self) -> str:
-        return f"{self.path or '<root>'}: {self.found} becomes {self.becomes}"
+        return visible(f"{self.path or '<root>'}: {self.found} becomes {self.becomes}")
 
 
 class ConvertReport(msgspec.Struct, frozen=True):
@@ -114,7 +114,7 @@ class ConvertReport(msgspec.Struct, frozen=True):
             f"{count_text(len(self.files), 'file')}"
         ]
         rows += [f"  lost  {finding}" for finding in self.losses]
-        return "\n".join(rows + [f"  note  {finding}" for finding in self.notes])
+        return "\n".join(map(visible, rows + [f"  note  {finding}" for finding in self.notes]))
 
 
 class Contents(msgspec.Struct, frozen=True):

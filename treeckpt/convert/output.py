@@ -259,7 +259,7 @@ def _lock(place: Path) -> int:
     Raises:
         OSError: another process holds the lock, or it cannot be opened.
     """
-    fd = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | BINARY)
+    fd = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | BINARY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

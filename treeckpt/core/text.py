@@ -7,33 +7,20 @@ characters as escapes, and `value_text` is bounded in length and depth whatever 
 from __future__ import annotations
 
 import math
-import unicodedata
 from collections.abc import Sequence
 from datetime import UTC, datetime, tzinfo
 from typing import TypeVar
 
 from ..errors import TreeckptError
+from ..errors import visible as visible
 from .sharding.int_runs import length_of
 from .sharding.placements import Layout, MeshLayout, Placement, Replicate, Shard
 from .sharding.region import Region
 from .tree.value_codec import TypedValue, Value, decode_value
 
 T = TypeVar("T")
-_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 _MAX_DEPTH = 8
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
-
-
-def visible(text: str) -> str:
-    """Escapes every character that has no glyph of its own, or that reorders others."""
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(_escape(c) if unicodedata.category(c) in _HIDDEN else c for c in text)
-
-
-def _escape(character: str) -> str:
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def bytes_text(nbytes: float) -> str:

@@ -20,7 +20,7 @@ from .. import api
 from ..arrays.describe import content_digests, describe_tree
 from ..core.tree.containers import AbsentSubtree, FromRank
 from ..core.tree.dict_attributes import copy_attributes
-from ..errors import MismatchError
+from ..errors import MismatchError, visible
 from ..io.comm.collective import all_gather
 from ..io.comm.comm import Comm, members_of
 from ..saving.future import Pending
@@ -244,8 +244,8 @@ def _settled(state: _StateDictToSave, comm: Comm, url: str) -> dict[Any, Any]:
     if differing and comm.rank == 0:
         listed = ", ".join(list(differing)[:5]) + (", ..." if len(differing) > 5 else "")
         warnings.warn(
-            f"{url}: {len(differing)} entries differ between ranks, and the first rank's are saved: {listed}. Mark "
-            "what each rank has of its own with treeckpt.PerRank",
+            visible(f"{url}: {len(differing)} entries differ between ranks, and the first rank's are saved: {listed}. ")
+            + "Mark what each rank has of its own with treeckpt.PerRank",
             stacklevel=4,
         )
     for path, rank in differing.items():

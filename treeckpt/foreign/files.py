@@ -21,7 +21,7 @@ from ..errors import CheckpointNotFound, CorruptError
 from ..io.os_errors import shows_damage, wrap_read_error
 from ..io.storage.bucket import is_url, local_path
 from ..io.storage.foreign_formats import HEAD, PADDLE_METADATA, format_of_head, format_of_names
-from ..io.storage.local_read import LocalReader
+from ..io.storage.local_read import LocalReader, read_head
 from ..io.storage.open import open_store
 from ..io.storage.store import LocalStore, Store
 
@@ -177,13 +177,12 @@ def foreign_at(path: Any) -> FileRange | ForeignStore | None:
         return None
     try:
         if place.is_file():
-            with place.open("rb") as file:
-                known = format_of_head(place.name, file.read(HEAD))
+            known = format_of_head(place.name, read_head(place, HEAD))
             return None if known in (None, "pickle") else file_window(place)
         if (place / INDEX_NAME).exists():
             return None
         names = [entry.name for entry in place.iterdir()]
-    except ValueError:  # what is wrong with the path is said where a checkpoint is expected
+    except (ValueError, CorruptError):  # what is wrong with the path is said where a checkpoint is expected
         return None
     except OSError as error:
         if not shows_damage(error):

@@ -43,4 +43,5 @@ class LoadAsyncKeywords(LoadKeywords, total=False):
     """The options of `treeckpt.load` that `treeckpt.load_async` takes."""
 
     together: bool
+    follow_links: bool
     comm: Any

@@ -11,6 +11,7 @@ from ..foreign.foreign_checkpoint import open_checkpoint
 from ..io.os_errors import wrap_read_error
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.metadata_files import OnShardsRead, read_sidecar
+from ..io.storage.open import following
 from ..io.storage.store import Store
 from ..reports import VerifyReport
 from .consistent_reads import on_one_version
@@ -35,34 +36,40 @@ def opened(path: CheckpointPath) -> Iterator[Checkpoint]:
         store.close()
 
 
-def inspect(path: CheckpointPath) -> Index:
+def inspect(path: CheckpointPath, *, follow_links: bool = False) -> Index:
     """The index of a checkpoint: its tree, every leaf's spec and place, without reading any array.
 
     >>> [leaf.path for leaf in tc.inspect("run/step_00000100").entries]
     ['model/weight', 'model/bias', 'step']
 
+    Args:
+        follow_links: reads files that are links out of the run.
+
     Raises:
         CheckpointNotFound, CorruptError, FormatError: the state of the files.
     """
-    with opened(path) as checkpoint:
+    with opened(following(path, follow_links)) as checkpoint:
         return checkpoint.index
 
 
-def read_file(path: CheckpointPath, name: str) -> bytes:
+def read_file(path: CheckpointPath, name: str, *, follow_links: bool = False) -> bytes:
     """The content of a file that was saved with `files=`, verified; `inspect(path).sidecars` lists all.
 
     >>> report = tc.save("run/step_00000200", {}, files={"config.json": b"{}"})
     >>> tc.read_file("run/step_00000200", "config.json")
     b'{}'
 
+    Args:
+        follow_links: same as for `inspect`.
+
     Raises:
         MismatchError: there is none of that name.
         CheckpointNotFound, CorruptError, FormatError: the state of the files.
     """
-    return on_one_version(path, lambda one: read_sidecar(one.store, one.index, name))
+    return on_one_version(following(path, follow_links), lambda one: read_sidecar(one.store, one.index, name))
 
 
-def verify(path: CheckpointPath, *, repair: bool = False) -> VerifyReport:
+def verify(path: CheckpointPath, *, repair: bool = False, follow_links: bool = False) -> VerifyReport:
     """Reads everything and compares it with its checksums, and the shards with the index.
 
     >>> tc.verify("run/step_00000100").ok
@@ -72,7 +79,8 @@ def verify(path: CheckpointPath, *, repair: bool = False) -> VerifyReport:
         repair: makes again what can be: the index from the shards' headers, a header from the index where its seal
             proves it, a shard with something behind its end. Timings that are damaged are taken away. What was there is
             kept as `<name>.<id>.damaged`. The report says what was done, and what is lost. Nothing else may be saving
-            there.
+            there. A link is replaced, never written through.
+        follow_links: same as for `inspect`.
 
     Returns:
         The report. What could not be read this time is no fault: it stands in `unread`, and another call may read it.
@@ -81,6 +89,7 @@ def verify(path: CheckpointPath, *, repair: bool = False) -> VerifyReport:
         CheckpointNotFound, CorruptError, FormatError: there is no index, or it is damaged.
         StoreError: the index or a listing could not be read, or an object store cannot be reached, or refuses.
     """
+    path = following(path, follow_links)
     if not repair:
         return on_one_version(path, verify_checkpoint, is_suspect=lambda report: report.problems)
     with opened(path) as checkpoint:

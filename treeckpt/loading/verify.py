@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from ..core.format.damage import BadBytes, damaged_leaves
-from ..core.format.index import INDEX_NAME, encode_index, folded_index, rebuild
+from ..core.format.index import INDEX_NAME, folded_index, rebuild
 from ..core.format.records import File, Index
 from ..core.format.shard_header import ShardHeader, decode_header
 from ..core.format.sidecars import stored_name
@@ -25,6 +25,7 @@ from ..io.comm.comm import Comm
 from ..io.os_errors import hint_for, read_failure
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.fetching import FETCH_MEMORY, SupportsFetching
+from ..io.storage.index_lock import index_state, replace_index
 from ..io.storage.leftovers import list_leftovers
 from ..io.storage.local_read import too_short
 from ..io.storage.many_files import for_each
@@ -150,8 +151,9 @@ def publish_rebuilt(store: Store, *, replace: bool, on_read: OnShardsRead | None
         raise CheckpointExists(
             store.url, expected=f"no {INDEX_NAME}", found="one", hint="Pass replace=True to make it anew"
         )
+    before = index_state(store)
     index = rebuild_from_shards(store, on_read=on_read)
-    store.publish(INDEX_NAME, encode_index(index), replace=replace)
+    replace_index(store, before, index, keep=lambda: None)
     return index
 
 

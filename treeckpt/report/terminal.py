@@ -41,7 +41,9 @@ def print_json(thing: object) -> None:
     text = msgspec.json.format(msgspec.json.encode(thing), indent=2).decode()
     if codecs.lookup(sys.stdout.encoding or "utf-8").name != "utf-8":
         text = json.dumps(json.loads(text), indent=2)  # ASCII, which every encoding of a terminal has
-    sys.stdout.write(text + "\n")
+    # only texts have such characters, and a text of JSON may have each in this form
+    lines = ("".join(c if visible(c) == c else json.dumps(c)[1:-1] for c in line) for line in text.split("\n"))
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 
 def print_line(text: str, style: str = "") -> None:
@@ -57,7 +59,7 @@ def fail(text: str) -> None:
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
     """Prints a table; cells that are a status are coloured, columns named in `right` are aligned to the right."""
-    cells = [[visible(cell) for cell in row] for row in rows]
+    columns, cells = [*map(visible, columns)], [[visible(cell) for cell in row] for row in rows]
     console = OutputConsole(highlight=False)
     if not console.is_terminal:
         _print_plain(columns, cells, right)
@@ -82,6 +84,7 @@ def _print_plain(columns: Sequence[str], rows: Sequence[Sequence[str]], right: S
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
     """Prints names and values, one pair on each line."""
+    facts = [(visible(name), text) for name, text in facts]
     width = max((len(name) for name, _ in facts), default=0)
     console = OutputConsole(highlight=False, soft_wrap=True)
     for name, text in facts:

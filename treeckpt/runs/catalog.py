@@ -118,8 +118,7 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     try:
         with os.scandir(local_path(text)) as found:  # a run may have thousands of directories: none is opened
             return any(
-                e.name == INDEX_NAME or (_is_checkpoint_file(e.name) and e.is_file(follow_symlinks=False))
-                for e in found
+                e.name == INDEX_NAME or (_is_checkpoint_file(e.name) and (e.is_symlink() or e.is_file())) for e in found
             )
     except OSError as error:
         if not shows_damage(error):
@@ -237,7 +236,8 @@ def read_marks(run: RunStore, cache: StatCache) -> list[SavedCheckpoint]:
 
 
 def _read_mark(folder: Folder, cache: StatCache) -> SavedCheckpoint | None:
-    index = folder.entry(INDEX_NAME) if is_step_name(folder.name) and not folder.is_link else None
+    shown = is_step_name(folder.name) and (folder.follow_links or not folder.is_link)
+    index = folder.entry(INDEX_NAME) if shown else None
     with contextlib.suppress(TreeckptError):
         summary = read_summary(folder, index, cache) if index is not None else None
         if summary is not None and summary.step in (None, step_of(folder.name)):
@@ -286,7 +286,7 @@ def read_info(
     cache = cache or LruStatCache(0)
     folder = open_folder(path) if isinstance(path, (str, os.PathLike)) else path
     name = folder.name
-    if folder.is_link and not follow:
+    if folder.is_link and not (follow or folder.follow_links):
         return CheckpointInfo(name, folder.url, "foreign", error="a symbolic link, which is not followed")
     entries = folder.entries()
     files = _regular(entries)

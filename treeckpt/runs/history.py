@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 from ..core.format.file_names import PIN_NAME
 from ..core.format.lineage import Lineage, SavedCheckpoint, next_lineage
+from ..errors import visible
 from .run import RunDirectory
 
 
@@ -104,7 +105,7 @@ class SaveHistory:
             "replaces such steps without a warning, overwrite=False refuses to"
         )
         try:
-            warnings.warn(f"{path}: {text}", stacklevel=2)
+            warnings.warn(visible(f"{path}: {text}"), stacklevel=2)
         except UserWarning:  # a filter makes it an error, but the ranks have agreed on this save
             self._warn(path, text)
 

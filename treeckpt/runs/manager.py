@@ -90,6 +90,7 @@ class Manager(RegistrationMixin, RestoreMixin):
         background: saves with `save_async`: `save` returns as soon as the tree may change.
         grace: seconds for which files of a save that never finished are kept.
         comm: which ranks save, same as for `treeckpt.save`; "alone" manages the saves of this process only.
+        follow_links: reads links out of a local run, of files and in place of steps; their targets never change.
         options: those of `treeckpt.save`, and of `treeckpt.save_async` with `background`. A step that is saved again
             replaces the earlier one, which stays valid until then; `overwrite=False` refuses it. Without either, a
             warning names the first step that is saved at or below one that this manager neither saved nor restored.
@@ -105,11 +106,12 @@ class Manager(RegistrationMixin, RestoreMixin):
         background: bool = True,
         grace: float = GRACE,
         comm: api.AnyComm = None,
+        follow_links: bool = False,
         **options: Unpack[BackgroundSaveKeywords],
     ) -> None:
         others = Manager.__init__.__kwdefaults__ or ()
         self._background, self.options = background, as_save_options(options, background=background, others=others)
-        self.directory, self._policies = RunDirectory(run), as_policies(keep)
+        self.directory, self._policies = RunDirectory(run, follow_links=follow_links), as_policies(keep)
         self._selector = CheckpointSelector(self.directory)
         self._saving_comm = as_comm(comm)
         self._comm = PrefixComm(self._saving_comm, "manager")
@@ -327,15 +329,18 @@ class Manager(RegistrationMixin, RestoreMixin):
         step = check_step(step)
         self._from_rank0(f"unpin step {step}", partial(self.directory.unpin, step), type(None))
 
-    def delete(self, step: int) -> None:
+    def delete(self, step: int, *, force: bool = False) -> None:
         """Deletes a step whatever the policies say, as the clean-up does: killed on the way, the next one finishes it.
 
+        Args:
+            force: also deletes a step that is corrupt or was never finished.
+
         Raises:
-            CheckpointNotFound: there is no such checkpoint.
-            CheckpointError: it is corrupt, pinned, or something reads or writes it.
+            CheckpointNotFound: there is no such checkpoint; with `force`, nothing of one.
+            CheckpointError: it is corrupt, pinned, or something reads or writes it; with `force`, one of the last two.
         """
         step = check_step(step)
-        self._from_rank0(f"delete step {step}", partial(self.retention.delete, step), type(None))
+        self._from_rank0(f"delete step {step}", partial(self.retention.delete, step, force=force), type(None))
 
     def clean(self, *, dry_run: bool = False) -> CleanReport:
         """Deletes checkpoints that no policy keeps and files that crashed saves left; runs after each save, too.

@@ -229,10 +229,10 @@ class RetentionRunner:
         self.wait()
         return self._clean(dry_run=dry_run)
 
-    def delete(self, step: int) -> None:
+    def delete(self, step: int, *, force: bool) -> None:
         """Waits for the clean-up that was started last, then deletes a step; see `RunDirectory.delete`."""
         self.wait()
-        self.directory.delete(step, grace=self._grace, claim=self._pending.claim)
+        self.directory.delete(step, force=force, grace=self._grace, claim=self._pending.claim)
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits for the clean-up that was started last, at most so many seconds."""

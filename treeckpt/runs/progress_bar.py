@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from ..core.text import bytes_text, rate_text, seconds_text
+from ..errors import visible
 from ..io.storage.counting_store import CountedStores
 from ..io.storage.store import Store
 
@@ -110,7 +111,7 @@ class _ShownProgress:
     """What is done of a total, and how fast."""
 
     def __init__(self, text: str, total: int | None, of_bytes: bool, stream: TextIO) -> None:
-        self._text, self._total, self._of_bytes, self._stream = text, total, of_bytes, stream
+        self._text, self._total, self._of_bytes, self._stream = visible(text), total, of_bytes, stream
         self._begin, self._done, self._closed = time.monotonic(), 0, False
         self._lock = threading.Lock()
 

@@ -1,9 +1,10 @@
 """Lists, pins and deletes the checkpoints of a run, in one process.
 
-A checkpoint is deleted in these steps: (1) a mark `deleted.<save id>.json` is written; (2) if the index still names
-that save, and no process reads or writes there, the index is deleted and the directory synced: from now on it is no
-checkpoint; (3) readers' leases are checked once more, and a pin, which brings the index back; (4) the other files are
-deleted, the mark last, then the directory. The next clean-up finds the mark of a deletion that was killed, and ends it.
+A checkpoint is deleted in these steps: (1) a lock on the index is written, see `io.storage.index_lock`; (2) if the
+index still names that save, and no process reads or writes there, it is taken away and the directory synced: from now
+on it is no checkpoint; (3) readers' leases are checked once more, and a pin, which brings the index back; then the lock
+goes; (4) the other files are deleted, the index that was taken away last (in an object store a mark, which is written
+with the lock), then the directory. The next clean-up finds these files of a deletion that was killed, and ends it.
 
 `reader_leases` finds readers, `core.analysis.deletion` decides what is deleted, `catalog` describes the checkpoints.
 """
@@ -11,32 +12,51 @@ deleted, the mark last, then the directory. The next clean-up finds the mark of 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 
 import msgspec
 
-from ..core.analysis.deletion import CleanupPlan, Removal, RetainedDirectory, StepDirectory, foreign_files, plan_cleanup
+from ..core.analysis.deletion import (
+    Removal,
+    RetainedDirectory,
+    StepDirectory,
+    foreign_files,
+    plan_cleanup,
+    plan_deletion,
+)
 from ..core.analysis.retention_policy import Policy
 from ..core.format.file_names import PIN_NAME, check_step, deleted_name, is_step_name, step_name, step_of
 from ..core.format.index import INDEX_NAME
 from ..core.format.lineage import SavedCheckpoint
-from ..errors import CheckpointError, CheckpointNotFound, TreeckptError
+from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError, TreeckptError, visible
 from ..io.storage.foreign_formats import describe_foreign, refuse_file
-from ..io.storage.leftovers import GRACE, deletion_times, file_facts, index_of_save, plan_removal, remove_leftovers
-from ..io.storage.many_files import for_each
+from ..io.storage.index_lock import hold_lock, index_state
+from ..io.storage.leftovers import (
+    GRACE,
+    delete_files,
+    deletion_times,
+    file_facts,
+    index_of_save,
+    plan_removal,
+    remove_leftovers,
+)
 from ..io.storage.metadata_files import NewestIndex
+from ..io.storage.object_store import ObjectStore
 from ..io.storage.open import open_folder, open_run
 from ..io.storage.reader_leases import has_readers
 from ..io.storage.run_store import Folder, LocalRun, RunStore
+from ..io.storage.store import LocalStore
 from ..io.timing import steady_clock
 from .catalog import OnRead, read_info, read_infos, read_marks
 from .checkpoint_info import CheckpointInfo, in_listing_order, loadable_text, with_verification
 from .stat_cache import LruStatCache, StatCache
 from .verification import VerificationStore, cache_directory
+
+_REPLACED = "another save has been committed there meanwhile"
 
 
 class CleanReport(msgspec.Struct, frozen=True):
@@ -82,7 +102,7 @@ class CleanReport(msgspec.Struct, frozen=True):
         rows += [f"  left      {one.name}: {one.why}" for one in self.left]
         rows += [f"  failed    {one.name}: {one.why}" for one in self.failed]
         rows += [f"  foreign   {name}: {', '.join(files)}" for name, files in self.foreign.items()]
-        return "\n".join(rows + [f"  {warning}" for warning in self.warnings])
+        return "\n".join(map(visible, rows + [f"  {warning}" for warning in self.warnings]))
 
 
 class RunDirectory:
@@ -93,6 +113,8 @@ class RunDirectory:
         clock: returns Unix nanoseconds.
         cache: caches indexes and timings.
         verifications: what is known of checkpoints' bytes, by default what `treeckpt verify` of this user found.
+        follow_links: reads links out of a local run: of files, and in place of a step's directory. None of the methods
+            changes or deletes what a link leads to.
 
     Raises:
         CheckpointNotFound: the path is that of a file.
@@ -105,8 +127,9 @@ class RunDirectory:
         clock: Callable[[], int] | None = None,
         cache: StatCache | None = None,
         verifications: VerificationStore | None = None,
+        follow_links: bool = False,
     ) -> None:
-        self.store = open_run(run)
+        self.store = open_run(run, follow_links=follow_links or None)
         self.url = self.store.url
         if isinstance(self.store, LocalRun):
             refuse_file(self.url)
@@ -260,34 +283,47 @@ class RunDirectory:
         self,
         step: int,
         *,
+        force: bool = False,
         grace: float = GRACE,
         claim: Callable[[str], AbstractContextManager[bool]] = lambda _: contextlib.nullcontext(True),
     ) -> None:
         """Deletes a checkpoint as a clean-up does, if no other process has; the next one finishes what is killed.
 
         Args:
+            force: also deletes one that is corrupt, or was never finished. A link in place of a step's directory goes
+                with `force` alone; what it leads to stays.
             grace, claim: same as for `clean`.
 
         Raises:
-            CheckpointNotFound: there is no complete checkpoint.
-            CheckpointError: it is corrupt, pinned, being read or being written.
+            CheckpointNotFound: there is no complete checkpoint; with `force`, nothing of one.
+            CheckpointError: it is corrupt, pinned, being read or being written; with `force`, one of the last three.
         """
-        info, folder = self.checkpoint(step), self.folder(step)
-        plan = self._plan_alone(info, folder, grace)
-        why = "it is pinned" if info.pinned else "".join(left.why for left in plan.left)
-        if not why:
-            with claim(folder.name) as free, _wrapped_os_errors(folder.url), contextlib.suppress(FileNotFoundError):
-                why = self.remove_directory(plan.removals[0], grace) if free else "it is being saved"
-        if why and self.store.folder(folder.name).entries().keys() & {INDEX_NAME}:
-            held = why.removeprefix("no policy keeps it, but ")
-            hint = "Unpin it first" if info.pinned else "Delete it when that has ended"
-            raise CheckpointError(folder.url, expected="a checkpoint that nothing holds", found=held, hint=hint)
+        _, removal = self.plan_deletion(step, force=force, grace=grace)
+        folder, why = self.folder(step), ""
+        with claim(folder.name) as free, _wrapped_os_errors(folder.url), contextlib.suppress(FileNotFoundError):
+            why = self.remove_directory(removal, grace) if free else "it is being saved"
+        if why and (removal.what == "leftovers" or self.folder(step).entries().keys() & {INDEX_NAME}):
+            raise _held(folder, why)
 
-    def _plan_alone(self, info: CheckpointInfo, folder: Folder, grace: float) -> CleanupPlan:
-        """Returns what a clean-up would do with a checkpoint that no policy keeps."""
-        newer = StepDirectory("newer", 1 << 62, "complete", 0, (), "0" * 16)
-        one = msgspec.structs.replace(self._fact(info, folder), damaged=False)  # a clean-up keeps what is damaged
-        return plan_cleanup([one, newer], [], deletion_times(self._clock(), grace))
+    def plan_deletion(self, step: int, *, force: bool = False, grace: float = GRACE) -> tuple[CheckpointInfo, Removal]:
+        """Returns what `delete` would remove, and of what; arguments and errors as there."""
+        folder = self.folder(step)
+        info = _checked(read_info(folder, cache=self._cache, timings=False))
+        if not force and info.status != "complete":
+            try:
+                info = self.checkpoint(step)
+            except CheckpointError as error:
+                if info.status in ("corrupt", "partial"):
+                    error.add_hint("force=True deletes it all the same")
+                raise
+        if force and folder.is_link:
+            return info, Removal(folder.name, "leftovers", "a link, not what it leads to", (), 0, force=True)
+        if info.status == "foreign":
+            raise self._not_found(step, info.error or info.status)
+        plan = plan_deletion(self._fact(info, folder), deletion_times(self._clock(), grace), force=force)
+        if isinstance(plan, RetainedDirectory):
+            raise _held(folder, plan.why)
+        return info, plan
 
     def _fact(self, info: CheckpointInfo, folder: Folder) -> StepDirectory:
         step = step_of(info.name)
@@ -314,51 +350,86 @@ class RunDirectory:
     def remove_directory(self, removal: Removal, grace: float) -> str:
         """Carries a removal out; says why not, if something has changed since it was decided."""
         folder = self.store.folder(removal.name)
+        if folder.is_link:  # what it leads to is not this run's
+            if removal.what == "leftovers" and removal.files:
+                return "it is a link, and what it leads to stays"
+            folder.remove_link()
+            return ""
         if removal.what == "leftovers":
             return remove_leftovers(folder, removal)
-        if why := self._remove_index(folder, removal, grace):
-            return why
-        for_each(folder.store, folder.store.delete, removal.files[1:-1])
-        folder.store.delete(removal.files[-1])
-        folder.sync()
-        if removal.directory:
-            folder.remove()
-        return ""
-
-    def _remove_index(self, folder: Folder, removal: Removal, grace: float) -> str:
-        assert removal.save_id is not None, "a checkpoint is removed by its save id"
-        mark = deleted_name(removal.save_id)
+        mark = deleted_name(removal.save_id or "", secrets.token_hex(8))
+        why = ""
         try:
-            folder.store.publish(mark, b"{}", replace=True)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            # a full disk takes no mark: after a crash now, the rest looks like a save that never finished
-        # the plan may be outdated: other removals took place before this one
-        info = _checked(read_info(folder, cache=self._cache))
-        kept = self._reason_to_keep(info, folder, grace)
-        index = index_of_save(folder, removal.save_id)
-        if index is None or kept is not None:
-            folder.store.delete(mark)
-            return kept.why if kept is not None else "another save has been committed there meanwhile"
-        folder.store.delete(INDEX_NAME)
-        folder.sync()
-        now = folder.listed()
-        if PIN_NAME in now.entries():  # `pin` looks for the index after it has written the pin
-            folder.store.publish(INDEX_NAME, index, replace=False)
-            folder.store.delete(mark)
-            return "it has been pinned meanwhile"
-        if has_readers(now, self._clock()):
-            return "its index is gone; the rest goes when its reader is done"
-        return ""
+            with hold_lock(folder.store, "deleting"):
+                why = self._take_index(folder, removal, grace, mark)
+            if not why:
+                marks = (removal.files[-1], mark)
+                delete_files(folder.store, [*removal.files[1:-1], *marks], order=lambda name: name in marks)
+                folder.sync()
+        finally:
+            # of several clean-ups at once, the one that is the last to delete its last file finds no other
+            if removal.directory and not why:
+                with contextlib.suppress(OSError, StoreError):
+                    folder.remove()
+        return why
 
-    def _reason_to_keep(self, info: CheckpointInfo, folder: Folder, grace: float) -> RetainedDirectory | None:
-        """Returns why a checkpoint must be kept after all: it was pinned, or is being read or written."""
+    def _take_index(self, folder: Folder, removal: Removal, grace: float, mark: str) -> str:
+        """Takes the index of a checkpoint away, under a lock; says why not, if that may not be.
+
+        Raises:
+            FileNotFoundError: another process has deleted it.
+        """
+        store, taken = folder.store, False
+        assert removal.save_id is not None, "a checkpoint is removed by its save id"
+        if not isinstance(store, LocalStore):
+            store.publish(mark, b"{}", replace=True)
+        try:
+            # the plan may be outdated: other removals took place before this one
+            now = folder.listed()
+            info = _checked(read_info(now, cache=self._cache))
+            why = self._reason_to_keep(info, now, grace, force=removal.force)
+            index: bytes | int | None = None if why else index_of_save(now, removal.save_id)
+            if not why and index is None and removal.force and info.save_id is None:  # no save can be told of it
+                index = index_state(store) or 0
+            if index is None:
+                if folder.entry(INDEX_NAME) is None:
+                    raise FileNotFoundError(f"{folder.url}/{INDEX_NAME}")
+                return why or _REPLACED
+            if isinstance(store, LocalStore):
+                store.take_away(INDEX_NAME, mark)
+                # another one, where this process was stopped for minutes
+                if isinstance(index, bytes) and (store.directory / mark).read_bytes() != index:
+                    store.put_back(mark, INDEX_NAME)
+                    return _REPLACED
+            elif isinstance(store, ObjectStore) and isinstance(index, bytes):
+                store.delete_if(INDEX_NAME, holds=lambda found: found == index, limit=len(index))
+            else:
+                store.delete(INDEX_NAME)
+            taken = True
+            folder.sync()
+            now = folder.listed()
+            if PIN_NAME in now.entries():  # `pin` looks for the index after it has written the pin
+                taken = False
+                if isinstance(store, LocalStore):
+                    store.put_back(mark, INDEX_NAME)
+                elif isinstance(index, bytes):
+                    store.publish(INDEX_NAME, index, replace=False)
+                return "it has been pinned meanwhile"
+            return "its index is gone; the rest goes when its reader is done" if has_readers(now, self._clock()) else ""
+        except CheckpointExists:
+            return _REPLACED
+        finally:
+            if not taken and not isinstance(store, LocalStore):
+                store.delete(mark)
+
+    def _reason_to_keep(self, info: CheckpointInfo, folder: Folder, grace: float, *, force: bool) -> str:
+        """Returns why a checkpoint must be kept after all: it was pinned, or is being read or written; else ""."""
         if info.pinned:
-            return RetainedDirectory(info.name, "it has been pinned meanwhile")
-        if info.status != "complete":
-            return RetainedDirectory(info.name, f"it is {info.status} now")
-        return next(iter(self._plan_alone(info, folder, grace).left), None)
+            return "it has been pinned meanwhile"
+        if info.status == "foreign" or (info.status != "complete" and not force):
+            return f"it is {info.status} now"
+        plan = plan_deletion(self._fact(info, folder), deletion_times(self._clock(), grace), force=force)
+        return plan.why if isinstance(plan, RetainedDirectory) else ""
 
 
 def clean_checkpoint(path: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool = False) -> CleanReport:
@@ -385,6 +456,12 @@ def clean_checkpoint(path: str | os.PathLike[str], *, grace: float = GRACE, dry_
         if why:
             return msgspec.structs.replace(report, left=(RetainedDirectory(found.name, why),))
     return msgspec.structs.replace(report, removed=(found,))
+
+
+def _held(folder: Folder, why: str) -> CheckpointError:
+    held = why.removeprefix("no policy keeps it, but ")
+    hint = "Unpin it first" if "pinned" in why else "Delete it when that has ended"
+    return CheckpointError(folder.url, expected="a checkpoint that nothing holds", found=held, hint=hint)
 
 
 def _checked(info: CheckpointInfo) -> CheckpointInfo:

@@ -124,8 +124,10 @@ class CheckpointSelector:
             if info.status in ("corrupt", "unread") and info.save_id is None:
                 yield info.path, f"{info.status}, and perhaps saved after step {step}: {info.error}"
         for name in linked_names(self.directory.store):
-            if is_step_name(name) and (step_of(name) or 0) > step:
-                yield self.directory.store.folder(name).url, "a symbolic link, which is not followed"
+            folder = self.directory.store.folder(name)
+            followed = folder.follow_links and folder.modified_ns() is not None
+            if is_step_name(name) and (step_of(name) or 0) > step and not followed:
+                yield folder.url, "a symbolic link, which is not followed"
 
     def _problem(self, info: CheckpointInfo) -> str:
         """Returns what is wrong with a checkpoint, as all of it shows; keeps damage beside it, for clean-ups to know.

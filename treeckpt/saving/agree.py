@@ -15,9 +15,10 @@ The result is `AgreedSave`: the plan, and a conversation (`Round.branch`) of thi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -35,6 +36,7 @@ from ..arrays.describe import (
 from ..arrays.expanded_tree import in_parts_if_needed, state_tree
 from ..arrays.samples import SMALL_LEAF_NBYTES
 from ..core.format.decoding import decode_msgpack
+from ..core.format.save_progress import Progress
 from ..core.format.sidecars import Sidecar
 from ..core.planning.rank_trees import GlobalTree, digest_of
 from ..core.tree.value_codec import Value, encode_value
@@ -43,6 +45,7 @@ from ..io.comm.comm import Comm, members_of
 from ..io.comm.failures import NOT_COMMITTED, os_errors_wrapped, wrap_os_error
 from ..io.comm.rounds import Round
 from ..io.storage.object_store import ObjectStore
+from ..io.storage.progress_file import ProgressRecorder
 from ..io.storage.store import Store
 from ..io.timing import Recorder
 from .commit import IndexContent, SaveInfo
@@ -94,6 +97,18 @@ class AgreedSave(msgspec.Struct, frozen=True):
     look: PathLook | None = None
     """Of a save of one rank to an object store: its result is not waited for in the agreement, but must be before
     anything is sent."""
+    record: ProgressRecorder | None = None
+    """The progress record of the save, on rank 0; it must be ended with the save."""
+
+    @contextlib.contextmanager
+    def ending_on_error(self) -> Iterator[None]:
+        """Ends the progress record if the body raises: no writer does so yet."""
+        try:
+            yield
+        except BaseException:
+            if self.record is not None:
+                self.record.end()
+            raise
 
     def looked(self) -> AgreedSave:
         """Returns the save once its look has a result.
@@ -134,7 +149,13 @@ def agree(
         TreeckptError: the ranks cannot agree; on every rank.
     """
     with Exchange(comm, f"{store.url} step {options.step}", path=store.url, hint=NOT_COMMITTED) as exchange:
-        return _Agreement(store, comm, options, recorder, previous, exchange).run(tree, metadata, files, lineage)
+        agreement, agreed = _Agreement(store, comm, options, recorder, previous, exchange), None
+        try:
+            agreed = agreement.run(tree, metadata, files, lineage)
+            return agreed
+        finally:
+            if agreed is None and agreement.record is not None:
+                agreement.record.end()
 
 
 @dataclasses.dataclass
@@ -157,7 +178,9 @@ class _Agreement:
     boxes: Boxes = ()
     # on rank 0
     proposals: dict[int, RankProposal] = dataclasses.field(init=False)
+    save_id: str = dataclasses.field(default_factory=partial(secrets.token_hex, 8))
     look: PathLook | None = None
+    record: ProgressRecorder | None = None
     replaced: str = ""
     """The id of the save that is overwritten, once the look has a result."""
     values: dict[str, Value] = dataclasses.field(init=False)
@@ -175,7 +198,7 @@ class _Agreement:
             try:
                 with self.recorder.span("flatten"), os_errors_wrapped(self.store.url):
                     if self.comm.rank == 0 and not self.options.plan_only:
-                        self.look = PathLook(self.store, overwrite=self.options.overwrite)
+                        self._begin_look()
                     self._describe(tree, metadata, files)
             except Exception as failed:
                 error = failed
@@ -196,6 +219,13 @@ class _Agreement:
                 self.exchange.step(self._box_digests, self._compare_boxes, type(None))
         # 5. Compute the plan
         return self._agreed(merged.global_tree, lineage)
+
+    def _begin_look(self) -> None:
+        """Begins rank 0's look at the path, which keeps the record of the save."""
+        now, step = self.recorder.created_ns, self.options.step
+        first = Progress(self.save_id, 0, self.comm.size, step, "write", 0, 0, now, now)
+        self.look = PathLook(self.store, first, overwrite=self.options.overwrite)
+        self.record = self.look.record
 
     # step 1: proposals ------------------------------------------------------------------------------------------------
     def _describe(
@@ -250,7 +280,7 @@ class _Agreement:
         """Rank 0's reply to the proposals: refuses, skips, or names the ranks that send more."""
         self.proposals = proposals = decode_each(received, RankProposal)
         check_arguments(proposals)
-        decision = Decision(secrets.token_hex(8), self.recorder.created_ns, plan_key(proposals))
+        decision = Decision(self.save_id, self.recorder.created_ns, plan_key(proposals))
         if self.options.busy == "skip" and any(proposal.running for proposal in proposals.values()):
             decision.skipped = True
             return Conclusion(decision)
@@ -262,6 +292,10 @@ class _Agreement:
             decision.boxes = self._boxes_to_compare(decision.key, None)
         decision.plan_is_cached = all(each.cached_plan == decision.key for each in proposals.values())
         decision.conflict = bool(conflicting_ranks({rank: each.pieces for rank, each in proposals.items()}))
+        if self.record is not None:
+            plan = cached_plan(self.comm)
+            known = plan is not None and plan.key == decision.key
+            self.record.expect(plan.own.nbytes if known and plan is not None else self.described.nbytes)
         if self.look is not None and not (self.comm.size == 1 and isinstance(self.store, ObjectStore)):
             self.replaced, self.look = self.look.result(), None
         return self._conclusion(decision, last=not decision.representatives and not decision.boxes)
@@ -343,4 +377,5 @@ class _Agreement:
             branch,
             lineage,
             self.look,
+            self.record,
         )

@@ -16,6 +16,7 @@ import time
 import weakref
 from typing import Protocol
 
+from ..errors import visible
 from ..io.process_end import call_at_end
 from .future import Pending
 
@@ -106,7 +107,7 @@ def _wait(pending: Pending) -> None:
 
 def _print(text: str) -> None:
     if sys.stderr is not None:
-        print(f"treeckpt: {text}", file=sys.stderr, flush=True)
+        print(f"treeckpt: {visible(text)}", file=sys.stderr, flush=True)
 
 
 def _exit_with_error() -> None:

@@ -71,9 +71,10 @@ def save_async_tree(
         agreed = agree(store, tree, comm, options, metadata, recorder, previous, lineage, files)
         if agreed is None:
             return Pending(store.url, skipped=True)
-        agreed = agreed.looked()
+        with agreed.ending_on_error():
+            agreed = agreed.looked()
         if agreed.plan is None:  # the others learn it from the report, and all raise the same error
-            writer = InlineWriter(store, agreed.info, None, recorder, error=agreed.error)
+            writer = InlineWriter(store, agreed.info, None, recorder, error=agreed.error, record=agreed.record)
             complete(agreed, writer, writer.write())
             raise AssertionError("a save without a plan fails")
         pending = Pending(store.url, limit=comm.timeout)
@@ -193,6 +194,7 @@ class _BackgroundSave:
         finally:
             # 9. The save has ended
             self._release()
+            self._end_record()
             self._pending.set_finished(report, error)
 
     def _new_writer(self, agreed: AgreedSave) -> ShardWriter:
@@ -201,15 +203,23 @@ class _BackgroundSave:
             if self._address is not None:
                 return ProcessWriter(self._session.writer, agreed, plan, self._lease.arena, self._address)
             source = StagedShardSource(plan, self._lease.arena.memory)
-        return InlineWriter(agreed.store, agreed.info, plan, agreed.recorder, source, error=self._error)
+        return InlineWriter(
+            agreed.store, agreed.info, plan, agreed.recorder, source, error=self._error, record=agreed.record
+        )
 
     def give_up(self, error: BaseException) -> None:
         """Ends a save whose thread has not begun; its caller raises the error."""
         if self._begun.acquire(blocking=False):
             self._open_contexts.close()
             self._release()
+            self._end_record()
             self._pending.set_finished(None, error)
             self._pending.take_unreported_error()
+
+    def _end_record(self) -> None:
+        """Ends the progress record, unless the writer has."""
+        if self._agreed.record is not None:
+            self._agreed.record.end()
 
     def _release(self) -> None:
         if self._lease is not None:

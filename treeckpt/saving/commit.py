@@ -7,7 +7,7 @@ from them, so a process that has no tree and no torch can write the shards and p
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -23,7 +23,7 @@ from ..core.planning.save_plan import ChunkOffsets, FilePlan, SingleChunkOffset,
 from ..core.sharding.int_runs import encode_runs
 from ..core.tree.value_codec import Value
 from ..errors import CheckpointError, CheckpointNotFound, StoreError
-from ..io.storage.many_files import for_each
+from ..io.storage.leftovers import delete_files
 from ..io.storage.metadata_files import read_index
 from ..io.storage.object_store import ObjectStore
 from ..io.storage.store import MemoryStore, Store, SupportsCompareAndSwap
@@ -143,10 +143,10 @@ def _index(
     return msgspec.structs.replace(index, sidecars=content.sidecars)
 
 
-def check_files_exist(store: Store, index: Index) -> None:
+def check_files_exist(store: Store, index: Index, sizes: Mapping[str, int]) -> None:
     """Checks that no other program has deleted shards or sidecar files, before the index is published.
 
-    An object store is not checked: it has acknowledged each file, and a listing is a request that costs.
+    An object store is not checked: it has acknowledged each file, and was listed before that.
 
     Raises:
         CheckpointError: naming the file.
@@ -154,7 +154,6 @@ def check_files_exist(store: Store, index: Index) -> None:
     in_memory = isinstance(store, MemoryStore)
     if isinstance(store, SupportsCompareAndSwap) and not in_memory:
         return
-    sizes = store.sizes()
     for file in index.file_list:
         if in_memory and file.name not in sizes:
             raise CheckpointError(
@@ -248,14 +247,10 @@ def write_timings(
         store.publish(name, data, replace=True)
 
 
-def remove_files(store: Store, names: Sequence[str]) -> None:
-    """Deletes files; errors are ignored."""
-
-    def delete(name: str) -> None:
-        with contextlib.suppress(Exception):
-            store.delete(name)
-
-    for_each(store, delete, names)
+def remove_files(store: Store, names: Iterable[str]) -> None:
+    """Deletes files, as `delete_files`; errors are ignored."""
+    with contextlib.suppress(Exception):
+        delete_files(store, names)
 
 
 def remove_replaced(store: Store, save_id: str) -> None:

@@ -5,59 +5,85 @@ from __future__ import annotations
 import contextlib
 
 from ..core.format.index import INDEX_NAME
+from ..core.format.save_progress import Progress
 from ..errors import CheckpointError, CheckpointExists
 from ..io.os_errors import hint_for
-from ..io.storage.leftovers import clear_leftovers
+from ..io.storage.leftovers import clear_leftovers, restore_index
 from ..io.storage.many_files import call_in_thread
 from ..io.storage.metadata_files import read_index
 from ..io.storage.object_store import ObjectStore
+from ..io.storage.progress_file import ProgressRecorder
 from ..io.storage.store import Store
 
 
 class PathLook:
-    """Rank 0's look at the path of a save. An object store is asked for its files at once, and answers meanwhile.
+    """Rank 0's look at the path of a save, which writes the save's progress record first.
+
+    An object store is asked for its files and for the record at once, and answers meanwhile.
 
     Args:
+        first: the record.
         overwrite: whether a checkpoint may be replaced.
     """
 
-    def __init__(self, store: Store, *, overwrite: bool) -> None:
+    def __init__(self, store: Store, first: Progress, *, overwrite: bool) -> None:
         self._store, self._overwrite, self._listing = store, overwrite, None
+        self.record = ProgressRecorder(store, first)
+        """It is to be ended with the save, however that ends."""
         if isinstance(store, ObjectStore):
             store.prepare()
             self._listing = call_in_thread(store.sizes, "treeckpt-listing")
+            self._recorded = call_in_thread(self.record.begin, "treeckpt-record")
 
     def result(self) -> str:
         """Makes the directory and removes leftovers; returns the id of the save that is to be replaced, "" for none.
 
         Raises:
             CheckpointExists: a checkpoint is there and must not be replaced.
-            CheckpointError: the directory cannot be made or listed.
+            CheckpointError: the directory cannot be made, listed or written.
         """
-        store, replaced = self._store, ""
         try:
-            if self._listing is None:
-                store.prepare()
-                names = store.sizes()
-            else:
-                names = self._listing.result()
-            if INDEX_NAME in names:
-                if not self._overwrite:
-                    raise CheckpointExists(
-                        store.url,
-                        expected="no checkpoint",
-                        found="one",
-                        hint="Save to another path, or pass overwrite=True",
-                    )
-                with contextlib.suppress(CheckpointError):
-                    # what cannot be read can be overwritten; its shards stay for rebuild-index until then
-                    replaced = read_index(store).save_id
-            clear_leftovers(store, names, known=replaced)
-        except OSError as error:
+            return self._result()
+        except BaseException as failed:
+            self.record.end()
+            if not isinstance(failed, OSError):
+                raise
             raise CheckpointError(
-                store.url,
+                self._store.url,
                 expected="a directory that can be made and written",
-                found=f"{type(error).__name__}: {error}",
-                hint=hint_for(error),
-            ) from error
+                found=f"{type(failed).__name__}: {failed}",
+                hint=hint_for(failed),
+            ) from failed
+
+    def _result(self) -> str:
+        store, replaced = self._store, ""
+        if self._listing is None:
+            store.prepare()
+            try:
+                self.record.begin()
+            except OSError:
+                self._check_absent(store.sizes())
+                raise
+            names = store.sizes()
+            if any(name.startswith("deleted.") for name in names) and restore_index(store):
+                names = store.sizes()
+            self._check_absent(names)
+        else:
+            names = self._listing.result()
+            self._check_absent(names)
+            self._recorded.result()
+        if INDEX_NAME in names:
+            with contextlib.suppress(CheckpointError):
+                # what cannot be read can be overwritten; its shards stay for rebuild-index until then
+                replaced = read_index(store).save_id
+        clear_leftovers(store, names.keys() - {self.record.name}, known=replaced)
         return replaced
+
+    def _check_absent(self, names: dict[str, int]) -> None:
+        if INDEX_NAME in names and not self._overwrite:
+            raise CheckpointExists(
+                self._store.url,
+                expected="no checkpoint",
+                found="one",
+                hint="Save to another path, or pass overwrite=True",
+            )

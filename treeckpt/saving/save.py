@@ -1,8 +1,10 @@
 """The save protocol: agree, write, report, commit.
 
-1. All ranks agree on one plan (`agree`).
+1. All ranks agree on one plan (`agree`). Rank 0 writes the progress record of the save, which stands before any rank
+   creates a shard, and then looks at the path.
 2. Every rank writes its shards, durably, under names that hold the save id; then rank 0 writes the sidecar files so.
-3. Every rank reports. If all have written, the coordinator publishes the index, which is the commit, and the
+3. Every rank reports. If all have written, the coordinator waits until nothing is about to take the index away or to
+   replace it (`io.storage.index_lock`), and publishes the index, which is the commit, and the
    timings: before it on a file system, at the same time in an object store.
    A save of one rank to an object store looks at the path while its upload begins; no byte is sent before the answer.
 4. Every rank receives the result. Any failure makes every rank raise an error that names rank, path and cause; what the
@@ -57,14 +59,23 @@ def save_tree(
     with gc_paused(), recorder.span("save"):
         agreed = agree(store, tree, comm, options, metadata, recorder, previous, lineage, files)
         assert agreed is not None, "only a save in the background is skipped"
-        if agreed.plan is None:  # the error is noted at the path, unless that is refused
-            agreed = agreed.looked()
-        agreed = agreed.with_lineage()
-        plan = agreed.plan
-        source = TreeShardSource(plan, agreed.sources) if plan is not None else None
-        writer = InlineWriter(
-            store, agreed.info, plan, recorder, source, error=agreed.error, waits=False, look=agreed.look
-        )
+        with agreed.ending_on_error():
+            if agreed.plan is None:  # the error is noted at the path, unless that is refused
+                agreed = agreed.looked()
+            agreed = agreed.with_lineage()
+            plan = agreed.plan
+            source = TreeShardSource(plan, agreed.sources) if plan is not None else None
+            writer = InlineWriter(
+                store,
+                agreed.info,
+                plan,
+                recorder,
+                source,
+                error=agreed.error,
+                waits=False,
+                look=agreed.look,
+                record=agreed.record,
+            )
         try:
             with agreed.round.heartbeats():
                 complete(agreed, writer, writer.write())

@@ -16,7 +16,7 @@ import msgspec
 
 from ..core.format.shard_header import ShardHeader, encode_header, with_hashes
 from ..core.planning.save_plan import FilePlan
-from ..errors import CheckpointError
+from ..errors import CheckpointError, StoreError
 from ..io.storage.fetching import SupportsFetching
 from ..io.storage.many_files import submit_or_call
 from ..io.storage.memory import aligned_buffer
@@ -27,6 +27,8 @@ from .shard_upload import COPIES, ShardUpload
 
 BUFFER_COUNT = 4
 WRITE_THREADS = 3
+SENDINGS = 3
+"""How often a shard is sent, at most, where the store refuses a part of an upload for a reason that passes."""
 UPLOADS = 4
 """Shards that are sent at a time: the checksums of one, and the ends of others, cost no time of the network."""
 
@@ -117,16 +119,21 @@ def _call_side_by_side(calls: Sequence[Callable[[], None]], at_once: int, given_
 
 
 def _write_file(files: _Files, file: ShardFile, header: bytes) -> None:
-    writer = files.store.create(file.name, len(header) + file.plan.nbytes)
-    try:
-        if getattr(writer, "ordered", False):
-            _upload(files, file, writer, header)
-        else:
-            files.callbacks.before_first()
-            _write_in_place(files, file, writer, header)
-    except BaseException:
-        writer.abort()
-        raise
+    for tried in range(1, SENDINGS + 1):
+        writer = files.store.create(file.name, len(header) + file.plan.nbytes)
+        try:
+            if getattr(writer, "ordered", False):
+                _upload(files, file, writer, header)
+            else:
+                files.callbacks.before_first()
+                _write_in_place(files, file, writer, header)
+            return
+        except BaseException as error:
+            writer.abort()
+            # a bucket repeats its requests, but no longer has what it has sent of an upload
+            again = isinstance(error, StoreError) and error.refused_once and getattr(writer, "ordered", False)
+            if not again or tried == SENDINGS:
+                raise
 
 
 def _write_in_place(files: _Files, file: ShardFile, writer: Writer, header: bytes) -> None:
@@ -144,7 +151,12 @@ def _write_in_place(files: _Files, file: ShardFile, writer: Writer, header: byte
 def _upload(files: _Files, file: ShardFile, writer: Writer, header: bytes) -> None:
     copies = COPIES // files.at_once
     upload = ShardUpload(file.plan, files.source, files.recorder, files.pipeline.pool, copies, files.callbacks)
-    if not upload.send(writer, header):
+    try:
+        stayed = upload.send(writer, header)
+    except StoreError:
+        files.callbacks.on_written(-upload.counted)
+        raise
+    if not stayed:
         files.store.delete(file.name)
         raise CheckpointError(
             f"{files.store.url}/{file.name}",

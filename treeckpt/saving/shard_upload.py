@@ -168,6 +168,8 @@ class ShardUpload:
         # the part that is not complete yet keeps its copies, and no part is longer than 1/4096 of a large shard
         count = max(copies, plan.nbytes // 4096) // BUFFER + 4
         self._buffers = _CopyBuffers(count, self._forget)
+        self.counted = 0
+        """Bytes that were told to `callbacks`."""
         self._kept: list[np.ndarray] | None = []
         """The pieces of the data area, while there is memory for the copies among them."""
 
@@ -224,6 +226,7 @@ class ShardUpload:
             block = piece[low : low + BUFFER]
             self._write(block)
             self._callbacks.on_written(len(block))
+            self.counted += len(block)
 
     def _write(self, block: np.ndarray) -> None:
         self._writer.write(self._at, block.data)

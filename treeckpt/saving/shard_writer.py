@@ -22,6 +22,7 @@ from ..core.planning.save_plan import FilePlan
 from ..errors import CheckpointExists
 from ..io.comm.failures import silent_faults, to_fault, wrap_os_error
 from ..io.storage.fetching import SupportsFetching
+from ..io.storage.index_lock import unlocked_sizes
 from ..io.storage.late_requests import send_late
 from ..io.storage.leftovers import clear_leftovers
 from ..io.storage.many_files import call_in_thread
@@ -105,6 +106,8 @@ class InlineWriter:
         waits: whether `end` waits for an object store after a commit. Unless it does, threads complete the timings and
             remove the progress record, and the end of the process waits for them.
         look: must have a result before anything is written.
+        record: the progress record of the save, which is ended with it; None where another process keeps it until this
+            one has written its own, and on ranks other than 0.
     """
 
     trace = ""
@@ -121,6 +124,7 @@ class InlineWriter:
         on_progress: Callable[[int], None] | None = None,
         waits: bool = True,
         look: PathLook | None = None,
+        record: ProgressRecorder | None = None,
     ) -> None:
         self.error, self.recorder = error, recorder
         self._waits = waits or not isinstance(store, ObjectStore)
@@ -128,9 +132,13 @@ class InlineWriter:
         self._on_progress, self._look = on_progress or (lambda written: None), look
         self._refusal: Exception | None = None
         """Why the look at the path forbids the save."""
-        self._note: ProgressRecorder | None = None
+        self._note, self._keeps_note = record, record is not None
         self._begun: Future[None] | None = None
         """Of `_begin`, where it waits for an object store."""
+        self._recorded: Future[None] | None = None
+        """Of the first write of this process's own record, where it waits for an object store."""
+        self._unlocked: Future[dict[str, int]] | None = None
+        """Of the look for locks on the index of an object store: its listing goes beside the shards."""
         self._timings_over: Event | None = None
         """Set when the thread has ended that writes the timings to an object store, beside the index and once more."""
         self._decided, self._is_committed = Event(), False
@@ -144,16 +152,9 @@ class InlineWriter:
             if self.error is not None:
                 raise self.error
             assert plan is not None and source is not None, "a rank without them has an error"
-            now = time.time_ns()
-            planned = plan.own.nbytes
-            progress = Progress(info.save_id, info.rank, info.world, info.options.step, "write", 0, planned, now, now)
-            self._note = ProgressRecorder(self._store, progress, on_progress=self._on_progress)
-            begin = partial(self._begin, self._note)
-            if isinstance(self._store, ObjectStore):
-                self._begun = call_in_thread(begin, "treeckpt-begin")
-            else:
-                begin()
-            callbacks = WriteCallbacks(self._wait_begun, self._note.wait_begun, self._note.add)
+            self._begin_record(plan.own.nbytes)
+            assert self._note is not None, "it was just set"
+            callbacks = WriteCallbacks(partial(_result, self._begun), self._wait_begun, self._note.add)
             manifest = manifest_of(info, plan)
             files = [
                 ShardFile(entries, name, shard_header(info, plan, file, manifest if file.part == 0 else None))
@@ -169,26 +170,49 @@ class InlineWriter:
             ]
             return WriteReport(None, tuple(rows))
         except Exception as error:
-            if self._begun is not None:
-                wait([self._begun])
+            wait([future for future in (self._begun, self._recorded) if future is not None])
             if self._refusal is not None:
                 raise self._refusal from None
             self.error = wrap_os_error(error, self._store.url)
             return WriteReport(to_fault(self.error, info.rank))
 
+    def _begin_record(self, planned: int) -> None:
+        """Begins or continues the progress record; in an object store threads do what waits for an answer."""
+        store, info, note = self._store, self._info, self._note
+        if note is None:
+            now = time.time_ns()
+            first = Progress(info.save_id, info.rank, info.world, info.options.step, "write", 0, planned, now, now)
+            note = self._note = ProgressRecorder(store, first, on_progress=self._on_progress)
+        note.expect(planned)
+        if not isinstance(store, ObjectStore):
+            if not self._keeps_note:
+                note.begin()
+            return
+        self._begun = call_in_thread(partial(self._begin, note), "treeckpt-begin")
+        if not self._keeps_note:
+            self._recorded = call_in_thread(note.begin, "treeckpt-record")
+        if info.rank == 0:
+
+            def look_for_locks() -> dict[str, int]:
+                _result(self._begun)  # the record can be seen
+                return unlocked_sizes(store)
+
+            self._unlocked = call_in_thread(look_for_locks, "treeckpt-locks")
+
     def _begin(self, note: ProgressRecorder) -> None:
-        """Begins the progress record, once the look at the path has a result."""
+        """Waits for the look at the path, and asks the store for the conditional writes of the commit."""
         if self._look is not None:
             try:
                 self._info = self._info.replacing(self._look.result())
             except Exception as error:
                 self._refusal = error
                 raise
-        note.begin(replaces=self._info.replaces)
+        note.check_condition(replaces=self._info.replaces)
 
     def _wait_begun(self) -> None:
-        if self._begun is not None:
-            self._begun.result()
+        """Waits until all is done before which no shard may be seen."""
+        _result(self._begun)
+        _result(self._recorded)
 
     def commit(self, reports: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
         decoded = {rank: decode_msgpack(report, WriteReport) for rank, report in reports.items()}
@@ -208,7 +232,9 @@ class InlineWriter:
                     # them that it had ended
                     if not self._start_timings(reports):
                         write_timings(store, info, reports, None, recorder)
-                    check_files_exist(store, index)
+                    # deletions and repairs that have not seen this save's record have ended then
+                    sizes = self._unlocked.result() if self._unlocked is not None else unlocked_sizes(store)
+                    check_files_exist(store, index, sizes)
                     publishing = True
                     publish_index(store, data, info)
             except Exception as caught:
@@ -274,11 +300,19 @@ class InlineWriter:
         """
         info, plan = self._info, self._plan
         self._waits = True
-        self.end()
-        if plan is None or (info.rank and self._written) or index_may_be_published(self._store, info.save_id):
-            return
-        timings = [] if info.rank else [timings_name(info.save_id)]
-        remove_files(self._store, [*written_names(info, plan), *timings])
-        if info.world > 1 and not info.rank:
-            report = WriteReport(to_fault(error, info.rank), host=socket.gethostname())
-            self._commit({0: report}, {})
+        self._wait_timings()
+        try:
+            if plan is None or (info.rank and self._written) or index_may_be_published(self._store, info.save_id):
+                return
+            timings = [] if info.rank else [timings_name(info.save_id)]
+            remove_files(self._store, [*written_names(info, plan), *timings])
+            if info.world > 1 and not info.rank:
+                report = WriteReport(to_fault(error, info.rank), host=socket.gethostname())
+                self._commit({0: report}, {})
+        finally:
+            self.end()  # as long as the record stands, nobody takes the files for those of a save that has ended
+
+
+def _result(future: Future[None] | None) -> None:
+    if future is not None:
+        future.result()

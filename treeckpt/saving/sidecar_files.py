@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from ..core.format.sidecars import (
     FILES_KEY,
@@ -18,7 +18,8 @@ from ..core.format.sidecars import (
     is_sidecar_name,
     stored_name,
 )
-from ..errors import TreeError
+from ..errors import CorruptError, TreeError
+from ..io.storage.local_read import read_head
 from ..io.storage.store import Store
 
 WRITERS = 8
@@ -92,10 +93,11 @@ def _read_path(name: str, given: str | os.PathLike[str]) -> bytes:
     path = os.fspath(given)
     expected, hint = f"a readable file at {path}", "Give a path on the host of rank 0, or the content as bytes"
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would block
-            raise TreeError(f"files/{name}", expected=expected, found="something else than a file", hint=hint)
-        with open(path, "rb") as file:
-            return file.read(MAX_SIDECAR_NBYTES + 1)
+        return read_head(Path(path), MAX_SIDECAR_NBYTES + 1)
+    except CorruptError as error:
+        raise TreeError(
+            f"files/{name}", expected=expected, found=f"something else than a file: {error.found}", hint=hint
+        ) from error
     except OSError as error:
         found = f"{type(error).__name__}: {error.strerror}"
         raise TreeError(f"files/{name}", expected=expected, found=found, hint=hint) from error

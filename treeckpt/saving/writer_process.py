@@ -187,13 +187,19 @@ class ProcessWriter:
         self.trace = ""
         self._process, self._arena, self._address, self._timeout = process, arena, address, agreed.comm.timeout
         self._store, self._info, self._plan, self._recorder = agreed.store, agreed.info, plan, agreed.recorder
+        self._record = agreed.record
         self._is_gone = False
 
     def write(self) -> WriteReport:
         try:
             self._process.prepare(self._plan, self._arena, timeout=self._timeout)
             request = WriteShards(self._info, self._address, self._arena.number, self._recorder.snapshot)
-            return decode_msgpack(self._call(request), WriteReport)
+            if self._record is not None:
+                self._record.stop()
+            report = decode_msgpack(self._call(request), WriteReport)
+            if self._record is not None and report.fault is None:
+                self._record.forget()
+            return report
         except WriterGone as gone:
             return WriteReport(to_fault(self._end_process(gone), self._info.rank))
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from ..core.text import bytes_text, count_text, seconds_text
+from ..errors import visible
 
 _LISTED = (
     "missing",
@@ -93,4 +94,5 @@ class RestoreReport(msgspec.Struct, frozen=True):
         ]
         for name in _LISTED:
             rows += [f"  {name.replace('_', ' '):<10}  {path}" for path in getattr(self, name)]
-        return "\n".join(rows + [f"  renamed     {before} -> {now}" for before, now in self.renamed])
+        rows += [f"  renamed     {before} -> {now}" for before, now in self.renamed]
+        return "\n".join(map(visible, rows))

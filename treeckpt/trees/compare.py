@@ -17,6 +17,7 @@ from ..core.tree.containers import PerRank, flatten_one_level
 from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import key_text
+from ..errors import visible
 from ..io.comm.comm import default_comm, global_rank
 
 
@@ -35,7 +36,7 @@ class Sameness(msgspec.Struct, frozen=True):
         return not self.differences
 
     def __str__(self) -> str:
-        return "\n".join(self.differences) or "the same structure"
+        return "\n".join(map(visible, self.differences)) or "the same structure"
 
 
 def same_structure(found: Any, expected: Any, *, namespace: str = "") -> Sameness:

@@ -440,10 +440,11 @@ def test_the_files_of_a_step_are_deleted_all_at_once_its_index_first_and_its_mar
         manager.save(1, {f"w{n}": array(1) for n in range(8)})
         far.set(latency=LATENCY)
         manager.delete(1)
-    found = stages(far.log(), names=("index", "deleted"))
+    found = stages(far.log(), names=("index", "deleted", "deleting"))
     deleted = [stage for stage in found if stage[0].startswith("DELETE")]
-    assert [set(stage) for stage in deleted] == [{"DELETE index"}, {"DELETE "}, {"DELETE deleted"}]
-    assert len(deleted[1]) >= 8, "shards and timings"
+    expected = [{"DELETE index"}, {"DELETE deleting"}, {"DELETE "}, {"DELETE deleted"}]
+    assert [set(stage) for stage in deleted] == expected, "the lock goes before the files that no save can meet"
+    assert len(deleted[2]) >= 8, "shards and timings"
 
 
 def test_a_save_that_overwrites_deletes_what_it_replaces_all_at_once(
@@ -478,9 +479,8 @@ def test_a_save_waits_for_no_answer_that_another_request_does_not_need(far: FarS
     for stage in found[2:-1]:
         stage.discard("PUT progress")  # is sent again when some time has passed, beside what is sent then
     assert [sorted(stage) for stage in found] == [
-        ["GET list-type", "HEAD nobody", "POST uploads"],
-        ["PUT partNumber", "PUT progress"],
-        ["PUT partNumber"],  # the last one: what follows makes the shard visible, which must have a record by then
+        ["GET list-type", "HEAD nobody", "POST uploads", "PUT progress"],
+        ["GET list-type", "PUT partNumber"],  # the second listing, of a save whose record can be seen: for locks
         ["POST uploadId"],
         ["PUT index", "PUT timings"],
         ["DELETE progress", "GET timings"],

@@ -33,6 +33,9 @@ from ..text import visible
 from .retention_policy import Policy, StepInfo, kept, unmeasured, unmeasured_text
 
 INDEX = "index.json"
+_NO_SAVE = "0" * 16
+"""The save id in the mark of an index that no save can be told of."""
+_LOCKS = frozenset({"deleting", "repairing"})
 
 
 class FileInfo(msgspec.Struct, frozen=True):
@@ -42,8 +45,8 @@ class FileInfo(msgspec.Struct, frozen=True):
     nbytes: int
     modified_ns: int
     alive: bool | None = None
-    """For a progress record, a lease or a temporary file: whether its process may still be running, None where that is
-    not known. For timings: False where they record a failure of the save."""
+    """For a progress record, a lease, a lock or a temporary file: whether its process may still be running, None where
+    that is not known. For timings: False where they record a failure of the save."""
 
 
 class StepDirectory(msgspec.Struct, frozen=True):
@@ -86,12 +89,15 @@ class Removal(msgspec.Struct, frozen=True):
     what: Literal["checkpoint", "leftovers"]
     reason: str
     files: tuple[str, ...]
-    """In the order of their deletion; the index of a checkpoint is first."""
+    """In the order of their deletion. The index of a checkpoint is first; what proves that the save of other files has
+    ended comes behind these, see `proof_order`."""
     nbytes: int
     save_id: str | None = None
     """For a checkpoint: the save id that its index must still have when it is deleted."""
     directory: bool = False
     """Whether the directory is removed too if it is empty then."""
+    force: bool = False
+    """Whether a checkpoint goes that is damaged, or has no index that can be read."""
 
 
 class RetainedDirectory(msgspec.Struct, frozen=True):
@@ -160,6 +166,32 @@ def foreign_files(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(name for name in names if parse_file_name(name) is None))
 
 
+_PROOFS = {"progress": 1, "timings": 2, "deleted": 3}
+
+
+def proof_order(name: str) -> int:
+    """Returns 0 for most files, and a number that rises for those by which a clean-up knows that their save has ended.
+
+    Files are deleted in this order: where one cannot be deleted, the next clean-up knows it for what it is.
+    """
+    owned = parse_file_name(name)
+    return 0 if owned is None else _PROOFS.get(owned.kind, 0)
+
+
+def plan_deletion(folder: StepDirectory, times: CleanupTimes, *, force: bool = False) -> Removal | RetainedDirectory:
+    """Decides about one directory that is to be deleted whatever the policies say.
+
+    Args:
+        force: also deletes what is no complete checkpoint; nothing of a save that may be alive, and nothing pinned.
+    """
+    found = _DirectoryState(folder, times)
+    if found.pinned:
+        return RetainedDirectory(folder.name, "it is pinned")
+    if not force and folder.status != "complete":
+        return RetainedDirectory(folder.name, f"it is {folder.status}")
+    return found.unwanted(force=force)
+
+
 def plan_leftovers(folder: StepDirectory, times: CleanupTimes) -> Removal | RetainedDirectory | None:
     """Decides about the files of one directory that are no part of its checkpoint; the checkpoint stays."""
     return _DirectoryState(folder, times).leftovers()
@@ -198,10 +230,13 @@ class _DirectoryState:
                 self.ours.append((file, owned))
         self.pinned = any(owned.kind == "pin" for _, owned in self.ours)
         self.deleted = {owned.save_id for _, owned in self.ours if owned.kind == "deleted"}
+        locks = {owned.kind for file, owned in self.ours if owned.kind in _LOCKS and file.alive is not False}
+        self.taking, self.repairing = "deleting" in locks, "repairing" in locks
+        """Whether a process is about to take the index away, and may put it back, or to replace it."""
         self.index_ns = max((file.modified_ns for file, owned in self.ours if owned.kind == "index"), default=None)
         groups: dict[str | None, list[tuple[FileInfo, CheckpointFile]]] = {}
         for file, owned in self.ours:
-            if owned.kind not in ("lease", "pin", "index", "verdict"):
+            if owned.kind not in ("lease", "pin", "index", "verdict", *_LOCKS):
                 groups.setdefault(owned.save_id, []).append((file, owned))
         self.dead = {save_id: why for save_id, files in groups.items() if (why := self._death(save_id, files))}
         self.fresh: set[str | None] = set()
@@ -254,6 +289,8 @@ class _DirectoryState:
             committed = owned.save_id is not None and owned.save_id == self.folder.save_id
             if owned.kind == "lease":
                 gone = file not in self.readers
+            elif owned.kind in _LOCKS:
+                gone = file.alive is False
             elif owned.kind == "temporary" and file.alive is False:
                 gone = True
             elif (
@@ -263,7 +300,7 @@ class _DirectoryState:
             ):
                 gone = False
             elif owned.save_id in self.deleted and not committed:
-                gone = not self.readers
+                gone = not self.readers and not self.taking
             elif owned.kind == "timings" and self.dead.get(owned.save_id) == "failed":
                 gone = self._is_replaced([file]) or not self._is_young(file)
             elif owned.kind == "progress" and committed:
@@ -272,8 +309,7 @@ class _DirectoryState:
                 gone = owned.save_id not in self.fresh
             if gone:
                 found.append(file)
-        # the mark of a deletion is deleted last: while it exists, the next clean-up recognizes the other files
-        return sorted(found, key=lambda f: (f.name.startswith("deleted."), f.name))
+        return sorted(found, key=lambda f: (proof_order(f.name), f.name))
 
     def leftovers(self) -> Removal | RetainedDirectory | None:
         """Decides about the files that are no part of the checkpoint."""
@@ -295,9 +331,12 @@ class _DirectoryState:
         rest = len(self.folder.files) - len(stale)
         young = self.times.now_ns - self.folder.modified_ns < self.times.grace_ns and not self.dead
         if stale:
-            return self._leftovers(stale, directory=not rest and (not young or bool(self.deleted)))
+            ended = self.deleted or {owned.kind for _, owned in self.ours} & _LOCKS
+            return self._leftovers(stale, directory=not rest and (not young or bool(ended)))
         if rest and self.fresh and not self.writing and not self.readers:
             return RetainedDirectory(name, "no index: the timings of a save that failed stay for the grace period")
+        if rest and self.taking and self.deleted:
+            return RetainedDirectory(name, "it is being deleted")
         if rest:
             return RetainedDirectory(
                 name, "no index, and being read" if self.readers else "no index yet: a save may be under way"
@@ -323,17 +362,28 @@ class _DirectoryState:
             reason += f", without an index, which treeckpt verify {path} --repair makes again if the shards are whole"
         return Removal(self.folder.name, "leftovers", reason, names, sum(f.nbytes for f in files), directory=directory)
 
-    def unwanted(self) -> Removal | RetainedDirectory:
-        """Decides about a checkpoint that no policy keeps."""
+    def unwanted(self, *, force: bool = False) -> Removal | RetainedDirectory:
+        """Decides about a checkpoint that no policy keeps; with `force` also about one that is not complete."""
         folder = self.folder
         if self.readers:
             return RetainedDirectory(folder.name, "no policy keeps it, but it is being read")
-        if self.writing - self.deleted - {None, folder.save_id}:
+        writing = self.writing - self.deleted - {None, folder.save_id}
+        if force:  # a save that is under way has a record
+            records = [owned for file, owned in self.ours if owned.kind == "progress" and file.alive is not False]
+            writing &= {owned.save_id for owned in records}
+        if writing:
             return RetainedDirectory(folder.name, "no policy keeps it, but another save may be writing there")
-        assert folder.save_id is not None, "a complete checkpoint has an index"
-        mark = deleted_name(folder.save_id)
-        rest = sorted(f.name for f, o in self.ours if o.kind not in ("index", "pin") and f.name != mark)
-        names = (INDEX, *rest, mark)
+        if self.repairing:
+            return RetainedDirectory(folder.name, "no policy keeps it, but its index is being repaired")
+        save_ids = [owned.save_id for _, owned in self.ours if owned.kind == "shard" and owned.save_id is not None]
+        save_id = folder.save_id or max(save_ids, default=_NO_SAVE)
+        mark = deleted_name(save_id)
+        held = {f.name for f, o in self.ours if o.kind in _LOCKS and f.alive is not False}
+        rest = sorted(f.name for f, o in self.ours if o.kind not in ("index", "pin") and f.name not in {mark, *held})
         nbytes = sum(file.nbytes for file, _ in self.ours)
+        if folder.status == "partial":
+            names = tuple(sorted(rest, key=proof_order))
+            return Removal(folder.name, "leftovers", "it has no index", names, nbytes, directory=True, force=True)
         reason = "no policy keeps it" + ", on an abandoned branch" * folder.abandoned
-        return Removal(folder.name, "checkpoint", reason, names, nbytes, folder.save_id, directory=True)
+        names = (INDEX, *rest, mark)
+        return Removal(folder.name, "checkpoint", reason, names, nbytes, save_id, directory=True, force=force)

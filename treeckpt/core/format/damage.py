@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from ...errors import visible
 from ..tree.structure import TABLE_KEYS
 from .byte_map import extents_in_file
 from .records import AliasRecord, File, Index
@@ -43,7 +44,7 @@ class DamagedLeaf(msgspec.Struct, frozen=True, order=True):
     stop: int
 
     def __str__(self) -> str:
-        return f"{self.path or '<root>'}: bytes {self.start}:{self.stop} of {self.file}"
+        return visible(f"{self.path or '<root>'}: bytes {self.start}:{self.stop} of {self.file}")
 
 
 def leaves_in_range(index: Index, file: File, start: int, stop: int) -> list[int]:

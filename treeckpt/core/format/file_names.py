@@ -3,7 +3,10 @@
     index.json                                   the commit
     shard-<rank>-of-<world>.<save id>.safetensors, timings.<save id>.json, progress-<rank>.<save id>.json
     file.<save id>.<name>                        a sidecar file, see `core.format.sidecars`
-    deleted.<save id>.json                       the save's checkpoint is being deleted; written before the index goes
+    deleted.<save id>.json, deleted.<save id>.<id>.json
+                                                 the save's checkpoint is being deleted; the second one holds the index
+                                                 that was taken away
+    deleting.<id>.json, repairing.<id>.json      a process is about to take away or replace the index
     damage.<save id>.json                        what a verification found wrong with the save; removed when it is whole
     lease.<id>.json                              a process is reading; renewed until it ends
     pinned.json                                  retention does not delete the checkpoint
@@ -27,15 +30,30 @@ from .shard_header import parse_shard_name
 from .sidecars import parse_stored_name
 
 PIN_NAME = "pinned.json"
+LockKind = Literal["deleting", "repairing"]
 FileKind = Literal[
-    "index", "shard", "sidecar", "timings", "progress", "deleted", "verdict", "lease", "pin", "damaged", "temporary"
+    "index",
+    "shard",
+    "sidecar",
+    "timings",
+    "progress",
+    "deleted",
+    "deleting",
+    "repairing",
+    "verdict",
+    "lease",
+    "pin",
+    "damaged",
+    "temporary",
 ]
 
-_PER_SAVE = re.compile(r"(timings|deleted)\.([0-9a-f]{16})\.json")
-_LEASE = re.compile(r"lease\.[0-9a-f]{16}\.json")
+_TIMINGS = re.compile(r"timings\.([0-9a-f]{16})\.json")
+_DELETED = re.compile(r"deleted\.([0-9a-f]{16})(?:\.[0-9a-f]{16})?\.json")
+_OF_PROCESS = re.compile(r"(lease|deleting|repairing)\.[0-9a-f]{16}\.json")
 _TEMPORARY = re.compile(r"\.(.+?)(?:\.([0-9a-f]{8})[0-9a-f]{8})?\.tmp")
 _DAMAGED = re.compile(r"(.+)\.[0-9a-f]{16}\.damaged")
 _VERDICT = re.compile(r"damage\.([0-9a-f]{16})\.json")
+_PROCESS_KINDS: dict[str, FileKind] = {"lease": "lease", "deleting": "deleting", "repairing": "repairing"}
 _STEP = re.compile(r"step_(\d{1,18})", re.ASCII)
 MAX_STEP = 10**18 - 1
 
@@ -57,8 +75,10 @@ def parse_file_name(name: str) -> CheckpointFile | None:
         return CheckpointFile("shard", shard[0])
     if (sidecar := parse_stored_name(name)) is not None:
         return CheckpointFile("sidecar", sidecar[0])
-    if (match := _PER_SAVE.fullmatch(name)) is not None:
-        return CheckpointFile("timings" if match[1] == "timings" else "deleted", match[2])
+    if (match := _TIMINGS.fullmatch(name)) is not None:
+        return CheckpointFile("timings", match[1])
+    if (match := _DELETED.fullmatch(name)) is not None:
+        return CheckpointFile("deleted", match[1])
     if (progress := parse_progress_name(name)) is not None:
         return CheckpointFile("progress", progress[1])
     if (match := _VERDICT.fullmatch(name)) is not None:
@@ -69,8 +89,8 @@ def parse_file_name(name: str) -> CheckpointFile | None:
     if (match := _DAMAGED.fullmatch(name)) is not None:
         inner = parse_file_name(match[1])
         return CheckpointFile("damaged", inner.save_id) if inner is not None and inner.kind != "damaged" else None
-    if _LEASE.fullmatch(name) is not None:
-        return CheckpointFile("lease")
+    if (match := _OF_PROCESS.fullmatch(name)) is not None:
+        return CheckpointFile(_PROCESS_KINDS[match[1]])
     named: dict[str, FileKind] = {"index.json": "index", PIN_NAME: "pin"}
     return CheckpointFile(named[name]) if name in named else None
 
@@ -87,9 +107,18 @@ def writer_tag(name: str) -> str:
     return match[2] or "" if match else ""
 
 
-def deleted_name(save_id: str) -> str:
-    """Returns the name of the file that marks a save's checkpoint as being deleted."""
-    return f"deleted.{save_id}.json"
+def deleted_name(save_id: str, taken_id: str = "") -> str:
+    """Returns the name of a file that marks a save's checkpoint as being deleted.
+
+    Args:
+        taken_id: of the file that holds the index which was taken away; "" for one without content.
+    """
+    return f"deleted.{save_id}.{taken_id}.json" if taken_id else f"deleted.{save_id}.json"
+
+
+def lock_name(kind: LockKind, lock_id: str) -> str:
+    """Returns the name of one process's lock on the index."""
+    return f"{kind}.{lock_id}.json"
 
 
 def verdict_name(save_id: str) -> str:

@@ -153,11 +153,11 @@ class ObjectBucket(Protocol):
         """
         ...
 
-    def put_first(self, key: str, data: bytes, condition: Condition) -> bool:
-        """Writes a small object, and finds out by it whether the store honours a condition of `put`.
+    def check_condition(self, key: str, data: bytes, condition: Condition) -> None:
+        """Finds out whether the service honours a condition of `put`, by an object that is there; once a process.
 
-        Returns:
-            False where that is known, or of no concern: nothing is written then.
+        Args:
+            data: the object's content, which may be written again.
 
         Raises:
             StoreError: the store does not honour it, or cannot be reached.
@@ -176,6 +176,14 @@ class ObjectBucket(Protocol):
 
     def delete(self, key: str) -> None:
         """Deletes an object if it exists."""
+        ...
+
+    def delete_version(self, key: str, tag: VersionTag) -> None:
+        """Deletes an object if it has this version; where the service does not know that condition, without it.
+
+        Raises:
+            FileExistsError: it has another version.
+        """
         ...
 
     def tidy(self, prefix: str) -> None:

@@ -51,7 +51,7 @@ GAIN = 0.7
 def for_reading(store: Store) -> Store:
     """Returns a store that reads the same files with many reads in flight, for a directory of a far file system."""
     if type(store) is LocalStore and file_system(store.directory) in FAR:
-        return FarStore(store.directory)
+        return FarStore(store.directory, follow_links=store.follow_links)
     return store
 
 
@@ -88,8 +88,8 @@ class FarStore(LocalStore):
 
     request_nbytes = 8 << 20
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        super().__init__(directory)
+    def __init__(self, directory: str | os.PathLike[str], *, follow_links: bool | None = None) -> None:
+        super().__init__(directory, follow_links=follow_links)
         self.choice = DirectChoice()
         self._fetchers = [
             RangeFetcher(partial(self._fetch_one, shared), _is_final, tries=1, depth=RequestDepth(START, most=MOST))

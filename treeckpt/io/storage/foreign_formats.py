@@ -12,8 +12,9 @@ from pathlib import Path
 from ...core.format.file_names import is_step_name, parse_file_name
 from ...core.format.index import INDEX_NAME
 from ...core.text import count_text
-from ...errors import CheckpointNotFound, StoreError
+from ...errors import CheckpointNotFound, CorruptError, StoreError
 from ..os_errors import shows_damage, wrap_read_error
+from .local_read import kind_of_file, read_head
 
 DCP_METADATA, DCP_DATA = ".metadata", ".distcp"
 HFAI_PART = re.compile(r"PART_([0-9]+)\.pt")
@@ -89,8 +90,9 @@ def describe_foreign(url: str) -> tuple[str, str] | None:
         if names is not None:
             kind = format_of_names(names)
         else:
-            with open(path, "rb") as file:
-                kind = format_of_head(path.name, file.read(HEAD))
+            kind = format_of_head(path.name, read_head(path, HEAD))
+    except CorruptError:
+        return None
     except OSError as error:
         if not shows_damage(error):
             raise wrap_read_error(error, url) from error
@@ -110,7 +112,7 @@ def refuse_file(path: str) -> None:
     Raises:
         CheckpointNotFound: naming what the file is.
     """
-    if Path(path).is_file():
+    if Path(path).exists() and not Path(path).is_dir():
         found, hint = describe_foreign(path) or describe_place(path)
         expected = "a run, the directory that holds the checkpoints"
         raise CheckpointNotFound(path, expected=expected, found=found, hint=hint)
@@ -129,6 +131,8 @@ def describe_place(url: str) -> tuple[str, str]:
         if not path.exists():
             near = next(parent for parent in path.parents if parent.exists())
             return "nothing at this path", f"{hint}: {_meant(path, near)}{near} {_held(near)}"
+        if not path.is_dir() and not path.is_file():
+            return kind_of_file(path.stat().st_mode), f"{hint}: a checkpoint is a directory or a file"
         steps = [name for name in os.listdir(path) if is_step_name(name)] if path.is_dir() else []
         if path.name.endswith(DCP_DATA):
             return "a data file of torch.distributed.checkpoint", f"Give its directory, {path.parent}"

@@ -130,9 +130,8 @@ class FsspecBucket:
                 found = f"{type(error).__name__}: {error}"
                 raise no_conditional_writes(self.url, 'mode="create"', found) from error
 
-    def put_first(self, key: str, data: bytes, condition: Condition) -> bool:
+    def check_condition(self, key: str, data: bytes, condition: Condition) -> None:
         """Does nothing: what a file system does in its exclusive mode is not known."""
-        return False
 
     def upload(self, key: str, nbytes: int, blocks: Iterable[memoryview]) -> None:
         path = self._path(key)
@@ -153,6 +152,12 @@ class FsspecBucket:
     def delete(self, key: str) -> None:
         with self._wrapped_errors("delete", key), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._path(key))
+
+    def delete_version(self, key: str, tag: VersionTag) -> None:
+        with self._lock:
+            if self.read(key, 1 << 30)[1] != tag:
+                raise FileExistsError(f"{self.url}/{key}")
+            self.delete(key)
 
     def prepare(self, prefix: str) -> None:
         """Does nothing: directories are made with the objects in them."""

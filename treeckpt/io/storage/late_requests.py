@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from ...errors import visible
 from ..process_end import call_at_end
 
 QUIET = 1.0
@@ -73,7 +74,7 @@ def _finish() -> None:
                 continue
             if sys.stderr is not None:
                 text = f"treeckpt: waiting for the last requests to {url}, for at most {LIMIT:.0f} s"
-                print(text, file=sys.stderr, flush=True)
+                print(visible(text), file=sys.stderr, flush=True)
             break
         for over in waiting:
             over.wait(max(0.0, begin + LIMIT - time.monotonic()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -22,15 +22,18 @@ from ...core.analysis.deletion import (
     StepDirectory,
     leftovers_of,
     plan_leftovers,
+    proof_order,
 )
 from ...core.format.file_names import final_name, parse_file_name, writer_tag
+from ...core.format.index import INDEX_NAME
 from ...core.format.save_progress import Owner, parse_progress_name
-from ...errors import CheckpointError, CheckpointNotFound, TreeckptError
+from ...errors import CheckpointError, CheckpointExists, CheckpointNotFound, TreeckptError
 from ...reports import Leftover
 from .far_store import FarStore
+from .index_lock import held_locks, hold_lock, read_lock
 from .late_requests import names_being_deleted
 from .many_files import for_each
-from .metadata_files import decode_and_check, read_index, read_index_bytes, read_timings
+from .metadata_files import decode_and_check, read_index, read_index_bytes, read_timings, taken_index
 from .object_store import ObjectFolder, ObjectStore
 from .process_owner import is_running
 from .progress_file import is_alive, read_record
@@ -50,13 +53,15 @@ def deletion_times(now_ns: int, grace: float = GRACE) -> CleanupTimes:
 def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[FileInfo, ...]:
     """Returns the files of a directory, and whether their processes are alive; `committed` is the save of the index."""
     gone = names_being_deleted()
-    entries = {name: entry for name, entry in folder.entries().items() if entry.regular and name not in gone}
+    found = folder.entries()
+    entries = {name: one for name, one in found.items() if (one.regular or one.link) and name not in gone}
     alive: dict[str, bool | None] = {}
     ended: set[str] = set()
     owned = [
         name
         for name in entries
-        if (kind := parse_file_name(name)) and (kind.kind == "lease" or parse_progress_name(final_name(name)))
+        if (kind := parse_file_name(name))
+        and (kind.kind in ("lease", "deleting", "repairing") or parse_progress_name(final_name(name)))
     ]
     states = for_each(folder.store, lambda name: _owner_state(folder.store, name, entries[name], now_ns), owned)
     for name, state in zip(owned, states, strict=True):
@@ -73,19 +78,22 @@ def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[F
         with contextlib.suppress(TreeckptError, OSError):
             timings = read_timings(folder.store, name.split(".")[1])
             alive[name] = False if timings is not None and timings.error is not None else None
-    return tuple(FileInfo(name, e.nbytes, e.modified_ns, alive.get(name)) for name, e in entries.items())
+    # where a link is deleted, what it leads to stays
+    return tuple(
+        FileInfo(name, 0 if e.link else e.nbytes, e.modified_ns, alive.get(name)) for name, e in entries.items()
+    )
 
 
 def _owner_state(
     store: Store, name: str, entry: DirectoryEntry, now_ns: int
 ) -> tuple[Owner | None, bool | None] | None:
-    """Returns the owner of a progress record or lease, and whether that process may still run; None if not known.
+    """Returns the owner of a progress record, lease or lock, and whether that process may still run; None if not known.
 
-    The whole is None for a lease that was deleted since it was listed.
+    The whole is None for a lease or lock that was deleted since it was listed.
     """
     if parse_progress_name(final_name(name)) is None:
         try:
-            return read_lease(store, name)
+            return read_lease(store, name) if name.startswith("lease") else read_lock(store, name)
         except FileNotFoundError:
             return None
     if (record := read_record(store, name)) is None:
@@ -143,7 +151,8 @@ def plan_removal(folder: Folder, now_ns: int, grace: float = GRACE) -> Removal |
 def _has_other_saves(names: Iterable[str], known: str) -> bool:
     """Whether files of other saves than `known` are among these names."""
     kinds = [kind for name in names if (kind := parse_file_name(name)) is not None]
-    return any(kind.kind not in ("index", "pin", "lease") and (not known or kind.save_id != known) for kind in kinds)
+    shared = ("index", "pin", "lease", "deleting", "repairing")
+    return any(kind.kind not in shared and (not known or kind.save_id != known) for kind in kinds)
 
 
 def list_leftovers(store: Store, names: Iterable[str], *, known: str) -> tuple[Leftover, ...]:
@@ -161,14 +170,56 @@ def remove_leftovers(folder: Folder, removal: Removal) -> str:
     """Removes leftovers; returns why not, if something has changed since the removal was planned."""
     kinds = [kind for name in removal.files if (kind := parse_file_name(name)) is not None]
     saves = {kind.save_id for kind in kinds if kind.kind in ("shard", "sidecar", "timings")}
-    if saves and committed_save_id(folder) in saves:
-        return "it has been committed meanwhile"
-    for_each(folder.store, folder.store.delete, removal.files)
     if removal.files:
+        with hold_lock(folder.store, "deleting") as own:
+            locks = held_locks(folder.store, folder.store.sizes().keys() - {own}) if saves else {}
+            if any(name.startswith("repairing") for name in locks):
+                return "it is being repaired"
+            if restore_index(folder.store):
+                return "its index was taken away by a deletion of another save, and is back"
+            if saves and committed_save_id(folder) in saves:
+                return "it has been committed meanwhile"
+            delete_files(folder.store, removal.files)
         folder.sync()
     if removal.directory:
         folder.remove()
     return ""
+
+
+def delete_files(store: Store, names: Iterable[str], *, order: Callable[[str], int] = proof_order) -> None:
+    """Deletes files; those that prove that the save of others has ended once all others are gone.
+
+    Args:
+        order: files with a higher number are deleted after all with a lower one, if these are gone.
+
+    Raises:
+        OSError | StoreError: that of the first file that could not be deleted; all that can be are deleted.
+    """
+
+    def delete(name: str) -> Exception | None:
+        try:
+            store.delete(name)
+        except (OSError, TreeckptError) as error:
+            return error
+        return None
+
+    groups: dict[int, list[str]] = {}
+    for name in names:
+        groups.setdefault(order(name), []).append(name)
+    for number in sorted(groups):
+        if error := next(filter(None, for_each(store, delete, groups[number])), None):
+            raise error
+
+
+def restore_index(store: Store) -> bool:
+    """Gives an index its name back that a deletion of another save has taken away; returns whether there was one."""
+    if not isinstance(store, LocalStore) or INDEX_NAME in (names := store.sizes()):
+        return False
+    if (found := taken_index(store, names)) is not None:
+        with contextlib.suppress(CheckpointExists, FileNotFoundError):  # it is back, or was replaced
+            store.put_back(found[0], INDEX_NAME)
+            return True
+    return False
 
 
 def clear_leftovers(store: Store, names: Iterable[str], *, known: str) -> None:
@@ -190,5 +241,5 @@ def clear_leftovers(store: Store, names: Iterable[str], *, known: str) -> None:
 def _folder_of(store: Store) -> Folder:
     """Returns the directory of a checkpoint's store."""
     if type(store) is LocalStore or isinstance(store, FarStore):
-        return LocalFolder(store.directory)
+        return LocalFolder(store.directory, follow_links=store.follow_links)
     return ObjectFolder(store) if type(store) is ObjectStore else Folder(store)

@@ -24,6 +24,8 @@ from .mapped_read import MappedReader
 from .os_files import BINARY, read_at
 from .page_cache import is_cached
 
+FOLLOW_LINKS = "TREECKPT_FOLLOW_LINKS"
+"""The variable of the environment by which all stores of a process, and of those it starts, follow links."""
 PAGE = 4096
 VECTORS = 256
 """Buffers that one call fills, at most."""
@@ -33,15 +35,41 @@ DIRECT = 64 << 10
 """Bytes below which a read uses the page cache: the device would not be faster."""
 
 
-def open_regular(path: Path, flags: int = 0) -> int:
-    """Opens a regular file for reading; returns the descriptor. Links are not followed, and a FIFO does not block.
+def follows_links(given: bool | None) -> bool:
+    """Whether links are followed wherever they lead: as given, else as the environment of this process says."""
+    return os.environ.get(FOLLOW_LINKS, "") == "1" if given is None else given
+
+
+def open_regular(path: Path, flags: int = 0, *, links: bool | Path = False) -> int:
+    """Opens a regular file for reading; returns the descriptor. A FIFO does not block.
+
+    Args:
+        links: whether a link to a file is followed; a directory: if it leads to a place below that.
 
     Raises:
         FileNotFoundError: there is no file of that name.
         CorruptError: it is not a regular file.
     """
+    try:
+        return _open_regular(path, flags)
+    except CorruptError:
+        if links is False or not path.is_symlink():
+            raise
+    real = Path(os.path.realpath(path))
+    hint = "Put the file itself there"
+    if links is not True and not real.is_relative_to(os.path.realpath(links)):
+        found = f"a link to {real}, which is not in {links}"
+        hint = "follow_links=True reads it, if you trust who made the link"
+    elif real.is_symlink() or not real.exists():
+        found = "a link that leads nowhere"
+    else:
+        return _open_regular(real, flags)
+    raise CorruptError(str(path), expected="a regular file", found=found, hint=hint)
+
+
+def _open_regular(path: Path, flags: int) -> int:
     if not hasattr(os, "O_NOFOLLOW") and not stat.S_ISREG(mode := os.lstat(path).st_mode):
-        raise _irregular(path, _kind(mode))  # Windows, where an open follows links and says nothing of directories
+        raise _irregular(path, kind_of_file(mode))  # Windows: an open follows links
     flags |= os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | BINARY
     try:
         fd = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
@@ -52,15 +80,23 @@ def open_regular(path: Path, flags: int = 0) -> int:
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO):
             raise
-        raise _irregular(path, "a link" if error.errno == errno.ELOOP else "a device or socket") from error
+        raise _irregular(path, kind_of_file(os.lstat(path).st_mode)) from error
     if not stat.S_ISREG(mode := os.fstat(fd).st_mode):
         os.close(fd)
-        raise _irregular(path, _kind(mode))
+        raise _irregular(path, kind_of_file(mode))
     return fd
 
 
-def _kind(mode: int) -> str:
-    return "a directory" if stat.S_ISDIR(mode) else "a link" if stat.S_ISLNK(mode) else "a FIFO or device"
+def read_head(path: Path, nbytes: int) -> bytes:
+    """Returns the first bytes of a file; links are followed. Raises as `open_regular`."""
+    with open(open_regular(path, links=True), "rb") as file:
+        return file.read(nbytes)
+
+
+def kind_of_file(mode: int) -> str:
+    """Names what is not a regular file, by its `st_mode`."""
+    kinds = ((stat.S_ISDIR, "directory"), (stat.S_ISLNK, "link"), (stat.S_ISFIFO, "FIFO"), (stat.S_ISSOCK, "socket"))
+    return "a " + next((name for test, name in kinds if test(mode)), "device")
 
 
 def _irregular(path: Path, found: str) -> CorruptError:
@@ -88,9 +124,9 @@ class LocalReader:
     users = 0
     """How many calls are reading now; `ReaderCache` counts them."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.fd = open_regular(path)
+    def __init__(self, path: Path, links: bool | Path = False) -> None:
+        self._path, self._links = path, links
+        self.fd = open_regular(path, links=links)
         if hasattr(os, "posix_fadvise"):
             # no readahead: the bytes behind a range are not needed
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -172,7 +208,7 @@ class LocalReader:
         with self._lock:
             if self._direct is None:
                 try:
-                    self._direct = open_regular(self._path, getattr(os, "O_DIRECT", 0))
+                    self._direct = open_regular(self._path, getattr(os, "O_DIRECT", 0), links=self._links)
                 except (OSError, CorruptError):
                     self._direct = -1
             return self._direct
@@ -203,15 +239,15 @@ class ReaderCache:
         return len(self._open)
 
     @contextlib.contextmanager
-    def using(self, name: str, path: Path) -> Iterator[LocalReader]:
-        """Gives the reader of a file, which stays open while the body runs."""
+    def using(self, name: str, path: Path, links: bool | Path) -> Iterator[LocalReader]:
+        """Gives the reader of a file, which stays open while the body runs; `links` as for `open_regular`."""
         with self._lock:
             reader = self._open.pop(name, None)
             if reader is None:
                 idle = [other for other, opened in self._open.items() if not opened.users]
                 for other in idle[: max(len(self._open) - MOST + 1, 0)]:
                     self._open.pop(other).close()
-                reader = LocalReader(path)
+                reader = LocalReader(path, links)
             self._open[name] = reader  # the newest is the last one
             reader.users += 1
         try:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 
 import msgspec
 
 from ...core.format.check_index import check_against_files, needs_file_sizes
+from ...core.format.file_names import parse_file_name
 from ...core.format.index import INDEX_NAME, MAX_INDEX, decode_index, rebuild
 from ...core.format.records import Index
 from ...core.format.shard_header import ShardHeader, parse_shard_name
 from ...core.format.sidecars import checksum, stored_name
 from ...core.format.timings import Timings, decode_timings, timings_name
 from ...core.text import count_text
-from ...errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError
+from ...errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError, TreeckptError
 from ..os_errors import wrap_read_error
 from .foreign_formats import describe_foreign, describe_place
 from .many_files import for_each
@@ -83,8 +85,10 @@ def read_index_bytes(store: Store) -> bytes:
     try:
         return store.read(INDEX_NAME, limit=MAX_INDEX)
     except (FileNotFoundError, NotADirectoryError) as error:
-        expected = f"a checkpoint ({INDEX_NAME})"
-        if shards := sum(parse_shard_name(name) is not None for name in _listed(store)):
+        expected, names = f"a checkpoint ({INDEX_NAME})", _listed(store)
+        if (taken := taken_index(store, names)) is not None:
+            return taken[1]
+        if shards := sum(parse_shard_name(name) is not None for name in names):
             found = f"{count_text(shards, 'shard')} of a save that never finished, or lost its index"
             hint = "Load another step; if the index was lost, treeckpt rebuild-index makes it again"
         elif (foreign := describe_foreign(store.url)) is not None:
@@ -102,6 +106,21 @@ def _listed(store: Store) -> dict[str, int]:
         return store.sizes()
     except OSError as error:
         raise wrap_read_error(error, store.url) from error
+
+
+def taken_index(store: Store, names: Iterable[str]) -> tuple[str, bytes] | None:
+    """Returns the name and content of an index that a deletion of another save has taken away; None if there is none.
+
+    See `index_lock`: that happens where a deletion was stopped for minutes.
+    """
+    for name in names:
+        if (kind := parse_file_name(name)) is None or kind.kind != "deleted":
+            continue
+        with contextlib.suppress(TreeckptError, OSError):  # a mark without content, or it is back by now
+            data = store.read(name, limit=MAX_INDEX)
+            if decode_index(data, f"{store.url}/{name}").save_id != kind.save_id:
+                return name, data
+    return None
 
 
 def _index_content(store: Store) -> bytes | None:

@@ -227,19 +227,17 @@ class ObjectStore:
         except FileExistsError as error:
             raise self._exists(name) from error
 
-    def publish_first(self, name: str, data: bytes, *, replaces: bool) -> bool:
-        """Publishes a file of a save, and finds out by it whether the store has the conditional writes that it needs.
+    def check_condition(self, name: str, data: bytes, *, replaces: bool) -> None:
+        """Finds out by a file that is there whether the store has the conditional writes that a save needs.
 
         Args:
+            data: the file's content, which may be written again.
             replaces: whether the save replaces a checkpoint.
-
-        Returns:
-            False if that is known: nothing is published then.
 
         Raises:
             StoreError: it has none.
         """
-        return self._bucket.put_first(self._key(name), data, "If-Match" if replaces else "If-None-Match")
+        self._bucket.check_condition(self._key(name), data, "If-Match" if replaces else "If-None-Match")
 
     def compare_and_swap(self, name: str, data: bytes, *, holds: Callable[[bytes], bool], limit: int) -> None:
         """Does it by a conditional write; see `SupportsCompareAndSwap`."""
@@ -251,6 +249,25 @@ class ObjectStore:
             self._bucket.put(key, data, replace=tag)
         except FileNotFoundError:
             self.publish(name, data, replace=False)
+        except FileExistsError as error:
+            raise self._exists(name) from error
+
+    def delete_if(self, name: str, *, holds: Callable[[bytes], bool], limit: int) -> None:
+        """Deletes a file if `holds` returns True for its content, in a store that knows the condition atomically.
+
+        Args:
+            limit: the size of the content in bytes, at most.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            CheckpointExists: the content is another one, or was replaced meanwhile.
+        """
+        key = self._key(name)
+        found, tag = self._bucket.read(key, limit)
+        try:
+            if not holds(found):
+                raise FileExistsError(name)
+            self._bucket.delete_version(key, tag)
         except FileExistsError as error:
             raise self._exists(name) from error
 
@@ -274,7 +291,10 @@ class ObjectStore:
 
     def tidy(self) -> bool:
         """Removes the directory of the prefix if it is empty (fsspec has some); returns whether it is empty."""
-        if self.entries():
+        try:
+            if self.entries():
+                return False
+        except StoreError:  # an index that was read is there: another save has been committed since the listing
             return False
         self._bucket.tidy(self._prefix)
         return True

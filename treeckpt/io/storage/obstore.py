@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -26,8 +26,17 @@ from .bucket import ObjectListing, PieceBody, RangeBody, RangeResponse, VersionT
 from .conditional_put import Condition, find_out, is_known, no_conditional_writes, refuses_conditions, takes_conditions
 from .late_client import LateClient
 from .many_files import call_in_thread
-from .obstore_errors import INTERMEDIARY, first_line, is_cut, judge, status_of, to_store_error
-from .presigned_reads import AnswerError, PresignedReader, can_presign
+from .obstore_errors import (
+    INTERMEDIARY,
+    asks_again,
+    first_line,
+    has_advice,
+    is_cut,
+    judge,
+    status_of,
+    to_store_error,
+)
+from .presigned_reads import CHANGED, AnswerError, PresignedReader, can_presign, delete_matching
 from .request_depth import DIRECT_PER_CPU, PER_CPU, first_depth
 from .run_store import DirectoryEntry
 from .upload_window import MOST, UploadWindow
@@ -50,6 +59,10 @@ stay at 0.1 seconds, and many parts in flight keep a store busy with requests th
 TRIES = 3
 PAUSE = 0.2
 """Seconds before the first retry here; then twice as long."""
+LISTING = 30.0
+"""Seconds of a listing of direct children after which it is looked at page by page: whether its pages come again."""
+PAGE_SECONDS = 240.0
+"""Seconds for a part of a listing: longer than obstore repeats a request."""
 SIGNED_FOR = timedelta(minutes=5)
 """How long a presigned URL is taken; each request has its own."""
 TIMEOUTS = {"timeout": "120s", "connect_timeout": "10s"}
@@ -100,7 +113,7 @@ class ObstoreBucket:
         self._endpoint = str(next(filter(None, endpoints), ""))
         is_plain = self._endpoint.startswith("http://")  # the user named it
         direct = self.kind == "s3" and can_presign(self._endpoint, merged, asked)
-        self._presigned = PresignedReader(self._sign) if direct else None
+        self._presigned = PresignedReader(self._sign, asks_again) if direct else None
         self.depth = first_depth(DIRECT_PER_CPU if direct else PER_CPU)
         if self.kind == "s3" and not is_plain and not any(name in merged or name in os.environ for name in _UNSIGNED):
             # TLS protects the bytes of a request; their SHA-256 takes more time than all else in an upload
@@ -138,8 +151,15 @@ class ObstoreBucket:
 
     def list(self, prefix: str) -> ObjectListing:
         look = self._looks.pop(prefix, None)
-        begin = time.monotonic()
-        found = self._retry("list", prefix, lambda: self._obstore.list_with_delimiter(self._store, prefix or None))
+        begin, seconds = time.monotonic(), LISTING
+        children = partial(self._obstore.list_with_delimiter_async, self._store, prefix or None)
+        try:
+            found = self._retry("list", prefix, lambda: _within(seconds, children))
+        except TimeoutError:
+            for _ in self.walk(prefix):  # raises where it never ends
+                pass
+            seconds = 2 * (time.monotonic() - begin)  # as obstore collects all pages itself
+            found = self._retry("list", prefix, lambda: self._page(prefix, children, seconds))
         self._window.expect(time.monotonic() - begin)
         if not found["objects"] and not found["common_prefixes"]:
             look.result() if look is not None else self._check_empty_listing(prefix)
@@ -149,21 +169,39 @@ class ObstoreBucket:
     def walk(self, prefix: str) -> Iterator[tuple[str, DirectoryEntry]]:
         last: str | None = None
         pages: Any = None
+        seen = set[str]()
 
         def next_page() -> Any:
             nonlocal pages
-            pages = pages or iter(self._obstore.list(self._store, prefix or None, offset=last, chunk_size=1000))
+            pages = pages or self._obstore.list(self._store, prefix or None, offset=last, chunk_size=1000)
             try:
-                return next(pages, None)
+                return self._page(prefix, lambda: anext(pages, None))
             except self._obstore.exceptions.BaseError:
                 pages = None  # the retry continues behind the last object
                 raise
 
         while page := self._retry("list", prefix, next_page):
-            last = page[-1]["path"]
-            yield from ((meta["path"], _entry(meta)) for meta in page)
+            for meta in page:
+                last = key = str(meta["path"])
+                if key in seen:
+                    raise self._endless(prefix, f"{key} for the second time")
+                seen.add(key)
+                yield key, _entry(meta)
         if last is None:
             self._check_empty_listing(prefix)
+
+    def _page(self, prefix: str, begin: Callable[[], Awaitable[T]], seconds: float = 0.0) -> T:
+        """Waits for a part of a listing, `PAGE_SECONDS` unless told; raises StoreError if it does not come."""
+        seconds = seconds or PAGE_SECONDS
+        try:
+            return _within(seconds, begin)
+        except TimeoutError:
+            raise self._endless(prefix, f"nothing more within {seconds:.0f} s") from None
+
+    def _endless(self, prefix: str, found: str) -> StoreError:
+        expected = "a listing that ends, with each object once"
+        hint = f"Its pages come again: the store, or a proxy, does not honour continuation tokens. {INTERMEDIARY}"
+        return StoreError(f"{self.url}/{prefix}", expected=expected, found=found, hint=hint)
 
     def _check_empty_listing(self, prefix: str) -> None:
         """Raises StoreError for an empty listing that is in truth a web page: then any name is found."""
@@ -255,8 +293,12 @@ class ObstoreBucket:
             raise no_conditional_writes(self.url, condition, found) from error
 
     def _put(self, store: Any, key: str, data: bytes, mode: Any) -> None:
-        with self._wrapped_errors("write", key):
-            self._obstore.put(store, key, data, mode=mode, use_multipart=False)
+        self._retry(
+            "write",
+            key,
+            lambda: self._obstore.put(store, key, data, mode=mode, use_multipart=False),
+            cut=False,
+        )
 
     def _holds(self, key: str, data: bytes) -> bool:
         """Whether an object is there with this content."""
@@ -272,9 +314,9 @@ class ObstoreBucket:
         if found.get("e_tag") != (replace or {}).get("e_tag"):
             raise FileExistsError(f"{self.url}/{key}")
 
-    def put_first(self, key: str, data: bytes, condition: Condition) -> bool:
+    def check_condition(self, key: str, data: bytes, condition: Condition) -> None:
         if self.kind != "s3" or not self.conditional or is_known(self.url, self._endpoint, condition):
-            return False
+            return
 
         def put(mode: Any) -> None:
             try:
@@ -284,9 +326,7 @@ class ObstoreBucket:
                     raise
                 self._put(self._store, key, data, mode)
 
-        self.put(key, data, replace=True)
         find_out(self.url, self._endpoint, condition, put)
-        return True
 
     def upload(self, key: str, nbytes: int, blocks: Iterable[memoryview]) -> None:
         part, taken = part_nbytes(nbytes), 0
@@ -314,8 +354,18 @@ class ObstoreBucket:
                 raise
 
     def delete(self, key: str) -> None:
-        with contextlib.suppress(FileNotFoundError), self._wrapped_errors("delete", key):
-            self._obstore.delete(self._store, key)
+        with contextlib.suppress(FileNotFoundError):
+            self._retry("delete", key, lambda: self._obstore.delete(self._store, key))
+
+    def delete_version(self, key: str, tag: VersionTag) -> None:
+        answer = None
+        if self.kind != "gs" and self.conditional and (version := tag.get("e_tag")):
+            with contextlib.suppress(Exception):  # credentials or options that sign no URL
+                answer = delete_matching(self._obstore.sign(self._store, "DELETE", key, SIGNED_FOR), version)
+        if answer == CHANGED:
+            raise FileExistsError(f"{self.url}/{key}")
+        if answer not in (200, 202, 204, 404):
+            self.delete(key)
 
     def tidy(self, prefix: str) -> None:
         """Does nothing: there are no directories."""
@@ -329,6 +379,8 @@ class ObstoreBucket:
         try:
             yield
         except (errors.AlreadyExistsError, errors.PreconditionError) as error:
+            if has_advice(error):
+                raise to_store_error(what, self.url, key, self.kind, error) from error
             raise FileExistsError(f"{self.url}/{key}") from error
         except (errors.BaseError, AnswerError, FileNotFoundError, ValueError) as error:
             raise to_store_error(what, self.url, key, self.kind, error) from error
@@ -345,14 +397,27 @@ class ObstoreBucket:
                 "DataLoader(..., multiprocessing_context='spawn')",
             )
 
-    def _retry(self, what: str, key: str, call: Callable[[], T], *, unless: Callable[[], bool] = lambda: False) -> T:
-        """Makes a request; repeats it if the body of its response breaks off, `unless` it has changed something."""
+    def _retry(
+        self,
+        what: str,
+        key: str,
+        call: Callable[[], T],
+        *,
+        cut: bool = True,
+        unless: Callable[[], bool] = lambda: False,
+    ) -> T:
+        """Makes a request, again where the store asks for that.
+
+        Args:
+            cut: repeats it too if the body of its response breaks off: it may then have been carried out.
+            unless: whether it cannot be repeated any more.
+        """
         for tried in range(1, TRIES + 1):
             try:
                 with self._wrapped_errors(what, key):
                     return call()
             except StoreError as error:
-                if tried == TRIES or unless() or not is_cut(error):
+                if tried == TRIES or unless() or not (error.refused_once or (cut and is_cut(error))):
                     raise
                 time.sleep(PAUSE * 2**tried)
         raise AssertionError("the last try returns or raises")
@@ -368,6 +433,19 @@ class _NamedBody:
     def read(self, memory: memoryview | None = None) -> memoryview:
         with self._wrapped():
             return self._body.read(memory)
+
+
+def _within(seconds: float, begin: Callable[[], Awaitable[T]]) -> T:
+    """Waits for a call of obstore in a thread; raises TimeoutError, and cancels the call, after so many seconds.
+
+    Calls that are not asynchronous go through all pages of a listing without a look at a signal or a clock.
+    """
+    import asyncio  # takes 20 ms
+
+    async def wait() -> T:
+        return await asyncio.wait_for(begin(), seconds)
+
+    return call_in_thread(lambda: asyncio.run(wait()), "treeckpt-list").result()
 
 
 def part_nbytes(nbytes: int) -> int:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from ...errors import CheckpointError
 from .bucket import is_url, local_path
 from .object_store import ObjectFolder, ObjectRun, ObjectStore
 from .run_store import Folder, LocalFolder, LocalRun, RunStore
 from .store import LocalStore, Store
+
+
+def following(path: Any, follow_links: bool) -> Any:
+    """Returns a local path, or those among several, as a store that follows links; without `follow_links` as it is."""
+    if not follow_links:
+        return path
+    if isinstance(path, (list, tuple)):
+        return [following(each, follow_links) for each in path]
+    is_path = isinstance(path, (str, os.PathLike)) and not is_url(os.fspath(path))
+    return LocalStore(local_path(os.fspath(path)), follow_links=True) if is_path else path
 
 
 def open_store(path: str | os.PathLike[str] | Store) -> Store:
@@ -31,7 +42,7 @@ def open_store(path: str | os.PathLike[str] | Store) -> Store:
     return path
 
 
-def open_run(run: str | os.PathLike[str] | RunStore) -> RunStore:
+def open_run(run: str | os.PathLike[str] | RunStore, *, follow_links: bool | None = None) -> RunStore:
     """Returns the run of a path or URL; a run is returned as it is. Raises as `open_store`."""
     if not isinstance(run, (str, os.PathLike)):
         if hasattr(run, "folder"):
@@ -43,7 +54,7 @@ def open_run(run: str | os.PathLike[str] | RunStore) -> RunStore:
             hint="A store holds one checkpoint; a run is the directory of several" if hasattr(run, "sizes") else "",
         )
     text = os.fspath(run)
-    return ObjectRun(text) if is_url(text) else LocalRun(local_path(text))
+    return ObjectRun(text) if is_url(text) else LocalRun(local_path(text), follow_links=follow_links)
 
 
 def open_folder(path: str | os.PathLike[str]) -> Folder:

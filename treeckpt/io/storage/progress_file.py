@@ -2,7 +2,8 @@
 
 While bytes are written a record is renewed, from `PATIENCE` seconds on, at most every `PAUSE` seconds (`FAR_PAUSE` in
 an object store), and in any case every `BEAT` seconds. It is not made durable, and an error in renewing it never
-makes the save fail.
+makes the save fail. A save whose coordinator cannot write the first one fails: deletions would not see it, see
+`index_lock`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ...core.format.save_progress import (
 )
 from ...errors import TreeckptError
 from .late_requests import delete_late
+from .local_write import DIRECTORY_TRIES
 from .many_files import for_each
 from .object_store import ObjectStore
 from .process_owner import is_running, this_process
@@ -84,10 +86,9 @@ def read_record(store: Store, name: str) -> Progress | None:
 class ProgressRecorder:
     """Writes the progress record of one rank in one save.
 
-    The record of rank 0 exists from before its first shard is created until the save has ended: it proves that the save
-    is alive, and, once its process has ended, that the save is dead. In an object store it is written while the first
-    blocks are prepared or sent, and exists before a shard of this rank can be seen. The other ranks write theirs once
-    the save has taken `PATIENCE` seconds. All are renewed.
+    The record of rank 0 exists from the agreement, before any rank creates a shard and before the path is looked at,
+    until the save has ended: it proves that the save is alive, and, once its process has ended, that the save is dead.
+    The other ranks write theirs once the save has taken `PATIENCE` seconds. All are renewed.
 
     Args:
         first: the record at the start of the save.
@@ -103,54 +104,64 @@ class ProgressRecorder:
     ) -> None:
         self._store, self._on_progress = store, on_progress
         self._record = msgspec.structs.replace(first, owner=this_process())
-        self._name = progress_name(first.rank, first.save_id)
+        self.name = progress_name(first.rank, first.save_id)
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self.started = self.renewed = time.monotonic()
-        far = isinstance(store, ObjectStore)
-        self._pause = FAR_PAUSE if far else 0.0
+        self._pause = FAR_PAUSE if isinstance(store, ObjectStore) else 0.0
         self._written_at = -FAR_PAUSE
-        self._exists, self._begun, self._ended = False, threading.Event(), threading.Event()
+        self._exists, self._ended = False, threading.Event()
         # a store in this process's memory ends with the process
-        at_once = first.rank == 0 and not isinstance(store, MemoryStore)
-        self._write_in_begin, self._write_in_thread = at_once and not far, at_once and far
+        self._is_first = first.rank == 0 and not isinstance(store, MemoryStore)
 
-    def begin(self, *, replaces: bool = False) -> None:
-        """Starts the record, before the save writes its first shard.
-
-        Args:
-            replaces: whether the save replaces a checkpoint.
+    def begin(self) -> None:
+        """Writes the record of rank 0, and starts to renew it. Of the other ranks it is written later.
 
         Raises:
-            StoreError: an object store has no conditional writes, by which the save is to be committed, or cannot be
-                reached.
+            OSError | StoreError: it cannot be written.
         """
-        if self._write_in_begin:
-            self._write()
-        with self._writing:
-            if self._write_in_thread and isinstance(self._store, ObjectStore) and not self._ended.is_set():
-                self._write_in_thread = not self._store.publish_first(self._name, self._encoded(), replaces=replaces)
-        try:
+        if self._is_first:
+            for tries_left in reversed(range(DIRECTORY_TRIES)):
+                try:
+                    with self._writing:
+                        if not self._ended.is_set():
+                            replace_file(self._store, self.name, self._encoded())
+                    break
+                except FileNotFoundError:  # a clean-up has removed the directory, which was empty
+                    if not tries_left:
+                        raise
+                    self._store.prepare()
+        with contextlib.suppress(RuntimeError):  # no thread can be started, as when the interpreter ends
             _thread.start_new_thread(self._keep, ())  # Thread.start waits for the thread, which takes milliseconds
-        except RuntimeError:  # no thread can be started, as when the interpreter ends
-            self._begun.set()
+
+    def check_condition(self, *, replaces: bool) -> None:
+        """Finds out by the record whether an object store has the conditional writes by which the save is committed.
+
+        Raises:
+            StoreError: it has none, or cannot be reached.
+        """
+        if isinstance(self._store, ObjectStore) and self._is_first:
+            with self._writing:
+                self._store.check_condition(self.name, self._encoded(), replaces=replaces)
+
+    def expect(self, planned: int) -> None:
+        """Sets how many bytes this rank writes, or at most writes as far as is known."""
+        with self._lock:
+            self._record = msgspec.structs.replace(self._record, planned=planned)
 
     def _keep(self) -> None:
         """Renews the record until the save has ended."""
-        if self._write_in_thread:
-            self._write()
-        self._begun.set()
         while not self._ended.wait(BEAT):
             self._write()
 
     def _write(self) -> None:
         with self._writing, contextlib.suppress(Exception):
             if not self._ended.is_set():
-                replace_file(self._store, self._name, self._encoded())
+                replace_file(self._store, self.name, self._encoded())
 
     def _encoded(self) -> bytes:
         """Returns the record for a write that follows."""
         self._exists = True
-        _own_records.add(self._name)
+        _own_records.add(self.name)
         return encode_progress(msgspec.structs.replace(self._record, alive_ns=time.time_ns()))
 
     def add(self, nbytes: int) -> None:
@@ -163,19 +174,10 @@ class ProgressRecorder:
                 self.renewed = now
                 self._renew(now)
 
-    def wait_begun(self) -> None:
-        """Waits until the record is written, where that takes a request: before a shard can be seen.
-
-        A shard of a save that is killed without a record would stay for ever.
-        """
-        if self._write_in_thread:
-            self._begun.wait()
-
     def commit(self) -> None:
         """Records that the shards of this rank are durable."""
         with self._lock:
             self._record = msgspec.structs.replace(self._record, phase="commit", written=self._record.planned)
-            self._begun.wait()
             if self._exists:
                 self._renew(time.monotonic(), last=True)
 
@@ -194,15 +196,25 @@ class ProgressRecorder:
     def end(self, *, wait: bool = True) -> None:
         """Removes the record; unless `wait`, a thread does so, for which the process waits."""
         self._ended.set()
-        _own_records.discard(self._name)
-        self._remove() if wait else delete_late(self._store.url, self._name, self._remove)
+        _own_records.discard(self.name)
+        self._remove() if wait else delete_late(self._store.url, self.name, self._remove)
+
+    def stop(self) -> None:
+        """Renews the record no more, as another process of the save is about to; `end` removes it unless `forget`."""
+        self._ended.set()
+        with self._writing:
+            pass  # a write that is under way is complete before the other process writes
+
+    def forget(self) -> None:
+        """Leaves the record to the other process, which has written it."""
+        self._exists = False
 
     def _remove(self) -> None:
         with self._writing:  # a record that is being written now is complete before it is removed
             exists, self._exists = self._exists, False
         if exists:
             with contextlib.suppress(Exception):
-                self._store.delete(self._name)
+                self._store.delete(self.name)
 
 
 def is_alive(name: str, record: Progress, now_ns: int) -> bool | None:

@@ -1,8 +1,8 @@
 """The directory of a run, with a directory for each checkpoint (`object_store` has it for objects).
 
 A `Folder` is the directory of one checkpoint: it holds the store of the checkpoint's files, and adds modification times
-and entries that are not regular files. Retention and the catalog use it alone. Symbolic links are recognized and never
-followed unless the caller requests it.
+and entries that are not regular files. Retention and the catalog use it alone. A link in place of a step's directory is
+followed only with `follow_links`, or if the caller requests it; of links to files see `LocalStore`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class DirectoryEntry(msgspec.Struct, frozen=True):
     number: int = 0
     """Another number for another file of the same name, as an inode or a hash of the ETag."""
     regular: bool = True
-    """Whether it is a regular file, not a directory, link or pipe."""
+    """Whether it is a regular file that is read, not a directory or pipe, nor a link that is not followed."""
+    link: bool = False
+    """Whether it is a link. It has no bytes of its own."""
 
 
 class Folder:
@@ -46,6 +48,9 @@ class Folder:
 
     has_directory = True
     """Whether there is a directory of its own, which stays without files."""
+
+    follow_links = False
+    """Whether links are followed wherever they lead."""
 
     @property
     def is_link(self) -> bool:
@@ -74,6 +79,9 @@ class Folder:
     def remove(self) -> bool:
         """Removes the directory if it is empty, durably; returns whether it is gone."""
         return False
+
+    def remove_link(self) -> None:
+        """Removes the link to the directory, durably; the directory stays."""
 
 
 class RunStore(Protocol):
@@ -117,16 +125,14 @@ def linked_names(run: RunStore) -> list[str]:
     return run.linked_names() if isinstance(run, LocalRun) else []
 
 
-def _entry(found: os.stat_result) -> DirectoryEntry:
-    return DirectoryEntry(found.st_size, found.st_mtime_ns, found.st_ino, stat.S_ISREG(found.st_mode))
-
-
 class LocalFolder(Folder):
     """A directory of a local (or mounted) file system."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, follow_links: bool | None = None) -> None:
         self.path = Path(path)
-        super().__init__(LocalStore(self.path))
+        self._local = LocalStore(self.path, follow_links=follow_links)
+        self.follow_links = self._local.follow_links
+        super().__init__(self._local)
         self.name, self.url = self.path.name or str(self.path), str(self.path)
 
     @property
@@ -142,13 +148,17 @@ class LocalFolder(Folder):
             return None
         return found.st_mtime_ns if stat.S_ISDIR(found.st_mode) else None
 
+    def remove_link(self) -> None:
+        os.unlink(self.path)
+        sync_directory(self.path.parent)
+
     def entries(self) -> dict[str, DirectoryEntry]:
         found: dict[str, DirectoryEntry] = {}
         try:
             with os.scandir(self.path) as entries:
                 for entry in entries:
                     with contextlib.suppress(FileNotFoundError):  # another process may be deleting
-                        found[entry.name] = _entry(entry.stat(follow_symlinks=False))
+                        found[entry.name] = self._entry(entry.name, entry.stat(follow_symlinks=False))
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except OSError as error:
@@ -161,11 +171,17 @@ class LocalFolder(Folder):
 
     def entry(self, name: str) -> DirectoryEntry | None:
         try:
-            return _entry((self.path / name).lstat())
+            return self._entry(name, (self.path / name).lstat())
         except OSError as error:
             if not shows_damage(error):
                 raise wrap_read_error(error, f"{self.url}/{name}") from error
             return None
+
+    def _entry(self, name: str, found: os.stat_result) -> DirectoryEntry:
+        link, modified_ns = stat.S_ISLNK(found.st_mode), found.st_mtime_ns
+        if link and (linked := self._local.linked_stat(name)) is not None:
+            found, modified_ns = linked, max(modified_ns, linked.st_mtime_ns)
+        return DirectoryEntry(found.st_size, modified_ns, found.st_ino, stat.S_ISREG(found.st_mode), link)
 
     def remove(self) -> bool:
         try:
@@ -183,9 +199,10 @@ class LocalFolder(Folder):
 class LocalRun:
     """A run in a local directory. The path is absolute, so it survives a change of the working directory."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, follow_links: bool | None = None) -> None:
         self.path = Path(path).absolute()
         self.url = str(self.path)
+        self.follow_links = follow_links
 
     def _names(self, chosen: Callable[[os.DirEntry[str]], bool]) -> list[str]:
         """Returns the names of the entries that are chosen; none if there is no such directory.
@@ -235,4 +252,4 @@ class LocalRun:
         return False
 
     def folder(self, name: str) -> LocalFolder:
-        return LocalFolder(self.path / name)
+        return LocalFolder(self.path / name, follow_links=self.follow_links)

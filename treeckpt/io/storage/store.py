@@ -18,9 +18,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from ...core.format.file_names import is_step_name
 from ...core.format.seals import check_no_zeros
 from ...errors import CheckpointExists, CorruptError
-from .local_read import LocalReader, ReaderCache, open_regular, too_short
+from .local_read import LocalReader, ReaderCache, follows_links, open_regular, too_short
 from .local_write import create_file, make_directory, sync_directory
 from .os_files import sync_file
 from .process_owner import this_process
@@ -157,14 +158,37 @@ class LocalStore:
     """A directory of a local (or mounted) file system.
 
     `read_into`, `read_parts` and `mapped` all read bytes of shards: a subclass that changes one must change all three.
+    Links to files are read where they lead to a place in the run, or, if the directory is not that of a step, in the
+    directory. They are never written through, and where a file is deleted, the link goes.
 
     >>> tc.load(tc.LocalStore("run/step_00000100"))["step"]
     100
+
+    Args:
+        follow_links: reads links wherever they lead, as those of DVC and the cache of Hugging Face: for directories of
+            people whom you trust. None does so where the environment has TREECKPT_FOLLOW_LINKS=1.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, follow_links: bool | None = None) -> None:
         self.directory = Path(directory).absolute()
+        self.follow_links = follows_links(follow_links)
         self.readers = ReaderCache()
+
+    @property
+    def _links(self) -> bool | Path:
+        """The argument `links` of `open_regular`."""
+        real = Path(os.path.realpath(self.directory))
+        return self.follow_links or (real.parent if is_step_name(real.name) else real)
+
+    def linked_stat(self, name: str) -> os.stat_result | None:
+        """Returns the state of the file that a link leads to; None if it may not be read, or is none."""
+        with contextlib.suppress(OSError, CorruptError):
+            fd = open_regular(self.directory / name, links=self._links)
+            try:
+                return os.fstat(fd)
+            finally:
+                os.close(fd)
+        return None
 
     @property
     def url(self) -> str:
@@ -182,12 +206,14 @@ class LocalStore:
                     with contextlib.suppress(FileNotFoundError):  # another process may be deleting
                         if entry.is_file(follow_symlinks=False):
                             found[entry.name] = entry.stat(follow_symlinks=False).st_size
+                        elif entry.is_symlink() and (linked := self.linked_stat(entry.name)) is not None:
+                            found[entry.name] = linked.st_size
         except (FileNotFoundError, NotADirectoryError):
             return {}
         return found
 
     def read(self, name: str, *, limit: int) -> bytes:
-        with open(open_regular(self.directory / name), "rb") as file:
+        with open(open_regular(self.directory / name, links=self._links), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > limit:
                 raise CorruptError(f"{self.url}/{name}", expected=f"at most {limit} bytes", found=f"{size}")
@@ -213,10 +239,10 @@ class LocalStore:
             yield memory
 
     def _reader(self, name: str) -> AbstractContextManager[LocalReader]:
-        return self.readers.using(name, self.directory / name)
+        return self.readers.using(name, self.directory / name, self._links)
 
     def map(self, name: str, offset: int, nbytes: int) -> memoryview:
-        fd = open_regular(self.directory / name)
+        fd = open_regular(self.directory / name, links=self._links)
         try:
             if offset + nbytes > (size := os.fstat(fd).st_size):
                 raise too_short(f"{self.url}/{name}", offset, nbytes, max(size - offset, 0))
@@ -246,9 +272,7 @@ class LocalStore:
             else:
                 _rename_new(temporary, self.directory / name)
         except FileExistsError as error:
-            raise CheckpointExists(
-                f"{self.url}/{name}", expected="no such file", found="one, written meanwhile by another save"
-            ) from error
+            raise _exists(self, name) from error
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
@@ -257,6 +281,29 @@ class LocalStore:
     def delete(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.directory / name)
+
+    def take_away(self, name: str, aside: str) -> None:
+        """Gives a file another, new name, in one step; raises FileNotFoundError if there is none."""
+        os.rename(self.directory / name, self.directory / aside)
+
+    def put_back(self, aside: str, name: str) -> None:
+        """Gives a file its name back, durably, unless another file has it: then that stays, and this one too.
+
+        Raises:
+            CheckpointExists: another file has the name.
+        """
+        try:
+            _rename_new(self.directory / aside, self.directory / name)
+        except FileExistsError as error:
+            raise _exists(self, name) from error
+        sync_directory(self.directory)
+        self.delete(aside)
+
+
+def _exists(store: Store, name: str) -> CheckpointExists:
+    return CheckpointExists(
+        f"{store.url}/{name}", expected="no such file", found="one, written meanwhile by another save"
+    )
 
 
 def _rename_new(source: Path, target: Path) -> None:

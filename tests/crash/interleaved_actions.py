@@ -1,0 +1,195 @@
+"""What one process does in an interleaving, and what it tells of it; see test_interleavings."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+import treeckpt as tc
+from treeckpt.cli.main import main as command
+from treeckpt.core.analysis.retention_policy import All, Last
+from treeckpt.core.format.file_names import is_step_name, parse_file_name, step_name, step_of
+from treeckpt.io.storage.metadata_files import read_index
+from treeckpt.io.storage.open import open_run
+from treeckpt.runs.run import RunDirectory
+
+__all__ = ["CHECK", "Action", "act"]
+
+
+class Action(msgspec.Struct, frozen=True):
+    """What to do, to which step; `seed` makes the content of a save, and tells it from all others."""
+
+    what: str
+    step: int = 0
+    seed: int = 0
+    grace: float = 0.0
+
+    @property
+    def words(self) -> str:
+        return f"{self.what} {self.step}" if self.step else self.what
+
+
+CHECK = Action("check")
+"""Not part of an interleaving: what is there behind it, before and after one more clean-up."""
+
+
+def tree_of(seed: int) -> dict[str, Any]:
+    return {"w": np.full(40, seed, np.int64), "seed": seed}
+
+
+def seed_in(tree: dict[str, Any]) -> int:
+    """The seed of the save that a loaded tree is of; -1 where its values are not those of one save."""
+    whole = list(tree) == ["w", "seed"] and tree["w"].shape == (40,) and bool((tree["w"] == tree["seed"]).all())
+    return tree["seed"] if whole else -1
+
+
+def place(run: str, step: int) -> str:
+    return f"{run}/{step_name(step)}"
+
+
+def save(run: str, action: Action) -> dict[str, Any]:
+    path, files = place(run, action.step), {"config.json": b"%d" % action.seed} if action.seed % 2 else None
+    report = tc.save(
+        path, tree_of(action.seed), step=action.step, overwrite=action.what == "overwrite", comm="alone", files=files
+    )
+    return {"saved": [action.step, report.save_id, action.seed]}
+
+
+def manage(run: str, action: Action) -> dict[str, Any]:
+    """A training that saves one step and keeps one."""
+    options: dict[str, Any] = {"background": False, "overwrite": True, "grace": action.grace, "comm": "alone"}
+    with tc.Manager(run, keep=1, **options) as manager:
+        report = manager.save(action.step, tree_of(action.seed))
+        assert isinstance(report, tc.SaveReport)
+    return {"saved": [action.step, report.save_id, action.seed], "cleans": True}
+
+
+def clean(run: str, action: Action) -> dict[str, Any]:
+    return _told_of_clean(msgspec.to_builtins(RunDirectory(run).clean([Last(1)], grace=action.grace)))
+
+
+def gc(run: str, action: Action) -> dict[str, Any]:
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(io.StringIO()) as complained:
+        code = command(["gc", run, "--keep-last", "1", "--json", "--grace", f"{action.grace}"])
+    if code == 2 or not printed.getvalue():
+        return {"refused": complained.getvalue()}
+    return _told_of_clean(msgspec.json.decode(printed.getvalue()))
+
+
+def _told_of_clean(report: dict[str, Any]) -> dict[str, Any]:
+    removed = [one["save_id"] for one in report["removed"] if one["what"] == "checkpoint"]
+    failed = [f"{one['name']}: {one['why']}" for one in report["failed"]]
+    return {"removed": removed, "failed": failed, "cleans": True}
+
+
+def delete(run: str, action: Action) -> dict[str, Any]:
+    tc.Manager(run, comm="alone").delete(action.step)
+    return {"deleted": action.step}
+
+
+def careless(run: str, action: Action) -> dict[str, Any]:
+    """A deletion that looks, and then removes an index whatever it is by then."""
+    store = open_run(run).folder(step_name(action.step)).store
+    removed = read_index(store).save_id
+    store.delete("index.json")
+    return {"removed": [removed]}
+
+
+def repair(run: str, action: Action) -> dict[str, Any]:
+    report = tc.verify(place(run, action.step), repair=True)
+    return {"repaired": [str(one) for one in report.repairs], "ok": report.ok}
+
+
+def pin(run: str, action: Action) -> dict[str, Any]:
+    RunDirectory(run).pin(action.step)
+    return {"pinned": action.step}
+
+
+def load(run: str, action: Action) -> dict[str, Any]:
+    return {"loaded": seed_in(tc.load(place(run, action.step))), "step": action.step}
+
+
+def restore(run: str, action: Action) -> dict[str, Any]:
+    """A training that resumes from the newest step, if there is one."""
+    manager = tc.Manager(run, comm="alone")
+    tree = manager.restore() if manager.latest() is not None else None
+    return {"loaded": None if tree is None else seed_in(tree), "step": manager.count}
+
+
+def check(run: str, action: Action) -> dict[str, Any]:
+    before = _contents(run, whole=True)
+    report = RunDirectory(run).clean([All()], grace=0)
+    return {
+        "before": before,
+        "after": _contents(run, whole=False),
+        "failed": [f"{one.name}: {one.why}" for one in report.failed],
+    }
+
+
+def _contents(run: str, *, whole: bool) -> dict[str, dict[str, Any]]:
+    """Each step's directory: its save, with `whole` what loads from it, and the files that are of no committed save."""
+    found: dict[str, dict[str, Any]] = {}
+    store = open_run(run)
+    for name in store.names():
+        if not is_step_name(name):
+            continue
+        step, path = step_of(name), f"{run}/{name}"
+        save_id = None
+        state: dict[str, Any] = {"save_id": None, "seed": None, "error": None, "problems": [], "others": []}
+        try:
+            save_id = state["save_id"] = tc.inspect(path).save_id
+            if whole:
+                state["seed"] = seed_in(tc.load(path))
+                state["problems"] = [str(problem) for problem in tc.verify(path).problems]
+        except tc.TreeckptError as error:
+            state["error"] = f"{type(error).__name__}: {error}"
+        names = store.folder(name).entries()
+        kinds = [(file, parse_file_name(file)) for file in names]
+        state["others"] = [
+            file
+            for file, kind in kinds
+            if kind is None or save_id is None or kind.save_id not in (None, save_id) or kind.kind not in _STAYING
+        ]
+        state["files"] = len(names)
+        found[str(step)] = state
+    return found
+
+
+_STAYING = ("index", "shard", "sidecar", "timings", "pin", "damaged")
+"""Kinds of files that a committed save may have beside it for good."""
+
+_ACTIONS: dict[str, Callable[[str, Action], dict[str, Any]]] = {
+    "save": save,
+    "overwrite": save,
+    "manager": manage,
+    "clean": clean,
+    "gc": gc,
+    "delete": delete,
+    "careless": careless,
+    "repair": repair,
+    "pin": pin,
+    "load": load,
+    "restore": restore,
+    "check": check,
+}
+
+
+def act(run: str, action: Action) -> dict[str, Any]:
+    """What the action tells: what it returned, or its error."""
+    try:
+        told = _ACTIONS[action.what](run, action)
+    except Exception as error:
+        ours = isinstance(error, tc.TreeckptError)
+        text = "" if ours else "".join(traceback.format_exception(error)[-6:])
+        told = {"error": type(error).__name__, "ours": ours, "text": f"{error}", "trace": text}
+    for thread in threading.enumerate():
+        if thread.name == "treeckpt-late":
+            thread.join()
+    return told

@@ -1,0 +1,210 @@
+"""The lock on a checkpoint's index between saves on one side, and deletions and repairs on the other.
+
+Of the files in a directory two have a name that several processes share: the index and the pin. All others carry the id
+of a save or process, so that to delete one never hits another save's. A process that takes the index away, or replaces
+one that it has looked at, must not hit the index of a save that was committed since its look. Each side writes a file
+before it looks for the other's, so at least one of two sees the other:
+
+    save      progress record -> shards -> list: waits while a lock stands -> publishes the index -> deletes the record
+    deletion  lock `deleting` -> list: gives up if a save is alive, a repair's lock stands, or the index is another
+              save's -> takes the index away -> list: puts it back for a pin -> deletes the lock -> deletes the other
+              files
+    repair    lock `repairing` -> list: gives up if a save is alive, or another lock stands -> replaces files, the index if
+              it is as it was read -> deletes the lock
+    clean-up  lock `deleting` -> list: gives up if a repair's lock stands, or the index is of a save whose files are to
+              go -> deletes leftovers -> deletes the lock
+
+Several deletions may hold a lock at the same time: one of them takes the index away. A lock is held for a few requests,
+and counts until its process has ended; where that cannot be seen, for `LAPSE` seconds. A process that was stopped for
+longer than that can still take away the index of a save that did not wait for it. So a local index is taken away by a
+rename to `deleted.<save id>.<id>.json`, and looked at there: if it is another save's, it gets its name back by a link,
+which replaces nothing. If the process is killed before, readers take the index from there, and the next save or
+clean-up gives it its name back (`leftovers.restore_index`). In an object store it is deleted on condition that it is
+the version that was looked at, where the store knows that condition.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+
+from ...core.format.decoding import decode_json
+from ...core.format.file_names import LockKind, lock_name, parse_file_name
+from ...core.format.index import INDEX_NAME, MAX_INDEX, encode_index
+from ...core.format.records import Index
+from ...core.format.save_progress import Owner, progress_name
+from ...errors import CheckpointError, TreeckptError
+from .many_files import for_each
+from .metadata_files import replaced_meanwhile
+from .process_owner import is_running, this_process
+from .progress_file import LAPSE, is_alive, read_progress, replace_file
+from .store import Store, SupportsCompareAndSwap
+
+WAIT = 60.0
+"""Seconds that a save waits for locks."""
+FIRST_PAUSE, LAST_PAUSE = 0.01, 1.0
+"""Seconds between looks at a lock that is waited for: twice as long each time."""
+MAX_LOCK = 4096
+"""Bytes of a lock, at most."""
+
+_held: set[str] = set()
+"""The names of the locks that this process holds."""
+
+
+class IndexLock(msgspec.Struct, frozen=True):
+    """The content of a lock's file."""
+
+    owner: Owner
+    alive_ns: int
+    """Unix time at which it was written."""
+
+
+@contextlib.contextmanager
+def hold_lock(store: Store, kind: LockKind) -> Iterator[str]:
+    """Holds a lock while the body runs; gives its name, "" where a full disk does not take it.
+
+    Raises:
+        FileNotFoundError: there is no such directory.
+    """
+    name = lock_name(kind, secrets.token_hex(8))
+    _held.add(name)
+    try:
+        try:
+            replace_file(store, name, msgspec.json.encode(IndexLock(this_process(), time.time_ns())))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            # deletions make room: an index that is taken away wrongly is put back
+            yield ""
+            return
+        try:
+            yield name
+        finally:
+            store.delete(name)
+    finally:
+        _held.discard(name)
+
+
+def read_lock(store: Store, name: str) -> tuple[Owner | None, bool | None]:
+    """Returns the process that holds a lock, and whether it may still hold it.
+
+    Raises:
+        FileNotFoundError: the lock was deleted since it was listed.
+    """
+    try:
+        lock = decode_json(store.read(name, limit=MAX_LOCK), IndexLock)
+    except FileNotFoundError:
+        raise
+    except (msgspec.MsgspecError, TreeckptError):  # a power loss: locks are not made durable
+        return None, False
+    except OSError:
+        return None, True
+    if lock.owner == this_process():
+        return lock.owner, name in _held
+    running = is_running(lock.owner)
+    return lock.owner, running if running is not None else time.time_ns() - lock.alive_ns < LAPSE * 1e9
+
+
+def held_locks(store: Store, names: Iterable[str]) -> dict[str, Owner | None]:
+    """Returns those locks among a directory's files that are held, with their processes, None where not known."""
+    locks = [name for name in names if (kind := parse_file_name(name)) and kind.kind in ("deleting", "repairing")]
+
+    def read(name: str) -> tuple[Owner | None, bool | None]:
+        with contextlib.suppress(FileNotFoundError):
+            return read_lock(store, name)
+        return None, False
+
+    found = for_each(store, read, locks)
+    return {name: owner for name, (owner, held) in zip(locks, found, strict=True) if held}
+
+
+def unlocked_sizes(store: Store) -> dict[str, int]:
+    """Returns the files and their sizes once no lock is held; for a save whose record can be seen.
+
+    Raises:
+        CheckpointError: a lock is held for longer than `WAIT`.
+    """
+    begin, pause = time.monotonic(), FIRST_PAUSE
+    while held := held_locks(store, sizes := store.sizes()):
+        if time.monotonic() - begin > WAIT:
+            name, owner = next(iter(held.items()))
+            raise CheckpointError(
+                store.url,
+                expected="that nothing deletes or repairs the checkpoint at the path of the save",
+                found=f"{_who(name, owner)} since {WAIT:.0f} s or longer",
+                hint=f"Save again when that has ended; if there is no such process, delete {name}",
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, LAST_PAUSE)
+    return sizes
+
+
+def index_state(store: Store) -> bytes | int | None:
+    """Returns the content of the index, its size where it cannot be read, and None if there is none."""
+    try:
+        return store.read(INDEX_NAME, limit=MAX_INDEX)
+    except FileNotFoundError:
+        return None
+    except (TreeckptError, OSError):
+        return store.sizes().get(INDEX_NAME)
+
+
+@contextlib.contextmanager
+def hold_for_repair(store: Store) -> Iterator[dict[str, int]]:
+    """Holds a lock while files of a checkpoint are replaced; gives the files there and their sizes.
+
+    Raises:
+        CheckpointError: a save is under way there, or another process deletes or repairs files.
+    """
+    with hold_lock(store, "repairing") as own:
+        names, now_ns = store.sizes(), time.time_ns()
+        held = [_who(name, owner) for name, owner in held_locks(store, names.keys() - {own}).items()]
+        held += [
+            f"save {each.save_id} is under way there"
+            for each in read_progress(store, names)
+            if each.rank == 0 and is_alive(progress_name(0, each.save_id), each, now_ns)
+        ]
+        if held:
+            raise CheckpointError(
+                store.url,
+                expected="that nothing else changes the checkpoint while it is repaired",
+                found="; ".join(held),
+                hint="Look at the checkpoint again when that has ended",
+            )
+        yield names
+
+
+def replace_index(store: Store, before: bytes | int | None, index: Index, *, keep: Callable[[], object]) -> None:
+    """Publishes an index that was made again, under a lock, if there still is the one that was found, and its shards.
+
+    Args:
+        before: the `index_state` from before it was made.
+        keep: called before the index is replaced.
+
+    Raises:
+        CheckpointExists: there is one now, and was none.
+        CheckpointError: the checkpoint has been replaced or deleted, or as `hold_for_repair`.
+    """
+    data = encode_index(index)
+    with hold_for_repair(store) as names:
+        deleted = (name for name in names if (kind := parse_file_name(name)) and kind.kind == "deleted")
+        gone = before is None and next(deleted, None) is not None
+        if gone or (before is not None and index_state(store) != before):
+            raise replaced_meanwhile(store)
+        if before is None and not {file.name for file in index.file_list} <= names.keys():
+            raise replaced_meanwhile(store)
+        keep()
+        if isinstance(before, bytes) and isinstance(store, SupportsCompareAndSwap):
+            store.compare_and_swap(INDEX_NAME, data, holds=lambda found: found == before, limit=MAX_INDEX)
+        else:
+            store.publish(INDEX_NAME, data, replace=before is not None)
+
+
+def _who(name: str, owner: Owner | None) -> str:
+    who = f"process {owner.pid} on {owner.host}" if owner is not None else "a process"
+    return f"{who} {'deletes' if name.startswith('deleting') else 'repairs'} it"
