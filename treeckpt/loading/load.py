@@ -82,6 +82,7 @@ def _match_saved(job: Load) -> _SavedTree:
     job.options.check_used(lambda: job.view.names)
     order = [leaf for leaf in job.view.entries if leaf.ranks is None or job.owns(leaf)]
     taken = [leaf for leaf in order if job.selected(leaf.path) and leaf.number not in job.index.offsets]
+    job.read_blobs(taken)
     found = _specs(job, taken) if job.options.specs_only else _arrays(job, taken)
     structure = job.view.structure
     if not job.options.rules and any(leaf.ranks is not None for leaf in order):
@@ -226,6 +227,7 @@ def _match(job: Load, like: object, *, in_place: bool) -> _MatchedTree:
         check_no_tensors(job.missing, job.view.structure)
     job.check_keys(asked, [path for wanted, path, _ in pairs if wanted is ...])
     ties: dict[tuple[int, int], LeafPlaceholder] = {}
+    job.read_blobs(leaf for wanted, _, leaf in pairs if type(wanted) is not TableColumn)
     slots = [
         column_slot(job, wanted, path, leaf)
         if type(wanted) is TableColumn

@@ -14,11 +14,12 @@ import msgspec
 import numpy as np
 
 from ..arrays.base import ArrayTarget
+from ..arrays.blobs import blob_value
 from ..arrays.registry import abstract_of, check_cast, decode, like_of, target_of
 from ..core.format.damage import BadBytes, DamagedLeaf, damaged_leaves
 from ..core.format.records import Leaf, PerRankValues, ValueRecord
 from ..core.sharding.int_runs import decode_runs
-from ..core.sharding.region import is_c_order
+from ..core.sharding.region import Region, is_c_order
 from ..core.tree.globs import check_used, compile_globs
 from ..core.tree.path_text import path_text
 from ..core.tree.spec import ArraySpec
@@ -147,6 +148,8 @@ class Load:
         )
         self.claims = Claims(checkpoint, whole=options.bad is None)
         self.loaded = 0
+        self._blobs: dict[int, bytes | bytearray | str] = {}
+        """By leaf number, values that were read from shards."""
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.in_parts: list[tuple[str, str]] = []
@@ -201,6 +204,11 @@ class Load:
         record = leaf.record
         if isinstance(record, PerRankValues):
             stored = record.values[int(np.flatnonzero(decode_runs(leaf.ranks or ()) == self.source_rank)[0])]
+        elif leaf.stored is not None:
+            if leaf.number not in self._blobs:
+                self.read_blobs([leaf])
+            self.loaded += 1
+            return self._blobs.pop(leaf.number)
         else:
             assert isinstance(record, ValueRecord), "arrays are read, not decoded"
             stored = record.value
@@ -213,6 +221,21 @@ class Load:
             return ...
         self.loaded += 1
         return value
+
+    def read_blobs(self, leaves: Iterable[Leaf | None]) -> None:
+        """Reads the values among saved leaves whose bytes are in shards, so that `value` has them."""
+        batch, found = self.new_batch(), dict[int, tuple[Leaf, np.ndarray]]()
+        for leaf in leaves:
+            if leaf is None or leaf.spec is not None or leaf.stored is None or leaf.number in found:
+                continue
+            self.claims.take(leaf.path, leaf)
+            found[leaf.number] = leaf, batch.add_region(leaf.as_array, Region.whole(leaf.stored.shape))
+        if found:
+            self.run_now(batch)
+        while found:
+            number, (leaf, memory) = found.popitem()
+            assert leaf.stored is not None, "blobs are stored"
+            self._blobs[number] = blob_value(memory.data, leaf.stored.kind, leaf.path)
 
     def array(self, path: str, leaf: Leaf, wanted: object, *, in_place: bool = False) -> LeafPlaceholder:
         """Adds an array to what is read.

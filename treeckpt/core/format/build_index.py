@@ -8,11 +8,22 @@ from ..planning.rank_trees import GlobalTree, LeafSpec
 from ..planning.save_plan import ChunkOffsets, SingleChunkOffset
 from ..sharding.int_runs import decode_runs, encode_runs
 from ..sharding.placements import MeshLayout
-from ..tree.spec import ArraySpec
+from ..tree.spec import BLOB_KINDS, ArraySpec
 from ..tree.value_codec import Value
 from .chunks import NoChunks, encode_chunks
 from .lineage import Lineage
-from .records import AliasRecord, ArrayRecord, FileTable, Index, LeafRecord, PerRankArrays, PerRankValues, ValueRecord
+from .records import (
+    AliasRecord,
+    ArrayRecord,
+    BlobRecord,
+    FileTable,
+    Index,
+    LeafRecord,
+    PerRankArrays,
+    PerRankBlobs,
+    PerRankValues,
+    ValueRecord,
+)
 
 PerRankKey = tuple[str, int]
 """(path with `~rank*`, rank)."""
@@ -53,16 +64,18 @@ def build_index(
         elif leaf.per_rank is not None:
             at = placed[n] if placed is not None else None
             starts = encode_runs(at.starts) if isinstance(at, ChunkOffsets) else ()
-            records.append(PerRankArrays(specs.setdefault(leaf.spec, len(specs)), starts))
+            own = PerRankBlobs if leaf.spec.kind in BLOB_KINDS else PerRankArrays
+            records.append(own(specs.setdefault(leaf.spec, len(specs)), starts))
         else:
             blank = blanks.get((id(leaf.spec), id(leaf.layout)))
             if blank is None:
                 mesh = leaf.layout if isinstance(leaf.layout, MeshLayout) else None
                 layout = -1 if mesh is None else layouts.setdefault(mesh, len(layouts))
-                blank = ArrayRecord(specs.setdefault(leaf.spec, len(specs)), layout, NoChunks())
+                kind = BlobRecord if leaf.spec.kind in BLOB_KINDS else ArrayRecord
+                blank = kind(specs.setdefault(leaf.spec, len(specs)), layout, NoChunks())
                 blanks[id(leaf.spec), id(leaf.layout)] = blank
             if placed is not None:
-                blank = ArrayRecord(blank.spec, blank.layout, encode_chunks(leaf.spec.shape, placed[n]))
+                blank = type(blank)(blank.spec, blank.layout, encode_chunks(leaf.spec.shape, placed[n]))
             records.append(blank)
     return Index(
         save_id=save_id,
