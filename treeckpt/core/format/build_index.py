@@ -64,15 +64,13 @@ def build_index(
         elif leaf.per_rank is not None:
             at = placed[n] if placed is not None else None
             starts = encode_runs(at.starts) if isinstance(at, ChunkOffsets) else ()
-            own = PerRankBlobs if leaf.spec.kind in BLOB_KINDS else PerRankArrays
-            records.append(own(specs.setdefault(leaf.spec, len(specs)), starts))
+            records.append(_record_type(leaf.spec)[1](specs.setdefault(leaf.spec, len(specs)), starts))
         else:
             blank = blanks.get((id(leaf.spec), id(leaf.layout)))
             if blank is None:
                 mesh = leaf.layout if isinstance(leaf.layout, MeshLayout) else None
                 layout = -1 if mesh is None else layouts.setdefault(mesh, len(layouts))
-                kind = BlobRecord if leaf.spec.kind in BLOB_KINDS else ArrayRecord
-                blank = kind(specs.setdefault(leaf.spec, len(specs)), layout, NoChunks())
+                blank = _record_type(leaf.spec)[0](specs.setdefault(leaf.spec, len(specs)), layout, NoChunks())
                 blanks[id(leaf.spec), id(leaf.layout)] = blank
             if placed is not None:
                 blank = type(blank)(blank.spec, blank.layout, encode_chunks(leaf.spec.shape, placed[n]))
@@ -90,6 +88,11 @@ def build_index(
         metadata=dict(metadata),
         lineage=lineage,
     )
+
+
+def _record_type(spec: ArraySpec) -> tuple[type[ArrayRecord], type[PerRankArrays]]:
+    """Returns the classes of the records of what is stored by such a spec: of all ranks, and of each rank."""
+    return (BlobRecord, PerRankBlobs) if spec.kind in BLOB_KINDS else (ArrayRecord, PerRankArrays)
 
 
 def _value_record(leaf: LeafSpec, values: Mapping[str, Value], own_values: Mapping[PerRankKey, Value]) -> LeafRecord:
