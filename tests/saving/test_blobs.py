@@ -293,7 +293,7 @@ def test_an_index_that_says_other_things_of_them_is_refused(tmp_path: Path) -> N
     def changed(change: Any) -> None:
         tc.save(tmp_path / "c", {"log": "é" * 3000, "w": np.zeros(3)}, overwrite=True)
         reseal(tmp_path / "c", change)
-        with pytest.raises(tc.FormatError, match="log|w"):
+        with pytest.raises(tc.FormatError, match=r"log|w"):
             tc.load(tmp_path / "c")
 
     def of_floats(document: dict[str, Any]) -> None:
