@@ -30,6 +30,7 @@ from ..io.os_errors import wrap_read_error
 from ..io.storage.checkpoint import Checkpoint
 from ..reports import LoadReport
 from .aliasing import Wanted, check_ties, tied_to
+from .chosen_rows import check_tables
 from .keyed_tables import column_slot, find_column, refuse_plain, slot_as_saved
 from .match import Load, LoadOptions
 from .read_batch import ReadOptions, add_changed
@@ -110,7 +111,7 @@ def _arrays(job: Load, taken: Sequence[Leaf]) -> dict[str, LeafPlaceholder]:
     """Returns the values, and a placeholder for each array, which is added to what is read."""
     made: dict[int, LeafPlaceholder] = {}
     found: dict[str, LeafPlaceholder] = {}
-    if job.index.tables and (job.options.rules or job.options.joined):
+    if job.index.tables and (job.options.rules or job.options.joined or job.options.ids is not None):
         found = {leaf.path: slot for leaf in taken if (slot := slot_as_saved(job, leaf)) is not None}
     plain = [leaf for leaf in taken if leaf.path not in found]
     whole = {leaf.number for leaf in plain}
@@ -321,6 +322,8 @@ def load_tree(checkpoint: Checkpoint, like: object, comm: Comm, options: LoadOpt
     relay = open_relay(comm, [checkpoint], options.read)
     with together(relay):
         job = Load(checkpoint, comm, options)
+        if options.ids is not None:
+            check_tables(job, options.ids)
         found = _match_saved(job) if like is None else _match(job, like, in_place=False)
     job.batch.run(ReadOptions(job.memory, options.verify, mapped=options.mmap, ahead=relay is None, relay=relay))
     tree = found.build()

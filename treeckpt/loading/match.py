@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -31,6 +31,7 @@ from ..io.storage.memory import SlabAllocator
 from ..io.timing import Recorder
 from ..reports import LoadReport
 from .check_sizes import Claims
+from .chosen_ids import chosen_ids
 from .read_batch import ReadBatch, ReadOptions, Verify
 from .read_request import LeafPlaceholder
 from .transforms.reshape_rules import check_scaled
@@ -72,11 +73,14 @@ class LoadOptions(msgspec.Struct, frozen=True):
     """What is damaged: leaves with such bytes are not loaded, nor is a shard refused for them; None refuses."""
     lenient: bool = False
     """Gives `...`, without like, in the place of what cannot be made here, as of a class that this program lacks."""
+    ids: Any = None
+    """The rows of keyed tables to load, as `treeckpt.load` takes them, then `ChosenIds`; None for all owned ones."""
     joined: Mapping[str, Load] = {}
     """Columns of tables that another checkpoint gives, by path, and the load that sees it: with `like` slots of tables
     whose ids come from here, without it the ids of tables that get slots from here."""
 
     def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "ids", chosen_ids(self.ids))
         for name, given, known in (
             ("read", self.read, ("each", "once")),
             ("per_rank", self.per_rank, ("error", "take")),
@@ -147,6 +151,8 @@ class Load:
             checkpoint, self.source_rank, self.recorder, whole=options.bad is None, here=(self.here, readers)
         )
         self.claims = Claims(checkpoint, whole=options.bad is None)
+        self.chosen_rows: dict[tuple[int, str], Any] = {}
+        """Where the rows of chosen ids are, by the number and path of the ids of a table."""
         self.loaded = 0
         self._blobs: dict[int, bytes | bytearray | str] = {}
         """By leaf number, values that were read from shards."""

@@ -59,6 +59,12 @@ class KeyedTable:
     As a target of load its ids and slots only give the names, kinds, dtypes and row shapes of what is wanted; the
     number of rows comes from the checkpoint. `load_into` gives the table new arrays.
 
+    `tc.load(path, ids=ids)` loads the rows of these ids alone, each once, in their order: of every table, or with
+    `ids={"emb": ids}` of that at a path, while others are loaded whole. With a table in like they are ids that its
+    `owned` has. An id that the checkpoint lacks is an error; with a table in like that has a `fill` for every slot its
+    row is filled. Beside the rows the ids of their buckets are read, so a table in many buckets is read least; reads
+    are rounded to 256 KiB where checksums are compared.
+
     >>> table = tc.KeyedTable(np.array([7, -1]), {"embedding": np.ones((2, 3))})
     >>> report = tc.save("run/step_00000200", {"table": table})
     >>> tc.load("run/step_00000200")["table"].ids.tolist()
@@ -67,6 +73,8 @@ class KeyedTable:
     (4, 8)
     >>> tc.KeyedTable(np.array([5, -3]), {}, owned=tc.KeyedTable.modulo(1, 4))  # ids with id % 4 == 1
     KeyedTable(2 rows, slots ; buckets (1, 2) of 4)
+    >>> tc.load("run/step_00000200", ids=[-1])["table"].slots["embedding"].shape
+    (1, 3)
 
     Args:
         ids: int64[N], in any order, each once.

@@ -102,13 +102,13 @@ def modulo_owner(rank: int, world: int) -> ModuloOwner:
     return ModuloOwner(*checked_rank(rank, world))
 
 
-def checked_rank(rank: int, world: int) -> tuple[int, int]:
+def checked_rank(rank: object, world: object) -> tuple[int, int]:
     """Returns a rank and the number of ranks.
 
     Raises:
         LayoutError: they are no such numbers.
     """
-    if all(isinstance(number, SupportsIndex) for number in (rank, world)):
+    if isinstance(rank, SupportsIndex) and isinstance(world, SupportsIndex):
         rank, world = operator.index(rank), operator.index(world)
         if 0 <= rank < world:
             return rank, world
