@@ -41,7 +41,7 @@ def parted(options: dict[str, Any], rank: int, world: int, ids: list[int]) -> tc
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     ids=st.lists(IDS, min_size=1, max_size=40, unique=True),
     data=st.data(),
@@ -148,7 +148,7 @@ def test_another_world_of_remainders_reads_the_rows_that_are_its_own(tmp_path: P
 
 
 def test_little_more_than_the_rows_is_fetched_of_objects(s3: Any) -> None:
-    whole, url = large_table(400_000), s3.url()
+    whole, url = large_table(60_000), s3.url()
     store = s3.store(url)
     tc.save(store, {"emb": whole})
     chosen = whole.ids[:: len(whole.ids) // 3]
@@ -156,4 +156,4 @@ def test_little_more_than_the_rows_is_fetched_of_objects(s3: Any) -> None:
     found = tc.load(store, ids={"emb": torch.from_numpy(chosen)})["emb"]
     assert found.slots["m"].tolist() == whole.slots["m"][:: len(whole.ids) // 3].tolist()
     fetched = sum(row["got"] for row in s3.log() if row["method"] == "GET" and "shard" in row["path"])
-    assert 0 < fetched <= 4 * len(chosen) * 2 * BLOCK + (1 << 20)  # with the header of the shard
+    assert 0 < fetched <= 3 * len(chosen) * BLOCK + (1 << 20) < whole.slots["w"].nbytes * 2  # with ids and offsets

@@ -18,13 +18,14 @@ _TEXT = ("utf-8", "surrogatepass")
 
 
 def blob_source(value: bytes | bytearray | str) -> ArraySource | None:
-    """Describes the bytes of a long value as an array, those of bytes without a copy.
+    """Describes the bytes of a long value as an array, those of `bytes` without a copy.
 
-    Returns None for a short one, and for one of a subclass, as numpy has them.
+    A bytearray is copied, because it could not grow while an array uses its memory. Returns None for a short value, and
+    for one of a subclass, as numpy has them.
     """
     if len(value) * (4 if type(value) is str else 1) <= MAX_VALUE_NBYTES or type(value) not in BLOB_TYPES:
         return None
-    data = value.encode(*_TEXT) if isinstance(value, str) else value
+    data = value.encode(*_TEXT) if isinstance(value, str) else bytes(value)
     if len(data) <= MAX_VALUE_NBYTES:
         return None
     array = np.frombuffer(data, np.uint8)
