@@ -360,3 +360,12 @@ def test_dcp_writes_its_own_entries_of_bytes(tmp_path: Path) -> None:
     torch_dcp.load(found, storage_reader=dcp.Reader(tmp_path / "c"), no_dist=True)
     assert found["log"] == state["log"] and found["note"] == state["note"] and found["w"].tolist() == [0, 1, 2, 3]
     assert (tmp_path / "c" / "index.json").stat().st_size < 9000
+
+
+def test_an_index_that_claims_more_than_the_files_have_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", {"log": "x" * 9000})
+    reseal(tmp_path / "c", lambda document: document["index"]["specs"][0].update(shape=[1 << 45]))
+    for act in (tc.load, lambda path: convert(path, tmp_path / "c.pt"), lambda path: convert(path, tmp_path / "copy")):
+        with pytest.raises(tc.TreeckptError, match="log"):
+            act(tmp_path / "c")
+    assert main(["show", str(tmp_path / "c"), "log"]) == 1

@@ -26,6 +26,7 @@ from ..foreign.pickle_values import RefusedLeaf
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.metadata_files import read_sidecar
 from ..io.storage.store import Store
+from ..loading.check_sizes import Claims
 from ..loading.read_batch import read_region
 from .contents import Contents, spread_ranks
 
@@ -33,6 +34,7 @@ from .contents import Contents, spread_ranks
 class _NativeReader:
     def __init__(self, checkpoint: Checkpoint, storages: ArchiveStorages, refused: list[RefusedLeaf]) -> None:
         self.checkpoint, self.storages, self.refused = checkpoint, storages, refused
+        self._claims = Claims(checkpoint, whole=True)
         self._bases: dict[tuple[int, int | None], LazyArray] = {}
 
     def leaf(self, number: int, rank: int | None) -> Any:
@@ -44,6 +46,7 @@ class _NativeReader:
         if leaf.spec is not None:
             return self._whole(leaf, rank)
         if leaf.stored is not None:
+            self._claims.take(leaf.path, leaf)
             whole = Region.whole(leaf.stored.shape)
             data = read_region(self.checkpoint, leaf.as_array, whole, rank=rank or 0)
             return blob_value(data.data, leaf.stored.kind, leaf.path)
