@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import subprocess
 import sys
@@ -369,3 +370,17 @@ def test_an_index_that_claims_more_than_the_files_have_is_refused_before_memory_
         with pytest.raises(tc.TreeckptError, match="log"):
             act(tmp_path / "c")
     assert main(["show", str(tmp_path / "c"), "log"]) == 1
+
+
+@pytest.mark.parametrize("position", [0, 17, 5000, 9000])
+def test_a_file_in_memory_keeps_its_content_and_position(tmp_path: Path, position: int) -> None:
+    file, noted = io.BytesIO(b"ab" * 2500), io.BytesIO(b"ab" * 2500)
+    file.seek(position)
+    setattr(noted, "name", "state.bin")  # noqa: B010 (the class declares none)
+    tree = {"file": file, "noted": noted, "small": io.BytesIO(b"x"), "model": torch.nn.Linear(1, 1).state_dict()}
+    tc.save(tmp_path / "c", tree)
+    assert tc.inspect(tmp_path / "c").nbytes == 5000 + 8 + 8
+    found = tc.load(tmp_path / "c")
+    assert (found["file"].getvalue(), found["file"].tell()) == (file.getvalue(), position)
+    assert found["noted"].name == "state.bin" and found["noted"].getvalue() == file.getvalue()
+    assert file.tell() == position and file.write(b"more") == 4

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from ..arrays.base import ArrayTarget
-from ..arrays.blobs import blob_value
+from ..arrays.blobs import Blob, blob_value
 from ..arrays.registry import abstract_of, check_cast, decode, like_of, target_of
 from ..core.format.damage import BadBytes, DamagedLeaf, damaged_leaves
 from ..core.format.records import Leaf, PerRankValues, ValueRecord
@@ -154,7 +154,7 @@ class Load:
         self.chosen_rows: dict[tuple[int, str], Any] = {}
         """Where the rows of chosen ids are, by the number and path of the ids of a table."""
         self.loaded = 0
-        self._blobs: dict[int, bytes | bytearray | str] = {}
+        self._blobs: dict[int, Blob] = {}
         """By leaf number, values that were read from shards."""
         self.missing: list[str] = []
         self.unexpected: list[str] = []

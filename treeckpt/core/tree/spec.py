@@ -13,8 +13,11 @@ from ...errors import MismatchError
 from ..sharding.dtypes import dtype_of, normalize_dtype
 from ..sharding.region import Region
 
-BLOB_KINDS = frozenset(("bytes", "bytearray", "str"))
-"""Kinds of specs of blobs, values whose bytes are stored in shards, as uint8[n]. Text is UTF-8, with surrogates."""
+BLOB_KINDS = frozenset(("bytes", "bytearray", "str", "BytesIO"))
+"""Kinds of specs of blobs, values whose bytes are stored in shards, as uint8[n].
+
+Text is UTF-8, with surrogates. The last 8 bytes of a BytesIO are its position.
+"""
 
 
 class StridedView(msgspec.Struct, frozen=True, array_like=True):
