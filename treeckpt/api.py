@@ -199,6 +199,7 @@ def load(
     rename: Renaming = None,
     transforms: Transforms = None,
     strict: Strict = True,
+    ids: Any = None,
     cast: bool = False,
     device: str | None = None,
     verify: Verify = True,
@@ -226,10 +227,11 @@ def load(
         like: tensors, DTensors, `ArraySpec`s, anything with shape and dtype, `...` for no leaf. None: as saved, whole.
         select, exclude: globs over paths, or a path as keys, and what is below; the rest is as in like, else `...`.
         rename, transforms: {"h.$L.*": "layers.$L.*"}, then rules or statements of `treeckpt.rules`: as if saved so.
-        strict: both must have the same leaves ("missing": like's), rules match some; False takes what is in both.
+        strict: like and checkpoint have the same leaves, rules match; "missing": like's are there; False: one in both.
+        ids: the rows to load of each `KeyedTable`, in this order; int64[N], or a dict of it by path; see there.
         cast, device: converts dtypes instead of refusing them; where new tensors go, "original" for where each was.
         verify: compares checksums of all that is read; "first" matters to `load_into` alone.
-        on_corrupt: "skip" salvages, no `Bank`: damaged leaves become `...`, see `report.damaged`. Every rank calls.
+        on_corrupt, on_report: "skip" salvages, on all ranks, no Bank: what is damaged is `...`; gets the `LoadReport`.
         per_rank: in another world size, refuse `PerRank` state, or take that of rank modulo the old world.
         copy: gives each array memory of its own, where whole ones are views of what a range of a file was read into.
         mmap: maps whole arrays, in C order: bytes come when touched, without checksums, from a file that has to stay.
@@ -238,14 +240,14 @@ def load(
         allow_pickle: unpickles values that were saved so, which can run any code: only for files you trust.
         comm: this rank, and of how many, as for `save` or by the launcher; they talk for `read`, salvage, `together`.
         together: every rank has to call, and waits for the others; what fails on some is one `RankError` on all.
-        follow_links, on_report: reads links out of the run, as those of DVC or Hugging Face; gets the `LoadReport`.
+        follow_links: reads links out of the run, as those of DVC or Hugging Face.
 
     Raises:
         CheckpointNotFound, CorruptError, FormatError, MismatchError: the state of the files, or what is wanted.
     """
     with _ending(comm := as_comm(comm, sends_messages=together), path, together=together, hint=_DROPPED):
         options = LoadOptions(globs_of(select), strict, cast, device, verify, per_rank, copy, mmap, allow_pickle,
-            namespace, read, memory, globs_of(exclude, "exclude"), as_rules(rename, transforms))  # fmt: skip
+            namespace, read, memory, globs_of(exclude, "exclude"), as_rules(rename, transforms), ids=ids)  # fmt: skip
         tree, report = run_load(following(path, follow_links), like, comm, options, on_corrupt)
     if on_report is not None:
         on_report(report)

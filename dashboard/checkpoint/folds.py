@@ -9,6 +9,7 @@ import msgspec
 from treeckpt.core.analysis.diff import leaf_text
 from treeckpt.core.analysis.outline import Outline, OutlineRow
 from treeckpt.core.analysis.repeated_blocks import RepeatedBlocks, find_repeated_blocks
+from treeckpt.core.tree.spec import BLOB_KINDS
 
 MAX_CHILDREN = 5000
 """Children of a node; with more of them nothing is folded."""
@@ -49,7 +50,7 @@ def folds_page(outline: Outline, name: str) -> FoldsPage:
         MismatchError: there is no such node.
     """
     children = outline.row(name).children
-    dtypes = sorted({spec.dtype for spec in outline.index.specs})
+    dtypes = sorted({spec.dtype for spec in outline.index.specs if spec.kind not in BLOB_KINDS})
     if children > MAX_CHILDREN:
         return FoldsPage(name, children, dtypes, [])
     rows = outline.children(name, count=MAX_CHILDREN)

@@ -8,24 +8,44 @@ import msgspec
 
 from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.format.byte_map import chunk_count, layout_of
-from treeckpt.core.format.records import AliasRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
+from treeckpt.core.format.records import (
+    AliasRecord,
+    BlobRecord,
+    Index,
+    Leaf,
+    PerRankArrays,
+    PerRankBlobs,
+    PerRankValues,
+    ValueRecord,
+)
 from treeckpt.core.sharding.dtypes import dtype_of
 from treeckpt.core.sharding.int_runs import decode_runs
 from treeckpt.core.sharding.placements import MeshLayout, mesh_ranks
 from treeckpt.core.sharding.region import Region
-from treeckpt.core.text import count_text, layout_text, placement_text, value_text, value_type
+from treeckpt.core.text import blob_text, count_text, layout_text, placement_text, value_text, value_type
 from treeckpt.core.tree.spec import ArraySpec
-from treeckpt.loading.peek import MAX_NBYTES
+from treeckpt.io.storage.store import Store
+from treeckpt.loading.peek import MAX_NBYTES, peek_blob
 from treeckpt.runs.statistics_store import LeafStatistics
 
 from ..pages.checkpoints import PAGE, CheckpointRow, shorten
 from .chunks import MAX_HOLDERS, NO_FILE, ChunksPage, chunks_page, leaf_of, parse_region, stored_leaf
 from .leaf_file import FileForm, file_forms
 from .leaf_numbers import LeafNumbers, leaf_numbers
+from .peek import rank_at
 from .shard_map import map_dims
 from .tree import Fact, NodeRow, node_row
 
-KINDS = {ValueRecord: "value", PerRankValues: "value per rank", AliasRecord: "tie", PerRankArrays: "array per rank"}
+KINDS = {
+    ValueRecord: "value",
+    PerRankValues: "value per rank",
+    AliasRecord: "tie",
+    PerRankArrays: "array per rank",
+    BlobRecord: "value",
+    PerRankBlobs: "value per rank",
+}
+BLOB_SHOWN = 20_000
+"""Bytes of a text or bytes that are shown."""
 
 
 class MeshPart(msgspec.Struct, frozen=True):
@@ -130,6 +150,18 @@ def leaf_page(
     )
 
 
+def blob_facts(store: Store, outline: Outline, number: int) -> list[Fact]:
+    """Returns the first bytes of leaf `number`, a text or bytes in shards; of one for each rank, that of the first.
+
+    Raises:
+        TreeckptError: they are damaged.
+    """
+    leaf = outline.index.entries[number]
+    rank = rank_at(leaf, 0)
+    text, _ = peek_blob(store, outline.index, leaf, BLOB_SHOWN, rank=rank)
+    return [*_values(leaf), Fact("" if rank is None else f"rank {rank}", "its first characters", text)]
+
+
 def _nbytes(spec: ArraySpec, region: Region | None) -> int:
     return (math.prod(spec.shape) if region is None else region.size) * dtype_of(spec.dtype).itemsize
 
@@ -176,6 +208,8 @@ def _facts(index: Index, leaf: Leaf) -> list[Fact]:
 
 def _values(leaf: Leaf) -> list[Fact]:
     record = leaf.record
+    if leaf.spec is None and leaf.stored is not None:
+        return [Fact("", leaf.stored.kind, blob_text(leaf.stored.kind, leaf.stored.nbytes))]
     if isinstance(record, ValueRecord):
         return [Fact("", value_type(record.value), value_text(record.value, 20_000))]
     if isinstance(record, PerRankValues):

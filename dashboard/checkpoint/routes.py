@@ -8,6 +8,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Annotated, Literal, TypeVar
 
+import msgspec
 from fastapi import Query, Request
 from fastapi.responses import RedirectResponse, Response
 
@@ -22,7 +23,7 @@ from ..store.library import Library
 from . import files, folds, sidecars, tree
 from .chunks import ChunksPage, chunks_page, leaf_of, stored_leaf
 from .contents import ContentsOrder, ContentsPage, contents_page
-from .leaf import LeafPage, leaf_page
+from .leaf import LeafPage, blob_facts, leaf_page
 from .leaf_file import FileForm, leaf_file
 from .leaf_numbers import LeafSteps, leaf_steps, statistics_of
 from .peek import PeekPage, Window, peek_page
@@ -126,7 +127,12 @@ def get_leaf(request: Request, checkpoint_id: str, number: int, start: Start = 0
     library = library_of(request)
     row, outline = open_tree(library, checkpoint_id)
     statistics = statistics_of(library, library.checkpoint(checkpoint_id)[1])
-    return leaf_page(row, outline, number, start, region, statistics)
+    page = leaf_page(row, outline, number, start, region, statistics)
+    if (leaf := leaf_of(outline.index, number)).spec is None and leaf.stored is not None:
+        read = partial(blob_facts, number=number)
+        values = _read_one_version(library, checkpoint_id, read, open_outline=open_tree)
+        page = msgspec.structs.replace(page, values=values)
+    return page
 
 
 @router.get("/checkpoints/{checkpoint_id}/leaves/{number}/chunks")

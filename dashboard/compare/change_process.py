@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from treeckpt.core.analysis.diff import comparable, diff
+from treeckpt.core.tree.spec import BLOB_KINDS
 from treeckpt.errors import TreeckptError
 from treeckpt.io.storage.counting_store import CountingStore
 from treeckpt.io.storage.far_store import for_reading
@@ -42,7 +43,8 @@ def main(arguments: Sequence[str]) -> int:
             a.check_against_files()
             b.check_against_files()
             saves = (_save(folders[0], before[0], a.index.save_id), _save(folders[1], before[1], b.index.save_id))
-            pairs = comparable(a.index, b.index, diff(a.index, b.index))
+            both = comparable(a.index, b.index, diff(a.index, b.index))
+            pairs = [(x, y) for x, y in both if x.spec is not None and x.spec.kind not in BLOB_KINDS]
             if not ChangeStore(Path(cache)).record(*saves, measured_pairs(a, b, pairs)):
                 send(Unreadable("the result could not be written to the cache"))
     except (TreeckptError, OSError) as error:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from treeckpt.core.analysis.outline import LeafColumns, NodeRecord, Outline, OutlineRow, words_in
-from treeckpt.core.format.records import Index, Leaf, LeafRecord, PerRankValues, ValueRecord
+from treeckpt.core.format.records import Index, Leaf, LeafRecord, specs_of
 from treeckpt.core.tree.nesting import SplitStructure
 from treeckpt.core.tree.structure import Structure
 from treeckpt.errors import MismatchError
@@ -102,8 +102,7 @@ class _Entries(Sequence[Leaf]):
         found: list[Leaf] = []
         rows = zip(_PATHS.decode(paths), _BLOCK.decode(data), strict=True)
         for number, (path, (record, ranks)) in enumerate(rows, block * LEAVES):
-            spec = None if isinstance(record, (ValueRecord, PerRankValues)) else self._specs[record.spec]
-            found.append(Leaf(number, path, record, ranks, spec))
+            found.append(Leaf(number, path, record, ranks, *specs_of(record, self._specs)))
         return found
 
     def __iter__(self) -> Iterator[Leaf]:

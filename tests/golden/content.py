@@ -125,3 +125,17 @@ def table_tree(rank: int) -> dict[str, Any]:
         "table": tc.KeyedTable(np.array(IDS, np.int64)[mine], part, scalars={"step": 12}, **options),
         "empty": tc.KeyedTable(np.empty(0, np.int64), none, partition="splitmix64_mod", **options),
     }
+
+
+def blob_tree(rank: int) -> dict[str, Any]:
+    """Long texts and bytes, and a table whose ids each of two ranks has by their remainder."""
+    mine = np.array([i % WORLD == rank for i in IDS])
+    part = {name: slot[mine] for name, slot in slots().items()}
+    return {
+        "text": "é\udc80" * 1000,
+        "bytes": bytes(range(256)) * 17,
+        "buffer": bytearray(b"\0" * 4097),
+        "short": "x" * 4096,
+        "own": tc.PerRank(f"{rank}" * 4100),
+        "table": tc.KeyedTable(np.array(IDS, np.int64)[mine], part, owned=tc.KeyedTable.modulo(rank, WORLD)),
+    }

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
-from tests.golden.content import BUCKETS, IDS, WORLD, arrays, end_to_end, slots, table_tree, values
+from tests.golden.content import BUCKETS, IDS, WORLD, arrays, blob_tree, end_to_end, slots, table_tree, values
 from tests.helpers.strategies import same
 from tests.helpers.world import errors_of, on_ranks, shards_of
 from treeckpt.core.format import index as index_module
@@ -19,6 +19,7 @@ GOLDEN = Path(__file__).parent
 FIRST = GOLDEN / "version_1"
 SECOND = GOLDEN / "version_2"
 TABLES = GOLDEN / "version_1_tables"
+BLOBS = GOLDEN / "version_1_blobs"
 
 
 def test_every_version_of_the_format_has_a_golden_checkpoint():
@@ -155,6 +156,19 @@ def test_the_tables_of_version_1_are_written_with_the_same_bytes(tmp_path):
         assert found[0][sizes[0] :] == found[1][sizes[1] :]
         entries = [decode_header(data[:size], "shard").entries for data, size in zip(found, sizes, strict=True)]
         assert entries[0] == entries[1]
+
+
+def test_golden_texts_and_bytes_load_and_so_do_ids_dealt_by_their_remainder():
+    for rank in range(WORLD):
+        like = blob_tree(rank)
+        found = tc.load(BLOBS, per_rank="take")
+        for name in ("text", "bytes", "buffer", "short"):
+            assert type(found[name]) is type(like[name]) and found[name] == like[name]
+        owned = {"table": like["table"], **{name: ... for name in like if name != "table"}}
+        table = tc.load(BLOBS, owned)["table"]
+        assert sorted(table.ids.tolist()) == sorted(like["table"].ids.tolist())
+    assert found["own"].value == "0" * 4100 and tc.inspect(BLOBS).by_path["short"][0].stored is None
+    assert not tc.verify(BLOBS).problems
 
 
 def test_the_golden_checkpoint_is_not_written_anew():

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import treeckpt as tc
-from tests.golden.content import RANGES, WORLD, ranges_tree, table_tree, tree
+from tests.golden.content import RANGES, WORLD, blob_tree, ranges_tree, table_tree, tree
 from treeckpt.io.comm.comm import thread_comms
 
 TREES: dict[str, tuple[Callable[[int], Any], int]] = {
     "version_1": (tree, WORLD),
     "version_1_tables": (table_tree, WORLD),
+    "version_1_blobs": (blob_tree, WORLD),
     "version_2": (ranges_tree, len(RANGES) - 1),
 }
 """What each was made of, and by how many ranks."""

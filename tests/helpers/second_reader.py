@@ -144,7 +144,7 @@ class SecondReader:
         """Sets the starts that a version 2 does not list."""
         written: list[tuple[int, int, int, Box]] = []
         for record, ranks in zip(self.index["leaves"], self.groups, strict=True):
-            if record[0] not in ("a", "pa") or (record[0] == "a" and record[3][0] != "boxes"):
+            if record[0] not in ("a", "pa", "px") or (record[0] == "a" and record[3][0] != "boxes"):
                 continue
             spec = self.index["specs"][record[1]]
             element = dtype(spec["dtype"])
@@ -182,11 +182,13 @@ class SecondReader:
             steps = [step * base.itemsize for step in strides]
             return np.lib.stride_tricks.as_strided(base.reshape(-1)[offset:], shape, steps)
         array = np.empty(shape, element)
-        chunks = facts[2] if kind == "a" else ["w", rank, column(facts[1])[own]]
+        chunks = facts[2] if kind in ("a", "x") else ["w", rank, column(facts[1])[own]]
         for writer, start, offset, size in boxes_of_chunks(chunks, shape):
             region = tuple(slice(low, low + n) for low, n in zip(offset, size, strict=True))
             data = self._data(writer, start, math.prod(size) * element.itemsize)
             array[region] = np.frombuffer(data, element).reshape(size)
+        if kind in ("x", "px"):
+            return array.tobytes().decode("utf-8", "surrogatepass") if spec["kind"] == "str" else array.tobytes()
         return array
 
     def tree(self) -> Any:

@@ -493,7 +493,7 @@ def test_two_checkpoints_differ_in_their_rows() -> None:
     assert {c.path for c in changes} == {c.path for c in changes if c.aspect == "shape"}
 
 
-@pytest.mark.parametrize("partition", ["u64_mod", "splitmix64_mod"])
+@pytest.mark.parametrize("partition", ["u64_mod", "splitmix64_mod", "i64_mod"])
 def test_the_bucket_of_an_id_tells_its_owner(partition: str) -> None:
     ids = np.array([0, 1, -1, 7, 1 << 62, -(1 << 63)])
     buckets = tc.KeyedTable.buckets_of(ids, 12, partition=partition)
@@ -506,3 +506,44 @@ def test_the_bucket_of_an_id_tells_its_owner(partition: str) -> None:
         assert sorted(mine) == sorted(ids[(buckets >= owned[0]) & (buckets < owned[1])])
     with pytest.raises(tc.LayoutError, match="ids: expected int64, found float64"):
         tc.KeyedTable.buckets_of(arrays["w"], 12)
+
+
+def dealt(oracle: Oracle, rank: int, world: int, **options: Any) -> tc.KeyedTable:
+    """The part of a dict whose ids have this remainder, as Python has it."""
+    mine = {i: oracle[i] for i in oracle if i % world == rank}
+    table = table_of(mine, (0, 65_536))
+    return tc.KeyedTable(
+        table.ids, table.slots, scalars={"step": 7}, owned=tc.KeyedTable.modulo(rank, world), **options
+    )
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_ids_dealt_by_their_remainder_go_to_any_other_owners(tmp_path: Path, world: int) -> None:
+    oracle = make_oracle(300)
+
+    def act(comm: Any) -> None:
+        tc.save(tmp_path / "c", {"emb": dealt(oracle, comm.rank, world), "dense": 1}, comm=comm)
+
+    assert errors_of(on_ranks(world, act)) == [None] * world
+    assert tc.inspect(tmp_path / "c").tables[0] == TableSpec("i64_mod", 1, world)
+    assert rows_of(tc.load(tmp_path / "c")["emb"]) == oracle
+    for other in (1, 3, 5, 8):
+        for rank in range(other):
+            like = {"emb": target(tc.KeyedTable.modulo(rank, other)), "dense": ...}
+            found = rows_of(tc.load(tmp_path / "c", like)["emb"])
+            assert found == {i: oracle[i] for i in oracle if i % other == rank}
+    assert joined(load_by(tmp_path / "c", 3)) == oracle
+    save_by(tmp_path / "hashed", oracle, 2)
+    like = {"emb": target(tc.KeyedTable.modulo(2, 3)), "dense": ...}
+    assert rows_of(tc.load(tmp_path / "hashed", like)["emb"]) == {i: oracle[i] for i in oracle if i % 3 == 2}
+
+
+def test_rows_of_another_remainder_and_a_rank_that_is_missing_are_refused(tmp_path: Path) -> None:
+    wrong = tc.KeyedTable(np.array([1, 5, -2]), {}, owned=tc.KeyedTable.modulo(1, 4))
+    with pytest.raises(
+        tc.TreeError, match=r"emb/ids: expected ids with id % 4 == 1, .*found 1 of others, as -2 of bucket 2"
+    ):
+        tc.save(tmp_path / "c", {"emb": wrong})
+    right = tc.KeyedTable(np.array([1, 5, -3]), {}, owned=tc.KeyedTable.modulo(1, 4))
+    with pytest.raises(tc.LayoutError, match=r"no rank owns buckets 0:1.*modulo\(rank, world\)"):
+        tc.save(tmp_path / "c", {"emb": right})

@@ -16,10 +16,11 @@ from ..core.sharding.region import Region, c_strides
 from ..core.tree.flatten import flatten
 from ..core.tree.keyed_table import TableColumn
 from ..core.tree.nesting import split_structure
-from ..core.tree.spec import ArraySpec, StridedView
+from ..core.tree.spec import BLOB_KINDS, ArraySpec, StridedView
 from ..core.tree.structure import TABLE_KEYS, index_path, rank_key
 from ..core.tree.value_codec import Value
 from .base import ArraySource, SourcePiece, Storage
+from .blobs import BLOB_TYPES, blob_source
 from .digests import ComparedPart, compared, digests_of
 from .overlaps import overlapping_groups
 from .registry import encode, source_of
@@ -56,11 +57,13 @@ def describe_tree(
     namespace: str = "",
     members: tuple[int, ...] | None = None,
     tables: bool = False,
+    blobs: bool = False,
 ) -> DescribedTree:
     """Flattens a tree and describes its leaves.
 
     Args:
         tables: there may be keyed tables; `place_table_rows` then sets the global offsets of their rows.
+        blobs: texts and bytes of more than `MAX_VALUE_NBYTES` are described as arrays, with one of `BLOB_KINDS`.
         members: where a group of ranks saves, the global rank of each, which distributed arrays use.
 
     Raises:
@@ -82,7 +85,7 @@ def describe_tree(
         if type(leaf) is TableColumn and tables:
             source, rows = column_source(leaf, path, here, source_of, own=own)
         else:
-            source = source_of(leaf, path, here)
+            source = blob_source(leaf) if blobs and isinstance(leaf, BLOB_TYPES) else source_of(leaf, path, here)
         if source is None:
             (own_values if own else values)[path] = encode(leaf, path, allow_pickle=allow_pickle)
             specs.append(LeafSpec(path, None, per_rank=() if own else None))
@@ -91,7 +94,8 @@ def describe_tree(
             layout, first = source.layout, None
             if layout is not None and members is not None:
                 layout = layout_of_group(layout, source.spec.shape, members)
-            if source.storage is None:  # no aliases by memory; the same object is still one array
+            # no aliases by memory; the same object is still one array, but each value is stored for itself
+            if source.storage is None and source.spec.kind not in BLOB_KINDS:
                 identity = leaf.identity if isinstance(leaf, Sharded) else id(leaf)
                 first = unplaced.setdefault((identity, own), path)
             if first not in (None, path):
@@ -193,7 +197,8 @@ def content_digests(described: DescribedTree, compare: Comparison) -> dict[str, 
             part = _compared(source.pieces[0], itemsize, True if ids else compare, by_rows=True)
             key = piece_key(spec.path, source.layout.pieces[0][1])
         elif _is_replica(source):
-            part, key = _compared(source.pieces[0], itemsize, compare), spec.path
+            everything = source.spec.kind in BLOB_KINDS  # as of all values
+            part, key = _compared(source.pieces[0], itemsize, True if everything else compare), spec.path
         else:
             continue
         if part is not None:

@@ -18,7 +18,7 @@ import numpy as np
 from ..core.sharding.placements import BoxLayout
 from ..core.sharding.region import Region
 from ..core.tree.keyed_table import TableColumn
-from ..core.tree.row_order import Executor, RowOrder, buckets_of, sort_rows
+from ..core.tree.row_order import Executor, RowOrder, buckets_of, owned_text, sort_rows
 from ..core.tree.spec import ArraySpec, TableSpec
 from ..errors import TreeError
 from .base import ArrayReader, ArraySource, ArrayWriter, Box, HostArray, HostMemory, SourcePiece, raw_dtype
@@ -170,9 +170,10 @@ def _held(column: TableColumn, path: str, source: ArraySource) -> TableRows:
         stray = np.delete(arranged.of(ids), slice(starts[start], starts[stop]))
         raise TreeError(
             path,
-            expected=f"ids of buckets {start}:{stop} of {table.spec.buckets}, as owned says",
+            expected=f"{owned_text(table.spec, table.owned)}, as owned says",
             found=f"{len(stray)} of others, as {stray[0]} of bucket {buckets_of(stray[:1], table.spec)[0]}",
-            hint="Deal ids to owners by their bucket, or pass owned= the range that is here",
+            hint="Deal ids to owners by their bucket, or pass owned= the range that is here, or "
+            "tc.KeyedTable.modulo(rank, world) for the ids with id % world == rank",
         )
     return held
 

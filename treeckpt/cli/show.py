@@ -220,7 +220,12 @@ def _leaf_facts(index: Index, leaf: Leaf) -> list[tuple[str, str]]:
     if isinstance(record, PerRankValues):
         ranks = count_text(len(record.values), "rank")
         return [*facts, ("values", f"one for each of {ranks}: {leaf_text(index, leaf)}")]
-    assert leaf.spec is not None, "only values have no spec"
+    if leaf.spec is None:
+        assert leaf.stored is not None, "all other values are in the index"
+        kinds = {"type": leaf.stored.kind, "length": count_text(leaf.stored.nbytes, "byte")}
+        if isinstance(record, PerRankArrays):
+            kinds["length"] += f", on each of {count_text(length_of(leaf.ranks or ()), 'rank')}"
+        return [*facts, *kinds.items()]
     facts += [("dtype", leaf.spec.dtype), ("shape", shape_text(leaf.spec.shape)), ("kind", leaf.spec.kind)]
     if leaf.spec.order is not None:
         order = ", ".join(map(str, leaf.spec.order))

@@ -20,7 +20,7 @@ from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.int_runs import decode_runs
 from ..core.sharding.region import Region
 from ..io.storage.store import Store
-from ..loading.peek import Peek, peek
+from ..loading.peek import Peek, peek, peek_blob
 
 WHOLE = 4 << 20
 """Bytes that are read for the statistics, at most."""
@@ -32,13 +32,15 @@ DIMS = 4
 """Dimensions that are printed of a larger array: of those before, the first element."""
 WIDTH = 100
 """Characters of a line."""
+BLOB_SHOWN = 500
+"""Bytes of a text or bytes that are printed."""
 
 
 class LeafValues(msgspec.Struct, frozen=True):
-    """Values of an array."""
+    """Values of an array, or the first bytes of a text or bytes in shards."""
 
     text: str
-    """As numpy prints them; `...` stands for what is left out."""
+    """As numpy, or Python, prints them; `...` stands for what is left out."""
     rank: int | None
     """Whose array it is, of one for each rank."""
     at: tuple[int, ...]
@@ -62,6 +64,10 @@ def read_values(store: Store, index: Index, leaf: Leaf) -> LeafValues | None:
     record = leaf.record
     if isinstance(record, AliasRecord) and record.view is None:
         leaf = index.entries[record.of]
+    if leaf.spec is None and leaf.stored is not None:
+        rank = int(decode_runs(leaf.ranks)[0]) if leaf.ranks is not None else None
+        text, read = peek_blob(store, index, leaf, BLOB_SHOWN, rank=rank)
+        return LeafValues(text, rank, (), None, read.region.size, leaf.stored.nbytes, read.read, read.verified)
     if leaf.spec is None or not math.prod(leaf.spec.shape) or isinstance(leaf.record, AliasRecord):
         return None
     rank = int(decode_runs(leaf.ranks or ())[0]) if isinstance(leaf.record, PerRankArrays) else None

@@ -10,12 +10,14 @@ import msgspec
 import numpy as np
 
 from ..arrays.base import Storage
+from ..arrays.blobs import blob_value
 from ..arrays.lazy import LazyArray
 from ..arrays.registry import decode
 from ..core.format.records import AliasRecord, Leaf, PerRankValues, ValueRecord
 from ..core.format.shard_header import BLOCK
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.int_runs import decode_runs
+from ..core.sharding.region import Region
 from ..core.tree.spec import ArraySpec
 from ..errors import TreeckptError
 from ..foreign.checksums import ArchiveStorages
@@ -24,6 +26,7 @@ from ..foreign.pickle_values import RefusedLeaf
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.metadata_files import read_sidecar
 from ..io.storage.store import Store
+from ..loading.check_sizes import Claims
 from ..loading.read_batch import read_region
 from .contents import Contents, spread_ranks
 
@@ -31,6 +34,7 @@ from .contents import Contents, spread_ranks
 class _NativeReader:
     def __init__(self, checkpoint: Checkpoint, storages: ArchiveStorages, refused: list[RefusedLeaf]) -> None:
         self.checkpoint, self.storages, self.refused = checkpoint, storages, refused
+        self._claims = Claims(checkpoint, whole=True)
         self._bases: dict[tuple[int, int | None], LazyArray] = {}
 
     def leaf(self, number: int, rank: int | None) -> Any:
@@ -41,6 +45,11 @@ class _NativeReader:
             return self._alias(leaf, record, rank)
         if leaf.spec is not None:
             return self._whole(leaf, rank)
+        if leaf.stored is not None:
+            self._claims.take(leaf.path, leaf)
+            whole = Region.whole(leaf.stored.shape)
+            data = read_region(self.checkpoint, leaf.as_array, whole, rank=rank or 0)
+            return blob_value(data.data, leaf.stored.kind, leaf.path)
         assert isinstance(record, (ValueRecord, PerRankValues)), "all other leaves have specs"
         if isinstance(record, PerRankValues):
             value = record.values[int(np.flatnonzero(decode_runs(leaf.ranks or ()) == rank)[0])]

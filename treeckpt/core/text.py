@@ -128,6 +128,11 @@ def layout_text(layout: Layout | None) -> str:
     return f"{placed} on a {'×'.join(map(str, layout.mesh.shape))} mesh"
 
 
+def blob_text(kind: str, nbytes: int) -> str:
+    """Describes a value whose bytes are in shards: its type and length."""
+    return f"{kind} of {count_text(nbytes, 'byte')}"
+
+
 def value_type(value: Value) -> str:
     """Returns the usual name of a value's type."""
     if isinstance(value, TypedValue):

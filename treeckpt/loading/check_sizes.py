@@ -63,12 +63,12 @@ class Claims:
             CorruptError: more than all the shards that are there.
         """
         for source in leaf.sources.values() if isinstance(leaf, ComposedLeaf) else (leaf,):
-            spec, record = source.spec, source.record
+            spec, record = source.stored, source.record
             if source.number in self._counted or spec is None or type(record) is AliasRecord:
                 continue
             self._counted.add(source.number)
             self._claimed += math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
-            if type(record) is ArrayRecord and type(record.chunks) is not WholeChunk:
+            if isinstance(record, ArrayRecord) and type(record.chunks) is not WholeChunk:
                 self._chunks += count_chunks(record.chunks)
         present = self._expected if self._claimed <= self._unlisted else self._present
         if self._claimed <= present and (self._chunks - FREE_CHUNKS) * MIN_ENTRY_NBYTES <= present:

@@ -20,6 +20,7 @@ from ..core.numbers.moments import norm_of
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.int_runs import decode_runs
 from ..core.sharding.region import Region, flat_regions
+from ..core.tree.spec import BLOB_KINDS, ArraySpec
 from ..errors import MismatchError
 from ..io.storage.checkpoint import Checkpoint
 from .read_batch import read_arrays, read_region
@@ -123,7 +124,7 @@ def delta_of(a: Checkpoint, x: Leaf, b: Checkpoint, y: Leaf, *, cap: int | None 
         step = max(1, PART // itemsize)
         for start in range(0, min(elements, left), step):
             for region in flat_regions(x.spec.shape, start, min(start + step, elements, left)):
-                sums.add(read_region(a, x, region, rank=rank), read_region(b, y, region, rank=other), x.spec.dtype)
+                sums.add(read_region(a, x, region, rank=rank), read_region(b, y, region, rank=other), x.spec)
         left -= min(elements, left)
     return sums.delta(elements * len(ranks))
 
@@ -163,7 +164,7 @@ def _measured_batch(
     for (x, y, equal), data in zip(batch, before, strict=True):
         assert x.spec is not None, "arrays only are compared"
         sums = _Sums()
-        sums.add(data, data if equal else next(after), x.spec.dtype)
+        sums.add(data, data if equal else next(after), x.spec)
         yield x, y, sums.delta(data.size)
 
 
@@ -175,12 +176,13 @@ class _Sums:
         self.total = self.most = 0.0
         self.before = self.after = self.change = self.dot = 0.0
 
-    def add(self, before: np.ndarray, after: np.ndarray, dtype: str) -> None:
+    def add(self, before: np.ndarray, after: np.ndarray, spec: ArraySpec) -> None:
+        dtype = None if spec.kind in BLOB_KINDS else spec.dtype
         left, right = (np.ascontiguousarray(part).reshape(-1) for part in (before, after))
         for start in range(0, len(left), BATCH):
             self._add(left[start : start + BATCH], right[start : start + BATCH], dtype)
 
-    def _add(self, left: np.ndarray, right: np.ndarray, dtype: str) -> None:
+    def _add(self, left: np.ndarray, right: np.ndarray, dtype: str | None) -> None:
         width = left.dtype.itemsize
         if width in (1, 2, 4, 8):
             differs = left.view(f"u{width}") != right.view(f"u{width}")
@@ -188,6 +190,8 @@ class _Sums:
             differs = (left.view("u1").reshape(-1, width) != right.view("u1").reshape(-1, width)).any(1)
         self.compared += len(left)
         self.changed += int(np.count_nonzero(differs))
+        if dtype is None:  # text and bytes are no numbers
+            return
         numbers, others = as_numbers(left, dtype), as_numbers(right, dtype)
         if numbers is None or others is None:
             return

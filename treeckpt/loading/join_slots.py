@@ -115,13 +115,18 @@ def all_rows(job: Load, ids: Leaf) -> Rows:
 
 def read_now(job: Load, leaf: Leaf, path: str, region: Region, into: ArrayWriter) -> None:
     """Reads a part of an array at once, because what else is read depends on it."""
+    read_pieces_now(job, leaf, path, [TargetPiece(region, into)])
+
+
+def read_pieces_now(job: Load, leaf: Leaf, path: str, pieces: Sequence[TargetPiece]) -> None:
+    """Reads parts of an array at once."""
     saved = leaf.spec
     assert saved is not None, "arrays only are read"
     if saved.dtype != "int64":
         raise FormatError(path, expected="an array of int64", found=saved.dtype)
     job.claims.take(path, leaf)
     before = job.new_batch()
-    before.add_target(path, leaf, ArrayTarget(saved, None, (TargetPiece(region, into),)))
+    before.add_target(path, leaf, ArrayTarget(saved, None, pieces))
     job.run_now(before)
 
 

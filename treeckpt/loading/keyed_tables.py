@@ -14,22 +14,25 @@ fill value, and refused otherwise, because its old rows are not those of the new
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from ..arrays.base import ArrayTarget, Box, HostArray, TargetPiece, raw_dtype
+from ..arrays.base import ArrayTarget, Box, HostArray, raw_dtype
 from ..arrays.registry import abstract_of, source_of
-from ..arrays.table_columns import SelectedRowsWriter, check_order, read_ids
+from ..arrays.table_columns import check_order, read_ids
 from ..core.format.records import Leaf
+from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region
 from ..core.tree.keyed_table import TableColumn
-from ..core.tree.row_order import buckets_of
+from ..core.tree.row_order import buckets_of, owned_text
 from ..core.tree.spec import ArraySpec, TableSpec
 from ..core.tree.structure import TABLE_KEYS
 from ..errors import CorruptError, FormatError, MismatchError
+from .chosen_rows import find_chosen, row_pieces
 from .join_slots import (
     Join,
     Rows,
@@ -95,6 +98,8 @@ def column_slot(job: Load, column: TableColumn, path: str, leaf: Leaf | None) ->
     if column.kind == "offsets" or ids is None:
         return LeafPlaceholder(column)
     table = column.view.table
+    if job.options.ids is not None and (chosen := job.options.ids.beside(ids_path)) is not None:
+        return _chosen_slot(job, column, path, leaf, (ids_path, ids), chosen)
     rows = column.view.rows
     if rows is None:
         rows = column.view.rows = _find_rows(job, table.spec, table.owned, ids_path, ids)
@@ -120,6 +125,56 @@ def column_slot(job: Load, column: TableColumn, path: str, leaf: Leaf | None) ->
     if column.kind == "ids":
         job.batch.after.append(partial(_check, job, slot, rows, column, path))
     return slot
+
+
+def _chosen_slot(
+    job: Load, column: TableColumn, path: str, leaf: Leaf | None, beside: tuple[str, Leaf], chosen: np.ndarray
+) -> LeafPlaceholder:
+    """Adds the rows of chosen ids to what is read, in the order of these.
+
+    Args:
+        beside: the path and the leaf of the ids of the table.
+    """
+    table, (ids_path, ids), wanted = column.view.table, beside, _wanted(job, column, path)
+    buckets = buckets_of(chosen, table.spec)
+    if (others := (buckets < table.owned[0]) | (buckets >= table.owned[1])).any():
+        raise MismatchError(
+            ids_path,
+            expected=f"{owned_text(table.spec, table.owned)}, as owned in like says",
+            found=f"{chosen[others][0]} among the chosen ids",
+            hint="Choose ids of this rank, or leave owned= out of the KeyedTable in like",
+        )
+    if column.kind == "ids":
+        if not table.slots:
+            _refuse_missing(job, find_chosen(job, ids, ids_path, chosen), path)
+        return _given_ids(job, wanted, chosen, path)
+    fill = table.fill.get(column.name)
+    if leaf is None:
+        return LeafPlaceholder(_filled(job, table.fill[column.name], wanted, len(chosen), path).leaf)
+    giver = job.options.joined.get(path, job)
+    found = find_chosen(giver, ids_to_join(giver, leaf, path, job, ids) or ids, ids_path, chosen)
+    return _joined(job, giver, leaf, path, _with_rows(wanted, leaf), found, fill)
+
+
+def _given_ids(job: Load, wanted: ArraySpec, chosen: np.ndarray, path: str) -> LeafPlaceholder:
+    """Returns new ids, the chosen ones."""
+    target = job.new(msgspec.structs.replace(wanted, shape=chosen.shape), path)
+    for piece in target.pieces if len(chosen) else ():
+        piece.data.write((slice(0, len(chosen)),), chosen.view(raw_dtype(8)))
+    job.loaded += 1
+    return LeafPlaceholder(target.leaf)
+
+
+def _refuse_missing(job: Load, found: Join, path: str) -> None:
+    """Refuses, by a MismatchError, chosen ids that a table lacks."""
+    if len(found.missing):
+        listed = ", ".join(map(str, found.missing[:5])) + (", ..." if len(found.missing) > 5 else "")
+        raise MismatchError(
+            path,
+            expected="the chosen ids in the table",
+            found=f"{len(found.missing)} that are not in {job.checkpoint.url}: {listed}",
+            hint="Pass like with a KeyedTable(..., fill={slot: 0.0}), whose slots are filled for these",
+        )
 
 
 def _prefix(column: TableColumn, path: str) -> str:
@@ -213,20 +268,31 @@ def _check(job: Load, slot: LeafPlaceholder, rows: Rows, column: TableColumn, pa
 
 # slots of another table than the ids ------------------------------------------------------------------------------
 def slot_as_saved(job: Load, leaf: Leaf) -> LeafPlaceholder | None:
-    """Adds a slot of a table whose ids come from another one; None for all other leaves."""
+    """Adds a slot of a table whose ids come from another one, and the ids and slots of chosen rows; else None."""
     path, spec = leaf.path, leaf.spec
-    ids_path = ids_beside(path)
+    is_ids = leaf.number in job.index.tables
+    ids_path = path if is_ids else ids_beside(path)
     if ids_path is None or spec is None:
         return None
     home = job.options.joined.get(ids_path, job)
     ids = home.find(ids_path) if home is not job or job.selected(ids_path) else None
     if ids is None or ids.number not in home.index.tables:
         return None
-    own = ids_to_join(job, leaf, path, home, ids)
-    if own is None:
+    chosen = job.options.ids.beside(ids_path) if job.options.ids is not None else None
+    own = None if is_ids else ids_to_join(job, leaf, path, home, ids)
+    if chosen is None and own is None:
         return None
-    mine, theirs = (ids_of(x, one, ids_path, all_rows(x, one)) for x, one in ((home, ids), (job, own)))
     wanted = spec if job.options.device == "original" else msgspec.structs.replace(spec, device=None)
+    if chosen is not None:
+        found = find_chosen(job, own or ids, ids_path, chosen)
+        _refuse_missing(job, found, ids_path)
+        return (
+            _given_ids(job, wanted, chosen, path)
+            if is_ids
+            else _joined(job, job, leaf, path, _with_rows(wanted, leaf), found, None)
+        )
+    assert own is not None, "else the rows are its own"
+    mine, theirs = (ids_of(x, one, ids_path, all_rows(x, one)) for x, one in ((home, ids), (job, own)))
     return _joined(job, job, leaf, path, _with_rows(wanted, leaf), join(mine, theirs, all_rows(job, own)), None)
 
 
@@ -266,10 +332,10 @@ def _joined(
         own = _filled(job, fill, whole, count, path)
     else:
         own = job.new(msgspec.structs.replace(whole, shape=(count, *whole.shape[1:])), path)
-    low, high = (int(found.rows[0]), int(found.rows[-1]) + 1) if len(found.rows) else (0, 0)
-    region = Region((low, *(0 for _ in whole.shape[1:])), (high - low, *whole.shape[1:]))
-    rows = found.rows - low
-    pieces = [TargetPiece(region, SelectedRowsWriter(piece.data, rows, found.places)) for piece in own.pieces]
+    assert leaf.spec is not None, "columns are arrays"
+    row = whole.shape[1:]
+    nbytes = math.prod(row) * dtype_of(leaf.spec.dtype).itemsize
+    pieces = [one for piece in own.pieces for one in row_pieces(piece.data, found, row, nbytes)]
     batch = job.batch if giver is job else giver.new_batch()
     job.loaded += 1
     slot = batch.add_target(path, leaf, ArrayTarget(whole, own.leaf, pieces))

@@ -33,6 +33,7 @@ class LoadIntoKeywords(TypedDict, total=False):
 class LoadKeywords(LoadIntoKeywords, total=False):
     """The options of `treeckpt.load` that `Manager.restore` passes on."""
 
+    ids: Any
     device: str | None
     copy: bool
     mmap: bool

@@ -30,6 +30,7 @@ from ..io.os_errors import wrap_read_error
 from ..io.storage.checkpoint import Checkpoint
 from ..reports import LoadReport
 from .aliasing import Wanted, check_ties, tied_to
+from .chosen_rows import check_tables
 from .keyed_tables import column_slot, find_column, refuse_plain, slot_as_saved
 from .match import Load, LoadOptions
 from .read_batch import ReadOptions, add_changed
@@ -82,6 +83,7 @@ def _match_saved(job: Load) -> _SavedTree:
     job.options.check_used(lambda: job.view.names)
     order = [leaf for leaf in job.view.entries if leaf.ranks is None or job.owns(leaf)]
     taken = [leaf for leaf in order if job.selected(leaf.path) and leaf.number not in job.index.offsets]
+    job.read_blobs(taken)
     found = _specs(job, taken) if job.options.specs_only else _arrays(job, taken)
     structure = job.view.structure
     if not job.options.rules and any(leaf.ranks is not None for leaf in order):
@@ -109,7 +111,7 @@ def _arrays(job: Load, taken: Sequence[Leaf]) -> dict[str, LeafPlaceholder]:
     """Returns the values, and a placeholder for each array, which is added to what is read."""
     made: dict[int, LeafPlaceholder] = {}
     found: dict[str, LeafPlaceholder] = {}
-    if job.index.tables and (job.options.rules or job.options.joined):
+    if job.index.tables and (job.options.rules or job.options.joined or job.options.ids is not None):
         found = {leaf.path: slot for leaf in taken if (slot := slot_as_saved(job, leaf)) is not None}
     plain = [leaf for leaf in taken if leaf.path not in found]
     whole = {leaf.number for leaf in plain}
@@ -226,6 +228,7 @@ def _match(job: Load, like: object, *, in_place: bool) -> _MatchedTree:
         check_no_tensors(job.missing, job.view.structure)
     job.check_keys(asked, [path for wanted, path, _ in pairs if wanted is ...])
     ties: dict[tuple[int, int], LeafPlaceholder] = {}
+    job.read_blobs(leaf for wanted, _, leaf in pairs if type(wanted) is not TableColumn)
     slots = [
         column_slot(job, wanted, path, leaf)
         if type(wanted) is TableColumn
@@ -319,6 +322,8 @@ def load_tree(checkpoint: Checkpoint, like: object, comm: Comm, options: LoadOpt
     relay = open_relay(comm, [checkpoint], options.read)
     with together(relay):
         job = Load(checkpoint, comm, options)
+        if options.ids is not None:
+            check_tables(job, options.ids)
         found = _match_saved(job) if like is None else _match(job, like, in_place=False)
     job.batch.run(ReadOptions(job.memory, options.verify, mapped=options.mmap, ahead=relay is None, relay=relay))
     tree = found.build()

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from ..arrays.base import ArrayTarget
+from ..arrays.blobs import Blob, blob_value
 from ..arrays.registry import abstract_of, check_cast, decode, like_of, target_of
 from ..core.format.damage import BadBytes, DamagedLeaf, damaged_leaves
 from ..core.format.records import Leaf, PerRankValues, ValueRecord
 from ..core.sharding.int_runs import decode_runs
-from ..core.sharding.region import is_c_order
+from ..core.sharding.region import Region, is_c_order
 from ..core.tree.globs import check_used, compile_globs
 from ..core.tree.path_text import path_text
 from ..core.tree.spec import ArraySpec
@@ -30,6 +31,7 @@ from ..io.storage.memory import SlabAllocator
 from ..io.timing import Recorder
 from ..reports import LoadReport
 from .check_sizes import Claims
+from .chosen_ids import chosen_ids
 from .read_batch import ReadBatch, ReadOptions, Verify
 from .read_request import LeafPlaceholder
 from .transforms.reshape_rules import check_scaled
@@ -71,11 +73,14 @@ class LoadOptions(msgspec.Struct, frozen=True):
     """What is damaged: leaves with such bytes are not loaded, nor is a shard refused for them; None refuses."""
     lenient: bool = False
     """Gives `...`, without like, in the place of what cannot be made here, as of a class that this program lacks."""
+    ids: Any = None
+    """The rows of keyed tables to load, as `treeckpt.load` takes them, then `ChosenIds`; None for all owned ones."""
     joined: Mapping[str, Load] = {}
     """Columns of tables that another checkpoint gives, by path, and the load that sees it: with `like` slots of tables
     whose ids come from here, without it the ids of tables that get slots from here."""
 
     def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "ids", chosen_ids(self.ids))
         for name, given, known in (
             ("read", self.read, ("each", "once")),
             ("per_rank", self.per_rank, ("error", "take")),
@@ -146,7 +151,11 @@ class Load:
             checkpoint, self.source_rank, self.recorder, whole=options.bad is None, here=(self.here, readers)
         )
         self.claims = Claims(checkpoint, whole=options.bad is None)
+        self.chosen_rows: dict[tuple[int, str], Any] = {}
+        """Where the rows of chosen ids are, by the number and path of the ids of a table."""
         self.loaded = 0
+        self._blobs: dict[int, Blob] = {}
+        """By leaf number, values that were read from shards."""
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.in_parts: list[tuple[str, str]] = []
@@ -201,6 +210,11 @@ class Load:
         record = leaf.record
         if isinstance(record, PerRankValues):
             stored = record.values[int(np.flatnonzero(decode_runs(leaf.ranks or ()) == self.source_rank)[0])]
+        elif leaf.stored is not None:
+            if leaf.number not in self._blobs:
+                self.read_blobs([leaf])
+            self.loaded += 1
+            return self._blobs.pop(leaf.number)
         else:
             assert isinstance(record, ValueRecord), "arrays are read, not decoded"
             stored = record.value
@@ -213,6 +227,21 @@ class Load:
             return ...
         self.loaded += 1
         return value
+
+    def read_blobs(self, leaves: Iterable[Leaf | None]) -> None:
+        """Reads the values among saved leaves whose bytes are in shards, so that `value` has them."""
+        batch, found = self.new_batch(), dict[int, tuple[Leaf, np.ndarray]]()
+        for leaf in leaves:
+            if leaf is None or leaf.spec is not None or leaf.stored is None or leaf.number in found:
+                continue
+            self.claims.take(leaf.path, leaf)
+            found[leaf.number] = leaf, batch.add_region(leaf.as_array, Region.whole(leaf.stored.shape))
+        if found:
+            self.run_now(batch)
+        while found:
+            number, (leaf, memory) = found.popitem()
+            assert leaf.stored is not None, "blobs are stored"
+            self._blobs[number] = blob_value(memory.data, leaf.stored.kind, leaf.path)
 
     def array(self, path: str, leaf: Leaf, wanted: object, *, in_place: bool = False) -> LeafPlaceholder:
         """Adds an array to what is read.

@@ -400,6 +400,13 @@ class CheckpointOverlay(msgspec.Struct, frozen=True):
         """Loads a new tree; see `treeckpt.load`."""
         if isinstance(self.source, Checkpoint):
             return load_tree(self.source, like, comm, options)
+        if options.ids is not None:
+            raise MismatchError(
+                "ids",
+                expected="one checkpoint, whose tables have the rows",
+                found=f"{len(self.source.sources)}",
+                hint="Load these rows from their checkpoint alone",
+            )
         provided = _provide(self.source, like, comm, options)
         reports: list[LoadReport] = []
         trees: list[object] = []

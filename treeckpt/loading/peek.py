@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import codecs
 import re
 from collections.abc import Sequence
 
@@ -94,6 +95,23 @@ def peek(store: Store, index: Index, leaf: Leaf, region: Region, *, rank: int | 
         raise CorruptError(leaf.path, expected=f"chunks with {region.size} elements", found=f"{copied}")
     nbytes, verified = _read(store, index, reads, data.nbytes)
     return Peek(region, data.reshape(-1).view(np.uint8).reshape(-1, itemsize), nbytes, verified)
+
+
+def peek_blob(store: Store, index: Index, leaf: Leaf, most: int, *, rank: int | None = None) -> tuple[str, Peek]:
+    """Reads the first `most` bytes of a text or bytes in shards; returns them as Python shows them, and what was read.
+
+    Args:
+        rank: as for `peek`, which says what is raised.
+    """
+    assert leaf.stored is not None, "a blob is stored"
+    size = leaf.stored.nbytes
+    found = peek(store, index, leaf.as_array, Region((0,), (min(size, most),)), rank=rank)
+    data = found.data.tobytes()
+    if leaf.stored.kind == "str":  # a character that is cut at the end is left out
+        shown = repr(codecs.getincrementaldecoder("utf-8")("surrogatepass").decode(data, size <= most))
+    else:
+        shown = repr(data)
+    return shown + ("" if size <= most else "…"), found
 
 
 def _read(store: Store, index: Index, reads: Sequence[ReadRequest[Boxes]], shown: int) -> tuple[int, bool]:

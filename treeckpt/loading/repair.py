@@ -177,10 +177,10 @@ def _headers_of(index: Index, file: File) -> list[ShardHeader]:
     entries: list[ShardEntry] = []
     for extent in sorted(extents_in_file(index, file, empty=True), key=lambda one: (one.start, one.stop, one.leaf)):
         leaf = index.entries[extent.leaf]
-        assert leaf.spec is not None, "only arrays have extents"
+        assert leaf.stored is not None, "what has extents is stored"
         path, nbytes = rank_path(leaf.path, file.rank), extent.stop - extent.start
         start = extent.start - file.header
-        entries.append(ShardEntry(path, leaf.spec.dtype, leaf.spec.shape, extent.region, start, nbytes))
+        entries.append(ShardEntry(path, leaf.stored.dtype, leaf.stored.shape, extent.region, start, nbytes))
     found: list[tuple[ShardEntry, ...]] = []
     for low, high in ((0, 1), (1, 1), (0, 0), (1, 0)):
         chosen = tuple(

@@ -176,7 +176,7 @@ def _sizes(outline: Outline) -> Html:
 
 def _maps(index: Index) -> list[Html]:
     """Draws the largest arrays of several chunks."""
-    arrays = [leaf for leaf in index.entries if isinstance(leaf.record, ArrayRecord)]
+    arrays = [leaf for leaf in index.entries if isinstance(leaf.record, ArrayRecord) and leaf.spec]
     spread = [leaf for leaf in arrays if 1 < chunk_count(leaf) <= CHUNKS]
     largest = sorted(spread, key=lambda leaf: -leaf.nbytes)[:MAPS]
     pictures = [part for leaf in largest for part in _map(index, leaf)]

@@ -247,6 +247,7 @@ class _Agreement:
                 allow_pickle=self.options.allow_pickle,
                 namespace=namespace,
                 tables=True,
+                blobs=True,
             )
         )
         self.values = self.described.values

@@ -17,7 +17,7 @@ from .. import api
 from ..arrays.dtensor import is_dtensor
 from ..arrays.expanded_tree import expand_states, state_tree
 from ..arrays.registry import abstract_of, decode
-from ..core.format.records import AliasRecord, ArrayRecord, Leaf, ValueRecord
+from ..core.format.records import AliasRecord, ArrayRecord, BlobRecord, Leaf, ValueRecord
 from ..core.sharding.placements import Layout, MeshLayout, Replicate, held_by
 from ..core.sharding.region import Region
 from ..core.tree.flatten import PerRank, flatten
@@ -258,7 +258,10 @@ class CheckpointSource:
         return _filled(held) == _filled(here.regions or ())
 
     def value(self, path: str) -> Any:
-        record = self.view.by_path[path][0].record
+        leaf = self.view.by_path[path][0]
+        record = leaf.record
+        if isinstance(record, BlobRecord):
+            return self.reading_job().value(leaf, path)
         assert isinstance(record, ValueRecord), "arrays are read, and what is a rank's own is loaded by its part"
         return decode(record.value, path, allow_pickle=self.options.allow_pickle)
 

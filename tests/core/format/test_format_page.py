@@ -111,8 +111,9 @@ def test_it_describes_the_versions_of_modules(tmp_path: Path) -> None:
     assert without == ["OrderedDict", ["a"], [None]]
 
 
+@pytest.mark.parametrize("log", ["", "é\udc80" * 3000])
 def test_it_describes_uneven_ranges_with_and_without_listed_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: str
 ) -> None:
     monkeypatch.setattr(index_module, "MAX_V1_NBYTES", 0)
     shapes = {"a": (7, 5), "b": (3, 4, 10), "half": (123,), "c": (64, 64)}
@@ -126,12 +127,18 @@ def test_it_describes_uneven_ranges_with_and_without_listed_starts(
             )
             for name, array in whole.items()
         }
-        tc.save(tmp_path, tree | {"own": tc.PerRank(np.arange(5) + comm.rank)}, comm=comm)
+        own = {
+            "own": tc.PerRank(np.arange(5) + comm.rank),
+            "text": tc.PerRank(f"{comm.rank}" * (5000 + comm.rank // 3)),
+        }
+        tc.save(tmp_path, {**tree, **own, "log": log}, comm=comm)
 
     assert errors_of(on_ranks(5, save)) == [None] * 5
     assert b'"version":2' in (tmp_path / "index.json").read_bytes()[:80]
     found = read(tmp_path)
-    assert found["own"][4].tolist() == [4, 5, 6, 7, 8]
+    assert found["own"][4].tolist() == [4, 5, 6, 7, 8] and found["log"] == log
+    assert {rank: len(text) for rank, text in found["text"].items()} == {0: 5000, 1: 5000, 2: 5000, 3: 5001, 4: 5001}
+    assert tc.load(tmp_path, per_rank="take")["log"] == log
     assert all(np.array_equal(found[name], array) for name, array in whole.items())
 
 

@@ -44,6 +44,12 @@ def test_owners_that_leave_out_or_share_buckets_are_refused(claims, kind, words)
         ({"owned": (0, 65_537)}, "inside 0:65536"),
         ({"owned": (-1, 4)}, "inside 0:65536"),
         ({"keep": "best"}, "'first', 'last' or None"),
+        ({"owned": (0, 1, 2)}, r"owned: expected two numbers, .*found \(0, 1, 2\). .*KeyedTable.share"),
+        ({"owned": 3}, "owned: expected two numbers"),
+        ({"owned": "ab"}, "owned: expected two numbers"),
+        ({"owned": (0.0, 4.0)}, "owned: expected two numbers"),
+        ({"buckets": "many"}, "buckets: expected a number of buckets, found 'many'"),
+        ({"owned": tc.KeyedTable.modulo(1, 4), "buckets": 16}, r"modulo\(rank, world\) without buckets="),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_at_once(options, words):
@@ -94,3 +100,10 @@ def test_a_hash_table_is_saved_as_it_exports_and_loaded_as_it_imports():
     assert state.ids.tolist() == [0, 1] and state.spec.buckets == 8
     bound.load_state_dict(state)
     assert table.loaded == ([0, 1], ["w"])
+
+
+@pytest.mark.parametrize("asked", [(4, 4), (-1, 4), (0, 0), ("0", 4), (0, None), (0.0, 4.0)])
+def test_a_rank_outside_of_its_world_owns_nothing(asked):
+    for owner in (tc.KeyedTable.share, tc.KeyedTable.modulo):
+        with pytest.raises(LayoutError, match="owned: expected a rank of a world of"):
+            owner(*asked)

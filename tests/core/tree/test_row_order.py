@@ -18,12 +18,17 @@ from treeckpt.errors import TreeError
 ODD = [-(1 << 63), (1 << 63) - 1, -1, 0, 1, 1 << 52, (1 << 52) + 1, 65_535, 65_536, -65_536]
 IDS = st.lists(st.sampled_from(ODD) | st.integers(-(1 << 63), (1 << 63) - 1), max_size=60, unique=True)
 SPECS = st.builds(
-    TableSpec, st.sampled_from(["u64_mod", "splitmix64_mod"]), st.just(1), st.sampled_from([1, 2, 7, 64, 1000, 65_536])
+    TableSpec,
+    st.sampled_from(["u64_mod", "splitmix64_mod", "i64_mod"]),
+    st.just(1),
+    st.sampled_from([1, 2, 7, 64, 1000, 65_536]),
 )
 
 
 def bucket_of(number: int, spec: TableSpec) -> int:
     """By Python's integers, which know no overflow."""
+    if spec.function == "i64_mod":
+        return number % spec.buckets
     mask = (1 << 64) - 1
     number &= mask
     if spec.function == "splitmix64_mod":

@@ -16,10 +16,20 @@ from typing import Literal
 import msgspec
 
 from ..format.byte_map import layout_of
-from ..format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
+from ..format.records import (
+    AliasRecord,
+    ArrayRecord,
+    BlobRecord,
+    Index,
+    Leaf,
+    PerRankArrays,
+    PerRankBlobs,
+    PerRankValues,
+    ValueRecord,
+)
 from ..sharding.int_runs import length_of
 from ..sharding.region import Region
-from ..text import count_text, layout_text, region_text, shape_text, value_text, value_type
+from ..text import blob_text, count_text, layout_text, region_text, shape_text, value_text, value_type
 from ..tree.nesting import split_structure
 from ..tree.structure import OrderedDictNode, Structure, containers_of
 
@@ -131,17 +141,22 @@ def _different(a: Mapping[str, object], b: Mapping[str, object]) -> list[str]:
 
 
 def comparable(a: Index, b: Index, found: Diff) -> list[tuple[Leaf, Leaf]]:
-    """Returns the arrays that both have with equal kind, shape and dtype, also moved ones; aliases are left out."""
+    """Returns the arrays that both have with equal kind, shape and dtype, also moved ones; aliases are left out.
+
+    Texts and bytes in shards are among them, as arrays of bytes.
+    """
     before, after = _by_name(a), _by_name(b)
     moved = {change.path: change.to for change in found.changes if isinstance(change, Moved)}
     pairs: list[tuple[Leaf, Leaf]] = []
     for (path, at), leaf in before.items():
         other = after.get((path, at)) or after.get((moved.get(path, path), at))
-        if other is None or leaf.spec is None or other.spec is None or _kind(leaf) != _kind(other):
+        if other is None or leaf.stored is None or other.stored is None or _kind(leaf) != _kind(other):
             continue
-        alike = (leaf.spec.shape, leaf.spec.dtype) == (other.spec.shape, other.spec.dtype)
+        alike = (leaf.stored.shape, leaf.stored.dtype) == (other.stored.shape, other.stored.dtype)
+        if leaf.spec is None or other.spec is None:  # of another type they differ already by the indexes
+            alike = alike and leaf.stored.kind == other.stored.kind
         if alike and not isinstance(leaf.record, AliasRecord):
-            pairs.append((leaf, other))
+            pairs.append((leaf.as_array, other.as_array))
     return pairs
 
 
@@ -156,6 +171,8 @@ _KINDS = {
     PerRankValues: "value per rank",
     PerRankArrays: "array per rank",
     ArrayRecord: "array",
+    BlobRecord: "value",
+    PerRankBlobs: "value per rank",
 }
 
 
@@ -172,6 +189,8 @@ def leaf_text(index: Index, leaf: Leaf) -> str:
 
 def _values_text(leaf: Leaf) -> str:
     record = leaf.record
+    if leaf.stored is not None:
+        return blob_text(leaf.stored.kind, leaf.stored.nbytes)
     if isinstance(record, ValueRecord):
         return f"{value_type(record.value)} {value_text(record.value)}"
     if isinstance(record, PerRankValues):
@@ -180,7 +199,12 @@ def _values_text(leaf: Leaf) -> str:
 
 
 def _exact(leaf: Leaf) -> bytes:
-    """Encodes a value for an exact comparison: in Python 1 equals True and 1.0, and 0.0 equals -0.0."""
+    """Encodes a value for an exact comparison: in Python 1 equals True and 1.0, and 0.0 equals -0.0.
+
+    Of one in shards only type and length are known.
+    """
+    if leaf.stored is not None:
+        return _values_text(leaf).encode()
     return msgspec.json.encode(leaf.record)
 
 

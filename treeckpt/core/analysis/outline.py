@@ -160,7 +160,7 @@ class IndexOutline(Outline):
         index = self.index
         whole = [spec.nbytes for spec in index.specs]
         return [
-            whole[record.spec] if type(record) is ArrayRecord else index.entries[number].nbytes
+            whole[record.spec] if isinstance(record, ArrayRecord) else index.entries[number].nbytes
             for number, record in enumerate(index.leaves)
         ]
 

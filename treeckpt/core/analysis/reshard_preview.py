@@ -228,7 +228,7 @@ def _estimated_arrays(index: Index, rules: Sequence[PlacementRule]) -> int:
     """Estimates how many arrays the rules match, each of which is at least one piece for each rank."""
     matchers = [re.compile(fnmatch.translate(rule.glob)) for rule in rules]
     sample = sampled_leaves(index)
-    arrays = (leaf for leaf in sample if isinstance(leaf.record, ArrayRecord))
+    arrays = (leaf for leaf in sample if isinstance(leaf.record, ArrayRecord) and leaf.spec)
     matching = sum(any(matcher.match(leaf.path) for matcher in matchers) for leaf in arrays)
     return matching * len(index.entries) // max(1, len(sample))
 

@@ -9,7 +9,7 @@ import msgspec
 
 from ..format.records import AliasRecord, Index, Leaf, PerRankValues, ValueRecord
 from ..sharding.int_runs import length_of
-from ..text import count_text, shape_text, value_text
+from ..text import blob_text, count_text, shape_text, value_text
 from ..tree.recursion import Recursive, trampoline
 from ..tree.spec import ArraySpec
 from ..tree.structure import KeyTextCache, PerRankNode, Structure
@@ -36,12 +36,17 @@ class StructureRow(msgspec.Struct, frozen=True, omit_defaults=True):
     shares: str = ""
     """Of an array: the path of the one whose memory it shares."""
     value: Value | tuple[Value, ...] = None
+    blob: ArraySpec | None = None
+    """Of a text or bytes whose content is in shards: its type and length."""
 
     def text(self) -> str:
         """Describes the row in one line, without its key."""
         if self.spec is not None:
             kind = "" if self.spec.kind == "tensor" else f"{self.spec.kind} "
             return f"{kind}{self.spec.dtype}{shape_text(self.spec.shape)}" + self._shares()
+        if self.blob is not None:
+            text = blob_text(self.blob.kind, self.blob.nbytes)
+            return text if self.kind == "value" else f"{count_text(self.ranks, 'rank')}: {text}"
         if self.kind == "values":
             assert isinstance(self.value, tuple), "one for each rank"
             shown = ", ".join(value_text(one, 40) for one in self.value[:4])
@@ -84,6 +89,9 @@ def _leaf_row(index: Index, leaf: Leaf, depth: int, ranks: int) -> StructureRow:
         return StructureRow(leaf.path, "value", depth, ranks=ranks, value=record.value)
     if isinstance(record, PerRankValues):
         return StructureRow(leaf.path, "values", depth, ranks=ranks, value=record.values)
+    if leaf.spec is None:
+        kind = "value" if leaf.ranks is None else "values"
+        return StructureRow(leaf.path, kind, depth, ranks=ranks, blob=leaf.stored)
     shares = index.entries[record.of].path if isinstance(record, AliasRecord) else ""
     return StructureRow(leaf.path, "array", depth, ranks=ranks, spec=leaf.spec, shares=shares)
 

@@ -16,7 +16,7 @@ from ..format.chunks import BoxChunks, GridChunks, NoChunks, WholeChunk
 from ..format.records import ArrayRecord, Index, Leaf, PerRankArrays
 from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import Runs, decode_runs
-from ..tree.spec import ArraySpec
+from ..tree.spec import BLOB_KINDS, ArraySpec
 from .outline import Outline, OutlineRow
 
 TreemapKey = Literal["tree", "part", "rank", "file", "dtype"]
@@ -99,7 +99,8 @@ def _by_kind(outline: Outline, by: TreemapKey) -> tuple[list[str], np.ndarray, n
     nbytes, spec = outline.columns()
     [shown] = np.nonzero((nbytes > 0) & (spec >= 0))
     if by == "dtype":
-        of_spec = [numbers.setdefault(one.dtype, len(numbers)) for one in outline.index.specs]
+        names = [one.kind if one.kind in BLOB_KINDS else one.dtype for one in outline.index.specs]
+        of_spec = [numbers.setdefault(name, len(numbers)) for name in names]
         group = np.array(of_spec, np.int64)[spec[shown]]
     else:
         names = map(state_part, outline.paths(shown.tolist()))
@@ -160,7 +161,7 @@ def _leaf_chunks(leaf: Leaf, known: dict[object, tuple[np.ndarray, np.ndarray]])
     Args:
         known: a cache by form of cut, because most leaves are cut as others are.
     """
-    record, spec = leaf.record, leaf.spec
+    record, spec = leaf.record, leaf.stored
     if isinstance(record, PerRankArrays) and spec is not None:
         ranks = decode_runs(leaf.ranks or ())
         return _LeafChunks(leaf.number, ranks, record.start, np.full(len(ranks), spec.nbytes, np.int64))

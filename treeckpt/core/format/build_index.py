@@ -8,11 +8,22 @@ from ..planning.rank_trees import GlobalTree, LeafSpec
 from ..planning.save_plan import ChunkOffsets, SingleChunkOffset
 from ..sharding.int_runs import decode_runs, encode_runs
 from ..sharding.placements import MeshLayout
-from ..tree.spec import ArraySpec
+from ..tree.spec import BLOB_KINDS, ArraySpec
 from ..tree.value_codec import Value
 from .chunks import NoChunks, encode_chunks
 from .lineage import Lineage
-from .records import AliasRecord, ArrayRecord, FileTable, Index, LeafRecord, PerRankArrays, PerRankValues, ValueRecord
+from .records import (
+    AliasRecord,
+    ArrayRecord,
+    BlobRecord,
+    FileTable,
+    Index,
+    LeafRecord,
+    PerRankArrays,
+    PerRankBlobs,
+    PerRankValues,
+    ValueRecord,
+)
 
 PerRankKey = tuple[str, int]
 """(path with `~rank*`, rank)."""
@@ -53,16 +64,16 @@ def build_index(
         elif leaf.per_rank is not None:
             at = placed[n] if placed is not None else None
             starts = encode_runs(at.starts) if isinstance(at, ChunkOffsets) else ()
-            records.append(PerRankArrays(specs.setdefault(leaf.spec, len(specs)), starts))
+            records.append(_record_type(leaf.spec)[1](specs.setdefault(leaf.spec, len(specs)), starts))
         else:
             blank = blanks.get((id(leaf.spec), id(leaf.layout)))
             if blank is None:
                 mesh = leaf.layout if isinstance(leaf.layout, MeshLayout) else None
                 layout = -1 if mesh is None else layouts.setdefault(mesh, len(layouts))
-                blank = ArrayRecord(specs.setdefault(leaf.spec, len(specs)), layout, NoChunks())
+                blank = _record_type(leaf.spec)[0](specs.setdefault(leaf.spec, len(specs)), layout, NoChunks())
                 blanks[id(leaf.spec), id(leaf.layout)] = blank
             if placed is not None:
-                blank = ArrayRecord(blank.spec, blank.layout, encode_chunks(leaf.spec.shape, placed[n]))
+                blank = type(blank)(blank.spec, blank.layout, encode_chunks(leaf.spec.shape, placed[n]))
             records.append(blank)
     return Index(
         save_id=save_id,
@@ -77,6 +88,11 @@ def build_index(
         metadata=dict(metadata),
         lineage=lineage,
     )
+
+
+def _record_type(spec: ArraySpec) -> tuple[type[ArrayRecord], type[PerRankArrays]]:
+    """Returns the classes of the records of what is stored by such a spec: of all ranks, and of each rank."""
+    return (BlobRecord, PerRankBlobs) if spec.kind in BLOB_KINDS else (ArrayRecord, PerRankArrays)
 
 
 def _value_record(leaf: LeafSpec, values: Mapping[str, Value], own_values: Mapping[PerRankKey, Value]) -> LeafRecord:

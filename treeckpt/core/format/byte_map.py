@@ -46,10 +46,10 @@ def locate_chunks(index: Index, leaf: Leaf, region: Region | None = None) -> lis
         FormatError: the index names bytes that are in no file.
     """
     leaf = index.entries[leaf.record.of] if isinstance(leaf.record, AliasRecord) else leaf
-    if leaf.spec is None:
+    if leaf.stored is None:
         return []
     ranks = decode_runs(leaf.ranks or ()).tolist() if isinstance(leaf.record, PerRankArrays) else [None]
-    itemsize = dtype_of(leaf.spec.dtype).itemsize
+    itemsize = dtype_of(leaf.stored.dtype).itemsize
     found: list[ChunkLocation] = []
     for rank in ranks:
         for chunk in index.chunks_of(leaf, region, rank=rank):
@@ -73,10 +73,10 @@ def extents_in_file(index: Index, file: File, *, empty: bool = False, most: int 
     shift = file.header - file.stream
     low, high = file.stream, file.stream + file.nbytes
     for leaf in index.entries:
-        if leaf.spec is None:
+        if leaf.stored is None:
             continue
-        itemsize = dtype_of(leaf.spec.dtype).itemsize
-        for chunk in _chunks_of_rank(leaf, leaf.spec.shape, file.rank):
+        itemsize = dtype_of(leaf.stored.dtype).itemsize
+        for chunk in _chunks_of_rank(leaf, leaf.stored.shape, file.rank):
             stop = chunk.start + chunk.region.size * itemsize
             if low <= chunk.start and stop <= high and (empty or chunk.start < stop):
                 found.append(Extent(leaf.number, chunk.region, chunk.start + shift, stop + shift))

@@ -17,9 +17,18 @@ from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import Runs, check_runs, decode_runs, length_of, rises_strictly
 from ..sharding.placements import BoxLayout, Layout, StridedShard, check_placements
 from ..sharding.region import MAX_NDIM, is_c_order
-from ..tree.spec import ArraySpec
+from ..tree.spec import BLOB_KINDS, ArraySpec
 from .chunks import BoxChunks, GridChunks, NoChunks, WholeChunk
-from .records import AliasRecord, ArrayRecord, Index, PerRankArrays, PerRankValues, ValueRecord
+from .records import (
+    AliasRecord,
+    ArrayRecord,
+    BlobRecord,
+    Index,
+    PerRankArrays,
+    PerRankBlobs,
+    PerRankValues,
+    ValueRecord,
+)
 from .shard_header import MAX_HEADER, MAX_NBYTES, MAX_WORLD, SAVE_ID, padded_nbytes
 
 MAX_FILES = 1 << 20
@@ -65,15 +74,15 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
     if len({path for path, _ in paths}) != len(paths) and len(set(paths)) != len(paths):
         raise FormatError(name, expected="a path of its own for each leaf", found="two leaves that share one")
     compared = 0  # ranks of aliases
-    fits: set[tuple[int, int]] = set()  # most leaves repeat a few pairs of spec and layout
+    fits: set[tuple[int, int, type]] = set()  # most leaves repeat a few pairs of spec and layout
     grids: dict[object, int] = {}  # and a few grids
     for (path, ranks), record in zip(paths, index.leaves, strict=True):
         if ranks is not None:
             check_runs(ranks, path=path, low=0, high=index.world)
         if isinstance(record, ArrayRecord):
-            if ranks is not None or (record.spec, record.layout) not in fits:
+            if ranks is not None or (record.spec, record.layout, type(record)) not in fits:
                 _check_fit(index, path, ranks, record)
-                fits.add((record.spec, record.layout))
+                fits.add((record.spec, record.layout, type(record)))
             _check_chunks(index, path, record, grids, manifest)
         elif type(record) is not ValueRecord or ranks is not None:
             _check_record(index, path, ranks, record, manifest)
@@ -176,6 +185,7 @@ def _check_record(
         return
     _check_number(index, path, record.spec)
     if isinstance(record, PerRankArrays):
+        _check_kind(index, path, record)
         if ranks is None:
             raise FormatError(path, expected="a leaf under PerRank", found="another")
         if not manifest or record.start:
@@ -187,9 +197,18 @@ def _check_number(index: Index, path: str, spec: int) -> None:
         raise FormatError(path, expected=f"one of {len(index.specs)} specs", found=f"number {spec}")
 
 
+def _check_kind(index: Index, path: str, record: ArrayRecord | PerRankArrays) -> None:
+    """Whether the record is that of a blob where its spec is."""
+    spec, is_blob = index.specs[record.spec], isinstance(record, (BlobRecord, PerRankBlobs))
+    if (spec.kind in BLOB_KINDS) != is_blob or (is_blob and (spec.dtype != "uint8" or len(spec.shape) != 1)):
+        what = "bytes or text as uint8 of one dimension" if is_blob else "an array"
+        raise FormatError(path, expected=what, found=f"{spec.kind:.40} of {spec.dtype} {spec.shape!r:.80}")
+
+
 def _check_fit(index: Index, path: str, ranks: Runs | None, record: ArrayRecord) -> None:
     """Whether an array's spec and layout are there and fit each other."""
     _check_number(index, path, record.spec)
+    _check_kind(index, path, record)
     if ranks is not None:
         raise FormatError(path, expected="one array per rank", found="one for all")
     if not -1 <= record.layout < len(index.layouts):
@@ -254,7 +273,8 @@ def _check_alias(index: Index, path: str, ranks: Runs | None, record: AliasRecor
     """Checks an alias, and returns how many ranks, at most `limit`, were compared one by one."""
     compared = 0
     base = index.leaves[record.of] if 0 <= record.of < len(index.leaves) else None
-    if not isinstance(base, (ArrayRecord, PerRankArrays)) or not 0 <= base.spec < len(index.specs):
+    is_blob = isinstance(base, (BlobRecord, PerRankBlobs)) or index.specs[record.spec].kind in BLOB_KINDS
+    if is_blob or not isinstance(base, (ArrayRecord, PerRankArrays)) or not 0 <= base.spec < len(index.specs):
         raise FormatError(path, expected="an alias of an array", found=f"of leaf {record.of}")
     if isinstance(base, PerRankArrays):
         group = index.paths[record.of][1]

@@ -167,8 +167,8 @@ def folded_index(index: Index) -> Index:
 
 def _without_chunks(record: LeafRecord) -> LeafRecord:
     if isinstance(record, ArrayRecord) and not isinstance(record.chunks, NoChunks):
-        return ArrayRecord(record.spec, record.layout, NoChunks())
-    return PerRankArrays(record.spec, ()) if isinstance(record, PerRankArrays) else record
+        return msgspec.structs.replace(record, chunks=NoChunks())
+    return msgspec.structs.replace(record, start=()) if isinstance(record, PerRankArrays) else record
 
 
 def rebuild(headers: Sequence[tuple[int, ShardHeader]], name: str = INDEX_NAME) -> Index:
@@ -228,7 +228,7 @@ class _RebuiltChunk(msgspec.Struct, frozen=True, order=True, gc=False):
 
 
 def _rebuild_record(leaf: Leaf, entries: dict[str, list[_RebuiltChunk]]) -> LeafRecord:
-    record, spec = leaf.record, leaf.spec
+    record, spec = leaf.record, leaf.stored
     if isinstance(record, PerRankArrays) and leaf.ranks is not None:
         starts: list[int] = []
         for rank in decode_runs(leaf.ranks).tolist():
@@ -236,7 +236,7 @@ def _rebuild_record(leaf: Leaf, entries: dict[str, list[_RebuiltChunk]]) -> Leaf
             if len(found) != 1 or spec is None or (found[0].shape, found[0].dtype) != (spec.shape, spec.dtype):
                 raise _shard_missing(leaf.path, f"rank {rank}'s own array")
             starts.append(found[0].start)
-        return PerRankArrays(record.spec, encode_runs(starts))
+        return msgspec.structs.replace(record, start=encode_runs(starts))
     if not isinstance(record, ArrayRecord) or spec is None:
         return record
     chunks = sorted(entries.get(leaf.path, []))
@@ -246,7 +246,7 @@ def _rebuild_record(leaf: Leaf, entries: dict[str, list[_RebuiltChunk]]) -> Leaf
         raise _shard_missing(leaf.path, f"all of shape {spec.shape}")
     owners = BoxOwners(tuple((c.rank, c.region) for c in chunks))
     placed = ChunkOffsets(owners, np.array([c.start for c in chunks], np.int64))
-    return ArrayRecord(record.spec, record.layout, encode_chunks(spec.shape, placed))
+    return msgspec.structs.replace(record, chunks=encode_chunks(spec.shape, placed))
 
 
 def _shard_missing(path: str, expected: str) -> CorruptError:

@@ -125,7 +125,7 @@ def pack(index: Index) -> bytes | None:
 
 def _single_range(number: int, record: LeafRecord, index: Index) -> _RangedArray | None:
     """Returns an array of one chunk as one range, None for any other leaf."""
-    if not isinstance(record, ArrayRecord) or not isinstance(record.chunks, WholeChunk):
+    if type(record) is not ArrayRecord or not isinstance(record.chunks, WholeChunk):
         return None
     spec = index.specs[record.spec]
     return _RangedArray(number, record, spec, np.array([math.prod(spec.shape)]), np.array([record.chunks.rank]))
@@ -133,7 +133,7 @@ def _single_range(number: int, record: LeafRecord, index: Index) -> _RangedArray
 
 def _find_ranges(number: int, record: LeafRecord, index: Index) -> _RangedArray | None:
     """Returns the ranges that an array may have been cut into; `pack` proves it by unpacking."""
-    if not isinstance(record, ArrayRecord) or isinstance(record.chunks, WholeChunk):
+    if type(record) is not ArrayRecord or isinstance(record.chunks, WholeChunk):
         return None
     spec, chunks = index.specs[record.spec], record.chunks
     size = math.prod(spec.shape)

@@ -69,7 +69,23 @@ class PerRankValues(msgspec.Struct, frozen=True, tag="pv", array_like=True):
     values: tuple[Value, ...]
 
 
-LeafRecord = ArrayRecord | AliasRecord | ValueRecord | PerRankArrays | PerRankValues
+class BlobRecord(ArrayRecord, frozen=True, tag="x", gc=False):
+    """A long text or bytes: a value whose bytes are stored as those of an array. The kind of its spec is its type."""
+
+
+class PerRankBlobs(PerRankArrays, frozen=True, tag="px"):
+    """One blob of the same spec for each rank of the leaf's group."""
+
+
+LeafRecord = ArrayRecord | AliasRecord | ValueRecord | PerRankArrays | PerRankValues | BlobRecord | PerRankBlobs
+
+
+def specs_of(record: LeafRecord, specs: Sequence[ArraySpec]) -> tuple[ArraySpec | None, ArraySpec | None]:
+    """Returns the spec of the array that a leaf is, and that of the bytes that are stored of it; None for none."""
+    if isinstance(record, (ValueRecord, PerRankValues)):
+        return None, None
+    stored = specs[record.spec]
+    return (None if isinstance(record, (BlobRecord, PerRankBlobs)) else stored), stored
 
 
 class FileTable(msgspec.Struct, frozen=True):
@@ -105,13 +121,20 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
     ranks: Runs | None
     spec: ArraySpec | None
     """None for values."""
+    stored: ArraySpec | None
+    """Of the bytes in shards: that of an array, of a blob uint8[n], and None for other values."""
+
+    @property
+    def as_array(self) -> Leaf:
+        """The leaf by whose spec the stored bytes are read as those of an array: of a blob as uint8[n]."""
+        return self if self.spec is self.stored else msgspec.structs.replace(self, spec=self.stored)
 
     @property
     def nbytes(self) -> int:
-        """Stored bytes, under `PerRank` of all ranks' arrays; 0 for values and aliases."""
-        if self.spec is None or isinstance(self.record, AliasRecord):
+        """Stored bytes, under `PerRank` of all ranks' arrays; 0 for values that are in the index, and for aliases."""
+        if self.stored is None or isinstance(self.record, AliasRecord):
             return 0
-        return self.spec.nbytes * (length_of(self.ranks or ()) if isinstance(self.record, PerRankArrays) else 1)
+        return self.stored.nbytes * (length_of(self.ranks or ()) if isinstance(self.record, PerRankArrays) else 1)
 
 
 class IndexCounts(msgspec.Struct, frozen=True):
@@ -184,8 +207,7 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
         """Every leaf with its path, in the tree's order."""
         found: list[Leaf] = []
         for number, ((path, ranks), record) in enumerate(zip(self.paths, self.leaves, strict=True)):
-            spec = None if isinstance(record, (ValueRecord, PerRankValues)) else self.specs[record.spec]
-            found.append(Leaf(number, path, record, ranks, spec))
+            found.append(Leaf(number, path, record, ranks, *specs_of(record, self.specs)))
         return tuple(found)
 
     @cached_property
@@ -206,7 +228,7 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
         most = total = 0
         for record, (_, ranks) in zip(self.leaves, self.paths, strict=True):
             if ranks is None:
-                if type(record) is not ArrayRecord or type(record.chunks) is WholeChunk:
+                if not isinstance(record, ArrayRecord) or type(record.chunks) is WholeChunk:
                     continue
                 count = count_chunks(record.chunks)
             elif type(record) is PerRankValues:
@@ -301,12 +323,12 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
         )
 
     def chunks_of(self, leaf: Leaf, region: Region | None = None, *, rank: int | None = None) -> list[Chunk]:
-        """Returns the chunks of an array, or those that share an element with `region`.
+        """Returns the chunks of an array or a blob, or those that share an element with `region`.
 
         Args:
             rank: the rank whose array is meant, for a leaf under `PerRank`.
         """
-        record, spec = leaf.record, leaf.spec
+        record, spec = leaf.record, leaf.stored
         if isinstance(record, AliasRecord):
             base = self.entries[record.of]
             return self.chunks_of(base, region if record.view is None else None, rank=rank)

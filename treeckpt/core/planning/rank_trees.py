@@ -23,7 +23,7 @@ from ..sharding.write_assignment import ArrayLeaf, overlapping_boxes
 from ..tree.keyed_table import OwnedRows, row_starts
 from ..tree.merge import merge, with_ranks
 from ..tree.nesting import SplitStructure, split_structure
-from ..tree.spec import ArraySpec, StridedView
+from ..tree.spec import BLOB_KINDS, ArraySpec, StridedView
 from ..tree.structure import PerRankNode, Structure, paths_of
 
 
@@ -253,6 +253,8 @@ def _check_equal_specs(a: LeafSpec, b: LeafSpec, ranks: Runs, others: Runs) -> N
     if a.spec is not None and b.spec is not None:
         if a.spec.shape != b.spec.shape:
             raise _contradiction(a, b, ranks, others, "shape")
+        if a.spec.kind != b.spec.kind and not BLOB_KINDS.isdisjoint((a.spec.kind, b.spec.kind)):
+            raise _contradiction(a, b, ranks, others, "kind")
         if a.spec.dtype != b.spec.dtype and not _is_empty(b):
             raise _contradiction(a, b, ranks, others, "dtype")
     if a.alias_of is not None and a.alias_of == b.alias_of and a.view != b.view:
@@ -271,6 +273,8 @@ def _contradiction(a: LeafSpec, b: LeafSpec, ranks: Runs, others: Runs, what: st
 def _describe(leaf: LeafSpec) -> str:
     if leaf.spec is None:
         return "a value"
+    if leaf.spec.kind in BLOB_KINDS:
+        return f"a {leaf.spec.kind} of {leaf.spec.shape[0]} bytes"
     layout = leaf.layout
     placed = f" under {layout.placements} on mesh {layout.mesh.shape}" if isinstance(layout, MeshLayout) else ""
     return f"{leaf.spec.dtype} of shape {leaf.spec.shape}{placed}"

@@ -19,13 +19,21 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, SupportsIndex
 
 import msgspec
 import numpy as np
 
 from ...errors import LayoutError, MismatchError
-from .row_order import DEFAULT_BUCKETS, Keep, bucket_range, buckets_of, check_partition
+from .row_order import (
+    DEFAULT_BUCKETS,
+    Keep,
+    ModuloOwner,
+    bucket_range,
+    buckets_of,
+    check_partition,
+    modulo_owner,
+)
 from .spec import TableSpec
 
 
@@ -51,20 +59,34 @@ class KeyedTable:
     As a target of load its ids and slots only give the names, kinds, dtypes and row shapes of what is wanted; the
     number of rows comes from the checkpoint. `load_into` gives the table new arrays.
 
+    `tc.load(path, ids=ids)` loads the rows of these ids alone, each once, in their order: of every table, or with
+    `ids={"emb": ids}` of that at a path, while others are loaded whole. With a table in like they are ids that its
+    `owned` has. An id that the checkpoint lacks is an error; with a table in like that has a `fill` for every slot its
+    row is filled. Beside the rows the ids of their buckets are read, so a table in many buckets is read least; reads
+    are rounded to 256 KiB where checksums are compared.
+
     >>> table = tc.KeyedTable(np.array([7, -1]), {"embedding": np.ones((2, 3))})
     >>> report = tc.save("run/step_00000200", {"table": table})
     >>> tc.load("run/step_00000200")["table"].ids.tolist()
     [7, -1]
     >>> tc.KeyedTable.share(1, 4, 16)  # the buckets of rank 1 of 4
     (4, 8)
+    >>> tc.KeyedTable(np.array([5, -3]), {}, owned=tc.KeyedTable.modulo(1, 4))  # ids with id % 4 == 1
+    KeyedTable(2 rows, slots ; buckets (1, 2) of 4)
+    >>> tc.load("run/step_00000200", ids=[-1])["table"].slots["embedding"].shape
+    (1, 3)
 
     Args:
         ids: int64[N], in any order, each once.
         slots: arrays [N, *row] by name, such as an embedding and its moments.
         scalars: a tree of values that belong to the whole table, the same on all its owners.
         buckets: the number of buckets. A table takes 8 bytes a bucket beside its rows.
-        partition: "u64_mod", the id as unsigned modulo `buckets`; or "splitmix64_mod", of its mixed bits.
-        owned: the buckets `start:stop` whose ids are on this rank; None for all of them.
+        partition: "u64_mod", the id as unsigned modulo `buckets`; "splitmix64_mod", of its mixed bits; or "i64_mod",
+            `id % buckets` as Python and torch have it.
+        owned: the buckets `start:stop` whose ids are on this rank; None for all of them. Or
+            `KeyedTable.modulo(rank, world)` for the ids with `id % world == rank`, which sets `buckets` and
+            `partition`. Any of these loads what another saved; between ranges of the same buckets, and for the same
+            `modulo`, a rank reads its own rows only.
         keep: which of several rows with one id is saved, "first" or "last"; None raises an error.
         fill: by name of slot the number that fills it where a checkpoint lacks it; otherwise that is an error.
 
@@ -82,19 +104,13 @@ class KeyedTable:
         scalars: Mapping[str, Any] | None = None,
         buckets: int = DEFAULT_BUCKETS,
         partition: str = "u64_mod",
-        owned: tuple[int, int] | None = None,
+        owned: tuple[int, int] | ModuloOwner | None = None,
         keep: Keep | None = None,
         fill: Mapping[str, float] | None = None,
     ) -> None:
         self.ids, self.slots = ids, dict(slots)
         self.scalars = dict(scalars or {})
-        self.spec = TableSpec(partition, 1, operator.index(buckets))
-        check_partition(self.spec)
-        stop = self.spec.buckets
-        first, last = (0, stop) if owned is None else map(operator.index, owned)
-        if not 0 <= first <= last <= stop:
-            raise LayoutError("owned", expected=f"a range inside 0:{stop}", found=f"{first}:{last}")
-        self.owned = first, last
+        self.spec, self.owned = _partition_of(owned, buckets, partition)
         if keep not in (None, "first", "last"):
             raise LayoutError("keep", expected="'first', 'last' or None", found=f"{keep!r:.40}")
         self.keep: Keep | None = keep
@@ -105,6 +121,7 @@ class KeyedTable:
         return f"KeyedTable({rows} rows, slots {', '.join(self.slots)}; buckets {self.owned} of {self.spec.buckets})"
 
     share = staticmethod(bucket_range)
+    modulo = staticmethod(modulo_owner)
 
     @staticmethod
     def buckets_of(ids: Any, count: int = DEFAULT_BUCKETS, *, partition: str = "u64_mod") -> np.ndarray:
@@ -118,8 +135,7 @@ class KeyedTable:
         Raises:
             LayoutError: no such partition, or ids of another dtype.
         """
-        spec, array = TableSpec(partition, 1, operator.index(count)), np.asarray(ids)
-        check_partition(spec)
+        (spec, _), array = _partition_of(None, count, partition), np.asarray(ids)
         if array.dtype != np.int64:
             raise LayoutError("ids", expected="int64", found=f"{array.dtype}", hint="Convert them")
         return buckets_of(np.ascontiguousarray(array), spec).astype(np.int64)
@@ -138,6 +154,38 @@ class KeyedTable:
         table = restore_table(self.spec, ids, slots, scalars)
         table.owned, table.keep, table.fill = self.owned, self.keep, self.fill
         return table
+
+
+def _partition_of(owned: Any, buckets: Any, partition: str) -> tuple[TableSpec, tuple[int, int]]:
+    """Returns the partition of a table, and the range of buckets that is here.
+
+    Raises:
+        LayoutError: no such partition or range.
+    """
+    if isinstance(owned, ModuloOwner):
+        if (buckets, partition) not in ((DEFAULT_BUCKETS, "u64_mod"), (owned.world, "i64_mod")):
+            raise LayoutError(
+                "owned",
+                expected="KeyedTable.modulo(rank, world) without buckets= and partition=, which it sets",
+                found=f"buckets={buckets!r:.40}, partition={partition!r:.40}",
+            )
+        buckets, partition, owned = owned.world, "i64_mod", (owned.rank, owned.rank + 1)
+    if not isinstance(buckets, SupportsIndex):
+        raise LayoutError("buckets", expected="a number of buckets", found=f"{buckets!r:.60}")
+    spec = TableSpec(partition, 1, operator.index(buckets))
+    check_partition(spec)
+    try:
+        first, last = (0, spec.buckets) if owned is None else map(operator.index, owned)
+    except (TypeError, ValueError) as error:
+        raise LayoutError(
+            "owned",
+            expected="two numbers, the first bucket and the one after the last",
+            found=f"{owned!r:.60}",
+            hint="Use owned=tc.KeyedTable.share(rank, world); for ids dealt by id % world, tc.KeyedTable.modulo",
+        ) from error
+    if not 0 <= first <= last <= spec.buckets:
+        raise LayoutError("owned", expected=f"a range inside 0:{spec.buckets}", found=f"{first}:{last}")
+    return spec, (first, last)
 
 
 def restore_table(spec: TableSpec, ids: Any, slots: Mapping[str, Any], scalars: Mapping[str, Any]) -> KeyedTable:
@@ -270,5 +318,5 @@ def _coverage_error(path: str, part: OwnedRows, bucket: int) -> LayoutError:
         path,
         expected="owners whose ranges hold each bucket once",
         found=found,
-        hint="Use owned=tc.KeyedTable.share(rank, world) on each rank",
+        hint="Use owned=tc.KeyedTable.share(rank, world), or modulo(rank, world), with the same world on each rank",
     )

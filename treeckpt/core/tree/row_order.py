@@ -11,9 +11,10 @@ sorts.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, SupportsIndex
 
 import msgspec
 import numpy as np
@@ -57,7 +58,14 @@ def _splitmix64_mod(ids: np.ndarray, buckets: int) -> np.ndarray:
     return _u64_mod(mixed ^ (mixed >> np.uint64(31)), buckets)
 
 
-_FUNCTIONS = {"u64_mod": _u64_mod, "splitmix64_mod": _splitmix64_mod}
+def _i64_mod(ids: np.ndarray, buckets: int) -> np.ndarray:
+    """The remainder as Python and torch have it, never negative: -1 of 4 buckets is in bucket 3."""
+    if buckets & (buckets - 1) == 0:
+        return ids & np.uint64(buckets - 1)
+    return (ids.view(np.int64) % np.int64(buckets)).view(np.uint64)
+
+
+_FUNCTIONS = {"u64_mod": _u64_mod, "splitmix64_mod": _splitmix64_mod, "i64_mod": _i64_mod}
 
 
 def check_partition(spec: TableSpec) -> None:
@@ -79,10 +87,45 @@ def buckets_of(ids: np.ndarray, spec: TableSpec) -> np.ndarray:
     return _FUNCTIONS[spec.function](ids.view(np.uint64), spec.buckets)
 
 
+class ModuloOwner(msgspec.Struct, frozen=True):
+    """Owns the ids of which `id % world == rank`, as Python and torch have it: -1 of 4 belongs to rank 3."""
+
+    rank: int
+    world: int
+
+
+def modulo_owner(rank: int, world: int) -> ModuloOwner:
+    """Returns, for `owned=`, the ids with `id % world == rank`; the remainder of a negative id is not negative.
+
+    The table is then saved with the partition "i64_mod" and `world` buckets.
+    """
+    return ModuloOwner(*checked_rank(rank, world))
+
+
+def checked_rank(rank: object, world: object) -> tuple[int, int]:
+    """Returns a rank and the number of ranks.
+
+    Raises:
+        LayoutError: they are no such numbers.
+    """
+    if isinstance(rank, SupportsIndex) and isinstance(world, SupportsIndex):
+        rank, world = operator.index(rank), operator.index(world)
+        if 0 <= rank < world:
+            return rank, world
+    raise LayoutError("owned", expected=f"a rank of a world of {world!r:.40}", found=f"{rank!r:.40}")
+
+
+def owned_text(spec: TableSpec, owned: tuple[int, int]) -> str:
+    """Describes the ids in a range of buckets."""
+    start, stop = owned
+    if spec.function == "i64_mod" and stop == start + 1:
+        return f"ids with id % {spec.buckets} == {start}"
+    return f"ids of buckets {start}:{stop} of {spec.buckets}"
+
+
 def bucket_range(rank: int, world: int, buckets: int = DEFAULT_BUCKETS) -> tuple[int, int]:
     """Returns the buckets `start:stop` of one of `world` owners: even, the first ones take the remainder."""
-    if not 0 <= rank < world:
-        raise LayoutError("owned", expected=f"a rank of a world of {world}", found=f"{rank}")
+    rank, world = checked_rank(rank, world)
     each, more = divmod(buckets, world)
     start = rank * each + min(rank, more)
     return start, start + each + (rank < more)
@@ -119,7 +162,7 @@ def sort_rows(
     """
     unsigned = ids.view(np.uint64)
     power = spec.buckets.bit_length() - 1
-    if spec.function == "u64_mod" and spec.buckets == 1 << power:
+    if spec.function in ("u64_mod", "i64_mod") and spec.buckets == 1 << power:
         order, starts, repeated = _sort_by_packed_keys(unsigned, power, execute)
     else:
         buckets = buckets_of(ids, spec)

@@ -13,6 +13,12 @@ from ...errors import MismatchError
 from ..sharding.dtypes import dtype_of, normalize_dtype
 from ..sharding.region import Region
 
+BLOB_KINDS = frozenset(("bytes", "bytearray", "str", "BytesIO"))
+"""Kinds of specs of blobs, values whose bytes are stored in shards, as uint8[n].
+
+Text is UTF-8, with surrogates. The last 8 bytes of a BytesIO are its position.
+"""
+
 
 class StridedView(msgspec.Struct, frozen=True, array_like=True):
     """A strided window into another leaf's elements. `offset` and `strides` count elements of it in C order."""
@@ -36,7 +42,8 @@ class ArraySpec(msgspec.Struct, frozen=True, omit_defaults=True):
         regions: the regions that are wanted or held; None is the whole array.
         device: the device of the saved array, or of the array to load, e.g. "cuda:0"; None is the host.
         requires_grad: as in torch.
-        kind: "tensor", "parameter", "buffer" or "numpy": the type that load returns.
+        kind: "tensor", "parameter", "buffer" or "numpy": the type that load returns; one of `BLOB_KINDS` for the bytes
+            of a value.
         order: the dimensions from the outermost to the innermost in memory, of a dense array: (0, 2, 3, 1) for
             channels_last, (1, 0) for a matrix by columns. None is C order.
     """

@@ -9,8 +9,8 @@ before it looks for the other's, so at least one of two sees the other:
     deletion  lock `deleting` -> list: gives up if a save is alive, a repair's lock stands, or the index is another
               save's -> takes the index away -> list: puts it back for a pin -> deletes the lock -> deletes the other
               files
-    repair    lock `repairing` -> list: gives up if a save is alive, or another lock stands -> replaces files, the index if
-              it is as it was read -> deletes the lock
+    repair    lock `repairing` -> list: gives up if a save is alive, or another lock stands -> replaces files, the index
+              if it is as it was read -> deletes the lock
     clean-up  lock `deleting` -> list: gives up if a repair's lock stands, or the index is of a save whose files are to
               go -> deletes leftovers -> deletes the lock
 

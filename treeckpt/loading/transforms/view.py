@@ -190,4 +190,4 @@ def _leaf(index: Index, own: Mapping[str, Leaf], path: str, item: LeafState, num
 def _composed_leaf(
     number: int, path: str, ranks: Runs | None, array: ComposedArray, sources: dict[str, Leaf]
 ) -> ComposedLeaf:
-    return ComposedLeaf(number, path, ArrayRecord(-1, -1, NoChunks()), ranks, array.spec, array, sources)
+    return ComposedLeaf(number, path, ArrayRecord(-1, -1, NoChunks()), ranks, array.spec, array.spec, array, sources)
