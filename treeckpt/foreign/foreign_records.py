@@ -39,7 +39,8 @@ class ForeignIndex(Index, frozen=True, dict=True):
     @property
     def repeated_nbytes(self) -> int:
         """Bytes that arrays may take beside those of the files, where several of them show the same bytes."""
-        return FREE + TIMES * int(decode_runs(self.files.nbytes).sum())
+        nbytes = int(decode_runs(self.files.nbytes).sum())
+        return most_nbytes(nbytes) - nbytes
 
     def locate(self, rank: int, start: int, stop: int, path: str) -> tuple[File, int]:
         if rank in self.computed:
@@ -50,3 +51,8 @@ class ForeignIndex(Index, frozen=True, dict=True):
 def computed_name(rank: int) -> str:
     """Returns the name under which a store has an array that is computed; no file has it."""
     return f"{rank}/computed"
+
+
+def most_nbytes(nbytes: int) -> int:
+    """Returns the bytes that the arrays in files of so many bytes may take."""
+    return nbytes + FREE + TIMES * nbytes
