@@ -289,8 +289,12 @@ def is_large(entry: DirectoryEntry) -> bool:
     return entry.nbytes >= LARGE
 
 
+def _line(message: _Progress | _Failure) -> bytes:
+    return msgspec.json.encode(message) + b"\n"
+
+
 def _send(message: _Progress | _Failure) -> None:
-    os.write(1, msgspec.json.encode(message) + b"\n")
+    os.write(1, _line(message))
 
 
 def _limit() -> None:
@@ -332,6 +336,8 @@ def main(arguments: Sequence[str]) -> int:
             folder, or files of another program, the URL is empty and the name is the path.
     """
     run, name, target = arguments
+    limit = _unreadable(name, f"one that takes more than {MEMORY >> 20} MiB of memory")
+    too_large = _line(_Failure("CorruptError", name, limit.expected, limit.found, limit.hint))  # while there is memory
     gc.disable()  # millions of objects are created, and none is garbage
     if hasattr(signal, "SIGINT"):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which kills this process
@@ -344,8 +350,7 @@ def main(arguments: Sequence[str]) -> int:
         found = "no such package in this environment"
         _send(_Failure("FormatError", name, f"the package {error.name}, which made it", found, "Install it"))
     except MemoryError:
-        error = _unreadable(name, f"one that takes more than {MEMORY >> 30} GiB of memory")
-        _send(_Failure("CorruptError", name, error.expected, error.found, error.hint))
+        os.write(1, too_large)
     except (OSError, sqlite3.Error, KeyError) as error:
         _send(_Failure("CorruptError", name, "an index that can be read here", f"{error}"[:300], ""))
     return 0

@@ -31,7 +31,7 @@ class LimitedReads:
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.helpers.limited_reads"]
-        environment = os.environ | {"MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "1", "TREECKPT_NO_DAEMON": "1"}
+        environment = os.environ | {"MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
             cwd=Path(__file__).parents[2],
@@ -45,9 +45,10 @@ class LimitedReads:
         return {act: tuple(found) for act, found in json.loads(self._process.stdout.readline()).items()}
 
     def close(self) -> None:
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait()
+        self._process.stdout.close()
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ LONG = 4 << 10
 BUFFER = 1 << 20
 SHORT = 8
 """Elements of an argument that one instruction may copy."""
-FREE_STEPS = 1 << 20
+FREE_STEPS = 1 << 18
 """Steps of any pickle, however small."""
 STEPS = 8
 """Steps for each byte of a pickle beyond these: an honest one takes about one, and never more than three."""

@@ -1,4 +1,4 @@
-"""Pickles of a few hundred bytes that name endless work: each is an error of ours, in little time and memory."""
+"""Pickles of a few hundred bytes, or kilobytes, that name endless work or memory; each is refused."""
 
 from __future__ import annotations
 
@@ -6,12 +6,6 @@ import pickle
 import struct
 import zipfile
 from pathlib import Path
-from typing import Any
-
-import pytest
-import torch
-
-from tests.helpers.limited_reads import limited_reads
 
 P = (1 << 61) - 1
 """Numbers that differ by it have one hash."""
@@ -69,7 +63,7 @@ BOMBS: dict[str, bytes] = {
     "a tuple of tuples in pairs": name("collections", "OrderedDict") + b"(" + doubled(40) + b"K\x01\x86l\x85R",
     "a tuple of tuples in a slice in a set": b"\x8f("
     + name("builtins", "slice") + doubled(40) + b"\x85R" + b"\x90",
-    "equal tuples of tuples in a set": b"\x8f(" + doubled_apart(14) + b"".join(doubled_apart(14) * 1 for _ in range(300))
+    "equal tuples of tuples in a set": b"\x8f(" + doubled_apart(14) + b"".join(doubled_apart(14) for _ in range(300))
     + b"\x90",
     "a tuple of tuples as a device": name("torch", "device") + doubled(40) + b"\x85R",
     "a tuple of tuples as a layout": name("torch.serialization", "_get_layout") + doubled(40) + b"\x85R",
@@ -133,55 +127,10 @@ BOMBS: dict[str, bytes] = {
     "bytes of a storage of a long name": b"(" + text("storage") + name("torch", "FloatStorage") + LONG_TEXT
     + text("cpu") + b"K\x01tq\x01" + b"0h\x01Q" * 60_000,
 }  # fmt: skip
-RIGHT = {"a key of 20,000 digits in a tuple": "", "records 100,000 levels deep": ""}
 
 
-def write(path: Path, pickled: bytes) -> Path:
+def write_bomb(path: Path, pickled: bytes) -> Path:
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("archive/data.pkl", b"\x80\x02" + pickled + b".")
         file.writestr("archive/version", b"3\n")
     return path
-
-
-def test_each_is_an_error_of_ours_within_limits(tmp_path: Path) -> None:
-    slowest, failed = 0.0, {}
-    with limited_reads() as reads:
-        for number_of, (what, pickled) in enumerate(BOMBS.items()):
-            path = write(tmp_path / f"{number_of}.pt", pickled)
-            outcome, told, seconds = reads.outcomes(path, tmp_path, ("load",))["load"]
-            slowest = max(slowest, seconds)
-            if outcome != "ours":
-                failed[what] = (outcome, told[:200], seconds)
-    assert not failed, failed
-    assert slowest < 5
-
-
-def test_honest_objects_of_many_elements_are_read(tmp_path: Path) -> None:
-    """Sets, odd keys, nested dicts under long names and copies of arrays: none comes near what is refused."""
-    long = "module." * 40
-    tree: dict[str, Any] = {
-        "sets": [set(range(n, n + 50)) for n in range(2_000)],
-        "floats": {n / 7: n for n in range(20_000)},
-        "tuples": {(n, f"exp_avg_{n}", (n, n)): n for n in range(20_000)},
-        "same": [{0.5: n, None: n, True: n, -1: n} for n in range(20_000)],
-        "deep": {long: {long: {n: n for n in range(50_000)}}},
-        "bytes": [bytes([n % 256]) * 3_000 for n in range(200)],
-    }
-    for protocol in (2, 5):
-        torch.save(tree, tmp_path / "file.pt", pickle_protocol=protocol)
-        import treeckpt as tc
-
-        assert tc.load(tmp_path / "file.pt") == tree
-
-
-@pytest.mark.parametrize("called", ["set", "frozenset"])
-def test_an_array_in_a_set_is_refused_by_its_path(tmp_path: Path, called: str) -> None:
-    import treeckpt as tc
-
-    array = (
-        name("numpy.core.multiarray", "_reconstruct") + b")R(K\x01(K\x01t" + name("numpy", "dtype") + text("u1")
-        + b"\x85R\x89C\x01\x00tb"
-    )  # fmt: skip
-    path = write(tmp_path / "file.pt", b"}" + text("a") + name("builtins", called) + b"]" + array + b"a\x85Rs")
-    with pytest.raises(tc.TreeError, match=rf"a: .*a {called} with"):
-        tc.load(path)

@@ -1,0 +1,67 @@
+"""Pickles that name endless work: each is an error of ours, in little time and memory; honest ones are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import treeckpt as tc
+from tests.helpers.limited_reads import SECONDS, LimitedReads
+from tests.helpers.pickle_bombs import BOMBS, name, text, write_bomb
+
+
+LONG = ("60,000 uuids of one hash",)
+"""Those that take more than a second."""
+
+
+def _check(limited: LimitedReads, path: Path, names: Iterable[str]) -> None:
+    failed, slowest = {}, 0.0
+    for number, what in enumerate(names):
+        source = write_bomb(path / f"{number}.pt", BOMBS[what])
+        outcome, told, seconds = limited.outcomes(source, path, ("load",))["load"]
+        slowest = max(slowest, seconds)
+        if outcome != "ours":
+            failed[what] = (outcome, told[:200], seconds)
+    assert not failed, failed
+    assert slowest < SECONDS
+
+
+def test_each_is_an_error_of_ours_within_limits(tmp_path: Path, limited: LimitedReads) -> None:
+    _check(limited, tmp_path, BOMBS.keys() - LONG)
+
+
+@pytest.mark.slow
+def test_so_are_long_ones(tmp_path: Path, limited: LimitedReads) -> None:
+    _check(limited, tmp_path, LONG)
+
+
+@pytest.mark.parametrize("count", [1_000, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_honest_objects_of_many_elements_are_read(tmp_path: Path, count: int) -> None:
+    """Sets, odd keys, nested dicts under long names and copies of arrays: none comes near what is refused."""
+    long = "module." * 40
+    tree: dict[str, Any] = {
+        "sets": [set(range(n, n + 50)) for n in range(count // 10)],
+        "floats": {n / 7: n for n in range(count)},
+        "tuples": {(n, f"exp_avg_{n}", (n, n)): n for n in range(count)},
+        "same": [{0.5: n, None: n, True: n, -1: n} for n in range(count)],
+        "deep": {long: {long: {n: n for n in range(2 * count)}}},
+        "bytes": [bytes([n % 256]) * 3_000 for n in range(count // 100)],
+    }
+    for protocol in (2, 5):
+        torch.save(tree, tmp_path / "file.pt", pickle_protocol=protocol)
+        assert tc.load(tmp_path / "file.pt") == tree
+
+
+@pytest.mark.parametrize("called", ["set", "frozenset"])
+def test_an_array_in_a_set_is_refused_by_its_path(tmp_path: Path, called: str) -> None:
+    array = (
+        name("numpy.core.multiarray", "_reconstruct") + b")R(K\x01(K\x01t" + name("numpy", "dtype") + text("u1")
+        + b"\x85R\x89C\x01\x00tb"
+    )  # fmt: skip
+    path = write_bomb(tmp_path / "file.pt", b"}" + text("a") + name("builtins", called) + b"]" + array + b"a\x85Rs")
+    with pytest.raises(tc.TreeError, match=rf"a: .*a {called} with"):
+        tc.load(path)
