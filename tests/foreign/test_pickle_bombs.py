@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import treeckpt as tc
+from tests.helpers.hfai_parts import trained, write_parts
 from tests.helpers.limited_reads import SECONDS, LimitedReads
-from tests.helpers.pickle_bombs import BOMBS, name, text, write_bomb
-
+from tests.helpers.pickle_bombs import BOMBS, DIRECTORIES, doubled, huge, name, text, write_bomb
 
 LONG = ("60,000 uuids of one hash",)
 """Those that take more than a second."""
@@ -32,6 +32,36 @@ def _check(limited: LimitedReads, path: Path, names: Iterable[str]) -> None:
 
 def test_each_is_an_error_of_ours_within_limits(tmp_path: Path, limited: LimitedReads) -> None:
     _check(limited, tmp_path, BOMBS.keys() - LONG)
+
+
+def test_so_are_those_in_the_metadata_of_directories(tmp_path: Path, limited: LimitedReads) -> None:
+    failed = {}
+    for number, (what, (file, pickled)) in enumerate(DIRECTORIES.items()):
+        (tmp_path / f"{number}").mkdir()
+        (tmp_path / f"{number}" / file).write_bytes(b"\x80\x02" + pickled + b".")
+        (tmp_path / f"{number}" / "__0_0.distcp").write_bytes(bytes(100))
+        outcome, told, seconds = limited.outcomes(tmp_path / f"{number}", tmp_path, ("load",))["load"]
+        right = "ok" if what == "offsets of one hash" else "ours"  # of nothing: no tensor lies at them
+        if outcome != right or seconds > SECONDS:
+            failed[what] = (outcome, told[:200], seconds)
+    assert not failed, failed
+
+
+def test_shares_of_tensors_of_no_shape_are_refused(tmp_path: Path, limited: LimitedReads) -> None:
+    model, optimizer = trained(0)
+    write_parts(tmp_path / "parts", {"model": [model], "optimizer": [optimizer]}, {}, 1)
+    for number, shape in enumerate((huge(), doubled(40))):
+        share = b"}" + text("w") + shape + b"N\x86s"
+        part = {
+            "__nshards__": b"K\x01",
+            "__version__": text("2.0.0"),
+            "optimizer": b"]",
+            "model": b"]}" + share + b"\x86a",
+        }
+        pickled = b"}(" + b"".join(text(key) + value for key, value in part.items()) + b"u"
+        write_bomb(tmp_path / "parts" / "PART_000.pt", pickled)
+        outcome, told, _ = limited.outcomes(tmp_path / "parts", tmp_path, ("load",))["load"]
+        assert outcome == "ours" and ("a torch.Size", "over and over")[number] in told, (number, told)
 
 
 @pytest.mark.slow

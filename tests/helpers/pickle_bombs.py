@@ -134,3 +134,78 @@ def write_bomb(path: Path, pickled: bytes) -> Path:
         file.writestr("archive/data.pkl", b"\x80\x02" + pickled + b".")
         file.writestr("archive/version", b"3\n")
     return path
+
+
+def record(module: str, called: str, fields: dict[str, bytes]) -> bytes:
+    """An object with fields."""
+    state = b"}(" + b"".join(text(key) + value for key, value in fields.items()) + b"u"
+    return name(module, called) + b")\x81" + state + b"b"
+
+
+DCP = "torch.distributed.checkpoint.metadata"
+PADDLE = "paddle.distributed.checkpoint.metadata"
+SIZES = b"(" + b"".join(number(n) for n in (2, 3)) + b"t"
+
+
+def _dcp(names: bytes, places: bytes = b"}", paths: bytes = b"}") -> bytes:
+    return record(DCP, "Metadata", {"state_dict_metadata": names, "planner_data": paths, "storage_data": places})
+
+
+def _place(of: bytes, offset: bytes) -> bytes:
+    return record(DCP, "MetadataIndex", {"fqn": of, "offset": offset})
+
+
+def _paddle(tensors: bytes, places: bytes = b"}", paths: bytes = b"}") -> bytes:
+    fields = {"state_dict_metadata": tensors, "storage_metadata": places, "flat_mapping": paths}
+    return record(PADDLE, "Metadata", fields)
+
+
+def _paddle_place(of: bytes, offset: bytes = b")") -> bytes:
+    return record(PADDLE, "LocalTensorIndex", {"tensor_key": of, "global_offset": offset, "is_flattened": b"\x89"})
+
+
+def _tensor(chunks: bytes) -> bytes:
+    properties = (name(DCP, "TensorProperties") + b")\x81(" + name("torch", "float32")
+                  + name("torch.serialization", "_get_layout") + text("torch.strided") + b"\x85R\x89tb")  # fmt: skip
+    return record(DCP, "TensorStorageMetadata", {"properties": properties, "size": SIZES, "chunks": chunks})
+
+
+OFFSETS = [number(n * P + 1) + number(1) + b"\x86" for n in range(2)]
+DIRECTORIES: dict[str, tuple[str, bytes]] = {
+    "a tuple of tuples as a name": (".metadata", _dcp(b"}", b"}" + _place(doubled(40), b"N") + b"Ns")),
+    "a tuple of tuples as an offset": (".metadata", _dcp(b"}", b"}" + _place(text("a"), doubled(40)) + b"Ns")),
+    "an offset of a range": (".metadata", _dcp(b"}", b"}" + _place(text("a"), huge()) + b"Ns")),
+    "offsets of one hash": (
+        ".metadata",
+        _dcp(b"}", b"}(" + b"".join(
+            _place(text("a"), b"(" + b"".join(number(P * (n >> bit & 1)) for bit in range(15)) + b"t") + b"N"
+            for n in range(5_000)
+        ) + b"u"),
+    ),
+    "a path of tuples of tuples": (
+        ".metadata",
+        _dcp(b"}" + text("a") + record(DCP, "BytesStorageMetadata", {}) + b"s", b"}" + _place(text("a"), b"N") + b"Ns",
+             b"}" + text("a") + b"(" + doubled(40) + b"ts"),
+    ),
+    "one list of chunks for all tensors": (
+        ".metadata",
+        _dcp(b"}(" + text("first") + _tensor(b"](" + record(DCP, "ChunkStorageMetadata", {
+            "offsets": SIZES, "sizes": SIZES}) + b"q\x05" + b"h\x05" * 20_000 + b"eq\x06")
+             + b"".join(text(f"t{n}") + _tensor(b"h\x06") for n in range(2_000)) + b"u"),
+    ),
+    "a tuple of tuples as the name of an array": (
+        "0.metadata", _paddle(b"}", b"}" + _paddle_place(doubled(40)) + b"Ns"),
+    ),
+    "a tuple of tuples as a dtype": (
+        "0.metadata",
+        _paddle(b"}" + text("a") + b"]" + record(PADDLE, "LocalTensorMetadata", {
+            "global_offset": b")", "local_shape": b")", "dtype": doubled(40)}) + b"as"),
+    ),
+    "pieces of other dimensions": (
+        "0.metadata",
+        _paddle(b"}" + text("a") + b"](" + b"".join(record(PADDLE, "LocalTensorMetadata", {
+            "global_offset": sizes, "local_shape": sizes, "dtype": text("float32")}) for sizes in (b")", SIZES))
+            + b"es"),
+    ),
+}  # fmt: skip
+"""The name of a metadata file, and a pickle."""

@@ -7,6 +7,7 @@ when it is read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from ..arrays.describe import describe_tree
 from ..arrays.lazy import LazyArray
 from ..arrays.registry import encode
 from ..core.format.build_index import build_index
-from ..core.format.chunks import BoxChunks, Chunks, DeferredChunks, NoChunks, WholeChunk, encode_boxes
+from ..core.format.chunks import BoxChunks, Chunks, DeferredChunks, WholeChunk, encode_boxes
 from ..core.format.records import ArrayRecord, LeafRecord, file_table
 from ..core.planning.load_plan import Chunk
 from ..core.planning.rank_trees import RankClass, merge_rank_trees
@@ -39,6 +40,11 @@ PARTS = 24
 """Bits of a part's number in the rank of an array that is computed."""
 REFUSED = "refused"
 """The kind of a stored value that could not be read: an error where it is asked for."""
+
+
+def _computed_rank(files: int, number: int, part: int) -> int:
+    """Returns the rank whose stream an array is that is computed: part `part` of leaf `number`."""
+    return files + (number << PARTS) + part
 
 
 class _ChunkFinder:
@@ -70,7 +76,7 @@ class _ChunkFinder:
 
     def _computed(self, number: int, part: int, array: LazyArray) -> int:
         """Registers an array under a rank that is the same in every process; returns the rank."""
-        rank = len(self._ranks) + (number << PARTS) + part
+        rank = _computed_rank(len(self._ranks), number, part)
         self._add(rank, array.nbytes, partial(_fill, elements_of(array), dtype_of(array.spec.dtype).itemsize))
         return rank
 
@@ -138,27 +144,30 @@ def index_files(
 def with_found_chunks(index: ForeignIndex) -> ForeignIndex:
     """Returns the index with the places of all chunks, so that it can be stored.
 
-    An array whose files cannot be read has none: an error where its values are asked for.
+    An array whose files cannot be read is in none, as one that is computed: a load says what is wrong with them.
     """
-    specs = index.specs
-    leaves = [
-        msgspec.structs.replace(record, chunks=_found(record.chunks, specs[record.spec].shape))
-        if isinstance(record, ArrayRecord) and isinstance(record.chunks, DeferredChunks)
-        else record
-        for record in index.leaves
-    ]
+    leaves: list[LeafRecord] = []
+    for number, record in enumerate(index.leaves):
+        if isinstance(record, ArrayRecord) and isinstance(record.chunks, DeferredChunks):
+            spec = index.specs[record.spec]
+            try:
+                chunks = _boxes(record.chunks.find(None), spec.shape)
+            except CheckpointError:
+                rank = _computed_rank(len(index.names), number, 0)
+                index.computed[rank] = math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
+                chunks = WholeChunk(rank, 0)
+            record = msgspec.structs.replace(record, chunks=chunks)
+        leaves.append(record)
     fields = {name: getattr(index, name) for name in index.__struct_fields__}
     return ForeignIndex(**{**fields, "leaves": tuple(leaves)})
 
 
-def _found(chunks: DeferredChunks, shape: tuple[int, ...]) -> Chunks:
-    try:
-        found = sorted(chunks.find(None), key=lambda chunk: chunk.region.offset)
-    except CheckpointError:
-        return NoChunks()
+def _boxes(found: Sequence[Chunk], shape: tuple[int, ...]) -> Chunks:
+    """Encodes the chunks of an array; there are none of an empty one."""
     if not found:
         empty = encode_runs([])
         return BoxChunks((empty,) * len(shape), (empty,) * len(shape), empty, empty)
+    found = sorted(found, key=lambda chunk: chunk.region.offset)
     columns = ([chunk.region.offset for chunk in found], [chunk.region.shape for chunk in found])
     offsets, shapes = (np.array(column, np.int64).reshape(len(found), len(shape)) for column in columns)
     ranks, starts = np.array([chunk.rank for chunk in found]), np.array([chunk.start for chunk in found])

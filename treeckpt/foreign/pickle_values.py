@@ -55,26 +55,17 @@ class _NumpyDtype(DeferredValue, eq=False):
     code: Any = ""
 
     def make(self) -> np.dtype[Any]:
-        state = _tuple(self.state)
+        state = () if self.state is None else _of(tuple, self.state)
         order = state[1] if len(state) > 1 else "|"
         if isinstance(self.code, Symbol) and self.code.text.startswith("ml_dtypes ") and order in ("<", "|", "="):
             return numpy_dtype(self.code.text.removeprefix("ml_dtypes "))
-        if (
-            not isinstance(self.code, str)
-            or len(self.code) > MAX_CODE
-            or order not in ("<", ">", "|", "=")
-            or "O" in self.code
-        ):
+        coded = isinstance(self.code, str) and len(self.code) <= MAX_CODE and "O" not in self.code
+        if not coded or order not in ("<", ">", "|", "="):
             raise ValueError(f"a numpy dtype {brief(self.code)}")
         _, _, inner, names, *rest = (*state, None, None, None, None)[: max(4, len(state))]
         dtype = np.dtype(self.code + self._unit(rest))
-        if (
-            dtype.hasobject
-            or dtype.fields is not None
-            or dtype.subdtype is not None
-            or inner is not None
-            or names is not None
-        ):
+        plain = not (dtype.hasobject or dtype.fields or dtype.subdtype)
+        if not plain or inner is not None or names is not None:
             raise ValueError(f"a numpy dtype {brief(self.code)}{' with fields' if names is not None else ''}")
         return dtype if order == "|" else dtype.newbyteorder(order)
 
