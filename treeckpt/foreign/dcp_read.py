@@ -159,7 +159,7 @@ def read_dcp(store: Store, storages: ArchiveStorages, refused: list[RefusedLeaf]
 def is_path(path: Any) -> bool:
     """Returns whether an object of a file is the path of a leaf."""
     listed = isinstance(path, (tuple, list)) and 0 < len(path) <= MAX_DEPTH
-    return listed and all(type(key) is str or (type(key) is int and abs(key) < 1 << 32) for key in path)
+    return listed and all(type(key) is str or (type(key) is int and abs(key) < 1 << 60) for key in path)
 
 
 class _Node(dict[Any, Any]):

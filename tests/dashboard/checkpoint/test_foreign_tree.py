@@ -159,7 +159,7 @@ def test_a_tree_whose_data_are_gone_is_shown_and_its_values_are_an_error(serve, 
     at = f"/checkpoints/{found['id']}"
     assert [row["path"] for row in client.get(f"/api/v1{at}/leaves").json()["rows"]] == ["model/w"]
     assert client.get(f"{at}/leaves/0").status_code == 200
-    for rest in ("/peek", "/file?form=npy"):
+    for rest in ("/peek", "/file?form=safetensors"):
         got = client.get(f"/api/v1{at}/leaves/0{rest}")
         assert got.status_code == 404 and "Load it" in got.json()["error"]
 
