@@ -1,17 +1,15 @@
-"""The trees of checkpoints that other programs wrote, and the stores from which their values are read."""
+"""The checkpoints that other programs wrote, and the stores from which their values are read."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import stat
-import threading
 from functools import lru_cache
 from pathlib import Path
 
 import msgspec
 
-from treeckpt.core.analysis.outline import IndexOutline, Outline
 from treeckpt.core.format.file_names import is_step_name
 from treeckpt.core.text import bytes_text, visible
 from treeckpt.errors import FormatError, StoreError
@@ -21,12 +19,9 @@ from treeckpt.io.storage.local_read import follows_links
 from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder, LocalRun
 from treeckpt.io.storage.store import Store
 from treeckpt.runs.checkpoint_info import CheckpointInfo
-from treeckpt.runs.stat_cache import LruStatCache
 
 MAX_METADATA = 64 << 20
 """Bytes of the metadata of torch.distributed.checkpoint beyond which they are not read here."""
-KEPT = 2
-"""Trees that stay in memory."""
 
 
 class ForeignInfo(CheckpointInfo, frozen=True):
@@ -124,37 +119,18 @@ def foreign_store(info: ForeignInfo) -> Store:
     return found.store if isinstance(found, FileRange) else found
 
 
-class ForeignTrees:
-    """The trees that were read last."""
+def foreign_version(info: ForeignInfo) -> DirectoryEntry:
+    """Returns what changes when the files of a checkpoint do.
 
-    def __init__(self) -> None:
-        self._trees = LruStatCache(KEPT)
-        self._reading = threading.Lock()
-
-    def outline(self, info: ForeignInfo) -> Outline:
-        """Returns the tree of a checkpoint. Nothing in its files is executed, and no value is read.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
-        path = Path(info.path)
-        files = LocalFolder(path).entries() if path.is_dir() else {}
-        metadata = files.get(DCP_METADATA)
-        if metadata is not None and metadata.nbytes > MAX_METADATA:
-            expected, found = f"metadata of at most {bytes_text(MAX_METADATA)}", bytes_text(metadata.nbytes)
-            raise FormatError(visible(info.path), expected=expected, found=found, hint="treeckpt show lists its tree")
-        own = path.stat()
-        newest = max([own.st_mtime_ns, *(file.modified_ns for file in files.values())])
-        version = DirectoryEntry(sum(file.nbytes for file in files.values()) or own.st_size, newest, own.st_ino)
-        with self._reading:
-            return self._trees.get_or_read((info.path, "foreign"), version, lambda: self._read(info))
-
-    def _read(self, info: ForeignInfo) -> Outline:
-        from treeckpt.foreign.foreign_checkpoint import open_checkpoint  # not for the start of the server
-
-        _, opened = open_checkpoint(info.path)
-        try:
-            return IndexOutline(opened().index)
-        except ModuleNotFoundError as error:  # pickles of torch hold some values that only torch has
-            expected, found = f"the package {error.name}, which made it", "no such package in this environment"
-            raise FormatError(visible(info.path), expected=expected, found=found, hint="Install it") from error
+    Raises:
+        FormatError: its metadata are too large to be read for a page.
+    """
+    path = Path(info.path)
+    files = LocalFolder(path).entries() if path.is_dir() else {}
+    metadata = files.get(DCP_METADATA)
+    if metadata is not None and metadata.nbytes > MAX_METADATA:
+        expected, found = f"metadata of at most {bytes_text(MAX_METADATA)}", bytes_text(metadata.nbytes)
+        raise FormatError(visible(info.path), expected=expected, found=found, hint="treeckpt show lists its tree")
+    own = path.stat()
+    newest = max([own.st_mtime_ns, *(file.modified_ns for file in files.values())])
+    return DirectoryEntry(sum(file.nbytes for file in files.values()) or own.st_size, newest, own.st_ino)

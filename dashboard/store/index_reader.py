@@ -1,7 +1,9 @@
-"""Reads indexes into tables: small ones in the server, large ones in another process, which reports its progress.
+"""Reads indexes into tables: small ones in the server, others in another process, which reports its progress.
 
-A large index takes seconds and most of a gigabyte to decode. In another process it neither blocks the server nor stays
-in its memory; pages show the progress meanwhile. One such process runs at a time, for `TIMEOUT` seconds at most.
+A large index takes seconds and most of a gigabyte to decode, and the files of other programs hold pickles, with which
+one that means harm could keep the interpreter's lock. In another process they neither block the server nor stay in its
+memory; pages show the progress meanwhile. One such process runs at a time, for `TIMEOUT` seconds at most, and of
+another program's files for `FOREIGN_SECONDS` of computing, with `MEMORY` bytes of memory.
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from treeckpt import errors
 from treeckpt.core.format.index import INDEX_NAME
+from treeckpt.core.format.records import Index
 from treeckpt.errors import CorruptError, StoreError, TreeckptError
+from treeckpt.foreign.files import foreign_at
 from treeckpt.io.os_errors import shows_damage
 from treeckpt.io.storage import metadata_files
 from treeckpt.io.storage.open import open_run
@@ -43,6 +48,12 @@ TIMEOUT = 300.0
 """Seconds after which a process that reads an index is killed."""
 RETRY = 60.0
 """Seconds for which an index that could not be read is not tried again."""
+FOREIGN_SECONDS = 60
+"""Seconds of computing after which a process that reads files of another program is killed."""
+MEMORY = 4 << 30
+"""Bytes of address space that a process may take beyond what it has at its start."""
+WAIT = 1.0
+"""Seconds for which a request waits for the process: most files are read by then, and their page needs no other."""
 MAX_OPEN = 8
 """Tables that stay open."""
 
@@ -107,7 +118,6 @@ class _ReadProcess:
             self.error = self._run()
         except OSError as error:
             self.error = _unreadable(self._arguments[1], f"{error}")
-        self.done.set()
 
     def _run(self) -> TreeckptError | None:
         self._progress = _Progress("start", 0, 0)
@@ -135,8 +145,8 @@ class _ReadProcess:
                 timer.cancel()
         if failure or not code:
             return failure
-        killed = "the reader was killed, for want of memory or time"
-        return _unreadable(self._arguments[1], killed if code in (-9, 137) else f"the reader ended with {code}")
+        killed = "the reader was killed: it takes more time than it may, or more memory than there is"
+        return _unreadable(self._arguments[1], killed if code in (-9, 137, -24) else f"the reader ended with {code}")
 
     def kill(self) -> None:
         if self._process is not None:
@@ -150,8 +160,8 @@ class _ReadProcess:
 
 
 def _unreadable(name: str, found: str) -> TreeckptError:
-    hint = "It says nothing of the checkpoint: it is tried again after a while"
-    return StoreError(name, expected="an index that can be read here", found=found, hint=hint)
+    hint = "It says nothing of the checkpoint: treeckpt show has no such limits, if you trust where it is from"
+    return StoreError(name, expected="a tree that can be read within the limits of this page", found=found, hint=hint)
 
 
 class IndexReader:
@@ -181,9 +191,38 @@ class IndexReader:
             StoreError: it could not be read.
         """
         key = key_of(folder.url, entry)
+        if (found := self._known(key)) is not None:
+            return found
         if entry.nbytes > MAX_INDEX:
             found = f"{entry.nbytes} bytes"
             raise CorruptError(folder.url, expected=f"an index of at most {MAX_INDEX} bytes", found=found)
+        reachable = isinstance(folder, LocalFolder) or ("://" in run and not run.startswith("memory://"))
+        if is_large(entry) and reachable:  # another process can open the folder
+            name = folder.name if run else folder.url
+            raise StillReading(folder.url, self._process(key, run, name).progress)
+        return self._build(key, folder)
+
+    def foreign_outline(self, path: str, version: DirectoryEntry) -> StoredOutline:
+        """Returns the tree of files of another program.
+
+        Args:
+            version: what changes when they do.
+
+        Raises:
+            StillReading: another process is reading them.
+            CheckpointError: they cannot be read.
+        """
+        key = key_of(f"foreign:{path}", version)
+        if (found := self._known(key)) is not None:
+            return found
+        process = self._process(key, "", path)
+        process.done.wait(WAIT)
+        if (found := self._known(key)) is None:
+            raise StillReading(path, process.progress)
+        return found
+
+    def _known(self, key: str) -> StoredOutline | None:
+        """Returns the table of a key, if there is one; raises the error of the last read, if that failed."""
         with self._lock:
             if key in self._opened:
                 self._opened.move_to_end(key)
@@ -192,12 +231,7 @@ class IndexReader:
             if error is not None and until > time.monotonic():
                 self._failed[key] = error, until
                 raise error.with_traceback(None)
-        if (found := self._open_table(key)) is not None:
-            return found
-        reachable = isinstance(folder, LocalFolder) or ("://" in run and not run.startswith("memory://"))
-        if is_large(entry) and reachable:  # another process can open the folder
-            raise StillReading(folder.url, self._process(key, run, folder).progress)
-        return self._build(key, folder)
+        return self._open_table(key)
 
     def _open_table(self, key: str) -> StoredOutline | None:
         path = self._cache.table(key)
@@ -234,11 +268,10 @@ class IndexReader:
             while len(self._failed) > 1000:
                 self._failed.popitem(last=False)
 
-    def _process(self, key: str, run: str, folder: Folder) -> _ReadProcess:
+    def _process(self, key: str, run: str, name: str) -> _ReadProcess:
         with self._lock:
             process = self._processes.get(key)
             if process is None:
-                name = folder.name if run else folder.url
                 process = self._processes[key] = _ReadProcess(run, name, key, self._cache.table(key))
                 threading.Thread(target=self._run, args=(process,), daemon=True).start()
             return process
@@ -251,6 +284,7 @@ class IndexReader:
         self._cache.tidy()
         with self._lock:
             self._processes.pop(process.key, None)
+        process.done.set()
 
     def close(self) -> None:
         """Kills the processes that read indexes."""
@@ -264,8 +298,43 @@ def is_large(entry: DirectoryEntry) -> bool:
     return entry.nbytes >= LARGE
 
 
+def _line(message: _Progress | _Failure) -> bytes:
+    return msgspec.json.encode(message) + b"\n"
+
+
 def _send(message: _Progress | _Failure) -> None:
-    os.write(1, msgspec.json.encode(message) + b"\n")
+    os.write(1, _line(message))
+
+
+def _limit() -> None:
+    """Limits the memory and the time of this process, where the system can."""
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return
+    statm = Path("/proc/self/statm")
+    held = int(statm.read_text().split()[0]) * resource.getpagesize() if statm.exists() else 0
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = held + MEMORY if hard == resource.RLIM_INFINITY else min(held + MEMORY, hard)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_CPU, (FOREIGN_SECONDS, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+
+
+def _read(run: str, name: str) -> Index:
+    if not run and foreign_at(name) is not None:
+        from treeckpt.foreign.foreign_checkpoint import ForeignCheckpoint  # not for the start of the server
+        from treeckpt.foreign.foreign_index import with_found_chunks
+
+        _limit()
+        _send(_Progress("read", 0, 0))
+        source = foreign_at(name)
+        assert source is not None, "it was there just now"
+        index: Any = ForeignCheckpoint(source).index
+        return with_found_chunks(index)
+    folder = open_run(run).folder(name) if run else LocalFolder(name)
+    _send(_Progress("read", 0, folder.entries()[INDEX_NAME].nbytes))
+    return metadata_files.read_index(folder.store)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -273,21 +342,24 @@ def main(arguments: Sequence[str]) -> int:
 
     Args:
         arguments: the URL of a run, the name of a folder in it, and the path of the table to write; for a local
-            folder the URL is empty and the name is the path.
+            folder, or files of another program, the URL is empty and the name is the path.
     """
     run, name, target = arguments
+    limit = _unreadable(name, f"one that takes more than {MEMORY >> 20} MiB of memory")
+    too_large = _line(_Failure("CorruptError", name, limit.expected, limit.found, limit.hint))  # while there is memory
     gc.disable()  # millions of objects are created, and none is garbage
     if hasattr(signal, "SIGINT"):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which kills this process
 
     try:
-        folder = open_run(run).folder(name) if run else LocalFolder(name)
-        nbytes = folder.entries()[INDEX_NAME].nbytes
-        _send(_Progress("read", 0, nbytes))
-        index = metadata_files.read_index(folder.store)
-        build_table(index, Path(target), lambda done, total: _send(_Progress("write", done, total)))
+        build_table(_read(run, name), Path(target), lambda done, total: _send(_Progress("write", done, total)))
     except TreeckptError as error:
         _send(_Failure(type(error).__name__, error.path, error.expected, error.found, error.hint))
+    except ModuleNotFoundError as error:  # pickles of torch hold some values that only torch has
+        found = "no such package in this environment"
+        _send(_Failure("FormatError", name, f"the package {error.name}, which made it", found, "Install it"))
+    except MemoryError:
+        os.write(1, too_large)
     except (OSError, sqlite3.Error, KeyError) as error:
         failed = _unreadable(name, f"{type(error).__name__}: {error}"[:300])
         _send(_Failure("StoreError", name, failed.expected, failed.found, failed.hint))

@@ -24,7 +24,7 @@ from treeckpt.core.sharding.int_runs import Runs
 from treeckpt.core.tree.nesting import split_structure
 from treeckpt.runs.index_summary import Summary, summarize_index
 
-SCHEMA = "5"
+SCHEMA = "6"
 """Version of this format, in the name of the cache directory: other versions use other directories."""
 LEAVES = 64
 """Leaves of one block: all of them are decoded to show one."""
@@ -99,6 +99,7 @@ def _fill(connection: sqlite3.Connection, index: Index, report: Callable[[int, i
     parts = {
         "count": str(count).encode(),
         "head": encode(head),
+        "kind": type(index).__name__.encode(),
         "structure": encode(split_structure(index.structure)),
         "summary": encode(summary),
         "nbytes": columns.nbytes.astype("<i8").tobytes(),

@@ -36,9 +36,9 @@ from .cache import Cache
 from .foreign_trees import (
     ForeignFile,
     ForeignInfo,
-    ForeignTrees,
     RunWithFiles,
     foreign_store,
+    foreign_version,
     is_foreign,
     look_at_foreign,
 )
@@ -141,7 +141,6 @@ class Library:
         self.policies = tuple(policies)
         self._reader = IndexReader(self.cache)
         self._studies = LruStatCache(6)
-        self._foreign = ForeignTrees()
         self.watches: dict[str, RunWatcher] = {}
         for run in self.runs:
             inspect = partial(self.inspect_directory, run)
@@ -258,11 +257,11 @@ class Library:
         """Returns the tree of a checkpoint.
 
         Raises:
-            StillReading: its index is being read for the first time.
+            StillReading: its index, or the files of another program, are being read for the first time.
             CheckpointError: the index, or the files of another program, cannot be read.
         """
         if isinstance(info, ForeignInfo):
-            return self._foreign.outline(info)
+            return self._reader.foreign_outline(info.path, foreign_version(info))
         run, folder = self._folder_of(info)
         entry = folder.entries().get(INDEX_NAME)
         if entry is None:

@@ -21,6 +21,7 @@ from treeckpt.core.format.records import Index, Leaf, LeafRecord, specs_of
 from treeckpt.core.tree.nesting import SplitStructure
 from treeckpt.core.tree.structure import Structure
 from treeckpt.errors import MismatchError
+from treeckpt.foreign.foreign_records import ForeignIndex
 from treeckpt.runs.index_summary import Summary
 
 from .index_table import LEAVES, NAMES, NODES, StoredLeaf
@@ -30,6 +31,7 @@ _BLOCK = msgspec.json.Decoder(list[StoredLeaf])
 _PATHS = msgspec.json.Decoder(list[str])
 # made once: the first decoding of a struct in two threads at a time can crash msgspec
 _HEAD = msgspec.json.Decoder(Index)
+_FOREIGN = msgspec.json.Decoder(ForeignIndex)
 _STRUCTURE = msgspec.json.Decoder(SplitStructure)
 _SUMMARY = msgspec.json.Decoder(Summary)
 _KEPT = 256
@@ -132,23 +134,28 @@ class _Records(Sequence[LeafRecord]):
         return (leaf.record for leaf in self._entries)
 
 
-class StoredIndex(Index, frozen=True, dict=True):
-    """An index whose leaves and structure are read when they are used."""
+def _open_index(pool: _ConnectionPool) -> Index:
+    """Opens the index of a file: its leaves and its structure are read when they are used."""
+    kind, decoder = (_StoredForeignIndex, _FOREIGN) if pool.part("kind") == b"ForeignIndex" else (_StoredIndex, _HEAD)
+    head = decoder.decode(pool.part("head"))
+    entries: Any = _Entries(pool, int(pool.part("count")), head)
+    fields = {name: getattr(head, name) for name in head.__struct_fields__}
+    index = kind(**{**fields, "leaves": _Records(entries)})
+    vars(index).update(pool=pool, entries=entries)
+    return index
 
-    @classmethod
-    def open(cls, pool: _ConnectionPool) -> StoredIndex:
-        """Opens the index of a file."""
-        head = _HEAD.decode(pool.part("head"))
-        entries: Any = _Entries(pool, int(pool.part("count")), head)
-        fields = {name: getattr(head, name) for name in head.__struct_fields__}
-        index = cls(**{**fields, "leaves": _Records(entries)})
-        vars(index).update(pool=pool, entries=entries)
-        return index
 
-    @cached_property
-    def structure(self) -> Structure:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The structure of the tree, decoded as a whole."""
-        return _STRUCTURE.decode(vars(self)["pool"].part("structure")).whole()
+def _structure(index: Index) -> Structure:
+    """Decodes the structure of the tree as a whole."""
+    return _STRUCTURE.decode(vars(index)["pool"].part("structure")).whole()
+
+
+class _StoredIndex(Index, frozen=True, dict=True):
+    structure = cached_property(_structure)  # pyright: ignore[reportAssignmentType]
+
+
+class _StoredForeignIndex(ForeignIndex, frozen=True, dict=True):
+    structure = cached_property(_structure)  # pyright: ignore[reportAssignmentType]
 
 
 class StoredOutline(Outline):
@@ -160,7 +167,7 @@ class StoredOutline(Outline):
 
     def __init__(self, path: Path) -> None:
         self._pool = _ConnectionPool(path)
-        self.index: Index = StoredIndex.open(self._pool)
+        self.index: Index = _open_index(self._pool)
         self._found: dict[str, tuple[OutlineRow, int]] = {}
         self._block = lru_cache(_KEPT)(self._read)
 

@@ -8,6 +8,7 @@ from starlette.testclient import TestClient
 from tests.helpers.samples import FILES, BFloat16, mesh_layout, write_checkpoint, write_mixed_run
 from treeckpt.api import inspect as read_index
 from treeckpt.core.tree.flatten import PerRank
+from treeckpt_dashboard.store import index_reader
 from treeckpt_dashboard.web.app import create_app
 
 
@@ -16,6 +17,14 @@ def one_event_loop():
     """Answers all requests of test clients on one event loop: to start one for each takes as long as most answers."""
     with start_blocking_portal() as portal, pytest.MonkeyPatch.context() as patch:
         patch.setattr(TestClient, "portal", portal)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pages_of_foreign_trees_wait():
+    """Has a request wait until another program's files are read, however long the machine takes to start a process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_reader, "WAIT", 300)
         yield
 
 

@@ -132,6 +132,8 @@ class Contents(msgspec.Struct, frozen=True):
     """Names of the files that were saved with it, and functions that read them."""
     unread: tuple[str, ...] = ()
     """Names of files beside those of the source that are not read: of another format, or in no index."""
+    present: int = 0
+    """Bytes that its arrays can take together: those of the files, and as many as views may repeat."""
 
 
 def contents_of(tree: Any, label: str, metadata: dict[str, Any], unread: tuple[str, ...]) -> Contents:

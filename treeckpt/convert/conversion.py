@@ -29,6 +29,7 @@ from .format_fit import (
     NOTHING,
     FittedContents,
     check_growth,
+    check_source,
     fit_dcp,
     fit_safetensors,
     fit_torch,
@@ -167,6 +168,7 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
     with open_source(source, kind, storages, wanted, counted) as found:
         kept = choosing.exclude(found, options.exclude)
         chosen = choosing.subtree(choosing.select(kept, options.select), options.subtree)
+        check_source(chosen)
         chosen = _transformed(chosen, options, storages)
         if comm.size == 1 and not dry_run:
             counted.expect(lambda: own_nbytes(chosen))

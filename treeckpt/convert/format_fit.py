@@ -6,6 +6,7 @@ Also the limit of what is written: views can repeat the same bytes.
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,12 +15,14 @@ import numpy as np
 from ..arrays.describe import describe_tree
 from ..arrays.lazy import LazyArray
 from ..arrays.registry import encodable
+from ..core.format.check_index import check_claims
 from ..core.planning.rank_trees import LeafSpec
 from ..core.sharding.region import is_c_order
 from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.spec import StridedView
 from ..core.tree.structure import DictNode, ListNode, OrderedDictNode, Structure, TupleNode, child_path, keys_of
 from ..errors import FormatError, TreeError
+from ..foreign.foreign_records import FREE, TIMES
 from ..foreign.pickle_reader import brief
 from ..foreign.safetensors_read import TAGS
 from ..trees.names import flatten_names
@@ -27,10 +30,6 @@ from .contents import NODES, Contents, Finding, lower_containers, map_leaves, tr
 
 NOTHING = "nothing"
 """What a leaf becomes that is not written."""
-FREE = 64 << 20
-"""Bytes that may be written whatever the source is."""
-TIMES = 16
-"""Times the bytes of the source's arrays that may be written beyond those."""
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _WRITTEN = "tensors of torch's dtypes"
 _CONTAINERS = frozenset((DictNode, ListNode, TupleNode))
@@ -256,6 +255,24 @@ def refuse_losses(contents: Contents, name: str) -> None:
     )
 
 
+def _stored_nbytes(arrays: Sequence[tuple[str, LazyArray]]) -> int:
+    """Returns the bytes of arrays, those of a storage once."""
+    held = sum(leaf.nbytes for _, leaf in arrays if leaf.storage is None)
+    reach = 0
+    for start, size in sorted((a.storage.address, a.storage.nbytes) for _, a in arrays if a.storage is not None):
+        held += max(0, start + size - max(start, reach))
+        reach = max(reach, start + size)
+    return held
+
+
+def check_source(source: Contents) -> None:
+    """Refuses arrays that take far more bytes than the files of the source; raises as `check_claims`."""
+    arrays = [(path, leaf) for path, leaf in source.leaves if isinstance(leaf, LazyArray)]
+    if arrays:
+        path, _ = max(arrays, key=lambda pair: pair[1].nbytes)
+        check_claims(_stored_nbytes(arrays), 0, source.present, f"{path}: {source.label}")
+
+
 def check_growth(source: Contents, nbytes: int) -> None:
     """Refuses to write far more bytes than the arrays of a source have.
 
@@ -268,11 +285,7 @@ def check_growth(source: Contents, nbytes: int) -> None:
     if nbytes <= FREE:
         return
     arrays = [(path, leaf) for path, leaf in source.leaves if isinstance(leaf, LazyArray)]
-    held = sum(leaf.nbytes for _, leaf in arrays if leaf.storage is None)
-    reach = 0
-    for start, size in sorted((a.storage.address, a.storage.nbytes) for _, a in arrays if a.storage is not None):
-        held += max(0, start + size - max(start, reach))
-        reach = max(reach, start + size)
+    held = _stored_nbytes(arrays)
     if nbytes > FREE + TIMES * held:
         path, largest = max(arrays, key=lambda pair: pair[1].nbytes)
         raise FormatError(

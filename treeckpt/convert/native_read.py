@@ -103,4 +103,5 @@ def read_native(store: Store, storages: ArchiveStorages, refused: list[RefusedLe
         key: decode(value, f"custom_metadata/{key}", allow_pickle=False) for key, value in index.metadata.items()
     }
     sidecars = tuple((one.name, partial(read_sidecar, store, index, one.name)) for one in index.sidecars)
-    return Contents(structure, leaves, store.url, index.step, metadata, findings, sidecars)
+    present = sum(checkpoint.sizes.get(file.name, 0) for file in index.file_list)
+    return Contents(structure, leaves, store.url, index.step, metadata, findings, sidecars, present=present)

@@ -15,6 +15,7 @@ from ..arrays.lazy import LazyArray
 from ..foreign.checksums import ArchiveStorages
 from ..foreign.file_arrays import memory_array
 from ..foreign.files import file_window, open_foreign
+from ..foreign.foreign_records import most_nbytes
 from ..foreign.pickle_values import RefusedLeaf, refusal
 from ..foreign.sources import FOREIGN, check_exists, check_shape, directory_format, file_format, read_foreign
 from ..io.storage.counting_store import CountedStores
@@ -76,6 +77,7 @@ def open_source(
             found = read_foreign(source, kind, storages, refused)
             label = f"{path}" if kind == "safetensors" else found.label
             contents = contents_of(found.tree, label, found.metadata, found.unread)
+            contents = msgspec.structs.replace(contents, present=most_nbytes(sum(opened.sizes().values())))
         for one in refused:
             if wanted.selects(one.path):
                 raise refusal(one, contents.label)

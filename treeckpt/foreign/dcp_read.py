@@ -10,7 +10,7 @@ from functools import lru_cache, partial, reduce
 from typing import Any
 
 from ..arrays.lazy import LazyArray
-from ..core.sharding.region import Region
+from ..core.sharding.region import MAX_NDIM, Region
 from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import MAX_DEPTH, child_path
@@ -51,9 +51,15 @@ def sizes_of(node: Any, label: str, expected: str = "a torch.Size") -> tuple[int
     Raises:
         FormatError: it is none.
     """
-    if not isinstance(node, (tuple, list)) or any(type(n) is not int or not 0 <= n < 1 << 62 for n in node):
+    listed = isinstance(node, (tuple, list)) and len(node) <= MAX_NDIM
+    if not listed or any(type(n) is not int or not 0 <= n < 1 << 62 for n in node):
         raise FormatError(label, expected=expected, found=brief(node))
     return tuple(node)
+
+
+def place_key(*parts: Any) -> str:
+    """Returns the key of a place: a text, because a file can choose numbers of which any count have one hash."""
+    return f"{parts}"
 
 
 class DcpDirectory:
@@ -63,16 +69,19 @@ class DcpDirectory:
         self.store, self.storages, self.refused = store, storages, refused
         self.label = f"{store.url}/{METADATA}"
         self.files = store.sizes()
-        metadata = read_pickle(store_window(store, METADATA, self.files), PLAIN).value
+        read = read_pickle(store_window(store, METADATA, self.files), PLAIN)
+        metadata, self._left = read.value, read.steps
         self.entries, self.paths, places = self._fields(
             metadata, "Metadata", "state_dict_metadata", "planner_data", "storage_data"
         )
         if not isinstance(self.entries, dict) or not isinstance(places, dict):
             raise FormatError(self.label, expected="entries and their places", found=brief(places))
-        self.places: dict[tuple[str, tuple[int, ...] | None], Any] = {}
+        self.places: dict[str, Any] = {}
         for index, info in places.items():
             name, offset = self._fields(index, "MetadataIndex", "fqn", "offset")
-            self.places[str(name), None if offset is None else sizes_of(offset, self.label)] = info
+            if type(name) is not str:
+                raise FormatError(self.label, expected="names that are texts", found=brief(name))
+            self.places[place_key(name, None if offset is None else sizes_of(offset, self.label))] = info
         # a chunk is read box by box: its archive is looked through once
         self._chunk = lru_cache(maxsize=KEPT)(self._read_chunk)
 
@@ -82,9 +91,9 @@ class DcpDirectory:
 
     def window(self, name: str, offset: tuple[int, ...] | None) -> FileRange:
         """Returns the bytes of an entry."""
-        if (name, offset) not in self.places:
+        if (key := place_key(name, offset)) not in self.places:
             raise CorruptError(self.label, expected=f"the place of {name[:80]} at {offset}", found="none")
-        place = _state_of(self.places[name, offset], _INFO, dict, self.label)
+        place = _state_of(self.places[key], _INFO, dict, self.label)
         if packed := place.get("transform_descriptors"):
             raise FormatError(
                 f"{name[:80]}: {self.label}",
@@ -108,7 +117,7 @@ class DcpDirectory:
     def _keys(self, name: str) -> tuple[Any, ...]:
         """Returns the steps to a leaf in the tree; its name alone where they are not known."""
         path = self.paths.get(name) if isinstance(self.paths, dict) and self.paths else None
-        return tuple(path) if isinstance(path, (tuple, list)) else (name,)
+        return tuple(path) if is_path(path) else (name,)
 
     def leaf(self, name: str, node: Any) -> Any:
         """Returns a tensor, left in its files, or a value."""
@@ -121,7 +130,8 @@ class DcpDirectory:
             return found
         properties, size, chunks = self._fields(node, "TensorStorageMetadata", "properties", "size", "chunks")
         state = _state_of(properties, f"{_MODULE} TensorProperties", tuple, self.label)
-        if len(state) < 3 or not isinstance(chunks, list):
+        self._left -= len(chunks) if isinstance(chunks, list) else 0
+        if len(state) < 3 or not isinstance(chunks, list) or self._left < 0:  # one list could be that of all tensors
             raise FormatError(self.label, expected="a tensor's properties and chunks", found=brief(state))
         dtype, layout, requires_grad, *_ = state
         if "strided" not in brief(layout):
@@ -146,6 +156,12 @@ def read_dcp(store: Store, storages: ArchiveStorages, refused: list[RefusedLeaf]
     return nest(leaves, directory.paths, directory.label)
 
 
+def is_path(path: Any) -> bool:
+    """Returns whether an object of a file is the path of a leaf."""
+    listed = isinstance(path, (tuple, list)) and 0 < len(path) <= MAX_DEPTH
+    return listed and all(type(key) is str or (type(key) is int and abs(key) < 1 << 60) for key in path)
+
+
 class _Node(dict[Any, Any]):
     """A container on the way: of a list where its keys are numbers."""
 
@@ -162,8 +178,7 @@ def nest(leaves: dict[Any, Any], paths: Any, label: str) -> dict[Any, Any]:
     root: dict[Any, Any] = _Node()
     for name, leaf in leaves.items():
         path: Any = paths.get(name) if isinstance(paths, dict) and paths else (name,)
-        listed = isinstance(path, (tuple, list)) and 0 < len(path) <= MAX_DEPTH
-        if not listed or any(type(key) not in (str, int) for key in path):
+        if not is_path(path) and path != (name,):
             raise FormatError(label, expected=f"the path of {brief(name)}", found=brief(path))
         node = root
         *above, last = path

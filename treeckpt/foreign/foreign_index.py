@@ -7,8 +7,9 @@ when it is read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,65 +20,31 @@ from ..arrays.describe import describe_tree
 from ..arrays.lazy import LazyArray
 from ..arrays.registry import encode
 from ..core.format.build_index import build_index
-from ..core.format.chunks import Chunks, DeferredChunks, WholeChunk
-from ..core.format.records import ArrayRecord, File, Index, LeafRecord, file_table
+from ..core.format.chunks import BoxChunks, Chunks, DeferredChunks, WholeChunk, encode_boxes
+from ..core.format.records import ArrayRecord, LeafRecord, file_table
 from ..core.planning.load_plan import Chunk
 from ..core.planning.rank_trees import RankClass, merge_rank_trees
 from ..core.sharding.dtypes import dtype_of
-from ..core.sharding.int_runs import decode_runs, encode_runs
+from ..core.sharding.int_runs import encode_runs
 from ..core.sharding.region import Region
 from ..core.tree.flatten import flatten, replace_leaves
 from ..core.tree.value_codec import TypedValue
+from ..errors import CheckpointError
 from .file_arrays import ArrayPart, FileArray, FlatReader, elements_of, memory_array, range_of
 from .files import FileRange, ForeignStore, ReadComputed
+from .foreign_records import ForeignIndex, computed_name
 from .pickle_values import RefusedLeaf
 from .sources import ForeignTree, check_shape
 
-FREE = 64 << 20
-"""Bytes that arrays may take beyond those of all files, whatever these are: views show bytes repeatedly."""
-TIMES = 16
-"""Times the bytes of all files that they may take beyond that."""
 PARTS = 24
 """Bits of a part's number in the rank of an array that is computed."""
 REFUSED = "refused"
 """The kind of a stored value that could not be read: an error where it is asked for."""
 
 
-class ForeignIndex(Index, frozen=True, dict=True):
-    """The index of files that another program wrote."""
-
-    names: tuple[str, ...] = ()
-    """Of the files; the number of a file is the rank whose stream it is."""
-    computed: dict[int, int] = msgspec.field(default_factory=dict)
-    """Bytes of each array that is computed when it is read, by the rank whose stream it is."""
-
-    @cached_property
-    def file_list(self) -> tuple[File, ...]:
-        sizes = decode_runs(self.files.nbytes).tolist()
-        return tuple(File(name, n, 0, 0, size, 0) for n, (name, size) in enumerate(zip(self.names, sizes, strict=True)))
-
-    @property
-    def file_kind(self) -> str:
-        return "file"
-
-    @property
-    def nbytes(self) -> int:
-        return sum(leaf.nbytes for leaf in self.entries)
-
-    @property
-    def repeated_nbytes(self) -> int:
-        """Bytes that arrays may take beside those of the files, where several of them show the same bytes."""
-        return FREE + TIMES * int(decode_runs(self.files.nbytes).sum())
-
-    def locate(self, rank: int, start: int, stop: int, path: str) -> tuple[File, int]:
-        if rank in self.computed:
-            return File(computed_name(rank), rank, 0, 0, self.computed[rank], 0), start
-        return super().locate(rank, start, stop, path)
-
-
-def computed_name(rank: int) -> str:
-    """Returns the name under which a store has an array that is computed; no file has it."""
-    return f"{rank}/computed"
+def _computed_rank(files: int, number: int, part: int) -> int:
+    """Returns the rank whose stream an array is that is computed: part `part` of leaf `number`."""
+    return files + (number << PARTS) + part
 
 
 class _ChunkFinder:
@@ -109,7 +76,7 @@ class _ChunkFinder:
 
     def _computed(self, number: int, part: int, array: LazyArray) -> int:
         """Registers an array under a rank that is the same in every process; returns the rank."""
-        rank = len(self._ranks) + (number << PARTS) + part
+        rank = _computed_rank(len(self._ranks), number, part)
         self._add(rank, array.nbytes, partial(_fill, elements_of(array), dtype_of(array.spec.dtype).itemsize))
         return rank
 
@@ -172,3 +139,36 @@ def index_files(
         records.append(record)
     fields = {name: getattr(index, name) for name in index.__struct_fields__}
     return ForeignIndex(**{**fields, "leaves": tuple(records)}, names=tuple(names), computed=computed)
+
+
+def with_found_chunks(index: ForeignIndex) -> ForeignIndex:
+    """Returns the index with the places of all chunks, so that it can be stored.
+
+    An array whose files cannot be read is in none, as one that is computed: a load says what is wrong with them.
+    """
+    leaves: list[LeafRecord] = []
+    for number, record in enumerate(index.leaves):
+        if isinstance(record, ArrayRecord) and isinstance(record.chunks, DeferredChunks):
+            spec = index.specs[record.spec]
+            try:
+                chunks = _boxes(record.chunks.find(None), spec.shape)
+            except CheckpointError:
+                rank = _computed_rank(len(index.names), number, 0)
+                index.computed[rank] = math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
+                chunks = WholeChunk(rank, 0)
+            record = msgspec.structs.replace(record, chunks=chunks)
+        leaves.append(record)
+    fields = {name: getattr(index, name) for name in index.__struct_fields__}
+    return ForeignIndex(**{**fields, "leaves": tuple(leaves)})
+
+
+def _boxes(found: Sequence[Chunk], shape: tuple[int, ...]) -> Chunks:
+    """Encodes the chunks of an array; there are none of an empty one."""
+    if not found:
+        empty = encode_runs([])
+        return BoxChunks((empty,) * len(shape), (empty,) * len(shape), empty, empty)
+    found = sorted(found, key=lambda chunk: chunk.region.offset)
+    columns = ([chunk.region.offset for chunk in found], [chunk.region.shape for chunk in found])
+    offsets, shapes = (np.array(column, np.int64).reshape(len(found), len(shape)) for column in columns)
+    ranks, starts = np.array([chunk.rank for chunk in found]), np.array([chunk.start for chunk in found])
+    return encode_boxes(shape, offsets, shapes, ranks, starts)

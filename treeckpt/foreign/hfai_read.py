@@ -18,6 +18,7 @@ from ..errors import CheckpointNotFound, CorruptError, FormatError
 from ..io.storage.foreign_formats import HFAI_PART
 from ..io.storage.store import Store
 from .checksums import ArchiveStorages
+from .dcp_read import sizes_of
 from .file_arrays import from_ranges
 from .files import store_window
 from .pickle_reader import brief
@@ -79,7 +80,7 @@ class HfaiParts:
         return {name: self._joined(name, shares) for name, shares in found.items()}
 
     def _joined(self, name: Any, shares: Sequence[tuple[Any, Any]]) -> LazyArray:
-        shapes = {tuple(shape) for shape, _ in shares}
+        shapes = {sizes_of(shape, self.store.url) for shape, _ in shares}
         arrays = [array for _, array in shares]
         kinds = {array.spec.dtype for array in arrays if isinstance(array, LazyArray) and len(array.spec.shape) == 1}
         if len(shapes) != 1 or len(kinds) != 1 or not all(isinstance(array, LazyArray) for array in arrays):
@@ -98,6 +99,8 @@ class HfaiParts:
         pairs = [state["model"][number] for state in self.states]
         found: dict[Any, Any] = {}
         for params, _ in pairs:
+            if not isinstance(params, dict):
+                raise FormatError(self.store.url, expected="state dicts of models", found=brief(params))
             found |= params
         united, first = self._united(found, self._large(pairs)), pairs[0][0]
         return copy_attributes(first, OrderedDict(united)) if type(first) is OrderedDict else united

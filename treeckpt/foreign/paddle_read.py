@@ -22,7 +22,7 @@ from ..errors import CheckpointNotFound, CorruptError, FormatError
 from ..io.storage.foreign_formats import PADDLE_METADATA
 from ..io.storage.store import Store
 from .checksums import ArchiveStorages
-from .dcp_read import nest, sizes_of
+from .dcp_read import nest, place_key, sizes_of
 from .file_arrays import Open, elements_of, from_boxes, memory_array, range_of, strided_array
 from .files import store_window
 from .pickle_reader import UnbuiltObject, brief, read_pickle
@@ -61,6 +61,7 @@ class PaddlePiece(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[Any, ...]:
+        """Its place in the tensor."""
         return self.box.offset, self.flat
 
 
@@ -81,16 +82,19 @@ class PaddleDirectory:
     def __init__(self, store: Store, name: str, storages: ArchiveStorages) -> None:
         self.store, self.storages, self.label = store, storages, f"{store.url}/{name}"
         self.files = store.sizes()
-        fields = _fields(read_pickle(store_window(store, name, self.files), PLAIN).value, "Metadata", self.label)
+        read = read_pickle(store_window(store, name, self.files), PLAIN)
+        fields, self._left = _fields(read.value, "Metadata", self.label), read.steps
         tensors, places = fields.get("state_dict_metadata"), fields.get("storage_metadata")
         if not isinstance(tensors, dict) or not isinstance(places, dict):
             raise FormatError(self.label, expected="tensors and their places", found=brief(tensors))
         self.tensors, self.paths = tensors, fields.get("flat_mapping")
-        self.places: dict[tuple[Any, ...], str] = {}
+        self.places: dict[str, Any] = {}
         for index, file in places.items():
             place = _fields(index, "LocalTensorIndex", self.label)
-            key = (place.get("tensor_key"), _sizes(place.get("global_offset"), self.label), _flat(place, self.label))
-            self.places.setdefault(key, file)
+            if type(named := place.get("tensor_key")) is not str:
+                raise FormatError(self.label, expected="names that are texts", found=brief(named))
+            offset = _sizes(place.get("global_offset"), self.label)
+            self.places.setdefault(place_key(named, offset, _flat(place, self.label)), file)
         self._opened: dict[str, dict[str, Any]] = {}
 
     def _arrays(self, file: str) -> dict[str, Any]:
@@ -111,7 +115,8 @@ class PaddleDirectory:
         box = Region(offset, _sizes(fields.get("local_shape"), self.label))
         if len(box.offset) != len(box.shape):
             raise FormatError(self.label, expected="an offset for each dimension", found=f"{box}")
-        dtype = str(fields.get("dtype")).removeprefix("paddle.")
+        named = fields.get("dtype")
+        dtype = (named if type(named) is str else brief(named)).removeprefix("paddle.")
         whole = fields.get("global_shape")
         return PaddlePiece(
             box, _flat(fields, self.label), dtype_of(dtype).name, () if whole is None else _sizes(whole, self.label)
@@ -119,9 +124,9 @@ class PaddleDirectory:
 
     def _data(self, name: str, piece: PaddlePiece) -> LazyArray:
         """Returns the array of a piece as its file has it."""
-        file = self.places.get((name, *piece.key))
+        file = self.places.get(place_key(name, *piece.key))
         if not isinstance(file, str) or file not in self.files:
-            raise CorruptError(self.label, expected=f"the file of {name[:80]} at {piece.box.offset}", found=f"{file}")
+            raise CorruptError(self.label, expected=f"the file of {name[:80]} at {piece.box.offset}", found=brief(file))
         found = self._arrays(file).get(name)
         size = piece.box.size if piece.flat is None else piece.flat[1] - piece.flat[0]
         label = f"{name[:80]}: {self.store.url}/{file}"
@@ -136,9 +141,12 @@ class PaddleDirectory:
 
     def tensor(self, name: str, nodes: Any) -> LazyArray:
         """Assembles a tensor from its pieces."""
-        if not isinstance(nodes, list) or not nodes:
+        self._left -= len(nodes) if isinstance(nodes, list) else 0
+        if not isinstance(nodes, list) or not nodes or self._left < 0:  # one list could be that of all tensors
             raise FormatError(self.label, expected=f"the pieces of {name[:80]}", found=brief(nodes))
-        pieces = list({piece.key: piece for piece in map(self._piece, nodes)}.values())
+        pieces = list({place_key(*piece.key): piece for piece in map(self._piece, nodes)}.values())
+        if len({len(piece.box.shape) for piece in pieces}) > 1:
+            raise FormatError(self.label, expected=f"pieces of {name[:80]} of as many dimensions", found=brief(nodes))
         shape = pieces[0].shape or tuple(max(stops) for stops in zip(*(p.box.stop for p in pieces), strict=True))
         spec = ArraySpec(shape, pieces[0].dtype)
         boxes = [box for piece in pieces for box in self._boxes(name, spec.dtype, piece)]

@@ -4,15 +4,26 @@
 plain values. A class or function is only its name (`Symbol`). A call becomes an `UnbuiltObject` with the name, the
 arguments and the state, unless the caller passes a constructor for exactly that name that accepts the arguments.
 Attributes are set on these records only. Long byte strings stay in the file (`FileBytes`).
+
+A few hundred bytes can name any amount of work: tuples that share their elements 40 levels deep are hashed one by one,
+keys of one hash are compared with each other, a call copies its arguments each time. All of it is counted before it is
+done (`StepBudget`), and what is counted may follow the bytes of the pickle, as in any honest one.
 """
 
 from __future__ import annotations
 
 import collections
+import datetime as dt
+import decimal
+import fractions
+import itertools
+import pathlib
 import pickletools
 import reprlib
+import sys
+import uuid
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -25,6 +36,18 @@ MAX_PICKLE = 1 << 30
 LONG = 4 << 10
 """Bytes from which a byte string stays in the file."""
 BUFFER = 1 << 20
+SHORT = 8
+"""Elements of an argument that one instruction may copy."""
+FREE_STEPS = 1 << 18
+"""Steps of any pickle, however small."""
+STEPS = 8
+"""Steps for each byte of a pickle beyond these: an honest one takes about one, and never more than three."""
+MAX_KEY_DEPTH = 100
+"""Levels of tuples in a key or an element of a set: hashing takes the stack of the process for each."""
+MAX_MEMO = 1 << 32
+_HASH_MODULUS = sys.hash_info.modulus
+_RANDOM_HASHES = frozenset((str, bytes))
+"""Keys whose hashes no file can choose."""
 
 Constructors = Mapping[str, Callable[..., Any]]
 """By `module name`, the function that builds a value from the arguments in a pickle."""
@@ -75,12 +98,119 @@ class FileBytes(msgspec.Struct, frozen=True, eq=False):
         return self.window.read(0, self.window.size).tobytes()
 
 
+class _BriefRepr(reprlib.Repr):
+    """Formats containers without sorting them, and other objects by their class, unless their text is short."""
+
+    def _some(self, parts: Iterable[str], left: str, right: str, size: int) -> str:
+        return left + ", ".join(parts) + (", ..." if size > self.maxdict else "") + right
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        if level <= 0:
+            return "{...}"
+        pairs = itertools.islice(x.items(), self.maxdict)
+        return self._some(
+            (f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in pairs), "{", "}", len(x)
+        )
+
+    def repr_set(self, x: Collection[Any], level: int) -> str:
+        if level <= 0:
+            return "{...}"
+        return self._some((self.repr1(one, level - 1) for one in itertools.islice(x, self.maxdict)), "{", "}", len(x))
+
+    repr_frozenset = repr_set
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        for kind, write in ((dict, self.repr_dict), (tuple, self.repr_tuple), (list, self.repr_list)):
+            if isinstance(x, kind):
+                return write(x, level)
+        own = isinstance(x, msgspec.Struct) and "__repr__" in vars(type(x))
+        if own or isinstance(x, _SHORT):
+            return super().repr_instance(x, level)
+        return f"<{type(x).__name__}>"
+
+
+_SHORT = (
+    Symbol, bool, type(None), type(...), bytes, float, complex, range, decimal.Decimal, fractions.Fraction, uuid.UUID,
+    pathlib.PurePath, dt.date, dt.time, dt.timedelta, dt.tzinfo,
+)  # fmt: skip
+_BRIEF = _BriefRepr()
+
+
 def brief(value: Any) -> str:
     """Formats a value from a file in at most 80 characters, even if containers contain each other repeatedly."""
     try:
-        return reprlib.repr(value)[:80]
+        return _BRIEF.repr(value)[:80]
     except (ValueError, RecursionError) as error:
         return f"{type(value).__name__} ({error!s:.40})"
+
+
+class StepBudget:
+    """Counts the steps that a pickle takes beyond its instructions, and refuses more than follow its size.
+
+    A step is an element or a byte that is copied, or a part of a key that is hashed or compared.
+    """
+
+    def __init__(self, label: str) -> None:
+        self.label, self._taken = label, 0
+        self.nbytes = 0
+        """Bytes of the pickle that were read so far."""
+
+    def take(self, steps: int) -> None:
+        """Counts steps, before they are done.
+
+        Raises:
+            CorruptError: they are too many.
+        """
+        self._taken += steps
+        if self._taken > FREE_STEPS + STEPS * self.nbytes:
+            raise CorruptError(
+                self.label,
+                expected=f"a pickle of {self.nbytes} bytes that takes at most {FREE_STEPS + STEPS * self.nbytes} steps",
+                found="containers that hold, copy or compare each other over and over",
+                hint="This is no honest checkpoint",
+            )
+
+    def hash_keys(self, keys: Collection[Any], into: int = 0, same: dict[int, dict[int, int]] | None = None) -> None:
+        """Counts what it takes to put keys into a dict or a set.
+
+        Args:
+            into: the identity of that dict or set.
+            same: by such an identity, how many keys have each hash, of those whose hashes a file can choose.
+
+        Raises:
+            CorruptError: it takes too many steps.
+            ValueError: a key that is nested too deeply.
+            TypeError: a key that cannot be hashed.
+        """
+        if _RANDOM_HASHES.issuperset(map(type, keys)):
+            self.take(sum(map(len, keys)) >> 6)
+            return
+        counts: dict[int, int] | None = None
+        for key in keys:
+            if type(key) is int and -_HASH_MODULUS < key < _HASH_MODULUS:
+                continue  # each is its own hash
+            weight = self._weight(key)
+            if counts is None:
+                counts = {} if same is None else same.setdefault(into, {})
+            found = hash(key)
+            count = counts.get(found, 0)
+            self.take(weight * count)
+            counts[found] = count + 1
+
+    def _weight(self, key: Any) -> int:
+        """Counts the parts of a key, each as often as it stands in it, and returns their number."""
+        weight, rest = 0, [(key, 0)]
+        while rest:
+            node, depth = rest.pop()
+            if depth > MAX_KEY_DEPTH:
+                raise ValueError(f"a key of more than {MAX_KEY_DEPTH} levels")
+            parts = (node.start, node.stop, node.step) if type(node) is slice else node
+            held = len(parts) if isinstance(parts, (tuple, frozenset)) else sys.getsizeof(node) >> 6
+            self.take(1 + held)
+            weight += 1 + held
+            if isinstance(parts, (tuple, frozenset)):
+                rest.extend((part, depth + 1) for part in parts)
+        return weight
 
 
 class Unpickled(msgspec.Struct, frozen=True):
@@ -89,13 +219,15 @@ class Unpickled(msgspec.Struct, frozen=True):
     value: Any
     steps: int
     """Number of its instructions: no valid tree has many more nodes."""
+    budget: StepBudget
+    """For what is built of it."""
 
 
 class _PickleStream:
     """A file for pickletools; `read` returns `FileBytes` for long byte strings."""
 
-    def __init__(self, window: FileRange) -> None:
-        self._window, self._at, self._read = window, 0, 0
+    def __init__(self, window: FileRange, budget: StepBudget) -> None:
+        self._window, self._at, self._budget = window, 0, budget
         self._buffer, self._first = b"", 0
         self._opcode = b""
 
@@ -107,20 +239,25 @@ class _PickleStream:
             blob = FileBytes(self._window.within(self._at, count))
             self._at += count
             return blob
-        self._read += count
-        if self._read > MAX_PICKLE:
-            raise ValueError(f"a pickle of more than {MAX_PICKLE} bytes")
-        if not self._first <= self._at <= self._at + count <= self._first + len(self._buffer):
-            size = min(max(count, BUFFER), self._window.size - self._at)
-            if count > size:  # before memory is allocated for what is not there
-                raise ValueError(f"{count} bytes are announced, {size} are left")
-            self._buffer, self._first = self._window.read(self._at, size).tobytes(), self._at
+        self._budget.nbytes += count
         start = self._at - self._first
+        if start < 0 or start + count > len(self._buffer):
+            self._fill(count)
+            start = 0
         data = self._buffer[start : start + count]
-        self._at += len(data)
+        self._at += count
         if count == 1:
             self._opcode = data
         return data
+
+    def _fill(self, count: int) -> None:
+        """Reads at least `count` bytes into the buffer; none at the end of the file."""
+        size = min(max(count, BUFFER), self._window.size - self._at)
+        if self._budget.nbytes > MAX_PICKLE:
+            raise ValueError(f"a pickle of more than {MAX_PICKLE} bytes")
+        if count > size:  # before memory is allocated for what is not there
+            raise ValueError(f"{count} bytes are announced, {size} are left")
+        self._buffer, self._first = self._window.read(self._at, size).tobytes(), self._at
 
     def readline(self) -> bytes:
         line = bytearray()
@@ -144,8 +281,9 @@ def read_pickle(
         FormatError: not a pickle, or one with instructions that no checkpoint needs.
         CorruptError: it is truncated.
     """
-    machine = _PickleMachine(constructors, persistent)
-    stream: Any = _PickleStream(window)
+    budget = StepBudget(window.label)
+    machine = _PickleMachine(constructors, persistent, budget)
+    stream: Any = _PickleStream(window, budget)
     steps = 0
     try:
         with warnings.catch_warnings():
@@ -165,7 +303,7 @@ def read_pickle(
             found=f"{type(error).__name__}: {error}"[:200],
             hint="The file is damaged, or not what its name says",
         ) from error
-    return Unpickled(value, steps)
+    return Unpickled(value, steps, budget)
 
 
 _REFUSALS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, OSError)
@@ -175,8 +313,10 @@ _REFUSALS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError
 class _PickleMachine:
     """A stack, as pickles are written for; each instruction is one `step`."""
 
-    def __init__(self, constructors: Constructors, persistent: Callable[[Any], Any] | None) -> None:
-        self.constructors, self.persistent = constructors, persistent
+    def __init__(self, constructors: Constructors, persistent: Callable[[Any], Any] | None, budget: StepBudget) -> None:
+        self.constructors, self.persistent, self.budget = constructors, persistent, budget
+        self._same: dict[int, dict[int, int]] = {}
+        """Of each dict and set that has other keys than texts and small numbers: see `StepBudget.hash_keys`."""
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
@@ -213,6 +353,8 @@ class _PickleMachine:
             case "MEMOIZE":
                 self.memo[len(self.memo)] = self.stack[-1]
             case "PUT" | "BINPUT" | "LONG_BINPUT":
+                if not 0 <= int(argument) < MAX_MEMO:
+                    raise ValueError(f"a place {argument!r:.40} in the memo")
                 self.memo[int(argument)] = self.stack[-1]
             case "GET" | "BINGET" | "LONG_BINGET":
                 self.stack.append(self.memo[int(argument)])
@@ -238,6 +380,7 @@ class _PickleMachine:
         if named:  # arguments by name, which no constructor of ours takes
             self.stack.append(UnbuiltObject(name, (args, *named), items=[]))
         elif isinstance(function, UnbuiltObject):  # as of a nested class, which older protocols look up by getattr
+            self.budget.take(len(args))
             self.stack.append(UnbuiltObject(name, (function, *args), items=[]))
         else:
             self.stack.append(self._made(name, args))
@@ -246,6 +389,7 @@ class _PickleMachine:
         make, why = self.constructors.get(name), ""
         try:
             if make is not None:
+                self._count_copies(name, args)
                 return make(*args)
         except CorruptError:
             raise
@@ -255,11 +399,36 @@ class _PickleMachine:
             why = f"{error}"
         return UnbuiltObject(name, args, items=[], why=why[:200])
 
+    def _count_copies(self, name: str, args: tuple[Any, ...]) -> None:
+        """Counts the elements and bytes that a constructor copies, and the keys that it hashes."""
+        for arg in args:
+            kind = type(arg)
+            if (
+                kind is int and arg.bit_length() > 256
+            ):  # fractions and ranges divide numbers, in steps of their length squared
+                self.budget.take((arg.bit_length() >> 8) ** 2)
+            elif kind in _COPIED and len(arg) > SHORT:
+                self.budget.take(len(arg))
+        kind = name.rpartition(" ")[2]
+        if kind in _HASHING and args and type(args[0]) in _COPIED:
+            keys: Any = args[0]
+            if kind == "OrderedDict" and not isinstance(keys, dict):
+                if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in keys):
+                    raise ValueError("an OrderedDict of what is no pair")
+                keys = [key for key, _ in keys]
+            self.budget.hash_keys(keys)
+
+    def _count_keys(self, target: Any, keys: Collection[Any]) -> None:
+        """Counts keys that are put into a dict or a set."""
+        self.budget.hash_keys(keys, id(target), self._same)
+
     def build(self, operands: list[Any]) -> None:
         made = self.stack[-1]
         if isinstance(made, (UnbuiltObject, DeferredValue)):
             [made.state] = operands
         elif type(made) is collections.OrderedDict and isinstance(operands[0], dict):
+            self._count_keys(vars(made), operands[0])
+            self.budget.take(len(operands[0]))
             vars(made).update(operands[0])  # as `_metadata` of a state dict
         elif not isinstance(made, dict):
             raise ValueError(f"a state for a {type(made).__name__}")
@@ -271,6 +440,7 @@ class _PickleMachine:
         elif isinstance(target, (list, collections.deque)):
             target.extend(items)
         elif isinstance(target, set):
+            self._count_keys(target, items)
             target.update(items)
         else:
             raise ValueError(f"items for a {type(target).__name__}")
@@ -280,6 +450,7 @@ class _PickleMachine:
         if isinstance(target, UnbuiltObject):
             target.items += pairs
         elif isinstance(target, dict):
+            self._count_keys(target, items[::2])
             target.update(pairs)
         else:
             raise ValueError(f"keys for a {type(target).__name__}")
@@ -293,14 +464,27 @@ class _PickleMachine:
         module, name = operands
         if not isinstance(module, str) or not isinstance(name, str):
             raise ValueError("a name that is no text")
+        self.budget.take(len(module) + len(name))
         self.stack.append(Symbol(f"{module} {name}"))
 
     def drop(self, operands: list[Any]) -> None:
         pass
 
+    def make_dict(self, items: list[Any]) -> None:
+        self.budget.hash_keys(items[::2])
+        self.stack.append(dict(zip(items[::2], items[1::2], strict=True)))
 
-def _dict(items: list[Any]) -> dict[Hashable, Any]:
-    return dict(zip(items[::2], items[1::2], strict=True))
+    def make_frozenset(self, items: list[Any]) -> None:
+        self.budget.hash_keys(items)
+        self.stack.append(frozenset(items))
+
+
+_COPIED = frozenset(
+    (list, tuple, dict, set, frozenset, str, bytes, bytearray, collections.deque, collections.OrderedDict)
+)
+"""What constructors copy, or look through, as a whole; what they refuse has other types."""
+_HASHING = frozenset(("set", "frozenset", "OrderedDict", "Counter"))
+"""Names of constructors that hash the elements of their first argument."""
 
 
 _PUSHED = frozenset((
@@ -313,7 +497,7 @@ _BUILT: dict[str, tuple[int | None, Callable[[list[Any]], Any]]] = {
     "NONE": (0, lambda _: None),
     "NEWTRUE": (0, lambda _: True),
     "NEWFALSE": (0, bool),
-    "EMPTY_DICT": (0, _dict),
+    "EMPTY_DICT": (0, lambda _: {}),
     "EMPTY_LIST": (0, list),
     "EMPTY_TUPLE": (0, tuple),
     "EMPTY_SET": (0, set),
@@ -322,11 +506,11 @@ _BUILT: dict[str, tuple[int | None, Callable[[list[Any]], Any]]] = {
     "TUPLE3": (3, tuple),
     "TUPLE": (None, tuple),
     "LIST": (None, list),
-    "DICT": (None, _dict),
-    "FROZENSET": (None, frozenset),
 }
 """Instructions that build a value from operands, with their number; None for all since the last mark."""
 _APPLIED: dict[str, tuple[int | None, Callable[[_PickleMachine, list[Any]], None]]] = {
+    "DICT": (None, _PickleMachine.make_dict),
+    "FROZENSET": (None, _PickleMachine.make_frozenset),
     "APPEND": (1, _PickleMachine.append),
     "APPENDS": (None, _PickleMachine.append),
     "ADDITEMS": (None, _PickleMachine.append),

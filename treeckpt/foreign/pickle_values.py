@@ -26,6 +26,7 @@ from ..arrays.lazy import LazyArray
 from ..arrays.numpy import dtype_name
 from ..arrays.registry import encodable, encode
 from ..core.sharding.dtypes import dtype_of, numpy_dtype
+from ..core.sharding.region import MAX_NDIM
 from ..core.tree.containers import DEFAULT_FACTORIES
 from ..core.tree.dict_attributes import encode_attributes
 from ..core.tree.recursion import Recursive, trampoline
@@ -40,6 +41,10 @@ T = TypeVar("T")
 
 _CODE, _HELD = "Making it would run its code", "It is none of what checkpoints hold"
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
+MAX_CODE = 64
+"""Characters of the code of a numpy dtype."""
+PATH = 64
+"""Characters of a path that cost one step."""
 NODES = 100_000
 """The largest number of nodes of a tree from a pickle with few instructions."""
 
@@ -50,14 +55,17 @@ class _NumpyDtype(DeferredValue, eq=False):
     code: Any = ""
 
     def make(self) -> np.dtype[Any]:
-        order = self.state[1] if isinstance(self.state, tuple) and len(self.state) > 1 else "|"
+        state = () if self.state is None else _of(tuple, self.state)
+        order = state[1] if len(state) > 1 else "|"
         if isinstance(self.code, Symbol) and self.code.text.startswith("ml_dtypes ") and order in ("<", "|", "="):
             return numpy_dtype(self.code.text.removeprefix("ml_dtypes "))
-        if not isinstance(self.code, str) or order not in ("<", ">", "|", "=") or "O" in self.code:
+        coded = isinstance(self.code, str) and len(self.code) <= MAX_CODE and "O" not in self.code
+        if not coded or order not in ("<", ">", "|", "="):
             raise ValueError(f"a numpy dtype {brief(self.code)}")
-        _, _, inner, names, *rest = (*self.state, None, None, None, None)[: max(4, len(self.state))]
+        _, _, inner, names, *rest = (*state, None, None, None, None)[: max(4, len(state))]
         dtype = np.dtype(self.code + self._unit(rest))
-        if dtype.hasobject or dtype.fields is not None or inner is not None or names is not None:
+        plain = not (dtype.hasobject or dtype.fields or dtype.subdtype)
+        if not plain or inner is not None or names is not None:
             raise ValueError(f"a numpy dtype {brief(self.code)}{' with fields' if names is not None else ''}")
         return dtype if order == "|" else dtype.newbyteorder(order)
 
@@ -65,7 +73,7 @@ class _NumpyDtype(DeferredValue, eq=False):
         """Returns the unit of a time, such as `[25us]`; the last part of the state is (name, count, ...)."""
         if self.code[:1] not in ("M", "m") or len(rest) < 5:
             return ""
-        name, count, *_ = rest[4][1]
+        name, count, *_ = _tuple(rest[4][1])
         name = name.decode() if isinstance(name, bytes) else name
         return "" if name == "generic" else f"[{int(count)}{name}]"
 
@@ -82,7 +90,12 @@ class _NumpyArray(DeferredValue, eq=False):
             _, shape, dtype, fortran, data = self.state
             order = "F" if fortran else "C"
         element = dtype.make()
-        if not isinstance(shape, tuple) or any(type(n) is not int or n < 0 for n in shape) or order not in "CF":
+        if (
+            not isinstance(shape, tuple)
+            or len(shape) > MAX_NDIM
+            or any(type(n) is not int or n < 0 for n in shape)
+            or order not in "CF"
+        ):
             raise ValueError(f"an array of shape {brief(shape)}")
         if isinstance(data, FileBytes):
             plain = element.newbyteorder("<") == element or element.itemsize == 1
@@ -127,7 +140,7 @@ def _buffer(kind: Any) -> Callable[[], _PickledState]:
     """Returns the constructor of a file in memory, of `BUFFERS`."""
 
     def build(state: Any) -> Any:
-        return new_buffer(kind, *(part.bytes() if isinstance(part, FileBytes) else part for part in state))
+        return new_buffer(kind, *(part.bytes() if isinstance(part, FileBytes) else part for part in _held(state)))
 
     return lambda: _PickledState(build=build)
 
@@ -143,10 +156,10 @@ def _fraction(*args: Any) -> fractions.Fraction:
     return fractions.Fraction(*(_of(int, one) for one in args))
 
 
-def _of(kind: type[T], value: Any) -> T:
-    """Returns a value of this class, or of a subclass."""
+def _of(kind: type[T] | tuple[type[T], ...], value: Any) -> T:
+    """Returns a value of this class or one of these, or of a subclass."""
     if not isinstance(value, kind):
-        raise TypeError(f"a {type(value).__name__} in place of a {kind.__name__}")
+        raise TypeError(f"a {type(value).__name__} in place of a {getattr(kind, '__name__', 'text or number')}")
     return value
 
 
@@ -161,7 +174,7 @@ def _zone(key: Any, *_: Any) -> zoneinfo.ZoneInfo:
 
 def _named(owner: Any, name: Any) -> Symbol:
     """Returns what older protocols look up by getattr: a nested name, of those that are known."""
-    if not isinstance(owner, Symbol) or (found := f"{owner.text}.{name}") not in PLAIN:
+    if not isinstance(owner, Symbol) or type(name) is not str or (found := f"{owner.text}.{name}") not in PLAIN:
         raise ValueError(f"a look-up in {brief(owner)}")
     return Symbol(found)
 
@@ -180,17 +193,17 @@ def _encode(text: Any, codec: Any) -> bytes:
 def _size(items: Any) -> Any:
     import torch
 
-    return torch.Size(tuple(int(n) for n in items))
+    return torch.Size(tuple(int(_of(int, n)) for n in _held(items)))
 
 
 def _device(*args: Any) -> Any:
     import torch
 
-    return torch.device(*(a if type(a) in (str, int) else str(a) for a in args))
+    return torch.device(*(_of((str, int), arg) for arg in args))
 
 
 def _layout(name: Any) -> Symbol:
-    return Symbol(str(name).replace(".", " ", 1))
+    return Symbol(_of(str, name).replace(".", " ", 1))
 
 
 _PYTHON_2 = {"long": "int", "unicode": "str"}
@@ -296,17 +309,22 @@ def build_tree(read: Unpickled, label: str, refused: list[RefusedLeaf] | None = 
         TreeError: a leaf cannot be built.
         FormatError: more nodes than instructions: containers contain one another repeatedly.
     """
-    return trampoline(_TreeBuilder(label, max(NODES, 2 * read.steps), refused).build(read.value, "", 0))
+    return trampoline(_TreeBuilder(label, read, refused).build(read.value, "", 0))
 
 
 class _TreeBuilder:
-    def __init__(self, label: str, limit: int, refused: list[RefusedLeaf] | None) -> None:
-        self.label, self.left, self.refused = label, limit, refused
+    def __init__(self, label: str, read: Unpickled, refused: list[RefusedLeaf] | None) -> None:
+        self.label, self.left, self.refused = label, max(NODES, 2 * read.steps), refused
+        self.budget = read.budget
+        self._copied: set[int] = set()
+        """By identity, the byte strings of which one value was made: further values of them are copies."""
         self.made: dict[int, tuple[Any, Any, RefusedLeaf | None]] = {}
         """By identity of a node: the node, its value, and why it has none."""
 
     def build(self, node: Any, path: str, depth: int) -> Recursive[Any]:
         self.left -= 1
+        if len(path) > PATH:  # each is a text of its own
+            self.budget.take(len(path) // PATH)
         if self.left < 0 or depth > MAX_DEPTH:
             raise FormatError(
                 self.label,
@@ -325,7 +343,12 @@ class _TreeBuilder:
             items: list[Any] = []
             for i, child in enumerate(node):
                 items.append((yield self.build(child, child_path(path, i) if kind is tuple else path, depth + 1)))
-            return kind(items)
+            try:
+                if kind is not tuple:
+                    self.budget.hash_keys(items)
+                return kind(items)
+            except (TypeError, ValueError) as error:  # an array as an element
+                return self._refuse(path, f"a {kind.__name__} with {error}"[:200], _HELD)
         if isinstance(node, (Symbol, UnbuiltObject, FileBytes, DeferredValue)):
             if id(node) not in self.made:  # built once, so that ties stay
                 is_space = isinstance(node, _PickledNamespace)
@@ -380,6 +403,12 @@ class _TreeBuilder:
         if isinstance(node, UnbuiltObject):
             what = f"an object made by {node.symbol.replace(' ', '.')}"
             return self._refuse(path, f"{what} ({node.why})", _HELD) if node.why else self._refuse(path, what)
+        held = (*_tuple(node.state), *_tuple(getattr(node, "args", ())))
+        for part in held:
+            if isinstance(part, (bytes, bytearray, FileBytes)):
+                if id(part) in self._copied:
+                    self.budget.take(len(part))
+                self._copied.add(id(part))
         try:
             made = node.make()
             if isinstance(made, np.ndarray):
@@ -397,6 +426,10 @@ class _TreeBuilder:
             raise refusal(RefusedLeaf(path, what, why), self.label)
         self.refused.append(RefusedLeaf(path, what, why))
         return ...
+
+
+def _tuple(state: Any) -> tuple[Any, ...]:
+    return state if isinstance(state, tuple) else ()
 
 
 def _torch_constant(name: str) -> Any:

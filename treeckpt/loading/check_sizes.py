@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import cached_property
 
-from ..core.format.check_index import FREE_CHUNKS, MIN_ENTRY_NBYTES
+from ..core.format.check_index import check_claims
 from ..core.format.chunks import WholeChunk, count_chunks
 from ..core.format.records import AliasRecord, ArrayRecord, Leaf
 from ..core.sharding.dtypes import dtype_of
@@ -71,17 +71,13 @@ class Claims:
             if isinstance(record, ArrayRecord) and type(record.chunks) is not WholeChunk:
                 self._chunks += count_chunks(record.chunks)
         present = self._expected if self._claimed <= self._unlisted else self._present
-        if self._claimed <= present and (self._chunks - FREE_CHUNKS) * MIN_ENTRY_NBYTES <= present:
-            return
-        for file in self._checkpoint.index.file_list:
-            if self._checkpoint.sizes.get(file.name) != file.header + file.nbytes and self._whole:
-                self._checkpoint.shard(file)  # raises an error that says what is wrong with it
-        raise CorruptError(
-            f"{path}: {self._checkpoint.url}",
-            expected=f"shards that hold {self._claimed} bytes of arrays in {self._chunks} chunks, as the index says",
-            found=f"{self._present} bytes in all shards",
-            hint="The index is not that of these shards; try treeckpt verify --repair",
-        )
+        try:
+            check_claims(self._claimed, self._chunks, present, f"{path}: {self._checkpoint.url}")
+        except CorruptError:
+            for file in self._checkpoint.index.file_list:
+                if self._checkpoint.sizes.get(file.name) != file.header + file.nbytes and self._whole:
+                    self._checkpoint.shard(file)  # raises an error that says what is wrong with it
+            check_claims(self._claimed, self._chunks, self._present, f"{path}: {self._checkpoint.url}")
 
     def take_view(self, path: str, spec: ArraySpec) -> None:
         """Counts a view whose base is not loaded: it takes memory of its own, and may repeat bytes any number of times.

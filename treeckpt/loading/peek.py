@@ -28,7 +28,7 @@ from ..core.planning.load_plan import READ_LIMIT
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, intersect
 from ..errors import CorruptError, FormatError, LayoutError, MismatchError
-from ..foreign.foreign_index import ForeignIndex
+from ..foreign.foreign_records import ForeignIndex
 from ..io.storage.store import Store
 from .read_request import Boxes, ReadRequest, request_for
 from .read_tasks import join_boxes

@@ -1,9 +1,14 @@
-"""Structs are decoded by several threads at once."""
+"""Structs are decoded by several threads at once, and what is no Unicode is an error as any other."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+
+import msgspec
+import pytest
+
+from treeckpt.core.format.decoding import decode_json, decode_msgpack
 
 PROGRAM = """
 import sys, threading
@@ -36,3 +41,11 @@ for number in range(30):
 def test_threads_that_decode_a_struct_for_the_first_time_at_once_do_not_crash() -> None:
     """With `msgspec.json.decode(data, type=...)` this process died by SIGSEGV in six of six runs."""
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=120)
+
+
+def test_a_key_that_is_no_unicode_is_an_error_of_msgspec() -> None:
+    """msgspec itself raises a UnicodeDecodeError, which is none of its own errors."""
+    with pytest.raises(msgspec.MsgspecError):
+        decode_json(b'{"a\xff":"x"}', dict[str, str])
+    with pytest.raises(msgspec.MsgspecError):
+        decode_msgpack(b"\x81\xa1\xff\xa1x", dict[str, str])

@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import shutil
 import warnings
 
 import numpy as np
@@ -147,6 +148,20 @@ def test_an_array_that_is_in_no_file_as_it_is_says_so(serve, models):
     assert "in no file as they are" in client.get(f"/checkpoints/{found['id']}/leaves/{number}").text
     got = client.get(f"/api/v1/checkpoints/{found['id']}/leaves/{number}/peek")
     assert got.status_code == 404 and "computed as a whole" in got.json()["error"]
+
+
+def test_a_tree_whose_data_are_gone_is_shown_and_its_values_are_an_error(serve, models, tmp_path):
+    shutil.copytree(models / "dcp", tmp_path / "dcp")
+    for file in (tmp_path / "dcp").glob("*.distcp"):
+        file.unlink()
+    client = serve(tmp_path / "dcp")
+    [found] = run_page(client).json()["run"]["checkpoints"]
+    at = f"/checkpoints/{found['id']}"
+    assert [row["path"] for row in client.get(f"/api/v1{at}/leaves").json()["rows"]] == ["model/w"]
+    assert client.get(f"{at}/leaves/0").status_code == 200
+    for rest in ("/peek", "/file?form=safetensors"):
+        got = client.get(f"/api/v1{at}/leaves/0{rest}")
+        assert got.status_code == 404 and "Load it" in got.json()["error"]
 
 
 def test_a_change_of_the_files_shows(serve, tmp_path):

@@ -122,6 +122,28 @@ def check_against_files(index: Index, sizes: dict[str, int], name: str) -> None:
         )
 
 
+def check_claims(claimed: int, chunks: int, present: int, name: str) -> None:
+    """Refuses arrays that take more bytes than there are, before memory is taken or a byte is written for them.
+
+    Every load and every conversion, of whatever format, passes it.
+
+    Args:
+        claimed, chunks: bytes and chunks of the arrays, each that is stored once.
+        present: bytes of the files that are there, and those by which views may repeat them.
+        name: of an array and the checkpoint, for errors.
+
+    Raises:
+        CorruptError: there are fewer.
+    """
+    if claimed > present or (chunks - FREE_CHUNKS) * MIN_ENTRY_NBYTES > present:
+        raise CorruptError(
+            name,
+            expected=f"shards that hold {claimed} bytes of arrays in {chunks} chunks, as the index says",
+            found=f"{present} bytes in all shards",
+            hint="The index is not that of these shards; try treeckpt verify --repair",
+        )
+
+
 def _check_files(index: Index, name: str, manifest: bool) -> None:
     files = index.files
     rows = length_of(files.rank)

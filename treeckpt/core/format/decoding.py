@@ -29,7 +29,10 @@ def decode_json(data: bytes | str | msgspec.Raw, kind: type[T]) -> T:
     Raises:
         msgspec.MsgspecError: it is no JSON, or its fields have other types.
     """
-    return _decoder(_json, msgspec.json.Decoder, kind).decode(data)
+    try:
+        return _decoder(_json, msgspec.json.Decoder, kind).decode(data)
+    except UnicodeDecodeError as error:  # of keys, which msgspec raises as it is
+        raise msgspec.DecodeError(f"{error}") from error
 
 
 @overload
@@ -38,7 +41,10 @@ def decode_msgpack(data: bytes, kind: type[T]) -> T: ...
 def decode_msgpack(data: bytes, kind: Any) -> Any: ...
 def decode_msgpack(data: bytes, kind: type[T]) -> T:
     """Decodes MessagePack in the same way."""
-    return _decoder(_msgpack, msgspec.msgpack.Decoder, kind).decode(data)
+    try:
+        return _decoder(_msgpack, msgspec.msgpack.Decoder, kind).decode(data)
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(f"{error}") from error
 
 
 def _decoder(built: dict[object, Decoder], build: type[Decoder], kind: object) -> Decoder:

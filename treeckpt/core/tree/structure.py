@@ -191,7 +191,10 @@ def key_text(key: object, path: str = "") -> str:
             return text.replace("~", "~0").replace("/", "~1")
         return f"~s{text}" if not text or (text[0] in "-0123456789" and _NUMBER.fullmatch(text)) else text
     if kind is int:
-        return str(key)
+        try:
+            return str(key)
+        except ValueError as error:
+            raise TreeError(path, expected="keys of at most 4300 digits", found="a longer number") from error
     if kind is bool:
         return "~b1" if key else "~b0"
     if key is None:
