@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 
 from ..core.format.damage import BadBytes, damaged_leaves
@@ -30,6 +30,7 @@ from ..io.storage.shard_reader import ArrivingBlocks, OpenedShard, matches, open
 from ..io.storage.store import Store
 from ..io.timing import Recorder
 from ..reports import Problem, VerifyReport
+from ..threads import ThreadPool
 from .leaf_moments import LeafMoments
 
 SHOWN = 5
@@ -299,7 +300,7 @@ def _read_steps(store: Store, opened: OpenedShard, there: int) -> Iterator[tuple
     step = _step(opened)
     parts = [(start, min(step, there - start)) for start in range(0, max(there, 0), step)]
     buffers = [aligned_buffer(min(step, there), huge=True) for _ in parts[:2]]
-    with ThreadPoolExecutor(1, "treeckpt-verify") as reader:
+    with ThreadPool(1, "treeckpt-verify") as reader:
 
         def read(number: int) -> tuple[int, memoryview, Future[str]]:
             start, nbytes = parts[number]

@@ -24,6 +24,7 @@ from ..errors import CheckpointNotFound, MismatchError, TreeckptError
 from ..io.comm.collective import ending_together, from_rank0, gather_errors
 from ..io.comm.comm import Comm
 from ..io.comm.failures import raise_faults
+from ..io.nested_calls import takes_no_save
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.metadata_files import KnownIndex
 from ..io.storage.reader_leases import hold_lease
@@ -234,6 +235,7 @@ class RestoreMixin:
     schedule: SaveSchedule
     count: int
 
+    @takes_no_save
     def restore(
         self, like: Any = None, *, step: int | None = None, into: Any = None, **options: Unpack[LoadKeywords]
     ) -> Any:
@@ -270,6 +272,7 @@ class RestoreMixin:
         self._restored(found.step)
         return found.result
 
+    @takes_no_save
     def resume(
         self, model: Modules, optimizer: Optimizers | None = None, **options: Unpack[RestoreKeywords]
     ) -> RestoreReport | None:

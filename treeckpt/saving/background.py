@@ -21,8 +21,12 @@ from ..errors import CheckpointError, TreeckptError
 from ..io.comm.comm import Comm
 from ..io.comm.failures import wrap_os_error
 from ..io.gc_pause import gc_paused
+from ..io.nested_calls import takes_no_save
+from ..io.process_end import is_ending
 from ..io.storage.store import MemoryStore, Store
 from ..io.timing import Recorder
+from ..reports import SaveReport
+from ..threads import start_thread
 from . import at_exit
 from .agree import AgreedSave, agree
 from .future import Pending
@@ -81,7 +85,7 @@ def save_async_tree(
         save = _BackgroundSave(session, agreed, agreed.plan, pending, open_contexts)
         try:
             # 2. Start the writer process, which takes its time, while the tree is copied
-            if options.writer == "process":
+            if options.writer == "process" and not is_ending():
                 save.start_process()
             # 3. Copy the tree to staging memory
             order_device_copies()
@@ -91,9 +95,12 @@ def save_async_tree(
             save.blocked_seconds = time.perf_counter() - begin
             recorder.add(BLOCKING, recorder.created_ns, recorder.now())
             session.current = pending
-            at_exit.wait_at_exit(pending)
-            threading.Thread(target=save.run, name="treeckpt-save", daemon=True).start()
-        except BaseException as error:  # Ctrl-C, or no thread can be started
+            if not at_exit.wait_at_exit(pending) or start_thread(save.run, "treeckpt-save") is None:
+                # or here: the process ends, or may have no more threads
+                at_exit.forget_at_exit(pending)
+                save.run(here=True)
+                pending.result()
+        except BaseException as error:  # Ctrl-C
             save.give_up(error)
             raise
     return pending
@@ -162,32 +169,13 @@ class _BackgroundSave:
         agreed.sources.clear()
         self._pending.set_staged(self._error)
 
-    def run(self) -> None:
-        """The rest of the save, in a thread of its own."""
+    def run(self, *, here: bool = False) -> None:
+        """The rest of the save, in a thread of its own, or `here` in that of its caller."""
         if not self._begun.acquire(blocking=False):
             return
         report, error = None, None
         try:
-            with self._open_contexts:
-                # 5. Copy the tree now, with lazy staging
-                if not self._is_staged:
-                    self.stage()
-                # 6. Rank 0 reads the run for the lineage
-                agreed = self._agreed.with_lineage()
-                # 7. Write the shards; after that the staging memory is free for the next save
-                writer = self._new_writer(agreed)
-                try:
-                    written = writer.write()
-                    self._release()
-                    # 8. Report; rank 0 commits; all ranks receive the result
-                    complete(agreed, writer, written)
-                except TreeckptError as failed:
-                    if writer.trace:
-                        failed.add_note(f"In the writer process:\n{writer.trace}")
-                    raise
-            report = msgspec.structs.replace(
-                save_report(agreed), blocked_seconds=self.blocked_seconds, staged_nbytes=self._plan.own.nbytes
-            )
+            report = self._write_and_commit(here=here)
         except BaseException as caught:
             error = caught
         finally:
@@ -195,10 +183,37 @@ class _BackgroundSave:
             self._release()
             self._pending.set_finished(report, error)
 
-    def _new_writer(self, agreed: AgreedSave) -> ShardWriter:
+    @takes_no_save
+    def _write_and_commit(self, *, here: bool) -> SaveReport:
+        with self._open_contexts:
+            # 5. Copy the tree now, with lazy staging
+            if not self._is_staged:
+                self.stage()
+            # 6. Rank 0 reads the run for the lineage
+            agreed = self._agreed.with_lineage()
+            # 7. Write the shards; after that the staging memory is free for the next save
+            writer = self._new_writer(agreed, here=here)
+            try:
+                written = writer.write()
+                self._release()
+                # 8. Report; rank 0 commits; all ranks receive the result
+                complete(agreed, writer, written)
+            except TreeckptError as failed:
+                if writer.trace:
+                    failed.add_note(f"In the writer process:\n{writer.trace}")
+                raise
+            except BaseException as error:
+                if isinstance(writer, InlineWriter) and not isinstance(error, Exception):  # Ctrl-C
+                    writer.withdraw(error)
+                raise
+        return msgspec.structs.replace(
+            save_report(agreed), blocked_seconds=self.blocked_seconds, staged_nbytes=self._plan.own.nbytes
+        )
+
+    def _new_writer(self, agreed: AgreedSave, *, here: bool) -> ShardWriter:
         plan, source = self._plan, None
         if self._error is None and self._lease is not None:
-            if self._address is not None:
+            if self._address is not None and not here:  # Ctrl-C may not come between a request to it and the answer
                 return ProcessWriter(self._session.writer, agreed, plan, self._lease.arena, self._address)
             source = StagedShardSource(plan, self._lease.arena.memory)
         return InlineWriter(agreed.store, agreed.info, plan, agreed.recorder, source, error=self._error)

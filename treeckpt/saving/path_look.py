@@ -8,10 +8,10 @@ from ..core.format.index import INDEX_NAME
 from ..errors import CheckpointError, CheckpointExists
 from ..io.os_errors import hint_for
 from ..io.storage.leftovers import clear_leftovers
-from ..io.storage.many_files import call_in_thread
 from ..io.storage.metadata_files import read_index
 from ..io.storage.object_store import ObjectStore
 from ..io.storage.store import Store
+from ..threads import call_in_thread
 
 
 class PathLook:

@@ -23,7 +23,8 @@ class Session:
         self.writer = WriterProcess()
         self.pool = ArenaPool(on_close=self.writer.detach)
         self.current: Pending | None = None
-        weakref.finalize(self, self.writer.end)  # at exit too, when `at_exit` has waited for the saves
+        weakref.finalize(self, self.writer.end).atexit = False  # other handlers may run before the wait for the saves
+        at_exit.end_after_saves(self.writer)
         at_exit.reset_after_fork(self)
 
     def previous(self, busy: BusyPolicy, timeout: float | None) -> PreviousSave:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 from ..core.format.sidecars import (
     FILES_KEY,
@@ -20,6 +19,7 @@ from ..core.format.sidecars import (
 )
 from ..errors import TreeError
 from ..io.storage.store import Store
+from ..threads import ThreadPool
 
 WRITERS = 8
 """Files that are written at a time: to an object store each takes a request."""
@@ -84,7 +84,7 @@ def write_sidecars(store: Store, save_id: str, contents: Mapping[str, bytes]) ->
     def write(name: str) -> None:
         store.publish(stored_name(save_id, name), contents[name], replace=True)
 
-    with ThreadPoolExecutor(WRITERS, "treeckpt-files") as pool:
+    with ThreadPool(WRITERS, "treeckpt-files") as pool:
         list(pool.map(write, contents))
 
 

@@ -25,6 +25,7 @@ from ..core.tree.flatten import PerRank
 from ..core.tree.structure import PerRankNode, TensorNode, key_text
 from ..errors import MismatchError
 from ..io.comm.comm import Comm, as_comm
+from ..io.nested_calls import takes_no_save
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.consistent_reads import on_versions
 from ..loading.match import LoadOptions, Strict, some_of
@@ -86,6 +87,7 @@ _log = logging.getLogger("treeckpt")
 
 
 @checks_options
+@takes_no_save
 def restore(
     source: Any,
     model: Modules,

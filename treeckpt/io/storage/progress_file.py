@@ -7,7 +7,6 @@ makes the save fail.
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import os
 import secrets
@@ -27,6 +26,7 @@ from ...core.format.save_progress import (
     progress_name,
 )
 from ...errors import TreeckptError
+from ...threads import start_unnamed_thread
 from .late_requests import delete_late
 from .many_files import for_each
 from .object_store import ObjectStore
@@ -129,9 +129,9 @@ class ProgressRecorder:
         with self._writing:
             if self._write_in_thread and isinstance(self._store, ObjectStore) and not self._ended.is_set():
                 self._write_in_thread = not self._store.publish_first(self._name, self._encoded(), replaces=replaces)
-        try:
-            _thread.start_new_thread(self._keep, ())  # Thread.start waits for the thread, which takes milliseconds
-        except RuntimeError:  # no thread can be started, as when the interpreter ends
+        if not start_unnamed_thread(self._keep):
+            if self._write_in_thread:
+                self._write()
             self._begun.set()
 
     def _keep(self) -> None:
@@ -185,9 +185,8 @@ class ProgressRecorder:
         if now - self.started >= PATIENCE and (last or now - self._written_at >= self._pause):
             self._written_at = now
             self._record = msgspec.structs.replace(self._record, updated_ns=time.time_ns())
-            if last and self._pause:
-                with contextlib.suppress(RuntimeError):  # no thread can be started: the record is removed soon
-                    _thread.start_new_thread(self._write, ())  # the commit goes on meanwhile; `end` waits
+            if last and self._pause:  # the commit goes on meanwhile; `end` waits. Without a thread: it is removed soon
+                start_unnamed_thread(self._write)
             else:
                 self._write()
 
