@@ -1,7 +1,7 @@
 """Programs that save when their interpreter has begun to end: python -m tests.saving.ends; see test_saves_at_the_end.
 
-It reads lines of JSON, [way, path], forks for each, and prints the exit code of the fork and what it wrote to stderr,
-once its interpreter has ended. WAY is the name of a function of this module, which saves below the path.
+It reads a line of JSON, [[way, path], ...], forks for each, and prints by the ways the exit codes of the forks and what
+they wrote to stderr, once all interpreters have ended. A way is a function of this module, which saves below the path.
 """
 
 from __future__ import annotations
@@ -176,36 +176,26 @@ def a_save_that_is_refused(path: str) -> None:
     atexit.register(save, f"{path}/1")
 
 
-WAYS = {
-    first_in_the_background: 1,
-    first_by_a_thread: 1,
-    first_in_the_foreground: 1,
-    three_in_a_row: 3,
-    with_earlier_saves: 3,
-    an_exit_in_a_thread: 1,
-    running_threads: 2,
-    an_executor: 3,
-    a_handler_of_threading: 2,
-    a_finalizer: 1,
-    an_object_that_outlives_its_module: 2,
-    a_child_of_multiprocessing: 3,
-    a_child_that_saves_first_when_it_ends: 1,
-}
-"""Each with the number of the checkpoints that are there at the end."""
-
-
 def main() -> None:
-    for line in sys.stdin:
-        way, path = json.loads(line)
-        with tempfile.TemporaryFile() as errors:
-            pid = os.fork()
-            if not pid:
-                os.dup2(errors.fileno(), 2)
-                globals()[way](path)
-                return
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    running: dict[int, tuple[str, Any]] = {}
+    for way, path in json.loads(sys.stdin.readline()):
+        errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed below)
+        pid = os.fork()
+        if not pid:
+            os.dup2(errors.fileno(), 2)
+            for one in (errors, *(others for _, others in running.values())):
+                one.close()
+            globals()[way](path)
+            return
+        running[pid] = way, errors
+    ended: dict[str, Any] = {}
+    while running:
+        pid, status = os.wait()
+        way, errors = running.pop(pid)
+        with errors:
             errors.seek(0)
-            print(json.dumps([code, errors.read().decode()]), flush=True)
+            ended[way] = os.waitstatus_to_exitcode(status), errors.read().decode()
+    print(json.dumps(ended), flush=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ _log = logging.getLogger("treeckpt")
 _calls: dict[CodeType, str] = {}
 """The code of the functions inside of which no save is made, with their names."""
 _refused: list[str] = []
-"""The saves that were refused since the last line of log about them."""
+"""The saves that were refused and not logged yet."""
 
 
 def takes_no_save(function: Callable[P, T]) -> Callable[P, T]:
@@ -41,9 +41,9 @@ def takes_no_save(function: Callable[P, T]) -> Callable[P, T]:
         except BaseException:
             _refused.clear()
             raise
-        if _refused:
-            _log.warning("inside of %s was refused: %s", name, ", ".join(_refused))
+        if refused := _refused[:]:
             _refused.clear()
+            _log.warning("inside of %s, %s was refused (%d calls)", name, refused[0], len(refused))
         return result
 
     return call

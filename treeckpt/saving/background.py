@@ -8,6 +8,7 @@ copying is the thread's first task, beside the next forward and backward.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import time
@@ -40,6 +41,8 @@ from .sidecar_files import SidecarContent
 from .staging import Lease, StagedShardSource, area_offsets, cuda_pinning, order_device_copies, stage
 from .writer_process import ProcessWriter
 from .writer_server import address_of
+
+_log = logging.getLogger("treeckpt")
 
 
 class _CommWithTimeout:
@@ -97,6 +100,8 @@ def save_async_tree(
             session.current = pending
             if not at_exit.wait_at_exit(pending) or start_thread(save.run, "treeckpt-save") is None:
                 # or here: the process ends, or may have no more threads
+                if not is_ending():
+                    _log.warning("%s: the calling thread writes, as none can be started", store.url)
                 at_exit.forget_at_exit(pending)
                 save.run(here=True)
                 pending.result()
@@ -147,13 +152,10 @@ class _BackgroundSave:
         """Taken for good by the thread that writes, or by `give_up`, whichever comes first."""
 
     def start_process(self) -> None:
-        """Starts the writer process, if there can be one and it can open the store; keeps the error."""
+        """Starts the writer process, if there can be one and it can open the store."""
         self._address = address_of(self._agreed.store) if passes_files else None
-        if self._address is not None:
-            try:
-                self._session.writer.start()
-            except Exception as error:
-                self._error = wrap_os_error(error, self._agreed.store.url)
+        if self._address is not None and not self._session.start_writer(self._agreed.store.url):
+            self._address = None
 
     def stage(self) -> None:
         """Copies what this rank writes; keeps the error."""
@@ -240,8 +242,7 @@ def prewarm_tree(tree: object, comm: Comm, writer: WriterKind = "process") -> No
     session, in_process = session_of(comm), writer == "process" and passes_files
     with gc_paused(), session.starting:
         previous = session.previous("wait", None)
-        if in_process:
-            session.writer.start()
+        in_process = in_process and session.start_writer("prewarm")
         options, store = SaveOptions(plan_only=True), MemoryStore("prewarm")
         agreed = agree(store, tree, comm, options, {}, Recorder(comm.rank), previous)
         assert agreed is not None, "planning is not skipped"

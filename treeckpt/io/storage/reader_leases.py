@@ -14,6 +14,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 
