@@ -1,13 +1,12 @@
-"""Calls inside of calls, on one thread: python -m tests.saving.nested WAY PATH SHARE; see test_saves_inside_calls.
+"""Calls inside of calls, on one thread: python -m tests.saving.nested PATH SHARE TRIALS; see test_saves_inside_calls.
 
-"save" and "load" make such a call at each line of Python that an outer call runs in this thread, as a signal handler
-may, once a line; SHARE is the part of the lines, of 100. "signals" makes SHARE trials with real signals at random
-moments. It prints how many calls were made, and how many were refused; it ends with the stacks where one hangs.
+At lines of Python that an outer call runs in this thread it saves and loads, as a signal handler may, once a line;
+SHARE is the part of the lines, of 100. Then it makes as many trials with real signals at random moments. It prints how
+often it has loaded, saved and been refused, by outer calls; it ends with the stacks where a call hangs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import json
 import random
@@ -57,37 +56,45 @@ def outer_calls(path: str) -> dict[str, Callable[[], Any]]:
 
 
 class Inner:
-    """The call inside, of which it counts how often it was made and refused."""
+    """The calls inside; it counts how often it was made, and the saves that were refused."""
 
-    def __init__(self, path: str, way: str) -> None:
-        self.path, self.way, self.made, self.refused, self.running = path, way, 0, 0, False
+    def __init__(self, path: str) -> None:
+        self.path, self.running, self.counts = path, False, {"loads": 0, "saves": 0, "refused": 0}
         self.manager = tc.Manager(f"{path}/inner", keep=2)
         self.manager.save(1, TREE)
         self.manager.wait()
         tc.save(f"{path}/there", TREE)
 
-    def __call__(self) -> None:
+    def take_counts(self) -> dict[str, int]:
+        counts, self.counts = self.counts, {"loads": 0, "saves": 0, "refused": 0}
+        return counts
+
+    def __call__(self, call: Callable[[], None]) -> None:
         if self.running:
             return
         self.running = True
         faulthandler.dump_traceback_later(HANGS, exit=True)
-        self.made += 1
         try:
-            if self.way == "load":
-                assert np.array_equal(tc.load(f"{self.path}/there")["w"], TREE["w"])
-                assert self.manager.latest() == 1
-                self.manager.wait()
-                return
-            for save in (self.save, self.save_async, self.manage):
-                try:
-                    save()
-                except tc.CheckpointError as error:
-                    assert "is under way on this thread" in str(error), error
-                    assert "Set a flag and save at the next step" in str(error), error
-                    self.refused += 1
+            call()
         finally:
             faulthandler.dump_traceback_later(HANGS, exit=True)
             self.running = False
+
+    def load_all(self) -> None:
+        assert np.array_equal(tc.load(f"{self.path}/there")["w"], TREE["w"])
+        assert self.manager.latest() is not None
+        self.manager.wait()
+        self.counts["loads"] += 1
+
+    def save_all(self) -> None:
+        for save in (self.save, self.save_async, self.manage):
+            self.counts["saves"] += 1
+            try:
+                save()
+            except tc.CheckpointError as error:
+                assert "is under way on this thread" in str(error), error
+                assert "Set a flag and save at the next step" in str(error), error
+                self.counts["refused"] += 1
 
     def save(self) -> None:
         tc.save(f"{self.path}/inside", TREE, overwrite=True)
@@ -100,20 +107,21 @@ class Inner:
         self.manager.wait()
 
 
-def at_each_line(path: str, way: str, share: int) -> dict[str, Any]:
-    """Makes the inner call at the lines of each outer call; returns how often it was made and refused by the outer."""
-    inner, counts = Inner(path, way), {}
-    for name, call in outer_calls(path).items():
+def at_each_line(inner: Inner, calls: dict[str, Callable[[], Any]], share: int) -> dict[str, dict[str, int]]:
+    """Makes the inner calls at lines of each outer call."""
+    found: dict[str, dict[str, int]] = {}
+    for name, call in calls.items():
         call()
         seen: set[tuple[str, int]] = set()
-        inner.made = inner.refused = 0
+        inner.take_counts()
 
         def trace(frame: FrameType, event: str, _: Any, seen: set[tuple[str, int]] = seen) -> Any:
             at = frame.f_code.co_filename, frame.f_lineno
             if event == "line" and at not in seen and "importlib" not in at[0]:
                 seen.add(at)
-                if zlib.crc32(repr(at).encode()) % 100 < share:
-                    inner()
+                number = zlib.crc32(repr((at[0].rpartition("/")[2], at[1])).encode()) % 100
+                for make in (inner.save_all,) * (number < share) + (inner.load_all,) * (number >= 100 - share):
+                    inner(make)
             return trace
 
         sys.settrace(trace)
@@ -121,37 +129,31 @@ def at_each_line(path: str, way: str, share: int) -> dict[str, Any]:
             call()
         finally:
             sys.settrace(None)
-        counts[name] = inner.made, inner.refused
-    return counts
+        found[name] = inner.take_counts()
+    return found
 
 
-def at_random_moments(path: str, trials: int) -> dict[str, Any]:
-    """A signal comes while each outer call is made."""
-    inner, counts = Inner(path, "save"), {}
-    calls = list(outer_calls(path).items())
-    for _, call in calls:
-        call()
-    signal.signal(signal.SIGALRM, lambda *_: inner())
+def at_random_moments(inner: Inner, calls: dict[str, Callable[[], Any]], trials: int) -> dict[str, dict[str, int]]:
+    """Makes the inner calls in a signal's handler, while each outer call is made in turn."""
+    found = {name: {"loads": 0, "saves": 0, "refused": 0} for name in calls}
+    signal.signal(signal.SIGALRM, lambda *_: (inner(inner.save_all), inner(inner.load_all)))
     for trial in range(trials):
-        name, call = calls[trial % len(calls)]
-        inner.made = inner.refused = 0
+        name, call = list(calls.items())[trial % len(calls)]
         signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 0.012))
         call()
         signal.setitimer(signal.ITIMER_REAL, 0)
-        made, refused = counts.get(name, (0, 0))
-        counts[name] = made + inner.made, refused + inner.refused
-    return counts
+        found[name] = {key: found[name][key] + count for key, count in inner.take_counts().items()}
+    return found
 
 
-def main(way: str, path: str, share: int) -> None:
+def main(path: str, share: int, trials: int) -> None:
     faulthandler.dump_traceback_later(HANGS, exit=True)
-    counts = at_random_moments(path, share) if way == "signals" else at_each_line(path, way, share)
-    for name in ("c", "d", "e"):
-        with contextlib.suppress(tc.CheckpointError):
-            tc.save_async(f"{path}/f", TREE, overwrite=True).result(HANGS)
-        assert tc.verify(f"{path}/{name}").ok
-    print(json.dumps(counts))
+    inner, calls = Inner(path), outer_calls(path)
+    lines, signals = at_each_line(inner, calls, share), at_random_moments(inner, calls, trials)
+    tc.save_async(f"{path}/f", TREE).result(HANGS)
+    assert all(tc.verify(f"{path}/{name}").ok for name in "cdef")
+    print(json.dumps([lines, signals]))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

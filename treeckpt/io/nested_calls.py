@@ -26,12 +26,12 @@ _refused: list[str] = []
 """The saves that were refused and not logged yet."""
 
 
-def takes_no_save(function: Callable[P, T]) -> Callable[P, T]:
-    """Has saves refused on a thread where this function is under way.
+def takes_no_save(function: Callable[P, T], *, name: str = "") -> Callable[P, T]:
+    """Has saves refused on a thread where this function is under way; `name` says what users call it.
 
     The error of a handler may be lost in the function, so refusals are logged at its end.
     """
-    name = function.__qualname__.lstrip("_")
+    name = name or function.__qualname__
     _calls[function.__code__] = name  # pyright: ignore[reportFunctionMemberAccess]
 
     @functools.wraps(function)

@@ -169,11 +169,13 @@ class Manager(RegistrationMixin, RestoreMixin):
             The result of `save`; None if the step was not due.
         """
         self.count += 1
-        if tree is ... or is_factory(tree):
+        if tree is ... or is_factory(tree, self.options.namespace):
             self._loop.tree = (lambda: tree) if tree is ... else tree
         if not self.should_save(self.count):
             return None
-        return self.save(self.count, tree() if is_factory(tree) else tree, metrics=metrics, files=files)
+        return self.save(
+            self.count, tree() if is_factory(tree, self.options.namespace) else tree, metrics=metrics, files=files
+        )
 
     @saves
     def save(

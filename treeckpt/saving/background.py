@@ -13,6 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast, get_args
 
 import msgspec
@@ -185,7 +186,7 @@ class _BackgroundSave:
             self._release()
             self._pending.set_finished(report, error)
 
-    @takes_no_save
+    @partial(takes_no_save, name="save_async")
     def _write_and_commit(self, *, here: bool) -> SaveReport:
         with self._open_contexts:
             # 5. Copy the tree now, with lazy staging
