@@ -169,13 +169,12 @@ class Manager(RegistrationMixin, RestoreMixin):
             The result of `save`; None if the step was not due.
         """
         self.count += 1
-        if tree is ... or is_factory(tree, self.options.namespace):
+        makes = is_factory(tree, self.options.namespace)
+        if tree is ... or makes:
             self._loop.tree = (lambda: tree) if tree is ... else tree
         if not self.should_save(self.count):
             return None
-        return self.save(
-            self.count, tree() if is_factory(tree, self.options.namespace) else tree, metrics=metrics, files=files
-        )
+        return self.save(self.count, tree() if makes else tree, metrics=metrics, files=files)
 
     @saves
     def save(
