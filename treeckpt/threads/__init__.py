@@ -3,6 +3,8 @@
 So it is at a limit of processes (`ulimit -u`, a container's `pids.max`) and where the interpreter ends: newer ones
 start no thread then, older ones start one that never runs. `concurrent.futures.ThreadPoolExecutor` refuses work in both
 cases, and its locks are not for signal handlers: `ThreadPool` takes none.
+
+It imports nothing of the package. Every thread is started by `start_thread`, `call_in_thread` or a `ThreadPool`.
 """
 
 from __future__ import annotations
@@ -72,6 +74,7 @@ class ThreadPool(Executor):
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future: Future[T] = Future()
         self._calls.put((future, partial(fn, *args, **kwargs)))
+        self._threads = [thread for thread in self._threads if thread.is_alive()]  # none does in a forked child
         if len(self._threads) < self._limit:
             thread = start_thread(partial(_make_calls, self._calls), self._name)
             if thread is not None:
