@@ -32,7 +32,7 @@ The package, from top to bottom; imports only go down, and each package says in 
     arrays | io                         an adapter for each array library | comm (ranks), storage (files, objects)
     reports                             what calls return
     core                                pure data: tree, sharding, planning, format, analysis
-    errors                              all exceptions
+    errors | threads                    all exceptions | threads, and work without them
 """
 
 import importlib

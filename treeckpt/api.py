@@ -15,6 +15,7 @@ from .core.tree.flatten import flatten, replace_leaves
 from .errors import MismatchError
 from .io.comm.collective import ending_together
 from .io.comm.comm import Comm, as_comm, background_comm, global_rank
+from .io.nested_calls import saves, takes_no_save
 from .io.storage.open import following, open_store
 from .io.storage.store import Store
 from .loading.background import PendingLoad, start_load
@@ -53,6 +54,7 @@ AnyComm = Any  # a Comm, a torch.distributed process group, "alone", or None for
 
 
 @checks_options
+@saves
 def save(
     path: SavePath,
     tree: object,
@@ -114,6 +116,7 @@ def save(
 
 
 @checks_options
+@saves
 def save_async(
     path: SavePath,
     tree: object,
@@ -176,6 +179,7 @@ def save_async(
     return save_async_tree(open_store(path), tree, as_comm(comm), options, custom_metadata, files=files)
 
 
+@saves
 def prewarm(tree: object, *, writer: WriterKind = "process", comm: AnyComm = None) -> None:
     """Prepares for background saves of trees like this one, so that the first save takes no longer than others.
 
@@ -190,6 +194,7 @@ def prewarm(tree: object, *, writer: WriterKind = "process", comm: AnyComm = Non
 
 
 @checks_options
+@takes_no_save
 def load(
     path: CheckpointPath | Bank | Sequence[Any],
     like: Any = None,
@@ -254,6 +259,7 @@ def load(
     return tree
 
 
+@takes_no_save
 def load_abstract(
     path: CheckpointPath | Bank | Sequence[Any],
     *,
@@ -291,6 +297,7 @@ def load_abstract(
 
 
 @checks_options
+@takes_no_save
 def load_into(
     path: CheckpointPath | Bank | Sequence[Any],
     tree: Any,

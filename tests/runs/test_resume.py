@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 from pathlib import Path
 from typing import Any
@@ -275,3 +276,31 @@ def test_a_newer_step_that_is_a_link_is_named_and_never_a_new_start(
     move_to_archive(2)
     with pytest.raises(tc.CheckpointNotFound, match="found only such as cannot be loaded"):
         Job(run).resume()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [argparse.Namespace(f=print), lambda: 0, torch.Generator(), {1, (object(),)}],
+)
+def test_a_first_resume_refuses_values_that_no_save_takes(tmp_path: Path, value: Any) -> None:
+    job = Job(tmp_path)
+    with pytest.raises(tc.TreeckptError, match="extra/deep/0"):
+        job.resume(extra={"fine": {"step": 1, "left": ...}, "deep": [value]})
+    assert not list(tmp_path.iterdir()) and job.manager.count == 0
+    with pytest.raises(tc.TreeckptError, match="extra/deep/0"):
+        job.manager.save(1, tc.training.state(job.model, job.optimizer, extra={"deep": [value]}))
+
+
+def test_a_first_resume_takes_what_a_save_with_pickles_takes(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.manager = tc.Manager(tmp_path, background=False, allow_pickle=True)
+    extra = {
+        "args": object(),
+        "lr": argparse.Namespace(lr=0.1),
+        "spec": tc.abstract(torch.ones(2)),
+        "left": ...,
+        "w": torch.ones(2),
+    }
+    assert job.resume(extra=extra) is None
+    with pytest.raises(tc.TreeckptError, match="extra/args"):
+        job.resume(extra={"args": lambda: 0})

@@ -48,17 +48,20 @@ def test_an_interrupted_save_keeps_nothing_and_the_next_one_works(
     assert save().result(60) is not None
 
 
-def test_a_save_whose_thread_cannot_start_fails_and_blocks_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_save_whose_thread_cannot_start_is_made_in_the_calling_thread_and_blocks_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     comm = SoloComm()
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start"):
+    with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        tc.save_async(tmp_path / "c", TREE, comm=comm, writer="thread")
-    assert tc.save_async(tmp_path / "c", TREE, comm=comm, writer="thread", timeout=60).result(60) is not None
+        assert tc.save_async(tmp_path / "c", TREE, comm=comm, writer="thread").done()
+        with pytest.raises(tc.CheckpointExists):  # there is nobody else to tell
+            tc.save_async(tmp_path / "c", TREE, comm=comm, writer="thread")
+    assert tc.verify(tmp_path / "c").ok and "the calling thread writes, as none can be started" in caplog.text
+    assert tc.save_async(tmp_path / "d", TREE, comm=comm, writer="thread", timeout=60).result(60) is not None
 
 
 def _let_savers_end() -> None:

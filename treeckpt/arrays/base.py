@@ -152,7 +152,7 @@ class FlatRangeArray:
 
     def __init__(self, data: Any, start: int, shape: tuple[int, ...]) -> None:
         self.data, self.start, self.shape = data, start, shape
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def window(self) -> StridedMemory | None:

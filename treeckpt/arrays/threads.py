@@ -1,16 +1,16 @@
 """Calls functions in parallel, in the caller's thread and in those of an executor.
 
-It is of use for functions that release Python's global lock for long, as numpy's copies and sorts. An executor alone
-does not suffice: it refuses work while the interpreter exits, when saves at exit still run, and after an error it
-leaves other functions running, which may write to memory that the caller reuses.
+It is of use for functions that release Python's global lock for long, as numpy's copies and sorts. A pool alone does
+not suffice: after an error it leaves other functions running, which may write to memory that the caller reuses.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+
+from ..threads import ThreadPool
 
 
 class WorkerThreads:
@@ -22,7 +22,7 @@ class WorkerThreads:
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        self._pool = ThreadPoolExecutor(max(1, threads - 1), "treeckpt-team")
+        self._pool = ThreadPool(max(1, threads - 1), "treeckpt-team")
 
     def __call__(self, functions: Sequence[Callable[[], object]]) -> None:
         """Calls all functions, in about their order; once none runs any more, returns or raises the first error."""
@@ -41,8 +41,7 @@ class WorkerThreads:
                     raise
 
         helpers: list[Future[None]] = []
-        with contextlib.suppress(RuntimeError):  # the interpreter exits and starts no thread: fewer helpers then
-            helpers.extend(self._pool.submit(work) for _ in range(min(self._threads, len(functions)) - 1))
+        helpers.extend(self._pool.submit(work) for _ in range(min(self._threads, len(functions)) - 1))
         try:
             work()
         finally:

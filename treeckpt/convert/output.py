@@ -14,7 +14,6 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from ..io.comm.comm import Comm
 from ..io.comm.failures import os_errors_wrapped
 from ..io.storage.local_write import sync_directory
 from ..io.storage.os_files import BINARY, fcntl, sync_file, write_at
+from ..threads import ThreadPool
 
 WORKERS = 2
 """Threads that read and write; each has the memory of a tile before and after a cast."""
@@ -183,7 +183,7 @@ class _NewFiles:
         with (
             os_errors_wrapped(str(self.destination)),
             contextlib.ExitStack() as stack,
-            ThreadPoolExecutor(WORKERS, "treeckpt-convert") as pool,
+            ThreadPool(WORKERS, "treeckpt-convert") as pool,
         ):
             fds: dict[int, int] = {}
             for number in numbers:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Literal
 
 import xxhash
@@ -24,6 +24,7 @@ from ..errors import MismatchError, visible
 from ..io.comm.collective import all_gather
 from ..io.comm.comm import Comm, members_of
 from ..saving.future import Pending
+from ..threads import call_in_thread
 from .calls import comm_for, is_default_planner, states_of, storage_for
 from .failures import converted, exception_of
 from .metadata import SavedMetadata
@@ -153,7 +154,7 @@ def _futures_of(pending: Pending, storage: DcpWriter, rank: int, *, lazy: bool) 
     if not lazy:
         return uploaded
     staged: Future[None] = _new_future()
-    threading.Thread(target=_wait_staged, args=(pending, staged, rank), daemon=True).start()
+    call_in_thread(partial(_wait_staged, pending, staged, rank), "treeckpt-staged")
     return AsyncSaveResponse(staged, uploaded)
 
 

@@ -81,7 +81,7 @@ class EntryChecksum:
         """Whether its bytes need not be compared any more."""
         self.read_whole = False
         """Whether this process reads each of its bytes, so that they are compared meanwhile."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._taken: list[tuple[int, int]] = []
         """Disjoint ranges, in order, whose CRCs were or are being computed."""
         self._left = window.size
@@ -181,7 +181,7 @@ class ArchiveStorages:
         self.alone = alone
         self._next = ADDRESSES
         self._sums: dict[tuple[str, int], EntryChecksum] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._entries: list[tuple[int, EntryChecksum]] = []
         """With their addresses, which grow."""
         self._by_file: dict[str, list[EntryChecksum]] = {}

@@ -27,11 +27,12 @@ class BackgroundCall(Generic[T]):
     def __init__(self, path: str) -> None:
         self.path = path
         self._owner = os.getpid()
-        self._finished = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
         self._error_reported = False
-        self._lock, self._callbacks = threading.Lock(), list[Callable[[Any], object]]()
+        self._is_finished, self._callbacks = False, list[Callable[[Any], object]]()
+        self._changed = threading.Condition()
+        """With a lock that a signal handler may take once more, unlike that of an event."""
 
     def result(self, timeout: float | None = None) -> T:
         """Waits for the end, and returns the result.
@@ -56,13 +57,19 @@ class BackgroundCall(Generic[T]):
         Raises:
             TreeckptError: this process was forked meanwhile, so it cannot know.
         """
-        self._check_owner(self._finished)
-        return self._finished.is_set()
+        self._check_owner(self._is_finished)
+        return self._is_finished
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the end, with or without an error; returns False if it did not come in time."""
-        self._check_owner(self._finished)
-        return self._finished.wait(timeout)
+        self._check_owner(self._is_finished)
+        return self._wait_for(lambda: self._is_finished, timeout)
+
+    def _wait_for(self, condition: Callable[[], bool], timeout: float | None) -> bool:
+        if condition():
+            return True
+        with self._changed:
+            return self._changed.wait_for(condition, timeout)
 
     def add_done_callback(self, callback: Callable[[Self], object]) -> None:
         """Calls a function with this object once the call has ended, with or without an error.
@@ -70,8 +77,8 @@ class BackgroundCall(Generic[T]):
         It is called in the thread that ends the call, in this one if that has ended already; several in the order in
         which they were added. An exception of it is logged.
         """
-        with self._lock:
-            if not self._finished.is_set():
+        with self._changed:
+            if not self._is_finished:
                 self._callbacks.append(callback)
                 return
         self._call(callback)
@@ -79,8 +86,9 @@ class BackgroundCall(Generic[T]):
     def set_finished(self, result: T | None, error: BaseException | None) -> None:
         """Marks the call as ended, for the code that carries it out."""
         self._result, self._error = result, error
-        with self._lock:
-            self._finished.set()
+        with self._changed:
+            self._is_finished = True
+            self._changed.notify_all()
         for callback in self._callbacks:
             self._call(callback)
 
@@ -90,9 +98,9 @@ class BackgroundCall(Generic[T]):
         except Exception:
             _log.exception("%s: a callback of the %s failed", self.path, self.words[0])
 
-    def _check_owner(self, event: threading.Event) -> None:
+    def _check_owner(self, is_over: bool) -> None:
         """Refuses to wait in a forked child, where no thread is left that could end the call."""
-        if os.getpid() != self._owner and not event.is_set():
+        if not is_over and os.getpid() != self._owner:
             call, _, does = self.words
             raise CheckpointError(
                 self.path,

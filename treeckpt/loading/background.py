@@ -20,6 +20,7 @@ from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.counting_store import CountingStore
 from ..io.storage.far_store import for_reading
 from ..io.storage.open import open_store
+from ..threads import start_thread
 from .overlay import Bank, as_bank
 
 _EXITING = threading.Event()
@@ -40,7 +41,7 @@ class PendingLoad(BackgroundCall[Any]):
     words = ("load", "loaded", "loads")
 
     def __repr__(self) -> str:
-        state = "loading" if not self._finished.is_set() else "failed" if self._error is not None else "loaded"
+        state = "loading" if not self._is_finished else "failed" if self._error is not None else "loaded"
         return f"<PendingLoad {state} {self.path}>"
 
 
@@ -63,7 +64,8 @@ def start_load(path: Any, load: Callable[[Any], Any]) -> PendingLoad:
             error = failed
         pending.set_finished(result, error)
 
-    threading.Thread(target=run, name="treeckpt-load", daemon=True).start()
+    if start_thread(run, "treeckpt-load") is None:
+        run()
     return pending
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
 import numpy as np
@@ -18,6 +17,7 @@ from ..core.format.records import AliasRecord, File, Index
 from ..core.numbers.moments import Moments, merged, moments_of
 from ..core.sharding.dtypes import dtype_of
 from ..errors import TreeckptError
+from ..threads import ThreadPool
 
 THREADS = 2
 """Threads that compute, beside one that reads and compares: a disk is rarely faster than they are."""
@@ -33,7 +33,7 @@ class LeafMoments:
     def __init__(self, index: Index) -> None:
         self._index = index
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(THREADS, "treeckpt-moments")
+        self._pool = ThreadPool(THREADS, "treeckpt-moments")
         self._found: dict[int, Moments | None] = {}
         self._parts: dict[tuple[str, int], tuple[bytearray, int]] = {}
         """Elements of which bytes are missing: by file and offset, the bytes, and how many of them are there."""

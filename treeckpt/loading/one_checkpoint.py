@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from ..core.format.records import Index
 from ..foreign.foreign_checkpoint import open_checkpoint
+from ..io.nested_calls import takes_no_save
 from ..io.os_errors import wrap_read_error
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.metadata_files import OnShardsRead, read_sidecar
@@ -36,6 +37,7 @@ def opened(path: CheckpointPath) -> Iterator[Checkpoint]:
         store.close()
 
 
+@takes_no_save
 def inspect(path: CheckpointPath, *, follow_links: bool = False) -> Index:
     """The index of a checkpoint: its tree, every leaf's spec and place, without reading any array.
 
@@ -52,6 +54,7 @@ def inspect(path: CheckpointPath, *, follow_links: bool = False) -> Index:
         return checkpoint.index
 
 
+@takes_no_save
 def read_file(path: CheckpointPath, name: str, *, follow_links: bool = False) -> bytes:
     """The content of a file that was saved with `files=`, verified; `inspect(path).sidecars` lists all.
 
@@ -69,6 +72,7 @@ def read_file(path: CheckpointPath, name: str, *, follow_links: bool = False) ->
     return on_one_version(following(path, follow_links), lambda one: read_sidecar(one.store, one.index, name))
 
 
+@takes_no_save
 def verify(path: CheckpointPath, *, repair: bool = False, follow_links: bool = False) -> VerifyReport:
     """Reads everything and compares it with its checksums, and the shards with the index.
 
@@ -96,6 +100,7 @@ def verify(path: CheckpointPath, *, repair: bool = False, follow_links: bool = F
         return repair_store(checkpoint.own().store)
 
 
+@takes_no_save
 def rebuild_index(path: CheckpointPath, *, replace: bool = False, on_read: OnShardsRead | None = None) -> Index:
     """Makes a lost index.json again from the shards alone, and publishes it.
 

@@ -6,7 +6,8 @@ import collections
 import contextlib
 import queue
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ import numpy as np
 
 from ..errors import RankError
 from ..io.storage.checkpoint import ShardReader
+from ..threads import make_call, start_thread
 from .read_request import memory_at
 from .read_tasks import ReadTask, buffers_for, read_each
 
@@ -65,10 +67,19 @@ class SharedTasks:
         members = self._members
         owners = [members[number % len(members)] for number in range(len(tasks))]
         mine = [number for number, owner in enumerate(owners) if owner == self._rank]
-        with ThreadPoolExecutor(1, "treeckpt-send") as pool:
-            sending = pool.submit(self._read_and_send, tasks, mine)
-            self._receive([(n, owner, tasks[n]) for n, owner in enumerate(owners) if owner != self._rank])
-            sending.result()
+        sent: Future[None] = Future()
+        if start_thread(partial(make_call, sent, partial(self._read_and_send, tasks, mine)), "treeckpt-send"):
+            try:
+                self._receive([(n, owner, tasks[n]) for n, owner in enumerate(owners) if owner != self._rank])
+            finally:
+                wait([sent])
+            sent.result()
+            return self.fault
+        for number, owner in enumerate(owners):  # in one order on all ranks: none waits for one that waits for it
+            if owner == self._rank:
+                self._read_and_send(tasks, [number])
+            else:
+                self._receive([(number, owner, tasks[number])])
         return self.fault
 
     def _read_and_send(self, tasks: Sequence[ReadTask], mine: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 
 from ..core.format.damage import BadBytes, damaged_leaves
@@ -35,6 +35,7 @@ from ..io.storage.shard_reader import ArrivingBlocks, OpenedShard, matches, open
 from ..io.storage.store import Store
 from ..io.timing import Recorder
 from ..reports import Leftover, Problem, VerifyReport
+from ..threads import ThreadPool
 from .leaf_moments import LeafMoments
 
 _log = logging.getLogger("treeckpt")
@@ -343,7 +344,7 @@ def _read_steps(store: Store, opened: OpenedShard, there: int) -> Iterator[tuple
     step = _step(opened)
     parts = [(start, min(step, there - start)) for start in range(0, max(there, 0), step)]
     buffers = [aligned_buffer(min(step, there), huge=True) for _ in parts[:2]]
-    with ThreadPoolExecutor(1, "treeckpt-verify") as reader:
+    with ThreadPool(1, "treeckpt-verify") as reader:
 
         def read(number: int) -> tuple[int, memoryview, Future[Exception | None]]:
             start, nbytes = parts[number]

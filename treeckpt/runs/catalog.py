@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -34,6 +33,7 @@ from ..io.storage.bucket import is_url, local_path
 from ..io.storage.metadata_files import NewestIndex
 from ..io.storage.open import open_folder, open_run
 from ..io.storage.run_store import DirectoryEntry, Folder, LocalFolder, RunStore, SupportsBulkListing, all_folders
+from ..threads import ThreadPool
 from .active_saves import saves_under_way
 from .checkpoint_info import CheckpointInfo, in_listing_order, lost_index_text
 from .index_summary import Summary, read_summary
@@ -213,7 +213,7 @@ def _for_each_folder(
     folders = all_folders(run)
     threads = _threads_for(folders) if isinstance(run, SupportsBulkListing) else 0
     found: list[tuple[Folder, T]] = []
-    with ThreadPoolExecutor(threads, "treeckpt-catalog") if threads else contextlib.nullcontext() as pool:
+    with ThreadPool(threads, "treeckpt-catalog") if threads else contextlib.nullcontext() as pool:
         for folder, result in zip(folders, (pool.map if pool else map)(one, folders), strict=True):
             found.append((folder, result))
             if on_read is not None:

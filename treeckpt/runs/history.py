@@ -42,7 +42,7 @@ class SaveHistory:
     ) -> None:
         self.directory, self._warn, self._rank = run, warn, rank
         self._notes: tuple[_HistoryEntry, ...] = ()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._warned = replaces
         self._saved: set[str] = set()
         """The ids of the saves of this manager, until it has restored something or warned."""

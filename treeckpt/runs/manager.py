@@ -36,6 +36,7 @@ from ..errors import TreeckptError
 from ..io.comm.collective import from_rank0
 from ..io.comm.comm import PrefixComm, as_comm
 from ..io.comm.waiting import HEARTBEAT_TIMEOUT
+from ..io.nested_calls import saves, takes_no_save
 from ..io.storage.run_store import RunStore
 from ..reports import SaveReport
 from ..saving.background import save_async_tree
@@ -142,6 +143,7 @@ class Manager(RegistrationMixin, RestoreMixin):
 
     # saving --------------------------------------------------------------------------------------------------
 
+    @takes_no_save
     def should_save(self, step: int) -> bool:
         """Whether this step is to be saved. Call it once per step, on every rank; all ranks get the same result."""
         step = check_step(step)
@@ -168,12 +170,14 @@ class Manager(RegistrationMixin, RestoreMixin):
             The result of `save`; None if the step was not due.
         """
         self.count += 1
-        if tree is ... or is_factory(tree):
+        makes = is_factory(tree, self.options.namespace)
+        if tree is ... or makes:
             self._loop.tree = (lambda: tree) if tree is ... else tree
         if not self.should_save(self.count):
             return None
-        return self.save(self.count, tree() if is_factory(tree) else tree, metrics=metrics, files=files)
+        return self.save(self.count, tree() if makes else tree, metrics=metrics, files=files)
 
+    @saves
     def save(
         self,
         step: int,
@@ -257,6 +261,7 @@ class Manager(RegistrationMixin, RestoreMixin):
         if self._comm.rank == 0:
             self.retention.start()
 
+    @takes_no_save
     def wait(self, timeout: float | None = None) -> None:
         """Waits until everything that was saved is durable, and the clean-up after it is done.
 
@@ -271,6 +276,7 @@ class Manager(RegistrationMixin, RestoreMixin):
 
     # listing --------------------------------------------------------------------------------------------------
 
+    @takes_no_save
     def latest(self, *, verify: bool = False) -> int | None:
         """Returns the newest step that can be restored: the one saved last, not the highest. None if there is none.
 
@@ -288,6 +294,7 @@ class Manager(RegistrationMixin, RestoreMixin):
         found = self._selector.newest(verify=verify, busy=self._pending.busy())
         return step_info(found).step if found is not None else None
 
+    @takes_no_save
     def best(self, metric: str | None = None, *, mode: Literal["min", "max"] | None = None) -> int | None:
         """Returns the step with the best metric; None if no checkpoint has it, with a logged list of those there are.
 
@@ -298,6 +305,7 @@ class Manager(RegistrationMixin, RestoreMixin):
         policy = best_policy(self._policies, metric, mode)
         return self._from_rank0(f"best {policy.metric}", partial(self._selector.best, policy), int | None)
 
+    @takes_no_save
     def steps(self) -> list[int]:
         """Returns the steps that can be restored, in rising order."""
         return self._from_rank0("steps", self._complete_steps, list[int])
@@ -311,6 +319,7 @@ class Manager(RegistrationMixin, RestoreMixin):
 
     # keeping -------------------------------------------------------------------------------------------------
 
+    @takes_no_save
     def pin(self, step: int) -> None:
         """Keeps a step until it is unpinned.
 
@@ -320,6 +329,7 @@ class Manager(RegistrationMixin, RestoreMixin):
         step = check_step(step)
         self._from_rank0(f"pin step {step}", partial(self.directory.pin, step), type(None))
 
+    @takes_no_save
     def unpin(self, step: int) -> None:
         """Lets the policies decide about a step again.
 
@@ -329,6 +339,7 @@ class Manager(RegistrationMixin, RestoreMixin):
         step = check_step(step)
         self._from_rank0(f"unpin step {step}", partial(self.directory.unpin, step), type(None))
 
+    @takes_no_save
     def delete(self, step: int, *, force: bool = False) -> None:
         """Deletes a step whatever the policies say, as the clean-up does: killed on the way, the next one finishes it.
 
@@ -342,6 +353,7 @@ class Manager(RegistrationMixin, RestoreMixin):
         step = check_step(step)
         self._from_rank0(f"delete step {step}", partial(self.retention.delete, step, force=force), type(None))
 
+    @takes_no_save
     def clean(self, *, dry_run: bool = False) -> CleanReport:
         """Deletes checkpoints that no policy keeps and files that crashed saves left; runs after each save, too.
 
@@ -378,6 +390,7 @@ class Manager(RegistrationMixin, RestoreMixin):
         self._exit = exit
         self.schedule.listen(signals, rank_timeout)
 
+    @takes_no_save
     def close(self, timeout: float | None = None) -> None:
         """Waits for the pending saves, as `wait` does, and restores the signal handlers."""
         try:
@@ -385,7 +398,8 @@ class Manager(RegistrationMixin, RestoreMixin):
         finally:
             self.schedule.close()
             self._loop.close()
-            self.retention.close(wait=timeout is None)
+            if timeout is None:
+                self.retention.wait()
 
     def __enter__(self) -> Self:
         return self
@@ -399,7 +413,7 @@ class Manager(RegistrationMixin, RestoreMixin):
             self.schedule.close(error)
             self._loop.close()
             self._pending.drain(WAIT_AFTER_ERROR)
-            self.retention.close()
+            self.retention.wait()
         else:
             self.close()
 

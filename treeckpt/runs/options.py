@@ -66,6 +66,7 @@ class RestoreKeywords(TypedDict, total=False):
     world_changed: RankStatePolicy | Mapping[str, RankStatePolicy] | None
     device: Any
     allow_pickle: bool
+    namespace: str
 
 
 def as_policies(keep: Keep) -> tuple[Policy, ...]:
@@ -105,9 +106,9 @@ def best_policy(policies: Sequence[Policy], metric: str | None, mode: Literal["m
     return policy
 
 
-def is_factory(tree: object) -> bool:
+def is_factory(tree: object, namespace: str) -> bool:
     """Whether a tree argument is a function that returns the tree. A model is callable too, but is itself a tree."""
-    return callable(tree) and not is_stateful(tree) and flatten_one_level(tree, "", "", 0) is None
+    return callable(tree) and not is_stateful(tree) and flatten_one_level(tree, "", namespace, 0) is None
 
 
 def as_save_options(options: BackgroundSaveKeywords, *, background: bool, others: Iterable[str] = ()) -> SaveOptions:

@@ -11,7 +11,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import NamedTuple
 
 from ..core.analysis.retention_policy import Policy
@@ -19,6 +20,7 @@ from ..core.format.file_names import step_name
 from ..errors import CheckpointError
 from ..saving.at_exit import forget_at_exit, reset_after_fork
 from ..saving.future import Pending
+from ..threads import call_in_thread
 from .policy_text import keep_text
 from .run import CleanReport, RunDirectory
 from .select import CheckpointSelector
@@ -128,9 +130,8 @@ class PendingSaves:
     def _wait(self, timeout: float | None = None) -> bool:
         """Waits for all saves; returns whether they have ended."""
         deadline = time.monotonic() + timeout if timeout is not None else None
-        while self._pending:
+        for save in list(self._pending):
             limit = max(0.0, deadline - time.monotonic()) if deadline is not None else None
-            save = self._pending[0]
             if not save.pending.wait(limit):
                 _log.error("saving step %d has not ended yet", save.step)
                 return False
@@ -156,7 +157,8 @@ class PendingSaves:
                 self._failed.append(error)
             save.undo()
         with self._lock:
-            self._pending.remove(save)
+            if save in self._pending:  # not where a signal handler has waited too
+                self._pending.remove(save)
         self._on_end()
 
 
@@ -183,20 +185,20 @@ class RetentionRunner:
             pending,
             grace,
         )
-        self._pool: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
         reset_after_fork(self)
 
     def after_fork(self) -> None:
-        """Drops the thread in a forked child: it belongs to the parent."""
-        self._pool = self._last = None
+        """Drops the clean-up in a forked child: it belongs to the parent."""
+        self._last = None
 
     def start(self) -> None:
-        """Starts a clean-up in the background."""
-        self._pool = self._pool or ThreadPoolExecutor(1, "treeckpt-clean")
-        self._last = self._pool.submit(self._clean_and_log)
+        """Starts a clean-up in the background, for which the end of the process waits; cleans up if that has begun."""
+        self._last = call_in_thread(partial(self._clean_and_log, self._last), "treeckpt-clean", awaited=True)
 
-    def _clean_and_log(self) -> None:
+    def _clean_and_log(self, before: Future[None] | None) -> None:
+        if before is not None:
+            wait([before])
         try:
             report = self._clean(dry_run=False)
         except Exception as error:
@@ -239,9 +241,3 @@ class RetentionRunner:
         if self._last is not None:
             with contextlib.suppress(TimeoutError):
                 self._last.result(timeout)
-
-    def close(self, *, wait: bool = True) -> None:
-        """Ends the thread, and waits for it; `start` starts it again."""
-        if self._pool is not None:
-            self._pool.shutdown(wait)
-            self._pool = None

@@ -18,6 +18,7 @@ from ..core.text import bytes_text, rate_text, seconds_text
 from ..errors import visible
 from ..io.storage.counting_store import CountedStores
 from ..io.storage.store import Store
+from ..threads import start_thread
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -94,16 +95,15 @@ def _shown_bar(
         return
     patience = PATIENCE if patience is None else patience
     bar = (_Bar if stream.isatty() else _Lines)(text, total, of_bytes, stream)
-    timer = threading.Timer(patience, bar.show)  # a request that takes long has a bar before it has any bytes
-    timer.daemon = True
-    if patience:
-        timer.start()
+    over = threading.Event()
+    if patience:  # a request that takes long has a bar before it has any bytes
+        start_thread(lambda: over.wait(patience) or bar.show(), "treeckpt-patience")
     else:
         bar.show()
     try:
         yield bar
     finally:
-        timer.cancel()
+        over.set()
         bar.close()
 
 
@@ -142,8 +142,7 @@ class _Lines(_ShownProgress):
         with self._lock:
             if self._closed:
                 return
-            self._shown = threading.Thread(target=self._run, name="treeckpt-progress", daemon=True)
-            self._shown.start()
+            self._shown = start_thread(self._run, "treeckpt-progress")
 
     def close(self) -> None:
         with self._lock:
@@ -205,7 +204,7 @@ class _Bar(_ShownProgress):
         if not self._of_bytes:
             what = (MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
         with self._lock:
-            if self._closed:
+            if self._closed or start_thread(lambda: None, "treeckpt-progress") is None:  # rich needs a thread
                 return
             console = Console(file=self._stream)
             columns = (TextColumn("{task.description}"), BarColumn(), *what, TimeElapsedColumn())

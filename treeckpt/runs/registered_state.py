@@ -138,7 +138,7 @@ class RegisteredState:
         if not self:
             return load({}, {})
         strict = options.get("strict", True)
-        own = {key: options[key] for key in ("cast", "verify", "read", "allow_pickle") if key in options}
+        own = {key: options[key] for key in ("cast", "verify", "read", "allow_pickle", "namespace") if key in options}
         own["strict"] = "missing" if strict is True else strict  # what is not registered is the training state
         own["per_rank"] = "take" if options.get("world_changed") == "take" else "error"
         return self._restore(checkpoint, load, comm, own)
@@ -167,8 +167,9 @@ class RegisteredState:
         """
         selection = _RegisteredSelection(checkpoint.index, options)
         options = selection.tree_options({OBJECTS: self.objects, READERS: self.readers})
+        namespace = options.get("namespace", "")
         plans = {
-            name: plan_state(f"{READERS}/{key_text(name)}", self.readers[name].owner, state)
+            name: plan_state(f"{READERS}/{key_text(name)}", self.readers[name].owner, state, namespace=namespace)
             for name, state in self._states(checkpoint, selection, comm, options).items()
         }
         things = {name: self.objects[name] for name in selection.wanted(OBJECTS, self.objects)}
@@ -179,7 +180,8 @@ class RegisteredState:
             if thing is not things[name]:
                 from ..training.resume import without_resumed_optimizers
 
-                update_in_place(things[name], without_resumed_optimizers(thing), is_value=is_value)
+                made = without_resumed_optimizers(thing, namespace)
+                update_in_place(things[name], made, is_value=is_value, namespace=namespace)
         for plan in plans.values():
             plan.load()
         return result
@@ -207,7 +209,7 @@ class RegisteredState:
             take = f"changed='take' to register_io_state({name!r}, ...)"
             raise other_world_error(f"{READERS}/{name}", comm, world, take=take, others=others)
         ranks = range(world) if any(callable(policy) for policy in changed.values()) else [comm.rank % world]
-        reading = {key: options[key] for key in ("verify", "allow_pickle") if key in options}
+        reading = {key: options[key] for key in ("verify", "allow_pickle", "namespace") if key in options}
         found = dict(zip(ranks, states_of_all_ranks(checkpoint, READERS, world, ranks=ranks, **reading), strict=True))
         states: dict[str, Any] = {}
         for name in wanted:
@@ -277,8 +279,11 @@ def _wrap_optimizers(
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Returns the objects with each optimizer wrapped so that it takes the saved state even if it has none yet."""
+    namespace = options.get("namespace", "")
     optimizers = "torch" in sys.modules and [
-        name for name, thing in things.items() if any(is_optimizer(leaf) for _, leaf in flatten(thing)[1])
+        name
+        for name, thing in things.items()
+        if any(is_optimizer(leaf) for _, leaf in flatten(thing, namespace=namespace)[1])
     ]
     if not optimizers or options.get("on_corrupt") == "skip":
         return things
@@ -287,7 +292,7 @@ def _wrap_optimizers(
 
     rules = as_rules(options.get("rename"), options.get("transforms"))
     source = CheckpointSource(
-        checkpoint, comm, LoadOptions(allow_pickle=options.get("allow_pickle", False), rules=rules)
+        checkpoint, comm, LoadOptions(allow_pickle=options.get("allow_pickle", False), namespace=namespace, rules=rules)
     )
     found = {
         name: with_resumed_optimizers(things[name], (OBJECTS, name), source, selection.selects) for name in optimizers

@@ -24,6 +24,7 @@ from ..errors import CheckpointNotFound, MismatchError, TreeckptError
 from ..io.comm.collective import ending_together, from_rank0, gather_errors
 from ..io.comm.comm import Comm
 from ..io.comm.failures import raise_faults
+from ..io.nested_calls import takes_no_save
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.metadata_files import KnownIndex
 from ..io.storage.reader_leases import hold_lease
@@ -31,6 +32,7 @@ from ..io.storage.store import Store
 from ..loading.consistent_reads import on_one_version
 from ..loading.keywords import LoadKeywords
 from ..loading.shared_read import open_relay, together, usual_read
+from ..saving.options import SaveOptions
 from .broken_loop import LoopState
 from .catalog import runs_below
 from .checkpoint_info import CheckpointInfo, mark_of, step_info
@@ -214,9 +216,10 @@ def _training_state(model: Any, optimizer: Any, options: Mapping[str, Any]) -> A
     """
     from ..training import state
 
-    given = {name: options.get(name) for name in ("scheduler", "loader", "extra")}
-    parts: dict[str, Any] = {name: None if one is False else one for name, one in given.items()}
-    for path, leaf in flatten({name: one for name, one in parts.items() if one is not None})[1]:
+    asked = {name: options.get(name) for name in ("scheduler", "loader", "extra")}
+    parts: dict[str, Any] = {name: None if one is False else one for name, one in asked.items()}
+    given = {name: one for name, one in parts.items() if one is not None}
+    for path, leaf in flatten(given, namespace=options.get("namespace", ""))[1]:
         if is_value(leaf):
             raise LookupError(f"{path} is a value, which the loop alone knows: call step with a function for the state")
     return state(model, optimizer, rng=options.get("rng") is not False, **parts)
@@ -232,6 +235,7 @@ class RestoreMixin:
     _loop: LoopState
     directory: RunDirectory
     schedule: SaveSchedule
+    options: SaveOptions
     _count: int
 
     @property
@@ -243,6 +247,7 @@ class RestoreMixin:
     def count(self, step: int) -> None:
         self._count = step
 
+    @partial(takes_no_save, name="Manager.restore")
     def restore(
         self, like: Any = None, *, step: int | None = None, into: Any = None, **options: Unpack[LoadKeywords]
     ) -> Any:
@@ -255,7 +260,7 @@ class RestoreMixin:
                 after it become an abandoned branch.
             into: a tree to fill in place with `treeckpt.load_into`, in place of `like`.
             options: those of `treeckpt.load`, or with `into` of `treeckpt.load_into`; `read` is "once" by default from
-                an object store, where the ranks are all those of torch.distributed.
+                an object store, where the ranks are all those of torch.distributed, `namespace` that of the manager.
 
         Returns:
             The tree, or the `LoadReport` with `into`.
@@ -266,6 +271,7 @@ class RestoreMixin:
         """
         if like is not None and into is not None:
             raise TreeckptError(self.directory.url, expected="one target", found="like and into")
+        options.setdefault("namespace", self.options.namespace)
         call = partial(self._registered.restore, like=like, into=into)
         fills, whole = into is not None or bool(self._registered), like is None and into is None
         found = self._restorer.restore(call, step, options, fills=fills, whole=whole)
@@ -279,6 +285,7 @@ class RestoreMixin:
         self._restored(found.step)
         return found.result
 
+    @partial(takes_no_save, name="Manager.resume")
     def resume(
         self, model: Modules, optimizer: Optimizers | None = None, **options: Unpack[RestoreKeywords]
     ) -> RestoreReport | None:
@@ -289,7 +296,8 @@ class RestoreMixin:
         `count` and the lineage of the next save continue from the step.
 
         Args:
-            model, optimizer, options: those of `treeckpt.training.restore`, for what `treeckpt.training.state` gave.
+            model, optimizer, options: those of `treeckpt.training.restore`, for what `treeckpt.training.state` gave;
+                `namespace` is that of the manager by default, also for what is registered.
 
         Returns:
             The report; None on a first run, when nothing was saved yet: nothing has changed then, and `count` is 0.
@@ -302,6 +310,7 @@ class RestoreMixin:
             The errors of `treeckpt.training.restore`.
         """
         check_options(options, RestoreKeywords.__optional_keys__, "resume")
+        options.setdefault("namespace", self.options.namespace)
         call = partial(self._registered.restore_training, model=model, optimizer=optimizer)
         found = self._restorer.restore(call, None, options, fills=True)
         if found is None:
@@ -309,7 +318,7 @@ class RestoreMixin:
             from ..training.user_state import check_generators
 
             with ending_together(self._comm, "resume", self.directory.url, hint="Nothing has changed"):
-                check_objects(model, optimizer, options)
+                check_objects(model, optimizer, options, self._comm.rank, allow_pickle=self.options.allow_pickle)
             if self._comm.rank == 0:
                 url, found = self.directory.url, runs_below(self.directory.store)
                 below = f". Below it are runs: {', '.join(found[:5])}" if found else ""

@@ -35,7 +35,7 @@ class LruStatCache:
     def __init__(self, entries: int = 4096) -> None:
         self._entries = entries
         self._found: OrderedDict[tuple[str, str], tuple[tuple[int, ...], Any]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def get_or_read(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
         """Returns the cached result or error, or calls `read`; a `StoreError` is raised and not cached."""

@@ -218,7 +218,7 @@ class VerificationStore:
 
     def __init__(self, cache: Path) -> None:
         self.directory = cache / "verified-1"
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._listed = (-1, 0)
         """Modification time of the directory when it was listed, and when that was."""
         self._names: set[str] = set()

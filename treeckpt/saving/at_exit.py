@@ -2,6 +2,7 @@
 
 A normal end waits for the saves, as long as their own time limits allow, and prints a line once that takes a second. A
 save that is lost then, or failed before without reporting it to a caller, is named on stderr, and the exit code is 1.
+A save that is begun when the end has begun, by a handler of `atexit` or a finalizer, is made in the calling thread.
 
 Forks inherit memory but no threads: in a child no save is running, and its first save starts with empty state.
 """
@@ -17,7 +18,7 @@ import weakref
 from typing import Protocol
 
 from ..errors import visible
-from ..io.process_end import call_at_end
+from ..io.process_end import call_at_end, is_ending
 from .future import Pending
 
 QUIET_SECONDS = 1.0
@@ -34,24 +35,35 @@ class ForkAware(Protocol):
         ...
 
 
+class SupportsEnd(Protocol):
+    """A process that writes."""
+
+    def end(self) -> object:
+        """Ends it."""
+        ...
+
+
 class _ExitState:
     """The saves and sessions of this process."""
 
     def __init__(self) -> None:
         self.pending: set[Pending] = set()
         self.fork_aware: weakref.WeakSet[ForkAware] = weakref.WeakSet()
-        self.lock = threading.Lock()
+        self.writers: weakref.WeakSet[SupportsEnd] = weakref.WeakSet()
+        self.lock = threading.RLock()
 
 
 _STATE = _ExitState()
 
 
-def wait_at_exit(pending: Pending) -> None:
-    """Registers a save that the end of the interpreter waits for."""
+def wait_at_exit(pending: Pending) -> bool:
+    """Registers a save that the end of the interpreter waits for; returns False where that has begun: it does not."""
     with _STATE.lock:
+        if is_ending() or not call_at_end(_finish):
+            return False
         _STATE.pending = {save for save in _STATE.pending if not save.done() or save.unreported_error is not None}
         _STATE.pending.add(pending)
-        call_at_end(_finish)
+        return True
 
 
 def forget_at_exit(pending: Pending) -> None:
@@ -67,9 +79,16 @@ def reset_after_fork(fork_aware: ForkAware) -> None:
         call_at_end(_finish)
 
 
+def end_after_saves(writer: SupportsEnd) -> None:
+    """Has a process ended at the end of the interpreter, after the saves."""
+    with _STATE.lock:
+        _STATE.writers.add(writer)
+        call_at_end(_finish)
+
+
 def _after_fork() -> None:
     fork_aware = list(_STATE.fork_aware)
-    _STATE.pending, _STATE.lock = set(), threading.Lock()
+    _STATE.pending, _STATE.lock = set(), threading.RLock()
     for each in fork_aware:
         each.after_fork()
 
@@ -80,12 +99,15 @@ if hasattr(os, "register_at_fork"):
 
 def _finish() -> None:
     """Waits for the saves that run, and ends the process with an error if one is lost."""
-    pending, _STATE.pending = _STATE.pending, set()
+    with _STATE.lock:
+        pending, _STATE.pending = _STATE.pending, set()
     try:
         for save in pending:
             _wait(save)
     except KeyboardInterrupt:
         _print("interrupted while waiting for saves in the background")
+    for writer in list(_STATE.writers):
+        writer.end()
     lost = [save for save in pending if not save.done() or save.unreported_error is not None]
     for save in lost:
         error = save.unreported_error
@@ -115,7 +137,6 @@ def _exit_with_error() -> None:
 
     A handler cannot change the code with which the interpreter is about to end, nor see it.
     """
-    atexit.unregister(_finish)
     try:
         atexit._run_exitfuncs()
     finally:

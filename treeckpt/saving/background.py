@@ -8,10 +8,12 @@ copying is the thread's first task, beside the next forward and backward.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast, get_args
 
 import msgspec
@@ -21,8 +23,12 @@ from ..errors import CheckpointError, TreeckptError
 from ..io.comm.comm import Comm
 from ..io.comm.failures import wrap_os_error
 from ..io.gc_pause import gc_paused
+from ..io.nested_calls import takes_no_save
+from ..io.process_end import is_ending
 from ..io.storage.store import MemoryStore, Store
 from ..io.timing import Recorder
+from ..reports import SaveReport
+from ..threads import start_thread
 from . import at_exit
 from .agree import AgreedSave, agree
 from .future import Pending
@@ -36,6 +42,8 @@ from .sidecar_files import SidecarContent
 from .staging import Lease, StagedShardSource, area_offsets, cuda_pinning, order_device_copies, stage
 from .writer_process import ProcessWriter
 from .writer_server import address_of
+
+_log = logging.getLogger("treeckpt")
 
 
 class _CommWithTimeout:
@@ -82,7 +90,7 @@ def save_async_tree(
         save = _BackgroundSave(session, agreed, agreed.plan, pending, open_contexts)
         try:
             # 2. Start the writer process, which takes its time, while the tree is copied
-            if options.writer == "process":
+            if options.writer == "process" and not is_ending():
                 save.start_process()
             # 3. Copy the tree to staging memory
             order_device_copies()
@@ -92,9 +100,14 @@ def save_async_tree(
             save.blocked_seconds = time.perf_counter() - begin
             recorder.add(BLOCKING, recorder.created_ns, recorder.now())
             session.current = pending
-            at_exit.wait_at_exit(pending)
-            threading.Thread(target=save.run, name="treeckpt-save", daemon=True).start()
-        except BaseException as error:  # Ctrl-C, or no thread can be started
+            if not at_exit.wait_at_exit(pending) or start_thread(save.run, "treeckpt-save") is None:
+                # or here: the process ends, or may have no more threads
+                if not is_ending():
+                    _log.warning("%s: the calling thread writes, as none can be started", store.url)
+                at_exit.forget_at_exit(pending)
+                save.run(here=True)
+                pending.result()
+        except BaseException as error:  # Ctrl-C
             save.give_up(error)
             raise
     return pending
@@ -141,13 +154,10 @@ class _BackgroundSave:
         """Taken for good by the thread that writes, or by `give_up`, whichever comes first."""
 
     def start_process(self) -> None:
-        """Starts the writer process, if there can be one and it can open the store; keeps the error."""
+        """Starts the writer process, if there can be one and it can open the store."""
         self._address = address_of(self._agreed.store) if passes_files else None
-        if self._address is not None:
-            try:
-                self._session.writer.start()
-            except Exception as error:
-                self._error = wrap_os_error(error, self._agreed.store.url)
+        if self._address is not None and not self._session.start_writer(self._agreed.store.url):
+            self._address = None
 
     def stage(self) -> None:
         """Copies what this rank writes; keeps the error."""
@@ -163,32 +173,13 @@ class _BackgroundSave:
         agreed.sources.clear()
         self._pending.set_staged(self._error)
 
-    def run(self) -> None:
-        """The rest of the save, in a thread of its own."""
+    def run(self, *, here: bool = False) -> None:
+        """The rest of the save, in a thread of its own, or `here` in that of its caller."""
         if not self._begun.acquire(blocking=False):
             return
         report, error = None, None
         try:
-            with self._open_contexts:
-                # 5. Copy the tree now, with lazy staging
-                if not self._is_staged:
-                    self.stage()
-                # 6. Rank 0 reads the run for the lineage
-                agreed = self._agreed.with_lineage()
-                # 7. Write the shards; after that the staging memory is free for the next save
-                writer = self._new_writer(agreed)
-                try:
-                    written = writer.write()
-                    self._release()
-                    # 8. Report; rank 0 commits; all ranks receive the result
-                    complete(agreed, writer, written)
-                except TreeckptError as failed:
-                    if writer.trace:
-                        failed.add_note(f"In the writer process:\n{writer.trace}")
-                    raise
-            report = msgspec.structs.replace(
-                save_report(agreed), blocked_seconds=self.blocked_seconds, staged_nbytes=self._plan.own.nbytes
-            )
+            report = self._write_and_commit(here=here)
         except BaseException as caught:
             error = caught
         finally:
@@ -197,10 +188,37 @@ class _BackgroundSave:
             self._end_record()
             self._pending.set_finished(report, error)
 
-    def _new_writer(self, agreed: AgreedSave) -> ShardWriter:
+    @partial(takes_no_save, name="save_async")
+    def _write_and_commit(self, *, here: bool) -> SaveReport:
+        with self._open_contexts:
+            # 5. Copy the tree now, with lazy staging
+            if not self._is_staged:
+                self.stage()
+            # 6. Rank 0 reads the run for the lineage
+            agreed = self._agreed.with_lineage()
+            # 7. Write the shards; after that the staging memory is free for the next save
+            writer = self._new_writer(agreed, here=here)
+            try:
+                written = writer.write()
+                self._release()
+                # 8. Report; rank 0 commits; all ranks receive the result
+                complete(agreed, writer, written)
+            except TreeckptError as failed:
+                if writer.trace:
+                    failed.add_note(f"In the writer process:\n{writer.trace}")
+                raise
+            except BaseException as error:
+                if isinstance(writer, InlineWriter) and not isinstance(error, Exception):  # Ctrl-C
+                    writer.withdraw(error)
+                raise
+        return msgspec.structs.replace(
+            save_report(agreed), blocked_seconds=self.blocked_seconds, staged_nbytes=self._plan.own.nbytes
+        )
+
+    def _new_writer(self, agreed: AgreedSave, *, here: bool) -> ShardWriter:
         plan, source = self._plan, None
         if self._error is None and self._lease is not None:
-            if self._address is not None:
+            if self._address is not None and not here:  # Ctrl-C may not come between a request to it and the answer
                 return ProcessWriter(self._session.writer, agreed, plan, self._lease.arena, self._address)
             source = StagedShardSource(plan, self._lease.arena.memory)
         return InlineWriter(
@@ -235,8 +253,7 @@ def prewarm_tree(tree: object, comm: Comm, writer: WriterKind = "process") -> No
     session, in_process = session_of(comm), writer == "process" and passes_files
     with gc_paused(), session.starting:
         previous = session.previous("wait", None)
-        if in_process:
-            session.writer.start()
+        in_process = in_process and session.start_writer("prewarm")
         options, store = SaveOptions(plan_only=True), MemoryStore("prewarm")
         agreed = agree(store, tree, comm, options, {}, Recorder(comm.rank), previous)
         assert agreed is not None, "planning is not skipped"

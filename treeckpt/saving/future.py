@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import msgspec
 
 from ..errors import CheckpointError, TreeckptError
@@ -40,10 +38,7 @@ class Pending(BackgroundCall[SaveReport | None]):
         super().__init__(path)
         self.skipped, self.limit = skipped, limit
         self.staging_error: Exception | None = None
-        self._staged = threading.Event()
-        if skipped:
-            self._staged.set()
-            self._finished.set()
+        self._is_staged = self._is_finished = skipped
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Returns when everything is copied, so that the tree may be changed.
@@ -55,8 +50,8 @@ class Pending(BackgroundCall[SaveReport | None]):
             TimeoutError: it is not copied yet.
             TreeckptError: it could not be copied; the save has failed. Or this process was forked meanwhile.
         """
-        self._check_owner(self._staged)
-        if not self._staged.wait(timeout):
+        self._check_owner(self._is_staged)
+        if not self._wait_for(lambda: self._is_staged, timeout):
             raise TimeoutError(f"{self.path}: not staged after {timeout} s")
         if self.staging_error is not None:
             raise self.staging_error
@@ -64,8 +59,8 @@ class Pending(BackgroundCall[SaveReport | None]):
     def __repr__(self) -> str:
         if self.skipped:
             state = "skipped"
-        elif not self._finished.is_set():
-            state = "writing" if self._staged.is_set() else "staging"
+        elif not self._is_finished:
+            state = "writing" if self._is_staged else "staging"
         else:
             state = "failed" if self._error is not None else "saved"
         return f"<Pending {state} {self.path}>"
@@ -74,17 +69,22 @@ class Pending(BackgroundCall[SaveReport | None]):
     def set_staged(self, error: Exception | None = None) -> None:
         """Marks the tree as copied, or as impossible to copy."""
         self.staging_error = error
-        self._staged.set()
+        self._set_staged()
+
+    def _set_staged(self) -> None:
+        with self._changed:
+            self._is_staged = True
+            self._changed.notify_all()
 
     def set_finished(self, result: SaveReport | None, error: BaseException | None) -> None:
         """Marks the save as ended."""
-        self._staged.set()
+        self._set_staged()
         super().set_finished(result, error)
 
     @property
     def unreported_error(self) -> BaseException | None:
         """The error of the save, if no caller has received it yet."""
-        return None if self._error_reported or not self._finished.is_set() else self._error
+        return None if self._error_reported or not self._is_finished else self._error
 
     def take_unreported_error(self) -> TreeckptError | None:
         """Returns the unreported error once, as an error to be raised by another call."""

@@ -9,11 +9,11 @@ from ..core.format.save_progress import Progress
 from ..errors import CheckpointError, CheckpointExists
 from ..io.os_errors import hint_for
 from ..io.storage.leftovers import clear_leftovers, restore_index
-from ..io.storage.many_files import call_in_thread
 from ..io.storage.metadata_files import read_index
 from ..io.storage.object_store import ObjectStore
 from ..io.storage.progress_file import ProgressRecorder
 from ..io.storage.store import Store
+from ..threads import call_in_thread
 
 
 class PathLook:

@@ -91,7 +91,8 @@ def start_in_child(fd: int, parent: int) -> ProcessChannel:
     if sys.platform == "linux" and system_call is not None:
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).syscall(system_call, 1, 0, _IO_PRIORITY)  # of this process
-    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # no thread can be started: the end of the socket's stream has to do
+        threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
     return ProcessChannel(socket.socket(fileno=fd))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 
@@ -13,6 +14,8 @@ from .options import BusyPolicy
 from .staging import ArenaPool
 from .writer_process import WriterProcess
 
+_log = logging.getLogger("treeckpt")
+
 
 class Session:
     """The background saves of a comm. It outlives them; at most one runs at a time."""
@@ -23,8 +26,18 @@ class Session:
         self.writer = WriterProcess()
         self.pool = ArenaPool(on_close=self.writer.detach)
         self.current: Pending | None = None
-        weakref.finalize(self, self.writer.end)  # at exit too, when `at_exit` has waited for the saves
+        weakref.finalize(self, self.writer.end).atexit = False  # other handlers may run before the wait for the saves
+        at_exit.end_after_saves(self.writer)
         at_exit.reset_after_fork(self)
+
+    def start_writer(self, path: str) -> bool:
+        """Starts the writer process; returns False where that is impossible: a thread writes then."""
+        try:
+            self.writer.start()
+        except OSError as error:
+            _log.warning("%s: a thread writes, as no process can be started: %s", path, error)
+            return False
+        return True
 
     def previous(self, busy: BusyPolicy, timeout: float | None) -> PreviousSave:
         """Returns the state of the save before, after waiting for its end if `busy` says so."""

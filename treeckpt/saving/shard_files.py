@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from functools import partial
 from threading import Event
 
@@ -18,10 +18,10 @@ from ..core.format.shard_header import ShardHeader, encode_header, with_hashes
 from ..core.planning.save_plan import FilePlan
 from ..errors import CheckpointError, StoreError
 from ..io.storage.fetching import SupportsFetching
-from ..io.storage.many_files import submit_or_call
 from ..io.storage.memory import aligned_buffer
 from ..io.storage.store import Store, Writer
 from ..io.timing import Recorder
+from ..threads import ThreadPool
 from .shard_stream import BUFFER, BufferedWriter, Pipeline, ShardSource, WriteCallbacks, write_data
 from .shard_upload import COPIES, ShardUpload
 
@@ -67,7 +67,7 @@ def write_files(
     at_once = min(UPLOADS, len(files)) if isinstance(store, SupportsFetching) else 1
     headers = [encode_header(file.header) for file in files]
     sizes = [(len(header), file.plan.nbytes) for header, file in zip(headers, files, strict=True)]
-    with ThreadPoolExecutor(WRITE_THREADS, "treeckpt-write") as pool:
+    with ThreadPool(WRITE_THREADS, "treeckpt-write") as pool:
         given_up = Event()
         callbacks = _ending(callbacks, given_up)
         pipeline = Pipeline(pool, free, callbacks.on_written)
@@ -107,9 +107,9 @@ def _ending(callbacks: WriteCallbacks, given_up: Event) -> WriteCallbacks:
 
 def _call_side_by_side(calls: Sequence[Callable[[], None]], at_once: int, given_up: Event) -> None:
     """Calls functions in threads; sets the event, and raises, at the first error or interrupt."""
-    with ThreadPoolExecutor(at_once, "treeckpt-shard") as pool:
+    with ThreadPool(at_once, "treeckpt-shard") as pool:
         try:
-            pending = [submit_or_call(pool, call) for call in calls]
+            pending = [pool.submit(call) for call in calls]
             for future in wait(pending, return_when=FIRST_EXCEPTION).done:
                 future.result()
         except BaseException:

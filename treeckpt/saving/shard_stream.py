@@ -11,8 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from functools import partial
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -25,6 +24,7 @@ from ..core.sharding.region import Region, tiles
 from ..io.storage.memory import PAGE
 from ..io.storage.store import Writer
 from ..io.timing import Recorder
+from ..threads import ThreadPool
 
 BUFFER = 8 << 20
 """Bytes of one write. Measured: 4 to 16 MiB reach the device's rate, smaller ones do not."""
@@ -117,7 +117,7 @@ class WriteCallbacks(msgspec.Struct, frozen=True):
 class Pipeline(msgspec.Struct, frozen=True):
     """What all files of a save are written through."""
 
-    pool: ThreadPoolExecutor
+    pool: ThreadPool
     free: queue.Queue[memoryview]
     """Buffers to fill."""
     on_written: Callable[[int], None]
@@ -193,34 +193,13 @@ class BufferedWriter:
 
     def _submit(self, block: memoryview, nbytes: int, free: queue.Queue[memoryview] | None) -> None:
         """Has a thread hash and write a block, which returns to `free` after that."""
-        done: Future[None] = Future()
-        run = partial(self._run_once, threading.Lock(), done, block, nbytes, self._start, free)
-        try:
-            self._pipeline.pool.submit(run)
-        except RuntimeError:
-            # no thread can be started, as when the interpreter ends: this one does it, unless another one that runs
-            # has it already, since the pool keeps what it was given
-            run()
-        self._pending.append(done)
+        self._pending.append(self._pipeline.pool.submit(self._write_block, block, nbytes, self._start, free))
         self._start += nbytes
         self._reap()
 
-    def _run_once(
-        self,
-        once: threading.Lock,
-        done: Future[None],
-        block: memoryview,
-        nbytes: int,
-        start: int,
-        free: queue.Queue[memoryview] | None,
-    ) -> None:
-        if not once.acquire(blocking=False):
-            return
+    def _write_block(self, block: memoryview, nbytes: int, start: int, free: queue.Queue[memoryview] | None) -> None:
         try:
             self._hash_and_write(block, nbytes, start)
-            done.set_result(None)
-        except BaseException as error:
-            done.set_exception(error)
         finally:
             if free is not None:
                 free.put(block)

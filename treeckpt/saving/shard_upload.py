@@ -11,18 +11,17 @@ import queue
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Future
 
 import numpy as np
 
 from ..arrays.base import HostMemory
 from ..core.format.shard_header import BLOCK, block_count, hash_block, hash_parts, with_hashes
 from ..core.planning.save_plan import FilePlan
-from ..io.storage.many_files import submit_or_call
 from ..io.storage.memory import aligned_buffer
 from ..io.storage.store import Writer
 from ..io.timing import Recorder
+from ..threads import ThreadPool
 from .shard_stream import BUFFER, ShardSource, WriteCallbacks, append_entry, contiguous_parts
 
 COPIES = 512 << 20
@@ -98,7 +97,7 @@ class _PieceSink:
 class _AreaHasher:
     """Hashes a data area that comes in pieces, in the threads of a pool."""
 
-    def __init__(self, nbytes: int, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, nbytes: int, pool: ThreadPool) -> None:
         self._hashes, self._pool = [0] * block_count(nbytes), pool
         self._parts: list[np.ndarray] = []
         self._held = self._start = 0
@@ -119,7 +118,7 @@ class _AreaHasher:
     def _submit(self) -> None:
         parts, start = self._parts, self._start
         self._parts, self._start, self._held = [], self._start + self._held, 0
-        self._pending.append(submit_or_call(self._pool, partial(self._hash, parts, start // BLOCK)))
+        self._pending.append(self._pool.submit(self._hash, parts, start // BLOCK))
 
     def _hash(self, parts: list[np.ndarray], number: int) -> int:
         """Hashes the blocks from `number` on; returns the nanoseconds that it took."""
@@ -159,7 +158,7 @@ class ShardUpload:
         plan: FilePlan,
         source: ShardSource,
         recorder: Recorder,
-        pool: ThreadPoolExecutor,
+        pool: ThreadPool,
         copies: int,
         callbacks: WriteCallbacks,
     ) -> None:

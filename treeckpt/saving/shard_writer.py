@@ -25,11 +25,11 @@ from ..io.storage.fetching import SupportsFetching
 from ..io.storage.index_lock import unlocked_sizes
 from ..io.storage.late_requests import send_late
 from ..io.storage.leftovers import clear_leftovers
-from ..io.storage.many_files import call_in_thread
 from ..io.storage.object_store import ObjectStore
 from ..io.storage.progress_file import ProgressRecorder
 from ..io.storage.store import Store, SupportsCompareAndSwap
 from ..io.timing import Recorder
+from ..threads import call_in_thread
 from .commit import (
     SaveInfo,
     check_files_exist,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ..core.format.sidecars import (
@@ -21,6 +20,7 @@ from ..core.format.sidecars import (
 from ..errors import CorruptError, TreeError
 from ..io.storage.local_read import read_head
 from ..io.storage.store import Store
+from ..threads import ThreadPool
 
 WRITERS = 8
 """Files that are written at a time: to an object store each takes a request."""
@@ -85,7 +85,7 @@ def write_sidecars(store: Store, save_id: str, contents: Mapping[str, bytes]) ->
     def write(name: str) -> None:
         store.publish(stored_name(save_id, name), contents[name], replace=True)
 
-    with ThreadPoolExecutor(WRITERS, "treeckpt-files") as pool:
+    with ThreadPool(WRITERS, "treeckpt-files") as pool:
         list(pool.map(write, contents))
 
 

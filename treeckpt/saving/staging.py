@@ -22,7 +22,6 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from operator import attrgetter
 from typing import Protocol, runtime_checkable
@@ -34,6 +33,7 @@ from ..arrays.threads import WorkerThreads
 from ..core.planning.save_plan import FilePlan, PlannedEntry
 from ..core.sharding.region import Region
 from ..io.storage.memory import PAGE, advise_huge_pages, madvise_populate
+from ..threads import ThreadPool
 from .plan_cache import GlobalPlan
 from .shard_stream import MEMMOVE_LIMIT, ShardSource, append_entry, piece_of
 
@@ -117,7 +117,7 @@ class Arena:
         parts = [
             self.memory[at : min(at + POPULATE_PART, nbytes)] for at in range(self._populated, nbytes, POPULATE_PART)
         ]
-        with ThreadPoolExecutor(POPULATE_THREADS, "treeckpt-populate") as pool:
+        with ThreadPool(POPULATE_THREADS, "treeckpt-populate") as pool:
             list(pool.map(_populate, parts))
         self._populated = nbytes
 

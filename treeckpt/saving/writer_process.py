@@ -96,7 +96,8 @@ class WriterProcess:
         paths = [str(Path(path).absolute()) for path in dict.fromkeys((*sys.path, str(package.parent)))]
         numbers = (str(theirs.fileno()), str(os.getpid()))
         command = [sys.executable, "-I", "-c", _PROGRAM, *numbers, str(package), ENTRY_POINT, json.dumps(paths)]
-        with theirs:
+        with theirs, contextlib.ExitStack() as opened:
+            opened.callback(ours.close)
             process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno()],
@@ -104,6 +105,7 @@ class WriterProcess:
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the training
             )
+            opened.pop_all()
         self._process, self._channel, self._owner = process, ProcessChannel(ours), os.getpid()
         self._plan, self._arenas = ("", 0), set()
 

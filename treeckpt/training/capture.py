@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, Literal, TypedDict, get_args
 
+from ..arrays.expanded_tree import state_tree
+from ..arrays.registry import abstract_of, encode
 from ..arrays.stateful import holds_stateful, is_stateful, object_states
 from ..core.option_names import checks_options
 from ..core.tree.containers import FromRank
@@ -121,16 +123,29 @@ def _optimizer_trees(optimizers: Sequence[NamedOptimizer], left_out: Container[s
     return moments, object_states(groups, "param_groups")
 
 
-def check_objects(model: Modules, optimizer: Optimizers | None, options: Mapping[str, Any]) -> None:
+def check_objects(
+    model: Modules, optimizer: Optimizers | None, options: Mapping[str, Any], rank: int, *, allow_pickle: bool
+) -> None:
     """Raises what a save of a job's objects will raise, for a first run, which has no checkpoint to compare them with.
 
     Args:
         options: of `restore`.
+        allow_pickle: that of the save.
+
+    Raises:
+        TreeError: a value that cannot be saved, or what `state` raises.
     """
-    scheduler, loader = (options.get(name) for name in ("scheduler", "loader"))
-    state(model, optimizer, scheduler=None if scheduler is False else scheduler, rng=False)
+    scheduler, loader, extra = (options.get(name) for name in ("scheduler", "loader", "extra"))
+    namespace: str = options.get("namespace", "")
+    tree = state(model, optimizer, scheduler=None if scheduler is False else scheduler, rng=False)
+    del tree["model"]
     if loader is not None and loader is not False:
-        check_loader(loader, allow_pickle=True)
+        check_loader(loader, rank, allow_pickle=True, namespace=namespace)
+    if extra is not None and extra is not False:
+        tree["extra"] = extra
+    for path, leaf in flatten(state_tree(tree, rank=rank, namespace=namespace), rank=rank, namespace=namespace)[1]:
+        if leaf is not ... and abstract_of(leaf, path, rank) is None:
+            encode(leaf, path, allow_pickle=allow_pickle)
 
 
 def _left_out(

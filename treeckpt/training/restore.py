@@ -25,6 +25,7 @@ from ..core.tree.flatten import PerRank
 from ..core.tree.structure import PerRankNode, TensorNode, key_text
 from ..errors import MismatchError
 from ..io.comm.comm import Comm, as_comm
+from ..io.nested_calls import takes_no_save
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.consistent_reads import on_versions
 from ..loading.match import LoadOptions, Strict, some_of
@@ -86,6 +87,7 @@ _log = logging.getLogger("treeckpt")
 
 
 @checks_options
+@takes_no_save
 def restore(
     source: Any,
     model: Modules,
@@ -111,6 +113,7 @@ def restore(
     device: str | torch.device | None = None,
     allow_pickle: bool = False,
     comm: Any = None,
+    namespace: str = "",
 ) -> RestoreReport:
     """Puts a saved training state into live objects, in place; parameters stay the same objects with the same memory.
 
@@ -131,7 +134,8 @@ def restore(
             all that is here alone, as this rank's model may be a part of what was saved (or `partial=True`).
         keep: hyper-parameters of param groups that stay as they are here, e.g. ("lr",). Of all others those of the
             checkpoint are taken, as are a scheduler's arguments; a warning names those that differ.
-        cast, verify, read, allow_pickle, comm: as for `treeckpt.load_into`; fresh moments are cast as parameters are.
+        cast, verify, read, allow_pickle, comm, namespace: as for `treeckpt.load_into`; fresh moments are cast as
+            parameters are.
         world_changed: what a rank gets of state that was each rank's own, if another number of ranks had saved it:
             "error", "take" (that of rank r % old number) or merge(states, rank, world); or a dict of these for "rng",
             "loader", "buffers", "extra" (no merge). By default all is refused but "rng", see `training.rank_state`.
@@ -142,7 +146,8 @@ def restore(
     """
     comm, rules = as_comm(comm, sends_messages=False), rules_of(rename, transforms, under, from_root=from_root)
     options = LoadOptions(globs_of(select), "missing" if strict is True and partial else strict, cast, verify=verify,
-        exclude=globs_of(exclude, "exclude"), allow_pickle=allow_pickle, read=read, rules=rules)  # fmt: skip
+        exclude=globs_of(exclude, "exclude"), allow_pickle=allow_pickle, namespace=namespace, read=read,
+        rules=rules)  # fmt: skip
     targets = RestoreTargets(model, optimizer, scheduler, loader, rng, extra, tuple(keep), world_changed, device)
     run = functools.partial(_restore, comm=comm, targets=targets, options=options, under=under, from_root=from_root)
     return on_versions(source, run, together=read == "once") if is_stored(source) else run(source)
@@ -369,12 +374,12 @@ class _Restore:
     def plan_rest(self) -> None:
         """Loads the state of the loader and the generators, and compares or loads `extra`."""
         loader, extra = self.targets.loader, self.targets.extra
-        check_loader(loader, self.comm.rank, allow_pickle=self.options.allow_pickle)
+        check_loader(loader, self.comm.rank, allow_pickle=self.options.allow_pickle, namespace=self.options.namespace)
         if self.comm.rank == 0:
             check_generators(loader)
         if loader is not None and self._has("loader", "loader=..."):
             self.loader = self.own.load("loader")
-            self.last += loader_actions(loader, self.loader, "loader")
+            self.last += loader_actions(loader, self.loader, "loader", self.options.namespace)
         if self.targets.fills_extra and self._has("extra", "extra=..."):
             self.extra = extra
             found = compare_extra(extra, self.source, rank=self.comm.rank)

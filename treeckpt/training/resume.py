@@ -52,16 +52,19 @@ def with_resumed_optimizers(
     """
     path = "/".join(map(key_text, keys))
     found: list[Any] = []
-    for below, leaf in flatten(thing)[1]:
+    for below, leaf in flatten(thing, namespace=source.options.namespace)[1]:
         at = f"{path}/{below}" if below else path
         found.append(_resumed(leaf, at, source, selects) if is_optimizer(leaf) else leaf)
-    return replace_leaves(thing, iter(found)) if any(isinstance(leaf, ResumedOptimizer) for leaf in found) else thing
+    if not any(isinstance(leaf, ResumedOptimizer) for leaf in found):
+        return thing
+    return replace_leaves(thing, iter(found), namespace=source.options.namespace)
 
 
-def without_resumed_optimizers(filled: Any) -> Any:
+def without_resumed_optimizers(filled: Any, namespace: str) -> Any:
     """Returns a tree with the optimizers themselves in place of each `ResumedOptimizer`."""
-    leaves = (leaf.optimizer if isinstance(leaf, ResumedOptimizer) else leaf for _, leaf in flatten(filled)[1])
-    return replace_leaves(filled, leaves)
+    found = flatten(filled, namespace=namespace)[1]
+    leaves = (leaf.optimizer if isinstance(leaf, ResumedOptimizer) else leaf for _, leaf in found)
+    return replace_leaves(filled, leaves, namespace=namespace)
 
 
 def _resumed(optimizer: Any, path: str, source: RestoreSource, selects: Callable[[str], bool]) -> Any:

@@ -51,6 +51,7 @@ class RestoreSource(Protocol):
     world: int
     """Ranks that saved it."""
     step: int | None
+    options: LoadOptions
     ruled: tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
     """The paths that rules dropped, and (saved, new) pairs of those that they renamed."""
 
@@ -286,6 +287,7 @@ class CheckpointSource:
             saved_world=self.world,
             verify=self.options.verify is not False,
             allow_pickle=self.options.allow_pickle,
+            namespace=self.options.namespace,
             transforms=self.rules,
         )
 
@@ -311,6 +313,7 @@ def load_part(
         per_rank="take",
         verify=options.verify is not False,
         allow_pickle=options.allow_pickle,
+        namespace=options.namespace,
         rules=options.rules,
         lenient=options.lenient,
     )
@@ -322,7 +325,15 @@ def load_part(
 
 def abstract_part(source: Any, name: str, comm: Comm, options: LoadOptions, rules: Sequence[Rule] = ()) -> Any:
     """Returns a part at the root of a checkpoint, or of a bank of several, see `RestoreSource.abstract`."""
-    return api.load_abstract(source, select=name, comm=comm, allow_pickle=options.allow_pickle, transforms=rules)[name]
+    found = api.load_abstract(
+        source,
+        select=name,
+        comm=comm,
+        allow_pickle=options.allow_pickle,
+        namespace=options.namespace,
+        transforms=rules,
+    )
+    return found[name]
 
 
 def fill_from(
@@ -345,6 +356,7 @@ def fill_from(
         verify=options.verify,
         per_rank="take" if take else "error",
         allow_pickle=options.allow_pickle,
+        namespace=options.namespace,
         read="each" if alone else options.read,
         comm=comm,
     )
@@ -368,7 +380,7 @@ class TreeSource:
     """A tree in memory, as `state` or `treeckpt.load` gives one."""
 
     def __init__(self, tree: Any, comm: Comm, options: LoadOptions) -> None:
-        self.tree = state_tree(tree, rank=comm.rank)
+        self.tree = state_tree(tree, rank=comm.rank, namespace=options.namespace)
         self.comm, self.options = comm, options
         self.url, self.world, self.step, self.ruled = "tree", comm.size, None, ((), ())
         if options.rules or options.select is not None or options.exclude is not None:
@@ -378,7 +390,7 @@ class TreeSource:
                 found="a tree in memory",
                 hint="Save it, or change the tree before it is restored",
             )
-        self.structure, leaves = flatten(self.tree, rank=comm.rank)
+        self.structure, leaves = flatten(self.tree, rank=comm.rank, namespace=options.namespace)
         self._leaves = {index_path(path, comm.rank): leaf for path, leaf in leaves if leaf is not ...}
 
     @property
@@ -428,16 +440,16 @@ class TreeSource:
 
     def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False) -> LoadReport:
         """Copies array by array; every check comes before the first."""
-        found = expand_states(target, rank=self.comm.rank, mappings=True)
+        found = expand_states(target, rank=self.comm.rank, namespace=self.options.namespace, mappings=True)
         if found is None:
             return self._fill(target)
         filled, more = found.restore(lambda path, arrays: self.tree, self._fill)
         return msgspec.structs.replace(filled, loaded=filled.loaded + more)
 
     def _fill(self, target: Any) -> LoadReport:
-        rank = self.comm.rank
-        found = match_leaves(target, self.structure, self._leaves, lambda leaf, _: leaf, rank=rank)
+        where: Any = {"rank": self.comm.rank, "namespace": self.options.namespace}
+        found = match_leaves(target, self.structure, self._leaves, lambda leaf, _: leaf, **where)
         nbytes = moving.put_leaves(
-            target, found, lambda old, new, _: old if is_same(old, new) else new, rank=rank, cast=self.options.cast
+            target, found, lambda old, new, _: old if is_same(old, new) else new, cast=self.options.cast, **where
         )
         return LoadReport(self.url, nbytes, 0, len(found.given), (), (), 0.0)

@@ -47,18 +47,18 @@ _ANY_RANK = "~rank*"
 _DICTS = dict, collections.OrderedDict, collections.defaultdict
 
 
-def loader_actions(loader: Any, state: Any, path: str) -> Iterator[Callable[[], None]]:
+def loader_actions(loader: Any, state: Any, path: str, namespace: str) -> Iterator[Callable[[], None]]:
     """Yields functions that load the state of each object in a loader's tree (dicts, lists and tuples).
 
     Raises:
         MismatchError: nothing was saved for an object.
     """
     if is_stateful(loader):
-        yield plan_state(path, loader, state).load
+        yield plan_state(path, loader, state, namespace=namespace).load
         return
     pairs: Any = loader.items() if isinstance(loader, Mapping) else ()
     for key, one in enumerate(loader) if isinstance(loader, (list, tuple)) else pairs:
-        if not holds_stateful(one):
+        if not holds_stateful(one, namespace):
             continue
         here = f"{path}/{key_text(key)}"
         try:
@@ -70,7 +70,7 @@ def loader_actions(loader: Any, state: Any, path: str) -> Iterator[Callable[[], 
                 found="nothing in the checkpoint",
                 hint="Give the loaders in a tree as that which was saved",
             ) from error
-        yield from loader_actions(one, part, here)
+        yield from loader_actions(one, part, here, namespace)
 
 
 def loader_state(loader: Any) -> Any:
@@ -83,7 +83,7 @@ def loader_state(loader: Any) -> Any:
     return object_states(loader.state_dict(), "loader", (loader,)) if is_stateful(loader) else loader
 
 
-def check_loader(loader: Any, rank: int = 0, *, allow_pickle: bool) -> None:
+def check_loader(loader: Any, rank: int = 0, *, allow_pickle: bool, namespace: str = "") -> None:
     """Refuses a loader that is, or holds, an object without the methods through which its place is saved and loaded.
 
     Args:
@@ -92,7 +92,7 @@ def check_loader(loader: Any, rank: int = 0, *, allow_pickle: bool) -> None:
     Raises:
         MismatchError: naming it.
     """
-    for path, leaf in flatten({"loader": loader}, rank=rank)[1]:
+    for path, leaf in flatten({"loader": loader}, rank=rank, namespace=namespace)[1]:
         if leaf is ... or holds_stateful(leaf) or is_value(leaf) or abstract_of(leaf, path, rank) is not None:
             continue
         if isinstance(leaf, Iterable) or not allow_pickle:
@@ -175,7 +175,7 @@ def _grown_items(extra: Any, source: RestoreSource, rank: int) -> tuple[dict[str
 
     The names in `extra` itself are compared, and none is added.
     """
-    grown: dict[str, _Grown] = {}
+    grown, namespace = dict[str, _Grown](), source.options.namespace
     lengths: dict[str, tuple[int, int]] = {}
 
     def walk(here: Any, node: Structure, path: str) -> Recursive[None]:
@@ -183,7 +183,7 @@ def _grown_items(extra: Any, source: RestoreSource, rank: int) -> tuple[dict[str
             if type(here) is PerRank:
                 yield walk(here.value, child_of_rank(node, rank % source.world, path), f"{path}/{_ANY_RANK}")
             return
-        taken = None if node is None or here is ... else flatten_one_level(here, path, "", rank)
+        taken = None if node is None or here is ... else flatten_one_level(here, path, namespace, rank)
         if node is None or taken is None:
             return
         there = {key_text(key): (key, child) for key, child in zip(keys_of(node, path), node.children, strict=True)}
@@ -213,14 +213,15 @@ def _additions(grown: Mapping[str, _Grown], source: RestoreSource, rank: int) ->
     if not grown:
         return
     select = [path for path, one in grown.items() if leaves_below(path, one.structure)]
-    saved = source.part("extra", select=select) if select else None
+    saved, namespace = source.part("extra", select=select) if select else None, source.options.namespace
     for path, one in grown.items():
         if leaves_below(path, one.structure):
-            item: Any = node_at({"extra": saved}, path.replace(_ANY_RANK, rank_key(rank)), rank)
+            item: Any = node_at({"extra": saved}, path.replace(_ANY_RANK, rank_key(rank)), rank, namespace)
         else:
-            item = unflatten(one.structure, iter(()), resolve=resolve)
-        leaves = [copied_value(leaf) for _, leaf in flatten(item, rank=rank)[1]]
-        item = plan_state(path, None, replace_leaves(item, iter(leaves)), live=None).state
+            item = unflatten(one.structure, iter(()), resolve=resolve, namespace=namespace)
+        leaves = [copied_value(leaf) for _, leaf in flatten(item, rank=rank, namespace=namespace)[1]]
+        item = replace_leaves(item, iter(leaves), namespace=namespace)
+        item = plan_state(path, None, item, live=None, namespace=namespace).state
         if isinstance(one.container, (list, collections.deque)):
             yield partial(one.container.append, item)
         else:
@@ -237,21 +238,22 @@ def compare_extra(extra: Any, source: RestoreSource, *, rank: int) -> ExtraDiffe
         MismatchError: an object cannot take what was saved.
     """
     tree: dict[str, Any] = {"extra": extra}
-    leaves = [(index_path(path, rank), leaf) for path, leaf in flatten(tree, rank=rank)[1]]
+    where: Any = {"rank": rank, "namespace": source.options.namespace}
+    leaves = [(index_path(path, rank), leaf) for path, leaf in flatten(tree, **where)[1]]
     given = tuple(f"{path}/" for path, leaf in leaves if leaf is not ...)
     disabled = [path for path, leaf in leaves if is_disabled_scaler(leaf)]
-    found = expand_states(tree, rank=rank, mappings=True)
+    found = expand_states(tree, mappings=True, **where)
     if found is not None:
         saved = {"extra": source.abstract("extra")}
         tree = found.target(lambda path, arrays: {"extra": source.part("extra", select=[path])} if arrays else saved)
-    _, leaves = flatten(tree, rank=rank)
+    _, leaves = flatten(tree, **where)
     sequences = differing_sequences(
         tree,
         source.structure,
         is_value=is_value,
         is_saved_value=lambda path: path in source.leaves and source.leaves[path] is None,
-        rank=rank,
         source_rank=rank % source.world,
+        **where,
     )
     grown, lengths = _grown_items(extra, source, rank)
     grown = {path: at for path, at in grown.items() if not f"{path}/".startswith(tuple(f"{one}/" for one in sequences))}

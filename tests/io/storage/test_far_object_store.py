@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
+from tests.helpers.elsewhere import elsewhere
 from tests.helpers.far_s3 import FarS3, far_s3_server
 from tests.helpers.s3 import MIB, QUICK, array, same
 from treeckpt.io.storage import checkpoint as checkpoint_module
@@ -219,7 +220,7 @@ def test_a_step_that_vanishes_before_its_lease_is_written_is_not_restored(
     def lease(self: Restorer, step: int | None) -> Any:
         monkeypatch.setattr(Restorer, "_lease", real)
         if what == "replaced":
-            writer.save(2, {"w": array(20) + 1})
+            elsewhere(writer.save, 2, {"w": array(20) + 1})
         else:
             writer.delete(2)
         return real(self, step)

@@ -14,7 +14,7 @@ import msgspec
 
 T = TypeVar("T")
 Decoder = TypeVar("Decoder", msgspec.json.Decoder[Any], msgspec.msgpack.Decoder[Any])
-_lock = threading.Lock()
+_lock = threading.RLock()
 _json: dict[object, msgspec.json.Decoder[Any]] = {}
 _msgpack: dict[object, msgspec.msgpack.Decoder[Any]] = {}
 

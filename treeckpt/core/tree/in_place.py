@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..sharding.int_runs import decode_runs
@@ -128,7 +128,8 @@ class _Updater:
         if not changed:
             return old
         foreign = mapping_base(type(old)) is not None and registry_entry(type(old), self._namespace) is None
-        if foreign or isinstance(old, _MUTABLE) or _is_frozen(old) is False:
+        known = [flat.keys[at] for at in changed], [flat.children[at] for at in changed]
+        if foreign or isinstance(old, _MUTABLE) or _is_frozen(old) is False or _are_attributes(old, *known):
             for at in changed if not self._dry else ():
                 if foreign:
                     set_item(old, flat.keys[at], children[at])
@@ -157,6 +158,15 @@ class _Updater:
             return False
         leaves = flatten(container, namespace=self._namespace)[1]
         return all(leaf is ... or self._is_value(leaf) for _, leaf in leaves)
+
+
+def _are_attributes(container: Any, keys: Sequence[object], children: Sequence[object]) -> bool:
+    """Returns whether a registered container keeps children as attributes of the names of their keys, to be set."""
+    if type(container).__setattr__ is not object.__setattr__:
+        return False
+    attributes: dict[str, object] = getattr(container, "__dict__", {})
+    pairs = zip(keys, children, strict=True)
+    return all(str(key) in attributes and attributes[str(key)] is child for key, child in pairs)
 
 
 def _is_frozen(container: Any) -> bool | None:

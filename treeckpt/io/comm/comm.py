@@ -175,7 +175,7 @@ class TorchComm:
         self.state = CommState()
         self.common = TorchMessageStore(store, prefix)
         self._leader_stores: dict[int, MessageStore] = {}
-        self._lock, self._owner = threading.Lock(), os.getpid()
+        self._lock, self._owner = threading.RLock(), os.getpid()
 
     def _check_owner(self) -> None:
         """Refuses a process that was forked from the rank's process: both would use one connection."""

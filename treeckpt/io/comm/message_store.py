@@ -15,9 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from ...errors import RankError
+from ...threads import start_thread
 
 CONNECT_TIMEOUT = 20.0
 """Seconds in which a leader's server has to be reached."""
@@ -108,7 +110,8 @@ class _TimeLimitedStore:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = (
             queue.SimpleQueue()
         )
-        threading.Thread(target=_run_calls, args=(self._calls,), daemon=True).start()
+        if start_thread(partial(_run_calls, self._calls), "treeckpt-store") is None:
+            raise RuntimeError("no thread can be started")
 
     def set(self, key: str, data: bytes) -> None:
         self._call(self._store.set, key, data)
@@ -214,10 +217,10 @@ def connect_to_leader(common: TorchMessageStore, leader: int, timeout: float) ->
         return fallback
     host, _, port = address.decode().rpartition(" ")
     try:
-        store = open_tcp_store(host, int(port), serves=False)
+        store = _TimeLimitedStore(open_tcp_store(host, int(port), serves=False), CALL_TIMEOUT)
     except (RuntimeError, OSError, ValueError):
         return fallback
-    return TorchMessageStore(_TimeLimitedStore(store, CALL_TIMEOUT), fallback.prefix, leader)
+    return TorchMessageStore(store, fallback.prefix, leader)
 
 
 def _address_key(leader: int) -> str:

@@ -14,8 +14,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from ...errors import RankError
+from ...threads import start_thread
 from .comm import MessageStore
 
 SLOW_WAIT = 10.0
@@ -127,7 +129,7 @@ def send_heartbeats(stores: Callable[[], Sequence[MessageStore]], key: str) -> I
         yield
         return
     stop = threading.Event()
-    threading.Thread(target=_post_heartbeats, args=(stores, key, stop), name="treeckpt-heartbeat", daemon=True).start()
+    start_thread(partial(_post_heartbeats, stores, key, stop), "treeckpt-heartbeat")
     try:
         yield
     finally:
@@ -149,13 +151,12 @@ def _post_heartbeats(stores: Callable[[], Sequence[MessageStore]], key: str, sto
 @contextlib.contextmanager
 def log_if_slow(rank: int, topic: str) -> Iterator[None]:
     """Logs that a collective call takes long. Which ranks are missing is not known there."""
-    timer = threading.Timer(SLOW_WAIT, log_waiting, (rank, (), SLOW_WAIT, topic))
-    timer.daemon = True
-    timer.start()
+    over = threading.Event()
+    start_thread(lambda: over.wait(SLOW_WAIT) or log_waiting(rank, (), SLOW_WAIT, topic), "treeckpt-slow")
     try:
         yield
     finally:
-        timer.cancel()
+        over.set()
 
 
 def log_waiting(rank: int, missing: Sequence[int], seconds: float, topic: str) -> None:

@@ -20,7 +20,7 @@ class CountedStores:
 
     def __init__(self, on_read: OnBytesRead | None, total: int | None = None) -> None:
         self._on_read, self._total, self._done = on_read, total, 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def __call__(self, store: Store) -> Store:
         return store if self._on_read is None else CountingStore(for_reading(store), self._add, self._add_more)

@@ -68,7 +68,7 @@ class FsspecBucket:
     ) -> None:
         self._fs, self.url, self._root, self.options, self.shared = fs, url, root, dict(options), shared
         self._conditional, self.depth = conditional, first_depth()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def _path(self, key: str) -> str:
         return f"{self._root}{key}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import _thread
-import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
+
+from ...threads import start_unnamed_thread
 
 
 class LateClient:
@@ -17,7 +17,7 @@ class LateClient:
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        self._make, self._lock = make, threading.Lock()
+        self._make, self._lock = make, threading.RLock()
         self._client: Any = None
 
     def get(self) -> Any:
@@ -29,5 +29,4 @@ class LateClient:
     def open_soon(self) -> None:
         """Opens it in another thread, which has Python's global lock when this one waits for the network."""
         if self._client is None:
-            with contextlib.suppress(RuntimeError):  # no thread can be started, as when the interpreter ends
-                _thread.start_new_thread(self.get, ())  # Thread.start would wait until the client is open
+            start_unnamed_thread(self.get)  # start_thread would wait until the client is open

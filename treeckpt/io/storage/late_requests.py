@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 from ...errors import visible
+from ...threads import start_thread
 from ..process_end import call_at_end
 
 QUIET = 1.0
@@ -26,7 +27,10 @@ _being_deleted: set[str] = set()
 
 
 def send_late(url: str, send: Callable[[], object]) -> threading.Event | None:
-    """Calls a function in a thread; returns what is set at its end, None where no thread can be started."""
+    """Calls a function in a thread; returns what is set at its end.
+
+    Returns None, and calls nothing, where no thread can be started, or the end of the process does not wait any more.
+    """
     over = threading.Event()
 
     def call() -> None:
@@ -36,18 +40,15 @@ def send_late(url: str, send: Callable[[], object]) -> threading.Event | None:
             _running.pop(over, None)
             over.set()
 
-    call_at_end(_finish)
     _running[over] = url
-    try:
-        threading.Thread(target=call, name="treeckpt-late", daemon=True).start()
-    except RuntimeError:  # as when the interpreter ends
-        del _running[over]
-        return None
-    return over
+    if call_at_end(_finish) and start_thread(call, "treeckpt-late") is not None:
+        return over
+    _running.pop(over)
+    return None
 
 
 def delete_late(url: str, name: str, delete: Callable[[], object]) -> None:
-    """Calls `delete`, which deletes the file `name`, as `send_late` does; here where no thread can be started."""
+    """Calls `delete`, which deletes the file `name`, as `send_late` does; or here."""
 
     def call() -> None:
         try:

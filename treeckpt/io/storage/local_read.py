@@ -130,7 +130,7 @@ class LocalReader:
         if hasattr(os, "posix_fadvise"):
             # no readahead: the bytes behind a range are not needed
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._maps = MappedReader(self.fd)
 
     def read_into(self, offset: int, out: memoryview, *, shared: bool = False) -> None:
@@ -232,7 +232,7 @@ class ReaderCache:
     """Keeps files open by name, for several threads; past `MOST` files the least recently used idle ones are closed."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._open: dict[str, LocalReader] = {}
 
     def __len__(self) -> int:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import TypeVar
 
+from ...threads import ThreadPool
 from .fetching import SupportsFetching
 from .store import Store
 
@@ -24,27 +23,5 @@ def for_each(store: Store, call: Callable[[F], T], files: Sequence[F]) -> list[T
     """
     if not isinstance(store, SupportsFetching) or len(files) < 2:
         return [call(file) for file in files]
-    with ThreadPoolExecutor(min(AT_A_TIME, len(files)), "treeckpt-files") as pool:
-        return [future.result() for future in [submit_or_call(pool, partial(call, file)) for file in files]]
-
-
-def call_in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Starts a call in a thread with this name, for which the end of the process waits."""
-    pool = ThreadPoolExecutor(1, name)
-    try:
-        return submit_or_call(pool, call)
-    finally:
-        pool.shutdown(wait=False)
-
-
-def submit_or_call(pool: ThreadPoolExecutor, call: Callable[[], T]) -> Future[T]:
-    """Submits a call to a pool; makes it here where no thread can be started, as when the interpreter ends.
-
-    After an error of the pool a thread of it may make the same call once more.
-    """
-    try:
-        return pool.submit(call)
-    except RuntimeError:
-        done = Future[T]()
-        done.set_result(call())
-        return done
+    with ThreadPool(min(AT_A_TIME, len(files)), "treeckpt-files") as pool:
+        return [future.result() for future in [pool.submit(call, file) for file in files]]

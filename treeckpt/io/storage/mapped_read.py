@@ -61,7 +61,7 @@ class MappedReader:
     """Maps byte ranges of one open file, for several threads at once; `fd` is read-only, and is not closed here."""
 
     def __init__(self, fd: int) -> None:
-        self.fd, self._lock = fd, threading.Lock()
+        self.fd, self._lock = fd, threading.RLock()
         self._holders: set[object] = set()
         self._process = os.getpid()  # a lease belongs to the open file, which a forked child shares
         self._able = _leases is not None and file_system(fd) in LOCAL

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from ...threads import start_thread
+
 PAGE = 4096
 HUGE = 2 << 20
 """Bytes of a huge page."""
@@ -63,14 +65,12 @@ def populating(memories: Sequence[memoryview]) -> Iterator[threading.Event]:
                 if arrived.is_set() or not _populate(memory[at : at + HUGE]):
                     return
 
-    thread = threading.Thread(target=run, name="treeckpt-populate", daemon=True)
-    if sum(map(len, memories)) >= HUGE:
-        thread.start()
+    thread = start_thread(run, "treeckpt-populate") if sum(map(len, memories)) >= HUGE else None
     try:
         yield arrived
     finally:
         arrived.set()
-        if thread.ident is not None:
+        if thread is not None:
             thread.join()
 
 

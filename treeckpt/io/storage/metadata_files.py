@@ -46,7 +46,7 @@ class NewestIndex:
     """
 
     def __init__(self, *, local: bool = False) -> None:
-        self.local, self._lock = local, threading.Lock()
+        self.local, self._lock = local, threading.RLock()
         self.found: KnownIndex | None = None
 
     def offer(self, known: KnownIndex) -> None:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 
 from ...errors import StoreError
+from ...threads import start_thread
 from .bucket import ObjectBucket
 
 SINGLE_PUT_LIMIT = 16 << 20
@@ -61,11 +62,13 @@ class MultipartWriter:
         self._bucket, self._key, self._nbytes = bucket, key, nbytes
         self._taken = 0
         self._blocks: queue.Queue[memoryview | None] = queue.Queue(WAITING)
+        self._copies: list[memoryview] = []
+        """What is sent at the end, where no thread can be started: as much memory as the object."""
         self._error: BaseException | None = None
         self._aborted = False
         self._ended = threading.Event()
         """Waited for in place of the end of the thread: an interrupted `Thread.join` takes a running one for ended."""
-        threading.Thread(target=self._run, name="treeckpt-upload", daemon=True).start()
+        self._in_thread = start_thread(self._run, "treeckpt-upload") is not None
 
     def _run(self) -> None:
         try:
@@ -76,6 +79,8 @@ class MultipartWriter:
             self._ended.set()
 
     def _stream(self) -> Iterator[memoryview]:
+        while self._copies:
+            yield self._copies.pop(0)
         while (block := self._blocks.get()) is not None:
             yield block
             del block  # its memory may be waited for before the next block comes
@@ -85,7 +90,10 @@ class MultipartWriter:
     def write(self, offset: int, data: memoryview) -> None:
         if offset != self._taken:
             raise ValueError(f"{self._key}: a block at {offset} where {self._taken} is next")
-        self._put(data)
+        if self._in_thread:
+            self._put(data)
+        else:
+            self._copies.append(memoryview(bytes(data)))
         self._taken += len(data)
 
     def _put(self, block: memoryview | None) -> None:
@@ -101,13 +109,15 @@ class MultipartWriter:
 
     def commit(self) -> None:
         self._put(None)
+        if not self._in_thread:
+            self._run()
         self._ended.wait()
         if self._error is not None:
             raise self._error
 
     def abort(self) -> None:
         """Aborts the upload: the service discards the parts that were sent."""
-        if self._ended.is_set():
+        if self._ended.is_set() or not self._in_thread:
             return
         self._aborted = True
         with contextlib.suppress(Exception):

@@ -74,7 +74,7 @@ class ObjectStore:
     def _open(self, bucket: ObjectBucket, prefix: str) -> None:
         self._bucket, self._prefix = bucket, prefix
         self._heads: dict[str, bytes] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._fetcher = RangeFetcher(self._fetch_one, bucket.judge, bucket.tries, RequestDepth(bucket.depth))
         self._seen = ""
         """The name of an object that was read."""
@@ -162,7 +162,7 @@ class ObjectStore:
     def _fill(self, name: str, offset: int, out: memoryview) -> int:
         """Fills `out` from an object; returns the number of bytes, fewer at its end."""
         step, filled = self.request_nbytes, 0
-        lock = threading.Lock()
+        lock = threading.RLock()
 
         def put(number: int, at: int, data: memoryview, size: int | None) -> None:
             nonlocal filled

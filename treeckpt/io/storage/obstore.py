@@ -21,11 +21,11 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from ...errors import StoreError
+from ...threads import call_in_thread
 from .aws_profiles import check_instance, s3_options
 from .bucket import ObjectListing, PieceBody, RangeBody, RangeResponse, VersionTag, missing_extra
 from .conditional_put import Condition, find_out, is_known, no_conditional_writes, refuses_conditions, takes_conditions
 from .late_client import LateClient
-from .many_files import call_in_thread
 from .obstore_errors import (
     INTERMEDIARY,
     asks_again,

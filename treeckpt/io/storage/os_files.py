@@ -23,7 +23,7 @@ except ImportError:  # Windows
 BINARY = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 """Flags of every open: a descriptor that child processes do not inherit, and bytes that are not translated."""
 
-_seeking = threading.Lock()
+_seeking = threading.RLock()
 """Held between a seek and the read or write there: threads share the position of a descriptor."""
 
 

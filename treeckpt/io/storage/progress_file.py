@@ -8,7 +8,6 @@ makes the save fail. A save whose coordinator cannot write the first one fails: 
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import os
 import secrets
@@ -28,6 +27,7 @@ from ...core.format.save_progress import (
     progress_name,
 )
 from ...errors import TreeckptError
+from ...threads import start_unnamed_thread
 from .late_requests import delete_late
 from .local_write import DIRECTORY_TRIES
 from .many_files import for_each
@@ -130,8 +130,7 @@ class ProgressRecorder:
                     if not tries_left:
                         raise
                     self._store.prepare()
-        with contextlib.suppress(RuntimeError):  # no thread can be started, as when the interpreter ends
-            _thread.start_new_thread(self._keep, ())  # Thread.start waits for the thread, which takes milliseconds
+        start_unnamed_thread(self._keep)
 
     def check_condition(self, *, replaces: bool) -> None:
         """Finds out by the record whether an object store has the conditional writes by which the save is committed.
@@ -187,9 +186,8 @@ class ProgressRecorder:
         if now - self.started >= PATIENCE and (last or now - self._written_at >= self._pause):
             self._written_at = now
             self._record = msgspec.structs.replace(self._record, updated_ns=time.time_ns())
-            if last and self._pause:
-                with contextlib.suppress(RuntimeError):  # no thread can be started: the record is removed soon
-                    _thread.start_new_thread(self._write, ())  # the commit goes on meanwhile; `end` waits
+            if last and self._pause:  # the commit goes on meanwhile; `end` waits. Without a thread: it is removed soon
+                start_unnamed_thread(self._write)
             else:
                 self._write()
 

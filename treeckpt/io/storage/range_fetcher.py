@@ -20,10 +20,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
 from ...errors import StoreError
+from ...threads import start_thread
 from .bucket import FetchFailure, RangeBody, RangeResponse
 from .fetching import Consume, FileRange, Place
 from .request_depth import RequestDepth, first_depth
@@ -113,7 +115,7 @@ class RangeFetcher:
     ) -> None:
         self.fetch, self.judge, self.tries = fetch, judge, tries
         self.depth, self.times = depth or RequestDepth(first_depth()), RequestTimes()
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
 
     def run(
         self,
@@ -204,8 +206,14 @@ class _Run:
             room = max((self._memory - self._held - self._reserved) // nbytes, 0 if self._held else 1)
             count = max(min(self._places() - self._workers, len(self._left), room), 0)
             self._workers += count
-        for _ in range(count):  # without the lock: the first ones send their requests meanwhile
-            threading.Thread(target=self._work, name="treeckpt-fetch", daemon=True).start()
+        for started in range(count):  # without the lock: the first ones send their requests meanwhile
+            if start_thread(self._work, "treeckpt-fetch") is None:
+                with self._changed:
+                    others = self._workers - (count - started)
+                    self._workers = max(others, 1)
+                if not others:
+                    self._work()
+                return
 
     def _places(self) -> int:
         """Returns the requests that may be in flight."""
@@ -240,7 +248,9 @@ class _Run:
                 continue
             one.tries += 1
             self._held += nbytes
-            threading.Thread(target=self._try, args=(one, 1), name="treeckpt-hedge", daemon=True).start()
+            if start_thread(partial(self._try, one, 1), "treeckpt-hedge") is None:
+                one.tries -= 1
+                self._held -= nbytes
 
     def _work(self) -> None:
         """Fetches one range after the other while there is room."""

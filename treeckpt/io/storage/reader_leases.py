@@ -10,6 +10,7 @@ the clocks of hosts differ by more than `LEASE`. The lease of a process that is 
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import threading
 from collections.abc import Iterator
@@ -21,12 +22,14 @@ from ...core.format.decoding import decode_json
 from ...core.format.file_names import lease_name, parse_file_name
 from ...core.format.save_progress import Owner
 from ...errors import StoreError, TreeckptError
+from ...threads import start_thread
 from .fetching import SupportsFetching
 from .late_requests import delete_late
 from .process_owner import is_running, this_process
 from .run_store import Folder
 from .store import Store
 
+_log = logging.getLogger("treeckpt")
 LEASE = 600.0
 """Seconds for which a lease is valid after it was renewed."""
 RENEW = 60.0
@@ -68,6 +71,7 @@ class _Lease:
         self._store, self._renew = store, renew
         self._name, self._ended, self._written = lease_name(secrets.token_hex(8)), threading.Event(), False
         self._keeper: threading.Thread | None = None
+        self._started = False
         _held.add(self._name)
 
     def write(self) -> bool:
@@ -79,8 +83,14 @@ class _Lease:
 
     def start(self) -> None:
         """Starts to renew it, and to write it where that is still to be done."""
-        self._keeper = threading.Thread(target=self._keep, name="treeckpt-lease", daemon=True)
-        self._keeper.start()
+        self._started = True
+        self._keeper = start_thread(self._keep, "treeckpt-lease")
+        if self._keeper is None and (self._written or self.write()):
+            _log.warning(
+                "%s: no thread can be started to renew the lease: a clean-up may delete this checkpoint after %g s",
+                self._store.url,
+                LEASE,
+            )
 
     def _keep(self) -> None:
         if self._written or self.write():
@@ -91,13 +101,13 @@ class _Lease:
         """Deletes it, if it was started; a thread for which the process waits does so unless `wait`."""
         _held.discard(self._name)
         self._ended.set()
-        if self._keeper is None:
-            return
-        delete = partial(self._delete, self._keeper)
-        delete() if wait else delete_late(self._store.url, self._name, delete)
+        if self._started:
+            delete = partial(self._delete, self._keeper)
+            delete() if wait else delete_late(self._store.url, self._name, delete)
 
-    def _delete(self, keeper: threading.Thread) -> None:
-        keeper.join()  # a write that is under way would create it again
+    def _delete(self, keeper: threading.Thread | None) -> None:
+        if keeper is not None:
+            keeper.join()  # a write that is under way would create it again
         if self._written:
             with contextlib.suppress(OSError, StoreError):
                 self._store.delete(self._name)

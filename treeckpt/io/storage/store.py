@@ -331,7 +331,7 @@ class MemoryStore:
     def __init__(self, name: str = "memory") -> None:
         self._name = name
         self.files: dict[str, bytearray] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def url(self) -> str:
