@@ -35,7 +35,7 @@ from ..core.format.file_names import check_step
 from ..errors import TreeckptError
 from ..io.comm.collective import from_rank0
 from ..io.comm.comm import PrefixComm, as_comm
-from ..io.comm.waiting import HEARTBEAT_TIMEOUT
+from ..io.comm.termination import HEARTBEAT_TIMEOUT
 from ..io.storage.run_store import RunStore
 from ..reports import SaveReport
 from ..saving.background import save_async_tree

@@ -27,7 +27,7 @@ from ..core.format.decoding import decode_msgpack
 from ..errors import RankError, TreeckptError
 from ..io.comm import waiting
 from ..io.comm.comm import Comm, PrefixComm
-from ..io.comm.waiting import HEARTBEAT_TIMEOUT, TERMINATION
+from ..io.comm.termination import HEARTBEAT_TIMEOUT, TERMINATION
 from .loader_workers import LOADER_WORKERS
 
 _log = logging.getLogger("treeckpt")
@@ -146,8 +146,7 @@ class SaveSchedule:
             if not logged and waited > waiting.SLOW_WAIT:
                 waiting.log_waiting(self._comm.rank, [0], waiting.SLOW_WAIT, "should_save or step")
                 logged = True
-            since = TERMINATION.signalled_at
-            if waited > limit or (since is not None and time.monotonic() - max(start, since) > TERMINATION.limit):
+            if waited > limit or TERMINATION.expired(start):
                 raise RankError(
                     "ranks",
                     ranks={0: waiting.silence_text(limit)},

@@ -100,7 +100,7 @@ def _ending(callbacks: WriteCallbacks, given_up: Event) -> WriteCallbacks:
         check()
         callbacks.on_written(nbytes)
 
-    return WriteCallbacks(before_first, callbacks.before_commit, on_written)
+    return WriteCallbacks(before_first, callbacks.before_commit, on_written, callbacks.on_interrupt)
 
 
 def _call_side_by_side(calls: Sequence[Callable[[], None]], at_once: int, given_up: Event) -> None:

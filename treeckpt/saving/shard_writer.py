@@ -138,7 +138,12 @@ class InlineWriter:
         self._written = False
         """Whether all shards are written, which the others may know already."""
 
-    def write(self) -> WriteReport:
+    def write(self, *, on_interrupt: Callable[[BaseException], None] = lambda error: None) -> WriteReport:
+        """Does what `ShardWriter.write` says.
+
+        Args:
+            on_interrupt: called at an interrupt, before the requests in flight have ended.
+        """
         info, plan, source = self._info, self._plan, self._source
         try:
             if self.error is not None:
@@ -153,7 +158,7 @@ class InlineWriter:
                 self._begun = call_in_thread(begin, "treeckpt-begin")
             else:
                 begin()
-            callbacks = WriteCallbacks(self._wait_begun, self._note.wait_begun, self._note.add)
+            callbacks = WriteCallbacks(self._wait_begun, self._note.wait_begun, self._note.add, on_interrupt)
             manifest = manifest_of(info, plan)
             files = [
                 ShardFile(entries, name, shard_header(info, plan, file, manifest if file.part == 0 else None))

@@ -76,15 +76,19 @@ class Exchange(contextlib.AbstractContextManager["Exchange"]):
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Exchange:
-        missed = self.round.join()
-        if missed is not None:
-            self._missed = decode_msgpack(missed, _Reply)
-        else:
-            self._exit.enter_context(self.round.heartbeats())
+        with self.round.abandoned_on_error():
+            missed = self.round.join()
+            if missed is not None:
+                self._missed = decode_msgpack(missed, _Reply)
+            else:
+                self._exit.enter_context(self.round.heartbeats())
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._exit.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.round.abandon(error)
+        with self.round.abandoned_on_error():
+            self._exit.close()
 
     def step(
         self,
