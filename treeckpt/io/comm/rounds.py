@@ -44,7 +44,7 @@ import msgspec
 
 from ...core.format.decoding import decode_msgpack
 from ...errors import RankError
-from .abandoned import KEPT_NOTES, abandon_round, is_abandoned, post_notes, reasons_of
+from .abandoned import KEPT_NOTES, abandon_round, ended_ranks, is_abandoned, post_notes, reasons_of
 from .comm import Comm, HierarchicalComm, MessageStore
 from .fanout import bundle, children_of, is_leader, parent_of, unbundle
 from .termination import TERMINATION
@@ -312,16 +312,17 @@ class Round:
             elif is_abandoned(comm, self._number):
                 raise _Superseded(self._number + 1)
             if self._returns_by is None or time.monotonic() < self._returns_by:
-                return False
-            rounds = self._earlier_rounds()
-        self._left = reasons_of(comm, rounds, missing)
+                rounds = range(0)
+            else:
+                rounds = self._earlier_rounds()
+        self._left = ended_ranks(comm, missing) | reasons_of(comm, rounds, missing)
         return bool(self._left)
 
     def _watch_rank0(self) -> None:
         """Looks for a later round, and for a note of rank 0, while a message of rank 0 is missing."""
         comm, number = self._comm, self._number
         if not self._undecided:
-            if why := reasons_of(comm, [number], [0]):
+            if why := self._gone([0]):
                 raise self._rank0_error(why[0])
             return
         state = self._read_state()
@@ -329,6 +330,8 @@ class Round:
             raise _Superseded(state.number)
         if state.number > number:
             raise self._rank0_error(f"went on to another call ({state.topic})")
+        if gone := ended_ranks(comm, [0]):
+            raise self._rank0_error(gone[0])
         why = reasons_of(comm, [number], [0])
         if why and self._returns_by is None:
             self._returns_by = time.monotonic() + RETURN_TIMEOUT
@@ -439,6 +442,21 @@ class Round:
         if last:
             self._ended = True
             self._comm.state.ended = max(self._comm.state.ended, self._number)
+
+    def _wait_left(self, store: MessageStore, ranks: Sequence[int]) -> list[bytes | None]:
+        """Waits until these ranks have read the last message, but for those that have abandoned the round."""
+        return wait_for(
+            store,
+            [self._key(rank, "left") for rank in ranks],
+            TERMINATION.limit_timeout(min(LAST_READ_TIMEOUT, self._comm.timeout)),
+            heartbeats=[self._key(rank, "heartbeat") for rank in ranks],
+            watch=lambda missing: len(self._gone([ranks[i] for i in missing])) == len(missing),
+            interval=self._watch_interval,
+        )
+
+    def _gone(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Returns which of these ranks send nothing more in this round, and why."""
+        return ended_ranks(self._comm, ranks) | reasons_of(self._comm, [self._number], ranks)
 
     def _post_down(self, message: bytes) -> None:
         """Posts a message of rank 0 for the ranks below this one."""
@@ -556,16 +574,13 @@ class Round:
             complete: no rank is lost that may read them later.
         """
         comm, store = self._comm, self._store(self._comm.rank)
-        below = [self._key(rank, "left") for rank in self._below if rank not in self.lost] if settle else []
-        cut = [self._key(rank, "left") for rank in sorted(self._cut)] if settle else []
-        left: list[bytes | None] = [None]
+        below = [rank for rank in self._below if rank not in self.lost and rank not in self._unheard]
+        readers, left = [*below, *sorted(self._cut)] if settle else [], list[bytes | None]([None])
         with contextlib.suppress(RankError):
-            timeout = TERMINATION.limit_timeout(min(LAST_READ_TIMEOUT, comm.timeout))
-            left = store.wait(below, timeout) if below else []
-            left += store.wait(cut, timeout) if cut else []
+            left = self._wait_left(store, readers)
         # a rank that has not read the last message may still do so until the next round, or branch, is closed
         store.drop(comm.state.unread_keys.pop(bool(self._name), []))
-        keys = [*self._sent_down, *below, *cut]
+        keys = [*self._sent_down, *(self._key(rank, "left") for rank in readers)]
         if not complete or None in left or not settle:
             comm.state.unread_keys[bool(self._name)] = keys
         else:
