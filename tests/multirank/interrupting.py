@@ -3,7 +3,7 @@
     python -m tests.multirank.interrupting HOW PORT RANK WORLD RUN
 
 It reads lines from stdin. `save NUMBER` saves, until it is interrupted or told of another rank's interrupt, or has
-saved and waits for the interrupt; then it saves once more, until that succeeds. It answers with one line of JSON: how
+saved and waits for the interrupt or SIGUSR1; then it saves once more, until that succeeds. It answers with one line of JSON: how
 long each call took and what it raised. HOW is `store` (a TCPStore of another process, without a process group), `gloo`,
 `async`, `manager` or a URL of a run in a bucket, with its options in the environment.
 """
@@ -72,6 +72,7 @@ def main(how: str, port: int, rank: int, world: int, run: str) -> None:
 
         begin, saved = time.monotonic(), False
         try:
+            signal.signal(signal.SIGUSR1, lambda *_, interrupted=interrupted: interrupted.set())
             signal.signal(signal.SIGINT, handle)
             print("begin", flush=True)
             begin = time.monotonic()

@@ -51,7 +51,7 @@ class Ranks:
         if len(ranks) < len(world):
             time.sleep(1.0)
             for rank in set(world) - set(ranks):  # the end of the trial
-                self.processes[rank].send_signal(signal.SIGINT)
+                self.processes[rank].send_signal(signal.SIGUSR1)
         return [json.loads(self.line(rank)) for rank in world]
 
     def saved(self, number: int) -> bool:

@@ -475,7 +475,9 @@ class Round:
             try:
                 message = receive(key, limit)
             except (_Superseded, RankError) as error:
-                message = comm.wait([key], 0)[0]  # it may have come before what the watch has found
+                message = None
+                with contextlib.suppress(RankError):  # it may have come before what the watch has found
+                    message = comm.wait([key], 0)[0]
                 if message is None and isinstance(error, RankError):
                     raise
                 if message is None and isinstance(error, _Superseded):
