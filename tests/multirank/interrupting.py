@@ -5,13 +5,12 @@
 It reads lines from stdin. `save NUMBER` saves, until it is interrupted or told of another rank's interrupt, or has
 saved and waits for the interrupt or SIGUSR1; then it saves once more, until that succeeds. It answers with one line of JSON: how
 long each call took and what it raised. HOW is `store` (a TCPStore of another process, without a process group), `gloo`,
-`async`, `manager` or a URL of a run in a bucket, with its options in the environment.
+`async` or `manager`.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import threading
@@ -50,9 +49,6 @@ def saver(how: str, port: int, rank: int, world: int, run: str) -> Callable[[str
         return lambda name: manager.save(int(name.strip("ab")) * 2 + name.endswith("b"), tree)
     if how == "async":
         return lambda name: tc.save_async(f"{run}/{name}", tree, writer="thread").result(LIMIT)
-    if run.startswith("s3:"):
-        options = json.loads(os.environ["OPTIONS"])
-        return lambda name: tc.save(tc.open_store(f"{run}/{name}", **options), tree, comm=comm)
     return lambda name: tc.save(f"{run}/{name}", tree, comm=comm)
 
 

@@ -65,7 +65,9 @@ def job(how: str, world: int, run: str) -> Iterator[Ranks]:
     command = [sys.executable, "-m", "tests.multirank.interrupting", how, str(store.port)]
     pipe = subprocess.PIPE
     processes = [
-        subprocess.Popen([*command, f"{rank}", f"{world}", run], cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        subprocess.Popen(
+            [*command, f"{rank}", f"{world}", run], cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+        )
         for rank in range(world)
     ]
     ranks = Ranks(processes, how, run)

@@ -126,6 +126,7 @@ class InlineWriter:
         self._waits = waits or not isinstance(store, ObjectStore)
         self._store, self._info, self._plan, self._source = store, info, plan, source
         self._on_progress, self._look = on_progress or (lambda written: None), look
+        self._on_interrupt: Callable[[BaseException], None] = lambda error: None
         self._refusal: Exception | None = None
         """Why the look at the path forbids the save."""
         self._note: ProgressRecorder | None = None
@@ -144,6 +145,7 @@ class InlineWriter:
         Args:
             on_interrupt: called at an interrupt, before the requests in flight have ended.
         """
+        self._on_interrupt = on_interrupt
         info, plan, source = self._info, self._plan, self._source
         try:
             if self.error is not None:
@@ -215,7 +217,7 @@ class InlineWriter:
                         write_timings(store, info, reports, None, recorder)
                     check_files_exist(store, index)
                     publishing = True
-                    publish_index(store, data, info)
+                    self._publish(data)
             except Exception as caught:
                 error = wrap_os_error(caught, store.url)
                 if in_place := publishing and index_may_be_published(store, info.save_id, error):
@@ -237,6 +239,23 @@ class InlineWriter:
             text = "; ".join(f"rank {fault.rank}: {fault.text}" for fault in faults)[:4000]
             write_timings(store, info, reports, text, recorder)
         return CommitResult(tuple(faults), in_place)
+
+    def _publish(self, data: bytes) -> None:
+        """Publishes the index; an interrupt is told at once, and raised when it is known what became of the request."""
+        publish = partial(publish_index, self._store, data, self._info)
+        if not isinstance(self._store, SupportsFetching):
+            publish()
+            return
+        request = call_in_thread(publish, "treeckpt-publish")
+        try:
+            request.result()
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._on_interrupt(error)
+            while not request.done():
+                with contextlib.suppress(KeyboardInterrupt):  # else files of a published index could be deleted
+                    wait([request])
+            raise
 
     def _start_timings(self, reports: Mapping[int, WriteReport]) -> bool:
         """Begins to write the timings to an object store; False elsewhere, or where no thread can be started."""

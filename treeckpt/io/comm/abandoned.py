@@ -34,7 +34,7 @@ def abandon_round(comm: Comm, number: int, error: BaseException) -> None:
     why = f"{type(error).__name__}" + (f": {error}" if str(error) else "")
     why = f"left this call by an error ({why:.300})" if isinstance(error, Exception) else f"was interrupted ({why})"
     state = comm.state
-    state.abandoned, state.abandoned_at = max(state.abandoned, number), time.monotonic()
+    state.abandoned, state.failed_at = max(state.abandoned, number), time.monotonic()
     state.unposted_notes.append((number, why))
     try:
         post_notes(comm)

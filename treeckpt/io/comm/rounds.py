@@ -37,7 +37,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import msgspec
@@ -59,7 +59,7 @@ LEADER_CHECK_INTERVAL = 5.0
 RETURN_TIMEOUT = 5.0
 """Seconds that a rank which was interrupted has to call again, where the others do so, or are still in the call."""
 _RETRY_WINDOW = 2.0
-"""A call that a rank makes within so many seconds after it abandoned a round counts as a retry of that."""
+"""A call that a rank makes within so many seconds after one that failed or was interrupted counts as its retry."""
 _STATE = "state"
 
 
@@ -129,8 +129,10 @@ class Round:
         """This rank's first message, which is sent again in a later round."""
         self._ended = False
         """Whether nothing more follows on this rank."""
-        self._returns_by: float | None = None
-        """When, on the monotonic clock, ranks that were interrupted must have called again; None while none was."""
+        self._is_retry = False
+        """Whether this call is made again, and ranks that were interrupted are to call again too."""
+        self._noted_at: dict[int, float] = {}
+        """Since when, on the monotonic clock, it is known of a rank that it has abandoned the call."""
         self._left: dict[int, str] = {}
         """Ranks that have abandoned the round, or do not return to it, and why: their messages are not waited for."""
         self._unheard: set[int] = set()
@@ -151,8 +153,7 @@ class Round:
             return None
         own, state = comm.state, self._read_state()
         post_notes(comm)
-        if own.abandoned and time.monotonic() - own.abandoned_at < _RETRY_WINDOW:
-            self._returns_by = time.monotonic() + RETURN_TIMEOUT
+        self._is_retry = time.monotonic() - own.failed_at < _RETRY_WINDOW
         if comm.rank == 0:
             self._open(state.number + 1, state.closed)
             return None
@@ -182,8 +183,8 @@ class Round:
             if self._above is not None:
                 self._above.drop(self._sent_up)
             self._number = number
-        self._step, self._returns_by = 0, time.monotonic() + RETURN_TIMEOUT
-        for kept in (self._nonces, self.lost, self._left, self._unheard, self._sent_up):
+        self._step, self._is_retry = 0, True
+        for kept in (self._noted_at, self._nonces, self.lost, self._left, self._unheard, self._sent_up):
             kept.clear()
 
     @contextlib.contextmanager
@@ -305,17 +306,15 @@ class Round:
 
     def _watch_senders(self, missing: Sequence[int]) -> bool:
         """Looks for notes while messages of these ranks are missing; returns whether to wait no longer."""
-        comm, rounds = self._comm, range(self._number, self._number + 1)
+        comm = self._comm
         if self._undecided:
             if comm.rank:
                 self._watch_rank0()
             elif is_abandoned(comm, self._number):
                 raise _Superseded(self._number + 1)
-            if self._returns_by is None or time.monotonic() < self._returns_by:
-                rounds = range(0)
-            else:
-                rounds = self._earlier_rounds()
-        self._left = ended_ranks(comm, missing) | reasons_of(comm, rounds, missing)
+            self._left = ended_ranks(comm, missing) | self._not_returned(missing)
+        else:
+            self._left = self._gone(missing)
         return bool(self._left)
 
     def _watch_rank0(self) -> None:
@@ -333,18 +332,26 @@ class Round:
         if gone := ended_ranks(comm, [0]):
             raise self._rank0_error(gone[0])
         why = reasons_of(comm, [number], [0])
-        if why and self._returns_by is None:
-            self._returns_by = time.monotonic() + RETURN_TIMEOUT
-        elif not why and state.number < number and is_abandoned(comm, number):
+        if not why and state.number < number and is_abandoned(comm, number):
             raise _Superseded(number + 1)
-        if self._returns_by is not None and time.monotonic() > self._returns_by and state.number <= number:
-            why = why or (reasons_of(comm, self._earlier_rounds(), [0]) if state.number < number else {})
-            if why:
-                raise self._rank0_error(f"{why[0]}, and has not called again for {RETURN_TIMEOUT:g} s")
+        if why or state.number < number:
+            if late := self._not_returned([0], why):
+                raise self._rank0_error(late[0])
 
-    def _earlier_rounds(self) -> range:
-        """Returns the numbers of rounds since the last one that ended here."""
-        return range(max(self._comm.state.ended + 1, self._number - KEPT_NOTES), self._number)
+    def _not_returned(self, ranks: Sequence[int], known: Mapping[int, str] | None = None) -> dict[int, str]:
+        """Returns which of these ranks have abandoned this call and not called again for `RETURN_TIMEOUT`, and why.
+
+        Args:
+            known: why they have abandoned this round; by default it is looked for in those since the last that ended.
+        """
+        earlier = range(max(self._comm.state.ended + 1, self._number - KEPT_NOTES), self._number)
+        found = dict(known or {}) or (reasons_of(self._comm, earlier, ranks) if self._is_retry else {})
+        now = time.monotonic()
+        return {
+            rank: f"{why}, and has not called again for {RETURN_TIMEOUT:g} s"
+            for rank, why in found.items()
+            if now - self._noted_at.setdefault(rank, now) > RETURN_TIMEOUT
+        }
 
     def _rank0_error(self, why: str) -> RankError:
         return RankError(
@@ -422,7 +429,7 @@ class Round:
             if comm.size > 1:
                 lost = [*self.lost, *sorted(self._unheard)]
                 self._post_down(msgspec.msgpack.encode(_Broadcast(last, settle, lost, sorted(self._cut), data)))
-                self._end(last and settle)
+                self._end(last and settle, lost)
                 if last:
                     self._close(data, settle)
             return data
@@ -434,13 +441,15 @@ class Round:
         message = decode_msgpack(received, _Broadcast)
         if message.last:
             self._leave(message)
-        self._end(message.last and message.settles)
+        self._end(message.last and message.settles, message.lost)
         return message.data
 
-    def _end(self, last: bool) -> None:
+    def _end(self, last: bool, lost: Sequence[int]) -> None:
         """Notes the end of the round on this rank, after the last message, unless a branch follows."""
-        if last:
-            self._ended = True
+        self._ended = last
+        if last and lost:
+            self._comm.state.failed_at = time.monotonic()
+        elif last:
             self._comm.state.ended = max(self._comm.state.ended, self._number)
 
     def _wait_left(self, store: MessageStore, ranks: Sequence[int]) -> list[bytes | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -17,10 +18,11 @@ class CommState:
     opened: int = 0
     """On rank 0: number of the last round that it has begun to open."""
     ended: int = 0
-    """Number of the last round that has come to its end here, with its branch."""
+    """Number of the last round that has come to its end here, with its branch and all ranks."""
     abandoned: int = 0
-    """Number of the last round that this rank has abandoned, 0 for none; and when, on the monotonic clock."""
-    abandoned_at: float = 0.0
+    """Number of the last round that this rank has abandoned, 0 for none."""
+    failed_at: float = -math.inf
+    """When the last round was abandoned here, or ended without a rank, on the monotonic clock."""
     unposted_notes: list[tuple[int, str]] = dataclasses.field(default_factory=list[tuple[int, str]])
     """Rounds that this rank has abandoned, and why, of which the others do not know yet."""
     posted_notes: list[list[str]] = dataclasses.field(default_factory=list[list[str]])
