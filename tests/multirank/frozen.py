@@ -1,9 +1,8 @@
 """One rank of a job whose rank 0 serves the Store itself, as without a launcher; see test_frozen.
 
-    python -m tests.multirank.frozen HOST PORT RANK TIMEOUT RUN
-
-It saves once, says so, and then saves, or asks a manager, for each line of stdin: `save NAME`, `step NUMBER`. It answers
-with the seconds that it took and the error. SIGTERM is for `save_on_signal`.
+It saves once, says so, and then saves, or asks a manager, for each line of stdin: `save NAME`, `step NUMBER`. It
+answers with the seconds that it took and the error. SIGTERM is for `save_on_signal`. It runs as a program where it has
+to begin in a network namespace: python -m tests.multirank.frozen HOST PORT RANK TIMEOUT RUN.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def main(host: str, port: int, rank: int, timeout: float, run: str) -> None:
                 tc.save(f"{run}/{argument}", {"step": 1}, comm=comm)
             else:
                 manager.should_save(int(argument))
-        except tc.RankError as failed:
+        except tc.TreeckptError as failed:
             error = f"{failed}"
         print(f"{time.monotonic() - begin} {error}", flush=True)
 

@@ -1,11 +1,10 @@
 """One rank of a job that is interrupted while it saves; see test_interrupting.
 
-    python -m tests.multirank.interrupting HOW PORT RANK WORLD RUN
-
 It reads lines from stdin. `save NUMBER` saves, until it is interrupted or told of another rank's interrupt, or has
-saved and waits for the interrupt or SIGUSR1; then it saves once more, until that succeeds. It answers with one line of JSON: how
-long each call took and what it raised. HOW is `store` (a TCPStore of another process, without a process group), `gloo`,
-`async` or `manager`.
+saved and waits for the interrupt or SIGUSR1; then it saves once more, until that succeeds. It answers with one line of
+JSON: how long each call took and what it raised. HOW is `store` (a TCPStore of another process, without a process
+group), `gloo`, `async` or `manager`. It runs as a program too: python -m tests.multirank.interrupting HOW PORT RANK
+WORLD RUN.
 """
 
 from __future__ import annotations

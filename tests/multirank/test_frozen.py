@@ -9,76 +9,67 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import treeckpt as tc
+from tests.helpers.forked_process import ForkedProcess
+from treeckpt.io.comm import message_store
 
-ROOT = Path(__file__).resolve().parents[2]
+from . import frozen
+
 PATIENCE = 60.0
 """Seconds: far more than a limit of 5 and two heartbeats, far less than the 300 of torch's own."""
-Process = subprocess.Popen[str]
 
 
-def start(rank: int, port: int, timeout: float, run: Path, *, host: str = "127.0.0.1", inside: str = "") -> Process:
-    command = [sys.executable, "-m", "tests.multirank.frozen", host, f"{port}", f"{rank}", f"{timeout}", f"{run}"]
-    if inside:
-        command = ["ip", "netns", "exec", inside, *command]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-
-
-def line(process: Process) -> str:
-    assert process.stdout is not None
-    found = process.stdout.readline().strip()
-    assert found, process.communicate()[1]
-    return found
-
-
-def ask(process: Process, what: str) -> None:
-    assert process.stdin is not None
-    process.stdin.write(what + "\n")
-    process.stdin.flush()
-
-
-def answer(process: Process) -> tuple[float, str]:
-    seconds, error = line(process).split(" ", 1)
+def answer(process: ForkedProcess) -> tuple[float, str]:
+    seconds, error = process.line().split(" ", 1)
     return float(seconds), error
 
 
+def start(rank: int, port: int, timeout: float, run: Path, host: str, namespace: str) -> ForkedProcess:
+    if not namespace:
+        return ForkedProcess(partial(frozen.main, host, port, rank, timeout, f"{run}"))
+    command = [sys.executable, "-m", "tests.multirank.frozen", host, f"{port}", f"{rank}", f"{timeout}", f"{run}"]
+    return ForkedProcess(partial(os.execvp, "ip", ["ip", "netns", "exec", namespace, *command]))
+
+
 @contextlib.contextmanager
-def pair(run: Path, timeout: float, **places: str) -> Iterator[tuple[Process, Process]]:
+def pair(
+    run: Path, timeout: float, *, host: str = "127.0.0.1", namespaces: tuple[str, str] = ("", "")
+) -> Iterator[tuple[ForkedProcess, ForkedProcess]]:
     """Rank 0, which serves the Store, and rank 1, after a save of both."""
-    processes = [start(0, 0, timeout, run, host=places.get("host", "127.0.0.1"), inside=places.get("first", ""))]
+    first = start(0, 0, timeout, run, host, namespaces[0])
+    second = None
     try:
-        port = int(line(processes[0]))
-        second = start(1, port, timeout, run, host=places.get("host", "127.0.0.1"), inside=places.get("second", ""))
-        processes.append(second)
-        assert [line(process) for process in processes] == ["ready"] * 2
-        yield processes[0], processes[1]
+        second = start(1, int(first.line()), timeout, run, host, namespaces[1])
+        assert first.line() == second.line() == "ready"
+        yield first, second
     finally:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGCONT)
-            process.kill()
-            process.communicate()
+        for process in (first, second):
+            if process is not None:
+                process.end()
 
 
-def test_a_rank_0_that_is_frozen_is_named_and_met_again_when_it_goes_on(tmp_path: Path) -> None:
-    with pair(tmp_path, 5.0) as (first, second):
+def test_a_rank_0_that_is_frozen_is_named_and_met_again_when_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(message_store, "LEAST_ANSWER_LIMIT", 1.0)
+    with pair(tmp_path, 1.0) as (first, second):
         first.send_signal(signal.SIGSTOP)
-        ask(second, "save missed")
+        second.ask("save missed")
         seconds, error = answer(second)
-        assert 5.0 <= seconds < PATIENCE
-        assert "rank 0" in error and "does not answer: no answer for 5" in error, error
-        ask(second, "save at-once")
+        assert 1.0 <= seconds < PATIENCE
+        assert "rank 0" in error and "does not answer: no answer for 1" in error, error
+        second.ask("save at-once")
         seconds, error = answer(second)
-        assert seconds < 5.0 and "not answered either" in error, "the Store is not asked again"
+        assert seconds < 1.0 and "not answered either" in error, "the Store is not asked again"
         first.send_signal(signal.SIGCONT)
         for _ in range(20):  # until the client has its answer
-            ask(second, "save together")
-            ask(first, "save together")
+            second.ask("save together")
+            first.ask("save together")
             outcomes = [answer(first)[1], answer(second)[1]]
             if outcomes == ["nothing"] * 2:
                 break
@@ -90,7 +81,7 @@ def test_a_rank_0_that_is_frozen_is_named_and_met_again_when_it_goes_on(tmp_path
 def test_a_wait_for_a_frozen_rank_0_ends_soon_after_the_signal(tmp_path: Path, what: str) -> None:
     with pair(tmp_path, 300.0) as (first, second):
         first.send_signal(signal.SIGSTOP)
-        ask(second, what)
+        second.ask(what)
         time.sleep(0.5)
         second.send_signal(signal.SIGTERM)
         begin = time.monotonic()
@@ -125,9 +116,8 @@ def hosts() -> Iterator[tuple[str, str, str]]:
 
 @pytest.mark.slow
 def test_a_rank_0_whose_host_is_off_the_network_is_named(tmp_path: Path, hosts: tuple[str, str, str]) -> None:
-    with pair(tmp_path, 5.0, host="10.77.0.1", first=hosts[0], second=hosts[1]) as (first, second):
+    with pair(tmp_path, 5.0, host="10.77.0.1", namespaces=hosts[:2]) as (_, second):
         subprocess.run(["ip", "-n", hosts[0], "link", "set", hosts[2], "down"], check=True)
-        ask(second, "save missed")
+        second.ask("save missed")
         seconds, error = answer(second)
         assert 5.0 <= seconds < PATIENCE and "rank 0" in error, error
-        assert first.poll() is None

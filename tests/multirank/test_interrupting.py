@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 import treeckpt as tc
+from tests.helpers.forked_process import ForkedProcess
+from tests.helpers.s3 import S3
 
-ROOT = Path(__file__).resolve().parents[2]
+from . import interrupting
+
 LONGEST = 15.0
 """Seconds that no call may take: a save of a few MiB, and what waits for an interrupted rank."""
 
@@ -27,32 +31,22 @@ LONGEST = 15.0
 class Ranks:
     """The processes of a job, which save and are interrupted."""
 
-    def __init__(self, processes: list[subprocess.Popen[str]], how: str, run: str) -> None:
+    def __init__(self, processes: list[ForkedProcess], how: str, run: str) -> None:
         self.processes, self.how, self.run = processes, how, run
-
-    def line(self, rank: int) -> str:
-        stdout = self.processes[rank].stdout
-        assert stdout is not None
-        line = stdout.readline().strip()
-        assert line, f"rank {rank} ended: {self.processes[rank].communicate()[1]}"
-        return line
 
     def interrupt(self, number: int, delay: float, ranks: list[int]) -> list[list[tuple[float, str]]]:
         """Lets all ranks save, and interrupts some after a delay; returns the calls of each: seconds and errors."""
-        world = range(len(self.processes))
         for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write(f"save {number}\n")
-            process.stdin.flush()
-        assert [self.line(rank) for rank in world] == ["begin"] * len(world)
+            process.ask(f"save {number}")
+        assert [process.line() for process in self.processes] == ["begin"] * len(self.processes)
         time.sleep(delay)
         for rank in ranks:
             self.processes[rank].send_signal(signal.SIGINT)
-        if len(ranks) < len(world):
+        if len(ranks) < len(self.processes):
             time.sleep(1.0)
-            for rank in set(world) - set(ranks):  # the end of the trial
+            for rank in set(range(len(self.processes))) - set(ranks):  # the end of the trial
                 self.processes[rank].send_signal(signal.SIGUSR1)
-        return [json.loads(self.line(rank)) for rank in world]
+        return [json.loads(process.line()) for process in self.processes]
 
     def saved(self, number: int) -> bool:
         name = f"step_{number * 2 + 1:08}" if self.how == "manager" else f"{number}b"
@@ -62,22 +56,13 @@ class Ranks:
 @contextmanager
 def job(how: str, world: int, run: str) -> Iterator[Ranks]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=300))
-    command = [sys.executable, "-m", "tests.multirank.interrupting", how, str(store.port)]
-    pipe = subprocess.PIPE
-    processes = [
-        subprocess.Popen(
-            [*command, f"{rank}", f"{world}", run], cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True
-        )
-        for rank in range(world)
-    ]
-    ranks = Ranks(processes, how, run)
+    processes = [ForkedProcess(partial(interrupting.main, how, store.port, rank, world, run)) for rank in range(world)]
     try:
-        assert [ranks.line(rank) for rank in range(world)] == ["ready"] * world
-        yield ranks
+        assert [process.line() for process in processes] == ["ready"] * world
+        yield Ranks(processes, how, run)
     finally:
         for process in processes:
-            process.kill()
-            process.communicate()
+            process.end()
 
 
 def check(ranks: Ranks, moments: int, *, seed: int, chosen: Callable[[int], list[int]]) -> list[float]:
@@ -119,3 +104,26 @@ def test_one_rank_alone_is_interrupted(how: str, tmp_path: Path) -> None:
     with job(how, 3, str(tmp_path)) as ranks:
         waits = sorted(check(ranks, 40, seed=1, chosen=lambda number: [number % 3]))
     print(f"longest: {waits[-1]:.3f} s")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("request_of", ["shard-00000", "shard-00001", "index", "progress"])
+def test_an_interrupt_while_a_request_takes_long_is_told_to_the_others(request_of: str, s3: S3) -> None:
+    """The request itself cannot be interrupted: only the rank that made it waits for its end."""
+    run, world = s3.url(), 2
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=300))
+    command = [sys.executable, "-m", "tests.multirank.interrupting", "store", f"{store.port}"]
+    processes = [
+        ForkedProcess(partial(os.execv, sys.executable, [*command, f"{rank}", f"{world}", run]))
+        for rank in range(world)
+    ]
+    try:
+        assert [process.line() for process in processes] == ["ready"] * world
+        s3.rules({"match": f"PUT .*{request_of}", "do": "slow", "seconds": 30})
+        calls = Ranks(processes, "store", run).interrupt(1, 2.0, [0, 1])
+    finally:
+        for process in processes:
+            process.end()
+    other = calls[0 if request_of == "shard-00001" else 1]
+    assert max(seconds for seconds, _ in other) < LONGEST, calls
+    assert tc.verify(f"{run}/1b").ok

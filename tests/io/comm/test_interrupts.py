@@ -20,7 +20,6 @@ from treeckpt.io.comm import abandoned, rounds, waiting
 from treeckpt.io.comm.collective import Conclusion, Exchange, from_rank0
 from treeckpt.io.comm.state import CommState
 
-SEEDS = 3
 TIMEOUT = 600.0
 LONGEST = 15.0
 """Seconds that no call may take, on the clock of the model, in which only waits take time."""
@@ -217,29 +216,37 @@ def moments(size: int, seed: int, clock: Any, act: Callable[[Any], Told]) -> ran
     return range(clock.world.steps)
 
 
+EACH = pytest.mark.parametrize(
+    ("size", "seeds"), [(2, 2), (3, 1), *(pytest.param(size, 40, marks=pytest.mark.slow) for size in (2, 3, 4))]
+)
+"""Ranks, and orders of their steps: each with an interrupt at every step."""
+
+
 @pytest.mark.parametrize("call", [save, ask])
-@pytest.mark.parametrize("size", [2, 3])
+@EACH
 def test_ranks_that_are_all_interrupted_at_any_moment_meet_in_their_next_call(
-    size: int, call: Callable[[Any, str], str], clock: Any
+    size: int, seeds: int, call: Callable[[Any, str], str], clock: Any
 ) -> None:
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         for moment in moments(size, seed, clock, program(call, waits=False)):
             clock.world = World(size, seed, {moment: range(size)})
             check(clock.world.run(program(call)), (seed, moment), attempts=2)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_that_are_interrupted_twice_meet_in_their_next_call(size: int, clock: Any) -> None:
-    for seed in range(SEEDS):
+@EACH
+def test_ranks_that_are_interrupted_twice_meet_in_their_next_call(size: int, seeds: int, clock: Any) -> None:
+    for seed in range(seeds):
         for moment in moments(size, seed, clock, program(save, waits=False)):
             second = moment + 1 + seed % (2 * size)
             clock.world = World(size, seed, {moment: range(size), second: range(size)})
             check(clock.world.run(program(save)), (seed, moment), attempts=3)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_rank_that_alone_is_interrupted_meets_the_others_in_their_next_call(size: int, clock: Any) -> None:
-    for seed in range(SEEDS):
+@EACH
+def test_a_rank_that_alone_is_interrupted_meets_the_others_in_their_next_call(
+    size: int, seeds: int, clock: Any
+) -> None:
+    for seed in range(seeds):
         for moment in moments(size, seed, clock, program(save, waits=False)):
             clock.world = World(size, seed, {moment: [moment % size]})
             check(clock.world.run(program(save, waits=False)), (seed, moment), attempts=4)

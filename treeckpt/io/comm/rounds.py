@@ -18,9 +18,9 @@ A rank may be interrupted at any point of a call, and call again. It notes that 
 3. Rank 0 has concluded nothing of a round until it has everyone's first message and found no note afterwards. With a
    note it opens a later round for the same call. A rank that waits for the first conclusion follows: to the round that
    rank 0 has opened for the same call, or past a round with a note that rank 0 has not opened yet.
-4. So all that call again meet in one round. Who was interrupted and has not called again after `RETURN_TIMEOUT` is named
-   in the error of the others, as is a rank that is interrupted once something is concluded: that save fails, or if all
-   have reported is committed without it.
+4. So all that call again meet in one round. Who was interrupted and has not called again after `RETURN_TIMEOUT` is
+   named in the error of the others, as is a rank that is interrupted once something is concluded: that save fails, or
+   if all have reported is committed without it.
 5. Nobody waits for a rank whose note says that it will not send or read the message.
 
 In a large world (`io.comm.fanout`) not all ranks exchange messages with rank 0: a leader gathers the messages of the
@@ -334,9 +334,8 @@ class Round:
         why = reasons_of(comm, [number], [0])
         if not why and state.number < number and is_abandoned(comm, number):
             raise _Superseded(number + 1)
-        if why or state.number < number:
-            if late := self._not_returned([0], why):
-                raise self._rank0_error(late[0])
+        if (why or state.number < number) and (late := self._not_returned([0], why)):
+            raise self._rank0_error(late[0])
 
     def _not_returned(self, ranks: Sequence[int], known: Mapping[int, str] | None = None) -> dict[int, str]:
         """Returns which of these ranks have abandoned this call and not called again for `RETURN_TIMEOUT`, and why.
