@@ -418,4 +418,4 @@ class Manager(RegistrationMixin, RestoreMixin):
             _log.error("%s: the signal ended workers of the data loader; no last save: %s", url, why)
 
     def _from_rank0(self, what: str, call: Callable[[], Any], kind: Any) -> Any:
-        return from_rank0(self._comm, f"{self.directory.url} {what}", call, kind)
+        return from_rank0(self._comm, f"{self.directory.url} {what}", call, kind, call=what)

@@ -17,7 +17,7 @@ import pytest
 
 import treeckpt as tc
 from treeckpt.io.comm import abandoned, rounds, waiting
-from treeckpt.io.comm.collective import Conclusion, Exchange, from_rank0
+from treeckpt.io.comm.collective import Conclusion, Exchange, ending_together, from_rank0
 from treeckpt.io.comm.state import CommState
 
 TIMEOUT = 600.0
@@ -150,7 +150,17 @@ def save(comm: Any, topic: str) -> str:
 
 def ask(comm: Any, topic: str) -> str:
     """Is told something by rank 0, as by a method of a manager."""
-    return from_rank0(comm, topic, lambda: f"{topic} {comm.world.steps}", str)
+    answer = from_rank0(comm, topic, lambda: f"{topic} {comm.world.steps}", str, call=topic)
+    assert answer.startswith(topic), "the answer to another call"
+    return answer
+
+
+def restore(comm: Any, topic: str) -> str:
+    """Is told by rank 0 what to load, loads it alone, and hears how the others fared, as a restore does."""
+    choice = ask(comm, topic)
+    with ending_together(comm, f"{topic} ends", topic, hint=""):
+        comm.world.step(comm.rank)
+    return choice
 
 
 class Told(msgspec.Struct):
@@ -222,7 +232,7 @@ EACH = pytest.mark.parametrize(
 """Ranks, and orders of their steps: each with an interrupt at every step."""
 
 
-@pytest.mark.parametrize("call", [save, ask])
+@pytest.mark.parametrize("call", [save, ask, restore])
 @EACH
 def test_ranks_that_are_all_interrupted_at_any_moment_meet_in_their_next_call(
     size: int, seeds: int, call: Callable[[Any, str], str], clock: Any
@@ -242,11 +252,12 @@ def test_ranks_that_are_interrupted_twice_meet_in_their_next_call(size: int, see
             check(clock.world.run(program(save)), (seed, moment), attempts=3)
 
 
+@pytest.mark.parametrize("call", [save, ask, restore])
 @EACH
 def test_a_rank_that_alone_is_interrupted_meets_the_others_in_their_next_call(
-    size: int, seeds: int, clock: Any
+    size: int, seeds: int, call: Callable[[Any, str], str], clock: Any
 ) -> None:
     for seed in range(seeds):
-        for moment in moments(size, seed, clock, program(save, waits=False)):
+        for moment in moments(size, seed, clock, program(call, waits=False)):
             clock.world = World(size, seed, {moment: [moment % size]})
-            check(clock.world.run(program(save, waits=False)), (seed, moment), attempts=4)
+            check(clock.world.run(program(call, waits=False)), (seed, moment), attempts=4)
