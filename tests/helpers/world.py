@@ -86,6 +86,7 @@ class Patient:
         self._silent = {"all" if rank == 0 else str(rank) for rank in silent}
         self.waited: list[int] = []
         """The silent ranks that were waited for; 0 where it was for its word to all."""
+        self._waiting: list[str] = []
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
         if not timeout:
@@ -93,6 +94,10 @@ class Patient:
         senders = [key.rpartition("/")[2] for key in keys]
         if talking := [key for key, sender in zip(keys, senders, strict=True) if sender not in self._silent]:
             self._wait(talking, LONG)
+        silent = [key for key, sender in zip(keys, senders, strict=True) if sender in self._silent]
+        if silent == self._waiting:
+            return self._wait(keys, timeout)  # a wait goes on that was interrupted to look for notes
+        self._waiting = silent
         missed = [0 if sender == "all" else int(sender) for sender in senders if sender in self._silent]
         self.waited += missed
         return self._wait(keys, timeout if missed else 0)

@@ -35,7 +35,7 @@ from ..core.format.file_names import check_step
 from ..errors import TreeckptError
 from ..io.comm.collective import from_rank0
 from ..io.comm.comm import PrefixComm, as_comm
-from ..io.comm.waiting import HEARTBEAT_TIMEOUT
+from ..io.comm.termination import HEARTBEAT_TIMEOUT
 from ..io.nested_calls import saves, takes_no_save
 from ..io.storage.run_store import RunStore
 from ..reports import SaveReport
@@ -436,4 +436,4 @@ class Manager(RegistrationMixin, RestoreMixin):
             _log.error("%s: the signal ended workers of the data loader; no last save: %s", url, why)
 
     def _from_rank0(self, what: str, call: Callable[[], Any], kind: Any) -> Any:
-        return from_rank0(self._comm, f"{self.directory.url} {what}", call, kind)
+        return from_rank0(self._comm, f"{self.directory.url} {what}", call, kind, call=what)

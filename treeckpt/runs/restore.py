@@ -21,7 +21,7 @@ from ..arrays.registry import is_value
 from ..core.option_names import check_options
 from ..core.tree.flatten import flatten
 from ..errors import CheckpointNotFound, MismatchError, TreeckptError
-from ..io.comm.collective import ending_together, from_rank0, gather_errors
+from ..io.comm.collective import ending_together, from_rank0, gather_errors, interrupts_told
 from ..io.comm.comm import Comm
 from ..io.comm.failures import raise_faults
 from ..io.nested_calls import takes_no_save
@@ -121,7 +121,11 @@ class Restorer:
         while True:
             try:
                 choice = from_rank0(
-                    self._comm, f"{self.directory.url} restore", partial(self._choose, step, tried), _RestoreChoice
+                    self._comm,
+                    f"{self.directory.url} restore",
+                    partial(self._choose, step, tried),
+                    _RestoreChoice,
+                    call="restore",
                 )
             except TreeckptError as error:
                 if tried and fills:
@@ -129,12 +133,14 @@ class Restorer:
                 raise
             passed_over += [text for text in choice.passed_over if text not in passed_over]
             result, error = None, None
+            topic = f"{choice.path} restore"
             with self._lease(choice.step):
                 if choice.step is not None:
-                    result, error = self._load(choice, choice.step, step, call, options, whole=whole)
+                    with interrupts_told(self._comm, topic):
+                        result, error = self._load(choice, choice.step, step, call, options, whole=whole)
                 elif choice.requested != step:
                     error = self._different_steps(choice.requested, step)
-                faults = gather_errors(self._comm, f"{choice.path} restore", error)
+                faults = gather_errors(self._comm, topic, error)
             if not faults and choice.step is None:
                 return None
             if not faults and choice.step is not None:

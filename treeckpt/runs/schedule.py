@@ -27,7 +27,7 @@ from ..core.format.decoding import decode_msgpack
 from ..errors import RankError, TreeckptError
 from ..io.comm import waiting
 from ..io.comm.comm import Comm, PrefixComm
-from ..io.comm.waiting import HEARTBEAT_TIMEOUT, TERMINATION
+from ..io.comm.termination import HEARTBEAT_TIMEOUT, TERMINATION
 from .loader_workers import LOADER_WORKERS
 
 _log = logging.getLogger("treeckpt")
@@ -73,6 +73,8 @@ class SaveSchedule:
         # every rank creates its managers in the same order: the number keeps their messages apart
         self._number = self._comm.state.managers = self._comm.state.managers + 1
         self._calls, self._last = 0, clock()
+        self._interrupted: int | None = None
+        """The step of the last call if that has not come to its end: made again, it is not counted again."""
         self._plan = _SchedulePlan(1, [], 0)
         self.signum = 0
         self._signal_posted = self.listening = False
@@ -86,7 +88,13 @@ class SaveSchedule:
 
     def due(self, step: int) -> bool:
         """Whether to save this step. Call it once per step, on every rank."""
-        self._calls += 1
+        self._calls += step != self._interrupted
+        self._interrupted = step  # unless the next lines are interrupted: then the call is made again
+        due = self._due(step)
+        self._interrupted = None
+        return due
+
+    def _due(self, step: int) -> bool:
         at_interval = self._every is not None and step > 0 and step % self._every == 0
         if self._seconds is None and not self.listening:
             return at_interval
@@ -146,8 +154,7 @@ class SaveSchedule:
             if not logged and waited > waiting.SLOW_WAIT:
                 waiting.log_waiting(self._comm.rank, [0], waiting.SLOW_WAIT, "should_save or step")
                 logged = True
-            since = TERMINATION.signalled_at
-            if waited > limit or (since is not None and time.monotonic() - max(start, since) > TERMINATION.limit):
+            if waited > limit or TERMINATION.expired(start):
                 raise RankError(
                     "ranks",
                     ranks={0: waiting.silence_text(limit)},

@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast, get_args
 
@@ -22,6 +22,7 @@ from ..core.format.timings import BLOCKING
 from ..errors import CheckpointError, TreeckptError
 from ..io.comm.comm import Comm
 from ..io.comm.failures import wrap_os_error
+from ..io.comm.message_store import answers_within
 from ..io.gc_pause import gc_paused
 from ..io.nested_calls import takes_no_save
 from ..io.process_end import is_ending
@@ -55,6 +56,14 @@ class _CommWithTimeout:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    def post(self, key: str, data: bytes) -> None:
+        with answers_within(self.timeout):
+            self._inner.post(key, data)
+
+    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
+        with answers_within(self.timeout):
+            return self._inner.wait(keys, timeout)
+
 
 def save_async_tree(
     store: Store,
@@ -79,15 +88,15 @@ def save_async_tree(
         agreed = agree(store, tree, comm, options, metadata, recorder, previous, lineage, files)
         if agreed is None:
             return Pending(store.url, skipped=True)
-        with agreed.ending_on_error():
+        with agreed.ending_on_error(), agreed.round.abandoned_on_error():
             agreed = agreed.looked()
-        if agreed.plan is None:  # the others learn it from the report, and all raise the same error
-            writer = InlineWriter(store, agreed.info, None, recorder, error=agreed.error, record=agreed.record)
-            complete(agreed, writer, writer.write())
-            raise AssertionError("a save without a plan fails")
-        pending = Pending(store.url, limit=comm.timeout)
-        open_contexts.enter_context(agreed.round.heartbeats())
-        save = _BackgroundSave(session, agreed, agreed.plan, pending, open_contexts)
+            if agreed.plan is None:  # the others learn it from the report, and all raise the same error
+                writer = InlineWriter(store, agreed.info, None, recorder, error=agreed.error, record=agreed.record)
+                complete(agreed, writer, writer.write())
+                raise AssertionError("a save without a plan fails")
+            pending = Pending(store.url, limit=comm.timeout)
+            open_contexts.enter_context(agreed.round.heartbeats())
+            save = _BackgroundSave(session, agreed, agreed.plan, pending, open_contexts)
         try:
             # 2. Start the writer process, which takes its time, while the tree is copied
             if options.writer == "process" and not is_ending():
@@ -182,6 +191,7 @@ class _BackgroundSave:
             report = self._write_and_commit(here=here)
         except BaseException as caught:
             error = caught
+            self._agreed.round.abandon(caught)
         finally:
             # 9. The save has ended
             self._release()
@@ -228,6 +238,7 @@ class _BackgroundSave:
     def give_up(self, error: BaseException) -> None:
         """Ends a save whose thread has not begun; its caller raises the error."""
         if self._begun.acquire(blocking=False):
+            self._agreed.round.abandon(error)
             self._open_contexts.close()
             self._release()
             self._end_record()

@@ -59,30 +59,32 @@ def save_tree(
     with gc_paused(), recorder.span("save"):
         agreed = agree(store, tree, comm, options, metadata, recorder, previous, lineage, files)
         assert agreed is not None, "only a save in the background is skipped"
-        with agreed.ending_on_error():
-            if agreed.plan is None:  # the error is noted at the path, unless that is refused
-                agreed = agreed.looked()
-            agreed = agreed.with_lineage()
-            plan = agreed.plan
-            source = TreeShardSource(plan, agreed.sources) if plan is not None else None
-            writer = InlineWriter(
-                store,
-                agreed.info,
-                plan,
-                recorder,
-                source,
-                error=agreed.error,
-                waits=False,
-                look=agreed.look,
-                record=agreed.record,
-            )
-        try:
-            with agreed.round.heartbeats():
-                complete(agreed, writer, writer.write())
-        except BaseException as error:
-            if not isinstance(error, Exception):  # Ctrl-C
-                writer.withdraw(error)
-            raise
+        with agreed.round.abandoned_on_error():
+            with agreed.ending_on_error():
+                if agreed.plan is None:  # the error is noted at the path, unless that is refused
+                    agreed = agreed.looked()
+                agreed = agreed.with_lineage()
+                plan = agreed.plan
+                source = TreeShardSource(plan, agreed.sources) if plan is not None else None
+                writer = InlineWriter(
+                    store,
+                    agreed.info,
+                    plan,
+                    recorder,
+                    source,
+                    error=agreed.error,
+                    waits=False,
+                    look=agreed.look,
+                    record=agreed.record,
+                )
+            try:
+                with agreed.round.heartbeats():
+                    complete(agreed, writer, writer.write(on_interrupt=agreed.round.abandon))
+            except BaseException as error:
+                if not isinstance(error, Exception):  # Ctrl-C
+                    agreed.round.abandon(error)  # before the files are removed, so that the others wait no longer
+                    writer.withdraw(error)
+                raise
     return save_report(agreed)
 
 

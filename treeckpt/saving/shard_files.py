@@ -64,7 +64,8 @@ def write_files(
     free: queue.Queue[memoryview] = queue.Queue()
     for _ in range(BUFFER_COUNT):
         free.put(aligned_buffer(BUFFER, huge=huge))
-    at_once = min(UPLOADS, len(files)) if isinstance(store, SupportsFetching) else 1
+    sends = isinstance(store, SupportsFetching)
+    at_once = min(UPLOADS, len(files)) if sends else 1
     headers = [encode_header(file.header) for file in files]
     sizes = [(len(header), file.plan.nbytes) for header, file in zip(headers, files, strict=True)]
     with ThreadPool(WRITE_THREADS, "treeckpt-write") as pool:
@@ -72,10 +73,10 @@ def write_files(
         callbacks = _ending(callbacks, given_up)
         pipeline = Pipeline(pool, free, callbacks.on_written)
         write = partial(_write_file, _Files(store, source, recorder, pipeline, at_once, callbacks))
-        if at_once > 1:
+        if sends and files:  # in threads also one shard: a request cannot be interrupted, the wait for it can
             with recorder.span("write", sum(map(sum, sizes))):
                 calls = [partial(write, file, header) for file, header in zip(files, headers, strict=True)]
-                _call_side_by_side(calls, at_once, given_up)
+                _call_side_by_side(calls, at_once, given_up, callbacks.on_interrupt)
             return sizes
         for file, header, size in zip(files, headers, sizes, strict=True):
             with recorder.span("write", sum(size)):
@@ -102,18 +103,25 @@ def _ending(callbacks: WriteCallbacks, given_up: Event) -> WriteCallbacks:
         check()
         callbacks.on_written(nbytes)
 
-    return WriteCallbacks(before_first, callbacks.before_commit, on_written)
+    return WriteCallbacks(before_first, callbacks.before_commit, on_written, callbacks.on_interrupt)
 
 
-def _call_side_by_side(calls: Sequence[Callable[[], None]], at_once: int, given_up: Event) -> None:
+def _call_side_by_side(
+    calls: Sequence[Callable[[], None]],
+    at_once: int,
+    given_up: Event,
+    on_interrupt: Callable[[BaseException], None],
+) -> None:
     """Calls functions in threads; sets the event, and raises, at the first error or interrupt."""
     with ThreadPool(at_once, "treeckpt-shard") as pool:
         try:
             pending = [pool.submit(call) for call in calls]
             for future in wait(pending, return_when=FIRST_EXCEPTION).done:
                 future.result()
-        except BaseException:
+        except BaseException as error:
             given_up.set()
+            if not isinstance(error, Exception):
+                on_interrupt(error)
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 

@@ -112,6 +112,8 @@ class WriteCallbacks(msgspec.Struct, frozen=True):
     """Called before a shard is complete."""
     on_written: Callable[[int], None]
     """Called with the bytes of each block of data that was written."""
+    on_interrupt: Callable[[BaseException], None] = lambda error: None
+    """Called at an interrupt of the thread that writes, before other threads have ended."""
 
 
 class Pipeline(msgspec.Struct, frozen=True):

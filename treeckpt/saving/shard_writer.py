@@ -130,6 +130,7 @@ class InlineWriter:
         self._waits = waits or not isinstance(store, ObjectStore)
         self._store, self._info, self._plan, self._source = store, info, plan, source
         self._on_progress, self._look = on_progress or (lambda written: None), look
+        self._on_interrupt: Callable[[BaseException], None] = lambda error: None
         self._refusal: Exception | None = None
         """Why the look at the path forbids the save."""
         self._note, self._keeps_note = record, record is not None
@@ -146,7 +147,13 @@ class InlineWriter:
         self._written = False
         """Whether all shards are written, which the others may know already."""
 
-    def write(self) -> WriteReport:
+    def write(self, *, on_interrupt: Callable[[BaseException], None] = lambda error: None) -> WriteReport:
+        """Does what `ShardWriter.write` says.
+
+        Args:
+            on_interrupt: called at an interrupt, before the requests in flight have ended.
+        """
+        self._on_interrupt = on_interrupt
         info, plan, source = self._info, self._plan, self._source
         try:
             if self.error is not None:
@@ -154,7 +161,7 @@ class InlineWriter:
             assert plan is not None and source is not None, "a rank without them has an error"
             self._begin_record(plan.own.nbytes)
             assert self._note is not None, "it was just set"
-            callbacks = WriteCallbacks(partial(_result, self._begun), self._wait_begun, self._note.add)
+            callbacks = WriteCallbacks(partial(_result, self._begun), self._wait_begun, self._note.add, on_interrupt)
             manifest = manifest_of(info, plan)
             files = [
                 ShardFile(entries, name, shard_header(info, plan, file, manifest if file.part == 0 else None))
@@ -236,7 +243,7 @@ class InlineWriter:
                     sizes = self._unlocked.result() if self._unlocked is not None else unlocked_sizes(store)
                     check_files_exist(store, index, sizes)
                     publishing = True
-                    publish_index(store, data, info)
+                    self._publish(data)
             except Exception as caught:
                 error = wrap_os_error(caught, store.url)
                 if in_place := publishing and index_may_be_published(store, info.save_id, error):
@@ -258,6 +265,23 @@ class InlineWriter:
             text = "; ".join(f"rank {fault.rank}: {fault.text}" for fault in faults)[:4000]
             write_timings(store, info, reports, text, recorder)
         return CommitResult(tuple(faults), in_place)
+
+    def _publish(self, data: bytes) -> None:
+        """Publishes the index; an interrupt is told at once, and raised when it is known what became of the request."""
+        publish = partial(publish_index, self._store, data, self._info)
+        if not isinstance(self._store, SupportsFetching):
+            publish()
+            return
+        request = call_in_thread(publish, "treeckpt-publish")
+        try:
+            request.result()
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._on_interrupt(error)
+            while not request.done():
+                with contextlib.suppress(KeyboardInterrupt):  # else files of a published index could be deleted
+                    wait([request])
+            raise
 
     def _start_timings(self, reports: Mapping[int, WriteReport]) -> bool:
         """Begins to write the timings to an object store; False elsewhere, or where no thread can be started."""

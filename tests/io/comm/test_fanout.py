@@ -151,7 +151,7 @@ def test_leaders_serve_stores_of_their_own() -> None:
     assert errors_of(on_ranks(comms, talk)) == [None] * 4
     led, above = comms[2].leader_store(2), comms[3].leader_store(2)
     assert isinstance(led, LeaderStore)
-    assert led.own.store.port == above.store._store.port != comms[0].common.store.port
+    assert led.own.store.port == above.store.port != comms[0].common.store.port
 
 
 def test_a_rank_whose_leader_dies_hears_from_rank_0_who_it_was() -> None:
@@ -185,12 +185,12 @@ released = threading.Event()
 
 
 def test_a_leader_whose_machine_vanished_is_not_waited_for_without_end() -> None:
-    watched = message_store._TimeLimitedStore(Vanished(), 0.1)
     comms = tcp_comms(4, LONG, (2,))
     assert errors_of(on_ranks(comms, talk)) == [None] * 4
     for comm in comms:
         comm.timeout = 2.0
-    comms[3].leader_store(2).store = watched
+    comms[3].leader_store(2).store = Vanished()
+    comms[3].leader_store(2)._calls.limit = 0.1
     store = MemoryStore()
     start = time.monotonic()
     outcomes = on_ranks(comms, lambda c: c.rank == 2 or tc.save(store, {"v": 1}, comm=c))

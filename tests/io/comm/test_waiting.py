@@ -20,6 +20,7 @@ from tests.helpers.world import LONG, Faulty, Switch, errors_of, on_ranks
 from treeckpt.convert import convert
 from treeckpt.io.comm import waiting
 from treeckpt.io.comm.comm import Comm, thread_comms
+from treeckpt.io.comm.termination import TERMINATION, Termination
 
 TREE = {"w": np.arange(5)}
 
@@ -119,19 +120,19 @@ if other:
 
 
 @pytest.fixture
-def ending() -> Iterator[waiting.Termination]:
+def ending() -> Iterator[Termination]:
     """This process was told to end, and gives ranks up after half a second."""
-    waiting.TERMINATION.start_listening(0.5)
-    waiting.TERMINATION.record_signal()
-    yield waiting.TERMINATION
-    waiting.TERMINATION.stop_listening(ended=True)
+    TERMINATION.start_listening(0.5)
+    TERMINATION.record_signal()
+    yield TERMINATION
+    TERMINATION.stop_listening(ended=True)
 
 
 @pytest.mark.parametrize("tiers", [(), pytest.param((2,), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("slow", [0, 1, 3])
 @pytest.mark.parametrize("background", [False, True])
 def test_a_rank_that_still_writes_is_waited_for_after_a_signal(
-    ending: waiting.Termination, slow: int, background: bool, tiers: tuple[int, ...]
+    ending: Termination, slow: int, background: bool, tiers: tuple[int, ...]
 ) -> None:
     """The last save of a run is what the signal is for: only ranks that give no sign are given up."""
     store = tc.MemoryStore()
@@ -150,7 +151,7 @@ def test_a_rank_that_still_writes_is_waited_for_after_a_signal(
 
 
 @pytest.mark.parametrize("dead", [0, 2])
-def test_a_rank_that_gives_no_sign_is_given_up_after_a_signal(ending: waiting.Termination, dead: int) -> None:
+def test_a_rank_that_gives_no_sign_is_given_up_after_a_signal(ending: Termination, dead: int) -> None:
     store = tc.MemoryStore()
     begin = time.monotonic()
 
@@ -167,7 +168,7 @@ def test_a_rank_that_gives_no_sign_is_given_up_after_a_signal(ending: waiting.Te
 
 
 def test_a_signal_cuts_a_wait_short_that_has_begun() -> None:
-    waiting.TERMINATION.start_listening(0.3)
+    TERMINATION.start_listening(0.3)
     try:
         started = threading.Event()
 
@@ -177,12 +178,12 @@ def test_a_signal_cuts_a_wait_short_that_has_begun() -> None:
                 tc.save(tc.MemoryStore(), TREE, comm=comm)
             else:
                 assert started.wait(LONG)
-                waiting.TERMINATION.record_signal()
+                TERMINATION.record_signal()
 
         [error, _] = errors_of(on_ranks(thread_comms(2, timeout=600.0), act))
         assert isinstance(error, tc.RankError) and 1 in error.ranks
     finally:
-        waiting.TERMINATION.stop_listening(ended=True)
+        TERMINATION.stop_listening(ended=True)
 
 
 @pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan"), float("inf")])
@@ -197,7 +198,11 @@ def test_a_rank_that_died_after_its_report_is_waited_for_no_longer_than_the_comm
     class Dies:
         def __init__(self, inner: Comm) -> None:
             self.rank, self.size, self.timeout, self.state = inner.rank, inner.size, inner.timeout, inner.state
-            self.post, self.drop, self._wait, self._heard = inner.post, inner.drop, inner.wait, 0
+            self.drop, self._post, self._wait, self._heard = inner.drop, inner.post, inner.wait, 0
+
+        def post(self, key: str, data: bytes) -> None:
+            if self._heard < 2:
+                self._post(key, data)
 
         def wait(self, keys: Any, timeout: float) -> list[bytes | None]:
             self._heard += any(key.endswith("/all") for key in keys)

@@ -14,13 +14,14 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from ...core.format.decoding import decode_msgpack
-from ...errors import TreeckptError
+from ...errors import MismatchError, TreeckptError
 from .comm import Comm
 from .failures import Fault, raise_faults, silent_faults, to_fault
 from .rounds import Round
 
 T = TypeVar("T")
 _encode = msgspec.msgpack.encode
+_ENDING = "end of a call"
 _HINT = "Call it on every rank, in the same order"
 
 
@@ -29,6 +30,8 @@ class _Report(msgspec.Struct, array_like=True):
 
     fault: Fault | None
     result: bytes = b""
+    call: str = ""
+    """The call that the rank makes, of calls that other messages do not tell apart."""
 
 
 class _Reply(msgspec.Struct, array_like=True):
@@ -65,26 +68,33 @@ class Exchange(contextlib.AbstractContextManager["Exchange"]):
         path: of errors; by default the topic.
         hint: for the error of a failed step: what state the failure leaves behind.
         log_waits: whether to log a long wait for ranks that may not have made the call.
+        call: must be the same on all ranks: after an interrupt one may make another call than the others.
     """
 
-    def __init__(self, comm: Comm, topic: str, *, path: str = "", hint: str = _HINT, log_waits: bool = True) -> None:
+    def __init__(
+        self, comm: Comm, topic: str, *, path: str = "", hint: str = _HINT, log_waits: bool = True, call: str = ""
+    ) -> None:
         self.round = Round(comm, topic, log_waits=log_waits)
-        self._comm, self._path, self._hint = comm, path or topic, hint
+        self._comm, self._path, self._hint, self._call = comm, path or topic, hint, call
         self._missed: _Reply | None = None
         """The end of the call where this rank comes too late."""
         self._error: Exception | None = None
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Exchange:
-        missed = self.round.join()
-        if missed is not None:
-            self._missed = decode_msgpack(missed, _Reply)
-        else:
-            self._exit.enter_context(self.round.heartbeats())
+        with self.round.abandoned_on_error():
+            missed = self.round.join()
+            if missed is not None:
+                self._missed = decode_msgpack(missed, _Reply)
+            else:
+                self._exit.enter_context(self.round.heartbeats())
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._exit.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.round.abandon(error)
+        with self.round.abandoned_on_error():
+            self._exit.close()
 
     def step(
         self,
@@ -119,12 +129,14 @@ class Exchange(contextlib.AbstractContextManager["Exchange"]):
         self, report: _Report, conclude: Callable[[dict[int, bytes]], Conclusion[T]]
     ) -> tuple[_Reply, Conclusion[T] | None]:
         """Returns rank 0's reply, and on rank 0 itself what the reply encodes."""
+        report.call = self._call
         messages = self.round.gather(_encode(report))
         if messages is None:
             return decode_msgpack(self.round.broadcast(None), _Reply), None
         reports = decode_each(messages, _Report)
         faults = [report.fault for report in reports.values() if report.fault is not None]
         faults += silent_faults(self.round.lost)
+        faults += self._other_calls(reports)
         reply, concluded = _Reply(tuple(faults)), None
         if not faults:
             try:
@@ -137,6 +149,19 @@ class Exchange(contextlib.AbstractContextManager["Exchange"]):
         self.round.broadcast(_encode(reply), last=last, settle=settle)
         return reply, concluded
 
+    def _other_calls(self, reports: Mapping[int, _Report]) -> list[Fault]:
+        """Returns a fault where a rank makes another call than this one."""
+        for rank, report in reports.items():
+            if report.call != self._call:
+                error = MismatchError(
+                    self._path,
+                    expected=f"the same call on every rank, as {self._call!r} on rank {self._comm.rank}",
+                    found=f"{report.call!r} on rank {rank}",
+                    hint=_HINT,
+                )
+                return [to_fault(error, rank, common=True)]
+        return []
+
 
 def _report_of(work: Callable[[], bytes] | None, rank: int) -> tuple[_Report, Exception | None]:
     """Runs this rank's work; returns its report, and the error that it raised."""
@@ -146,14 +171,14 @@ def _report_of(work: Callable[[], bytes] | None, rank: int) -> tuple[_Report, Ex
         return _Report(to_fault(error, rank)), error
 
 
-def from_rank0(comm: Comm, topic: str, answer: Callable[[], T], kind: type[T]) -> T:
+def from_rank0(comm: Comm, topic: str, answer: Callable[[], T], kind: type[T], *, call: str = "") -> T:
     """Returns the result of `answer()` on rank 0, on every rank.
 
     Only rank 0 reads the disk, so ranks cannot disagree about what is there, even if one rank's view of a network file
     system is stale.
 
     Args:
-        topic, kind: as for `Exchange` and `Exchange.step`.
+        topic, kind, call: as for `Exchange` and `Exchange.step`.
 
     Raises:
         TreeckptError: what `answer` raised on rank 0.
@@ -161,7 +186,7 @@ def from_rank0(comm: Comm, topic: str, answer: Callable[[], T], kind: type[T]) -
     """
     if comm.size == 1:
         return answer()
-    with Exchange(comm, topic) as exchange:
+    with Exchange(comm, topic, call=call) as exchange:
         return exchange.step(None, lambda _: Conclusion(answer()), kind)
 
 
@@ -170,8 +195,21 @@ def gather_errors(comm: Comm, topic: str, error: Exception | None, *, log_waits:
     fault = to_fault(error, comm.rank) if error is not None else None
     if comm.size == 1:
         return (fault,) if fault is not None else ()
-    with Exchange(comm, topic, log_waits=log_waits) as exchange:
+    with Exchange(comm, topic, log_waits=log_waits, call=_ENDING) as exchange:
         return exchange.faults_of(_Report(fault))
+
+
+@contextlib.contextmanager
+def interrupts_told(comm: Comm, topic: str) -> Iterator[None]:
+    """Runs a body after which all ranks have a round; an interrupt of it is told to the others as one of that round."""
+    try:
+        yield
+    except BaseException as error:
+        if comm.size > 1 and not isinstance(error, Exception):
+            following = Round(comm, topic)
+            if following.join() is None:
+                following.abandon(error)
+        raise
 
 
 @contextlib.contextmanager
@@ -186,7 +224,8 @@ def ending_together(comm: Comm, topic: str, path: str, *, hint: str) -> Iterator
     """
     error: Exception | None = None
     try:
-        yield
+        with interrupts_told(comm, topic):
+            yield
     except Exception as failed:
         error = failed
     faults = gather_errors(comm, topic, error, log_waits=True)

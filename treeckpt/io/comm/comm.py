@@ -173,7 +173,7 @@ class TorchComm:
         self.rank, self.size, self.timeout, self.members = rank, size, timeout, members
         self.group_sizes = group_sizes_for(size) if group_sizes is None else group_sizes
         self.state = CommState()
-        self.common = TorchMessageStore(store, prefix)
+        self.common = TorchMessageStore(store, prefix, limit=timeout)
         self._leader_stores: dict[int, MessageStore] = {}
         self._lock, self._owner = threading.RLock(), os.getpid()
 

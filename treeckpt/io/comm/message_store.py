@@ -8,23 +8,28 @@ store (a firewall, for instance) falls back to the common Store, which the leade
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from ...errors import RankError
 from ...threads import start_thread
+from .termination import TERMINATION
 
 CONNECT_TIMEOUT = 20.0
 """Seconds in which a leader's server has to be reached."""
 CALL_TIMEOUT = 60.0
 """Seconds in which a leader's server answers a call."""
+LEAST_ANSWER_LIMIT = 5.0
+"""Seconds that the common Store has for an answer, however short a comm's time limit is."""
+_ANSWER_CHECK = 0.25
+"""Seconds between two looks at what limits the wait for an answer."""
 FALLBACK_INTERVAL = 2.0
 """Seconds between two reads of the common Store by a leader, for ranks that could not connect to it."""
 
@@ -52,41 +57,149 @@ class ThreadMessageStore:
                 self.messages.pop(key, None)
 
 
-class TorchMessageStore:
-    """Messages in a Store that rank `server` serves, under a prefix."""
+class _AnswerLimit(threading.local):
+    seconds = math.inf
 
-    def __init__(self, store: Any, prefix: str, server: int = 0) -> None:
+
+_ANSWER_LIMIT = _AnswerLimit()
+
+
+@contextlib.contextmanager
+def answers_within(seconds: float) -> Iterator[None]:
+    """Lets each call on a Store, from this thread in the body, wait for an answer for at most so many seconds."""
+    before = _ANSWER_LIMIT.seconds
+    _ANSWER_LIMIT.seconds = min(before, seconds)
+    try:
+        yield
+    finally:
+        _ANSWER_LIMIT.seconds = before
+
+
+class _Call:
+    """A call on a Store, made by the thread of `_StoreCalls`."""
+
+    __slots__ = ("arguments", "ended", "error", "function", "result")
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self.function, self.arguments = function, arguments
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.ended = threading.Lock()
+        """Held until the call has ended."""
+        self.ended.acquire()
+
+
+class _StoreCalls:
+    """Makes the calls on one Store in a thread of its own, so that each has a time limit, and can be interrupted.
+
+    torch's client waits in a read without a deadline: for ever where the server is frozen, or its machine is off the
+    network. After a call that was not answered in time further ones fail at once, until it is answered after all. The
+    thread is a daemon, which does not keep the process from ending. A call costs 25 us more than without the thread.
+    Where no thread can be started, the calls have no time limit.
+
+    Args:
+        limit: seconds in which a call has to be answered; `answers_within` and a signal shorten it.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._started, self._lock = False, threading.Lock()
+        self._unanswered: _Call | None = None
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Returns the result of a call; raises what it raises, and RuntimeError where there is no answer in time."""
+        if self._unanswered is not None and self._unanswered.ended.locked():
+            raise RuntimeError("a call before this one was not answered either")
+        if not self._started:
+            with self._lock:
+                if not self._started:
+                    self._started = start_thread(partial(_run_calls, self._calls), "treeckpt-store") is not None
+            if not self._started:
+                return function(*arguments)
+        call = _Call(function, arguments)
+        self._calls.put(call)
+        if not call.ended.acquire(timeout=_ANSWER_CHECK):
+            begin = time.monotonic() - _ANSWER_CHECK
+            while not call.ended.acquire(timeout=_ANSWER_CHECK):
+                waited = time.monotonic() - begin
+                if waited > min(self.limit, _ANSWER_LIMIT.seconds) or TERMINATION.expired(begin):
+                    self._unanswered = call
+                    raise RuntimeError(f"no answer for {waited:.3g} s")
+        if call.error is not None:
+            raise call.error
+        return call.result
+
+    def __del__(self) -> None:
+        self._calls.put(None)
+
+
+def _run_calls(calls: queue.SimpleQueue[_Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        try:
+            call.result = call.function(*call.arguments)
+        except BaseException as error:
+            call.error = error
+        call.ended.release()
+        del call  # else the last call would keep its Store alive
+
+
+def _read(store: Any, names: list[str], *, all_or_none: bool) -> list[bytes | None] | None:
+    """Returns the messages of these keys; None where one is missing and all are wanted. It blocks for none of them."""
+    complete = not names or store.check(names)
+    if not complete and all_or_none:
+        return None
+    if not complete and len(names) == 1:
+        return [None]
+    # get blocks for a missing key, so it is called for existing ones only
+    return [bytes(store.get(name)) if complete or store.check([name]) else None for name in names]
+
+
+def _delete(store: Any, names: list[str]) -> None:
+    for name in names:
+        store.delete_key(name)
+
+
+class TorchMessageStore:
+    """Messages in a Store that rank `server` serves, under a prefix.
+
+    Args:
+        limit: seconds in which the Store has to answer a call.
+    """
+
+    def __init__(self, store: Any, prefix: str, server: int = 0, *, limit: float | _StoreCalls) -> None:
         self.store, self.prefix, self.server = store, prefix, server
+        self._calls = limit if isinstance(limit, _StoreCalls) else _StoreCalls(max(limit, LEAST_ANSWER_LIMIT))
 
     def _keys(self, keys: Sequence[str]) -> list[str]:
         return [f"{self.prefix}/{key}" for key in keys]
 
     def post(self, key: str, data: bytes) -> None:
         try:
-            self.store.set(f"{self.prefix}/{key}", data)
+            self._calls(self.store.set, f"{self.prefix}/{key}", data)
         except RuntimeError as error:
             raise _store_error(error, self.server) from error
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
         """Polls: a blocking wait would hold this connection, and its end cannot be told from a broken connection."""
         deadline, pause, names = time.monotonic() + timeout, 0.0005, self._keys(keys)
+        read, messages = partial(_read, self.store, names), None
         try:
-            while not (complete := self.store.check(names)) and time.monotonic() < deadline:
+            while time.monotonic() < deadline and (messages := self._calls(partial(read, all_or_none=True))) is None:
                 time.sleep(min(pause, timeout))
                 pause = min(pause * 1.5, 0.05)
-            # get blocks for a missing key, so it is called for existing ones only
-            return [bytes(self.store.get(name)) if complete or self.store.check([name]) else None for name in names]
+            return self._calls(partial(read, all_or_none=False)) if messages is None else messages
         except RuntimeError as error:
             raise _store_error(error, self.server) from error
 
     def drop(self, keys: Sequence[str]) -> None:
         with contextlib.suppress(RuntimeError):
-            for name in self._keys(keys):
-                self.store.delete_key(name)
+            if keys:
+                self._calls(_delete, self.store, self._keys(keys))
 
     def fallback(self, leader: int) -> TorchMessageStore:
         """Returns the part of this store that a leader and the ranks that cannot connect to it use."""
-        return TorchMessageStore(self.store, f"{self.prefix}/led by {leader}", self.server)
+        return TorchMessageStore(self.store, f"{self.prefix}/led by {leader}", self.server, limit=self._calls)
 
 
 def _store_error(error: RuntimeError, server: int) -> RankError:
@@ -97,57 +210,6 @@ def _store_error(error: RuntimeError, server: int) -> RankError:
         hint=f"Look at what ended rank {server}, or the launcher. A save that was under way may be committed: look "
         "before saving there again",
     )
-
-
-class _TimeLimitedStore:
-    """A leader's Store with a time limit for every call: torch's client waits for ever for a machine that vanished.
-
-    Calls run in a daemon thread, which does not keep the process from ending, as those of an executor would.
-    """
-
-    def __init__(self, store: Any, limit: float) -> None:
-        self._store, self._limit, self._unreachable = store, limit, False
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = (
-            queue.SimpleQueue()
-        )
-        if start_thread(partial(_run_calls, self._calls), "treeckpt-store") is None:
-            raise RuntimeError("no thread can be started")
-
-    def set(self, key: str, data: bytes) -> None:
-        self._call(self._store.set, key, data)
-
-    def get(self, key: str) -> Any:
-        return self._call(self._store.get, key)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._call(self._store.check, keys)
-
-    def delete_key(self, key: str) -> None:
-        self._call(self._store.delete_key, key)
-
-    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        future: Future[Any] = Future()
-        try:
-            if self._unreachable:
-                raise TimeoutError
-            self._calls.put((future, function, arguments))
-            return future.result(self._limit)
-        except TimeoutError as error:
-            self._unreachable = True
-            raise RuntimeError(f"no answer for {self._limit:g} s") from error
-
-    def __del__(self) -> None:
-        self._calls.put(None)
-
-
-def _run_calls(calls: queue.SimpleQueue[Any]) -> None:
-    while (call := calls.get()) is not None:
-        future, function, arguments = call
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as error:
-            future.set_exception(error)
-        del call, future, function, arguments  # else the last call would keep its Store alive
 
 
 class LeaderStore:
@@ -192,7 +254,7 @@ def serve_leader_store(common: TorchMessageStore, leader: int) -> LeaderStore | 
         return fallback
     host, store = server
     common.post(_address_key(leader), f"{host} {store.port}".encode())
-    return LeaderStore(TorchMessageStore(store, fallback.prefix, leader), fallback)
+    return LeaderStore(TorchMessageStore(store, fallback.prefix, leader, limit=CALL_TIMEOUT), fallback)
 
 
 def connect_to_leader(common: TorchMessageStore, leader: int, timeout: float) -> TorchMessageStore:
@@ -217,10 +279,10 @@ def connect_to_leader(common: TorchMessageStore, leader: int, timeout: float) ->
         return fallback
     host, _, port = address.decode().rpartition(" ")
     try:
-        store = _TimeLimitedStore(open_tcp_store(host, int(port), serves=False), CALL_TIMEOUT)
+        store = open_tcp_store(host, int(port), serves=False)
     except (RuntimeError, OSError, ValueError):
         return fallback
-    return TorchMessageStore(store, fallback.prefix, leader)
+    return TorchMessageStore(store, fallback.prefix, leader, limit=CALL_TIMEOUT)
 
 
 def _address_key(leader: int) -> str:

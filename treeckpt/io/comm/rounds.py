@@ -10,6 +10,19 @@ ended. From this state a rank finds the round that its call belongs to, so that 
 - A rank that gave up on a round and calls again is recognised by a nonce, which is new for each call.
 - A rank that sends nothing within the time limit is lost: it is named in `lost`, and not waited for again.
 
+A rank may be interrupted at any point of a call, and call again. It notes that it has *abandoned* the round
+(`io.comm.abandoned`), and who waits for a message looks for such notes now and then. These hold then:
+
+1. Numbers only rise. Rank 0 opens no number twice, and no rank is in a round that it has abandoned.
+2. A rank notes that it has abandoned a round before it joins a later one, at the latest when it begins to.
+3. Rank 0 has concluded nothing of a round until it has everyone's first message and found no note afterwards. With a
+   note it opens a later round for the same call. A rank that waits for the first conclusion follows: to the round that
+   rank 0 has opened for the same call, or past a round with a note that rank 0 has not opened yet.
+4. So all that call again meet in one round. Who was interrupted and has not called again after `RETURN_TIMEOUT` is
+   named in the error of the others, as is a rank that is interrupted once something is concluded: that save fails, or
+   if all have reported is committed without it.
+5. Nobody waits for a rank whose note says that it will not send or read the message.
+
 In a large world (`io.comm.fanout`) not all ranks exchange messages with rank 0: a leader gathers the messages of the
 ranks below it and passes them on as one, and it passes rank 0's messages down, each through a message store of its own.
 A leader that falls silent is lost, and the ranks below it are cut off: nothing is known of them, so they are not named,
@@ -24,16 +37,18 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import msgspec
 
 from ...core.format.decoding import decode_msgpack
 from ...errors import RankError
+from .abandoned import KEPT_NOTES, abandon_round, ended_ranks, is_abandoned, post_notes, reasons_of
 from .comm import Comm, HierarchicalComm, MessageStore
 from .fanout import bundle, children_of, is_leader, parent_of, unbundle
-from .waiting import TERMINATION, log_waiting, send_heartbeats, silence_text, wait_for
+from .termination import TERMINATION
+from .waiting import WATCH_INTERVAL, log_waiting, send_heartbeats, silence_text, wait_for
 
 LAST_READ_TIMEOUT = 30.0
 """Seconds that rank 0 waits, at most, until the others have read its last message: rank 0 may serve the message store,
@@ -41,7 +56,19 @@ and be about to exit. A comm with a shorter time limit waits that long: a rank t
 """
 LEADER_CHECK_INTERVAL = 5.0
 """Seconds between two reads of rank 0's store, at most, by a rank whose own leader is silent."""
+RETURN_TIMEOUT = 5.0
+"""Seconds that a rank which was interrupted has to call again, where the others do so, or are still in the call."""
+_RETRY_WINDOW = 2.0
+"""A call that a rank makes within so many seconds after one that failed or was interrupted counts as its retry."""
 _STATE = "state"
+
+
+class _Superseded(Exception):
+    """A later round has this call's messages."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 class _ClosedRound(msgspec.Struct, array_like=True):
@@ -98,6 +125,18 @@ class Round:
         self._leader_lost = False
         """Whether this rank's leader has fallen silent."""
         self._number = self._step = 0
+        self._first = b""
+        """This rank's first message, which is sent again in a later round."""
+        self._ended = False
+        """Whether nothing more follows on this rank."""
+        self._is_retry = False
+        """Whether this call is made again, and ranks that were interrupted are to call again too."""
+        self._noted_at: dict[int, float] = {}
+        """Since when, on the monotonic clock, it is known of a rank that it has abandoned the call."""
+        self._left: dict[int, str] = {}
+        """Ranks that have abandoned the round, or do not return to it, and why: their messages are not waited for."""
+        self._unheard: set[int] = set()
+        """Ranks that had not sent their message when others were found in `_left`."""
         self._log_waits = log_waits and not name
         self._state = _RoundState()
         self._nonce = secrets.token_bytes(8)
@@ -112,21 +151,56 @@ class Round:
         comm = self._comm
         if comm.size == 1:
             return None
-        state = self._read_state()
+        own, state = comm.state, self._read_state()
+        post_notes(comm)
+        self._is_retry = time.monotonic() - own.failed_at < _RETRY_WINDOW
         if comm.rank == 0:
-            self._number = state.number + 1
-            self._state = _RoundState(self._number, self._topic, state.closed)
-            comm.post(_STATE, msgspec.msgpack.encode(self._state))
+            self._open(state.number + 1, state.closed)
             return None
-        last, closed = comm.state.last_round, state.closed
+        last, closed = max(own.last_round, own.abandoned), state.closed
         joinable = state.number > last and (closed is None or closed.number < state.number)
         retried = joinable and state.topic == self._topic
         known = closed is not None and closed.number > last and closed.topic == self._topic
         if closed is not None and known and not retried and comm.rank in closed.lost:
-            comm.state.last_round = closed.number
+            own.last_round = closed.number
             return closed.message
-        self._number = state.number if joinable else state.number + 1
+        self._number = max(state.number if joinable else state.number + 1, own.abandoned + 1)
         return None
+
+    def _open(self, number: int, closed: _ClosedRound | None) -> None:
+        """Opens a round, on rank 0, with this number or, where that was used, the next one."""
+        own = self._comm.state
+        self._number = own.opened = max(number, own.opened + 1)
+        self._state = _RoundState(self._number, self._topic, closed)
+        self._comm.post(_STATE, msgspec.msgpack.encode(self._state))
+
+    def _move(self, number: int) -> None:
+        """Begins the call again in a later round; on rank 0 opens it."""
+        if self._comm.rank == 0:
+            self._comm.drop([self._key(rank, 1) for rank in self._below])
+            self._open(number, self._state.closed)
+        else:
+            if self._above is not None:
+                self._above.drop(self._sent_up)
+            self._number = number
+        self._step, self._is_retry = 0, True
+        for kept in (self._noted_at, self._nonces, self.lost, self._left, self._unheard, self._sent_up):
+            kept.clear()
+
+    @contextlib.contextmanager
+    def abandoned_on_error(self) -> Iterator[None]:
+        """Abandons the round where the body raises, an interrupt included."""
+        try:
+            yield
+        except BaseException as error:
+            self.abandon(error)
+            raise
+
+    def abandon(self, error: BaseException) -> None:
+        """Tells the other ranks that this one leaves the round because of an error, unless it has ended here."""
+        if self._number and not self._ended:
+            self._ended = True
+            abandon_round(self._comm, self._number, error)
 
     def _read_state(self) -> _RoundState:
         data = self._comm.wait([_STATE], 0)[0]
@@ -134,13 +208,15 @@ class Round:
 
     def branch(self, name: str) -> Round:
         """Returns a round of the same ranks under a name on which they have agreed."""
-        return Round(self._comm, self._topic, name=name)
+        branch = Round(self._comm, self._topic, name=name)
+        branch._number = self._number
+        return branch
 
     def heartbeats(self) -> contextlib.AbstractContextManager[None]:
         """Sends heartbeats of this rank while the body runs; only after `join`."""
         if self._comm.size == 1:
             return contextlib.nullcontext()
-        return send_heartbeats(self._heartbeat_stores, self._key(self._comm.rank, "heartbeat"))
+        return send_heartbeats(self._heartbeat_stores, lambda: self._key(self._comm.rank, "heartbeat"))
 
     def _heartbeat_stores(self) -> list[MessageStore]:
         """Returns the stores of the ranks that wait for this one: its leader's, and its own for those below."""
@@ -158,13 +234,24 @@ class Round:
 
     def gather(self, data: bytes) -> dict[int, bytes] | None:
         """Returns the messages of all ranks that are not lost, by rank, on rank 0; None on other ranks."""
+        if not self._step:
+            self._first = data
+        while True:
+            try:
+                return self._gather(data)
+            except _Superseded as later:
+                self._move(later.number)
+
+    def _gather(self, data: bytes) -> dict[int, bytes] | None:
         self._step += 1
         rank = self._comm.rank
         if rank and self._below:
             self._post_up(self._waiting_key(rank), b"")
         messages = self._collect(data) if self._below else {0: data}
         if rank == 0:
-            self._cut = set(range(self._comm.size)).difference(messages, self.lost)
+            if self._undecided and self._below and not self.lost and is_abandoned(self._comm, self._number):
+                raise _Superseded(self._number + 1)
+            self._cut = set(range(self._comm.size)).difference(messages, self.lost, self._unheard)
             return messages
         self._post_up(self._key(rank), self._nonce + (bundle(messages, self.lost) if self._below else data))
         return None
@@ -192,8 +279,10 @@ class Round:
         ranks = [rank for rank in self._below if rank not in self.lost]
         messages = {self._comm.rank: data}
         for rank, message in zip(ranks, self._receive_from(store, ranks), strict=True):
-            if message is None:
-                self.lost[rank] = silence_text(self._comm.timeout)
+            if message is None and self._left and rank not in self._left:
+                self._unheard.add(rank)
+            elif message is None:
+                self.lost[rank] = self._left.get(rank) or silence_text(self._comm.timeout)
             elif self._nonces.setdefault(rank, message[:8]) != message[:8]:
                 self.lost[rank] = "gave up on this save and began another"
             elif self._is_leader(rank):
@@ -205,6 +294,72 @@ class Round:
         notes = [self._waiting_key(rank) for rank in ranks if self._is_leader(rank)]
         store.drop([self._key(rank) for rank in ranks] + notes)
         return messages
+
+    @property
+    def _undecided(self) -> bool:
+        """Whether nothing of the round is concluded as far as this rank knows."""
+        return not self._name and self._step <= 2
+
+    @property
+    def _watch_interval(self) -> float:
+        return max(WATCH_INTERVAL, self._comm.size / 2048)
+
+    def _watch_senders(self, missing: Sequence[int]) -> bool:
+        """Looks for notes while messages of these ranks are missing; returns whether to wait no longer."""
+        comm = self._comm
+        if self._undecided:
+            if comm.rank:
+                self._watch_rank0()
+            elif is_abandoned(comm, self._number):
+                raise _Superseded(self._number + 1)
+            self._left = ended_ranks(comm, missing) | self._not_returned(missing)
+        else:
+            self._left = self._gone(missing)
+        return bool(self._left)
+
+    def _watch_rank0(self) -> None:
+        """Looks for a later round, and for a note of rank 0, while a message of rank 0 is missing."""
+        comm, number = self._comm, self._number
+        if not self._undecided:
+            if why := self._gone([0]):
+                raise self._rank0_error(why[0])
+            return
+        state = self._read_state()
+        if state.number > number and state.topic == self._topic:
+            raise _Superseded(state.number)
+        if state.number > number:
+            raise self._rank0_error(f"went on to another call ({state.topic})")
+        if gone := ended_ranks(comm, [0]):
+            raise self._rank0_error(gone[0])
+        why = reasons_of(comm, [number], [0])
+        if not why and state.number < number and is_abandoned(comm, number):
+            raise _Superseded(number + 1)
+        if (why or state.number < number) and (late := self._not_returned([0], why)):
+            raise self._rank0_error(late[0])
+
+    def _not_returned(self, ranks: Sequence[int], known: Mapping[int, str] | None = None) -> dict[int, str]:
+        """Returns which of these ranks have abandoned this call and not called again for `RETURN_TIMEOUT`, and why.
+
+        Args:
+            known: why they have abandoned this round; by default it is looked for in those since the last that ended.
+        """
+        earlier = range(max(self._comm.state.ended + 1, self._number - KEPT_NOTES), self._number)
+        found = dict(known or {}) or (reasons_of(self._comm, earlier, ranks) if self._is_retry else {})
+        now = time.monotonic()
+        return {
+            rank: f"{why}, and has not called again for {RETURN_TIMEOUT:g} s"
+            for rank, why in found.items()
+            if now - self._noted_at.setdefault(rank, now) > RETURN_TIMEOUT
+        }
+
+    def _rank0_error(self, why: str) -> RankError:
+        return RankError(
+            "ranks",
+            ranks={0: why},
+            expected="rank 0's word on how to go on",
+            hint="Call again on every rank. If this save was past its writes it may be committed after all: look "
+            "before saving there again",
+        )
 
     @property
     def _leader_timeout(self) -> float:
@@ -228,16 +383,32 @@ class Round:
             log_waiting(self._comm.rank, [ranks[i] for i in missing], seconds, self._topic)
 
         keys = [self._key(rank) for rank in ranks]
-        messages = wait_for(store, keys, timeout, heartbeats=heartbeats, on_slow=log if self._log_waits else None)
+        messages = wait_for(
+            store,
+            keys,
+            timeout,
+            heartbeats=heartbeats,
+            watch=lambda missing: self._watch_senders([ranks[i] for i in missing]),
+            interval=self._watch_interval,
+            on_slow=log if self._log_waits else None,
+        )
         self._log_waits = self._log_waits and bool(self._comm.rank)
-        for _ in self._group_sizes:
+        for _ in self._group_sizes if not self._left else ():
             slow = [i for i, rank in enumerate(ranks) if messages[i] is None and self._is_leader(rank)]
             notes = store.wait([self._waiting_key(ranks[i]) for i in slow], 0) if slow else []
             slow = [i for i, note in zip(slow, notes, strict=True) if note is not None]
             if not slow:
                 break
             keys = [self._key(ranks[i]) for i in slow]
-            more = wait_for(store, keys, self._leader_timeout, heartbeats=[heartbeats[i] for i in slow])
+            waited = [ranks[i] for i in slow]
+            more = wait_for(
+                store,
+                keys,
+                self._leader_timeout,
+                heartbeats=[heartbeats[i] for i in slow],
+                watch=lambda missing, waited=waited: self._watch_senders([waited[i] for i in missing]),
+                interval=self._watch_interval,
+            )
             for i, message in zip(slow, more, strict=True):
                 messages[i] = message
         return messages
@@ -255,8 +426,9 @@ class Round:
         if comm.rank == 0:
             assert data is not None, "rank 0 has the message"
             if comm.size > 1:
-                message = _Broadcast(last, settle, list(self.lost), sorted(self._cut), data)
-                self._post_down(msgspec.msgpack.encode(message))
+                lost = [*self.lost, *sorted(self._unheard)]
+                self._post_down(msgspec.msgpack.encode(_Broadcast(last, settle, lost, sorted(self._cut), data)))
+                self._end(last and settle, lost)
                 if last:
                     self._close(data, settle)
             return data
@@ -268,7 +440,31 @@ class Round:
         message = decode_msgpack(received, _Broadcast)
         if message.last:
             self._leave(message)
+        self._end(message.last and message.settles, message.lost)
         return message.data
+
+    def _end(self, last: bool, lost: Sequence[int]) -> None:
+        """Notes the end of the round on this rank, after the last message, unless a branch follows."""
+        self._ended = last
+        if last and lost:
+            self._comm.state.failed_at = time.monotonic()
+        elif last:
+            self._comm.state.ended = max(self._comm.state.ended, self._number)
+
+    def _wait_left(self, store: MessageStore, ranks: Sequence[int]) -> list[bytes | None]:
+        """Waits until these ranks have read the last message, but for those that have abandoned the round."""
+        return wait_for(
+            store,
+            [self._key(rank, "left") for rank in ranks],
+            TERMINATION.limit_timeout(min(LAST_READ_TIMEOUT, self._comm.timeout)),
+            heartbeats=[self._key(rank, "heartbeat") for rank in ranks],
+            watch=lambda missing: len(self._gone([ranks[i] for i in missing])) == len(missing),
+            interval=self._watch_interval,
+        )
+
+    def _gone(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Returns which of these ranks send nothing more in this round, and why."""
+        return ended_ranks(self._comm, ranks) | reasons_of(self._comm, [self._number], ranks)
 
     def _post_down(self, message: bytes) -> None:
         """Posts a message of rank 0 for the ranks below this one."""
@@ -278,22 +474,31 @@ class Round:
 
     def _receive_broadcast(self) -> bytes:
         """Waits for rank 0's message; raises RankError if it does not come in time."""
-        comm, key = self._comm, self._key("all")
-        # rank 0 may itself wait, for a whole time limit, for a silent rank, and leaders before it
-        limit = comm.timeout * 2 + 1 + len(self._group_sizes) * self._leader_timeout
-        message = self._receive_by_leader(key, limit) if self._leader else self._receive_from_rank0(key, limit)
-        if message is not None:
-            self._log_waits = False
-            return message
-        if self._above is not None:
-            self._above.drop(self._sent_up)
-        raise RankError(
-            "ranks",
-            ranks={0: silence_text(limit)},
-            expected="rank 0's word on how to go on",
-            hint="Look at what rank 0 is doing. If this save was past its writes it may be committed after all: "
-            "look before saving there again",
-        )
+        comm = self._comm
+        while True:
+            key = self._key("all")
+            # rank 0 may itself wait, for a whole time limit, for a silent rank, and leaders before it
+            limit = comm.timeout * 2 + 1 + len(self._group_sizes) * self._leader_timeout
+            receive = self._receive_by_leader if self._leader else self._receive_from_rank0
+            try:
+                message = receive(key, limit)
+            except (_Superseded, RankError) as error:
+                message = None
+                with contextlib.suppress(RankError):  # it may have come before what the watch has found
+                    message = comm.wait([key], 0)[0]
+                if message is None and isinstance(error, RankError):
+                    raise
+                if message is None and isinstance(error, _Superseded):
+                    self._move(error.number)
+                    self.gather(self._first)
+                    self._step += 1
+                    continue
+            if message is not None:
+                self._log_waits = False
+                return message
+            if self._above is not None:
+                self._above.drop(self._sent_up)
+            raise self._rank0_error(silence_text(limit))
 
     def _receive_from_rank0(self, key: str, limit: float) -> bytes | None:
         """Waits for a message in rank 0's own store."""
@@ -304,14 +509,24 @@ class Round:
 
         heartbeats, on_slow = [self._key(0, "heartbeat")], log if self._log_waits else None
         # rank 0 may itself be waiting for another rank, until that wait ends
-        return wait_for(self._comm, [key], limit, heartbeats=heartbeats, grace=2.2, on_slow=on_slow)[0]
+        return wait_for(
+            self._comm,
+            [key],
+            limit,
+            heartbeats=heartbeats,
+            watch=lambda _: bool(self._watch_rank0()),
+            interval=self._watch_interval,
+            grace=2.2,
+            on_slow=on_slow,
+        )[0]
 
     def _receive_by_leader(self, key: str, limit: float) -> bytes | None:
         """Waits for a message in the leader's store; in rank 0's where the leader is silent or cannot be reached."""
         comm, start = self._comm, time.monotonic()
         deadline = start + limit
         interval = min(max(comm.timeout / 8, 0.02), LEADER_CHECK_INTERVAL)
-        pause = interval if self._leader_lost or TERMINATION.listening else comm.timeout
+        pause = interval if self._leader_lost or TERMINATION.listening else self._watch_interval
+        watch_at = start + self._watch_interval
         while True:
             message = None
             if self._above is not None:
@@ -321,14 +536,19 @@ class Round:
                     self._above = None
             if message is not None:
                 return message
-            message = comm.wait([key], 0 if self._above is not None else interval)[0]
+            looks = self._leader_lost or TERMINATION.listening or time.monotonic() > start + comm.timeout
+            if looks or self._above is None:
+                message = comm.wait([key], 0 if self._above is not None else interval)[0]
+                pause = interval
+            if message is None and time.monotonic() > watch_at:
+                self._watch_rank0()
+                watch_at = time.monotonic() + self._watch_interval
             if TERMINATION.signalled_at is not None:
                 begin = max(TERMINATION.signalled_at, start)
                 deadline = min(deadline, begin + TERMINATION.limit * (2 + len(self._group_sizes)))
             if message is not None or time.monotonic() > deadline:
                 self._leader_lost = True
                 return message
-            pause = interval
 
     def _leave(self, message: _Broadcast) -> None:
         """Confirms that the last message was read here and, before, by the ranks below."""
@@ -351,7 +571,7 @@ class Round:
         with contextlib.suppress(RankError):  # the save has ended, even if the store is gone
             if not self._name:
                 # only a lost rank reads the message, and it stays in the store for long
-                lost = [*self.lost, *sorted(self._cut)]
+                lost = [*self.lost, *sorted(self._cut | self._unheard)]
                 self._state.closed = _ClosedRound(self._number, self._topic, lost, data if lost else b"")
                 self._comm.post(_STATE, msgspec.msgpack.encode(self._state))
         self._clear(settle, complete=not self.lost)
@@ -364,16 +584,13 @@ class Round:
             complete: no rank is lost that may read them later.
         """
         comm, store = self._comm, self._store(self._comm.rank)
-        below = [self._key(rank, "left") for rank in self._below if rank not in self.lost] if settle else []
-        cut = [self._key(rank, "left") for rank in sorted(self._cut)] if settle else []
-        left: list[bytes | None] = [None]
+        below = [rank for rank in self._below if rank not in self.lost and rank not in self._unheard]
+        readers, left = [*below, *sorted(self._cut)] if settle else [], list[bytes | None]([None])
         with contextlib.suppress(RankError):
-            timeout = TERMINATION.limit_timeout(min(LAST_READ_TIMEOUT, comm.timeout))
-            left = store.wait(below, timeout) if below else []
-            left += store.wait(cut, timeout) if cut else []
+            left = self._wait_left(store, readers)
         # a rank that has not read the last message may still do so until the next round, or branch, is closed
         store.drop(comm.state.unread_keys.pop(bool(self._name), []))
-        keys = [*self._sent_down, *below, *cut]
+        keys = [*self._sent_down, *(self._key(rank, "left") for rank in readers)]
         if not complete or None in left or not settle:
             comm.state.unread_keys[bool(self._name)] = keys
         else:

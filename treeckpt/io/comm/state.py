@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -14,6 +15,18 @@ class CommState:
 
     last_round: int = 0
     """Number of the last round whose messages this rank has read."""
+    opened: int = 0
+    """On rank 0: number of the last round that it has begun to open."""
+    ended: int = 0
+    """Number of the last round that has come to its end here, with its branch and all ranks."""
+    abandoned: int = 0
+    """Number of the last round that this rank has abandoned, 0 for none."""
+    failed_at: float = -math.inf
+    """When the last round was abandoned here, or ended without a rank, on the monotonic clock."""
+    unposted_notes: list[tuple[int, str]] = dataclasses.field(default_factory=list[tuple[int, str]])
+    """Rounds that this rank has abandoned, and why, of which the others do not know yet."""
+    posted_notes: list[list[str]] = dataclasses.field(default_factory=list[list[str]])
+    """Keys of the notes about others."""
     unread_keys: dict[bool, list[str]] = dataclasses.field(default_factory=dict[bool, list[str]])
     """Keys of messages that some rank may still read, of rounds (False) and of branches (True)."""
     managers: int = 0

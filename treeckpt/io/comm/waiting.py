@@ -19,53 +19,19 @@ from functools import partial
 from ...errors import RankError
 from ...threads import start_thread
 from .comm import MessageStore
+from .termination import TERMINATION
 
 SLOW_WAIT = 10.0
 """Seconds after which a wait for ranks that have not called is logged."""
-HEARTBEAT_TIMEOUT = 5.0
-"""Seconds without a heartbeat after which a wait for a rank ends, from the signal on."""
 _HEARTBEAT_CHECK = 0.5
 """Seconds between two reads of the heartbeats of others, at most."""
 
+WATCH_AFTER = 0.2
+"""Seconds of a wait after which it is looked for notes of ranks that have left the round."""
+WATCH_INTERVAL = 0.5
+"""Seconds between two such looks; longer in worlds of more than 1024 ranks, which look at one server."""
+
 _log = logging.getLogger("treeckpt")
-
-
-class Termination:
-    """Whether a signal has told this process to end. There is one object per process, as signals are per process."""
-
-    def __init__(self) -> None:
-        self.limit = HEARTBEAT_TIMEOUT
-        self.signalled_at: float | None = None
-        """When the signal came, on the monotonic clock."""
-        self._listeners = 0
-
-    @property
-    def listening(self) -> bool:
-        """Whether this process listens for signals: then it sends heartbeats during its saves."""
-        return self._listeners > 0
-
-    def start_listening(self, limit: float) -> None:
-        """Begins to listen for signals."""
-        if not self._listeners:
-            self.signalled_at = None
-        self._listeners, self.limit = self._listeners + 1, limit
-
-    def stop_listening(self, *, ended: bool) -> None:
-        """Ends listening; after `ended` no further wait is cut short by the signal, otherwise waits stay cut short."""
-        self._listeners -= 1
-        if ended and not self._listeners:
-            self.signalled_at = None
-
-    def record_signal(self) -> None:
-        """Records that a signal has come. Safe in a signal handler: it takes no lock."""
-        self.signalled_at = time.monotonic() if self.signalled_at is None else self.signalled_at
-
-    def limit_timeout(self, seconds: float) -> float:
-        """Returns the time limit of a wait: at most `limit` from the signal on."""
-        return seconds if self.signalled_at is None else min(seconds, self.limit)
-
-
-TERMINATION = Termination()
 
 
 def wait_for(
@@ -74,6 +40,8 @@ def wait_for(
     timeout: float,
     *,
     heartbeats: Sequence[str],
+    watch: Callable[[Sequence[int]], bool],
+    interval: float = WATCH_INTERVAL,
     grace: float = 1.0,
     on_slow: Callable[[Sequence[int], float], None] | None = None,
 ) -> list[bytes | None]:
@@ -81,6 +49,8 @@ def wait_for(
 
     Args:
         heartbeats: for each key, the key of its sender's heartbeat.
+        watch: is called now and then, with the positions of the missing messages; where it returns True the wait ends.
+        interval: seconds between two such calls.
         grace: how many times `TERMINATION.limit` to wait for a heartbeat.
         on_slow: is called once after `SLOW_WAIT` seconds, with the positions of the missing messages and the seconds.
     """
@@ -88,11 +58,12 @@ def wait_for(
     missing = list(range(len(keys)))
     start = time.monotonic()
     slow_at, seen = start + SLOW_WAIT if on_slow is not None else math.inf, {}
+    watch_at = start + WATCH_AFTER
     while missing:
         now = time.monotonic()
         left = start + timeout - now
         checks = TERMINATION.listening or TERMINATION.signalled_at is not None
-        pause = min(left, slow_at - now, _HEARTBEAT_CHECK if checks else math.inf)
+        pause = min(left, slow_at - now, watch_at - now, _HEARTBEAT_CHECK if checks else math.inf)
         for i, message in zip(missing, store.wait([keys[i] for i in missing], max(pause, 0.0)), strict=True):
             messages[i] = message
         missing = [i for i in missing if messages[i] is None]
@@ -101,6 +72,10 @@ def wait_for(
             and _is_silent(store, [heartbeats[i] for i in missing], seen, start, grace)
         ):
             break
+        if missing and time.monotonic() >= watch_at:
+            if watch(missing):
+                break
+            watch_at = time.monotonic() + interval
         if on_slow is not None and missing and time.monotonic() >= slow_at:
             on_slow(missing, SLOW_WAIT)
             slow_at = math.inf
@@ -123,8 +98,12 @@ def _is_silent(
 
 
 @contextlib.contextmanager
-def send_heartbeats(stores: Callable[[], Sequence[MessageStore]], key: str) -> Iterator[None]:
-    """Sends heartbeats of this rank to `stores()` while the body runs, if this process listens for signals."""
+def send_heartbeats(stores: Callable[[], Sequence[MessageStore]], key: Callable[[], str]) -> Iterator[None]:
+    """Sends heartbeats of this rank to `stores()` while the body runs, if this process listens for signals.
+
+    Args:
+        key: returns the key to post them under, which may change.
+    """
     if not TERMINATION.listening:
         yield
         return
@@ -136,16 +115,19 @@ def send_heartbeats(stores: Callable[[], Sequence[MessageStore]], key: str) -> I
         stop.set()
 
 
-def _post_heartbeats(stores: Callable[[], Sequence[MessageStore]], key: str, stop: threading.Event) -> None:
-    count = 0
+def _post_heartbeats(
+    stores: Callable[[], Sequence[MessageStore]], key: Callable[[], str], stop: threading.Event
+) -> None:
+    count, keys = 0, set[str]()
     with contextlib.suppress(RankError):
         connected = stores()
         while not stop.wait(TERMINATION.limit / 5):
             count += 1
+            keys.add(now := key())
             for store in connected:
-                store.post(key, b"%d" % count)
+                store.post(now, b"%d" % count)
         for store in connected if count else ():
-            store.drop([key])
+            store.drop(sorted(keys))
 
 
 @contextlib.contextmanager

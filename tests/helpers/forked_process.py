@@ -1,0 +1,69 @@
+"""A program in a fork of this process, which has everything imported, with pipes as of `subprocess.Popen`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import IO
+
+
+class ForkedProcess:
+    """A fork that runs a function, and ends.
+
+    Attributes:
+        stdin, stdout: pipes to it; what it prints as an error comes out of `stdout` too.
+    """
+
+    def __init__(self, main: Callable[[], None]) -> None:
+        (its_in, to_it), (from_it, its_out) = os.pipe(), os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                for own, stream in ((its_in, 0), (its_out, 1), (its_out, 2)):
+                    os.dup2(own, stream)
+                sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+                for signum in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(signum, signal.SIG_DFL)
+                os.closerange(3, 256)
+                main()
+                status = 0
+            except BaseException:
+                traceback.print_exc(file=sys.stdout)
+            finally:
+                with contextlib.suppress(Exception):
+                    sys.stdout.flush()
+                os._exit(status)
+        os.close(its_in)
+        os.close(its_out)
+        self.stdin: IO[str] = os.fdopen(to_it, "w")
+        self.stdout: IO[str] = os.fdopen(from_it)
+        self._ended = False
+
+    def ask(self, text: str) -> None:
+        """Writes a line to it."""
+        self.stdin.write(text + "\n")
+        self.stdin.flush()
+
+    def line(self) -> str:
+        """Returns the next line that it prints; fails with what it printed where it has ended."""
+        found = self.stdout.readline().strip()
+        assert found and not found.startswith("Traceback"), found + self.stdout.read()
+        return found
+
+    def send_signal(self, signum: int) -> None:
+        if not self._ended:
+            os.kill(self.pid, signum)
+
+    def end(self) -> None:
+        """Kills it, wherever it is."""
+        self.send_signal(signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        self._ended = True
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.close()
+        self.stdout.close()

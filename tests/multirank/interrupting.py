@@ -1,0 +1,94 @@
+"""One rank of a job that is interrupted while it saves; see test_interrupting.
+
+It reads lines from stdin. `save NUMBER` saves, until it is interrupted or told of another rank's interrupt, or has
+saved and waits for the interrupt or SIGUSR1; then it saves once more, until that succeeds. It answers with one line of
+JSON: how long each call took and what it raised. HOW is `store` (a TCPStore of another process, without a process
+group), `gloo`, `async` or `manager`. It runs as a program too: python -m tests.multirank.interrupting HOW PORT RANK
+WORLD RUN.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+import treeckpt as tc
+
+LIMIT = 300.0
+NBYTES = 4 << 20
+
+
+def tree_of(comm: Any, rank: int, world: int) -> dict[str, Any]:
+    own = tc.Sharded(np.full(NBYTES // 8, rank, float), (world * NBYTES // 8,), (rank * NBYTES // 8,))
+    return {"step": 1, "own": own, "name": tc.PerRank(f"{rank}")}
+
+
+def saver(how: str, port: int, rank: int, world: int, run: str) -> Callable[[str], Any]:
+    import torch.distributed as dist
+
+    limit, comm = timedelta(seconds=LIMIT), None
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    if how in ("gloo", "async"):
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    else:
+        from treeckpt.io.comm.comm import TorchComm
+
+        comm = TorchComm(store, rank, world)
+    tree = tree_of(comm, rank, world)
+    if how == "manager":
+        manager = tc.Manager(run, background=False, comm=comm)
+        return lambda name: manager.save(int(name.strip("ab")) * 2 + name.endswith("b"), tree)
+    if how == "async":
+        return lambda name: tc.save_async(f"{run}/{name}", tree, writer="thread").result(LIMIT)
+    return lambda name: tc.save(f"{run}/{name}", tree, comm=comm)
+
+
+def main(how: str, port: int, rank: int, world: int, run: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    save = saver(how, port, rank, world, run)
+    save("0a")
+    print("ready", flush=True)
+    for line in sys.stdin:
+        number, interrupted = line.split()[1], threading.Event()
+        calls: list[tuple[float, str]] = []
+
+        def handle(*_: Any, interrupted: threading.Event = interrupted) -> None:
+            if not interrupted.is_set():
+                interrupted.set()
+                raise KeyboardInterrupt
+
+        begin, saved = time.monotonic(), False
+        try:
+            signal.signal(signal.SIGUSR1, lambda *_, interrupted=interrupted: interrupted.set())
+            signal.signal(signal.SIGINT, handle)
+            print("begin", flush=True)
+            begin = time.monotonic()
+            save(f"{number}a")
+            calls.append((time.monotonic() - begin, ""))
+            interrupted.wait()
+        except (KeyboardInterrupt, tc.TreeckptError) as error:
+            if not calls:
+                calls.append((time.monotonic() - begin, f"{type(error).__name__}: {error}"))
+        while not saved:
+            begin = time.monotonic()
+            try:
+                save(f"{number}b")
+                saved, error = True, ""
+            except (KeyboardInterrupt, tc.TreeckptError) as failed:
+                error = f"{type(failed).__name__}: {failed}"
+            calls.append((time.monotonic() - begin, error))
+        while not interrupted.is_set():
+            time.sleep(0.001)
+        print(json.dumps(calls), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5])
