@@ -149,7 +149,6 @@ class Exchange(contextlib.AbstractContextManager["Exchange"]):
         self.round.broadcast(_encode(reply), last=last, settle=settle)
         return reply, concluded
 
-
     def _other_calls(self, reports: Mapping[int, _Report]) -> list[Fault]:
         """Returns a fault where a rank makes another call than this one."""
         for rank, report in reports.items():
