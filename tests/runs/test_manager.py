@@ -25,6 +25,7 @@ from treeckpt.io.storage.reader_leases import hold_lease
 from treeckpt.io.timing import steady_clock
 from treeckpt.runs.catalog import scan
 from treeckpt.runs.run import RunDirectory
+from treeckpt.runs.schedule import SaveSchedule
 
 
 @pytest.fixture(params=["disk", "memory", pytest.param("s3", marks=pytest.mark.slow)])
@@ -688,6 +689,39 @@ def test_ranks_that_drift_apart_still_save_the_same_step(tmp_path):
     outcomes = on_ranks(3, act)
     assert errors_of(outcomes) == [None] * 3
     assert len({o.value for o in outcomes}) == 1 and outcomes[0].value is not None
+
+
+def test_a_rank_interrupted_while_it_asks_for_a_decision_asks_again_in_step(tmp_path, monkeypatch):
+    meet, real = threading.Barrier(2), SaveSchedule._read_plan
+    interrupted = iter([True])
+
+    def read_plan(schedule):
+        if schedule._calls == 5 and next(interrupted, False):
+            raise KeyboardInterrupt
+        return real(schedule)
+
+    monkeypatch.setattr(SaveSchedule, "_read_plan", read_plan)
+
+    def act(comm):
+        made = manager(tmp_path, comm=comm)
+        made.schedule.listening = True
+        for step in range(1, 50):
+            if comm.rank and step == 8:
+                made.schedule.signum = 15
+            try:
+                due = made.should_save(step)
+            except KeyboardInterrupt:
+                due = made.should_save(step)
+            if due:
+                made.save(step, {"s": step})
+            if made.stopping:
+                return step
+            meet.wait(60)  # as a step's collective does
+        return None
+
+    outcomes = on_ranks(2, act)
+    assert errors_of(outcomes) == [None] * 2
+    assert outcomes[0].value == outcomes[1].value in (9, 10)
 
 
 def test_without_times_and_signals_nothing_is_posted(tmp_path):
