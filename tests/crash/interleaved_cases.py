@@ -85,8 +85,8 @@ class Case(msgspec.Struct, frozen=True):
         return " x ".join(sorted(action.what for action in self.actions))
 
 
-def draw(number: int, whats: Sequence[str] = ()) -> Case:
-    """The case of a number, of these actions if some are given."""
+def draw(number: int, whats: Sequence[str] = (), *, far: bool = False) -> Case:
+    """The case of a number, of these actions if some are given; with `far` one process is always stopped."""
     chance = random.Random(number)
     drawn = chance.choice(_PAIRS).split("+")
     if chance.random() < 0.3:
@@ -102,7 +102,7 @@ def draw(number: int, whats: Sequence[str] = ()) -> Case:
     length = {what: OPERATIONS[what][only_changes] for what in whats}
     dying, stopped = chance.randrange(count), chance.randrange(count)
     killed = (dying, chance.randrange(length[whats[dying]])) if chance.random() < 0.2 else None
-    order = chance.choice(("uniform", "few", "few", "frozen", "frozen"))
+    order = chance.choice(("uniform", "few", "few", "frozen", "frozen")) if not far else "frozen"
     frozen = stopped, chance.randrange(length[whats[stopped]]), chance.choice(PATIENCE)
     return Case(number, start, actions, order, frozen, only_changes, killed)
 
@@ -151,7 +151,12 @@ class Order:
         self.left = self.chance.randrange(1, self.longest)
         self.released = case.order != "frozen"
         self.alone = self.chance.random() < 0.7
-        self.looked = 0
+        self.looked, self.kept = 0, False
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a process is kept stopped now."""
+        return self.kept and not self.released
 
     def choose(self, turns: Sequence[Turn]) -> tuple[Turn, int]:
         pool = list(turns)
@@ -161,6 +166,7 @@ class Order:
             if mine and mine[0].what == BEGIN and self.alone:
                 return mine[0], 1
             if mine and mine[0].what != BEGIN and mine[0].done >= at:
+                self.kept = True
                 others = [turn for turn in pool if turn.actor != who]
                 waiting = not any(turn.what != SLEEP for turn in others)
                 self.looked += waiting

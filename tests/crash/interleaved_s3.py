@@ -128,7 +128,7 @@ def _serve(address: str, tell: int, parent: int) -> None:
 class RemoteStage(Stage):
     """Cases in a bucket. A killed process's request is lost, or is carried out though it is dead."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, far: bool = False) -> None:
         address, told, parent = self.listen(), os.pipe(), os.getpid()
         self.server = os.fork()
         if self.server == 0:
@@ -144,7 +144,7 @@ class RemoteStage(Stage):
         self.under_way: set[int] = set()
         """The links whose requests are being answered."""
         keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
-        super().__init__([{**keys, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"} for port in ports])
+        super().__init__([{**keys, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"} for port in ports], far=far)
 
     def lay(self, files: dict[str, bytes]) -> None:
         self.run = f"s3://{BUCKET}/case{self.cases}/run"

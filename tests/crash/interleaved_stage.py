@@ -24,8 +24,9 @@ from tests.crash.interleaved_checks import Event
 from treeckpt.core.format.file_names import step_name
 from treeckpt.core.format.index import decode_index
 from treeckpt.errors import TreeckptError
+from treeckpt.io.storage.progress_file import LAPSE
 
-__all__ = ["ACTORS", "QUIET", "STUCK", "Link", "LocalStage", "Process", "Stage", "asleep", "save_id_in"]
+__all__ = ["ACTORS", "LATER", "QUIET", "STUCK", "Link", "LocalStage", "Process", "Stage", "asleep", "save_id_in"]
 
 ACTORS = 3
 CHECKER = ACTORS
@@ -34,6 +35,8 @@ QUIET = 0.001
 """Seconds between two looks at whether a process that has not stopped waits for another one."""
 STUCK = 20.0
 """Seconds that nobody goes on."""
+LATER = LAPSE + 100.0
+"""Seconds that a process of another host is stopped."""
 
 _ID = re.compile("[0-9a-f]{16}")
 """The random part of names."""
@@ -69,8 +72,8 @@ class Process(msgspec.Struct):
 class Stage:
     """The processes, and how they are told to go on."""
 
-    def __init__(self, environments: list[dict[str, str]]) -> None:
-        self.environments = environments
+    def __init__(self, environments: list[dict[str, str]], *, far: bool) -> None:
+        self.environments, self.far, self.late = environments, far, 0.0
         self.address = self.listen()
         self.poller = select.epoll()
         self.poller.register(self.listener.fileno(), select.EPOLLIN)
@@ -92,7 +95,7 @@ class Stage:
 
     def begin(self, files: dict[str, bytes]) -> None:
         """A run of its own with these files."""
-        self.cases += 1
+        self.cases, self.late = self.cases + 1, 0.0
         self.lay(files)
         self.events.clear()
         self.told.clear()
@@ -120,7 +123,7 @@ class Stage:
                     link.line.socket.close()
                 self.listener.close()
                 self.poller.close()
-                serve(self.address, number, self.environments[number])
+                serve(self.address, number, self.environments[number], f"host{number}" * self.far)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -211,7 +214,7 @@ class Stage:
         self.events.append((link.process.number, "op", link.next))
         link.process.did(link.next)
         link.next = None
-        link.line.send(-count if link.process.only_changes else count)
+        link.line.send((-count if link.process.only_changes else count, self.late))
 
     def stopped(self, process: Process) -> list[Link]:
         """The threads of a process that could go on, in an order that is the same whenever the case is played."""
@@ -247,10 +250,12 @@ class Stage:
         assert process.main is not None
         process.state, process.done, process.only_changes = "busy", 0, only_changes
         root = "" if free else self.run
-        process.main.line.send({"run": self.run, "action": action, "root": root, "only_changes": only_changes})
+        job = {"run": self.run, "action": action, "root": root, "only_changes": only_changes, "late": self.late}
+        process.main.line.send(job)
 
     def check(self) -> dict[str, Any]:
-        """What is there in the run now."""
+        """What is there in the run now; of processes on other hosts later, when none of them counts as alive."""
+        self.late += LATER * self.far
         self.call(CHECKER, CHECK, free=True)
         begin = time.monotonic()
         while self.processes[CHECKER].state == "busy":
@@ -278,10 +283,10 @@ def _short(told: dict[str, Any]) -> str:
 class LocalStage(Stage):
     """Cases in directories of the disk, or of memory."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, *, far: bool = False) -> None:
         self.place = place
         self._seen: dict[int, tuple[Any, ...] | None] = {}
-        super().__init__([{}] * (ACTORS + 1))
+        super().__init__([{}] * (ACTORS + 1), far=far)
 
     def lay(self, files: dict[str, bytes]) -> None:
         self.run = str(self.place / f"case{self.cases}" / "run")
