@@ -25,7 +25,7 @@ from ..core.format.byte_map import extents_in_file
 from ..core.format.check_index import check_against_files
 from ..core.format.damage import BadBytes, rank_path
 from ..core.format.file_names import damaged_name, parse_file_name
-from ..core.format.index import INDEX_NAME, encode_index, encode_manifest
+from ..core.format.index import INDEX_NAME, encode_manifest
 from ..core.format.records import File, Index
 from ..core.format.shard_header import (
     BLOCK,
@@ -41,10 +41,11 @@ from ..core.format.shard_header import (
 from ..core.format.timings import timings_name
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, FormatError, StoreError, TreeckptError
 from ..io.storage.checkpoint import Checkpoint
-from ..io.storage.index_lock import index_state, replace_index
+from ..io.storage.index_lock import hold_for_repair, index_state, replace_index
 from ..io.storage.local_write import sync_directory
 from ..io.storage.memory import aligned_buffer
 from ..io.storage.metadata_files import read_index, read_timings, rebuild_from_shards, replaced_meanwhile
+from ..io.storage.process_owner import this_process
 from ..io.storage.store import LocalStore, Store
 from ..reports import Repair, VerifyReport
 from .verify import survey_shard, verify_checkpoint
@@ -84,7 +85,7 @@ def _repair_index(store: Store, repairs: list[Repair]) -> Index:
         if any((kind := parse_file_name(name)) is not None and kind.kind == "deleted" for name in store.sizes()):
             raise
         index = rebuild_from_shards(store)
-        replace_index(store, None, encode_index(index))
+        replace_index(store, None, index, keep=lambda: None)
         repairs.append(Repair(INDEX_NAME, "was missing; made again from the headers of the shards"))
         return index
     except (CorruptError, FormatError):
@@ -103,7 +104,7 @@ def _legible_id(before: bytes | int) -> str | None:
 def _replace_index(store: Store, save_id: str | None, before: bytes | int, repairs: list[Repair]) -> Index:
     index = rebuild_from_shards(store, save_id=save_id, whole=False)
     aside: list[str] = []
-    replace_index(store, before, encode_index(index), keep=lambda: aside.append(_keep(store, INDEX_NAME)))
+    replace_index(store, before, index, keep=lambda: aside.append(_keep(store, INDEX_NAME)))
     repairs.append(Repair(INDEX_NAME, "made again from the headers of the shards", *aside))
     return index
 
@@ -113,8 +114,9 @@ def _drop_timings(store: Store, save_id: str, repairs: list[Repair]) -> None:
     with contextlib.suppress(TreeckptError, OSError):
         read_timings(store, save_id)
         return
-    aside = _keep(store, name)
-    store.delete(name)
+    with hold_for_repair(store):
+        aside = _keep(store, name)
+        store.delete(name)
     repairs.append(Repair(name, "taken away: how long the save took is lost, nothing else", aside))
 
 
@@ -135,8 +137,9 @@ def _repair_shard(store: Store, index: Index, file: File, repairs: list[Repair])
         return
     if size > whole:
         done.append(f"cut off {size - whole} bytes behind the end")
-    aside = _keep(store, file.name)
-    _rewrite(store, file, header, aside)
+    with hold_for_repair(store):
+        aside = _keep(store, file.name)
+        _rewrite(store, file, header, aside)
     repairs.append(Repair(file.name, " and ".join(done), aside))
 
 
@@ -232,7 +235,9 @@ def _keep(store: Store, name: str) -> str:
             os.link(store.directory / name, store.directory / aside, follow_symlinks=False)
             sync_directory(store.directory)
             return aside
-    _copy(store, name, aside, store.sizes()[name])
+    if (size := store.sizes().get(name)) is None:
+        raise replaced_meanwhile(store)
+    _copy(store, name, aside, size)
     return aside
 
 
@@ -263,7 +268,7 @@ def _rewrite(store: Store, file: File, header: bytes, aside: str) -> None:
     """Replaces a shard's header, and cuts the shard to its length."""
     whole = file.header + file.nbytes
     if isinstance(store, LocalStore):
-        temporary = f".{file.name}.{secrets.token_hex(8)}.tmp"
+        temporary = f".{file.name}.{this_process().tag}{secrets.token_hex(4)}.tmp"
         _copy(store, file.name, temporary, whole, header)
         (store.directory / temporary).replace(store.directory / file.name)
         sync_directory(store.directory)

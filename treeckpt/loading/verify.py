@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from ..core.format.damage import BadBytes, damaged_leaves
-from ..core.format.index import INDEX_NAME, encode_index, folded_index, rebuild
+from ..core.format.index import INDEX_NAME, folded_index, rebuild
 from ..core.format.records import File, Index
 from ..core.format.shard_header import ShardHeader, decode_header
 from ..core.format.sidecars import stored_name
@@ -118,7 +118,7 @@ def publish_rebuilt(store: Store, *, replace: bool, on_read: OnShardsRead | None
         )
     before = index_state(store)
     index = rebuild_from_shards(store, on_read=on_read)
-    replace_index(store, before, encode_index(index))
+    replace_index(store, before, index, keep=lambda: None)
     return index
 
 

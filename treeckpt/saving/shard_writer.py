@@ -300,14 +300,17 @@ class InlineWriter:
         """
         info, plan = self._info, self._plan
         self._waits = True
-        self.end()
-        if plan is None or (info.rank and self._written) or index_may_be_published(self._store, info.save_id):
-            return
-        timings = [] if info.rank else [timings_name(info.save_id)]
-        remove_files(self._store, [*written_names(info, plan), *timings])
-        if info.world > 1 and not info.rank:
-            report = WriteReport(to_fault(error, info.rank), host=socket.gethostname())
-            self._commit({0: report}, {})
+        self._wait_timings()
+        try:
+            if plan is None or (info.rank and self._written) or index_may_be_published(self._store, info.save_id):
+                return
+            timings = [] if info.rank else [timings_name(info.save_id)]
+            remove_files(self._store, [*written_names(info, plan), *timings])
+            if info.world > 1 and not info.rank:
+                report = WriteReport(to_fault(error, info.rank), host=socket.gethostname())
+                self._commit({0: report}, {})
+        finally:
+            self.end()  # as long as the record stands, nobody takes the files for those of a save that has ended
 
 
 def _result(future: Future[None] | None) -> None:

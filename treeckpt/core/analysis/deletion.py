@@ -315,6 +315,8 @@ class _DirectoryState:
             return self._leftovers(stale, directory=not rest and (not young or bool(ended)))
         if rest and self.fresh and not self.writing and not self.readers:
             return RetainedDirectory(name, "no index: the timings of a save that failed stay for the grace period")
+        if rest and self.taking and self.deleted:
+            return RetainedDirectory(name, "it is being deleted")
         if rest:
             return RetainedDirectory(
                 name, "no index, and being read" if self.readers else "no index yet: a save may be under way"

@@ -9,8 +9,10 @@ before it looks for the other's, so at least one of two sees the other:
     deletion  lock `deleting` -> list: gives up if a save is alive, a repair's lock stands, or the index is another
               save's -> takes the index away -> list: puts it back for a pin -> deletes the lock -> deletes the other
               files
-    repair    lock `repairing` -> list: gives up if a save is alive, or another lock stands -> replaces the index if it
-              is as it was read -> deletes the lock
+    repair    lock `repairing` -> list: gives up if a save is alive, or another lock stands -> replaces files, the index if
+              it is as it was read -> deletes the lock
+    clean-up  lock `deleting` -> list: gives up if a repair's lock stands, or the index is of a save whose files are to
+              go -> deletes leftovers -> deletes the lock
 
 Several deletions may hold a lock at the same time: one of them takes the index away. A lock is held for a few requests,
 and counts until its process has ended; where that cannot be seen, for `LAPSE` seconds. A process that was stopped for
@@ -33,7 +35,8 @@ import msgspec
 
 from ...core.format.decoding import decode_json
 from ...core.format.file_names import LockKind, lock_name, parse_file_name
-from ...core.format.index import INDEX_NAME, MAX_INDEX
+from ...core.format.index import INDEX_NAME, MAX_INDEX, encode_index
+from ...core.format.records import Index
 from ...core.format.save_progress import Owner, progress_name
 from ...errors import CheckpointError, TreeckptError
 from .many_files import for_each
@@ -151,10 +154,33 @@ def index_state(store: Store) -> bytes | int | None:
         return store.sizes().get(INDEX_NAME)
 
 
-def replace_index(
-    store: Store, before: bytes | int | None, data: bytes, *, keep: Callable[[], object] = lambda: None
-) -> None:
-    """Publishes an index that was made again, under a lock, if there still is the one that was found.
+@contextlib.contextmanager
+def hold_for_repair(store: Store) -> Iterator[dict[str, int]]:
+    """Holds a lock while files of a checkpoint are replaced; gives the files there and their sizes.
+
+    Raises:
+        CheckpointError: a save is under way there, or another process deletes or repairs files.
+    """
+    with hold_lock(store, "repairing") as own:
+        names, now_ns = store.sizes(), time.time_ns()
+        held = [_who(name, owner) for name, owner in held_locks(store, names.keys() - {own}).items()]
+        held += [
+            f"save {each.save_id} is under way there"
+            for each in read_progress(store, names)
+            if each.rank == 0 and is_alive(progress_name(0, each.save_id), each, now_ns)
+        ]
+        if held:
+            raise CheckpointError(
+                store.url,
+                expected="that nothing else changes the checkpoint while it is repaired",
+                found="; ".join(held),
+                hint="Look at the checkpoint again when that has ended",
+            )
+        yield names
+
+
+def replace_index(store: Store, before: bytes | int | None, index: Index, *, keep: Callable[[], object]) -> None:
+    """Publishes an index that was made again, under a lock, if there still is the one that was found, and its shards.
 
     Args:
         before: the `index_state` from before it was made.
@@ -162,28 +188,15 @@ def replace_index(
 
     Raises:
         CheckpointExists: there is one now, and was none.
-        CheckpointError: another save has been committed, is under way, or something else is about to change the index.
+        CheckpointError: the checkpoint has been replaced or deleted, or as `hold_for_repair`.
     """
-    with hold_lock(store, "repairing") as own:
-        names = store.sizes()
-        saves = [each for each in read_progress(store, names) if each.rank == 0]
-        now_ns = time.time_ns()
-        held = [_who(name, owner) for name, owner in held_locks(store, names).items() if name != own]
-        held += [
-            f"save {each.save_id} is under way there"
-            for each in saves
-            if is_alive(progress_name(0, each.save_id), each, now_ns)
-        ]
-        if not before and any((kind := parse_file_name(name)) and kind.kind == "deleted" for name in names):
-            held.append("it has been deleted, or that was cut short")
-        if held:
-            raise CheckpointError(
-                store.url,
-                expected="that nothing else changes the checkpoint while its index is made again",
-                found="; ".join(held),
-                hint="Look at the checkpoint again when that has ended",
-            )
-        if before is not None and index_state(store) != before:
+    data = encode_index(index)
+    with hold_for_repair(store) as names:
+        deleted = (name for name in names if (kind := parse_file_name(name)) and kind.kind == "deleted")
+        gone = before is None and next(deleted, None) is not None
+        if gone or (before is not None and index_state(store) != before):
+            raise replaced_meanwhile(store)
+        if before is None and not {file.name for file in index.file_list} <= names.keys():
             raise replaced_meanwhile(store)
         keep()
         if isinstance(before, bytes) and isinstance(store, SupportsCompareAndSwap):

@@ -30,7 +30,7 @@ from ...core.format.save_progress import Owner, parse_progress_name
 from ...errors import CheckpointError, CheckpointExists, CheckpointNotFound, TreeckptError
 from ...reports import Leftover
 from .far_store import FarStore
-from .index_lock import read_lock
+from .index_lock import held_locks, hold_lock, read_lock
 from .late_requests import names_being_deleted
 from .many_files import for_each
 from .metadata_files import decode_and_check, read_index, read_index_bytes, read_timings, taken_index
@@ -166,12 +166,16 @@ def remove_leftovers(folder: Folder, removal: Removal) -> str:
     """Removes leftovers; returns why not, if something has changed since the removal was planned."""
     kinds = [kind for name in removal.files if (kind := parse_file_name(name)) is not None]
     saves = {kind.save_id for kind in kinds if kind.kind in ("shard", "sidecar", "timings")}
-    if saves and committed_save_id(folder) in saves:
-        return "it has been committed meanwhile"
-    if restore_index(folder.store):
-        return "its index was taken away by a deletion of another save, and is back"
-    delete_files(folder.store, removal.files)
     if removal.files:
+        with hold_lock(folder.store, "deleting") as own:
+            locks = held_locks(folder.store, folder.store.sizes().keys() - {own}) if saves else {}
+            if any(name.startswith("repairing") for name in locks):
+                return "it is being repaired"
+            if saves and committed_save_id(folder) in saves:
+                return "it has been committed meanwhile"
+            if restore_index(folder.store):
+                return "its index was taken away by a deletion of another save, and is back"
+            delete_files(folder.store, removal.files)
         folder.sync()
     if removal.directory:
         folder.remove()

@@ -291,7 +291,10 @@ class ObjectStore:
 
     def tidy(self) -> bool:
         """Removes the directory of the prefix if it is empty (fsspec has some); returns whether it is empty."""
-        if self.entries():
+        try:
+            if self.entries():
+                return False
+        except StoreError:  # an index that was read is there: another save has been committed since the listing
             return False
         self._bucket.tidy(self._prefix)
         return True
