@@ -86,7 +86,8 @@ def gc(run: str, action: Action) -> dict[str, Any]:
 def _told_of_clean(report: dict[str, Any]) -> dict[str, Any]:
     removed = [one["save_id"] for one in report["removed"] if one["what"] == "checkpoint"]
     failed = [f"{one['name']}: {one['why']}" for one in report["failed"]]
-    return {"removed": removed, "failed": failed, "cleans": True}
+    left = [one["name"] for one in (*report["left"], *report["failed"])]
+    return {"removed": removed, "left": left, "failed": failed, "cleans": True}
 
 
 def delete(run: str, action: Action) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from tests.crash.interleaved_actions import Action
 from tests.crash.interleaved_cases import Case
+from treeckpt.core.format.file_names import step_name
 
 __all__ = ["Event", "Record", "violations"]
 
@@ -35,6 +36,8 @@ class Record:
     told: dict[int, dict[str, Any]]
     """What each process has told that was not killed."""
     check: dict[str, Any]
+    far: bool = False
+    """Whether each process was on a host of its own."""
 
     def commits(self, step: int) -> list[tuple[int, str | None, int]]:
         """What the index of a step named: (from which event on, save, who made it so)."""
@@ -93,7 +96,7 @@ def _entitled(record: Record, step: int, save_id: str) -> bool:
     for who, action in enumerate(record.case.actions):
         told = record.told.get(who)  # None: it was killed
         if action.what in ("clean", "gc", "careless"):
-            named = told is None or save_id in told.get("removed", ())
+            named = told is None or save_id in told.get("removed", ()) or _took(record, who, step, save_id)
         elif action.what == "delete":
             named = action.step == step and (told is None or "deleted" in told)
         elif action.what == "manager":
@@ -103,6 +106,16 @@ def _entitled(record: Record, step: int, save_id: str) -> bool:
         if named and save_id in record.looked(who):
             return True
     return False
+
+
+def _took(record: Record, who: int, step: int, save_id: str) -> bool:
+    """Whether a clean-up of another host took an index away that it does not say to have left.
+
+    One that was stopped for too long finds its work done by others, and does not report it.
+    """
+    commits = [(one, by) for _, one, by in record.commits(step)]
+    taken = any(one is None and by == who and commits[at][0] == save_id for at, (one, by) in enumerate(commits[1:]))
+    return record.far and taken and step_name(step) not in record.told[who].get("left", ())
 
 
 def _saves(record: Record, step: int) -> list[str]:
@@ -120,7 +133,9 @@ def _saves(record: Record, step: int) -> list[str]:
     for who, told in record.told.items():
         if "saved" in told and told["saved"][0] == step and told["saved"][1] not in [one for _, one, _ in commits]:
             found.append(f"lost: {record.case.actions[who].words} succeeded and was never committed")
-        if "error" in told and record.case.actions[who].seed == end.get("seed") and "save_id" in end:
+        by_repair = record.far and commits[-1][2] >= 0 and record.case.actions[commits[-1][2]].what == "repair"
+        raised = "error" in told and not by_repair  # a repair takes what a process of another host has left for so long
+        if raised and record.case.actions[who].seed == end.get("seed") and "save_id" in end:
             found.append(f"committed though it raised: {record.case.actions[who].words}: {told['text'][:200]}")
     expected = record.seeds.get(end.get("save_id") or "")
     damaged = record.case.start in _DAMAGED and step == 1 and end.get("save_id") == record.before.get(step)
