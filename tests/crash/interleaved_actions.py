@@ -127,11 +127,9 @@ def restore(run: str, action: Action) -> dict[str, Any]:
 def check(run: str, action: Action) -> dict[str, Any]:
     before = _contents(run, whole=True)
     report = RunDirectory(run).clean([All()], grace=0)
-    return {
-        "before": before,
-        "after": _contents(run, whole=False),
-        "failed": [f"{one.name}: {one.why}" for one in report.failed],
-    }
+    left = {str(step_of(one.name)): one.why for one in report.left}
+    failed = [f"{one.name}: {one.why}" for one in report.failed]
+    return {"before": before, "after": _contents(run, whole=False), "left": left, "failed": failed}
 
 
 def _contents(run: str, *, whole: bool) -> dict[str, dict[str, Any]]:

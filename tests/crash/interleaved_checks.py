@@ -191,10 +191,10 @@ def _rest(record: Record) -> list[str]:
     found: list[str] = []
     check = record.check
     for step, state in check["after"].items():
-        damaged = record.case.start in _DAMAGED and step == "1" and state["save_id"] is None and state["error"]
-        if "error" in state and state["save_id"] is None and not damaged and not _pinned(state):
+        corrupt = check["left"].get(step, "").startswith("corrupt")  # of it nothing is deleted
+        if state["save_id"] is None and not corrupt and not _pinned(state):
             found.append(f"left over: step {step} has no checkpoint, and {state['others'] or 'an empty directory'}")
-        elif state["others"] and not damaged and not _pinned(state):
+        elif state["others"] and not corrupt and not _pinned(state):
             found.append(f"left over: step {step} has {state['others']}")
     for step, state in check["before"].items():
         if state["save_id"] is not None and check["after"].get(step, {}).get("save_id") != state["save_id"]:
