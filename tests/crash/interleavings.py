@@ -180,18 +180,21 @@ def main(place: str, numbers: range, actions: Sequence[str]) -> None:
         theatre = Theatre(RemoteStage(far=far) if place == "s3" else LocalStage(Path(directory), far=far))
         cases: collections.Counter[str] = collections.Counter()
         failed: collections.Counter[str] = collections.Counter()
+        told: collections.Counter[str] = collections.Counter()
         operations, begin = 0, time.monotonic()
         for number in numbers:
             case = draw(number, actions, far=far)
             record = theatre.play(case)
             cases[case.kind] += 1
             operations += sum(what == "op" for _, what, _ in record.events)
+            told.update(f"{case.actions[who].what}: {one.get('error', 'ended')}" for who, one in record.told.items())
             if found := violations(record):
                 failed[case.kind] += 1
                 print(json.dumps(row_of(record, found)), flush=True)
         theatre.stage.close()
         times = {"seconds": time.monotonic() - begin, "processor": sum(os.times()[:4])}
-        print(json.dumps({"cases": cases, "failed": failed, "operations": operations, **times}), flush=True)
+        counts = {"cases": cases, "failed": failed, "told": told, "operations": operations}
+        print(json.dumps(counts | times), flush=True)
 
 
 if __name__ == "__main__":
