@@ -108,6 +108,11 @@ def repair(run: str, action: Action) -> dict[str, Any]:
     return {"repaired": [str(one) for one in report.repairs], "ok": report.ok}
 
 
+def rebuild(run: str, action: Action) -> dict[str, Any]:
+    """Makes an index again, where there is one too if the seed is odd."""
+    return {"rebuilt": tc.rebuild_index(place(run, action.step), replace=bool(action.seed % 2)).save_id}
+
+
 def pin(run: str, action: Action) -> dict[str, Any]:
     RunDirectory(run).pin(action.step)
     return {"pinned": action.step}
@@ -173,6 +178,7 @@ _ACTIONS: dict[str, Callable[[str, Action], dict[str, Any]]] = {
     "delete": delete,
     "careless": careless,
     "repair": repair,
+    "rebuild": rebuild,
     "pin": pin,
     "load": load,
     "restore": restore,

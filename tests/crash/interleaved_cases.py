@@ -17,7 +17,7 @@ STEPS = (1, 2, 3)
 LONGEST = 40
 """Operations in a row, at most, where somebody else goes on then."""
 OPERATIONS = {
-    **dict.fromkeys(("save", "overwrite", "delete", "repair"), (36, 14)),
+    **dict.fromkeys(("save", "overwrite", "delete", "repair", "rebuild"), (36, 14)),
     **dict.fromkeys(("clean", "gc"), (60, 12)),
     "manager": (90, 22),
     "pin": (20, 4),
@@ -108,7 +108,7 @@ def draw(number: int, whats: Sequence[str] = (), *, far: bool = False) -> Case:
 
 
 def _start(chance: random.Random, whats: Sequence[str]) -> str:
-    if "repair" in whats and chance.random() < 0.8:
+    if {"repair", "rebuild"} & {*whats} and chance.random() < 0.8:
         return chance.choice(("no index", "torn", "long"))
     if chance.random() < 0.55:
         return "two"
@@ -121,7 +121,7 @@ def _step(chance: random.Random, what: str, start: str) -> int:
         return 0
     if what in ("save", "manager"):
         return chance.choice((1, 3) if start != "one" else (1, 1, 3))
-    return chance.choice((1, 1, 1, 2)) if what != "repair" else 1
+    return chance.choice((1, 1, 1, 2)) if what not in ("repair", "rebuild") else 1
 
 
 BEGIN = "begin"
