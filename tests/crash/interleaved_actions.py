@@ -20,7 +20,7 @@ from treeckpt.io.storage.metadata_files import read_index
 from treeckpt.io.storage.open import open_run
 from treeckpt.runs.run import RunDirectory
 
-__all__ = ["CHECK", "Action", "act"]
+__all__ = ["Action", "act"]
 
 
 class Action(msgspec.Struct, frozen=True):
@@ -34,10 +34,6 @@ class Action(msgspec.Struct, frozen=True):
     @property
     def words(self) -> str:
         return f"{self.what} {self.step}" if self.step else self.what
-
-
-CHECK = Action("check")
-"""Not part of an interleaving: what is there behind it, before and after one more clean-up."""
 
 
 def tree_of(seed: int) -> dict[str, Any]:
@@ -130,14 +126,15 @@ def restore(run: str, action: Action) -> dict[str, Any]:
 
 
 def check(run: str, action: Action) -> dict[str, Any]:
-    before = _contents(run, whole=True)
+    """What is there behind an interleaving, and what one more clean-up leaves. A quarter of them is verified too."""
+    before = _contents(run, whole=True, verified=action.seed % 4 == 0)
     report = RunDirectory(run).clean([All()], grace=0)
     left = {str(step_of(one.name)): one.why for one in report.left}
     failed = [f"{one.name}: {one.why}" for one in report.failed]
-    return {"before": before, "after": _contents(run, whole=False), "left": left, "failed": failed}
+    return {"before": before, "after": _contents(run), "left": left, "failed": failed}
 
 
-def _contents(run: str, *, whole: bool) -> dict[str, dict[str, Any]]:
+def _contents(run: str, *, whole: bool = False, verified: bool = False) -> dict[str, dict[str, Any]]:
     """Each step's directory: its save, with `whole` what loads from it, and the files that are of no committed save."""
     found: dict[str, dict[str, Any]] = {}
     store = open_run(run)
@@ -151,6 +148,7 @@ def _contents(run: str, *, whole: bool) -> dict[str, dict[str, Any]]:
             save_id = state["save_id"] = tc.inspect(path).save_id
             if whole:
                 state["seed"] = seed_in(tc.load(path))
+            if verified:
                 state["problems"] = [str(problem) for problem in tc.verify(path).problems]
         except tc.TreeckptError as error:
             state["error"] = f"{type(error).__name__}: {error}"

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from tests.crash.interleaved_actions import CHECK, Action
+from tests.crash.interleaved_actions import Action
 from tests.crash.interleaved_actor import Line, changes, serve
 from tests.crash.interleaved_cases import STEPS
 from tests.crash.interleaved_checks import Event
@@ -26,13 +26,25 @@ from treeckpt.core.format.index import decode_index
 from treeckpt.errors import TreeckptError
 from treeckpt.io.storage.progress_file import LAPSE
 
-__all__ = ["ACTORS", "LATER", "QUIET", "STUCK", "Link", "LocalStage", "Process", "Stage", "asleep", "save_id_in"]
+__all__ = [
+    "ACTORS",
+    "LATER",
+    "LONGEST_PAUSE",
+    "QUIET",
+    "STUCK",
+    "Link",
+    "LocalStage",
+    "Process",
+    "Stage",
+    "asleep",
+    "save_id_in",
+]
 
 ACTORS = 3
 CHECKER = ACTORS
 """The process that looks at what is there behind a case."""
-QUIET = 0.001
-"""Seconds between two looks at whether a process that has not stopped waits for another one."""
+QUIET, LONGEST_PAUSE = 0.001, 0.016
+"""Seconds between looks at whether a process that has not stopped waits for another one: twice as long each time."""
 STUCK = 20.0
 """Seconds that nobody goes on."""
 LATER = LAPSE + 100.0
@@ -223,14 +235,15 @@ class Stage:
 
     def settle(self) -> None:
         """Waits until every process that has begun has stopped, has ended, or waits for another one."""
-        begin = time.monotonic()
+        begin, pause = time.monotonic(), QUIET
         self.poll(0)
         while True:
             loose = [p for p in self.processes if p.state == "busy" and not self.stopped(p)]
             if not loose:
                 return
-            if self.poll(QUIET):
+            if self.poll(pause):
                 continue
+            pause = min(2 * pause, LONGEST_PAUSE)
             if all(asleep(p.pid) for p in loose) and not self.poll(0):
                 ready = any(p.state == "called" or self.stopped(p) for p in self.processes)
                 if ready or time.monotonic() - begin > STUCK:
@@ -253,10 +266,10 @@ class Stage:
         job = {"run": self.run, "action": action, "root": root, "only_changes": only_changes, "late": self.late}
         process.main.line.send(job)
 
-    def check(self) -> dict[str, Any]:
+    def check(self, number: int) -> dict[str, Any]:
         """What is there in the run now; of processes on other hosts later, when none of them counts as alive."""
         self.late += LATER * self.far
-        self.call(CHECKER, CHECK, free=True)
+        self.call(CHECKER, Action("check", seed=number), free=True)
         begin = time.monotonic()
         while self.processes[CHECKER].state == "busy":
             self.poll(1.0)

@@ -114,7 +114,7 @@ class Theatre:
         stage.look(-1)
         told = dict(stage.told)
         known = {told[who]["saved"][1]: told[who]["saved"][2] for who in told if "saved" in told[who]}
-        record = Record(case, before, {**seeds, **known}, list(stage.events), told, stage.check(), stage.far)
+        record = Record(case, before, {**seeds, **known}, list(stage.events), told, stage.check(case.number), stage.far)
         stage.end()
         return record
 
