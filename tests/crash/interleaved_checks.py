@@ -68,6 +68,14 @@ class Record:
         ends = (at for at, event in enumerate(self.events) if event[0] == who and event[1] in ("told", "killed"))
         return begin, next(ends, len(self.events))
 
+    def there(self, who: int, step: int) -> set[str | None]:
+        """What the index of a step named while a process was at work."""
+        begin, end = self.span(who)
+        commits = self.commits(step)
+        return {save for at, save, _ in commits if begin < at < end} | {
+            [save for at, save, _ in commits if at <= begin][-1]
+        }
+
 
 def _reads_index(operation: str) -> int | None:
     """The step whose index an operation reads, by its published name."""
@@ -166,17 +174,37 @@ def _told(record: Record, who: int, action: Action, told: Mapping[str, Any]) -> 
         found.append(f"pinned, and deleted: {action.words}")
     if action.what == "load":
         found += _read(record, who, action, told)
-    elif told.get("loaded") == -1:
-        found.append(f"wrong values: {action.words}")
+    elif action.what == "restore":
+        found += _restored(record, who, told)
+    return found + _deleted(record, who, action, told)
+
+
+def _deleted(record: Record, who: int, action: Action, told: Mapping[str, Any]) -> list[str]:
+    """What somebody says to have deleted is not there; a repair that began before may have made its index again."""
+    if any(other.what in ("repair", "rebuild") for other in record.case.actions):
+        return []
+    there = {state["save_id"] for state in record.check["before"].values()}
+    found = [
+        f"not deleted: {action.words} says that it removed {one}" for one in told.get("removed", ()) if one in there
+    ]
+    if "deleted" in told and len(record.there(who, action.step) - {None}) == len(record.there(who, action.step)) == 1:
+        found.append(f"not deleted: {action.words} succeeded, and nothing has changed")
     return found
+
+
+def _restored(record: Record, who: int, told: Mapping[str, Any]) -> list[str]:
+    """A training that resumes gets what one save wrote, and finds one if a step was there all the time."""
+    if told.get("loaded") == -1:
+        return ["wrong values: restore"]
+    there = [record.there(who, step) for step in record.before]
+    if told.get("loaded") is None and any(len(saves) == 1 and None not in saves for saves in there):
+        return [f"not read: restore, though a step was there: {told.get('text', 'it found none')[:300]}"]
+    return []
 
 
 def _read(record: Record, who: int, action: Action, told: Mapping[str, Any]) -> list[str]:
     """A reader gets what one save wrote that was there meanwhile, and an error only if one was not there throughout."""
-    begin, end = record.span(who)
-    commits = record.commits(action.step)
-    there = {save_id for at, save_id, _ in commits if begin < at < end}
-    there.add([save_id for at, save_id, _ in commits if at <= begin][-1])
+    there = record.there(who, action.step)
     if "loaded" in told:
         known = [record.seeds.get(save_id or "") for save_id in there]
         wrong = told["loaded"] == -1 or (None not in known and told["loaded"] not in known)
