@@ -278,15 +278,21 @@ class Stage:
 
 
 def asleep(pid: int) -> bool:
-    """Whether every thread of a process waits for something."""
+    """Whether every thread of a process waits for something, and has for a moment: none has run between two looks."""
     try:
-        for task in os.listdir(f"/proc/{pid}/task"):
-            text = Path(f"/proc/{pid}/task/{task}/stat").read_bytes()
-            if text[text.rindex(b")") + 2 : text.rindex(b")") + 3] not in (b"S", b"Z"):
-                return False
+        first = _threads(pid)
+        return all(state in (b"S", b"Z") for state, _ in first.values()) and first == _threads(pid)
     except OSError:
         return False
-    return True
+
+
+def _threads(pid: int) -> dict[str, tuple[bytes, bytes]]:
+    """The threads of a process: whether each one runs, and how often and how long it has run."""
+    found: dict[str, tuple[bytes, bytes]] = {}
+    for task in os.listdir(f"/proc/{pid}/task"):
+        text = Path(f"/proc/{pid}/task/{task}/stat").read_bytes().rpartition(b") ")[2]
+        found[task] = text[:1], Path(f"/proc/{pid}/task/{task}/schedstat").read_bytes()
+    return found
 
 
 def _short(told: dict[str, Any]) -> str:
