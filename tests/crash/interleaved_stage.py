@@ -287,11 +287,12 @@ def asleep(pid: int) -> bool:
 
 
 def _threads(pid: int) -> dict[str, tuple[bytes, bytes]]:
-    """The threads of a process: whether each one runs, and how often and how long it has run."""
+    """The threads of a process: the state of each, and how often it has stopped running."""
     found: dict[str, tuple[bytes, bytes]] = {}
     for task in os.listdir(f"/proc/{pid}/task"):
-        text = Path(f"/proc/{pid}/task/{task}/stat").read_bytes().rpartition(b") ")[2]
-        found[task] = text[:1], Path(f"/proc/{pid}/task/{task}/schedstat").read_bytes()
+        text = Path(f"/proc/{pid}/task/{task}/status").read_bytes()
+        state = text.index(b"State:\t") + len(b"State:\t")
+        found[task] = text[state : state + 1], text[text.index(b"voluntary_ctxt_switches") :]
     return found
 
 
