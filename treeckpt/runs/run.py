@@ -348,13 +348,13 @@ class RunDirectory:
         try:
             # the plan may be outdated: other removals took place before this one
             now = folder.listed()
-            if INDEX_NAME not in now.entries():
-                raise FileNotFoundError(f"{folder.url}/{INDEX_NAME}")
             info = _checked(read_info(now, cache=self._cache))
-            if (kept := self._reason_to_keep(info, now, grace)) is not None:
-                return kept.why
-            if (index := index_of_save(now, removal.save_id)) is None:
-                return _REPLACED
+            kept = self._reason_to_keep(info, now, grace)
+            index = index_of_save(now, removal.save_id) if kept is None else None
+            if index is None:
+                if folder.entry(INDEX_NAME) is None:
+                    raise FileNotFoundError(f"{folder.url}/{INDEX_NAME}")
+                return kept.why if kept is not None else _REPLACED
             if isinstance(store, LocalStore):
                 store.take_away(INDEX_NAME, mark)
                 if (store.directory / mark).read_bytes() != index:  # this process was stopped for minutes

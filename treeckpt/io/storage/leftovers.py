@@ -171,10 +171,10 @@ def remove_leftovers(folder: Folder, removal: Removal) -> str:
             locks = held_locks(folder.store, folder.store.sizes().keys() - {own}) if saves else {}
             if any(name.startswith("repairing") for name in locks):
                 return "it is being repaired"
-            if saves and committed_save_id(folder) in saves:
-                return "it has been committed meanwhile"
             if restore_index(folder.store):
                 return "its index was taken away by a deletion of another save, and is back"
+            if saves and committed_save_id(folder) in saves:
+                return "it has been committed meanwhile"
             delete_files(folder.store, removal.files)
         folder.sync()
     if removal.directory:

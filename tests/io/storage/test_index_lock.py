@@ -1,0 +1,178 @@
+"""The lock on an index: saves wait for deletions and repairs, which give up beside a save; an index is never lost."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import treeckpt as tc
+from treeckpt.core.analysis.retention_policy import Last
+from treeckpt.core.format.file_names import deleted_name, lock_name, step_name
+from treeckpt.core.format.index import INDEX_NAME
+from treeckpt.core.format.save_progress import Owner, Progress
+from treeckpt.io.storage import index_lock
+from treeckpt.io.storage.index_lock import IndexLock, hold_lock, index_state, replace_index
+from treeckpt.io.storage.metadata_files import read_index
+from treeckpt.io.storage.process_owner import this_process
+from treeckpt.io.storage.progress_file import LAPSE, ProgressRecorder
+from treeckpt.io.storage.store import LocalStore
+from treeckpt.runs.run import RunDirectory
+
+ENDED = msgspec.structs.replace(this_process(), started=this_process().started + 1)
+ELSEWHERE = Owner("another host", 1, "another boot", 1)
+
+
+def write_lock(path: Path, owner: Owner, age: float = 0.0, kind: Any = "deleting") -> Path:
+    file = path / lock_name(kind, "0" * 16)
+    file.write_bytes(msgspec.json.encode(IndexLock(owner, time.time_ns() - int(age * 1e9))))
+    return file
+
+
+def test_a_save_is_committed_once_the_lock_is_gone(tmp_path: Path) -> None:
+    with hold_lock(LocalStore(tmp_path), "deleting"):
+        saving = threading.Thread(target=tc.save, args=(tmp_path, {"n": 1}), daemon=True)
+        saving.start()
+        saving.join(0.2)
+        assert saving.is_alive() and INDEX_NAME not in os.listdir(tmp_path)
+    saving.join(60)
+    assert tc.load(tmp_path) == {"n": 1}
+
+
+def test_a_save_beside_an_endless_deletion_fails_and_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_lock, "WAIT", 0.05)
+    file = write_lock(tmp_path, ELSEWHERE)
+    with pytest.raises(tc.CheckpointError, match=f"process 1 on another host deletes it.*delete {file.name}"):
+        tc.save(tmp_path, {"n": 1})
+    assert {name.partition(".")[0] for name in os.listdir(tmp_path)} == {"deleting", "timings"}
+
+
+@pytest.mark.parametrize(
+    ("owner", "age"), [(ENDED, 0.0), (ELSEWHERE, LAPSE + 1)], ids=["ended", "not renewed on another host"]
+)
+def test_the_lock_of_a_process_that_has_ended_holds_nobody_up(tmp_path: Path, owner: Owner, age: float) -> None:
+    path = tmp_path / step_name(1)
+    path.mkdir()
+    file = write_lock(path, owner, age)
+    tc.save(path, {"n": 1}, step=1)
+    RunDirectory(tmp_path).clean([])
+    assert not file.exists() and tc.load(path) == {"n": 1}
+
+
+def test_a_lock_that_a_power_loss_left_empty_holds_nobody_up(tmp_path: Path) -> None:
+    (tmp_path / lock_name("repairing", "1" * 16)).touch()
+    tc.save(tmp_path, {"n": 1})
+    assert tc.load(tmp_path) == {"n": 1}
+
+
+def test_a_deletion_gives_up_beside_a_save_and_a_repair(tmp_path: Path) -> None:
+    for step in (1, 2):
+        tc.save(tmp_path / step_name(step), {"n": step}, step=step)
+    path = tmp_path / step_name(1)
+    with hold_lock(LocalStore(path), "repairing"):
+        assert "being repaired" in RunDirectory(tmp_path).clean([Last(1)]).left[0].why
+    now = time.time_ns()
+    record = ProgressRecorder(LocalStore(path), Progress("a" * 16, 0, 1, 1, "write", 0, 1, now, now))
+    record.begin()
+    try:
+        with pytest.raises(tc.CheckpointError, match="another save may be writing"):
+            RunDirectory(tmp_path).delete(1)
+    finally:
+        record.end()
+    RunDirectory(tmp_path).delete(1)
+    assert os.listdir(tmp_path) == [step_name(2)]
+
+
+def test_a_repair_gives_up_beside_a_save_and_a_deletion(tmp_path: Path) -> None:
+    tc.save(tmp_path, {"n": 1})
+    before = sorted(os.listdir(tmp_path))
+    now = time.time_ns()
+    record = ProgressRecorder(LocalStore(tmp_path), Progress("a" * 16, 0, 1, None, "write", 0, 1, now, now))
+    record.begin()
+    with pytest.raises(tc.CheckpointError, match=f"save {'a' * 16} is under way"):
+        tc.rebuild_index(tmp_path, replace=True)
+    record.end()
+    with (
+        hold_lock(LocalStore(tmp_path), "deleting"),
+        pytest.raises(tc.CheckpointError, match=f"process {os.getpid()} on .* deletes it"),
+    ):
+        tc.rebuild_index(tmp_path, replace=True)
+    assert sorted(os.listdir(tmp_path)) == before
+    assert tc.rebuild_index(tmp_path, replace=True) == tc.inspect(tmp_path)
+
+
+def test_an_index_that_was_saved_since_the_look_is_not_replaced(tmp_path: Path) -> None:
+    tc.save(tmp_path, {"n": 1})
+    store = LocalStore(tmp_path)
+    before, old = index_state(store), read_index(store)
+    tc.save(tmp_path, {"n": 2}, overwrite=True)
+    with pytest.raises(tc.CheckpointError, match="another save was committed meanwhile"):
+        replace_index(store, before, old, keep=lambda: None)
+    (tmp_path / INDEX_NAME).unlink()
+    with pytest.raises(tc.CheckpointError, match="meanwhile"):  # its shards are gone
+        replace_index(store, None, old, keep=lambda: None)
+    assert INDEX_NAME not in os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("url", ["s3", "memory"])
+def test_an_object_that_was_replaced_since_the_look_is_not_deleted(request: pytest.FixtureRequest, url: str) -> None:
+    store = (
+        request.getfixturevalue("s3").store() if url == "s3" else tc.ObjectStore(f"memory://bucket/{time.time_ns()}")
+    )
+    store.publish("index.json", b"old", replace=True)
+
+    def replaced_after_the_look(found: bytes) -> bool:
+        store.publish("index.json", b"new", replace=True)
+        return found == b"old"
+
+    with pytest.raises(tc.CheckpointExists):
+        store.delete_if("index.json", holds=replaced_after_the_look, limit=99)
+    assert store.read("index.json", limit=99) == b"new"
+    with pytest.raises(tc.CheckpointExists):
+        store.delete_if("index.json", holds=lambda found: found == b"old", limit=99)
+    store.delete_if("index.json", holds=lambda found: True, limit=99)
+    with pytest.raises(FileNotFoundError):
+        store.delete_if("index.json", holds=lambda found: True, limit=99)
+
+
+@pytest.mark.parametrize("by", ["a clean-up", "a save", "a reader"])
+def test_an_index_that_a_killed_deletion_has_taken_wrongly_is_back(tmp_path: Path, by: str) -> None:
+    """A deletion of another save was stopped for longer than its lock counts, and killed before it could look."""
+    path = tmp_path / step_name(1)
+    tc.save(path, {"n": 1}, step=1)
+    (path / INDEX_NAME).rename(path / deleted_name("d" * 16, "e" * 16))
+    if by == "a clean-up":
+        RunDirectory(tmp_path).clean([], grace=0)
+        RunDirectory(tmp_path).clean([], grace=0)
+    elif by == "a save":
+        with pytest.raises(tc.CheckpointExists):
+            tc.save(path, {"n": 2}, step=1)
+    assert tc.load(path) == {"n": 1} and tc.verify(path).ok
+    if by != "a reader":
+        assert INDEX_NAME in os.listdir(path) and not any(name.startswith("deleted") for name in os.listdir(path))
+
+
+def test_a_deletion_that_was_stopped_between_its_look_and_its_rename_puts_the_index_back(tmp_path: Path) -> None:
+    class Stopped(LocalStore):
+        """Meanwhile another process saves the step, and does not see the lock: it has lapsed."""
+
+        def take_away(self, name: str, aside: str) -> None:
+            for lock in self.directory.glob("deleting*"):
+                lock.unlink()
+            tc.save(self.directory, {"n": 10}, step=1, overwrite=True)
+            super().take_away(name, aside)
+
+    for step in (1, 2):
+        tc.save(tmp_path / step_name(step), {"n": step}, step=step)
+    run = RunDirectory(tmp_path)
+    folder = run.store.folder(step_name(1))
+    folder.store = Stopped(tmp_path / step_name(1))
+    run.store.folder = lambda name: folder if name == step_name(1) else type(folder)(tmp_path / name)  # pyright: ignore
+    report = run.clean([Last(1)])
+    assert [left.why for left in report.left] == ["another save has been committed there meanwhile"]
+    assert tc.load(tmp_path / step_name(1)) == {"n": 10} and tc.verify(tmp_path / step_name(1)).ok
