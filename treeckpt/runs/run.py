@@ -280,13 +280,14 @@ class RunDirectory:
         """
         info, folder = self.checkpoint(step), self.folder(step)
         plan = self._plan_alone(info, folder, grace)
-        why = "it is pinned" if info.pinned else "".join(left.why for left in plan.left)
+        pinned = info.pinned or not (plan.left or plan.removals)  # or since the look
+        why = "it is pinned" if pinned else "".join(left.why for left in plan.left)
         if not why:
             with claim(folder.name) as free, _wrapped_os_errors(folder.url), contextlib.suppress(FileNotFoundError):
                 why = self.remove_directory(plan.removals[0], grace) if free else "it is being saved"
         if why and self.store.folder(folder.name).entries().keys() & {INDEX_NAME}:
             held = why.removeprefix("no policy keeps it, but ")
-            hint = "Unpin it first" if info.pinned else "Delete it when that has ended"
+            hint = "Unpin it first" if pinned else "Delete it when that has ended"
             raise CheckpointError(folder.url, expected="a checkpoint that nothing holds", found=held, hint=hint)
 
     def _plan_alone(self, info: CheckpointInfo, folder: Folder, grace: float) -> CleanupPlan:

@@ -112,10 +112,10 @@ def test_an_index_that_was_saved_since_the_look_is_not_replaced(tmp_path: Path) 
     before, old = index_state(store), read_index(store)
     tc.save(tmp_path, {"n": 2}, overwrite=True)
     with pytest.raises(tc.CheckpointError, match="another save was committed meanwhile"):
-        replace_index(store, before, old, keep=lambda: None)
+        replace_index(store, before, old)
     (tmp_path / INDEX_NAME).unlink()
     with pytest.raises(tc.CheckpointError, match="meanwhile"):  # its shards are gone
-        replace_index(store, None, old, keep=lambda: None)
+        replace_index(store, None, old)
     assert INDEX_NAME not in os.listdir(tmp_path)
 
 
