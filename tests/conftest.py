@@ -42,6 +42,8 @@ LONGEST = (
 """Files that a worker begins with, and not at the very end; and a folder."""
 SHORT = ("core", "dashboard")
 """Folders of files that take a second each, which fill up the end."""
+MANY = "tests/crash/test_interleavings.py::test_many"
+"""Slow tests that any worker takes, one by one."""
 WAITING = ("crash", "io/comm")
 """Folders whose tests wait for longer than they compute: one after the other they leave processors idle."""
 
@@ -79,6 +81,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith(MANY):
+                return nodeid
             return BROWSER if nodeid.startswith(BROWSER) else super()._split_scope(nodeid)
 
     config.option.loadscopereorder = False

@@ -20,7 +20,7 @@ from treeckpt.io.storage.metadata_files import read_index
 from treeckpt.io.storage.open import open_run
 from treeckpt.runs.run import RunDirectory
 
-__all__ = ["CHECK", "Action", "act"]
+__all__ = ["Action", "act"]
 
 
 class Action(msgspec.Struct, frozen=True):
@@ -34,10 +34,6 @@ class Action(msgspec.Struct, frozen=True):
     @property
     def words(self) -> str:
         return f"{self.what} {self.step}" if self.step else self.what
-
-
-CHECK = Action("check")
-"""Not part of an interleaving: what is there behind it, before and after one more clean-up."""
 
 
 def tree_of(seed: int) -> dict[str, Any]:
@@ -86,7 +82,8 @@ def gc(run: str, action: Action) -> dict[str, Any]:
 def _told_of_clean(report: dict[str, Any]) -> dict[str, Any]:
     removed = [one["save_id"] for one in report["removed"] if one["what"] == "checkpoint"]
     failed = [f"{one['name']}: {one['why']}" for one in report["failed"]]
-    return {"removed": removed, "failed": failed, "cleans": True}
+    left = [one["name"] for one in (*report["left"], *report["failed"])]
+    return {"removed": removed, "left": left, "failed": failed, "cleans": True}
 
 
 def delete(run: str, action: Action) -> dict[str, Any]:
@@ -107,6 +104,11 @@ def repair(run: str, action: Action) -> dict[str, Any]:
     return {"repaired": [str(one) for one in report.repairs], "ok": report.ok}
 
 
+def rebuild(run: str, action: Action) -> dict[str, Any]:
+    """Makes an index again, where there is one too if the seed is odd."""
+    return {"rebuilt": tc.rebuild_index(place(run, action.step), replace=bool(action.seed % 2)).save_id}
+
+
 def pin(run: str, action: Action) -> dict[str, Any]:
     RunDirectory(run).pin(action.step)
     return {"pinned": action.step}
@@ -124,16 +126,15 @@ def restore(run: str, action: Action) -> dict[str, Any]:
 
 
 def check(run: str, action: Action) -> dict[str, Any]:
-    before = _contents(run, whole=True)
+    """What is there behind an interleaving, and what one more clean-up leaves. A quarter of them is verified too."""
+    before = _contents(run, whole=True, verified=action.seed % 4 == 0)
     report = RunDirectory(run).clean([All()], grace=0)
-    return {
-        "before": before,
-        "after": _contents(run, whole=False),
-        "failed": [f"{one.name}: {one.why}" for one in report.failed],
-    }
+    left = {str(step_of(one.name)): one.why for one in report.left}
+    failed = [f"{one.name}: {one.why}" for one in report.failed]
+    return {"before": before, "after": _contents(run), "left": left, "failed": failed}
 
 
-def _contents(run: str, *, whole: bool) -> dict[str, dict[str, Any]]:
+def _contents(run: str, *, whole: bool = False, verified: bool = False) -> dict[str, dict[str, Any]]:
     """Each step's directory: its save, with `whole` what loads from it, and the files that are of no committed save."""
     found: dict[str, dict[str, Any]] = {}
     store = open_run(run)
@@ -147,6 +148,7 @@ def _contents(run: str, *, whole: bool) -> dict[str, dict[str, Any]]:
             save_id = state["save_id"] = tc.inspect(path).save_id
             if whole:
                 state["seed"] = seed_in(tc.load(path))
+            if verified:
                 state["problems"] = [str(problem) for problem in tc.verify(path).problems]
         except tc.TreeckptError as error:
             state["error"] = f"{type(error).__name__}: {error}"
@@ -174,6 +176,7 @@ _ACTIONS: dict[str, Callable[[str, Action], dict[str, Any]]] = {
     "delete": delete,
     "careless": careless,
     "repair": repair,
+    "rebuild": rebuild,
     "pin": pin,
     "load": load,
     "restore": restore,

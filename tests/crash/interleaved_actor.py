@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from tests.crash.interleaved_actions import Action, act
+from treeckpt.io.timing import steady_clock
 
 __all__ = ["EVENTS", "SLEEP", "Line", "changes", "serve"]
 
@@ -82,7 +83,8 @@ class Gate:
         self._local.line, self._local.free, self._local.more, self._local.inside = self.main, 0, [], False
         self._local.only_changes = False
         self._main_thread, self._pid = threading.get_ident(), os.getpid()
-        self.slept = 0.0
+        self.slept = self.late = 0.0
+        """Seconds by which the clock that limits waiting, and the time of day, are ahead."""
 
     def _connect(self, *, main: bool) -> Line:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -91,9 +93,9 @@ class Gate:
         line.send({"actor": self.number, "pid": os.getpid(), "main": main})
         return line
 
-    def begin(self, root: str, *, only_changes: bool) -> None:
+    def begin(self, root: str, *, late: float, only_changes: bool) -> None:
         """Begins an action, which stops from its first operation on, or only before those that change something."""
-        self.root, self.slept, self._local.only_changes = root, 0.0, only_changes
+        self.root, self.slept, self.late, self._local.only_changes = root, 0.0, late, only_changes
 
     def stop(self, what: str) -> None:
         """Waits until the operation may be done."""
@@ -114,7 +116,8 @@ class Gate:
             answer = local.line.receive()
             if answer is None or answer == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
-            local.more, local.free, local.only_changes = [], abs(answer) - 1, answer < 0
+            count, self.late = answer
+            local.more, local.free, local.only_changes = [], abs(count) - 1, count < 0
         finally:
             local.inside = False
 
@@ -160,7 +163,7 @@ def _install(gate: Gate) -> None:
 
         return call
 
-    sleep, monotonic = time.sleep, time.monotonic
+    sleep, monotonic, now, now_ns = time.sleep, time.monotonic, time.time, time.time_ns
 
     def sleeping(seconds: float) -> None:
         if not gate.root:
@@ -172,17 +175,26 @@ def _install(gate: Gate) -> None:
     sys.addaudithook(hook)
     for name in _CALLS:
         setattr(os, name, stopping(name, getattr(os, name)))
-    time.sleep, time.monotonic = sleeping, lambda: monotonic() + gate.slept
+    time.sleep = sleeping
+    time.monotonic = lambda: monotonic() + gate.slept + gate.late
+    time.time, time.time_ns = lambda: now() + gate.late, lambda: now_ns() + int(gate.late * 1e9)
+    steady_clock.__defaults__ = time.time_ns, lambda: int(time.monotonic() * 1e9)
 
 
-def serve(address: str, number: int, environment: dict[str, str]) -> None:
-    """Does what it is told until the scheduler ends; actions on a store elsewhere stop at its server instead."""
+def serve(address: str, number: int, environment: dict[str, str], host: str) -> None:
+    """Does what it is told until the scheduler ends; actions on a store elsewhere stop at its server instead.
+
+    Args:
+        host: the name of a host, by which other processes cannot see whether this one runs; "" for that of this one.
+    """
     os.environ.update(environment)
+    if host:
+        socket.gethostname = lambda: host
     logging.getLogger("treeckpt").setLevel(logging.CRITICAL)
     gate = Gate(address, number)
     _install(gate)
     while (job := gate.main.receive()) is not None:
-        gate.begin(job["root"], only_changes=job["only_changes"])
+        gate.begin(job["root"], late=job["late"], only_changes=job["only_changes"])
         outcome = act(job["run"], msgspec.convert(job["action"], Action))
         gate.told(outcome)
         gate.root = ""

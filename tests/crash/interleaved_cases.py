@@ -17,7 +17,7 @@ STEPS = (1, 2, 3)
 LONGEST = 40
 """Operations in a row, at most, where somebody else goes on then."""
 OPERATIONS = {
-    **dict.fromkeys(("save", "overwrite", "delete", "repair"), (36, 14)),
+    **dict.fromkeys(("save", "overwrite", "delete", "repair", "rebuild"), (36, 14)),
     **dict.fromkeys(("clean", "gc"), (60, 12)),
     "manager": (90, 22),
     "pin": (20, 4),
@@ -85,8 +85,8 @@ class Case(msgspec.Struct, frozen=True):
         return " x ".join(sorted(action.what for action in self.actions))
 
 
-def draw(number: int, whats: Sequence[str] = ()) -> Case:
-    """The case of a number, of these actions if some are given."""
+def draw(number: int, whats: Sequence[str] = (), *, far: bool = False) -> Case:
+    """The case of a number, of these actions if some are given; with `far` one process is always stopped."""
     chance = random.Random(number)
     drawn = chance.choice(_PAIRS).split("+")
     if chance.random() < 0.3:
@@ -102,13 +102,13 @@ def draw(number: int, whats: Sequence[str] = ()) -> Case:
     length = {what: OPERATIONS[what][only_changes] for what in whats}
     dying, stopped = chance.randrange(count), chance.randrange(count)
     killed = (dying, chance.randrange(length[whats[dying]])) if chance.random() < 0.2 else None
-    order = chance.choice(("uniform", "few", "few", "frozen", "frozen"))
+    order = chance.choice(("uniform", "few", "few", "frozen", "frozen")) if not far else "frozen"
     frozen = stopped, chance.randrange(length[whats[stopped]]), chance.choice(PATIENCE)
     return Case(number, start, actions, order, frozen, only_changes, killed)
 
 
 def _start(chance: random.Random, whats: Sequence[str]) -> str:
-    if "repair" in whats and chance.random() < 0.8:
+    if {"repair", "rebuild"} & {*whats} and chance.random() < 0.8:
         return chance.choice(("no index", "torn", "long"))
     if chance.random() < 0.55:
         return "two"
@@ -121,7 +121,7 @@ def _step(chance: random.Random, what: str, start: str) -> int:
         return 0
     if what in ("save", "manager"):
         return chance.choice((1, 3) if start != "one" else (1, 1, 3))
-    return chance.choice((1, 1, 1, 2)) if what != "repair" else 1
+    return chance.choice((1, 1, 1, 2)) if what not in ("repair", "rebuild") else 1
 
 
 BEGIN = "begin"
@@ -151,7 +151,12 @@ class Order:
         self.left = self.chance.randrange(1, self.longest)
         self.released = case.order != "frozen"
         self.alone = self.chance.random() < 0.7
-        self.looked = 0
+        self.looked, self.kept = 0, False
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a process is kept stopped now."""
+        return self.kept and not self.released
 
     def choose(self, turns: Sequence[Turn]) -> tuple[Turn, int]:
         pool = list(turns)
@@ -161,6 +166,7 @@ class Order:
             if mine and mine[0].what == BEGIN and self.alone:
                 return mine[0], 1
             if mine and mine[0].what != BEGIN and mine[0].done >= at:
+                self.kept = True
                 others = [turn for turn in pool if turn.actor != who]
                 waiting = not any(turn.what != SLEEP for turn in others)
                 self.looked += waiting

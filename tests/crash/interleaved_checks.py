@@ -14,6 +14,7 @@ from typing import Any
 
 from tests.crash.interleaved_actions import Action
 from tests.crash.interleaved_cases import Case
+from treeckpt.core.format.file_names import step_name
 
 __all__ = ["Event", "Record", "violations"]
 
@@ -35,6 +36,8 @@ class Record:
     told: dict[int, dict[str, Any]]
     """What each process has told that was not killed."""
     check: dict[str, Any]
+    far: bool = False
+    """Whether each process was on a host of its own."""
 
     def commits(self, step: int) -> list[tuple[int, str | None, int]]:
         """What the index of a step named: (from which event on, save, who made it so)."""
@@ -65,6 +68,14 @@ class Record:
         ends = (at for at, event in enumerate(self.events) if event[0] == who and event[1] in ("told", "killed"))
         return begin, next(ends, len(self.events))
 
+    def there(self, who: int, step: int) -> set[str | None]:
+        """What the index of a step named while a process was at work."""
+        begin, end = self.span(who)
+        commits = self.commits(step)
+        return {save for at, save, _ in commits if begin < at < end} | {
+            [save for at, save, _ in commits if at <= begin][-1]
+        }
+
 
 def _reads_index(operation: str) -> int | None:
     """The step whose index an operation reads, by its published name."""
@@ -93,7 +104,7 @@ def _entitled(record: Record, step: int, save_id: str) -> bool:
     for who, action in enumerate(record.case.actions):
         told = record.told.get(who)  # None: it was killed
         if action.what in ("clean", "gc", "careless"):
-            named = told is None or save_id in told.get("removed", ())
+            named = told is None or save_id in told.get("removed", ()) or _took(record, who, step, save_id)
         elif action.what == "delete":
             named = action.step == step and (told is None or "deleted" in told)
         elif action.what == "manager":
@@ -103,6 +114,16 @@ def _entitled(record: Record, step: int, save_id: str) -> bool:
         if named and save_id in record.looked(who):
             return True
     return False
+
+
+def _took(record: Record, who: int, step: int, save_id: str) -> bool:
+    """Whether a clean-up of another host took an index away that it does not say to have left.
+
+    One that was stopped for too long finds its work done by others, and does not report it.
+    """
+    commits = [(one, by) for _, one, by in record.commits(step)]
+    taken = any(one is None and by == who and commits[at][0] == save_id for at, (one, by) in enumerate(commits[1:]))
+    return record.far and taken and step_name(step) not in record.told[who].get("left", ())
 
 
 def _saves(record: Record, step: int) -> list[str]:
@@ -120,7 +141,9 @@ def _saves(record: Record, step: int) -> list[str]:
     for who, told in record.told.items():
         if "saved" in told and told["saved"][0] == step and told["saved"][1] not in [one for _, one, _ in commits]:
             found.append(f"lost: {record.case.actions[who].words} succeeded and was never committed")
-        if "error" in told and record.case.actions[who].seed == end.get("seed") and "save_id" in end:
+        by_repair = record.far and commits[-1][2] >= 0 and record.case.actions[commits[-1][2]].what == "repair"
+        raised = "error" in told and not by_repair  # a repair takes what a process of another host has left for so long
+        if raised and record.case.actions[who].seed == end.get("seed") and "save_id" in end:
             found.append(f"committed though it raised: {record.case.actions[who].words}: {told['text'][:200]}")
     expected = record.seeds.get(end.get("save_id") or "")
     damaged = record.case.start in _DAMAGED and step == 1 and end.get("save_id") == record.before.get(step)
@@ -151,17 +174,37 @@ def _told(record: Record, who: int, action: Action, told: Mapping[str, Any]) -> 
         found.append(f"pinned, and deleted: {action.words}")
     if action.what == "load":
         found += _read(record, who, action, told)
-    elif told.get("loaded") == -1:
-        found.append(f"wrong values: {action.words}")
+    elif action.what == "restore":
+        found += _restored(record, who, told)
+    return found + _deleted(record, who, action, told)
+
+
+def _deleted(record: Record, who: int, action: Action, told: Mapping[str, Any]) -> list[str]:
+    """What somebody says to have deleted is not there; a repair that began before may have made its index again."""
+    if any(other.what in ("repair", "rebuild") for other in record.case.actions):
+        return []
+    there = {state["save_id"] for state in record.check["before"].values()}
+    found = [
+        f"not deleted: {action.words} says that it removed {one}" for one in told.get("removed", ()) if one in there
+    ]
+    if "deleted" in told and len(record.there(who, action.step) - {None}) == len(record.there(who, action.step)) == 1:
+        found.append(f"not deleted: {action.words} succeeded, and nothing has changed")
     return found
+
+
+def _restored(record: Record, who: int, told: Mapping[str, Any]) -> list[str]:
+    """A training that resumes gets what one save wrote, and finds one if a step was there all the time."""
+    if told.get("loaded") == -1:
+        return ["wrong values: restore"]
+    there = [record.there(who, step) for step in record.before]
+    if told.get("loaded") is None and any(len(saves) == 1 and None not in saves for saves in there):
+        return [f"not read: restore, though a step was there: {told.get('text', 'it found none')[:300]}"]
+    return []
 
 
 def _read(record: Record, who: int, action: Action, told: Mapping[str, Any]) -> list[str]:
     """A reader gets what one save wrote that was there meanwhile, and an error only if one was not there throughout."""
-    begin, end = record.span(who)
-    commits = record.commits(action.step)
-    there = {save_id for at, save_id, _ in commits if begin < at < end}
-    there.add([save_id for at, save_id, _ in commits if at <= begin][-1])
+    there = record.there(who, action.step)
     if "loaded" in told:
         known = [record.seeds.get(save_id or "") for save_id in there]
         wrong = told["loaded"] == -1 or (None not in known and told["loaded"] not in known)
@@ -176,10 +219,10 @@ def _rest(record: Record) -> list[str]:
     found: list[str] = []
     check = record.check
     for step, state in check["after"].items():
-        damaged = record.case.start in _DAMAGED and step == "1" and state["save_id"] is None and state["error"]
-        if "error" in state and state["save_id"] is None and not damaged and not _pinned(state):
+        corrupt = check["left"].get(step, "").startswith("corrupt")  # of it nothing is deleted
+        if state["save_id"] is None and not corrupt and not _pinned(state):
             found.append(f"left over: step {step} has no checkpoint, and {state['others'] or 'an empty directory'}")
-        elif state["others"] and not damaged and not _pinned(state):
+        elif state["others"] and not corrupt and not _pinned(state):
             found.append(f"left over: step {step} has {state['others']}")
     for step, state in check["before"].items():
         if state["save_id"] is not None and check["after"].get(step, {}).get("save_id") != state["save_id"]:

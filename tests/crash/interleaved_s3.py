@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.crash.interleaved_actor import changes
 from tests.crash.interleaved_cases import STEPS
-from tests.crash.interleaved_stage import ACTORS, QUIET, STUCK, Link, Process, Stage, asleep, save_id_in
+from tests.crash.interleaved_stage import ACTORS, LONGEST_PAUSE, QUIET, STUCK, Link, Process, Stage, asleep, save_id_in
 from treeckpt.bench.s3_objects import S3Object, S3Segment, new_etag
 from treeckpt.bench.s3_server import S3Answer, S3Request, S3Server
 from treeckpt.core.format.file_names import step_name
@@ -128,7 +128,7 @@ def _serve(address: str, tell: int, parent: int) -> None:
 class RemoteStage(Stage):
     """Cases in a bucket. A killed process's request is lost, or is carried out though it is dead."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, far: bool = False) -> None:
         address, told, parent = self.listen(), os.pipe(), os.getpid()
         self.server = os.fork()
         if self.server == 0:
@@ -144,7 +144,7 @@ class RemoteStage(Stage):
         self.under_way: set[int] = set()
         """The links whose requests are being answered."""
         keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
-        super().__init__([{**keys, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"} for port in ports])
+        super().__init__([{**keys, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"} for port in ports], far=far)
 
     def lay(self, files: dict[str, bytes]) -> None:
         self.run = f"s3://{BUCKET}/case{self.cases}/run"
@@ -178,7 +178,7 @@ class RemoteStage(Stage):
 
     def settle(self) -> None:
         """Waits until nothing is being answered, and all processes wait: for an answer, or for each other."""
-        begin = time.monotonic()
+        begin, pause = time.monotonic(), QUIET
         while True:
             if self.poll(0) or self.under_way:
                 self.poll(QUIET)
@@ -188,7 +188,7 @@ class RemoteStage(Stage):
                 ready = any(process.state == "called" or self.stopped(process) for process in self.processes)
                 if not busy or ready or time.monotonic() - begin > STUCK:
                     return
-            self.poll(QUIET)
+            pause = QUIET if self.poll(pause) else min(2 * pause, LONGEST_PAUSE)
 
     def kill(self, process: Process) -> None:
         sent = [link for link in self.stopped(process) if link.sent]

@@ -17,23 +17,38 @@ from typing import Any
 
 import msgspec
 
-from tests.crash.interleaved_actions import CHECK, Action
+from tests.crash.interleaved_actions import Action
 from tests.crash.interleaved_actor import Line, changes, serve
 from tests.crash.interleaved_cases import STEPS
 from tests.crash.interleaved_checks import Event
 from treeckpt.core.format.file_names import step_name
 from treeckpt.core.format.index import decode_index
 from treeckpt.errors import TreeckptError
+from treeckpt.io.storage.progress_file import LAPSE
 
-__all__ = ["ACTORS", "QUIET", "STUCK", "Link", "LocalStage", "Process", "Stage", "asleep", "save_id_in"]
+__all__ = [
+    "ACTORS",
+    "LATER",
+    "LONGEST_PAUSE",
+    "QUIET",
+    "STUCK",
+    "Link",
+    "LocalStage",
+    "Process",
+    "Stage",
+    "asleep",
+    "save_id_in",
+]
 
 ACTORS = 3
 CHECKER = ACTORS
 """The process that looks at what is there behind a case."""
-QUIET = 0.001
-"""Seconds between two looks at whether a process that has not stopped waits for another one."""
+QUIET, LONGEST_PAUSE = 0.001, 0.016
+"""Seconds between looks at whether a process that has not stopped waits for another one: twice as long each time."""
 STUCK = 20.0
 """Seconds that nobody goes on."""
+LATER = LAPSE + 100.0
+"""Seconds that a process of another host is stopped."""
 
 _ID = re.compile("[0-9a-f]{16}")
 """The random part of names."""
@@ -69,8 +84,8 @@ class Process(msgspec.Struct):
 class Stage:
     """The processes, and how they are told to go on."""
 
-    def __init__(self, environments: list[dict[str, str]]) -> None:
-        self.environments = environments
+    def __init__(self, environments: list[dict[str, str]], *, far: bool) -> None:
+        self.environments, self.far, self.late = environments, far, 0.0
         self.address = self.listen()
         self.poller = select.epoll()
         self.poller.register(self.listener.fileno(), select.EPOLLIN)
@@ -92,7 +107,7 @@ class Stage:
 
     def begin(self, files: dict[str, bytes]) -> None:
         """A run of its own with these files."""
-        self.cases += 1
+        self.cases, self.late = self.cases + 1, 0.0
         self.lay(files)
         self.events.clear()
         self.told.clear()
@@ -120,7 +135,7 @@ class Stage:
                     link.line.socket.close()
                 self.listener.close()
                 self.poller.close()
-                serve(self.address, number, self.environments[number])
+                serve(self.address, number, self.environments[number], f"host{number}" * self.far)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -211,7 +226,7 @@ class Stage:
         self.events.append((link.process.number, "op", link.next))
         link.process.did(link.next)
         link.next = None
-        link.line.send(-count if link.process.only_changes else count)
+        link.line.send((-count if link.process.only_changes else count, self.late))
 
     def stopped(self, process: Process) -> list[Link]:
         """The threads of a process that could go on, in an order that is the same whenever the case is played."""
@@ -220,14 +235,15 @@ class Stage:
 
     def settle(self) -> None:
         """Waits until every process that has begun has stopped, has ended, or waits for another one."""
-        begin = time.monotonic()
+        begin, pause = time.monotonic(), QUIET
         self.poll(0)
         while True:
             loose = [p for p in self.processes if p.state == "busy" and not self.stopped(p)]
             if not loose:
                 return
-            if self.poll(QUIET):
+            if self.poll(pause):
                 continue
+            pause = min(2 * pause, LONGEST_PAUSE)
             if all(asleep(p.pid) for p in loose) and not self.poll(0):
                 ready = any(p.state == "called" or self.stopped(p) for p in self.processes)
                 if ready or time.monotonic() - begin > STUCK:
@@ -247,11 +263,13 @@ class Stage:
         assert process.main is not None
         process.state, process.done, process.only_changes = "busy", 0, only_changes
         root = "" if free else self.run
-        process.main.line.send({"run": self.run, "action": action, "root": root, "only_changes": only_changes})
+        job = {"run": self.run, "action": action, "root": root, "only_changes": only_changes, "late": self.late}
+        process.main.line.send(job)
 
-    def check(self) -> dict[str, Any]:
-        """What is there in the run now."""
-        self.call(CHECKER, CHECK, free=True)
+    def check(self, number: int) -> dict[str, Any]:
+        """What is there in the run now; of processes on other hosts later, when none of them counts as alive."""
+        self.late += LATER * self.far
+        self.call(CHECKER, Action("check", seed=number), free=True)
         begin = time.monotonic()
         while self.processes[CHECKER].state == "busy":
             self.poll(1.0)
@@ -260,15 +278,22 @@ class Stage:
 
 
 def asleep(pid: int) -> bool:
-    """Whether every thread of a process waits for something."""
+    """Whether every thread of a process waits for something, and has for a moment: none has run between two looks."""
     try:
-        for task in os.listdir(f"/proc/{pid}/task"):
-            text = Path(f"/proc/{pid}/task/{task}/stat").read_bytes()
-            if text[text.rindex(b")") + 2 : text.rindex(b")") + 3] not in (b"S", b"Z"):
-                return False
+        first = _threads(pid)
+        return all(state in (b"S", b"Z") for state, _ in first.values()) and first == _threads(pid)
     except OSError:
         return False
-    return True
+
+
+def _threads(pid: int) -> dict[str, tuple[bytes, bytes]]:
+    """The threads of a process: the state of each, and how often it has stopped running."""
+    found: dict[str, tuple[bytes, bytes]] = {}
+    for task in os.listdir(f"/proc/{pid}/task"):
+        text = Path(f"/proc/{pid}/task/{task}/status").read_bytes()
+        state = text.index(b"State:\t") + len(b"State:\t")
+        found[task] = text[state : state + 1], text[text.index(b"voluntary_ctxt_switches") :]
+    return found
 
 
 def _short(told: dict[str, Any]) -> str:
@@ -278,10 +303,10 @@ def _short(told: dict[str, Any]) -> str:
 class LocalStage(Stage):
     """Cases in directories of the disk, or of memory."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, *, far: bool = False) -> None:
         self.place = place
         self._seen: dict[int, tuple[Any, ...] | None] = {}
-        super().__init__([{}] * (ACTORS + 1))
+        super().__init__([{}] * (ACTORS + 1), far=far)
 
     def lay(self, files: dict[str, bytes]) -> None:
         self.run = str(self.place / f"case{self.cases}" / "run")

@@ -2,10 +2,13 @@
 
     python -m tests.crash.interleavings PLACE NUMBERS [ACTION...]
 
-PLACE is a directory, best in memory, or "s3"; NUMBERS is a case, or FIRST-END. A few processes are forked at first, and
-do one action in each case. All of them are stopped but for one, which goes on for one operation or a few; `Order` says
-which. A case is the same whenever its number is run, with the same actions if some are given. Every line that is
-printed is a case of which something does not hold, with all that happened; the last one has the counts.
+PLACE is a directory, best in memory, or "s3"; with "far:" before it each process is on a host of its own, where others
+cannot see whether it runs, and one is stopped for so long that it counts as ended. NUMBERS is a case, or FIRST-END.
+
+A few processes are forked at first, and do one action in each case. All of them are stopped but for one, which goes on
+for one operation or a few; `Order` says which. A case is the same whenever its number is run, with the same actions if
+some are given. Every line that is printed is a case of which something does not hold, with all that happened; the last
+one has the counts.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from tests.crash.interleaved_actor import SLEEP, changes
 from tests.crash.interleaved_cases import BEGIN, STARTS, Case, Order, Turn, draw
 from tests.crash.interleaved_checks import Record, violations
 from tests.crash.interleaved_s3 import RemoteStage
-from tests.crash.interleaved_stage import Link, LocalStage, Process, Stage
+from tests.crash.interleaved_stage import LATER, Link, LocalStage, Process, Stage
 from treeckpt.core.format.file_names import step_name
 
 SLEEPS = 6000
@@ -93,6 +96,8 @@ class Theatre:
                     self._stop(actors)
                 break
             turn, count = order.choose(turns)
+            if stage.far and order.stopping:
+                stage.late = LATER
             link, process = links[turn.place], actors[turn.actor]
             sleeps = sleeps + 1 if turn.what == SLEEP else 0
             if link is not None and case.killed is not None and case.killed[0] == turn.actor:
@@ -109,7 +114,7 @@ class Theatre:
         stage.look(-1)
         told = dict(stage.told)
         known = {told[who]["saved"][1]: told[who]["saved"][2] for who in told if "saved" in told[who]}
-        record = Record(case, before, {**seeds, **known}, list(stage.events), told, stage.check())
+        record = Record(case, before, {**seeds, **known}, list(stage.events), told, stage.check(case.number), stage.far)
         stage.end()
         return record
 
@@ -167,25 +172,29 @@ def row_of(record: Record, found: list[str]) -> dict[str, Any]:
 
 
 def main(place: str, numbers: range, actions: Sequence[str]) -> None:
+    far, place = place.startswith("far:"), place.removeprefix("far:")
     with tempfile.TemporaryDirectory(dir=None if place == "s3" else place) as directory:
         os.environ["TREECKPT_CACHE"] = f"{directory}/cache"
         gc.collect()
         gc.freeze()
-        theatre = Theatre(RemoteStage() if place == "s3" else LocalStage(Path(directory)))
+        theatre = Theatre(RemoteStage(far=far) if place == "s3" else LocalStage(Path(directory), far=far))
         cases: collections.Counter[str] = collections.Counter()
         failed: collections.Counter[str] = collections.Counter()
+        told: collections.Counter[str] = collections.Counter()
         operations, begin = 0, time.monotonic()
         for number in numbers:
-            case = draw(number, actions)
+            case = draw(number, actions, far=far)
             record = theatre.play(case)
             cases[case.kind] += 1
             operations += sum(what == "op" for _, what, _ in record.events)
+            told.update(f"{case.actions[who].what}: {one.get('error', 'ended')}" for who, one in record.told.items())
             if found := violations(record):
                 failed[case.kind] += 1
                 print(json.dumps(row_of(record, found)), flush=True)
         theatre.stage.close()
         times = {"seconds": time.monotonic() - begin, "processor": sum(os.times()[:4])}
-        print(json.dumps({"cases": cases, "failed": failed, "operations": operations, **times}), flush=True)
+        counts = {"cases": cases, "failed": failed, "told": told, "operations": operations}
+        print(json.dumps(counts | times), flush=True)
 
 
 if __name__ == "__main__":

@@ -40,26 +40,41 @@ def text_of(failed: list[dict[str, Any]]) -> str:
     return "\n\n".join([f"cases {numbers}", *("\n".join(f"{k}: {v}" for k, v in row.items()) for row in rows)])
 
 
-@pytest.mark.parametrize(("place", "count"), [(MEMORY, 40), ("s3", 4)])
+@pytest.mark.parametrize(("place", "count"), [(MEMORY, 30), ("s3", 3)])
 def test_no_committed_save_is_lost_in_any_order_of_operations(place: str, count: int) -> None:
     failed = played(place, 0, count)
     assert not failed, text_of(failed)
 
 
-def test_a_deletion_of_an_index_that_it_did_not_look_at_is_found() -> None:
-    failed = played(MEMORY, 0, 12, "careless", "overwrite")
-    assert {case["violations"][0].partition(":")[0] for case in failed} == {"lost"}
+def test_the_loss_is_seen_where_a_deletion_removes_an_index_that_it_did_not_look_at() -> None:
+    # in this case the deletion stops between its look and the removal until the save has succeeded
+    (case,) = played(MEMORY, 28, 1, "careless", "overwrite")
+    assert case["violations"][0].startswith("lost: the save ")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", range(36))
+@pytest.mark.parametrize("shard", range(32))
 def test_many_orders_of_file_operations(shard: int) -> None:
     failed = played(MEMORY, 100_000 + shard * LOCAL, LOCAL)
     assert not failed, text_of(failed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", range(20))
+@pytest.mark.parametrize("shard", range(16))
 def test_many_orders_of_requests(shard: int) -> None:
     failed = played("s3", 200_000 + shard * REMOTE, REMOTE)
+    assert not failed, text_of(failed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(4))
+def test_many_orders_of_processes_on_hosts_of_their_own(shard: int) -> None:
+    failed = played(f"far:{MEMORY}", 300_000 + shard * LOCAL, LOCAL)
+    assert not failed, text_of(failed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(4))
+def test_many_orders_of_requests_from_hosts_of_their_own(shard: int) -> None:
+    failed = played("far:s3", 400_000 + shard * REMOTE, REMOTE)
     assert not failed, text_of(failed)

@@ -14,7 +14,6 @@ import base64
 import binascii
 import contextlib
 import os
-import re
 import secrets
 from collections.abc import Sequence
 
@@ -41,7 +40,7 @@ from ..core.format.shard_header import (
 from ..core.format.timings import timings_name
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, FormatError, StoreError
 from ..io.storage.checkpoint import Checkpoint
-from ..io.storage.index_lock import hold_for_repair, index_state, replace_index
+from ..io.storage.index_lock import hold_for_repair, index_state, legible_save_id, replace_index
 from ..io.storage.local_write import sync_directory
 from ..io.storage.memory import aligned_buffer
 from ..io.storage.metadata_files import read_index, read_timings, rebuild_from_shards, replaced_meanwhile
@@ -51,7 +50,6 @@ from ..reports import Repair, VerifyReport
 from .verify import survey_shard, verify_checkpoint
 
 STEP = 8 << 20
-_SAVE_ID = re.compile(rb'"save_id":"([0-9a-f]{16})"')
 
 
 def repair_store(store: Store) -> VerifyReport:
@@ -63,7 +61,7 @@ def repair_store(store: Store) -> VerifyReport:
         _repair_shard(store, index, file, repairs)
     report = verify_checkpoint(Checkpoint(store))
     if any(problem.file == INDEX_NAME for problem in report.problems):
-        if (before := index_state(store)) is None or _legible_id(before) != index.save_id:
+        if (before := index_state(store)) is None or legible_save_id(before) != index.save_id:
             raise replaced_meanwhile(store)
         _replace_index(store, index.save_id, before, repairs)
         report = verify_checkpoint(Checkpoint(store))
@@ -85,27 +83,20 @@ def _repair_index(store: Store, repairs: list[Repair]) -> Index:
         if any((kind := parse_file_name(name)) is not None and kind.kind == "deleted" for name in store.sizes()):
             raise
         index = rebuild_from_shards(store)
-        replace_index(store, None, index, keep=lambda: None)
+        replace_index(store, None, index)
         repairs.append(Repair(INDEX_NAME, "was missing; made again from the headers of the shards"))
         return index
     except (CorruptError, FormatError):
         if (before := index_state(store)) is None:
             raise  # no file at all: a directory, say
         # which save it was the index of may still be legible: a later one beside it may never have been committed
-        return _replace_index(store, _legible_id(before), before, repairs)
-
-
-def _legible_id(before: bytes | int) -> str | None:
-    """Returns the save id in an index that may be damaged, None where it has none."""
-    found = _SAVE_ID.search(before) if isinstance(before, bytes) else None
-    return found[1].decode() if found else None
+        return _replace_index(store, legible_save_id(before), before, repairs)
 
 
 def _replace_index(store: Store, save_id: str | None, before: bytes | int, repairs: list[Repair]) -> Index:
     index = rebuild_from_shards(store, save_id=save_id, whole=False)
-    aside: list[str] = []
-    replace_index(store, before, index, keep=lambda: aside.append(_keep(store, INDEX_NAME)))
-    repairs.append(Repair(INDEX_NAME, "made again from the headers of the shards", *aside))
+    aside = replace_index(store, before, index)
+    repairs.append(Repair(INDEX_NAME, "made again from the headers of the shards", aside))
     return index
 
 

@@ -25,7 +25,7 @@ from ..io.comm.comm import Comm
 from ..io.os_errors import hint_for, read_failure
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.fetching import FETCH_MEMORY, SupportsFetching
-from ..io.storage.index_lock import index_state, replace_index
+from ..io.storage.index_lock import index_state, legible_save_id, replace_index
 from ..io.storage.leftovers import list_leftovers
 from ..io.storage.local_read import too_short
 from ..io.storage.many_files import for_each
@@ -153,8 +153,14 @@ def publish_rebuilt(store: Store, *, replace: bool, on_read: OnShardsRead | None
             store.url, expected=f"no {INDEX_NAME}", found="one", hint="Pass replace=True to make it anew"
         )
     before = index_state(store)
-    index = rebuild_from_shards(store, on_read=on_read)
-    replace_index(store, before, index, keep=lambda: None)
+    try:  # the save of the index that is there: a later one beside it may never have been committed
+        index = rebuild_from_shards(store, save_id=legible_save_id(before), on_read=on_read)
+    except CheckpointError:
+        if legible_save_id(before) is None:
+            raise
+        index = rebuild_from_shards(store, on_read=on_read)
+    if aside := replace_index(store, before, index):
+        store.delete(aside)
     return index
 
 

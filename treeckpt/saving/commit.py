@@ -23,6 +23,7 @@ from ..core.planning.save_plan import ChunkOffsets, FilePlan, SingleChunkOffset,
 from ..core.sharding.int_runs import encode_runs
 from ..core.tree.value_codec import Value
 from ..errors import CheckpointError, CheckpointNotFound, StoreError
+from ..io.storage.index_lock import take_back_index
 from ..io.storage.leftovers import delete_files
 from ..io.storage.metadata_files import read_index
 from ..io.storage.object_store import ObjectStore
@@ -172,6 +173,22 @@ def check_files_exist(store: Store, index: Index, sizes: Mapping[str, int]) -> N
                 found="no such file" if name not in sizes else f"{sizes[name]}",
                 hint="Something else deletes or changes files there; find out what, and save again",
             )
+
+
+def check_still_there(store: Store, index: Index) -> None:
+    """Checks, after this process was stopped for minutes, that nobody took the committed save for a dead one.
+
+    Raises:
+        CheckpointError: its files were removed; the index is taken back.
+    """
+    if missing := sorted({file.name for file in index.file_list} - store.sizes().keys()):
+        take_back_index(store, index.save_id)
+        raise CheckpointError(
+            f"{store.url}/{missing[0]}",
+            expected="the shards of this save",
+            found=f"{len(missing)} of {len(index.file_list)} are gone: a clean-up took the save for a dead one",
+            hint="This process was stopped for minutes, or could not reach the store; save again",
+        )
 
 
 def publish_index(store: Store, data: bytes, info: SaveInfo) -> None:

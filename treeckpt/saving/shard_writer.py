@@ -33,6 +33,7 @@ from ..threads import call_in_thread
 from .commit import (
     SaveInfo,
     check_files_exist,
+    check_still_there,
     complete_index,
     index_may_be_published,
     manifest_of,
@@ -244,6 +245,8 @@ class InlineWriter:
                     check_files_exist(store, index, sizes)
                     publishing = True
                     self._publish(data)
+                    if self._note is not None and self._note.has_lapsed:
+                        check_still_there(store, index)
             except Exception as caught:
                 error = wrap_os_error(caught, store.url)
                 if in_place := publishing and index_may_be_published(store, info.save_id, error):

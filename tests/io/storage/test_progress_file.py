@@ -93,18 +93,29 @@ def test_a_quick_save_leaves_no_trace_of_one(tmp_path: Path) -> None:
     assert noted and not any(map(parse_progress_name, noted))
 
 
-def test_a_record_that_cannot_be_written_harms_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first", [True, False], ids=["the first record", "a later one"])
+def test_a_save_whose_record_cannot_be_written_fails_before_all_else_or_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
     from treeckpt.io.storage import progress_file
 
     called: list[str] = []
+    real = progress_file.replace_file
 
     def refuse(store: Any, name: str, data: bytes) -> None:
         called.append(name)
-        raise PermissionError(name)
+        if first or len(called) > 1:
+            raise PermissionError(name)
+        real(store, name, data)
 
     monkeypatch.setattr(progress_file, "replace_file", refuse)
-    tc.save(Slow(tmp_path), TREE)
-    assert called and tc.verify(tmp_path).ok
+    if first:
+        with pytest.raises(tc.CheckpointError, match="PermissionError"):
+            tc.save(Slow(tmp_path), TREE)
+        assert not os.listdir(tmp_path)
+    else:
+        tc.save(Slow(tmp_path), TREE)
+        assert len(called) > 1 and tc.verify(tmp_path).ok
 
 
 def test_the_record_of_a_killed_writer_goes_with_its_save(tmp_path: Path) -> None:

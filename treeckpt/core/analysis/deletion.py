@@ -327,6 +327,8 @@ class _DirectoryState:
             return RetainedDirectory(
                 name, "pinned, though it has no index: rebuild the index, or unpin it to have it removed"
             )
+        if not self.deleted and any(o.kind == "damaged" and o.save_id is None for _, o in self.ours):
+            return RetainedDirectory(name, "no index: its repair was cut short; repair it again")
         # an empty directory may be that of a save that has just begun
         rest = len(self.folder.files) - len(stale)
         young = self.times.now_ns - self.folder.modified_ns < self.times.grace_ns and not self.dead

@@ -27,28 +27,32 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from ...core.format.decoding import decode_json
-from ...core.format.file_names import LockKind, lock_name, parse_file_name
+from ...core.format.file_names import LockKind, damaged_name, deleted_name, lock_name, parse_file_name
 from ...core.format.index import INDEX_NAME, MAX_INDEX, encode_index
 from ...core.format.records import Index
 from ...core.format.save_progress import Owner, progress_name
-from ...errors import CheckpointError, TreeckptError
+from ...errors import CheckpointError, CheckpointExists, TreeckptError
+from .local_write import DIRECTORY_TRIES
 from .many_files import for_each
 from .metadata_files import replaced_meanwhile
+from .object_store import ObjectStore
 from .process_owner import is_running, this_process
 from .progress_file import LAPSE, is_alive, read_progress, replace_file
-from .store import Store, SupportsCompareAndSwap
+from .store import LocalStore, Store, SupportsCompareAndSwap
 
 WAIT = 60.0
 """Seconds that a save waits for locks."""
 FIRST_PAUSE, LAST_PAUSE = 0.01, 1.0
 """Seconds between looks at a lock that is waited for: twice as long each time."""
+_SAVE_ID = re.compile(rb'"save_id":"([0-9a-f]{16})"')
 MAX_LOCK = 4096
 """Bytes of a lock, at most."""
 
@@ -75,7 +79,13 @@ def hold_lock(store: Store, kind: LockKind) -> Iterator[str]:
     _held.add(name)
     try:
         try:
-            replace_file(store, name, msgspec.json.encode(IndexLock(this_process(), time.time_ns())))
+            for tries_left in reversed(range(DIRECTORY_TRIES)):
+                try:
+                    replace_file(store, name, msgspec.json.encode(IndexLock(this_process(), time.time_ns())))
+                    break
+                except FileNotFoundError:  # the directory is gone, or a clean-up took the temporary file away
+                    if not tries_left or not store.sizes():
+                        raise
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -144,14 +154,20 @@ def unlocked_sizes(store: Store) -> dict[str, int]:
     return sizes
 
 
-def index_state(store: Store) -> bytes | int | None:
-    """Returns the content of the index, its size where it cannot be read, and None if there is none."""
+def index_state(store: Store, name: str = INDEX_NAME) -> bytes | int | None:
+    """Returns the content of an index, its size where it cannot be read, and None if there is none."""
     try:
-        return store.read(INDEX_NAME, limit=MAX_INDEX)
+        return store.read(name, limit=MAX_INDEX)
     except FileNotFoundError:
         return None
     except (TreeckptError, OSError):
-        return store.sizes().get(INDEX_NAME)
+        return store.sizes().get(name)
+
+
+def legible_save_id(state: bytes | int | None) -> str | None:
+    """Returns the save id in an index that may be damaged, None where it has none."""
+    found = _SAVE_ID.search(state) if isinstance(state, bytes) else None
+    return found[1].decode() if found else None
 
 
 @contextlib.contextmanager
@@ -179,12 +195,14 @@ def hold_for_repair(store: Store) -> Iterator[dict[str, int]]:
         yield names
 
 
-def replace_index(store: Store, before: bytes | int | None, index: Index, *, keep: Callable[[], object]) -> None:
+def replace_index(store: Store, before: bytes | int | None, index: Index) -> str:
     """Publishes an index that was made again, under a lock, if there still is the one that was found, and its shards.
 
     Args:
         before: the `index_state` from before it was made.
-        keep: called before the index is replaced.
+
+    Returns:
+        The name under which the one before is kept, "" if there was none.
 
     Raises:
         CheckpointExists: there is one now, and was none.
@@ -198,11 +216,48 @@ def replace_index(store: Store, before: bytes | int | None, index: Index, *, kee
             raise replaced_meanwhile(store)
         if before is None and not {file.name for file in index.file_list} <= names.keys():
             raise replaced_meanwhile(store)
-        keep()
-        if isinstance(before, bytes) and isinstance(store, SupportsCompareAndSwap):
-            store.compare_and_swap(INDEX_NAME, data, holds=lambda found: found == before, limit=MAX_INDEX)
+        if before is None:
+            store.publish(INDEX_NAME, data, replace=False)
+            return ""
+        aside = damaged_name(INDEX_NAME, secrets.token_hex(8))
+        if not isinstance(store, LocalStore):
+            if isinstance(before, bytes):
+                store.publish(aside, before, replace=True)
+            if isinstance(before, bytes) and isinstance(store, SupportsCompareAndSwap):
+                store.compare_and_swap(INDEX_NAME, data, holds=lambda found: found == before, limit=MAX_INDEX)
+            else:
+                store.publish(INDEX_NAME, data, replace=True)
+            return aside if isinstance(before, bytes) else ""
+        # clean-ups leave a directory alone in which a repair was killed here
+        store.take_away(INDEX_NAME, aside)
+        try:
+            if index_state(store, aside) != before:  # this process was stopped for minutes
+                raise replaced_meanwhile(store)
+            store.publish(INDEX_NAME, data, replace=False)
+        except BaseException:
+            store.put_back(aside, INDEX_NAME)
+            raise
+        return aside
+
+
+def take_back_index(store: Store, save_id: str) -> None:
+    """Takes back the index of a save that has published it, unless another save has replaced it."""
+
+    def holds(found: bytes) -> bool:
+        return legible_save_id(found) == save_id
+
+    with contextlib.suppress(FileNotFoundError, CheckpointExists):
+        if isinstance(store, ObjectStore):
+            store.delete_if(INDEX_NAME, holds=holds, limit=MAX_INDEX)
+        elif isinstance(store, LocalStore):
+            aside = deleted_name(save_id, secrets.token_hex(8))
+            store.take_away(INDEX_NAME, aside)
+            if holds((store.directory / aside).read_bytes()):
+                store.delete(aside)
+            else:
+                store.put_back(aside, INDEX_NAME)
         else:
-            store.publish(INDEX_NAME, data, replace=before is not None)
+            store.delete(INDEX_NAME)
 
 
 def _who(name: str, owner: Owner | None) -> str:

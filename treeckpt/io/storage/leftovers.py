@@ -72,7 +72,8 @@ def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[F
         if owner is not None and is_running(owner) is False:
             ended.add(owner.tag)
     for name in entries:
-        if writer_tag(name) in ended:
+        # a lock is written again where its temporary file has gone, see `hold_lock`
+        if writer_tag(name) in ended or name.startswith((".deleting.", ".repairing.")):
             alive.setdefault(name, False)
     for name in _timings_without_record(entries, committed):
         with contextlib.suppress(TreeckptError, OSError):

@@ -110,6 +110,8 @@ class ProgressRecorder:
         self._pause = FAR_PAUSE if isinstance(store, ObjectStore) else 0.0
         self._written_at = -FAR_PAUSE
         self._exists, self._ended = False, threading.Event()
+        self._last_ns, self._gap_ns = time.time_ns(), 0
+        """Of the last renewal, and the longest time between two."""
         # a store in this process's memory ends with the process
         self._is_first = first.rank == 0 and not isinstance(store, MemoryStore)
 
@@ -161,7 +163,14 @@ class ProgressRecorder:
         """Returns the record for a write that follows."""
         self._exists = True
         _own_records.add(self.name)
-        return encode_progress(msgspec.structs.replace(self._record, alive_ns=time.time_ns()))
+        now_ns = time.time_ns()
+        self._gap_ns, self._last_ns = max(self._gap_ns, now_ns - self._last_ns), now_ns
+        return encode_progress(msgspec.structs.replace(self._record, alive_ns=now_ns))
+
+    @property
+    def has_lapsed(self) -> bool:
+        """Whether the record may have been taken for that of an ended process: this one was stopped for minutes."""
+        return max(self._gap_ns, time.time_ns() - self._last_ns) > LAPSE / 2 * 1e9
 
     def add(self, nbytes: int) -> None:
         """Adds written bytes to the record; they are not visible in the store yet."""
