@@ -255,6 +255,14 @@ def test_a_training_that_finds_damage_keeps_it_for_its_own_clean_up(run: Path) -
         assert manager.latest(verify=True) == 2 and manager.clean().kept.keys() == {2, 3}
 
 
+def test_the_step_that_a_restore_took_in_place_of_a_damaged_one_stays_until_the_next_save(run: Path) -> None:
+    damage(run, 3)
+    with tc.Manager(run, keep=1, background=False) as manager:
+        assert manager.restore()["0"][0] == 2
+        assert manager.clean().kept.keys() == {2, 3}, "as after a save that has failed"
+    assert json.loads(next(run.glob("*/damage.*")).read_bytes())["complete"] is False
+
+
 @pytest.mark.parametrize("how", ["saved again", "deleted", "cleaned"])
 def test_a_verdict_goes_with_the_save_that_it_is_about(run: Path, how: str) -> None:
     damage(run, 3)
