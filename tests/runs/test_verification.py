@@ -79,12 +79,18 @@ def descriptors_left(count: int) -> Iterator[None]:
         os.close(fd)
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TREECKPT_CACHE", str(tmp_path / "cache"))
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("saved")
     for step in (1, 2, 3):
-        save(tmp_path / "run", step)
-    return tmp_path / "run"
+        save(run, step)
+    return run
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TREECKPT_CACHE", str(tmp_path / "cache"))
+    return shutil.copytree(saved, tmp_path / "run")
 
 
 def kept(run: Path) -> list[str]:
