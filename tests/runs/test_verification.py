@@ -79,12 +79,18 @@ def descriptors_left(count: int) -> Iterator[None]:
         os.close(fd)
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TREECKPT_CACHE", str(tmp_path / "cache"))
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("saved")
     for step in (1, 2, 3):
-        save(tmp_path / "run", step)
-    return tmp_path / "run"
+        save(run, step)
+    return run
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TREECKPT_CACHE", str(tmp_path / "cache"))
+    return shutil.copytree(saved, tmp_path / "run")
 
 
 def kept(run: Path) -> list[str]:
@@ -253,6 +259,14 @@ def test_a_training_that_finds_damage_keeps_it_for_its_own_clean_up(run: Path) -
     damage(run, 3)
     with tc.Manager(run, keep=1, background=False) as manager:
         assert manager.latest(verify=True) == 2 and manager.clean().kept.keys() == {2, 3}
+
+
+def test_the_step_that_a_restore_took_in_place_of_a_damaged_one_stays_until_the_next_save(run: Path) -> None:
+    damage(run, 3)
+    with tc.Manager(run, keep=1, background=False) as manager:
+        assert manager.restore()["0"][0] == 2
+        assert manager.clean().kept.keys() == {2, 3}, "as after a save that has failed"
+    assert json.loads(next(run.glob("*/damage.*")).read_bytes())["complete"] is False
 
 
 @pytest.mark.parametrize("how", ["saved again", "deleted", "cleaned"])

@@ -161,6 +161,8 @@ class Restorer:
                 passed_over.append(f"{choice.path}: {why}")
                 if self._comm.rank == 0:
                     self._selector.warn_once(choice.path, f"passed over, {why}")
+                    if "CorruptError" in kinds and self._chosen is not None:
+                        self._selector.keep_damage(self._chosen, why)
 
     def _choose(self, step: int | None, tried: set[int]) -> _RestoreChoice:
         passed_over: list[str] = []

@@ -22,7 +22,15 @@ from ..io.storage.object_store import ObjectRun
 from ..io.storage.run_store import linked_names
 from .checkpoint_info import CheckpointInfo, step_info, with_verification
 from .run import RunDirectory
-from .verification import VerificationStore, cache_directory, this_user, verify_folder
+from .verification import (
+    DamagedPart,
+    VerificationStore,
+    cache_directory,
+    fingerprint_of,
+    found_part,
+    this_user,
+    verify_folder,
+)
 
 _log = logging.getLogger("treeckpt")
 
@@ -152,6 +160,18 @@ class CheckpointSelector:
             found, hint = f"{report.state}, first {report.unread[0].text}", ". ".join(report.notes)
             raise StoreError(info.path, expected="bytes to compare with their checksums", found=found, hint=hint)
         return ""
+
+    def keep_damage(self, info: CheckpointInfo, found: str) -> None:
+        """Keeps that a load has found a checkpoint damaged: else a clean-up might keep it, and delete a good one."""
+        folder, by = self.directory.store.folder(info.name), this_user("Manager.restore")
+        try:
+            fingerprint = fingerprint_of(folder.entries(), info.save_id or "")
+        except StoreError as error:
+            self.warn_once(info.path, f"that it is damaged could not be kept: {error}")
+            return
+        verification = found_part(info.save_id or "", fingerprint, [DamagedPart(info.name, found)], by=by)
+        for text in VerificationStore(cache_directory()).record(folder, verification, beside=True):
+            self.warn_once(info.path, text)
 
     def best(self, policy: Best) -> int | None:
         """Returns the step that is best by a policy's metric; None, and logs the metrics there are, if none has it.
