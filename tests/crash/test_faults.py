@@ -23,6 +23,7 @@ from tests.crash.disks import failing_disk, fill, remount, small_disk
 from tests.crash.kills import switched
 from tests.crash.syscalls import why_not
 from tests.helpers.background import files_open
+from tests.helpers.elsewhere import elsewhere
 from tests.helpers.world import Faulty, Switch, assert_holds, seed_of, small_tree, whole_tree
 from treeckpt.core.format.file_names import step_name
 from treeckpt.core.format.index import INDEX_NAME
@@ -319,7 +320,7 @@ def test_a_save_in_the_middle_of_another_one_to_the_same_path(
         path = tmp_path / f"{at}"
         if overwrite:
             save(path, 1)
-        switch = Switch(at, act=lambda call, path=path: save(path, 4))
+        switch = Switch(at, act=lambda call, path=path: elsewhere(save, path, 4))
         refused = False
         try:
             save(Faulty(tc.LocalStore(path), switch), 2, overwrite=overwrite)

@@ -130,12 +130,9 @@ def restore(
         rename, transforms: as for `treeckpt.load`, on `model/...`; the optimizers' state follows (`rules.Carried`).
         under: where in a training state the source belongs: "model" for a state dict alone. Rules see its own names.
         from_root: rules see all names, and can move `state_dict/...` to `model/...`; the optimizers' state stays.
-        strict: all that is here must be in the checkpoint, and the reverse for the parts that are asked for; "missing":
-            all that is here alone, as this rank's model may be a part of what was saved (or `partial=True`).
-        keep: hyper-parameters of param groups that stay as they are here, e.g. ("lr",). Of all others those of the
-            checkpoint are taken, as are a scheduler's arguments; a warning names those that differ.
-        cast, verify, read, allow_pickle, comm, namespace: as for `treeckpt.load_into`; fresh moments are cast as
-            parameters are.
+        strict: all here must be in the checkpoint, and parts that are asked for here; "missing" (`partial`): the first.
+        keep: hyper-parameters that stay as here, as ("lr",). Others, and a scheduler's, come as saved, with a warning.
+        cast, verify, read, allow_pickle, comm, namespace: as for `treeckpt.load_into`; fresh moments are cast too.
         world_changed: what a rank gets of state that was each rank's own, if another number of ranks had saved it:
             "error", "take" (that of rank r % old number) or merge(states, rank, world); or a dict of these for "rng",
             "loader", "buffers", "extra" (no merge). By default all is refused but "rng", see `training.rank_state`.
@@ -145,9 +142,9 @@ def restore(
         As `treeckpt.load_into`; TreeError for an optimizer with parameters that are not the model's.
     """
     comm, rules = as_comm(comm, sends_messages=False), rules_of(rename, transforms, under, from_root=from_root)
-    options = LoadOptions(globs_of(select), "missing" if strict is True and partial else strict, cast, verify=verify,
-        exclude=globs_of(exclude, "exclude"), allow_pickle=allow_pickle, namespace=namespace, read=read,
-        rules=rules)  # fmt: skip
+    wanted: Strict = "missing" if strict is True and partial else strict
+    options = LoadOptions(globs_of(select), wanted, cast, verify=verify, read=read, allow_pickle=allow_pickle,
+        exclude=globs_of(exclude, "exclude"), namespace=namespace, rules=rules)  # fmt: skip
     targets = RestoreTargets(model, optimizer, scheduler, loader, rng, extra, tuple(keep), world_changed, device)
     run = functools.partial(_restore, comm=comm, targets=targets, options=options, under=under, from_root=from_root)
     return on_versions(source, run, together=read == "once") if is_stored(source) else run(source)
