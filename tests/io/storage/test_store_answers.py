@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import signal
+import threading
 import time
 from collections.abc import Iterator
+from threading import Timer
 
 import numpy as np
 import pytest
 
 import treeckpt as tc
+from tests.helpers.background import until
 from tests.helpers.far_s3 import FarS3, far_s3_server
 from tests.helpers.s3 import MIB, array, same
 from treeckpt.io.storage import object_store, obstore
@@ -142,6 +146,16 @@ def test_a_listing_whose_pages_come_again_is_an_error(
     time.sleep(0.05)
     server.set(page=1000, tokens="honoured")
     assert len(server.log()) == 0, "nothing goes on asking"
+
+
+def test_an_interrupt_ends_a_listing_that_is_not_answered(server: FarS3) -> None:
+    server.set(rules=[{"match": "list-type", "do": "slow", "seconds": 60.0}])
+    interrupt = Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        server.store().sizes()
+    assert until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("treeckpt-list")])
+    server.set()
 
 
 def test_a_listing_that_takes_long_is_waited_for(server: FarS3, monkeypatch: pytest.MonkeyPatch) -> None:

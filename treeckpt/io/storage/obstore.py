@@ -442,10 +442,21 @@ def _within(seconds: float, begin: Callable[[], Awaitable[T]]) -> T:
     """
     import asyncio  # takes 20 ms
 
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = []
+
     async def wait() -> T:
+        running.append((asyncio.get_running_loop(), asyncio.current_task()))
         return await asyncio.wait_for(begin(), seconds)
 
-    return call_in_thread(lambda: asyncio.run(wait()), "treeckpt-list").result()
+    done = call_in_thread(lambda: asyncio.run(wait()), "treeckpt-list")
+    try:
+        return done.result()
+    except BaseException:  # an interrupt must not leave the thread, for which the end of the process waits
+        for loop, task in running:
+            if task is not None and not done.done():
+                with contextlib.suppress(RuntimeError):  # it has ended
+                    loop.call_soon_threadsafe(task.cancel)
+        raise
 
 
 def part_nbytes(nbytes: int) -> int:
