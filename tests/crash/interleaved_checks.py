@@ -147,7 +147,7 @@ def _saves(record: Record, step: int) -> list[str]:
             found.append(f"committed though it raised: {record.case.actions[who].words}: {told['text'][:200]}")
     expected = record.seeds.get(end.get("save_id") or "")
     damaged = record.case.start in _DAMAGED and step == 1 and end.get("save_id") == record.before.get(step)
-    # one that was stopped for too long, and is killed before it sees that its files are gone, cannot take its index back
+    # one that was stopped for too long, and is killed before it sees that its files are gone, leaves its index
     damaged |= record.far and commits[-1][2] >= 0 and commits[-1][2] not in record.told
     whole = end.get("error") is None and end.get("seed") not in (None, -1) and not end.get("problems")
     if end.get("save_id") is not None and not (whole and expected in (None, end["seed"])) and not damaged:
