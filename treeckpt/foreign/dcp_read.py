@@ -116,7 +116,7 @@ class DcpDirectory:
 
     def _keys(self, name: str) -> tuple[Any, ...]:
         """Returns the steps to a leaf in the tree; its name alone where they are not known."""
-        path = self.paths.get(name) if isinstance(self.paths, dict) and self.paths else None
+        path: Any = self.paths.get(name) if isinstance(self.paths, dict) and self.paths else None
         return tuple(path) if is_path(path) else (name,)
 
     def leaf(self, name: str, node: Any) -> Any:

@@ -120,9 +120,10 @@ class _BriefRepr(reprlib.Repr):
     repr_frozenset = repr_set
 
     def repr_instance(self, x: Any, level: int) -> str:
-        for kind, write in ((dict, self.repr_dict), (tuple, self.repr_tuple), (list, self.repr_list)):
-            if isinstance(x, kind):
-                return write(x, level)
+        if isinstance(x, dict):
+            return self.repr_dict(x, level)
+        if isinstance(x, (tuple, list)):
+            return self.repr_list([*itertools.islice(x, self.maxlist + 1)], level)
         own = isinstance(x, msgspec.Struct) and "__repr__" in vars(type(x))
         if own or isinstance(x, _SHORT):
             return super().repr_instance(x, level)

@@ -59,11 +59,11 @@ class _NumpyDtype(DeferredValue, eq=False):
         order = state[1] if len(state) > 1 else "|"
         if isinstance(self.code, Symbol) and self.code.text.startswith("ml_dtypes ") and order in ("<", "|", "="):
             return numpy_dtype(self.code.text.removeprefix("ml_dtypes "))
-        coded = isinstance(self.code, str) and len(self.code) <= MAX_CODE and "O" not in self.code
-        if not coded or order not in ("<", ">", "|", "="):
+        code = self.code if isinstance(self.code, str) and len(self.code) <= MAX_CODE else "O"
+        if "O" in code or order not in ("<", ">", "|", "="):
             raise ValueError(f"a numpy dtype {brief(self.code)}")
         _, _, inner, names, *rest = (*state, None, None, None, None)[: max(4, len(state))]
-        dtype = np.dtype(self.code + self._unit(rest))
+        dtype = np.dtype(code + self._unit(rest))
         plain = not (dtype.hasobject or dtype.fields or dtype.subdtype)
         if not plain or inner is not None or names is not None:
             raise ValueError(f"a numpy dtype {brief(self.code)}{' with fields' if names is not None else ''}")

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..arrays.lazy import LazyArray
 from ..core.sharding.dtypes import dtype_of, numpy_dtype
-from ..core.sharding.region import MAX_NDIM, Region, memory_order
+from ..core.sharding.region import Region, memory_order
 from ..core.text import visible
 from ..core.tree.spec import ArraySpec
 from ..errors import CorruptError, FormatError
@@ -31,6 +31,8 @@ STORAGES = {
     "ComplexDoubleStorage": "complex128",
 }  # fmt: skip
 """The classes of storages that have a dtype, as torch names them in files."""
+MAX_DIMS = 1000
+"""Dimensions of a tensor that are looked at; `check_shape` refuses fewer by the path of the leaf."""
 MAX_KEY = 1000
 """Characters of the name of a storage."""
 
@@ -108,8 +110,8 @@ def _tensor(
     """Returns a tensor over a storage; `dtype` for one of bytes."""
     if not isinstance(storage, TorchFileStorage) or not (dtype or storage.dtype):
         raise ValueError(f"a tensor over {storage!r:.80}")
-    listed = isinstance(shape, (tuple, list)) and isinstance(strides, (tuple, list)) and len(shape) <= MAX_NDIM
-    numbers = (offset, *shape, *strides) if listed and len(strides) <= MAX_NDIM else (None,)
+    listed = isinstance(shape, (tuple, list)) and isinstance(strides, (tuple, list)) and len(shape) <= MAX_DIMS
+    numbers = (offset, *shape, *strides) if listed and len(strides) <= MAX_DIMS else (None,)
     if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers) or len(shape) != len(strides):
         raise _misplaced(storage, f"a tensor of shape {brief(shape)}, strides {brief(strides)} at {brief(offset)}")
     order = memory_order(shape, strides)
