@@ -13,10 +13,10 @@ import pytest
 
 import treeckpt as tc
 from treeckpt.core.analysis.retention_policy import Last
-from treeckpt.core.format.file_names import deleted_name, lock_name, step_name
+from treeckpt.core.format.file_names import damaged_name, deleted_name, lock_name, step_name
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.core.format.save_progress import Owner, Progress
-from treeckpt.io.storage import index_lock
+from treeckpt.io.storage import index_lock, progress_file
 from treeckpt.io.storage.index_lock import IndexLock, hold_lock, index_state, replace_index
 from treeckpt.io.storage.metadata_files import read_index
 from treeckpt.io.storage.process_owner import this_process
@@ -176,3 +176,38 @@ def test_a_deletion_that_was_stopped_between_its_look_and_its_rename_puts_the_in
     report = run.clean([Last(1)])
     assert [left.why for left in report.left] == ["another save has been committed there meanwhile"]
     assert tc.load(tmp_path / step_name(1)) == {"n": 10} and tc.verify(tmp_path / step_name(1)).ok
+
+
+def test_an_index_is_made_again_for_the_save_that_was_committed_not_for_a_later_dead_one(tmp_path: Path) -> None:
+    committed = tc.save(tmp_path / "at", {"n": 1})
+    dead = tc.save(tmp_path / "other", {"n": 2})
+    for shard in (tmp_path / "other").glob("shard*"):
+        shard.rename(tmp_path / "at" / shard.name)
+    assert tc.rebuild_index(tmp_path / "at", replace=True).save_id == committed.save_id != dead.save_id
+    assert tc.load(tmp_path / "at") == {"n": 1}
+
+
+def test_a_directory_in_which_a_repair_was_killed_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / step_name(1)
+    tc.save(path, {"n": 1}, step=1)
+    (path / INDEX_NAME).rename(path / damaged_name(INDEX_NAME, "e" * 16))
+    assert "repair it again" in RunDirectory(tmp_path).clean([], grace=0).left[0].why
+    assert tc.verify(path, repair=True).ok and tc.load(path) == {"n": 1}
+
+
+def test_a_save_that_was_stopped_for_so_long_that_its_shards_are_gone_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopped(LocalStore):
+        """Behind its look at its files the process is stopped, and a clean-up takes the save for a dead one."""
+
+        def publish(self, name: str, data: bytes, *, replace: bool) -> None:
+            if name == INDEX_NAME:
+                for shard in self.directory.glob("shard*"):
+                    shard.unlink()
+            super().publish(name, data, replace=replace)
+
+    monkeypatch.setattr(progress_file, "LAPSE", 0.0)
+    with pytest.raises(tc.CheckpointError, match="took the save for a dead one"):
+        tc.save(Stopped(tmp_path), {"n": 1})
+    assert INDEX_NAME not in os.listdir(tmp_path)
