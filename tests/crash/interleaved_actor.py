@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -24,7 +26,7 @@ import msgspec
 from tests.crash.interleaved_actions import Action, act
 from treeckpt.io.timing import steady_clock
 
-__all__ = ["EVENTS", "SLEEP", "Line", "changes", "serve"]
+__all__ = ["EVENTS", "SLEEP", "Clock", "Line", "changes", "serve"]
 
 EVENTS = frozenset(
     {
@@ -73,18 +75,33 @@ def changes(operation: str) -> bool:
     return operation.partition(" ")[0] not in _LOOKS
 
 
+class Clock:
+    """By how many seconds the clocks of all processes are ahead, which a scheduler and those that it forks share."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+
+    @property
+    def late(self) -> float:
+        return struct.unpack_from("d", self._memory)[0]
+
+    @late.setter
+    def late(self, seconds: float) -> None:
+        struct.pack_into("d", self._memory, 0, seconds)
+
+
 class Gate:
     """Where the threads of a process stop."""
 
-    def __init__(self, address: str, number: int) -> None:
+    def __init__(self, address: str, number: int, clock: Clock) -> None:
         self.address, self.number, self.root = address, number, ""
         self.main = self._connect(main=True)
         self._local = threading.local()
         self._local.line, self._local.free, self._local.more, self._local.inside = self.main, 0, [], False
         self._local.only_changes = False
         self._main_thread, self._pid = threading.get_ident(), os.getpid()
-        self.slept = self.late = 0.0
-        """Seconds by which the clock that limits waiting, and the time of day, are ahead."""
+        self.slept, self._clock = 0.0, clock
+        """Seconds by which the clock that limits waiting is ahead; and by which all clocks are."""
 
     def _connect(self, *, main: bool) -> Line:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -93,9 +110,13 @@ class Gate:
         line.send({"actor": self.number, "pid": os.getpid(), "main": main})
         return line
 
-    def begin(self, root: str, *, late: float, only_changes: bool) -> None:
+    @property
+    def late(self) -> float:
+        return self._clock.late
+
+    def begin(self, root: str, *, only_changes: bool) -> None:
         """Begins an action, which stops from its first operation on, or only before those that change something."""
-        self.root, self.slept, self.late, self._local.only_changes = root, 0.0, late, only_changes
+        self.root, self.slept, self._local.only_changes = root, 0.0, only_changes
 
     def stop(self, what: str) -> None:
         """Waits until the operation may be done."""
@@ -116,8 +137,7 @@ class Gate:
             answer = local.line.receive()
             if answer is None or answer == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
-            count, self.late = answer
-            local.more, local.free, local.only_changes = [], abs(count) - 1, count < 0
+            local.more, local.free, local.only_changes = [], abs(answer) - 1, answer < 0
         finally:
             local.inside = False
 
@@ -181,7 +201,7 @@ def _install(gate: Gate) -> None:
     steady_clock.__defaults__ = time.time_ns, lambda: int(time.monotonic() * 1e9)
 
 
-def serve(address: str, number: int, environment: dict[str, str], host: str) -> None:
+def serve(address: str, number: int, environment: dict[str, str], host: str, clock: Clock) -> None:
     """Does what it is told until the scheduler ends; actions on a store elsewhere stop at its server instead.
 
     Args:
@@ -191,10 +211,10 @@ def serve(address: str, number: int, environment: dict[str, str], host: str) -> 
     if host:
         socket.gethostname = lambda: host
     logging.getLogger("treeckpt").setLevel(logging.CRITICAL)
-    gate = Gate(address, number)
+    gate = Gate(address, number, clock)
     _install(gate)
     while (job := gate.main.receive()) is not None:
-        gate.begin(job["root"], late=job["late"], only_changes=job["only_changes"])
+        gate.begin(job["root"], only_changes=job["only_changes"])
         outcome = act(job["run"], msgspec.convert(job["action"], Action))
         gate.told(outcome)
         gate.root = ""

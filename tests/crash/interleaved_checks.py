@@ -134,6 +134,9 @@ def _saves(record: Record, step: int) -> list[str]:
     for number, (_, save_id, _) in enumerate(commits):
         if save_id is None or save_id == end.get("save_id") or save_id in [one for _, one, _ in commits[:number]]:
             continue
+        next_one, by = commits[number + 1][1:] if number + 1 < len(commits) else (None, -1)
+        if next_one is None and by == commits[number][2] and "error" in record.told.get(by, {}):
+            continue  # it has taken its own index back, and says so
         later = [(one, who) for _, one, who in commits[number + 1 :] if one not in (None, save_id)]
         if any(_may_overwrite(record, who) for _, who in later) or _entitled(record, step, save_id):
             continue
@@ -147,7 +150,7 @@ def _saves(record: Record, step: int) -> list[str]:
             found.append(f"committed though it raised: {record.case.actions[who].words}: {told['text'][:200]}")
     expected = record.seeds.get(end.get("save_id") or "")
     damaged = record.case.start in _DAMAGED and step == 1 and end.get("save_id") == record.before.get(step)
-    # one that was stopped for too long, and is killed before it sees that its files are gone, leaves its index
+    # one that was stopped for too long, and killed before it sees that its files are gone, cannot take its index back
     damaged |= record.far and commits[-1][2] >= 0 and commits[-1][2] not in record.told
     whole = end.get("error") is None and end.get("seed") not in (None, -1) and not end.get("problems")
     if end.get("save_id") is not None and not (whole and expected in (None, end["seed"])) and not damaged:
@@ -221,7 +224,8 @@ def _rest(record: Record) -> list[str]:
     found: list[str] = []
     check = record.check
     for step, state in check["after"].items():
-        corrupt = check["left"].get(step, "").startswith("corrupt")  # of it nothing is deleted
+        why = check["left"].get(step, "")
+        corrupt = why.startswith("corrupt") or "its repair was cut short" in why  # of it nothing is deleted
         if state["save_id"] is None and not corrupt and not _pinned(state):
             found.append(f"left over: step {step} has no checkpoint, and {state['others'] or 'an empty directory'}")
         elif state["others"] and not corrupt and not _pinned(state):

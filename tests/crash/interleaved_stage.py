@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from tests.crash.interleaved_actions import Action
-from tests.crash.interleaved_actor import Line, changes, serve
+from tests.crash.interleaved_actor import Clock, Line, changes, serve
 from tests.crash.interleaved_cases import STEPS
 from tests.crash.interleaved_checks import Event
 from treeckpt.core.format.file_names import step_name
@@ -85,7 +85,7 @@ class Stage:
     """The processes, and how they are told to go on."""
 
     def __init__(self, environments: list[dict[str, str]], *, far: bool) -> None:
-        self.environments, self.far, self.late = environments, far, 0.0
+        self.environments, self.far, self.clock = environments, far, Clock()
         self.address = self.listen()
         self.poller = select.epoll()
         self.poller.register(self.listener.fileno(), select.EPOLLIN)
@@ -107,7 +107,7 @@ class Stage:
 
     def begin(self, files: dict[str, bytes]) -> None:
         """A run of its own with these files."""
-        self.cases, self.late = self.cases + 1, 0.0
+        self.cases, self.clock.late = self.cases + 1, 0.0
         self.lay(files)
         self.events.clear()
         self.told.clear()
@@ -135,7 +135,7 @@ class Stage:
                     link.line.socket.close()
                 self.listener.close()
                 self.poller.close()
-                serve(self.address, number, self.environments[number], f"host{number}" * self.far)
+                serve(self.address, number, self.environments[number], f"host{number}" * self.far, self.clock)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -226,7 +226,7 @@ class Stage:
         self.events.append((link.process.number, "op", link.next))
         link.process.did(link.next)
         link.next = None
-        link.line.send((-count if link.process.only_changes else count, self.late))
+        link.line.send(-count if link.process.only_changes else count)
 
     def stopped(self, process: Process) -> list[Link]:
         """The threads of a process that could go on, in an order that is the same whenever the case is played."""
@@ -263,12 +263,12 @@ class Stage:
         assert process.main is not None
         process.state, process.done, process.only_changes = "busy", 0, only_changes
         root = "" if free else self.run
-        job = {"run": self.run, "action": action, "root": root, "only_changes": only_changes, "late": self.late}
+        job = {"run": self.run, "action": action, "root": root, "only_changes": only_changes}
         process.main.line.send(job)
 
     def check(self, number: int) -> dict[str, Any]:
         """What is there in the run now; of processes on other hosts later, when none of them counts as alive."""
-        self.late += LATER * self.far
+        self.clock.late += LATER * self.far
         self.call(CHECKER, Action("check", seed=number), free=True)
         begin = time.monotonic()
         while self.processes[CHECKER].state == "busy":

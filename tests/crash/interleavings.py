@@ -97,7 +97,7 @@ class Theatre:
                 break
             turn, count = order.choose(turns)
             if stage.far and order.stopping:
-                stage.late = LATER
+                stage.clock.late = LATER
             link, process = links[turn.place], actors[turn.actor]
             sleeps = sleeps + 1 if turn.what == SLEEP else 0
             if link is not None and case.killed is not None and case.killed[0] == turn.actor:
