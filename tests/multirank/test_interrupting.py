@@ -28,6 +28,13 @@ LONGEST = 15.0
 """Seconds that no call may take: a save of a few MiB, and what waits for an interrupted rank."""
 
 
+def _answer(process: ForkedProcess) -> str:
+    """Returns the next line of JSON: where an interrupt falls into a finalizer, Python prints it, and goes on."""
+    while not (line := process.line()).startswith("[["):
+        pass
+    return line
+
+
 class Ranks:
     """The processes of a job, which save and are interrupted."""
 
@@ -46,7 +53,7 @@ class Ranks:
             time.sleep(1.0)
             for rank in set(range(len(self.processes))) - set(ranks):  # the end of the trial
                 self.processes[rank].send_signal(signal.SIGUSR1)
-        return [json.loads(process.line()) for process in self.processes]
+        return [json.loads(_answer(process)) for process in self.processes]
 
     def saved(self, number: int) -> bool:
         name = f"step_{number * 2 + 1:08}" if self.how == "manager" else f"{number}b"
