@@ -228,7 +228,7 @@ def load(
     >>> tree = tc.load("run/step_00000100", {"model": {"weight": torch.empty(2, 4), "bias": ...}, "step": 0})
 
     Args:
-        path: as given to save, or files of other programs; or a `Bank` or list of several, of which later ones win.
+        path, follow_links: as for save, or of other programs; a `Bank` or list: later ones win; with links out of it.
         like: tensors, DTensors, `ArraySpec`s, anything with shape and dtype, `...` for no leaf. None: as saved, whole.
         select, exclude: globs over paths, or a path as keys, and what is below; the rest is as in like, else `...`.
         rename, transforms: {"h.$L.*": "layers.$L.*"}, then rules or statements of `treeckpt.rules`: as if saved so.
@@ -243,9 +243,7 @@ def load(
         read: "once" has what several ranks of a host want read by one and handed on; every rank has to call.
         memory: bytes of buffers, at least 1 MiB; None is 64 MiB, 512 MiB from object stores and network file systems.
         allow_pickle: unpickles values that were saved so, which can run any code: only for files you trust.
-        comm: this rank, and of how many, as for `save` or by the launcher; they talk for `read`, salvage, `together`.
-        together: every rank has to call, and waits for the others; what fails on some is one `RankError` on all.
-        follow_links: reads links out of the run, as those of DVC or Hugging Face.
+        comm, together: this rank, of how many, as for `save` or by the launcher; all call, what fails fails on all.
 
     Raises:
         CheckpointNotFound, CorruptError, FormatError, MismatchError: the state of the files, or what is wanted.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import logging
 import os
 import subprocess
@@ -125,8 +124,15 @@ def refusing(monkeypatch: pytest.MonkeyPatch, what: str, refused: Callable[[str]
     monkeypatch.setattr(os, what, refuse)
 
 
-@pytest.mark.parametrize("code", REFUSALS)
-@pytest.mark.parametrize("what", ["index", "shard", "step", "run"])
+@pytest.mark.parametrize(
+    ("what", "code"),
+    [
+        (what, code)
+        for what in ("index", "shard", "step", "run")
+        for code in REFUSALS
+        if (what, code) != ("shard", errno.EIO)
+    ],
+)
 def test_what_may_not_be_read_is_never_passed_over_for_an_older_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, code: int
 ) -> None:
@@ -154,6 +160,18 @@ def test_what_may_not_be_read_is_never_passed_over_for_an_older_step(
             assert listed == [(2, "complete" if what == "shard" else "unread"), (1, "complete")], "lists are shown"
         monkeypatch.undo()
         assert manager.restore()["w"].size == 1 << 17
+
+
+def test_a_shard_that_the_disk_cannot_read_is_passed_over_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        tc.save(tmp_path / f"step_0000000{step}", {"step": step, "w": np.arange(9)}, step=step)
+    refusing(monkeypatch, "open", lambda path: "step_00000002/shard" in path, errno.EIO)
+    with tc.Manager(tmp_path) as manager, caplog.at_level(logging.WARNING, "treeckpt"):
+        assert manager.restore()["step"] == 1
+    assert "passed over" in caplog.text and os.strerror(errno.EIO) in caplog.text
+    assert not list(tmp_path.glob("*/damage.*")), "it is no damage"
 
 
 def test_an_older_step_that_could_not_be_read_is_passed_over_with_a_warning_and_cleaned_around(
@@ -204,14 +222,7 @@ def test_a_foreign_file_that_could_not_be_opened_is_not_taken_for_none(
 ) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "x.pt")
     with monkeypatch.context() as patch:
-        opened = io.open
-
-        def refuse(file: Any, *rest: Any, **more: Any) -> Any:
-            if str(file).endswith("x.pt"):
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(file))
-            return opened(file, *rest, **more)
-
-        patch.setattr(io, "open", refuse)
+        refusing(patch, "open", lambda path: path.endswith("x.pt"), errno.EMFILE)
         with pytest.raises(tc.StoreError, match="ulimit -n"):
             tc.load(tmp_path / "x.pt")
     assert tc.load(tmp_path / "x.pt")["w"].sum() == 3

@@ -4,6 +4,7 @@ There are two kinds. Damage: what is to be read is missing or is no file, or the
 wrong. A checkpoint is passed over for it, and a verification keeps it as a verdict. All other errors say nothing of the
 bytes: they could not be read this time, for want of descriptors, memory, permission or an answer, or because a disk
 failed. They are a `StoreError`: no older checkpoint is taken for it, nothing is kept, and the next call tries again.
+Only a restore takes the step before for a shard with EIO, as a bad sector stays.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ _HINTS = {
     errno.EROFS: "The file system is mounted read-only; after an error of the disk it may have become so",
     errno.ENAMETOOLONG: "Choose a shorter path",
     errno.EIO: "The disk or the file server failed, perhaps for a moment: try again. If it stays, the kernel's log "
-    "says more; treeckpt.load(path, on_corrupt='skip') returns what can be read, and once the directory of this step "
-    "is moved away, the run goes on from the one before",
+    "says more; treeckpt.load(path, on_corrupt='skip') returns what can be read",
 }
 _DAMAGE = {
     getattr(errno, name)

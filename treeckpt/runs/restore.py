@@ -9,6 +9,7 @@ data is requested while the lease is written: if a clean-up deletes the checkpoi
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -20,7 +21,7 @@ import msgspec
 from ..arrays.registry import is_value
 from ..core.option_names import check_options
 from ..core.tree.flatten import flatten
-from ..errors import CheckpointNotFound, MismatchError, TreeckptError
+from ..errors import CheckpointError, CheckpointNotFound, MismatchError, StoreError, TreeckptError
 from ..io.comm.collective import ending_together, from_rank0, gather_errors, interrupts_told
 from ..io.comm.comm import Comm
 from ..io.comm.failures import raise_faults
@@ -212,6 +213,12 @@ class Restorer:
         try:
             with bar if self._comm.rank == 0 else contextlib.nullcontext(store) as source:
                 return on_one_version(source, load_version, together=read == "once", known=known), None
+        except StoreError as error:
+            failed = error.__cause__ or error.__context__
+            if not isinstance(failed, OSError) or failed.errno != errno.EIO:
+                return None, error
+            # the sector may stay bad, and the training could not go on: the step before is taken, and a warning says so
+            return None, CheckpointError(error.path, expected=error.expected, found=error.found, hint=error.hint)
         except Exception as error:
             return None, error
 
