@@ -142,7 +142,7 @@ def test_commands_exist() -> None:
 def test_exit_codes_are_those_of_the_help() -> None:
     rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", GUIDES[ROOT / "notebooks/09_operating.ipynb"], re.M))
     codes = dict(re.findall(r"^  (\d+) +(.*)$", EXIT_CODES, re.M))
-    assert codes.keys() == rows.keys() == {"0", "1", "2", "130"}
+    assert codes.keys() == rows.keys() == {"0", "1", "2", "3", "130"}
     assert all(rows[code].startswith(text.partition(";")[0]) for code, text in codes.items())
 
 
