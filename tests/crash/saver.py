@@ -65,10 +65,10 @@ class Ending:
             writer.commit = committing
             return writer
 
-        def publishing(name: str, data: bytes, *, replace: bool) -> None:
+        def publishing(name: str, data: bytes, **options: Any) -> None:
             if name == "index.json":
                 self.at("publish")
-            publish(name, data, replace=replace)
+            publish(name, data, **options)
             if name == "index.json":
                 self.at("committed")
 

@@ -103,8 +103,8 @@ class Hooked(tc.LocalStore):
     def create(self, name: str, nbytes: int) -> Writer:
         return _HookedWriter(self.hook(f"create {name}", lambda: super(Hooked, self).create(name, nbytes)), self, name)
 
-    def publish(self, name: str, data: bytes, *, replace: bool) -> None:
-        self.hook(f"publish {name}", lambda: super(Hooked, self).publish(name, data, replace=replace))
+    def publish(self, name: str, data: bytes, *, replace: bool, check: Callable[[], object] = lambda: None) -> None:
+        self.hook(f"publish {name}", lambda: super(Hooked, self).publish(name, data, replace=replace, check=check))
 
 
 def _hooked(directory: Path, log: Path, at: int | None, act: str, after: bool, home: int) -> Hooked:

@@ -7,7 +7,7 @@ from them, so a process that has no tree and no torch can write the shards and p
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
@@ -27,7 +27,7 @@ from ..io.storage.index_lock import take_back_index
 from ..io.storage.leftovers import delete_files
 from ..io.storage.metadata_files import read_index
 from ..io.storage.object_store import ObjectStore
-from ..io.storage.store import MemoryStore, Store, SupportsCompareAndSwap
+from ..io.storage.store import LocalStore, MemoryStore, Store, SupportsCompareAndSwap
 from ..io.timing import Recorder
 from .messages import WriteReport
 from .options import CommonOptions
@@ -191,12 +191,19 @@ def check_still_there(store: Store, index: Index) -> None:
         )
 
 
-def publish_index(store: Store, data: bytes, info: SaveInfo) -> None:
+def publish_index(store: Store, data: bytes, info: SaveInfo, check: Callable[[], object]) -> None:
     """Publishes the index, which is the commit; where the store can, only over what was there before the save.
+
+    Args:
+        check: raises if files of the save are gone; see `LocalStore.publish`.
 
     Raises:
         CheckpointExists: there is another checkpoint.
     """
+    if isinstance(store, LocalStore):
+        store.publish(INDEX_NAME, data, replace=info.options.overwrite, check=check)
+        return
+    check()
     replaced = info.content.replaced if info.content is not None else ""
     if info.options.overwrite and isinstance(store, SupportsCompareAndSwap):
 

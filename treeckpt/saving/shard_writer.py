@@ -16,6 +16,7 @@ import msgspec
 from ..arrays.base import ArraySource, SourcePiece
 from ..core.format.decoding import decode_msgpack
 from ..core.format.index import encode_index
+from ..core.format.records import Index
 from ..core.format.save_progress import Progress
 from ..core.format.timings import timings_name
 from ..core.planning.save_plan import FilePlan
@@ -240,11 +241,10 @@ class InlineWriter:
                     # them that it had ended
                     if not self._start_timings(reports):
                         write_timings(store, info, reports, None, recorder)
-                    # deletions and repairs that have not seen this save's record have ended then
-                    sizes = self._unlocked.result() if self._unlocked is not None else unlocked_sizes(store)
-                    check_files_exist(store, index, sizes)
+                    # deletions and repairs that have not seen this save's record have ended at the look for locks
+                    sizes = self._unlocked.result() if self._unlocked is not None else None
                     publishing = True
-                    self._publish(data)
+                    self._publish(data, partial(self._check_files, index, sizes))
                     if self._note is not None and self._note.has_lapsed:
                         check_still_there(store, index)
             except Exception as caught:
@@ -269,9 +269,12 @@ class InlineWriter:
             write_timings(store, info, reports, text, recorder)
         return CommitResult(tuple(faults), in_place)
 
-    def _publish(self, data: bytes) -> None:
+    def _check_files(self, index: Index, sizes: dict[str, int] | None) -> None:
+        check_files_exist(self._store, index, unlocked_sizes(self._store) if sizes is None else sizes)
+
+    def _publish(self, data: bytes, check: Callable[[], object]) -> None:
         """Publishes the index; an interrupt is told at once, and raised when it is known what became of the request."""
-        publish = partial(publish_index, self._store, data, self._info)
+        publish = partial(publish_index, self._store, data, self._info, check)
         if not isinstance(self._store, SupportsFetching):
             publish()
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -201,11 +202,13 @@ def test_a_save_that_was_stopped_for_so_long_that_its_shards_are_gone_is_not_com
     class Stopped(LocalStore):
         """Behind its look at its files the process is stopped, and a clean-up takes the save for a dead one."""
 
-        def publish(self, name: str, data: bytes, *, replace: bool) -> None:
-            if name == INDEX_NAME:
+        def publish(self, name: str, data: bytes, *, replace: bool, check: Callable[[], object] = lambda: None) -> None:
+            def stopped_behind() -> None:
+                check()
                 for shard in self.directory.glob("shard*"):
                     shard.unlink()
-            super().publish(name, data, replace=replace)
+
+            super().publish(name, data, replace=replace, check=stopped_behind if name == INDEX_NAME else check)
 
     monkeypatch.setattr(progress_file, "LAPSE", 0.0)
     with pytest.raises(tc.CheckpointError, match="took the save for a dead one"):

@@ -166,13 +166,14 @@ def foreign_files(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(name for name in names if parse_file_name(name) is None))
 
 
-_PROOFS = {"progress": 1, "timings": 2, "deleted": 3}
+_PROOFS = {"temporary": -1, "progress": 1, "timings": 2, "deleted": 3}
 
 
 def proof_order(name: str) -> int:
     """Returns 0 for most files, and a number that rises for those by which a clean-up knows that their save has ended.
 
-    Files are deleted in this order: where one cannot be deleted, the next clean-up knows it for what it is.
+    Files are deleted in this order: where one cannot be deleted, the next clean-up knows it for what it is. Temporary
+    files are first: one may be the index of a save that was stopped for minutes, and goes on when its shards are gone.
     """
     owned = parse_file_name(name)
     return 0 if owned is None else _PROOFS.get(owned.kind, 0)

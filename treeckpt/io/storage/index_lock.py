@@ -20,7 +20,8 @@ longer than that can still take away the index of a save that did not wait for i
 rename to `deleted.<save id>.<id>.json`, and looked at there: if it is another save's, it gets its name back by a link,
 which replaces nothing. If the process is killed before, readers take the index from there, and the next save or
 clean-up gives it its name back (`leftovers.restore_index`). In an object store it is deleted on condition that it is
-the version that was looked at, where the store knows that condition.
+the version that was looked at, where the store knows that condition. A save that was stopped for so long publishes
+nothing: a clean-up deletes its temporary index before its shards, and the save looks for its shards in between.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[F
             del entries[name]
             continue
         owner, alive[name] = state
-        if owner is not None and is_running(owner) is False:
+        if owner is not None and alive[name] is False and not is_running(owner):
             ended.add(owner.tag)
     for name in entries:
         # a lock is written again where its temporary file has gone, see `hold_lock`
