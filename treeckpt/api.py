@@ -15,7 +15,7 @@ from .core.tree.flatten import flatten, replace_leaves
 from .errors import MismatchError
 from .io.comm.collective import ending_together
 from .io.comm.comm import Comm, as_comm, background_comm, global_rank
-from .io.nested_calls import saves, takes_no_save
+from .io.nested_calls import call_back, saves, takes_no_save
 from .io.storage.open import following, open_store
 from .io.storage.store import Store
 from .loading.background import PendingLoad, start_load
@@ -253,7 +253,7 @@ def load(
             namespace, read, memory, globs_of(exclude, "exclude"), as_rules(rename, transforms), ids=ids)  # fmt: skip
         tree, report = run_load(following(path, follow_links), like, comm, options, on_corrupt)
     if on_report is not None:
-        on_report(report)
+        call_back(on_report, report)
     return tree
 
 

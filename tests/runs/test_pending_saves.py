@@ -15,6 +15,7 @@ from tests.helpers.memory_run import MemoryRun
 from tests.helpers.world import errors_of, on_ranks, small_tree
 from treeckpt.core.format.file_names import step_name
 from treeckpt.io.storage.run_store import RunStore
+from treeckpt.runs.run import RunDirectory
 
 
 def manager(run: RunStore | Path, **options: Any) -> tc.Manager:
@@ -208,3 +209,21 @@ def test_one_ranks_failure_is_every_ranks_and_the_next_save_works(tmp_path: Path
     outcomes = on_ranks(2, act)
     assert errors_of(outcomes) == [None] * 2
     assert [o.value for o in outcomes] == [[1, 3]] * 2
+
+
+def test_one_clean_up_waits_for_another_however_many_saves_end_meanwhile(tmp_path: Path, monkeypatch: Any) -> None:
+    go_on, real = threading.Event(), RunDirectory.clean
+    calls: list[int] = []
+
+    def clean(self: RunDirectory, *arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        assert go_on.wait(60)
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(RunDirectory, "clean", clean)
+    with tc.Manager(tmp_path, keep=1, background=False) as made:
+        for step in range(1, 7):
+            made.save(step, {"s": step})
+        assert sum(thread.name == "treeckpt-clean" for thread in threading.enumerate()) <= 2
+        go_on.set()
+    assert len(calls) <= 3 and [path.name for path in tmp_path.iterdir()] == [step_name(6)]

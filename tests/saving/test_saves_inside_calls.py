@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import signal
@@ -157,3 +158,22 @@ def test_an_interrupted_call_does_not_refuse_the_save_that_answers_it(tmp_path: 
     except KeyboardInterrupt:
         tc.save(tmp_path / "last", {"n": 1})
     assert tc.load(tmp_path / "last") == {"n": 1}
+
+
+def test_a_function_that_gets_the_report_of_a_load_may_save(tmp_path: Path) -> None:
+    tc.save(tmp_path / "a", {"n": 1})
+    tc.load(tmp_path / "a", on_report=lambda report: tc.save(tmp_path / "b", {"report": str(report)}))
+    assert tc.load(tmp_path / "b")["report"]
+
+
+def test_a_refusal_is_logged_also_where_the_call_fails_for_another_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def save_and_fail() -> None:
+        with contextlib.suppress(tc.CheckpointError):
+            tc.save(tmp_path / "inner", {"n": 1})
+        raise ValueError("another reason")
+
+    with caplog.at_level(logging.WARNING, "treeckpt"), pytest.raises(ValueError, match="another reason"):
+        tc.save(tmp_path / "outer", {"o": Acting(save_and_fail)})
+    assert "inside of save, save was refused (1 calls)" in caplog.text

@@ -186,19 +186,24 @@ class RetentionRunner:
             grace,
         )
         self._last: Future[None] | None = None
+        self._is_waiting = False
+        """Whether a clean-up waits for the one before it; it sees all saves that end until it begins."""
         reset_after_fork(self)
 
     def after_fork(self) -> None:
         """Drops the clean-up in a forked child: it belongs to the parent."""
-        self._last = None
+        self._last, self._is_waiting = None, False
 
     def start(self) -> None:
         """Starts a clean-up in the background, for which the end of the process waits; cleans up if that has begun."""
-        self._last = call_in_thread(partial(self._clean_and_log, self._last), "treeckpt-clean", awaited=True)
+        if not self._is_waiting:
+            self._is_waiting = True
+            self._last = call_in_thread(partial(self._clean_and_log, self._last), "treeckpt-clean", awaited=True)
 
     def _clean_and_log(self, before: Future[None] | None) -> None:
         if before is not None:
             wait([before])
+        self._is_waiting = False
         try:
             report = self._clean(dry_run=False)
         except Exception as error:

@@ -4,7 +4,8 @@ So it is at a limit of processes (`ulimit -u`, a container's `pids.max`) and whe
 start no thread then, older ones start one that never runs. `concurrent.futures.ThreadPoolExecutor` refuses work in both
 cases, and its locks are not for signal handlers: `ThreadPool` takes none.
 
-It imports nothing of the package. Every thread is started by `start_thread`, `call_in_thread` or a `ThreadPool`.
+It imports nothing of the package. Every thread is started by `start_thread`, `call_in_thread` or a `ThreadPool`, but
+one of the writer process, which is to import little.
 """
 
 from __future__ import annotations
