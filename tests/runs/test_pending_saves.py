@@ -221,9 +221,10 @@ def test_one_clean_up_waits_for_another_however_many_saves_end_meanwhile(tmp_pat
         return real(self, *arguments, **options)
 
     monkeypatch.setattr(RunDirectory, "clean", clean)
-    with tc.Manager(tmp_path, keep=1, background=False) as made:
+    with manager(tmp_path, keep=1) as made:
         for step in range(1, 7):
-            made.save(step, {"s": step})
+            pending = made.save(step, {"s": step})
+            assert isinstance(pending, tc.Pending) and pending.result(60)
         assert sum(thread.name == "treeckpt-clean" for thread in threading.enumerate()) <= 2
         go_on.set()
     assert len(calls) <= 3 and [path.name for path in tmp_path.iterdir()] == [step_name(6)]
