@@ -31,11 +31,11 @@ class Case(NamedTuple):
 _WRITING = ("create shard", "write shard", "write shard", "commit shard")
 CALLS: dict[tuple[bool, str], tuple[str, ...]] = {
     (True, "new"): (
-        *("prepare", "sizes", *_WRITING, "publish timings", "sizes", "publish index", "publish timings"),
+        *("prepare", "sizes", *_WRITING, "publish timings", "publish index", "sizes", "publish timings"),
         *("delete progress", "sizes"),
     ),
     (True, "overwriting"): (
-        *("prepare", "sizes", "read index", *_WRITING, "publish timings", "sizes", "publish index", "publish timings"),
+        *("prepare", "sizes", "read index", *_WRITING, "publish timings", "publish index", "sizes", "publish timings"),
         *("sizes", "delete shard", "delete timings", "delete progress", "sizes"),
     ),
     (False, "new"): _WRITING,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from tests.helpers.world import Switch
+from treeckpt.io.comm import waiting as waiting_rules
 from treeckpt.io.comm.comm import Comm
 
 __all__ = ["impatient_once", "killed", "switched"]
@@ -42,7 +44,11 @@ def switched(switch: Switch, calls: Sequence[str], modules: Sequence[ModuleType]
 
 
 def impatient_once(dead: Callable[[], bool], comm: Comm, *, seconds: float) -> None:
-    """Has a comm take others for silent after so many seconds, but only once one is dead: all others may be slow."""
+    """Has a comm take others for silent after so many seconds, but only once one is dead: all others may be slow.
+
+    A wait is one wait then: no looks for the notes of interrupted ranks, which a dead one has not written.
+    """
+    waiting_rules.WATCH_AFTER = math.inf
     wait, patience = comm.wait, comm.timeout
 
     def waiting(keys: Sequence[str], timeout: float) -> list[bytes | None]:

@@ -6,6 +6,7 @@ Also the limit of what is written: views can repeat the same bytes.
 from __future__ import annotations
 
 import collections
+import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -285,8 +286,11 @@ def check_growth(source: Contents, nbytes: int) -> None:
     if nbytes <= FREE:
         return
     arrays = [(path, leaf) for path, leaf in source.leaves if isinstance(leaf, LazyArray)]
-    held = _stored_nbytes(arrays)
-    if nbytes > FREE + TIMES * held:
+    values = [leaf.getbuffer() if isinstance(leaf, io.BytesIO) else leaf for _, leaf in source.leaves]
+    held = _stored_nbytes(arrays) + sum(
+        len(value) for value in values if isinstance(value, (bytes, bytearray, str, memoryview))
+    )
+    if arrays and nbytes > FREE + TIMES * held:
         path, largest = max(arrays, key=lambda pair: pair[1].nbytes)
         raise FormatError(
             f"{path}: {source.label}",

@@ -201,7 +201,15 @@ def publish_index(store: Store, data: bytes, info: SaveInfo, check: Callable[[],
         CheckpointExists: there is another checkpoint.
     """
     if isinstance(store, LocalStore):
-        store.publish(INDEX_NAME, data, replace=info.options.overwrite, check=check)
+        try:
+            store.publish(INDEX_NAME, data, replace=info.options.overwrite, check=check)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{store.url}/{INDEX_NAME}",
+                expected="the temporary file that is to be renamed so",
+                found="none: a clean-up took this process for an ended one",
+                hint="It was stopped for minutes, or something else deletes files there; save again",
+            ) from error
         return
     check()
     replaced = info.content.replaced if info.content is not None else ""

@@ -181,7 +181,7 @@ def test_what_the_first_reads_compare_is_read_once(saved: Path, monkeypatch: pyt
     name = next(path.name for path in saved.iterdir() if path.stat().st_size > MIB)
     data = (saved / name).read_bytes()[: 4 * MIB]
     out = bytearray(4 * MIB)
-    with LocalStore(saved).readers.using(name, saved / name) as reader:
+    with LocalStore(saved).readers.using(name, saved / name, False) as reader:
         DirectChoice().read_into(reader, 0, memoryview(out))
     part = far_store.COMPARED
     assert out == data and ways == [(part, False), (part, True), (4 * MIB - 2 * part, False)]

@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ...core.format.file_names import is_step_name
 from ...core.format.seals import check_no_zeros
-from ...errors import CheckpointError, CheckpointExists, CorruptError
+from ...errors import CheckpointExists, CorruptError
 from .local_read import LocalReader, ReaderCache, follows_links, open_regular, too_short
 from .local_write import create_file, make_directory, sync_directory
 from .os_files import sync_file
@@ -266,7 +266,7 @@ class LocalStore:
         Args:
             check: called once a temporary file has the content, before it gets its name. A clean-up that takes this
                 process for an ended one removes the temporary file first: so either `check` sees what it removed, or
-                there is no file to rename.
+                there is no file to rename (FileNotFoundError).
         """
         temporary = self.directory / f".{name}.{this_process().tag}{secrets.token_hex(4)}.tmp"
         try:
@@ -275,18 +275,10 @@ class LocalStore:
                 file.flush()
                 sync_file(file.fileno())
             check()
-            try:
-                if replace:
-                    os.replace(temporary, self.directory / name)
-                else:
-                    _rename_new(temporary, self.directory / name)
-            except FileNotFoundError as error:
-                raise CheckpointError(
-                    f"{self.url}/{name}",
-                    expected="the temporary file that was written to be renamed so",
-                    found="none: a clean-up took this process for an ended one",
-                    hint="It was stopped for minutes, or something else deletes files there; save again",
-                ) from error
+            if replace:
+                os.replace(temporary, self.directory / name)
+            else:
+                _rename_new(temporary, self.directory / name)
         except FileExistsError as error:
             raise _exists(self, name) from error
         finally:
