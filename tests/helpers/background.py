@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,9 +202,11 @@ class Probe(threading.Thread):
         return self._longest
 
 
-def run_program(code: str, *, timeout: float = 240.0, **options: Any) -> subprocess.CompletedProcess[str]:
+def run_program(
+    code: str, *, arguments: Sequence[str] = (), timeout: float = 240.0, **options: Any
+) -> subprocess.CompletedProcess[str]:
     """A program of its own, at the root of the checkout; `__main__` is as unguarded as scripts are."""
-    command = [sys.executable, "-W", "error", "-c", code]
+    command = [sys.executable, "-W", "error", "-c", code, *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False, **options)
 
 

@@ -6,6 +6,7 @@ import concurrent.futures
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from tests.helpers.world import (
 )
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.core.format.shard_header import parse_shard_name
-from treeckpt.io.comm.comm import Comm, SoloComm, members_of, thread_comms
+from treeckpt.io.comm.comm import Comm, SoloComm, TorchComm, members_of, thread_comms
 from treeckpt.saving import background as background_module
 from treeckpt.saving.staging import ArenaPool
 from treeckpt.training.guard import guard
@@ -715,3 +716,16 @@ def test_equal_trees_come_back(tmp_path: Path, comm: Comm) -> None:
     found = tc.load(tmp_path / "c", per_rank="take")
     found["pieces"] = tree["pieces"] = None
     assert_equal(found, tree)
+
+
+def test_a_store_that_is_busy_for_a_moment_does_not_fail_a_save_with_a_short_timeout() -> None:
+    kept = dict[str, bytes]()
+
+    class Busy:
+        def set(self, key: str, data: bytes) -> None:
+            time.sleep(0.7)
+            kept[key] = data
+
+    comm: Any = background_module._CommWithTimeout(TorchComm(Busy(), 0, 2), 0.01)
+    comm.post("key", b"data")
+    assert list(kept.values()) == [b"data"]

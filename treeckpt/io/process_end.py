@@ -1,4 +1,8 @@
-"""Calls functions at the end of a process, also of one that multiprocessing has forked."""
+"""Calls functions at the end of a process, also of one that multiprocessing has forked.
+
+The function that was registered last is called first. One that is to be called after the others, whichever of them is
+needed first, is registered when its module is imported.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ from collections.abc import Callable
 from functools import partial
 
 _registered: set[Callable[[], object]] = set()
+_finalizers: set[Callable[[], object]] = set()
+"""The functions that multiprocessing calls in this child."""
 _called: set[Callable[[], object]] = set()
 """The functions whose turn has come: they are not called again."""
 
@@ -20,25 +26,30 @@ def is_ending() -> bool:
     return not threading.main_thread().is_alive() or (util is not None and bool(util.is_exiting()))
 
 
-def call_at_end(function: Callable[[], object]) -> bool:
+def call_at_end(function: Callable[[], object], *, last: bool = False) -> bool:
     """Has a function called once at the end of this process and of its forked children.
+
+    Args:
+        last: whether it comes after the others. Such a function is registered when its module is imported, and again
+            where it is needed: a child of multiprocessing knows nothing of what was registered before it began.
 
     Returns:
         Whether it will be; False where its turn has passed.
     """
-    if function in _called or (function not in _registered and is_ending()):
-        return False
-    if function in _registered:
-        return True
-    _registered.add(function)
-    call = partial(_call_once, function)
-    atexit.register(call)
     process = sys.modules.get("multiprocessing.process")
-    if process is not None and process.parent_process() is not None:
+    is_child = process is not None and process.parent_process() is not None
+    if function in _called or (function not in (_finalizers if is_child else _registered) and is_ending()):
+        return False
+    call = partial(_call_once, function)
+    if function not in _registered:
+        _registered.add(function)
+        atexit.register(call)
+    if is_child and function not in _finalizers:
         from multiprocessing import util
 
         # a child that was forked ends without the handlers of atexit
-        util.Finalize(None, call, exitpriority=100)
+        _finalizers.add(function)
+        util.Finalize(None, call, exitpriority=99 if last else 100)
     return True
 
 
@@ -49,7 +60,7 @@ def _call_once(function: Callable[[], object]) -> None:
 
 
 def _forget() -> None:
-    _registered.clear()  # multiprocessing forgets what its parent has registered
+    _finalizers.clear()  # multiprocessing forgets them, and atexit knows its handlers still
     _called.clear()
 
 

@@ -20,9 +20,9 @@ import msgspec
 
 from ..core.format.timings import BLOCKING
 from ..errors import CheckpointError, TreeckptError
-from ..io.comm.comm import Comm
+from ..io.comm.comm import Comm, base_of
 from ..io.comm.failures import wrap_os_error
-from ..io.comm.message_store import answers_within
+from ..io.comm.message_store import answer_limit, answers_within
 from ..io.gc_pause import gc_paused
 from ..io.nested_calls import takes_no_save
 from ..io.process_end import is_ending
@@ -51,18 +51,22 @@ class _CommWithTimeout:
     """A comm with a time limit of its own."""
 
     def __init__(self, inner: Comm, timeout: float) -> None:
-        self._inner, self.timeout = inner, timeout
+        self._inner, self.timeout, self.base = inner, timeout, base_of(inner)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def post(self, key: str, data: bytes) -> None:
-        with answers_within(self.timeout):
+        with answers_within(answer_limit(self.timeout)):
             self._inner.post(key, data)
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
-        with answers_within(self.timeout):
+        with answers_within(answer_limit(self.timeout)):
             return self._inner.wait(keys, timeout)
+
+    def drop(self, keys: Sequence[str]) -> None:
+        with answers_within(answer_limit(self.timeout)):
+            self._inner.drop(keys)
 
 
 def save_async_tree(

@@ -69,6 +69,11 @@ class HierarchicalComm(Comm, Protocol):
         ...
 
 
+def base_of(comm: Comm) -> Comm:
+    """Returns the comm that lasts: one that is made for some calls only has an attribute `base`, which is that one."""
+    return getattr(comm, "base", comm)
+
+
 class SoloComm:
     """The comm of a single rank: it sends nothing. `members` holds its number in the default group, if there is one."""
 
@@ -113,6 +118,7 @@ class PrefixComm(_StoreComm):
 
     def __init__(self, comm: Comm, prefix: str) -> None:
         super().__init__(comm, comm.rank, comm.size, comm.timeout, comm.state.of_prefix(prefix), f"{prefix}/")
+        self.base = base_of(comm)
 
 
 def background_comm(comm: Comm) -> Comm:

@@ -64,6 +64,11 @@ class _AnswerLimit(threading.local):
 _ANSWER_LIMIT = _AnswerLimit()
 
 
+def answer_limit(timeout: float) -> float:
+    """Returns the seconds in which the common Store has to answer a comm with this time limit."""
+    return max(timeout, LEAST_ANSWER_LIMIT)
+
+
 @contextlib.contextmanager
 def answers_within(seconds: float) -> Iterator[None]:
     """Lets each call on a Store, from this thread in the body, wait for an answer for at most so many seconds."""
@@ -169,7 +174,7 @@ class TorchMessageStore:
 
     def __init__(self, store: Any, prefix: str, server: int = 0, *, limit: float | _StoreCalls) -> None:
         self.store, self.prefix, self.server = store, prefix, server
-        self._calls = limit if isinstance(limit, _StoreCalls) else _StoreCalls(max(limit, LEAST_ANSWER_LIMIT))
+        self._calls = limit if isinstance(limit, _StoreCalls) else _StoreCalls(answer_limit(limit))
 
     def _keys(self, keys: Sequence[str]) -> list[str]:
         return [f"{self.prefix}/{key}" for key in keys]

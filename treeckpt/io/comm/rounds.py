@@ -21,7 +21,8 @@ A rank may be interrupted at any point of a call, and call again. It notes that 
 4. So all that call again meet in one round. Who was interrupted and has not called again after `RETURN_TIMEOUT` is
    named in the error of the others, as is a rank that is interrupted once something is concluded: that save fails, or
    if all have reported is committed without it.
-5. Nobody waits for a rank whose note says that it will not send or read the message.
+5. Nobody waits for a rank whose note says that it will not send or read the message. The note that a process has ended
+   counts when the rank has not joined a round for `RETURN_TIMEOUT`: a handler of atexit may still make a call.
 
 In a large world (`io.comm.fanout`) not all ranks exchange messages with rank 0: a leader gathers the messages of the
 ranks below it and passes them on as one, and it passes rank 0's messages down, each through a message store of its own.
@@ -44,7 +45,7 @@ import msgspec
 
 from ...core.format.decoding import decode_msgpack
 from ...errors import RankError
-from .abandoned import KEPT_NOTES, abandon_round, ended_ranks, is_abandoned, post_notes, reasons_of
+from .abandoned import KEPT_NOTES, abandon_round, ended_ranks, is_abandoned, join_rounds, leave_rounds, reasons_of
 from .comm import Comm, HierarchicalComm, MessageStore
 from .fanout import bundle, children_of, is_leader, parent_of, unbundle
 from .termination import TERMINATION
@@ -57,7 +58,9 @@ and be about to exit. A comm with a shorter time limit waits that long: a rank t
 LEADER_CHECK_INTERVAL = 5.0
 """Seconds between two reads of rank 0's store, at most, by a rank whose own leader is silent."""
 RETURN_TIMEOUT = 5.0
-"""Seconds that a rank which was interrupted has to call again, where the others do so, or are still in the call."""
+"""Seconds that a rank which was interrupted has to call again, where the others do so, or are still in the call; and
+that one has to call whose process has noted its end.
+"""
 _RETRY_WINDOW = 2.0
 """A call that a rank makes within so many seconds after one that failed or was interrupted counts as its retry."""
 _STATE = "state"
@@ -133,6 +136,8 @@ class Round:
         """Whether this call is made again, and ranks that were interrupted are to call again too."""
         self._noted_at: dict[int, float] = {}
         """Since when, on the monotonic clock, it is known of a rank that it has abandoned the call."""
+        self._end_noted_at: dict[int, float] = {}
+        """Since when, on the monotonic clock, it is known of a rank that it has noted its end."""
         self._left: dict[int, str] = {}
         """Ranks that have abandoned the round, or do not return to it, and why: their messages are not waited for."""
         self._unheard: set[int] = set()
@@ -152,7 +157,7 @@ class Round:
         if comm.size == 1:
             return None
         own, state = comm.state, self._read_state()
-        post_notes(comm)
+        join_rounds(comm)
         self._is_retry = time.monotonic() - own.failed_at < _RETRY_WINDOW
         if comm.rank == 0:
             self._open(state.number + 1, state.closed)
@@ -163,6 +168,7 @@ class Round:
         known = closed is not None and closed.number > last and closed.topic == self._topic
         if closed is not None and known and not retried and comm.rank in closed.lost:
             own.last_round = closed.number
+            leave_rounds(comm)
             return closed.message
         self._number = max(state.number if joinable else state.number + 1, own.abandoned + 1)
         return None
@@ -312,7 +318,7 @@ class Round:
                 self._watch_rank0()
             elif is_abandoned(comm, self._number):
                 raise _Superseded(self._number + 1)
-            self._left = ended_ranks(comm, missing) | self._not_returned(missing)
+            self._left = self._not_called(missing) | self._not_returned(missing)
         else:
             self._left = self._gone(missing)
         return bool(self._left)
@@ -329,13 +335,24 @@ class Round:
             raise _Superseded(state.number)
         if state.number > number:
             raise self._rank0_error(f"went on to another call ({state.topic})")
-        if gone := ended_ranks(comm, [0]):
+        if gone := self._not_called([0]):
             raise self._rank0_error(gone[0])
         why = reasons_of(comm, [number], [0])
         if not why and state.number < number and is_abandoned(comm, number):
             raise _Superseded(number + 1)
         if (why or state.number < number) and (late := self._not_returned([0], why)):
             raise self._rank0_error(late[0])
+
+    def _not_called(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Returns which of these ranks' processes have noted their end and not called for `RETURN_TIMEOUT`, and why."""
+        now, noted = time.monotonic(), ended_ranks(self._comm, ranks)
+        for rank in noted.symmetric_difference(ranks):
+            self._end_noted_at.pop(rank, None)
+        return {
+            rank: f"its process has ended, or is ending and has not called for {RETURN_TIMEOUT:g} s"
+            for rank in noted
+            if now - self._end_noted_at.setdefault(rank, now) > RETURN_TIMEOUT
+        }
 
     def _not_returned(self, ranks: Sequence[int], known: Mapping[int, str] | None = None) -> dict[int, str]:
         """Returns which of these ranks have abandoned this call and not called again for `RETURN_TIMEOUT`, and why.
@@ -450,6 +467,8 @@ class Round:
             self._comm.state.failed_at = time.monotonic()
         elif last:
             self._comm.state.ended = max(self._comm.state.ended, self._number)
+        if last:
+            leave_rounds(self._comm)
 
     def _wait_left(self, store: MessageStore, ranks: Sequence[int]) -> list[bytes | None]:
         """Waits until these ranks have read the last message, but for those that have abandoned the round."""
@@ -464,7 +483,7 @@ class Round:
 
     def _gone(self, ranks: Sequence[int]) -> dict[int, str]:
         """Returns which of these ranks send nothing more in this round, and why."""
-        return ended_ranks(self._comm, ranks) | reasons_of(self._comm, [self._number], ranks)
+        return self._not_called(ranks) | reasons_of(self._comm, [self._number], ranks)
 
     def _post_down(self, message: bytes) -> None:
         """Posts a message of rank 0 for the ranks below this one."""

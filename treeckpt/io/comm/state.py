@@ -21,6 +21,8 @@ class CommState:
     """Number of the last round that has come to its end here, with its branch and all ranks."""
     abandoned: int = 0
     """Number of the last round that this rank has abandoned, 0 for none."""
+    joined: bool = False
+    """Whether this rank has joined a round, of this comm or of one that has it as base, and not noted its end since."""
     failed_at: float = -math.inf
     """When the last round was abandoned here, or ended without a rank, on the monotonic clock."""
     unposted_notes: list[tuple[int, str]] = dataclasses.field(default_factory=list[tuple[int, str]])
