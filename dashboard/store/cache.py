@@ -49,7 +49,7 @@ def key_of(url: str, entry: DirectoryEntry) -> str:
 
 
 class Cache:
-    """The cache directory. If it cannot be written, a temporary one that is deleted when the program ends.
+    """The cache directory. If there is none, or it cannot be written, a temporary one that is deleted at the end.
 
     Args:
         directory: None takes the default.
@@ -57,10 +57,10 @@ class Cache:
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None, *, limit: int = LIMIT) -> None:
-        wanted = (Path(directory) if directory is not None else cache_directory()).absolute()
-        self.directory = self._usable(wanted / f"dashboard-{SCHEMA}")
-        usable = self.directory.parent == wanted
-        self.shared = wanted if usable else self.directory
+        given = Path(directory) if directory is not None else cache_directory()
+        wanted = given.absolute() if given is not None else None
+        self.directory = self._usable(wanted / f"dashboard-{SCHEMA}" if wanted is not None else None)
+        self.shared = wanted if wanted is not None and wanted == self.directory.parent else self.directory
         """The directory that `treeckpt verify` uses, too."""
         self.verifications = VerificationStore(self.shared)
         """What verifications found, here or by `treeckpt verify`."""
@@ -75,15 +75,15 @@ class Cache:
         self._connection: sqlite3.Connection | None = None
         self._unwritten: list[tuple[str, bytes]] = []
 
-    def _usable(self, directory: Path) -> Path:
-        try:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with tempfile.TemporaryFile(dir=directory):
-                return directory
-        except OSError:
-            temporary = tempfile.mkdtemp(prefix="treeckpt-dashboard-")
-            weakref.finalize(self, shutil.rmtree, temporary, ignore_errors=True)
-            return Path(temporary)
+    def _usable(self, directory: Path | None) -> Path:
+        with contextlib.suppress(OSError):
+            if directory is not None:
+                directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+                with tempfile.TemporaryFile(dir=directory):
+                    return directory
+        temporary = tempfile.mkdtemp(prefix="treeckpt-dashboard-")
+        weakref.finalize(self, shutil.rmtree, temporary, ignore_errors=True)
+        return Path(temporary)
 
     # tables ---------------------------------------------------------------------------------------------------
 

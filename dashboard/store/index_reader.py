@@ -21,6 +21,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from treeckpt.io.os_errors import shows_damage
 from treeckpt.io.storage import metadata_files
 from treeckpt.io.storage.open import open_run
 from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder
+from treeckpt.threads import start_thread
 
 from .cache import Cache, key_of
 from .index_table import build_table
@@ -116,7 +118,7 @@ class _ReadProcess:
     def run(self) -> None:
         try:
             self.error = self._run()
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread for the timer
             self.error = _unreadable(self._arguments[1], f"{error}")
 
     def _run(self) -> TreeckptError | None:
@@ -127,9 +129,9 @@ class _ReadProcess:
             assert process.stdout is not None, "it is a pipe"
             timer = threading.Timer(TIMEOUT, process.kill)
             timer.daemon = True
-            timer.start()
             failure: TreeckptError | None = None
             try:
+                timer.start()
                 for line in process.stdout:
                     with contextlib.suppress(msgspec.MsgspecError):
                         message = _MESSAGE.decode(line)
@@ -141,6 +143,9 @@ class _ReadProcess:
                         else:
                             self._progress = message
                 code = process.wait()
+            except BaseException:
+                process.kill()
+                raise
             finally:
                 timer.cancel()
         if failure or not code:
@@ -211,6 +216,7 @@ class IndexReader:
         Raises:
             StillReading: another process is reading them.
             CheckpointError: they cannot be read.
+            StoreError: they could not be read this time, or not within the limits.
         """
         key = key_of(f"foreign:{path}", version)
         if (found := self._known(key)) is not None:
@@ -272,19 +278,23 @@ class IndexReader:
         with self._lock:
             process = self._processes.get(key)
             if process is None:
-                process = self._processes[key] = _ReadProcess(run, name, key, self._cache.table(key))
-                threading.Thread(target=self._run, args=(process,), daemon=True).start()
+                process = _ReadProcess(run, name, key, self._cache.table(key))
+                if start_thread(partial(self._run, process), "treeckpt-index") is None:
+                    raise _unreadable(name, "no thread could be started to read it")
+                self._processes[key] = process
             return process
 
     def _run(self, process: _ReadProcess) -> None:
-        with self._reading:
-            process.run()
-        if process.error is not None:
-            self._fail(process.key, process.error)
-        self._cache.tidy()
-        with self._lock:
-            self._processes.pop(process.key, None)
-        process.done.set()
+        try:
+            with self._reading:
+                process.run()
+            if process.error is not None:
+                self._fail(process.key, process.error)
+            self._cache.tidy()
+        finally:
+            with self._lock:
+                self._processes.pop(process.key, None)
+            process.done.set()
 
     def close(self) -> None:
         """Kills the processes that read indexes."""
@@ -346,7 +356,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     run, name, target = arguments
     limit = _unreadable(name, f"one that takes more than {MEMORY >> 20} MiB of memory")
-    too_large = _line(_Failure("CorruptError", name, limit.expected, limit.found, limit.hint))  # while there is memory
+    too_large = _line(_Failure("StoreError", name, limit.expected, limit.found, limit.hint))  # while there is memory
     gc.disable()  # millions of objects are created, and none is garbage
     if hasattr(signal, "SIGINT"):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which kills this process

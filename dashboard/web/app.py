@@ -108,7 +108,7 @@ def _check_cache(cache: str | Path | None, runs: Sequence[str | Path]) -> None:
     directory = Path(cache) if cache is not None else cache_directory()
     for run in runs:
         check_path(str(run))
-        if "://" not in str(run) and directory.resolve().is_relative_to(Path(run).resolve()):
+        if directory is not None and "://" not in str(run) and directory.resolve().is_relative_to(Path(run).resolve()):
             raise ValueError(f"the cache {directory} would be inside the run {run}; give another one with --cache")
 
 

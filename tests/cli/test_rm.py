@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -153,3 +155,36 @@ def test_gc_with_a_step_that_is_not_there_removes_nothing(tmp_path: Path, capsys
     assert "has no step 12" in " ".join(capsys.readouterr().err.split()) and steps(run) == [1, 2, 3, 4, 5, 6]
     assert main(["gc", str(run), "--steps", "1,5"]) == 2, "a step without an index cannot be kept"
     assert steps(run) == [1, 2, 3, 4, 5, 6]
+
+
+class Answer(io.StringIO):
+    """A terminal on which somebody pins a step before the answer."""
+
+    def __init__(self, run: Path, step: int) -> None:
+        super().__init__("y\n")
+        self._pin = partial(RunDirectory(run).pin, step)
+
+    def isatty(self) -> bool:
+        return True
+
+    def readline(self, *_: int) -> str:  # type: ignore[override]
+        self._pin()
+        return super().readline()
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_what_is_gone_and_what_is_not_is_said_where_one_of_several_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    run = make_run(tmp_path / "run")
+    monkeypatch.setattr(sys, "stdin", Answer(run, 2))
+    assert main(["rm", str(run), "1", "2", "3", *options]) == 1
+    out, err = capsys.readouterr()
+    assert steps(run) == [2, 4, 5, 6], "the others go"
+    assert "step_00000002 was not removed" in " ".join(err.split()) and "Unpin it first" in " ".join(err.split())
+    if options:
+        found = json.loads(out[out.index("{") :])
+        assert [one["name"] for one in found["removed"]] == [step_name(1), step_name(3)]
+        assert [one["name"] for one in found["failed"]] == [step_name(2)] and "Unpin" in found["failed"][0]["why"]
+    else:
+        assert "2 steps removed (step_00000001, step_00000003)" in " ".join(out.split())

@@ -53,11 +53,11 @@ def test_more_bytes_than_the_files_hold_are_refused_before_a_byte_is_written(
     path = _overlapping(tmp_path / "over.safetensors") if source == "safetensors" else (
         _claiming(tmp_path / "ours", [1 << 22, 1 << 20])
     )  # fmt: skip
-    with pytest.raises(tc.CorruptError, match="bytes in all shards") as loaded:
+    with pytest.raises(tc.CorruptError, match="bytes in all files") as loaded:
         tc.load(path)
     before, names = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, sorted(tmp_path.iterdir())
     for dry_run in (True, False):
-        with pytest.raises(tc.CorruptError, match="bytes in all shards") as converted:
+        with pytest.raises(tc.CorruptError, match="bytes in all files") as converted:
             tc.convert.convert(path, tmp_path / FORMATS[to], to=to, dry_run=dry_run)
         assert converted.value.found == loaded.value.found
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000, "kilobytes"

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 import treeckpt as tc
 from treeckpt.io.comm.comm import Comm
@@ -28,8 +31,11 @@ __all__ = [
     "arenas_open",
     "calls_of",
     "content_of",
+    "descriptors_left",
     "files_open",
     "gone",
+    "in_child",
+    "no_threads",
     "run_program",
     "session",
     "until",
@@ -258,3 +264,48 @@ class GatedRun:
 
         folder.store.create = gated  # pyright: ignore[reportAttributeAccessIssue]
         return folder
+
+
+def in_child(act: Callable[[], int]) -> tuple[int, str]:
+    """Runs something in a fork of this process; returns its exit code, and what it has printed."""
+    with tempfile.TemporaryFile("w+") as file:
+        if not (pid := os.fork()):
+            code = 99
+            try:
+                with contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+                    code = act()
+            except BaseException as error:
+                print(f"{type(error).__name__}: {error}", file=file)
+            finally:
+                file.flush()
+                os._exit(code)
+        _, status = os.waitpid(pid, 0)
+        file.seek(0)
+        return os.waitstatus_to_exitcode(status), file.read()
+
+
+@contextlib.contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """Leaves this process so many file descriptors; a child must ask, as the limit stays."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    held: list[int] = []
+    with contextlib.suppress(OSError):
+        while True:
+            held.append(os.open("/dev/null", os.O_RDONLY))
+    for _ in range(count):
+        os.close(held.pop())
+    yield
+    for fd in held:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def no_threads() -> Iterator[None]:
+    """No thread can be started in the body: each would need a stack that is larger than any memory."""
+    before = threading.stack_size(1 << 46)
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            threading.Thread(target=print).start()
+        yield
+    finally:
+        threading.stack_size(before)

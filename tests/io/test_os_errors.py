@@ -19,6 +19,7 @@ import torch
 
 import treeckpt as tc
 from tests.helpers.background import files_open
+from tests.helpers.world import on_ranks
 from treeckpt.io.os_errors import read_failure, shows_damage
 from treeckpt.io.storage import local_read as reader_module
 from treeckpt.io.storage.store import LocalStore
@@ -172,6 +173,26 @@ def test_a_shard_that_the_disk_cannot_read_is_passed_over_with_a_warning(
         assert manager.restore()["step"] == 1
     assert "passed over" in caplog.text and os.strerror(errno.EIO) in caplog.text
     assert not list(tmp_path.glob("*/damage.*")), "it is no damage"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("step", [2, None])
+def test_a_restore_that_a_failing_disk_leaves_without_a_step_is_no_empty_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int | None, size: int
+) -> None:
+    for saved in (1, 2, 3):
+        tc.save(tmp_path / f"step_0000000{saved}", {"step": saved, "w": np.arange(9)}, step=saved)
+    [shard] = (tmp_path / "step_00000003").glob("shard*")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    refusing(monkeypatch, "open", lambda path: "/shard" in path, errno.EIO)
+    for outcome in on_ranks(size, lambda comm: tc.Manager(tmp_path, comm=comm).restore(step=step)):
+        error = outcome.error
+        assert type(error) is tc.StoreError and os.strerror(errno.EIO) in str(error), outcome
+        assert isinstance(error.__cause__, tc.StoreError if step is None or size > 1 else OSError)
+        assert ("do not start anew" in str(error)) == (step is None)
+        assert step or ("2 steps could not be read" in str(error) and "step_00000002: rank 0: Store" in str(error))
+    monkeypatch.undo()
+    assert tc.Manager(tmp_path).restore()["step"] == 2
 
 
 def test_an_older_step_that_could_not_be_read_is_passed_over_with_a_warning_and_cleaned_around(

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
-import resource
 import shutil
 import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,9 @@ import pytest
 
 import treeckpt as tc
 from tests.crash.syscalls import why_not
+from tests.helpers.background import descriptors_left, in_child
 from tests.helpers.corruption import flip
+from tests.helpers.world import on_ranks
 from treeckpt.cli.main import main
 from treeckpt.core.format.file_names import step_name, verdict_name
 from treeckpt.loading import verify as verify_module
@@ -44,39 +43,6 @@ def damage(run: Path, step: int) -> Path:
     shard = sorted((run / step_name(step)).glob("shard-*"))[3]
     shard.write_bytes(flip(shard.read_bytes(), shard.stat().st_size - 9))
     return shard
-
-
-def in_child(act: Callable[[], int]) -> tuple[int, str]:
-    """Runs something in a fork of this process; returns its exit code, and what it has printed."""
-    with tempfile.TemporaryFile("w+") as file:
-        if not (pid := os.fork()):
-            code = 99
-            try:
-                with contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-                    code = act()
-            except BaseException as error:
-                print(f"{type(error).__name__}: {error}", file=file)
-            finally:
-                file.flush()
-                os._exit(code)
-        _, status = os.waitpid(pid, 0)
-        file.seek(0)
-        return os.waitstatus_to_exitcode(status), file.read()
-
-
-@contextlib.contextmanager
-def descriptors_left(count: int) -> Iterator[None]:
-    """Leaves this process so many file descriptors; a child must ask, as the limit stays."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-    held: list[int] = []
-    with contextlib.suppress(OSError):
-        while True:
-            held.append(os.open("/dev/null", os.O_RDONLY))
-    for _ in range(count):
-        os.close(held.pop())
-    yield
-    for fd in held:
-        os.close(fd)
 
 
 @pytest.fixture(scope="module")
@@ -332,3 +298,70 @@ def test_where_nothing_can_be_written_the_cache_has_it_and_the_report_says_so() 
         assert len(list(cache.glob("*/*.json"))) == 1, "what was known stays"
     finally:
         shutil.rmtree(base)
+
+
+def without_cache(run: Path) -> str:
+    """What `best`, `latest`, `clean` and `restore` say where the newest of 3 steps is damaged."""
+    with tc.Manager(run, keep=9, background=False) as manager:
+        best, clean = manager.best("loss", mode="min"), manager.clean()
+        return f"{best} {manager.latest(verify=True)} {sorted(clean.kept)} {manager.restore()['0'][0]}"
+
+
+def test_a_cache_that_cannot_be_listed_counts_as_empty(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    damage(run, 3)
+    with tc.Manager(run, keep=9, background=False) as manager:
+        manager.save(4, {"0": np.full(512, 4)}, metrics={"loss": 0.5})
+    (run.parent / "cache").mkdir()
+    (run.parent / "cache" / "verified-1").write_bytes(b"")  # has a time, and is no directory
+    assert without_cache(run) == "4 4 [1, 2, 3, 4] 4"
+    [shard] = (run / step_name(4)).glob("shard-*")
+    shard.write_bytes(flip(shard.read_bytes(), shard.stat().st_size - 9))
+    assert without_cache(run) == "4 2 [1, 2, 3, 4] 2"
+    assert "could not be written to the cache" in caplog.text and len(list(run.glob("*/damage.*"))) == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser becomes a user without an entry")
+def test_a_user_without_a_home_gets_the_step_before_a_damaged_one() -> None:
+    base, number = Path(tempfile.mkdtemp()), 54321
+
+    def ask() -> int:
+        os.setgroups([])
+        os.setgid(number)
+        os.setuid(number)
+        for name in ("TREECKPT_CACHE", "HOME", "XDG_CACHE_HOME"):
+            os.environ.pop(name, None)
+        with pytest.raises(RuntimeError):
+            Path.home()
+        print(without_cache(base / "run"))
+        shard = damage(base / "run", 2)
+        print(main(["verify", str(shard.parent)]), main(["ls", str(base / "run")]))
+        return main(["verify", "--statistics", str(base / "run" / step_name(1))])
+
+    try:
+        base.chmod(stat.S_IRWXU | stat.S_IRWXO)
+        with tc.Manager(base / "run", background=False, max_shard_bytes=2048) as manager:
+            for step in (1, 2, 3):
+                manager.save(step, {f"{n}": np.full(512, step, np.int32) for n in range(8)}, metrics={"loss": step})
+        damage(base / "run", 3)
+        for path in (base / "run").rglob("*"):
+            os.chown(path, number, number)
+        os.chown(base / "run", number, number)
+        code, text = in_child(ask)
+        assert "1 2 [1, 2, 3] 2\n" in text and "1 0\n" in text and "no home directory" in text, text
+        assert code not in (0, 99), text
+    finally:
+        shutil.rmtree(base)
+
+
+def test_what_cannot_be_kept_of_a_load_never_ends_the_restore_on_one_rank_alone(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(run, 3)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(VerificationStore, "record", fail)
+    found = on_ranks(2, lambda comm: tc.Manager(run, comm=comm).restore()["0"][0])
+    assert [one.value for one in found] == [2, 2], found
+    assert "could not be kept: RuntimeError: no such thing" in caplog.text

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +11,12 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
-from tests.helpers.background import run_program
+from tests.helpers.background import no_threads, run_program
 from tests.helpers.s3 import S3
 from treeckpt.io.comm.comm import SoloComm
 from treeckpt.threads import ThreadPool, call_in_thread, start_thread
 
 TREE = {"w": np.arange(3_000_000), "b": np.arange(5 << 20, dtype=np.int32)[::-1], "n": 1}
-
-
-@contextlib.contextmanager
-def no_threads() -> Iterator[None]:
-    """No thread can be started in the body: each would need a stack that is larger than any memory."""
-    before = threading.stack_size(1 << 46)
-    try:
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            threading.Thread(target=print).start()
-        yield
-    finally:
-        threading.stack_size(before)
 
 
 def same(found: Any) -> bool:

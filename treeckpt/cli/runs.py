@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ..core.analysis.deletion import Removal
+from ..core.analysis.deletion import Removal, RetainedDirectory
 from ..core.analysis.retention_policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps
 from ..core.format.file_names import MAX_STEP, is_step_name, step_name, step_of
 from ..core.text import bytes_text, count_text
-from ..errors import CheckpointError, CheckpointNotFound
+from ..errors import CheckpointError, CheckpointNotFound, TreeckptError
 from ..io.storage.open import open_run
 from ..report.terminal import fail, print_json, print_line, print_table
 from ..runs.catalog import is_checkpoint, scan
@@ -183,15 +183,24 @@ def _rm(options: argparse.Namespace) -> int:
         print_table(("step", "status", "size", "problem"), rows, right=("size",))
     if not options.yes and not _confirmed(count_text(len(planned), "step")):
         return 2
-    for info, _ in planned:
-        run.delete(step_of(info.name) or 0, force=True, grace=options.grace)
+    gone, failed = list[tuple[CheckpointInfo, Removal]](), list[RetainedDirectory]()
+    for info, removal in planned:
+        try:
+            run.delete(step_of(info.name) or 0, force=True, grace=options.grace)
+        except (OSError, TreeckptError) as error:
+            failed.append(RetainedDirectory(info.name, f"{type(error).__name__}: {error}"))
+        else:
+            gone.append((info, removal))
     if options.json:
-        removed = [{"name": info.name, "status": info.status, "nbytes": removal.nbytes} for info, removal in planned]
-        print_json({"run": run.url, "removed": removed})
+        removed = [{"name": info.name, "status": info.status, "nbytes": removal.nbytes} for info, removal in gone]
+        print_json({"run": run.url, "removed": removed, "failed": failed})
     else:
-        freed = bytes_text(sum(removal.nbytes for _, removal in planned))
-        print_line(f"{count_text(len(planned), 'step')} removed, {freed} freed", "dim")
-    return 0
+        freed = bytes_text(sum(removal.nbytes for _, removal in gone))
+        names = f" ({', '.join(info.name for info, _ in gone)})" if failed and gone else ""
+        print_line(f"{count_text(len(gone), 'step')} removed{names}, {freed} freed", "dim")
+    for one in failed:
+        fail(f"treeckpt: {one.name} was not removed, or not all of it: {one.why}")
+    return 1 if failed else 0
 
 
 def _confirmed(what: str) -> bool:

@@ -24,6 +24,7 @@ from ..runs.checkpoint_info import CheckpointInfo
 from ..runs.progress_bar import counting_bar, stores_bar
 from ..runs.statistics_store import StatisticsStore
 from ..runs.verification import (
+    NO_CACHE,
     VerificationStore,
     cache_directory,
     fingerprint_of,
@@ -164,7 +165,8 @@ def _verified(path: str, options: argparse.Namespace, counted: Callable[[Store],
             entries = folder.listed().entries()  # as the repair left them
             verification = verification_of(report, save_id, fingerprint_of(entries, save_id), by, index=index)
         else:
-            statistics = StatisticsStore(cache_directory()) if options.statistics else None
+            cache = cache_directory() if options.statistics else None
+            statistics = StatisticsStore(cache) if cache is not None else None
             report, verification = verify_folder(folder, store, by, statistics=statistics)
     except StoreError as error:
         return VerifyReport(path, 0, 0, (), 0.0, unread=(Problem(INDEX_NAME, f"{error}"),))
@@ -191,6 +193,8 @@ class StatisticsRow(msgspec.Struct, frozen=True):
 def _statistics(checkpoint: str) -> list[StatisticsRow]:
     """Returns what the verification has kept; raises OSError if it could not be kept."""
     index, cache = api.inspect(checkpoint), cache_directory()
+    if cache is None:
+        raise OSError(f"the statistics could not be kept: {NO_CACHE}")
     found = StatisticsStore(cache).find(open_folder(checkpoint).url, index.save_id)
     if found is None:
         raise OSError(f"the statistics could not be written to {cache}; name another directory in TREECKPT_CACHE")

@@ -7,7 +7,7 @@ Attributes are set on these records only. Long byte strings stay in the file (`F
 
 A few hundred bytes can name any amount of work: tuples that share their elements 40 levels deep are hashed one by one,
 keys of one hash are compared with each other, a call copies its arguments each time. All of it is counted before it is
-done (`StepBudget`), and what is counted may follow the bytes of the pickle, as in any honest one.
+done (`StepBudget`), and what is counted may follow the bytes of the pickle, as in any that a program writes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHORT = 8
 FREE_STEPS = 1 << 18
 """Steps of any pickle, however small."""
 STEPS = 8
-"""Steps for each byte of a pickle beyond these: an honest one takes about one, and never more than three."""
+"""Steps for each byte of a pickle beyond these: one of a checkpoint takes about one, never more than three."""
 MAX_KEY_DEPTH = 100
 """Levels of tuples in a key or an element of a set: hashing takes the stack of the process for each."""
 MAX_MEMO = 1 << 32
@@ -168,7 +168,7 @@ class StepBudget:
                 self.label,
                 expected=f"a pickle of {self.nbytes} bytes that takes at most {FREE_STEPS + STEPS * self.nbytes} steps",
                 found="containers that hold, copy or compare each other over and over",
-                hint="This is no honest checkpoint",
+                hint="No program writes such a checkpoint",
             )
 
     def hash_keys(self, keys: Collection[Any], into: int = 0, same: dict[int, dict[int, int]] | None = None) -> None:

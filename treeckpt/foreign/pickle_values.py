@@ -330,7 +330,7 @@ class _TreeBuilder:
                 self.label,
                 expected="a tree",
                 found="containers that hold each other over and over",
-                hint="This is no honest checkpoint",
+                hint="No program writes such a checkpoint",
             )
         kind = type(node)
         if kind in (dict, collections.OrderedDict, collections.defaultdict):

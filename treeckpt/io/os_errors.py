@@ -4,7 +4,7 @@ There are two kinds. Damage: what is to be read is missing or is no file, or the
 wrong. A checkpoint is passed over for it, and a verification keeps it as a verdict. All other errors say nothing of the
 bytes: they could not be read this time, for want of descriptors, memory, permission or an answer, or because a disk
 failed. They are a `StoreError`: no older checkpoint is taken for it, nothing is kept, and the next call tries again.
-Only a restore takes the step before for a shard with EIO, as a bad sector stays.
+Only a restore that was given no step takes the step before for a shard with EIO, as a bad sector stays.
 """
 
 from __future__ import annotations

@@ -169,13 +169,13 @@ class Load:
 
     def _damaged(self) -> dict[str, tuple[DamagedLeaf, ...]]:
         """Returns the damaged parts of each leaf by path, for the rank whose state is loaded."""
-        hurt = damaged_leaves(self.index, self.options.bad or (), rank=self.source_rank)
-        if not hurt:
+        damaged = damaged_leaves(self.index, self.options.bad or (), rank=self.source_rank)
+        if not damaged:
             return {}
         found: dict[str, tuple[DamagedLeaf, ...]] = {}
         for leaf in self.view.entries:
             saved = [s.number for s in leaf.sources.values()] if isinstance(leaf, ComposedLeaf) else [leaf.number]
-            parts = [part for number in saved for part in hurt.get(number, ())]
+            parts = [part for number in saved for part in damaged.get(number, ())]
             if parts:
                 found[leaf.path] = tuple(msgspec.structs.replace(part, path=leaf.path) for part in parts)
         return found

@@ -108,7 +108,7 @@ def verify_checkpoint(
 
 
 def _problem(index: Index, bad: BadBytes) -> Problem:
-    leaves = tuple(sorted({d.path for hurt in damaged_leaves(index, [bad]).values() for d in hurt}))
+    leaves = tuple(sorted({d.path for damaged in damaged_leaves(index, [bad]).values() for d in damaged}))
     more = f" and {len(leaves) - SHOWN} more" if len(leaves) > SHOWN else ""
     of = f" of {', '.join(path or '<root>' for path in leaves[:SHOWN])}{more}" if leaves else ""
     return Problem(bad.file, f"bytes {bad.start}:{bad.stop}{of}: {bad.why}", bad.start, bad.stop, leaves)

@@ -20,8 +20,9 @@ import msgspec
 
 from ..arrays.registry import is_value
 from ..core.option_names import check_options
+from ..core.text import count_text
 from ..core.tree.flatten import flatten
-from ..errors import CheckpointError, CheckpointNotFound, MismatchError, StoreError, TreeckptError
+from ..errors import CheckpointNotFound, MismatchError, StoreError, TreeckptError
 from ..io.comm.collective import ending_together, from_rank0, gather_errors, interrupts_told
 from ..io.comm.comm import Comm
 from ..io.comm.failures import raise_faults
@@ -116,6 +117,8 @@ class Restorer:
         """
         tried: set[int] = set()
         passed_over: list[str] = []
+        unread: list[str] = []
+        cause: Exception | None = None
         if fills and step is None and not options.get("strict", True) and options.get("verify", True) is not False:
             # if this one is found to be corrupt on the way, the one before may lack leaves that were filled already
             options = {**options, "verify": "first"}
@@ -128,10 +131,13 @@ class Restorer:
                     _RestoreChoice,
                     call="restore",
                 )
-            except TreeckptError as error:
+            except TreeckptError as failed:
+                if unread and isinstance(failed, CheckpointNotFound):
+                    failed = self._none_read(unread)
+                    failed.__cause__ = cause
                 if tried and fills:
-                    error.add_hint(_PARTLY_FILLED)
-                raise
+                    failed.add_hint(_PARTLY_FILLED)
+                raise failed
             passed_over += [text for text in choice.passed_over if text not in passed_over]
             result, error = None, None
             topic = f"{choice.path} restore"
@@ -148,7 +154,9 @@ class Restorer:
                 if self._chosen is not None and (mark := mark_of(self._chosen)) is not None:
                     self._history.restored(mark)
                 return Restored(result, choice.step, tuple(passed_over))
-            kinds = {fault.kind for fault in faults}
+            # the sector may stay bad, and the training could not go on: the step before is taken, and a warning says so
+            bad = [fault for fault in faults if fault.kind == "StoreError" and fault.errno == errno.EIO]
+            kinds = {fault.kind if fault not in bad else "CheckpointError" for fault in faults}
             # where ranks read for each other, those that got nothing from the rank with the error report RankError
             broken = kinds & _BROKEN and kinds <= _BROKEN | {"RankError"}
             if choice.step is None or choice.requested is not None or not broken:
@@ -160,6 +168,9 @@ class Restorer:
                 tried.add(choice.step)
                 why = f"rank {faults[0].rank}: {faults[0].text}"
                 passed_over.append(f"{choice.path}: {why}")
+                if bad:
+                    unread.append(f"{choice.path}: rank {bad[0].rank}: {bad[0].text}")
+                    cause = error or cause
                 if self._comm.rank == 0:
                     self._selector.warn_once(choice.path, f"passed over, {why}")
                     if "CorruptError" in kinds and self._chosen is not None:
@@ -172,6 +183,15 @@ class Restorer:
             return _RestoreChoice(None, self.directory.url, None, step, ())
         self._known = self._selector.take_index(info)
         return _RestoreChoice(step_info(info).step, info.path, info.nbytes, step, tuple(passed_over))
+
+    def _none_read(self, unread: list[str]) -> StoreError:
+        """Returns the error where no step loads, and some could not be read: the run is no empty one."""
+        return StoreError(
+            self.directory.url,
+            expected="a checkpoint to restore",
+            found=f"none that loads; {count_text(len(unread), 'step')} could not be read, first {unread[0]}",
+            hint="They may be whole: do not start anew before the disk was looked at",
+        )
 
     def _lease(self, step: int | None) -> AbstractContextManager[object]:
         if step is None or self._comm.rank:
@@ -213,12 +233,6 @@ class Restorer:
         try:
             with bar if self._comm.rank == 0 else contextlib.nullcontext(store) as source:
                 return on_one_version(source, load_version, together=read == "once", known=known), None
-        except StoreError as error:
-            failed = error.__cause__ or error.__context__
-            if not isinstance(failed, OSError) or failed.errno != errno.EIO:
-                return None, error
-            # the sector may stay bad, and the training could not go on: the step before is taken, and a warning says so
-            return None, CheckpointError(error.path, expected=error.expected, found=error.found, hint=error.hint)
         except Exception as error:
             return None, error
 
@@ -282,6 +296,7 @@ class RestoreMixin:
 
         Raises:
             CheckpointNotFound: there is nothing to restore.
+            StoreError: nothing could be loaded, and some steps could not be read.
             The errors of `treeckpt.load`.
         """
         if like is not None and into is not None:
@@ -322,6 +337,7 @@ class RestoreMixin:
 
         Raises:
             CheckpointNotFound: there are checkpoints, none of which can be loaded.
+            StoreError: none could be loaded, and some of them could not be read.
             The errors of `treeckpt.training.restore`.
         """
         check_options(options, RestoreKeywords.__optional_keys__, "resume")

@@ -163,14 +163,14 @@ class CheckpointSelector:
 
     def keep_damage(self, info: CheckpointInfo, found: str) -> None:
         """Keeps that a load has found a checkpoint damaged: else a clean-up might keep it, and delete a good one."""
-        folder, by = self.directory.store.folder(info.name), this_user("Manager.restore")
         try:
+            folder, by = self.directory.store.folder(info.name), this_user("Manager.restore")
             fingerprint = fingerprint_of(folder.entries(), info.save_id or "")
-        except StoreError as error:
-            self.warn_once(info.path, f"that it is damaged could not be kept: {error}")
-            return
-        verification = found_part(info.save_id or "", fingerprint, [DamagedPart(info.name, found)], by=by)
-        for text in VerificationStore(cache_directory()).record(folder, verification, beside=True):
+            verification = found_part(info.save_id or "", fingerprint, [DamagedPart(info.name, found)], by=by)
+            failed = VerificationStore(cache_directory()).record(folder, verification, beside=True)
+        except Exception as error:  # the restore goes on with the step before, for which the other ranks wait
+            failed = [f"that it is damaged could not be kept: {type(error).__name__}: {error}"]
+        for text in failed:
             self.warn_once(info.path, text)
 
     def best(self, policy: Best) -> int | None:

@@ -48,6 +48,7 @@ TICK_NS = 50_000_000
 """Nanoseconds within which two changes of a directory may have the same modification time."""
 MAX_RECORD = 1 << 20
 """Bytes of a file beyond which it is not read."""
+NO_CACHE = "this user has no home directory; name one for it in TREECKPT_CACHE"
 
 OnShard = Callable[[Sequence[Problem]], object]
 """Takes the problems of a shard, after it was compared."""
@@ -100,15 +101,18 @@ class Verification(VerificationResult, frozen=True, kw_only=True):
         return self.complete and not self.total
 
 
-def cache_directory() -> Path:
-    """Returns $TREECKPT_CACHE if it is set, else the platform's cache directory."""
+def cache_directory() -> Path | None:
+    """Returns $TREECKPT_CACHE if it is set, else the platform's cache directory; None for a user without a home."""
     if given := os.environ.get("TREECKPT_CACHE"):
         return Path(given)
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "treeckpt" / "cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "treeckpt"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treeckpt"
+    try:
+        if sys.platform == "win32":
+            return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "treeckpt" / "cache"
+        if sys.platform == "darwin":
+            return Path.home() / "Library" / "Caches" / "treeckpt"
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treeckpt"
+    except RuntimeError:  # neither HOME nor an entry of the user, as of a container with a user of its own
+        return None
 
 
 def user_name() -> str:
@@ -214,10 +218,14 @@ _DECODER = msgspec.json.Decoder(Verification)
 
 
 class VerificationStore:
-    """The verifications that are kept below a cache directory."""
+    """The verifications that are kept below a cache directory; one that cannot be read counts as empty.
 
-    def __init__(self, cache: Path) -> None:
-        self.directory = cache / "verified-1"
+    Args:
+        cache: None for a user without one.
+    """
+
+    def __init__(self, cache: Path | None) -> None:
+        self.directory = cache / "verified-1" if cache is not None else None
         self._lock = threading.RLock()
         self._listed = (-1, 0)
         """Modification time of the directory when it was listed, and when that was."""
@@ -247,29 +255,25 @@ class VerificationStore:
     def version(self) -> int:
         """A number that changes whenever a verification is kept; -1 before the first."""
         try:
-            return self.directory.stat().st_mtime_ns
+            return self.directory.stat().st_mtime_ns if self.directory is not None else -1
         except OSError:
             return -1
 
     def _find(self, name: str) -> Verification | None:
-        if (modified_ns := self.version) < 0:
+        if self.directory is None or (modified_ns := self.version) < 0:
             return None
         with self._lock:
             # one listing answers for all saves that were never verified; a change soon after it may have the same time
             known_ns, at_ns = self._listed
             if modified_ns != known_ns or at_ns - known_ns < TICK_NS:
-                self._listed = modified_ns, time.time_ns()
-                self._names, self._read = {path.name for path in self.directory.iterdir()}, {}
+                self._listed, self._names, self._read = (modified_ns, time.time_ns()), set(), {}
+                with contextlib.suppress(OSError):
+                    self._names = {path.name for path in self.directory.iterdir()}
             if name not in self._names:
                 return None
             if name not in self._read:
-                self._read[name] = self._decode(name)
+                self._read[name] = _decode(self.directory / name)
             return self._read[name]
-
-    def _decode(self, name: str) -> Verification | None:
-        with contextlib.suppress(OSError, msgspec.MsgspecError), (self.directory / name).open("rb") as file:
-            return _DECODER.decode(file.read(MAX_RECORD))
-        return None
 
     def record(self, folder: Folder, verification: Verification, *, beside: bool) -> list[str]:
         """Keeps a verification; returns what could not be kept, and why.
@@ -282,12 +286,13 @@ class VerificationStore:
         if not verification.complete and not verification.total:
             return []
         name, save_id, failed = _name(folder.url, verification.save_id), verification.save_id, list[str]()
+        entries, before = dict[str, DirectoryEntry](), None
         try:
             entries = folder.listed().entries()
+            before = self.find(folder, save_id, beside=verdict_name(save_id) in entries)
         except (TreeckptError, OSError) as error:
-            entries, failed = dict[str, DirectoryEntry](), [f"whether it is known to be damaged was not read: {error}"]
+            failed.append(f"whether it is known to be damaged was not read: {error}")
         there = verdict_name(save_id) in entries
-        before = self.find(folder, save_id, beside=there)
         if not verification.complete and before is not None and before.complete and before.total:
             return []
         if beside and INDEX_NAME in entries and (there or verification.total):
@@ -295,6 +300,9 @@ class VerificationStore:
             verification = msgspec.structs.replace(verification, beside=bool(verification.total) and not why)
         elif there and not verification.total:
             failed.append(f"{verdict_name(save_id)} still says that it is damaged: treeckpt verify removes that")
+        if self.directory is None:
+            failed.append(f"the result could not be written to the cache: {NO_CACHE}")
+            return failed
         try:
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.NamedTemporaryFile(dir=self.directory, delete=False) as file:
@@ -303,6 +311,12 @@ class VerificationStore:
         except OSError as error:
             failed.append(f"the result could not be written to the cache: {error}")
         return failed
+
+
+def _decode(path: Path) -> Verification | None:
+    with contextlib.suppress(OSError, msgspec.MsgspecError), path.open("rb") as file:
+        return _DECODER.decode(file.read(MAX_RECORD))
+    return None
 
 
 def _keep_beside(folder: Folder, verification: Verification) -> list[str]:

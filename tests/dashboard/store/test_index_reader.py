@@ -4,8 +4,10 @@ import os
 import time
 
 import pytest
+import torch
 
 from tests.dashboard.helpers import client_of, get_when_read
+from tests.helpers.background import no_threads
 from tests.helpers.large import hold_readers, write_large_checkpoint
 from tests.helpers.samples import gpt_state, write_checkpoint, write_run
 from treeckpt.core.format.index import INDEX_NAME
@@ -130,3 +132,29 @@ def test_an_index_that_could_not_be_read_is_tried_again_and_not_called_damaged(t
     refused.clear()
     time.sleep(0.6)
     assert reader.outline("", folder, entry).index.step == 1
+
+
+def test_a_want_of_memory_says_nothing_of_the_checkpoint(tmp_path, monkeypatch):
+    torch.save({"w": torch.zeros(3)}, tmp_path / "x.pt")
+    reader = index_reader.IndexReader(Cache(tmp_path / "cache"))
+    version = DirectoryEntry(1, 0)
+    with monkeypatch.context() as patch:
+        want = "import treeckpt_dashboard.store.index_reader as r\ndef fail(*_): raise MemoryError\nr._limit = fail\n"
+        patch.setattr(index_reader, "_PROGRAM", index_reader._PROGRAM.replace("sys.exit(", want + "sys.exit("))
+        patch.setattr(index_reader, "WAIT", 60.0)
+        with pytest.raises(StoreError, match="of memory"):
+            reader.foreign_outline(str(tmp_path / "x.pt"), version)
+    [(error, until)] = reader._failed.values()
+    assert type(error) is StoreError and until < time.monotonic() + 2 * index_reader.RETRY, "it is tried again"
+
+
+def test_where_no_thread_can_be_started_a_page_says_so_and_the_next_request_tries_again(tmp_path):
+    torch.save({"w": torch.zeros(3)}, tmp_path / "x.pt")
+    reader, version = index_reader.IndexReader(Cache(tmp_path / "cache")), DirectoryEntry(1, 0)
+    with no_threads(), pytest.raises(StoreError, match="no thread could be started"):
+        reader.foreign_outline(str(tmp_path / "x.pt"), version)
+    assert not reader._processes
+    process = index_reader._ReadProcess("", str(tmp_path / "x.pt"), "key", tmp_path / "table")
+    with no_threads():
+        process.run()
+    assert type(process.error) is StoreError, "neither for the timer"

@@ -44,8 +44,8 @@ def test_a_file_is_read_by_another_process_while_pages_answer(tmp_path, monkeypa
     assert client.get(f"/checkpoints/{found['step_00000001']}").status_code == 200
     go_on()
     bomb, _ = get_when_read(client, f"/api/v1/checkpoints/{found['bomb.pt']}/tree")
-    assert bomb.status_code >= 400 and "no honest checkpoint" in bomb.json()["error"]
-    assert "no honest checkpoint" in client.get(f"/checkpoints/{found['bomb.pt']}").text
+    assert bomb.status_code >= 400 and "No program writes such" in bomb.json()["error"]
+    assert "No program writes such" in client.get(f"/checkpoints/{found['bomb.pt']}").text
     good, _ = get_when_read(client, f"/api/v1/checkpoints/{found['good.pt']}/tree")
     assert good.status_code == 200 and good.json()["node"]["leaves"] == 1
 

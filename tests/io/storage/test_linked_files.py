@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
+from tests.helpers.background import descriptors_left, in_child
 from treeckpt.cli.main import main
 from treeckpt.core.format.file_names import step_name
+from treeckpt.runs.catalog import scan
 from treeckpt.runs.run import RunDirectory
 
 TREE = {"w": np.arange(5000.0), "n": 1}
@@ -177,3 +181,45 @@ def test_a_link_to_a_sibling_through_a_link_out_of_the_run_is_refused(tmp_path: 
     with pytest.raises(tc.CorruptError, match="which is not in"):
         tc.load(run / step_name(1))
     assert tc.load(run / step_name(1), follow_links=True)["n"] == 1
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.EIO])
+def test_a_link_whose_target_could_not_be_read_is_not_taken_for_a_missing_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    for step in (1, 2):
+        tc.save(tmp_path / step_name(step), TREE, step=step)
+    as_dvc(tmp_path / step_name(2), tmp_path / ".cache")
+    call = os.lstat
+
+    def refuse(path: Any, **more: Any) -> os.stat_result:
+        if "/.cache/files" in os.fspath(path):
+            raise OSError(code, os.strerror(code), os.fspath(path))
+        return call(path, **more)
+
+    with tc.Manager(tmp_path) as manager:
+        monkeypatch.setattr(os, "lstat", refuse)
+        for ask in (manager.latest, manager.restore):
+            with pytest.raises(tc.StoreError, match=os.strerror(code)):
+                ask()
+        with pytest.raises((tc.StoreError, OSError), match=os.strerror(code)):
+            tc.LocalStore(tmp_path / step_name(2)).sizes()
+        [newest, _] = scan(tmp_path)
+        assert newest.status == "unread", newest
+        monkeypatch.undo()
+        assert manager.latest() == 2
+
+
+def test_with_one_descriptor_left_linked_shards_are_there(tmp_path: Path) -> None:
+    for step in (1, 2):
+        tc.save(tmp_path / step_name(step), TREE, step=step)
+    as_dvc(tmp_path / step_name(2), tmp_path / ".cache")
+    (tmp_path / step_name(2) / "index.json").replace(tmp_path / "index")  # a file, which is read with one descriptor
+    shutil.copy(tmp_path / "index", tmp_path / step_name(2) / "index.json")
+
+    def ask() -> int:
+        with descriptors_left(1), tc.Manager(tmp_path) as manager:
+            return manager.latest() or 0
+
+    code, text = in_child(ask)
+    assert code == 2, text

@@ -14,9 +14,9 @@ shards of the save, so that another save has replaced it. Timings alone keep not
 record a failure stay for the grace period, or until a later save is committed. A reader is alive while its process runs
 and renews its lease.
 
-Never deleted: directories that are not named as steps, files that treeckpt did not write, corrupt checkpoints and those
-in which a verification found damage (a person may still want to rescue what is in them), those that could not be read,
-and pinned ones. A file with a time in the future counts as new.
+Never deleted: directories that are not named as steps, files that treeckpt did not write, those that could not be read,
+and pinned ones; unless forced, corrupt checkpoints and those in which a verification found damage (a person may still
+want to rescue what is in them). A file with a time in the future counts as new.
 """
 
 from __future__ import annotations

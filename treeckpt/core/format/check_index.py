@@ -17,6 +17,7 @@ from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import Runs, check_runs, decode_runs, length_of, rises_strictly
 from ..sharding.placements import BoxLayout, Layout, StridedShard, check_placements
 from ..sharding.region import MAX_NDIM, is_c_order
+from ..text import count_text
 from ..tree.spec import BLOB_KINDS, ArraySpec
 from .chunks import BoxChunks, GridChunks, NoChunks, WholeChunk
 from .records import (
@@ -136,11 +137,12 @@ def check_claims(claimed: int, chunks: int, present: int, name: str) -> None:
         CorruptError: there are fewer.
     """
     if claimed > present or (chunks - FREE_CHUNKS) * MIN_ENTRY_NBYTES > present:
+        parts = f" in {count_text(chunks, 'chunk')}" if chunks else ""
         raise CorruptError(
             name,
-            expected=f"shards that hold {claimed} bytes of arrays in {chunks} chunks, as the index says",
-            found=f"{present} bytes in all shards",
-            hint="The index is not that of these shards; try treeckpt verify --repair",
+            expected=f"files that hold {claimed} bytes of arrays{parts}, as the index or the header says",
+            found=f"{present} bytes in all files",
+            hint="They are cut off, or not of one checkpoint; of one of treeckpt, try treeckpt verify --repair",
         )
 
 

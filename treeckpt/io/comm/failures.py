@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from ... import errors
-from ...errors import CheckpointError, RankError, TreeckptError
+from ...errors import CheckpointError, RankError, StoreError, TreeckptError
 from ..os_errors import hint_for
 
 NOT_COMMITTED = "Nothing was committed; an earlier checkpoint at this path is still valid"
@@ -34,13 +34,18 @@ class Fault(msgspec.Struct, frozen=True, array_like=True):
     text: str
     common: bool = False
     """Found by the coordinator for all ranks: no single rank has failed."""
+    errno: int = 0
+    """Of the error of the operating system for which a `StoreError` was raised; 0 without one."""
 
 
 def to_fault(error: BaseException, rank: int, *, common: bool = False) -> Fault:
     """Returns an error as a message."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, TreeckptError):
-        return Fault(rank, type(error).__name__, error.path, error.expected, error.found, error.hint, text, common)
+        cause = error.__cause__ or error.__context__
+        number = (cause.errno or 0) if isinstance(error, StoreError) and isinstance(cause, OSError) else 0
+        facts = error.path, error.expected, error.found, error.hint
+        return Fault(rank, type(error).__name__, *facts, text, common, number)
     return Fault(rank, type(error).__name__, "", "", "", "", text, common)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from ...errors import CorruptError
+from ..os_errors import shows_damage
 from .mapped_read import MappedReader
 from .os_files import BINARY, read_at
 from .page_cache import is_cached
@@ -55,16 +56,32 @@ def open_regular(path: Path, flags: int = 0, *, links: bool | Path = False) -> i
     except CorruptError:
         if links is False or not path.is_symlink():
             raise
-    real = Path(os.path.realpath(path))
-    hint = "Put the file itself there"
-    if links is not True and not real.is_relative_to(os.path.realpath(links)):
-        found = f"a link to {real}, which is not in {links}"
-        hint = "follow_links=True reads it, if you trust who made the link"
-    elif real.is_symlink() or not real.exists():
+    return _open_regular(linked_file(path, links), flags)
+
+
+def linked_file(path: Path, links: bool | Path) -> Path:
+    """Returns the path of what a link leads to, through no other link.
+
+    Args:
+        links: as for `open_regular`.
+
+    Raises:
+        CorruptError: it leads nowhere, or is not followed.
+        OSError: where it leads could not be read this time.
+    """
+    try:
+        real = Path(os.path.realpath(path, strict=True))
+    except OSError as error:
+        if not shows_damage(error):
+            raise
+        hint = "Put the file itself there"
         found = "a link that leads nowhere"
-    else:
-        return _open_regular(real, flags)
-    raise CorruptError(str(path), expected="a regular file", found=found, hint=hint)
+        raise CorruptError(str(path), expected="a regular file", found=found, hint=hint) from error
+    if links is not True and not (links and real.is_relative_to(os.path.realpath(links))):
+        hint = "follow_links=True reads it, if you trust who made the link"
+        found = f"a link to {real}, which is not in {links}"
+        raise CorruptError(str(path), expected="a regular file", found=found, hint=hint)
+    return real
 
 
 def _open_regular(path: Path, flags: int) -> int:

@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import secrets
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,8 @@ from typing import Any, Protocol, runtime_checkable
 from ...core.format.file_names import is_step_name
 from ...core.format.seals import check_no_zeros
 from ...errors import CheckpointExists, CorruptError
-from .local_read import LocalReader, ReaderCache, follows_links, open_regular, too_short
+from ..os_errors import shows_damage
+from .local_read import LocalReader, ReaderCache, follows_links, linked_file, open_regular, too_short
 from .local_write import create_file, make_directory, sync_directory
 from .os_files import sync_file
 from .process_owner import this_process
@@ -181,14 +183,18 @@ class LocalStore:
         return self.follow_links or (real.parent if is_step_name(real.name) else real)
 
     def linked_stat(self, name: str) -> os.stat_result | None:
-        """Returns the state of the file that a link leads to; None if it may not be read, or is none."""
-        with contextlib.suppress(OSError, CorruptError):
-            fd = open_regular(self.directory / name, links=self._links)
-            try:
-                return os.fstat(fd)
-            finally:
-                os.close(fd)
-        return None
+        """Returns the state of the file that a link leads to; None if the link is not followed, or leads to no file.
+
+        Raises:
+            OSError: it could not be read this time.
+        """
+        try:
+            found = linked_file(self.directory / name, self._links).lstat()  # takes no descriptor
+        except (OSError, CorruptError) as error:
+            if not shows_damage(error):
+                raise
+            return None
+        return found if stat.S_ISREG(found.st_mode) else None
 
     @property
     def url(self) -> str:
