@@ -31,7 +31,7 @@ from ..io.storage.local_read import too_short
 from ..io.storage.many_files import for_each
 from ..io.storage.memory import aligned_buffer
 from ..io.storage.metadata_files import OnShardsRead, read_sidecar, read_timings, rebuild_from_shards
-from ..io.storage.shard_reader import ArrivingBlocks, OpenedShard, matches, open_shard
+from ..io.storage.shard_reader import ArrivingBlocks, OpenedShard, check_missing, matches, open_shard
 from ..io.storage.store import Store
 from ..io.timing import Recorder
 from ..reports import Leftover, Problem, VerifyReport
@@ -218,6 +218,10 @@ def _open(store: Store, index: Index, file: File, size: int | None, keep: bool) 
     """Opens a shard; returns it, and what its header and its length show to be bad."""
     whole = file.header + file.nbytes
     if size is None:
+        try:
+            check_missing(store, file.name)
+        except StoreError as error:
+            return None, [BadBytes(file.name, 0, whole, f"{error.found}. {error.hint}", read_failure(error))]
         return None, [BadBytes(file.name, 0, whole, "the file is missing")]
     try:
         opened = open_shard(store, index, file, size, whole=False, keep=keep)

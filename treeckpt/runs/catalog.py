@@ -33,6 +33,7 @@ from ..io.storage.bucket import is_url, local_path
 from ..io.storage.metadata_files import NewestIndex
 from ..io.storage.open import open_folder, open_run
 from ..io.storage.run_store import DirectoryEntry, Folder, LocalFolder, RunStore, SupportsBulkListing, all_folders
+from ..io.storage.shard_reader import check_missing
 from ..threads import ThreadPool
 from .active_saves import saves_under_way
 from .checkpoint_info import CheckpointInfo, in_listing_order, lost_index_text
@@ -306,6 +307,9 @@ def read_info(
                 disk_nbytes=_disk_nbytes(files),
                 error=str(error),
             )
+        for one, _ in (*summary.sizes, *summary.sidecars):
+            if one not in files and one in entries:
+                check_missing(folder.store, one)
         info = _with_index(folder, summary, files, cache if timings else None)
         if info.status == "corrupt" and (now := folder.listed()).entries().get(INDEX_NAME, index) != index:
             # another save has replaced it since the listing

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
@@ -117,27 +117,17 @@ class Restorer:
         """
         tried: set[int] = set()
         passed_over: list[str] = []
-        unread: list[str] = []
-        cause: Exception | None = None
+        unread: list[tuple[str, Exception | None]] = []
         if fills and step is None and not options.get("strict", True) and options.get("verify", True) is not False:
             # if this one is found to be corrupt on the way, the one before may lack leaves that were filled already
             options = {**options, "verify": "first"}
         while True:
             try:
-                choice = from_rank0(
-                    self._comm,
-                    f"{self.directory.url} restore",
-                    partial(self._choose, step, tried),
-                    _RestoreChoice,
-                    call="restore",
-                )
+                choice = self._agreed_choice(step, tried, unread)
             except TreeckptError as failed:
-                if unread and isinstance(failed, CheckpointNotFound):
-                    failed = self._none_read(unread)
-                    failed.__cause__ = cause
                 if tried and fills:
                     failed.add_hint(_PARTLY_FILLED)
-                raise failed
+                raise
             passed_over += [text for text in choice.passed_over if text not in passed_over]
             result, error = None, None
             topic = f"{choice.path} restore"
@@ -169,8 +159,7 @@ class Restorer:
                 why = f"rank {faults[0].rank}: {faults[0].text}"
                 passed_over.append(f"{choice.path}: {why}")
                 if bad:
-                    unread.append(f"{choice.path}: rank {bad[0].rank}: {bad[0].text}")
-                    cause = error or cause
+                    unread.append((f"{choice.path}: rank {bad[0].rank}: {bad[0].text}", error))
                 if self._comm.rank == 0:
                     self._selector.warn_once(choice.path, f"passed over, {why}")
                     if "CorruptError" in kinds and self._chosen is not None:
@@ -184,14 +173,26 @@ class Restorer:
         self._known = self._selector.take_index(info)
         return _RestoreChoice(step_info(info).step, info.path, info.nbytes, step, tuple(passed_over))
 
-    def _none_read(self, unread: list[str]) -> StoreError:
-        """Returns the error where no step loads, and some could not be read: the run is no empty one."""
-        return StoreError(
-            self.directory.url,
-            expected="a checkpoint to restore",
-            found=f"none that loads; {count_text(len(unread), 'step')} could not be read, first {unread[0]}",
-            hint="They may be whole: do not start anew before the disk was looked at",
-        )
+    def _agreed_choice(
+        self, step: int | None, tried: set[int], unread: Sequence[tuple[str, Exception | None]]
+    ) -> _RestoreChoice:
+        """Returns the choice of rank 0 on every rank.
+
+        Args:
+            unread: the steps that could not be read, and why: where no other loads, the run is no empty one.
+        """
+        topic, choose = f"{self.directory.url} restore", partial(self._choose, step, tried)
+        try:
+            return from_rank0(self._comm, topic, choose, _RestoreChoice, call="restore")
+        except CheckpointNotFound:
+            if not unread:
+                raise
+            raise StoreError(
+                self.directory.url,
+                expected="a checkpoint to restore",
+                found=f"none that loads; {count_text(len(unread), 'step')} could not be read, first {unread[0][0]}",
+                hint="They may be whole: do not start anew before the disk was looked at",
+            ) from next((error for _, error in reversed(unread) if error is not None), None)
 
     def _lease(self, step: int | None) -> AbstractContextManager[object]:
         if step is None or self._comm.rank:

@@ -51,7 +51,7 @@ from ..io.storage.reader_leases import has_readers
 from ..io.storage.run_store import Folder, LocalRun, RunStore
 from ..io.storage.store import LocalStore
 from ..io.timing import steady_clock
-from .catalog import OnRead, read_info, read_infos, read_marks
+from .catalog import OnRead, read_info, read_info_or_unread, read_infos, read_marks
 from .checkpoint_info import CheckpointInfo, in_listing_order, loadable_text, with_verification
 from .stat_cache import LruStatCache, StatCache
 from .verification import VerificationStore, cache_directory
@@ -308,7 +308,8 @@ class RunDirectory:
     def plan_deletion(self, step: int, *, force: bool = False, grace: float = GRACE) -> tuple[CheckpointInfo, Removal]:
         """Returns what `delete` would remove, and of what; arguments and errors as there."""
         folder = self.folder(step)
-        info = _checked(read_info(folder, cache=self._cache, timings=False))
+        read = read_info_or_unread if force else read_info
+        info = _checked(read(folder, cache=self._cache, timings=False))
         if not force and info.status != "complete":
             try:
                 info = self.checkpoint(step)
@@ -320,16 +321,16 @@ class RunDirectory:
             return info, Removal(folder.name, "leftovers", "a link, not what it leads to", (), 0, force=True)
         if info.status == "foreign":
             raise self._not_found(step, info.error or info.status)
-        plan = plan_deletion(self._fact(info, folder), deletion_times(self._clock(), grace), force=force)
+        plan = plan_deletion(self._fact(info, folder, force=force), deletion_times(self._clock(), grace), force=force)
         if isinstance(plan, RetainedDirectory):
             raise _held(folder, plan.why)
         return info, plan
 
-    def _fact(self, info: CheckpointInfo, folder: Folder) -> StepDirectory:
+    def _fact(self, info: CheckpointInfo, folder: Folder, *, force: bool = False) -> StepDirectory:
         step = step_of(info.name)
         assert step is not None and info.status != "foreign", "_read_infos returns only these"
         save_id = info.save_id if info.status != "partial" else None
-        if info.status == "unread":
+        if info.status == "unread" and not force:
             return StepDirectory(info.name, step, "unread", 0, (), problem=info.error or "", path=folder.url)
         return StepDirectory(
             name=info.name,
@@ -386,9 +387,11 @@ class RunDirectory:
         try:
             # the plan may be outdated: other removals took place before this one
             now = folder.listed()
-            info = _checked(read_info(now, cache=self._cache))
+            read = read_info_or_unread if removal.force else read_info
+            info = _checked(read(now, cache=self._cache))
             why = self._reason_to_keep(info, now, grace, force=removal.force)
-            index: bytes | int | None = None if why else index_of_save(now, removal.save_id)
+            known = not why and info.status != "unread"
+            index: bytes | int | None = index_of_save(now, removal.save_id) if known else None
             if not why and index is None and removal.force and info.save_id is None:  # no save can be told of it
                 index = index_state(store) or 0
             if index is None:
@@ -428,7 +431,7 @@ class RunDirectory:
             return "it has been pinned meanwhile"
         if info.status == "foreign" or (info.status != "complete" and not force):
             return f"it is {info.status} now"
-        plan = plan_deletion(self._fact(info, folder), deletion_times(self._clock(), grace), force=force)
+        plan = plan_deletion(self._fact(info, folder, force=force), deletion_times(self._clock(), grace), force=force)
         return plan.why if isinstance(plan, RetainedDirectory) else ""
 
 

@@ -10,9 +10,8 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.background import run_program
+from tests.helpers.interrupted_ranks import World, clock, save
 from treeckpt.io.comm import abandoned, rounds
-
-from .test_interrupts import World, clock, save
 
 __all__ = ["clock"]
 

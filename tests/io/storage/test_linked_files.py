@@ -80,7 +80,7 @@ def test_a_checkpoint_of_links_is_read_if_that_is_asked_for(linked: tuple[Path, 
     if not outside:
         assert DOORS[door](path)
         return
-    with pytest.raises(tc.CorruptError, match=r"found a link to .*, which is not in .*follow_links=True reads it"):
+    with pytest.raises(tc.StoreError, match=r"found a link to .*, which is not in .*follow_links=True .* reads it"):
         DOORS[door](path)
 
 
@@ -108,7 +108,8 @@ def test_a_manager_restores_from_links_and_deletes_only_them(tmp_path: Path) -> 
     (run / step_name(2)).rename(tmp_path / "elsewhere")
     (run / step_name(2)).symlink_to(tmp_path / "elsewhere")
     with tc.Manager(run, keep=None, background=False) as manager:
-        assert manager.steps() == []
+        with pytest.raises(tc.StoreError, match="follow_links=True"):
+            manager.steps()
     before = content(tmp_path)
     with tc.Manager(run, keep=None, background=False, follow_links=True) as manager:
         assert manager.steps() == [1, 2] and manager.restore()["n"] == 1
@@ -164,9 +165,10 @@ def test_a_link_that_leads_to_no_file_is_an_error(tmp_path: Path, target: str) -
     os.mkfifo(path / "fifo")
     (path / shard).symlink_to(shard if target == "shard" else target)
     for follow in (False, True):
-        with pytest.raises(tc.CorruptError, match=shard):
+        error = tc.StoreError if target == "/dev/zero" and not follow else tc.CorruptError
+        with pytest.raises(error, match=shard):
             tc.load(path, follow_links=follow)
-        with pytest.raises(tc.CorruptError, match=shard):
+        with pytest.raises(error, match=shard):
             tc.load_into(path, {"w": np.zeros(5000), "n": 0}, follow_links=follow)
         assert not tc.verify(path, follow_links=follow).ok
 
@@ -178,7 +180,7 @@ def test_a_link_to_a_sibling_through_a_link_out_of_the_run_is_refused(tmp_path: 
     index.rename(tmp_path / "secret")
     (run / "hop").symlink_to(tmp_path / "secret")
     index.symlink_to(run / "hop")
-    with pytest.raises(tc.CorruptError, match="which is not in"):
+    with pytest.raises(tc.StoreError, match="which is not in"):
         tc.load(run / step_name(1))
     assert tc.load(run / step_name(1), follow_links=True)["n"] == 1
 
@@ -223,3 +225,19 @@ def test_with_one_descriptor_left_linked_shards_are_there(tmp_path: Path) -> Non
 
     code, text = in_child(ask)
     assert code == 2, text
+
+
+def test_a_shard_that_is_a_link_out_of_the_run_could_not_be_read_and_is_no_damage(tmp_path: Path) -> None:
+    path = tmp_path / "run" / step_name(1)
+    [shard] = tc.save(path, TREE, step=1).files
+    (path / shard).rename(tmp_path / "elsewhere")
+    (path / shard).symlink_to(tmp_path / "elsewhere")
+    report = tc.verify(path)
+    assert not report.ok and not report.problems and "follow_links=True" in report.unread[0].text
+    assert main(["verify", str(path)]) == 3 and not list(path.glob("damage.*"))
+    [info] = scan(tmp_path / "run")
+    assert info.status == "unread" and "which is not in" in (info.error or "")
+    with tc.Manager(tmp_path / "run") as manager, pytest.raises(tc.StoreError, match="which is not in"):
+        manager.restore()
+    with tc.Manager(tmp_path / "run", follow_links=True) as manager:
+        assert manager.restore()["n"] == 1

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...errors import CorruptError
+from ...errors import CorruptError, StoreError
 from ..os_errors import shows_damage
 from .mapped_read import MappedReader
 from .os_files import BINARY, read_at
@@ -66,7 +66,8 @@ def linked_file(path: Path, links: bool | Path) -> Path:
         links: as for `open_regular`.
 
     Raises:
-        CorruptError: it leads nowhere, or is not followed.
+        CorruptError: it leads nowhere.
+        StoreError: it is not followed, which says nothing of what it leads to.
         OSError: where it leads could not be read this time.
     """
     try:
@@ -78,9 +79,9 @@ def linked_file(path: Path, links: bool | Path) -> Path:
         found = "a link that leads nowhere"
         raise CorruptError(str(path), expected="a regular file", found=found, hint=hint) from error
     if links is not True and not (links and real.is_relative_to(os.path.realpath(links))):
-        hint = "follow_links=True reads it, if you trust who made the link"
+        hint = "follow_links=True (--follow-links) reads it, if you trust who made the link"
         found = f"a link to {real}, which is not in {links}"
-        raise CorruptError(str(path), expected="a regular file", found=found, hint=hint)
+        raise StoreError(str(path), expected="a regular file", found=found, hint=hint)
     return real
 
 

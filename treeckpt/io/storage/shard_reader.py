@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -98,10 +99,17 @@ def _header_size(prefix: bytearray, label: str, file_size: int, wanted: int | No
     return size
 
 
+def check_missing(store: Store, name: str) -> None:
+    """Looks why a file is in no listing; raises StoreError where it is a link that is not followed."""
+    with contextlib.suppress(OSError, CheckpointError):
+        store.read_into(name, 0, memoryview(bytearray(1)))
+
+
 def _checked_size(store: Store, index: Index, file: File, size: int | None, *, whole: bool) -> int:
     """Returns the size of a shard; raises CorruptError where it is missing, or has another size than the index says."""
     expected = file.header + file.nbytes
     if size is None:
+        check_missing(store, file.name)
         where = _leaves_and_file(store, index, file, 0, expected)
         raise CorruptError(where, expected="a shard", found="no such file", hint=_RESTORE)
     if whole and size != expected:

@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ...core.format.file_names import is_step_name
 from ...core.format.seals import check_no_zeros
-from ...errors import CheckpointExists, CorruptError
+from ...errors import CheckpointExists, CorruptError, StoreError
 from ..os_errors import shows_damage
 from .local_read import LocalReader, ReaderCache, follows_links, linked_file, open_regular, too_short
 from .local_write import create_file, make_directory, sync_directory
@@ -190,7 +190,9 @@ class LocalStore:
         """
         try:
             found = linked_file(self.directory / name, self._links).lstat()  # takes no descriptor
-        except (OSError, CorruptError) as error:
+        except (CorruptError, StoreError):
+            return None
+        except OSError as error:
             if not shows_damage(error):
                 raise
             return None
