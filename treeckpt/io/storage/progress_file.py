@@ -28,6 +28,7 @@ from ...core.format.save_progress import (
 )
 from ...errors import TreeckptError
 from ...threads import start_unnamed_thread
+from ..os_errors import shows_damage
 from .late_requests import delete_late
 from .local_write import DIRECTORY_TRIES
 from .many_files import for_each
@@ -68,19 +69,30 @@ def replace_file(store: Store, name: str, data: bytes) -> None:
 
 def read_progress(store: Store, names: Iterable[str]) -> list[Progress]:
     """Reads the progress records among a directory's files, ordered by save and rank; unreadable ones are skipped."""
-    progress = [name for name in names if parse_progress_name(name) is not None]
-    records = for_each(store, lambda name: read_record(store, name), progress)
+
+    def read(name: str) -> Progress | None:
+        with contextlib.suppress(TreeckptError, OSError):
+            return read_record(store, name)
+        return None
+
+    records = for_each(store, read, [name for name in names if parse_progress_name(name) is not None])
     found = [record for record in records if record is not None]
     return sorted(found, key=lambda record: (record.started_ns, record.save_id, record.rank))
 
 
 def read_record(store: Store, name: str) -> Progress | None:
-    """Reads one progress record, also a temporary one; None if it cannot be read, or is that of another save."""
-    with contextlib.suppress(TreeckptError, OSError):  # it may be gone by now
+    """Reads one progress record, also a temporary one; None if it is gone, damaged, or that of another save.
+
+    Raises:
+        OSError | StoreError: it could not be read this time.
+    """
+    try:
         record = decode_progress(store.read(name, limit=MAX_PROGRESS), name)
-        if (record.rank, record.save_id) == parse_progress_name(final_name(name)):
-            return record
-    return None
+    except (TreeckptError, OSError) as error:
+        if not shows_damage(error):
+            raise
+        return None
+    return record if (record.rank, record.save_id) == parse_progress_name(final_name(name)) else None
 
 
 class ProgressRecorder:
