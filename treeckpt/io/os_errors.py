@@ -1,10 +1,10 @@
 """Decides what an error of reading says of a checkpoint, and gives hints for errors of the operating system.
 
 There are two kinds. Damage: what is to be read is missing, is no file or does not decode, or the file system has found
-its own checksums wrong. A checkpoint is passed over for it, and a verification keeps it as a verdict. All other errors say nothing of the
-bytes: they could not be read this time, for want of descriptors, memory, permission or an answer, or because a disk
-failed. They are a `StoreError`: no older checkpoint is taken for it, nothing is kept, and the next call tries again.
-Only a restore takes the step before for a shard with EIO, as a bad sector stays.
+its own checksums wrong. A checkpoint is passed over for it, and a verification keeps it as a verdict. All other errors
+say nothing of the bytes: they could not be read this time, for want of descriptors, memory, permission or an answer, or
+because a disk failed. They are a `StoreError`: no older checkpoint is taken for it, nothing is kept, and the next call
+tries again. Only a restore takes the step before for a shard with EIO, as a bad sector stays.
 """
 
 from __future__ import annotations

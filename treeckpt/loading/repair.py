@@ -4,8 +4,8 @@ The index is rebuilt from the headers of the shards. A shard's header is rebuilt
 but the checksums; these are computed again from the data, or taken from the damaged header. The rebuilt header is the
 right one only if it has the seal that was written. Bytes after the end of a shard are cut off where all before them are
 intact. Timings cannot be rebuilt: they are a record beside the checkpoint. Each file that is replaced or removed is
-kept as `<name>.<id>.damaged`; the new file takes its name in one step (in a store without renames the old one is deleted
-first, and the new one is a copy of what was kept).
+kept as `<name>.<id>.damaged`; the new file takes its name in one step (in a store without renames the old one is
+deleted first, and the new one is a copy of what was kept).
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def _keep(store: Store, name: str) -> str:
 def _state(store: Store, name: str) -> object:
     """Returns what is another value once another file has the name, as far as the store tells."""
     if isinstance(store, LocalStore):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             found = (store.directory / name).stat()
             return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
         return None

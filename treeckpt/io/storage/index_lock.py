@@ -115,7 +115,8 @@ def hold_lock(store: Store, kind: LockKind) -> Iterator[str]:
 def _deleted(store: Store, name: str, pauses: Iterable[float]) -> bool:
     """Deletes a lock, with a try behind each pause; returns whether it is gone."""
     for pause in pauses:
-        time.sleep(pause)
+        if pause:
+            time.sleep(pause)
         with contextlib.suppress(OSError, TreeckptError):
             store.delete(name)
             return True
