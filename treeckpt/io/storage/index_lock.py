@@ -52,7 +52,7 @@ from .many_files import for_each
 from .metadata_files import replaced_meanwhile
 from .object_store import ObjectStore
 from .process_owner import is_running, this_process
-from .progress_file import LAPSE, is_alive, read_record, replace_file
+from .progress_file import LAPSE, delete_repeatedly, is_alive, read_record, replace_file
 from .store import LocalStore, Store, SupportsCompareAndSwap
 
 WAIT = 60.0
@@ -60,10 +60,8 @@ WAIT = 60.0
 FIRST_PAUSE, LAST_PAUSE = 0.01, 1.0
 """Seconds between looks at a lock that is waited for: twice as long each time."""
 _SAVE_ID = re.compile(rb'"save_id":"([0-9a-f]{16})"')
-DELETE_PAUSES = (0.05, 0.2)
-"""Seconds between tries to delete a lock for which its holder waits."""
 LATE_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""Seconds before each further try, for which nobody waits."""
+"""Seconds before each try to delete a lock after the first ones, for which nobody waits."""
 MAX_LOCK = 4096
 """Bytes of a lock, at most."""
 
@@ -106,21 +104,10 @@ def hold_lock(store: Store, kind: LockKind) -> Iterator[str]:
         try:
             yield name
         finally:
-            if not _deleted(store, name, (0.0, *DELETE_PAUSES)):
-                delete_late(store.url, name, lambda: _deleted(store, name, LATE_PAUSES))
+            if not delete_repeatedly(store, name):
+                delete_late(store.url, name, lambda: delete_repeatedly(store, name, LATE_PAUSES))
     finally:
         _held.discard(name)
-
-
-def _deleted(store: Store, name: str, pauses: Iterable[float]) -> bool:
-    """Deletes a lock, with a try behind each pause; returns whether it is gone."""
-    for pause in pauses:
-        if pause:
-            time.sleep(pause)
-        with contextlib.suppress(OSError, TreeckptError):
-            store.delete(name)
-            return True
-    return False
 
 
 def read_lock(store: Store, name: str) -> tuple[Owner | None, bool]:

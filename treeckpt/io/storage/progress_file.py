@@ -47,6 +47,8 @@ BEAT = 15.0
 LAPSE = 600.0
 """Seconds after which a record that was not renewed counts as that of an ended process, where the process cannot be
 seen; the clocks of hosts may differ by less."""
+DELETE_PAUSES = (0.0, 0.05, 0.2)
+"""Seconds before each try to delete a record or lock."""
 
 _own_records: set[str] = set()
 """The names of this process's records of saves that have not ended."""
@@ -65,6 +67,17 @@ def replace_file(store: Store, name: str, data: bytes) -> None:
     except BaseException:  # a full disk creates the name and refuses the content
         temporary.unlink(missing_ok=True)
         raise
+
+
+def delete_repeatedly(store: Store, name: str, pauses: Iterable[float] = DELETE_PAUSES) -> bool:
+    """Deletes a file by which others take this process for busy, with a try behind each pause; whether it is gone."""
+    for pause in pauses:
+        if pause:
+            time.sleep(pause)
+        with contextlib.suppress(OSError, TreeckptError):
+            store.delete(name)
+            return True
+    return False
 
 
 def read_progress(store: Store, names: Iterable[str]) -> list[Progress]:
@@ -233,7 +246,7 @@ class ProgressRecorder:
             exists, self._exists = self._exists, False
         if exists:
             with contextlib.suppress(Exception):
-                self._store.delete(self.name)
+                delete_repeatedly(self._store, self.name)
 
 
 def is_alive(name: str, record: Progress, now_ns: int) -> bool | None:
