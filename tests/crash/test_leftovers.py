@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 import treeckpt as tc
+from tests.crash.disks import fill, small_disk
 from tests.crash.saver import NBYTES, tree_of
 from tests.helpers.background import until
 from tests.helpers.s3 import S3
@@ -321,3 +322,29 @@ def test_after_many_kills_only_the_checkpoints_that_are_kept_are_there(savers: S
     assert sorted(os.listdir(run)) == [step_name(last - 1), step_name(last)]
     for step in (last - 1, last):
         assert names_at(run / step_name(step)) == expected_at(run / step_name(step))
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_disk_that_a_dead_save_has_filled_takes_the_next_save(tmp_path: Path, committed: bool) -> None:
+    with small_disk(tmp_path / "disk", 2 << 20) as disk:
+        path = disk / "c"
+        if committed:
+            tc.save(path, {"n": 1})
+        kept = set(os.listdir(path)) if committed else set[str]()
+        dead = tc.save(tmp_path / "dead", {"n": os.urandom(1 << 20)}).save_id
+        path.mkdir(exist_ok=True)
+        for shard in (tmp_path / "dead").glob("shard*"):
+            (path / shard.name).write_bytes(shard.read_bytes())
+        ended = msgspec.structs.replace(this_process(), started=this_process().started + 1)
+        now = time.time_ns()
+        record = Progress(dead, 0, 1, None, "write", 0, 1, now, now, owner=ended)
+        (path / progress_name(0, dead)).write_bytes(encode_progress(record))
+        fill(disk, 0)
+        if committed:
+            before = sorted(os.listdir(path))
+            with pytest.raises(tc.CheckpointExists):
+                tc.save(path, {"n": 2})
+            assert sorted(os.listdir(path)) == before
+        tc.save(path, {"n": 2}, overwrite=committed)
+        assert tc.load(path) == {"n": 2} and not kept & set(os.listdir(path)) - {"index.json"}
+        assert not any(dead in name for name in os.listdir(path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import treeckpt as tc
 from tests.helpers.corruption import TREES, flip
 from tests.helpers.elsewhere import elsewhere
+from tests.helpers.s3 import S3, array, same
 from tests.helpers.world import (
     assert_equal,
     assert_holds,
@@ -24,6 +26,8 @@ from tests.helpers.world import (
 from treeckpt.core.format.file_names import parse_file_name
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.core.format.shard_header import BLOCK
+from treeckpt.io.storage import object_store
+from treeckpt.loading import repair
 
 
 @pytest.fixture
@@ -231,6 +235,62 @@ def test_a_save_that_is_committed_meanwhile_is_replaced_by_no_rebuilt_index(tmp_
         assert len(errors) == reads, "nothing is said of the save that is there now"
         assert tc.load(path)["of"] == "the other save" and tc.verify(path).ok
     assert any("another save was committed meanwhile" in error for error in errors)
+
+
+def locks_of(store: Any) -> list[str]:
+    return [name for name in store.sizes() if name.startswith("repairing")]
+
+
+def test_a_shard_is_copied_before_the_lock_is_taken(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[list[str]] = []
+    monkeypatch.setattr(object_store, "SINGLE_PUT_LIMIT", 1 << 20)
+    monkeypatch.setattr(repair, "STEP", 1 << 20)
+
+    class Local(tc.LocalStore):
+        def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
+            if name.endswith(".damaged"):
+                held.append(locks_of(self))
+            super().read_into(name, offset, out, shared=shared)
+
+    class Remote(tc.ObjectStore):
+        def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
+            if name.endswith(".damaged"):
+                held.append(locks_of(self))
+            super().read_into(name, offset, out, shared=shared)
+
+    for store in (Local(tmp_path / "c"), Remote(s3.url(), **s3.options())):
+        tree = {"a": array(5)}
+        (name,) = tc.save(store, tree).files
+        nbytes = store.sizes()[name]
+        data = bytearray(nbytes)
+        store.read_into(name, 0, memoryview(data))
+        store.delete(name)
+        writer = store.create(name, nbytes)
+        writer.write(0, memoryview(flip(bytes(data), 20)))
+        writer.commit()
+        store.close()
+        assert tc.verify(store, repair=True).ok and len(held) > 4 and not any(held)
+        held.clear()
+        assert locks_of(store) == [] and same(store, tree)
+
+
+def test_a_shard_that_another_process_replaces_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    class Replaced(tc.LocalStore):
+        """While the shard is copied another process repairs the checkpoint."""
+
+        def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
+            super().read_into(name, offset, out, shared=shared)
+            if name.endswith(".damaged") and not done:
+                done.append(name)
+                assert tc.verify(tmp_path, repair=True).ok
+
+    done: list[str] = []
+    (name,) = tc.save(tmp_path, {"w": np.arange(9)}).files
+    before = contents(tmp_path)
+    (tmp_path / name).write_bytes(flip(before[name], 20))
+    with pytest.raises(tc.CheckpointError, match="meanwhile"):
+        tc.verify(Replaced(tmp_path), repair=True)
+    assert done and contents(tmp_path) == before and list(kept(tmp_path).values()) == [flip(before[name], 20)]
 
 
 def test_other_stores_are_repaired_as_well() -> None:

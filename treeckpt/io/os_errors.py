@@ -1,15 +1,17 @@
 """Decides what an error of reading says of a checkpoint, and gives hints for errors of the operating system.
 
-There are two kinds. Damage: what is to be read is missing or is no file, or the file system has found its own checksums
-wrong. A checkpoint is passed over for it, and a verification keeps it as a verdict. All other errors say nothing of the
-bytes: they could not be read this time, for want of descriptors, memory, permission or an answer, or because a disk
-failed. They are a `StoreError`: no older checkpoint is taken for it, nothing is kept, and the next call tries again.
-Only a restore that was given no step takes the step before for a shard with EIO, as a bad sector stays.
+There are two kinds. Damage: what is to be read is missing, is no file or does not decode, or the file system has found
+its own checksums wrong. A checkpoint is passed over for it, and a verification keeps it as a verdict. All other errors
+say nothing of the bytes: they could not be read this time, for want of descriptors, memory, permission or an answer, or
+because a disk failed. They are a `StoreError`: no older checkpoint is taken for it, nothing is kept, and the next call
+tries again. Only a restore that was given no step takes the step before for a shard with EIO, as a bad sector stays.
 """
 
 from __future__ import annotations
 
 import errno
+
+import msgspec
 
 from ..errors import CheckpointError, StoreError, TreeckptError
 
@@ -33,6 +35,8 @@ _DAMAGE = {
     if hasattr(errno, name)
 }
 """EBADMSG, EUCLEAN and EILSEQ are checksums and structures of the file system that are wrong; btrfs says EIO."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Of a disk or quota that is full."""
 
 
 def shows_damage(error: BaseException) -> bool:
@@ -40,7 +44,7 @@ def shows_damage(error: BaseException) -> bool:
     if isinstance(error, OSError):
         missing = isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
         return missing or error.errno in _DAMAGE
-    return isinstance(error, CheckpointError)
+    return isinstance(error, (CheckpointError, msgspec.MsgspecError))
 
 
 def read_failure(error: BaseException) -> str:

@@ -4,8 +4,8 @@ The index is rebuilt from the headers of the shards. A shard's header is rebuilt
 but the checksums; these are computed again from the data, or taken from the damaged header. The rebuilt header is the
 right one only if it has the seal that was written. Bytes after the end of a shard are cut off where all before them are
 intact. Timings cannot be rebuilt: they are a record beside the checkpoint. Each file that is replaced or removed is
-kept as `<name>.<id>.damaged`; the new file takes its name in one step (in a store without renames it is written again,
-from the copy that was kept).
+kept as `<name>.<id>.damaged`; the new file takes its name in one step (in a store without renames the old one is
+deleted first, and the new one is a copy of what was kept).
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ from ..io.storage.index_lock import hold_for_repair, index_state, legible_save_i
 from ..io.storage.local_write import sync_directory
 from ..io.storage.memory import aligned_buffer
 from ..io.storage.metadata_files import read_index, read_timings, rebuild_from_shards, replaced_meanwhile
+from ..io.storage.object_store import ObjectStore
 from ..io.storage.process_owner import this_process
-from ..io.storage.store import LocalStore, Store
+from ..io.storage.store import LocalStore, Store, Writer
 from ..reports import Repair, VerifyReport
 from .verify import survey_shard, verify_checkpoint
 
@@ -116,6 +117,7 @@ def _drop_timings(store: Store, save_id: str, repairs: list[Repair]) -> None:
 
 def _repair_shard(store: Store, index: Index, file: File, repairs: list[Repair]) -> None:
     """Rebuilds the header and the length of a shard, where the seal proves the result."""
+    found = _state(store, file.name)
     size, whole = store.sizes().get(file.name), file.header + file.nbytes
     _, bad = survey_shard(store, index, file, size)
     if not bad or size is None or size < whole or any(one.unread for one in bad):
@@ -128,9 +130,7 @@ def _repair_shard(store: Store, index: Index, file: File, repairs: list[Repair])
         return
     if size > whole:
         done.append(f"cut off {size - whole} bytes behind the end")
-    with hold_for_repair(store):
-        aside = _keep(store, file.name)
-        _rewrite(store, file, header, aside)
+    aside = _replace_shard(store, file, header, found)
     repairs.append(Repair(file.name, " and ".join(done), aside))
 
 
@@ -232,38 +232,85 @@ def _keep(store: Store, name: str) -> str:
     return aside
 
 
-def _copy(store: Store, source: str, target: str, nbytes: int, header: bytes = b"") -> None:
-    """Copies the first bytes of a file to a new file, durably.
+def _state(store: Store, name: str) -> object:
+    """Returns what is another value once another file has the name, as far as the store tells."""
+    if isinstance(store, LocalStore):
+        with contextlib.suppress(OSError):
+            found = (store.directory / name).stat()
+            return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        return None
+    return store.entries().get(name) if isinstance(store, ObjectStore) else store.sizes().get(name)
 
-    Args:
-        header: replaces the first bytes; its size is a multiple of a page.
-    """
-    writer = store.create(target, nbytes)
+
+def _copy(store: Store, source: str, target: str, nbytes: int, header: bytes = b"") -> None:
+    """Copies the first bytes of a file to a new file, durably; see `_copied`."""
+    writer = _copied(store, source, target, nbytes, header)
     try:
-        buffer = aligned_buffer(STEP, huge=True)
-        if header:
-            first = aligned_buffer(len(header))
-            first[:] = header
-            writer.write(0, first)
-        for at in range(len(header), nbytes, STEP):
-            part = buffer[: min(STEP, nbytes - at)]
-            store.read_into(source, at, part)
-            writer.write(at, part)
         writer.commit()
     except BaseException:
         writer.abort()
         raise
 
 
-def _rewrite(store: Store, file: File, header: bytes, aside: str) -> None:
-    """Replaces a shard's header, and cuts the shard to its length."""
-    whole = file.header + file.nbytes
-    if isinstance(store, LocalStore):
-        temporary = f".{file.name}.{this_process().tag}{secrets.token_hex(4)}.tmp"
-        _copy(store, file.name, temporary, whole, header)
-        (store.directory / temporary).replace(store.directory / file.name)
-        sync_directory(store.directory)
-    else:
-        store.delete(file.name)
-        _copy(store, aside, file.name, whole, header)
+def _copied(store: Store, source: str, target: str, nbytes: int, header: bytes = b"") -> Writer:
+    """Copies the first bytes of a file to a new file, which is to be committed.
+
+    Args:
+        header: replaces the first bytes; its size is a multiple of a page.
+    """
+    writer = store.create(target, nbytes)
+    try:
+        if header:
+            first = aligned_buffer(len(header))
+            first[:] = header
+            writer.write(0, first)
+        for at in range(len(header), nbytes, STEP):
+            part = aligned_buffer(min(STEP, nbytes - at))  # an upload may still be sending the one before
+            store.read_into(source, at, part)
+            writer.write(at, part)
+    except BaseException:
+        writer.abort()
+        raise
+    return writer
+
+
+def _replace_shard(store: Store, file: File, header: bytes, found: object) -> str:
+    """Replaces a shard's header, and cuts the shard to its length; returns the name under which the old one is kept.
+
+    It is copied before the lock is taken, for which saves wait.
+
+    Args:
+        found: the `_state` of the shard from before it was read.
+
+    Raises:
+        CheckpointError: the shard is another one now, or as `hold_for_repair`. Nothing has changed then.
+    """
+    whole, writer, replaced = file.header + file.nbytes, None, False
+    temporary = f".{file.name}.{this_process().tag}{secrets.token_hex(4)}.tmp"
+    aside = _keep(store, file.name)
+    try:
+        if isinstance(store, LocalStore):
+            _copy(store, aside, temporary, whole, header)
+        elif isinstance(store, ObjectStore) and store.has_atomic_uploads:
+            writer = _copied(store, aside, file.name, whole, header)
+        with hold_for_repair(store):
+            if _state(store, file.name) != found:
+                raise replaced_meanwhile(store)
+            replaced = True
+            if isinstance(store, LocalStore):
+                (store.directory / temporary).replace(store.directory / file.name)
+                sync_directory(store.directory)
+            else:
+                store.delete(file.name)
+                (writer or _copied(store, aside, file.name, whole, header)).commit()
+    except BaseException:
+        if writer is not None:
+            writer.abort()
+        with contextlib.suppress(OSError, StoreError):
+            if isinstance(store, LocalStore):
+                store.delete(temporary)
+            if not replaced:
+                store.delete(aside)
+        raise
     store.close()  # what was read before is another file now
+    return aside

@@ -7,7 +7,7 @@ import contextlib
 from ..core.format.index import INDEX_NAME
 from ..core.format.save_progress import Progress
 from ..errors import CheckpointError, CheckpointExists
-from ..io.os_errors import hint_for
+from ..io.os_errors import FULL, hint_for
 from ..io.storage.leftovers import clear_leftovers, restore_index
 from ..io.storage.metadata_files import read_index
 from ..io.storage.object_store import ObjectStore
@@ -56,27 +56,40 @@ class PathLook:
             ) from failed
 
     def _result(self) -> str:
-        store, replaced = self._store, ""
+        store = self._store
         if self._listing is None:
             store.prepare()
             try:
                 self.record.begin()
-            except OSError:
-                self._check_absent(store.sizes())
-                raise
-            names = store.sizes()
-            if any(name.startswith("deleted.") for name in names) and restore_index(store):
-                names = store.sizes()
-            self._check_absent(names)
+            except OSError as error:
+                names = self._names()
+                if error.errno not in FULL:
+                    raise
+                self._clear(names)  # what fills the disk may be what dead saves left here
+                self.record.begin()
+            names = self._names()
         else:
             names = self._listing.result()
             self._check_absent(names)
             self._recorded.result()
+        return self._clear(names)
+
+    def _names(self) -> dict[str, int]:
+        """Returns the files in a directory to which the save may go; raises CheckpointExists if it may not."""
+        names = self._store.sizes()
+        if any(name.startswith("deleted.") for name in names) and restore_index(self._store):
+            names = self._store.sizes()
+        self._check_absent(names)
+        return names
+
+    def _clear(self, names: dict[str, int]) -> str:
+        """Removes leftovers; returns the id of the save that is to be replaced, "" for none."""
+        replaced = ""
         if INDEX_NAME in names:
             with contextlib.suppress(CheckpointError):
                 # what cannot be read can be overwritten; its shards stay for rebuild-index until then
-                replaced = read_index(store).save_id
-        clear_leftovers(store, names.keys() - {self.record.name}, known=replaced)
+                replaced = read_index(self._store).save_id
+        clear_leftovers(self._store, names.keys() - {self.record.name}, known=replaced)
         return replaced
 
     def _check_absent(self, names: dict[str, int]) -> None:

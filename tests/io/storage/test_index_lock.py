@@ -13,13 +13,18 @@ import msgspec
 import pytest
 
 import treeckpt as tc
+from tests.crash.disks import remount, small_disk
+from tests.helpers.background import until
+from tests.helpers.s3 import ONCE, QUICK, S3
 from treeckpt.core.analysis.retention_policy import Last
 from treeckpt.core.format.file_names import damaged_name, deleted_name, lock_name, step_name
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.core.format.save_progress import Owner, Progress
-from treeckpt.io.storage import index_lock, progress_file
-from treeckpt.io.storage.index_lock import IndexLock, hold_lock, index_state, replace_index
+from treeckpt.io.storage import index_lock, obstore, progress_file
+from treeckpt.io.storage.index_lock import IndexLock, held_locks, hold_for_repair, hold_lock, index_state, replace_index
+from treeckpt.io.storage.leftovers import file_facts
 from treeckpt.io.storage.metadata_files import read_index
+from treeckpt.io.storage.object_store import ObjectFolder
 from treeckpt.io.storage.process_owner import this_process
 from treeckpt.io.storage.progress_file import LAPSE, ProgressRecorder
 from treeckpt.io.storage.store import LocalStore
@@ -27,6 +32,12 @@ from treeckpt.runs.run import RunDirectory
 
 ENDED = msgspec.structs.replace(this_process(), started=this_process().started + 1)
 ELSEWHERE = Owner("another host", 1, "another boot", 1)
+PARENT = msgspec.structs.replace(
+    this_process(),
+    pid=os.getppid(),
+    started=int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]),
+)
+"""A process that runs."""
 
 
 def write_lock(path: Path, owner: Owner, age: float = 0.0, kind: Any = "deleting") -> Path:
@@ -54,15 +65,63 @@ def test_a_save_beside_an_endless_deletion_fails_and_names_it(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    ("owner", "age"), [(ENDED, 0.0), (ELSEWHERE, LAPSE + 1)], ids=["ended", "not renewed on another host"]
+    ("owner", "age"),
+    [(ENDED, 0.0), (ELSEWHERE, LAPSE + 1), (PARENT, LAPSE + 1)],
+    ids=["ended", "old on another host", "old and running"],
 )
-def test_the_lock_of_a_process_that_has_ended_holds_nobody_up(tmp_path: Path, owner: Owner, age: float) -> None:
+def test_a_lock_whose_process_has_ended_or_that_is_old_holds_nobody_up(
+    tmp_path: Path, owner: Owner, age: float
+) -> None:
     path = tmp_path / step_name(1)
     path.mkdir()
     file = write_lock(path, owner, age)
     tc.save(path, {"n": 1}, step=1)
     RunDirectory(tmp_path).clean([])
     assert not file.exists() and tc.load(path) == {"n": 1}
+
+
+def test_the_young_lock_of_a_process_that_runs_is_held(tmp_path: Path) -> None:
+    file = write_lock(tmp_path, PARENT)
+    assert held_locks(LocalStore(tmp_path), os.listdir(tmp_path)) == {file.name: PARENT}
+
+
+def test_a_lock_whose_deletion_fails_is_deleted_later(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        with hold_lock(LocalStore(disk), "deleting") as name:
+            remount(disk, writable=False)
+        assert os.listdir(disk) == [name] and not held_locks(LocalStore(disk), [name])
+        remount(disk, writable=True)
+        until(lambda: not os.listdir(disk))
+
+
+@pytest.mark.parametrize("answer", ["503", "403"])
+def test_what_cannot_be_read_is_held_and_alive(s3: S3, answer: str) -> None:
+    store, now = s3.store(**ONCE), time.time_ns()
+    record = ProgressRecorder(store, Progress("a" * 16, 0, 1, 1, "write", 0, 1, now, now))
+    with hold_lock(store, "deleting") as name:
+        s3.rules({"match": "GET .*deleting", "do": answer, "times": 99})
+        assert held_locks(store, store.sizes()) == {name: None}
+    s3.rules()
+    record.begin()
+    try:
+        s3.rules({"match": "GET .*progress", "do": answer, "times": 99})
+        with pytest.raises(tc.CheckpointError, match=f"save {'a' * 16} is under way"), hold_for_repair(store):
+            pass
+        (fact,) = file_facts(ObjectFolder(store), now, committed=None)
+        assert fact.alive is True
+    finally:
+        s3.rules()
+        record.end()
+
+
+def test_an_index_that_cannot_be_read_this_time_is_not_replaced(s3: S3) -> None:
+    store = s3.store(**ONCE)
+    tc.save(store, {"n": 1})
+    s3.rules({"match": "GET .*index.json", "do": "503", "times": 99})
+    with pytest.raises(tc.StoreError):
+        tc.rebuild_index(store, replace=True)
+    s3.rules()
+    assert tc.load(store) == {"n": 1} and not any(name.endswith(".damaged") for name in store.sizes())
 
 
 def test_a_lock_that_a_power_loss_left_empty_holds_nobody_up(tmp_path: Path) -> None:
@@ -139,6 +198,36 @@ def test_an_object_that_was_replaced_since_the_look_is_not_deleted(request: pyte
     store.delete_if("index.json", holds=lambda found: True, limit=99)
     with pytest.raises(FileNotFoundError):
         store.delete_if("index.json", holds=lambda found: True, limit=99)
+
+
+@pytest.mark.parametrize("fault", ["503", "500", "cut", "lost"])
+def test_a_failed_deletion_on_condition_is_repeated_and_never_sent_without(
+    s3: S3, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(obstore, "PAUSE", 1e-3)
+    store = s3.store(**QUICK)
+    for times, gone in ((1, True), (99, fault == "lost")):
+        store.publish("index.json", b"old", replace=True)
+        s3.rules({"match": "DELETE", "do": fault, "times": times})
+        if gone and times == 1:
+            store.delete_if("index.json", holds=lambda found: True, limit=99)
+        else:
+            with pytest.raises(tc.StoreError):
+                store.delete_if("index.json", holds=lambda found: True, limit=99)
+        log = s3.log()
+        s3.rules()
+        assert ("index.json" not in store.sizes()) is gone
+        sent = [row for row in log if row["method"] == "DELETE"]
+        assert len(sent) > 1 and all(row["condition"] for row in sent)
+
+
+def test_a_store_that_refuses_a_deletion_on_condition_is_asked_without(s3: S3) -> None:
+    store = s3.store()
+    store.publish("index.json", b"old", replace=True)
+    s3.rules({"match": "DELETE", "do": "403"})
+    store.delete_if("index.json", holds=lambda found: True, limit=99)
+    assert "index.json" not in store.sizes()
+    assert [bool(row["condition"]) for row in s3.log() if row["method"] == "DELETE"] == [True, False]
 
 
 @pytest.mark.parametrize("by", ["a clean-up", "a save", "a reader"])

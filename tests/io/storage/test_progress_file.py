@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -172,3 +173,17 @@ def test_a_hooked_store_travels() -> None:
 
     store = Hooked(Path("/tmp/x"), Path("/tmp/y"), 3, "kill", after=True)
     assert pickle.loads(pickle.dumps(store)).__dict__.keys() == store.__dict__.keys()
+
+
+def test_a_record_whose_deletion_fails_for_a_moment_is_gone(tmp_path: Path) -> None:
+    class Failing(tc.LocalStore):
+        def delete(self, name: str) -> None:
+            if name.startswith("progress") and not failed:
+                failed.append(name)
+                raise OSError(errno.EIO, "for a moment")
+            super().delete(name)
+
+    failed: list[str] = []
+    tc.save(Failing(tmp_path), {"n": 1})
+    until(lambda: not any(name.startswith("progress") for name in os.listdir(tmp_path)))
+    assert failed

@@ -107,6 +107,8 @@ class ObjectBucket(Protocol):
     """With which it was opened."""
     shared: bool
     """Whether another process that opens the same URL sees the same objects."""
+    atomic: bool
+    """Whether an object that is uploaded has its key only once the upload has ended."""
 
     def prepare(self, prefix: str) -> None:
         """Begins with what a listing of a prefix without objects, and writes below it, will need."""

@@ -62,6 +62,7 @@ class FsspecBucket:
     """
 
     tries = 1
+    atomic = False
 
     def __init__(
         self, fs: Any, url: str, root: str, options: Mapping[str, Any], *, shared: bool, conditional: bool = True

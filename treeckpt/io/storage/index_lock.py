@@ -14,9 +14,13 @@ before it looks for the other's, so at least one of two sees the other:
     clean-up  lock `deleting` -> list: gives up if a repair's lock stands, or the index is of a save whose files are to
               go -> deletes leftovers -> deletes the lock
 
-Several deletions may hold a lock at the same time: one of them takes the index away. A lock is held for a few requests,
-and counts until its process has ended; where that cannot be seen, for `LAPSE` seconds. A process that was stopped for
-longer than that can still take away the index of a save that did not wait for it. So a local index is taken away by a
+Several deletions may hold a lock at the same time: one of them takes the index away. A lock is held for a few requests:
+a repair copies a shard before it takes the lock, and looks under it whether the shard is still the one that it has read
+(on a file system of fsspec, and in memory, it is written under the lock). A clean-up holds its lock while it deletes,
+so beside many leftovers for longer. A lock counts until its process has ended, and for `LAPSE` seconds at
+most: its deletion may fail. What cannot be read this time, a lock or the record of a save, counts as held or alive;
+what is damaged does not. A process that was stopped for longer than `LAPSE` can still take away the index of a save
+that did not wait for it. So a local index is taken away by a
 rename to `deleted.<save id>.<id>.json`, and looked at there: if it is another save's, it gets its name back by a link,
 which replaces nothing. If the process is killed before, readers take the index from there, and the next save or
 clean-up gives it its name back (`leftovers.restore_index`). In an object store it is deleted on condition that it is
@@ -39,14 +43,16 @@ from ...core.format.decoding import decode_json
 from ...core.format.file_names import LockKind, damaged_name, deleted_name, lock_name, parse_file_name
 from ...core.format.index import INDEX_NAME, MAX_INDEX, encode_index
 from ...core.format.records import Index
-from ...core.format.save_progress import Owner, progress_name
+from ...core.format.save_progress import Owner, parse_progress_name
 from ...errors import CheckpointError, CheckpointExists, TreeckptError
+from ..os_errors import FULL, shows_damage
+from .late_requests import delete_late
 from .local_write import DIRECTORY_TRIES
 from .many_files import for_each
 from .metadata_files import replaced_meanwhile
 from .object_store import ObjectStore
 from .process_owner import is_running, this_process
-from .progress_file import LAPSE, is_alive, read_progress, replace_file
+from .progress_file import LAPSE, delete_repeatedly, is_alive, read_record, replace_file
 from .store import LocalStore, Store, SupportsCompareAndSwap
 
 WAIT = 60.0
@@ -54,6 +60,8 @@ WAIT = 60.0
 FIRST_PAUSE, LAST_PAUSE = 0.01, 1.0
 """Seconds between looks at a lock that is waited for: twice as long each time."""
 _SAVE_ID = re.compile(rb'"save_id":"([0-9a-f]{16})"')
+LATE_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
+"""Seconds before each try to delete a lock after the first ones, for which nobody waits."""
 MAX_LOCK = 4096
 """Bytes of a lock, at most."""
 
@@ -88,7 +96,7 @@ def hold_lock(store: Store, kind: LockKind) -> Iterator[str]:
                     if not tries_left or not store.sizes():
                         raise
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in FULL:
                 raise
             # deletions make room: an index that is taken away wrongly is put back
             yield ""
@@ -96,12 +104,13 @@ def hold_lock(store: Store, kind: LockKind) -> Iterator[str]:
         try:
             yield name
         finally:
-            store.delete(name)
+            if not delete_repeatedly(store, name):
+                delete_late(store.url, name, lambda: delete_repeatedly(store, name, LATE_PAUSES))
     finally:
         _held.discard(name)
 
 
-def read_lock(store: Store, name: str) -> tuple[Owner | None, bool | None]:
+def read_lock(store: Store, name: str) -> tuple[Owner | None, bool]:
     """Returns the process that holds a lock, and whether it may still hold it.
 
     Raises:
@@ -111,21 +120,18 @@ def read_lock(store: Store, name: str) -> tuple[Owner | None, bool | None]:
         lock = decode_json(store.read(name, limit=MAX_LOCK), IndexLock)
     except FileNotFoundError:
         raise
-    except (msgspec.MsgspecError, TreeckptError):  # a power loss: locks are not made durable
-        return None, False
-    except OSError:
-        return None, True
+    except (msgspec.MsgspecError, TreeckptError, OSError) as error:
+        return None, not shows_damage(error)  # a power loss leaves damaged ones: locks are not made durable
     if lock.owner == this_process():
         return lock.owner, name in _held
-    running = is_running(lock.owner)
-    return lock.owner, running if running is not None else time.time_ns() - lock.alive_ns < LAPSE * 1e9
+    return lock.owner, time.time_ns() - lock.alive_ns < LAPSE * 1e9 and is_running(lock.owner) is not False
 
 
 def held_locks(store: Store, names: Iterable[str]) -> dict[str, Owner | None]:
     """Returns those locks among a directory's files that are held, with their processes, None where not known."""
     locks = [name for name in names if (kind := parse_file_name(name)) and kind.kind in ("deleting", "repairing")]
 
-    def read(name: str) -> tuple[Owner | None, bool | None]:
+    def read(name: str) -> tuple[Owner | None, bool]:
         with contextlib.suppress(FileNotFoundError):
             return read_lock(store, name)
         return None, False
@@ -156,12 +162,18 @@ def unlocked_sizes(store: Store) -> dict[str, int]:
 
 
 def index_state(store: Store, name: str = INDEX_NAME) -> bytes | int | None:
-    """Returns the content of an index, its size where it cannot be read, and None if there is none."""
+    """Returns the content of an index, its size where it is no file or on a bad sector, and None if there is none.
+
+    Raises:
+        OSError | StoreError: it could not be read this time.
+    """
     try:
         return store.read(name, limit=MAX_INDEX)
     except FileNotFoundError:
         return None
-    except (TreeckptError, OSError):
+    except (TreeckptError, OSError) as error:
+        if not shows_damage(error) and not (isinstance(error, OSError) and error.errno == errno.EIO):
+            raise
         return store.sizes().get(name)
 
 
@@ -179,13 +191,11 @@ def hold_for_repair(store: Store) -> Iterator[dict[str, int]]:
         CheckpointError: a save is under way there, or another process deletes or repairs files.
     """
     with hold_lock(store, "repairing") as own:
-        names, now_ns = store.sizes(), time.time_ns()
+        names = store.sizes()
         held = [_who(name, owner) for name, owner in held_locks(store, names.keys() - {own}).items()]
-        held += [
-            f"save {each.save_id} is under way there"
-            for each in read_progress(store, names)
-            if each.rank == 0 and is_alive(progress_name(0, each.save_id), each, now_ns)
-        ]
+        saves = {name: parsed[1] for name in names if (parsed := parse_progress_name(name)) and not parsed[0]}
+        alive = for_each(store, lambda name: _may_be_saving(store, name), list(saves))
+        held += [f"save {save} is under way there" for save, lives in zip(saves.values(), alive, strict=True) if lives]
         if held:
             raise CheckpointError(
                 store.url,
@@ -194,6 +204,15 @@ def hold_for_repair(store: Store) -> Iterator[dict[str, int]]:
                 hint="Look at the checkpoint again when that has ended",
             )
         yield names
+
+
+def _may_be_saving(store: Store, name: str) -> bool:
+    """Whether the save of a record of rank 0 may still be under way."""
+    try:
+        record = read_record(store, name)
+    except (TreeckptError, OSError):
+        return True
+    return record is not None and bool(is_alive(name, record, time.time_ns()))
 
 
 def replace_index(store: Store, before: bytes | int | None, index: Index) -> str:

@@ -36,7 +36,7 @@ from .many_files import for_each
 from .metadata_files import decode_and_check, read_index, read_index_bytes, read_timings, taken_index
 from .object_store import ObjectFolder, ObjectStore
 from .process_owner import is_running
-from .progress_file import is_alive, read_record
+from .progress_file import LAPSE, is_alive, read_record
 from .reader_leases import LEASE, read_lease
 from .run_store import DirectoryEntry, Folder, LocalFolder
 from .store import LocalStore, Store
@@ -97,7 +97,11 @@ def _owner_state(
             return read_lease(store, name) if name.startswith("lease") else read_lock(store, name)
         except FileNotFoundError:
             return None
-    if (record := read_record(store, name)) is None:
+    try:
+        record = read_record(store, name)
+    except (TreeckptError, OSError):  # a live save renews its record
+        return None, True if now_ns - entry.modified_ns < LAPSE * 1e9 else None
+    if record is None:
         # a record is renewed soon if its process lives, so that an empty temporary file is never needed
         return None, False if not entry.nbytes and final_name(name) != name else None
     renewed = msgspec.structs.replace(record, alive_ns=max(record.alive_ns, entry.modified_ns))

@@ -97,6 +97,11 @@ class ObjectStore:
         return f"{self._bucket.url}/{self._prefix}".rstrip("/")
 
     @property
+    def has_atomic_uploads(self) -> bool:
+        """Whether a file that is created has its name only once its writer is committed."""
+        return self._bucket.atomic
+
+    @property
     def address(self) -> bytes | None:
         """What another process needs to open the same store; None if it cannot open it, or it cannot be pickled."""
         if not self._bucket.shared:

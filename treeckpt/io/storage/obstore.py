@@ -36,7 +36,7 @@ from .obstore_errors import (
     status_of,
     to_store_error,
 )
-from .presigned_reads import CHANGED, AnswerError, PresignedReader, can_presign, delete_matching
+from .presigned_reads import AnswerError, PresignedReader, can_delete_matching, can_presign, delete_matching
 from .request_depth import DIRECT_PER_CPU, PER_CPU, first_depth
 from .run_store import DirectoryEntry
 from .upload_window import MOST, UploadWindow
@@ -57,6 +57,8 @@ UPLOAD_PAUSES = {"base": 4, "max_backoff": timedelta(seconds=4)}
 """Between tries of a part: the next pause is drawn up to `base` times the last one. By 2, which is obstore's own, they
 stay at 0.1 seconds, and many parts in flight keep a store busy with requests that it refuses."""
 TRIES = 3
+DELETE_TRIES = 5
+"""Of a deletion on condition, which obstore does not repeat."""
 PAUSE = 0.2
 """Seconds before the first retry here; then twice as long."""
 LISTING = 30.0
@@ -88,7 +90,7 @@ class ObstoreBucket:
         StoreError: obstore is not installed, or refuses an option.
     """
 
-    shared = True
+    shared = atomic = True
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self.url, self.options = url, dict(options)
@@ -114,6 +116,7 @@ class ObstoreBucket:
         is_plain = self._endpoint.startswith("http://")  # the user named it
         direct = self.kind == "s3" and can_presign(self._endpoint, merged, asked)
         self._presigned = PresignedReader(self._sign, asks_again) if direct else None
+        self._deletes_versions = self.kind != "gs" and self.conditional and can_delete_matching(merged, asked)
         self.depth = first_depth(DIRECT_PER_CPU if direct else PER_CPU)
         if self.kind == "s3" and not is_plain and not any(name in merged or name in os.environ for name in _UNSIGNED):
             # TLS protects the bytes of a request; their SHA-256 takes more time than all else in an upload
@@ -358,14 +361,35 @@ class ObstoreBucket:
             self._retry("delete", key, lambda: self._obstore.delete(self._store, key))
 
     def delete_version(self, key: str, tag: VersionTag) -> None:
-        answer = None
-        if self.kind != "gs" and self.conditional and (version := tag.get("e_tag")):
-            with contextlib.suppress(Exception):  # credentials or options that sign no URL
-                answer = delete_matching(self._obstore.sign(self._store, "DELETE", key, SIGNED_FOR), version)
-        if answer == CHANGED:
-            raise FileExistsError(f"{self.url}/{key}")
-        if answer not in (200, 202, 204, 404):
+        version = tag.get("e_tag")
+        if not self._deletes_versions or not version or not self._delete_version(key, version):
             self.delete(key)
+
+    def _delete_version(self, key: str, version: str) -> bool:
+        """Deletes an object on condition of its version; returns whether the store knows that condition."""
+        try:
+            url = self._obstore.sign(self._store, "DELETE", key, SIGNED_FOR)
+        except Exception:  # credentials that sign no URL
+            return False
+        for tried in range(1, DELETE_TRIES + 1):
+            try:
+                with self._wrapped_errors("delete", key):
+                    return delete_matching(url, version)
+            except FileExistsError as error:
+                if tried == 1 or self._is_there(key):
+                    raise FileExistsError(f"{self.url}/{key}") from error
+                return True  # by a request whose answer was lost
+            except StoreError as error:
+                if tried == DELETE_TRIES or not (judge(error).temporary or status_of(error.__cause__) == 409):
+                    raise
+                time.sleep(PAUSE * 2**tried)
+        raise AssertionError("the last try returns or raises")
+
+    def _is_there(self, key: str) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            self.size(key)
+            return True
+        return False
 
     def tidy(self, prefix: str) -> None:
         """Does nothing: there are no directories."""

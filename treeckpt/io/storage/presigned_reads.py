@@ -14,6 +14,7 @@ import http.client
 import os
 import re
 import socket
+import ssl
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -43,6 +44,10 @@ _OPTIONS = {
 _OTHER_REQUESTS = re.compile(
     r"AWS_(SKIP_SIGNATURE|REQUEST_PAYER|S3_EXPRESS|SSE_.*|PROXY_.*|DEFAULT_HEADERS|USER_AGENT)"
 )
+_OTHER_DELETIONS = re.compile(r"REQUEST_PAYER|S3_EXPRESS|PROXY_.*|DEFAULT_HEADERS")
+_PLAIN_CLIENT = {"allow_http", "timeout", "connect_timeout", "user_agent"}
+_NO_CONDITION = (400, 403, 405, 501)
+"""Answers of stores that know no condition for a deletion, or take no presigned URL."""
 """Variables of the environment by which obstore sends requests that a presigned URL does not stand for."""
 
 
@@ -59,21 +64,41 @@ def can_presign(endpoint: str, options: Mapping[str, Any], client_options: Mappi
     return url.scheme == "http" and not proxied and not asked and not any(map(_OTHER_REQUESTS.fullmatch, os.environ))
 
 
-def delete_matching(url: str, version: str) -> int:
-    """Deletes the object of a presigned URL if it has a version, by its ETag; returns the status of the answer.
+def can_delete_matching(options: Mapping[str, Any], client_options: Mapping[str, Any]) -> bool:
+    """Whether a presigned URL stands for a deletion by obstore with these options, and can be reached without it."""
+    given = [name.upper().removeprefix("AWS_") for name in (*options, *(n for n in os.environ if n[:4] == "AWS_"))]
+    asked = any(map(_OTHER_DELETIONS.fullmatch, given)) or not set(client_options) <= _PLAIN_CLIENT
+    return not asked and "all" not in getproxies()
 
-    A service that does not know the condition deletes every version.
+
+def delete_matching(url: str, version: str) -> bool:
+    """Deletes the object of a presigned URL if it has a version, by its ETag; returns whether the store answers that.
+
+    A service that does not know the condition deletes every version, or refuses the request: then it returns False.
 
     Raises:
-        OSError: there is no answer.
+        FileExistsError: it has another version, or there is none.
+        AnswerError: the request has failed, and may have been carried out.
     """
     request = Request(url, method="DELETE", headers={"If-Match": version})
     try:
         with urlopen(request, timeout=TIMEOUT) as answer:
-            return answer.status
+            status, text = answer.status, ""
     except HTTPError as error:
-        with error:
-            return error.code
+        status, text = error.code, f"{error.reason}"
+        with error, contextlib.suppress(OSError, http.client.HTTPException):
+            text += f": {error.read(REFUSAL).decode(errors='replace')}"
+    except (OSError, http.client.HTTPException) as error:
+        if isinstance(getattr(error, "reason", None), ssl.SSLCertVerificationError):
+            return False  # obstore may know the certificate
+        raise AnswerError(f"HTTP error: connection: {error}") from error
+    if status == CHANGED:
+        raise FileExistsError(url)
+    if status in (200, 202, 204, 404):
+        return True
+    if status in _NO_CONDITION:
+        return False
+    raise AnswerError(f"status code: {status} {text}")
 
 
 class AnswerError(Exception):

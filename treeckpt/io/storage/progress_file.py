@@ -28,6 +28,7 @@ from ...core.format.save_progress import (
 )
 from ...errors import TreeckptError
 from ...threads import start_unnamed_thread
+from ..os_errors import shows_damage
 from .late_requests import delete_late
 from .local_write import DIRECTORY_TRIES
 from .many_files import for_each
@@ -46,6 +47,8 @@ BEAT = 15.0
 LAPSE = 600.0
 """Seconds after which a record that was not renewed counts as that of an ended process, where the process cannot be
 seen; the clocks of hosts may differ by less."""
+DELETE_PAUSES = (0.0, 0.05, 0.2)
+"""Seconds before each try to delete a record or lock."""
 
 _own_records: set[str] = set()
 """The names of this process's records of saves that have not ended."""
@@ -66,21 +69,43 @@ def replace_file(store: Store, name: str, data: bytes) -> None:
         raise
 
 
+def delete_repeatedly(store: Store, name: str, pauses: Iterable[float] = DELETE_PAUSES) -> bool:
+    """Deletes a file by which others take this process for busy, with a try behind each pause; whether it is gone."""
+    for pause in pauses:
+        if pause:
+            time.sleep(pause)
+        with contextlib.suppress(OSError, TreeckptError):
+            store.delete(name)
+            return True
+    return False
+
+
 def read_progress(store: Store, names: Iterable[str]) -> list[Progress]:
     """Reads the progress records among a directory's files, ordered by save and rank; unreadable ones are skipped."""
-    progress = [name for name in names if parse_progress_name(name) is not None]
-    records = for_each(store, lambda name: read_record(store, name), progress)
+
+    def read(name: str) -> Progress | None:
+        with contextlib.suppress(TreeckptError, OSError):
+            return read_record(store, name)
+        return None
+
+    records = for_each(store, read, [name for name in names if parse_progress_name(name) is not None])
     found = [record for record in records if record is not None]
     return sorted(found, key=lambda record: (record.started_ns, record.save_id, record.rank))
 
 
 def read_record(store: Store, name: str) -> Progress | None:
-    """Reads one progress record, also a temporary one; None if it cannot be read, or is that of another save."""
-    with contextlib.suppress(TreeckptError, OSError):  # it may be gone by now
+    """Reads one progress record, also a temporary one; None if it is gone, damaged, or that of another save.
+
+    Raises:
+        OSError | StoreError: it could not be read this time.
+    """
+    try:
         record = decode_progress(store.read(name, limit=MAX_PROGRESS), name)
-        if (record.rank, record.save_id) == parse_progress_name(final_name(name)):
-            return record
-    return None
+    except (TreeckptError, OSError) as error:
+        if not shows_damage(error):
+            raise
+        return None
+    return record if (record.rank, record.save_id) == parse_progress_name(final_name(name)) else None
 
 
 class ProgressRecorder:
@@ -221,7 +246,7 @@ class ProgressRecorder:
             exists, self._exists = self._exists, False
         if exists:
             with contextlib.suppress(Exception):
-                self._store.delete(self.name)
+                delete_repeatedly(self._store, self.name)
 
 
 def is_alive(name: str, record: Progress, now_ns: int) -> bool | None:
