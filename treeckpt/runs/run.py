@@ -393,7 +393,7 @@ class RunDirectory:
             known = not why and info.status != "unread"
             index: bytes | int | None = index_of_save(now, removal.save_id) if known else None
             if not why and index is None and removal.force and info.save_id is None:  # no save can be told of it
-                index = index_state(store) or 0
+                index = 0 if info.status == "unread" else index_state(store) or 0
             if index is None:
                 if folder.entry(INDEX_NAME) is None:
                     raise FileNotFoundError(f"{folder.url}/{INDEX_NAME}")

@@ -107,9 +107,8 @@ def test_a_manager_restores_from_links_and_deletes_only_them(tmp_path: Path) -> 
     as_dvc(run / step_name(1), cache)
     (run / step_name(2)).rename(tmp_path / "elsewhere")
     (run / step_name(2)).symlink_to(tmp_path / "elsewhere")
-    with tc.Manager(run, keep=None, background=False) as manager:
-        with pytest.raises(tc.StoreError, match="follow_links=True"):
-            manager.steps()
+    with tc.Manager(run, background=False) as manager, pytest.raises(tc.StoreError, match="follow_links=True"):
+        manager.steps()
     before = content(tmp_path)
     with tc.Manager(run, keep=None, background=False, follow_links=True) as manager:
         assert manager.steps() == [1, 2] and manager.restore()["n"] == 1
