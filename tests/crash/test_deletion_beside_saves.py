@@ -83,17 +83,14 @@ def test_a_save_of_a_step_that_is_slowly_being_deleted_stays(tmp_path: Path, sec
             inject = f"inject={calls}:delay_enter={int(seconds * 1e6)}"
             only = ["-P", str(run / step_name(1) / "index.json"), "-e", f"trace={calls}", "-e", inject]
             deleters.enter_context(python(f"RUN = {str(run)!r}; {code}", "strace", "-f", "-o", "/dev/null", *only))
-        waiting = dict(DELETERS)
 
-        def saved_where_a_deletion_has_begun() -> bool:
-            for name in list(waiting):
-                path = tmp_path / name / step_name(1)
-                if kinds_in(path) & {"deleting", "deleted"}:
-                    tc.save(path, {"n": 10}, step=1, overwrite=True)
-                    del waiting[name]
-            return not waiting
+        def save_once_a_deletion_has_begun(name: str) -> None:
+            path = tmp_path / name / step_name(1)
+            assert until(lambda: bool(kinds_in(path) & {"deleting", "deleted"})), name
+            tc.save(path, {"n": 10}, step=1, overwrite=True, comm=SoloComm())
 
-        assert until(saved_where_a_deletion_has_begun)
+        with ThreadPoolExecutor(len(DELETERS)) as savers:
+            list(savers.map(save_once_a_deletion_has_begun, DELETERS))
     for name in DELETERS:
         path = tmp_path / name / step_name(1)
         assert tc.load(path) == {"n": 10} and tc.verify(path).ok, name
