@@ -177,7 +177,12 @@ def _rm(options: argparse.Namespace) -> int:
         return 2 if absent else 1
     if not options.json or not options.yes:
         rows = [
-            (info.name, "link" if run.folder(step_of(info.name) or 0).is_link else info.status_text, bytes_text(removal.nbytes), info.error or "")
+            (
+                info.name,
+                "link" if run.folder(step_of(info.name) or 0).is_link else info.status_text,
+                bytes_text(removal.nbytes),
+                info.error or "",
+            )
             for info, removal in planned
         ]
         print_table(("step", "status", "size", "problem"), rows, right=("size",))

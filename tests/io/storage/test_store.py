@@ -344,6 +344,11 @@ def plant(directory: Path, name: str, kind: str) -> None:
 KINDS = ["symlink", "dangling symlink", "FIFO", "directory"]
 
 
+def refusal_of(kind: str) -> type[tc.TreeckptError]:
+    """The error of what is no file; a link out of the run says nothing of what it leads to."""
+    return tc.StoreError if kind == "symlink" else tc.CorruptError
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", KINDS)
 class TestHostileNames:
@@ -356,9 +361,9 @@ class TestHostileNames:
             lambda: store.read_into("index.json", 0, aligned_buffer(4096)),
             lambda: store.map("index.json", 0, 4096),
         ):
-            with pytest.raises(tc.CorruptError, match=r"index\.json: expected a regular file"):
+            with pytest.raises(refusal_of(kind), match=r"index\.json: expected a regular file"):
                 act()
-        with pytest.raises(tc.CheckpointError, match=r"index\.json"):
+        with pytest.raises((tc.CheckpointError, tc.StoreError), match=r"index\.json"):
             tc.inspect(tmp_path / "c")
 
     def test_creating_is_refused(self, tmp_path: Path, kind: str) -> None:
@@ -390,7 +395,7 @@ class TestHostileNames:
         (name,) = tc.save(path, {"w": np.arange(5000)}).files
         os.rename(path / name, tmp_path / "moved")
         plant(path, name, kind)
-        with pytest.raises(tc.CorruptError, match=name):
+        with pytest.raises(refusal_of(kind), match=name):
             tc.load(path)
         assert not tc.verify(path).ok
 
