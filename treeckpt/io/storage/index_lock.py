@@ -17,15 +17,18 @@ before it looks for the other's, so at least one of two sees the other:
 Several deletions may hold a lock at the same time: one of them takes the index away. A lock is held for a few requests:
 a repair copies a shard before it takes the lock, and looks under it whether the shard is still the one that it has read
 (on a file system of fsspec, and in memory, it is written under the lock). A clean-up holds its lock while it deletes,
-so beside many leftovers for longer. A lock counts until its process has ended, and for `LAPSE` seconds at
-most: its deletion may fail. What cannot be read this time, a lock or the record of a save, counts as held or alive;
-what is damaged does not. A process that was stopped for longer than `LAPSE` can still take away the index of a save
-that did not wait for it. So a local index is taken away by a
-rename to `deleted.<save id>.<id>.json`, and looked at there: if it is another save's, it gets its name back by a link,
-which replaces nothing. If the process is killed before, readers take the index from there, and the next save or
-clean-up gives it its name back (`leftovers.restore_index`). In an object store it is deleted on condition that it is
-the version that was looked at, where the store knows that condition. A save that was stopped for so long publishes
-nothing: a clean-up deletes its temporary index before its shards, and the save looks for its shards in between.
+so for longer where there are many leftovers.
+
+A lock counts until its process has ended, and for `LAPSE` seconds at most: its deletion may fail. A lock or record of a
+save that could not be read counts as held or alive; a damaged one does not.
+
+A process that was stopped for longer than `LAPSE` can still take away the index of a save that did not wait for it. So
+a local index is taken away by a rename to `deleted.<save id>.<id>.json`, and looked at there: if it is another save's,
+it gets its name back by a link, which replaces nothing. If the process is killed before, readers take the index from
+there, and the next save or clean-up gives it its name back (`leftovers.restore_index`). In an object store it is
+deleted on condition that it is the version that was looked at, where the store knows that condition. A save that was
+stopped for so long publishes nothing: a clean-up deletes its temporary index before its shards, and the save looks for
+its shards in between.
 """
 
 from __future__ import annotations
