@@ -35,7 +35,13 @@ from treeckpt.saving.save import save_tree
 ROOT = Path(__file__).parents[2]
 DELETERS = {
     "gc": "from treeckpt.cli.main import main; assert main(['gc', RUN, '--keep-last', '1']) == 0",
-    "delete": "import treeckpt as tc; tc.Manager(RUN, background=False).delete(1)",
+    "delete": """
+import treeckpt as tc
+try:
+    tc.Manager(RUN, background=False).delete(1)
+except tc.CheckpointError as error:  # it looked after the save had begun
+    assert "another save may be writing there" in str(error), error
+""",
     "retention": "import treeckpt as tc; tc.Manager(RUN, background=False, keep=1).save(3, {'n': 3})",
 }
 needs_strace = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
@@ -82,7 +88,7 @@ def test_a_save_of_a_step_that_is_slowly_being_deleted_stays(tmp_path: Path, sec
                 tc.save(run / step_name(step), {"n": step}, step=step)
             inject = f"inject={calls}:delay_enter={int(seconds * 1e6)}"
             only = ["-P", str(run / step_name(1) / "index.json"), "-e", f"trace={calls}", "-e", inject]
-            deleters.enter_context(python(f"RUN = {str(run)!r}; {code}", "strace", "-f", "-o", "/dev/null", *only))
+            deleters.enter_context(python(f"RUN = {str(run)!r}\n{code}", "strace", "-f", "-o", "/dev/null", *only))
 
         def save_once_a_deletion_has_begun(name: str) -> None:
             path = tmp_path / name / step_name(1)
