@@ -36,17 +36,13 @@ def test_the_root_holds_the_public_functions_errors_and_reports_alone():
     assert there == {"__init__.py", "__main__.py", "api.py", "errors.py", "reports.py"}
 
 
-def test_every_module_stands_in_a_contract(contracts):
-    """`exhaustive` makes import-linter itself fail for a module that is missing in the layers of its package."""
-    layered = {
-        container
-        for contract in contracts
-        if contract["type"] == "layers" and contract.get("exhaustive")
-        for container in contract["containers"]
+def test_every_room_stands_in_the_order_and_no_imports_form_a_circle(contracts):
+    """`exhaustive` makes import-linter itself fail for a room that is missing in the layers."""
+    layered = {name for contract in contracts if contract.get("exhaustive") for name in contract["containers"]}
+    acyclic = {
+        name for contract in contracts if contract["type"] == "acyclic_siblings" for name in contract["ancestors"]
     }
-    packages = {name for name, path, _ in MODULES if path.name == "__init__.py"}
-    with_modules = {name.rpartition(".")[0] for name, _, _ in MODULES} - {""}
-    assert packages & with_modules == layered
+    assert layered == acyclic == set(FOLDERS)
 
 
 def test_packages_say_what_they_hold():
