@@ -30,7 +30,6 @@ from ..core.planning.load_plan import (
 )
 from ..core.sharding.region import byte_runs
 from ..io.storage.checkpoint import ShardReader
-from ..io.storage.fetching import SupportsFetching
 from ..io.storage.memory import PAGE, aligned_buffer, copy_bytes, populating
 from ..io.storage.shard_reader import ByteRange, aligned_range
 from ..io.storage.store import Store
@@ -222,7 +221,7 @@ def map_arrays(reader: ShardReader, requests: Sequence[ReadRequest[NewArray]]) -
 
 def _any_size(store: Store) -> int:
     """Returns the bytes of one read where any size would do."""
-    return store.request_nbytes if isinstance(store, SupportsFetching) else DEVICE_READ
+    return store.traits.request_nbytes
 
 
 def read_limit(memory: int) -> int:
@@ -249,7 +248,7 @@ def run_tasks(reader: ShardReader, tasks: Sequence[ReadTask], *, memory: int, wr
     Returns:
         Bytes read from data areas.
     """
-    if isinstance(reader.store, SupportsFetching):
+    if reader.store.traits.far:
         with populating([task.out for task in tasks if task.out is not None]) as arrived:
             placement, ranges = _Placement(tasks, written, arrived), [task.byte_range for task in tasks]
             shared = any(task.shared for task in tasks)  # then all through the page cache
@@ -277,7 +276,7 @@ def read_each(
             again afterwards. The first error, of it or of a read, ends the call and is raised.
         memory: bytes of buffers, at most, unless one read needs more.
     """
-    if isinstance(reader.store, SupportsFetching):
+    if reader.store.traits.far:
         ranges, shared = [task.byte_range for task in tasks], any(task.shared for task in tasks)
         reader.fetch(ranges, partial(_collect_part, tasks, put, {}), memory=memory, shared=shared)
         return

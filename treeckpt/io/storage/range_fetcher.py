@@ -134,7 +134,7 @@ class RangeFetcher:
             memory: bytes of ranges that have been requested and not consumed, at most, unless one range is longer;
                 small ones beside large ones are not counted.
             first: the first so many ranges are consumed before any other, which may be on their way already.
-            place: as for `SupportsFetching.fetch`.
+            place: as for `Store.fetch`.
 
         Raises:
             Exception: the first error of a request or of `consume`.
