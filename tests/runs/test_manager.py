@@ -405,15 +405,15 @@ def test_a_pin_between_decision_and_deletion_wins(tmp_path, monkeypatch):
 def test_a_pin_beside_the_deletion_of_the_index_keeps_the_step_or_is_an_error(run, monkeypatch, when):
     made = fill(run, [1, 2])
     folder = type(open_run(run).folder(step_name(1)).store)
-    call = call_that_removes_the_index(folder)
+    call = call_that_removes_the_index(open_run(run).folder(step_name(1)).store)
     real, told = getattr(folder, call), []
 
-    def delete(store, name, *aside):
+    def delete(store, name, *aside, **options):
         pins = name == INDEX_NAME and not told
         told.append(name)
         if pins and when == "before":
             made.pin(1)
-        real(store, name, *aside)
+        real(store, name, *aside, **options)
         if pins and when == "after":
             with pytest.raises(tc.CheckpointNotFound, match="it is being deleted"):
                 made.pin(1)
