@@ -70,8 +70,6 @@ class S3Settings:
     """Writes with `If-None-Match`: honoured, ignored (as if they were plain), or refused (501)."""
     matching: str = ""
     """Writes with `If-Match`; as `conditional` unless told."""
-    presigned: str = "honoured"
-    """URLs with a signature: honoured or refused (403)."""
     page: int = 1000
     """Keys in a page of a listing."""
     tokens: str = "honoured"
@@ -131,9 +129,8 @@ class S3Server:
         method, target, _ = first.split(" ")
         headers = {n.lower(): v.strip() for n, _, v in (line.partition(":") for line in lines if line)}
         url = urlsplit(target)
-        path, presigned = re.subn(r"[?&]X-Amz-[^&]*", "", target)
+        path = re.sub(r"[?&]X-Amz-[^&]*", "", target)
         row: dict[str, Any] = {"method": method, "path": path, "range": headers.get("range", ""), "status": 0}
-        row["presigned"] = presigned > 0
         request = S3Request(method, unquote(url.path).lstrip("/"), dict(parse_qsl(url.query, True)), headers, row)
         if request.path.startswith("!"):
             body = await reader.readexactly(int(headers.get("content-length", 0)))
@@ -252,8 +249,6 @@ class S3Server:
         if request.do == "error":
             return _error(request.rule["status"], request.rule["code"], request.rule.get("more", ""))
         method, key, query = request.method, request.path, request.query
-        if request.row["presigned"] and self.settings.presigned == "refused":
-            return _error(403)
         if "list-type" in query or (method == "GET" and "/" not in key.rstrip("/")):
             return _xml(list_objects(self.objects, key.rstrip("/"), query, self.settings.page, self.settings.tokens))
         if "delete" in query:

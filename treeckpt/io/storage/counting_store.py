@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from .far_store import for_reading
-from .fetching import Consume, FileRange, Place, SupportsFetching
+from .fetching import Consume, FileRange, SupportsFetching
 from .store import Store, SupportsMappedReads
 
 OnBytesRead = Callable[[int, int | None], object]
@@ -75,13 +75,12 @@ class CountingStore:
         memory: int,
         first: int = 0,
         shared: bool = False,
-        place: Place | None = None,
     ) -> None:
         def counted(number: int, at: int, data: memoryview, size: int | None) -> None:
             consume(number, at, data, size)
             self._count(len(data))
 
-        inner.fetch(ranges, counted, memory=memory, first=first, shared=shared, place=place)
+        inner.fetch(ranges, counted, memory=memory, first=first, shared=shared)
 
     def read(self, name: str, *, limit: int) -> bytes:
         data = self._inner.read(name, limit=limit)

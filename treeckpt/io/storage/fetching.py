@@ -17,11 +17,6 @@ The bytes of one range come in order and one call at a time, those of several ra
 until the call ends. What lies behind the end of the file is left out; for a range without any byte in the file one call
 has no bytes.
 """
-Place = Callable[[int, int, int], memoryview | None]
-"""Returns memory for bytes of the range with a number, from a place in it on; None if there is none.
-
-Takes the number, where in the range the bytes start, and how many of them there is to be memory for, at most.
-"""
 
 
 @runtime_checkable
@@ -39,7 +34,6 @@ class SupportsFetching(Protocol):
         memory: int,
         first: int = 0,
         shared: bool = False,
-        place: Place | None = None,
     ) -> None:
         """Fetches ranges and hands their bytes to `consume` as they arrive.
 
@@ -47,8 +41,6 @@ class SupportsFetching(Protocol):
             memory: bytes of ranges that have been requested and not consumed, at most, unless one range is longer.
             first: the first so many ranges are consumed before any other, which may be on their way already.
             shared: keeps the bytes in the page cache, as `Store.read_into` does, where the store has one.
-            place: where bytes are to lie when `consume` gets them, if the store can receive them there; when the call
-                has ended, nothing is put there any more.
 
         Raises:
             FileNotFoundError: there is no such file.
