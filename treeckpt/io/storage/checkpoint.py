@@ -21,7 +21,7 @@ from ...core.format.shard_header import BLOCK
 from ...errors import CheckpointError, CheckpointNotFound
 from ..os_errors import wrap_read_error
 from ..timing import Recorder
-from .fetching import FileRange, Place
+from .fetching import FileRange
 from .local_read import too_short
 from .metadata_files import decode_and_check, read_index_bytes
 from .shard_reader import (
@@ -236,14 +236,13 @@ class ShardReader:
         *,
         memory: int,
         shared: bool = False,
-        place: Place | None = None,
     ) -> None:
         """Reads many ranges at once, from a store that has `fetch`; opens their shards first.
 
         Args:
             consume: takes the number of a range, where in it bytes start, and the bytes, in order; blocks that end in
                 them match their checksums.
-            memory, shared, place: as for `Store.fetch`, with the number of a range.
+            memory, shared: as for `Store.fetch`.
 
         Raises:
             UnexpectedBlocks: shards turn out to have other blocks than the ranges are made of; nothing was consumed.
@@ -277,13 +276,10 @@ class ShardReader:
                 self._recorder.add("read", begins.pop(number), self._recorder.now(), nbytes)
                 del checks[number]
 
-        def placed(number: int, at: int, nbytes: int) -> memoryview | None:
-            return None if place is None or number < len(first) else place(number - len(first), at, nbytes)
-
         ranges = [(one.shard.file.name, one.shard.file.header + one.start, one.stop - one.start) for one in wanted]
         assert self.store.traits.far, "the caller has looked"
         with headers.named_errors():
-            self.store.fetch([*first, *ranges], take, memory=memory, first=len(first), shared=shared, place=placed)
+            self.store.fetch([*first, *ranges], take, memory=memory, first=len(first), shared=shared)
 
     @contextlib.contextmanager
     def mapped(self, wanted: ByteRange, *, fetch: bool) -> Iterator[memoryview | None]:

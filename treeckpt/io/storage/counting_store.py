@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from .far_store import for_reading
-from .fetching import Consume, FileRange, Place
+from .fetching import Consume, FileRange
 from .store import Store
 from .wrapped_store import WrappedStore
 
@@ -67,13 +67,12 @@ class CountingStore(WrappedStore):
         memory: int,
         first: int = 0,
         shared: bool = False,
-        place: Place | None = None,
     ) -> None:
         def counted(number: int, at: int, data: memoryview, size: int | None) -> None:
             consume(number, at, data, size)
             self._count(len(data))
 
-        self.inner.fetch(ranges, counted, memory=memory, first=first, shared=shared, place=place)
+        self.inner.fetch(ranges, counted, memory=memory, first=first, shared=shared)
 
     def read(self, name: str, *, limit: int) -> bytes:
         data = self.inner.read(name, limit=limit)

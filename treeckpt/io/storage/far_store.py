@@ -14,8 +14,8 @@ from functools import partial
 
 import msgspec
 
-from .bucket import FetchFailure, PieceBody, RangeResponse
-from .fetching import Consume, FileRange, Place
+from .bucket import FetchFailure, RangeResponse
+from .fetching import Consume, FileRange
 from .local_read import LocalReader
 from .mapped_read import file_system
 from .memory import PAGE, aligned_buffer
@@ -110,9 +110,8 @@ class FarStore(LocalStore):
         memory: int,
         first: int = 0,
         shared: bool = False,
-        place: Place | None = None,
     ) -> None:
-        self._fetchers[shared].run(ranges, consume, memory=memory, first=first, place=place)
+        self._fetchers[shared].run(ranges, consume, memory=memory, first=first)
 
     def _fetch_one(self, shared: bool, wanted: FileRange) -> RangeResponse:
         """Reads a range, less what lies behind the end of the file, through the page cache if it is `shared`."""
@@ -125,7 +124,7 @@ class FarStore(LocalStore):
                 reader.read_into(offset, out, shared=True)
             else:
                 self.choice.read_into(reader, offset, out)
-        return RangeResponse(size, PieceBody([out]))
+        return RangeResponse(size, [out])
 
 
 def _is_final(error: Exception) -> FetchFailure:

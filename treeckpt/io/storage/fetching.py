@@ -16,8 +16,3 @@ The bytes of one range come in order and one call at a time, those of several ra
 until the call ends. What lies behind the end of the file is left out; for a range without any byte in the file one call
 has no bytes.
 """
-Place = Callable[[int, int, int], memoryview | None]
-"""Returns memory for bytes of the range with a number, from a place in it on; None if there is none.
-
-Takes the number, where in the range the bytes start, and how many of them there is to be memory for, at most.
-"""

@@ -20,7 +20,7 @@ from typing import Any
 
 from ...errors import CheckpointExists, CorruptError, StoreError
 from .bucket import OBJECT_SCHEMES, ObjectBucket, ObjectListing, RangeResponse, check_path, split_url
-from .fetching import Consume, FileRange, Place
+from .fetching import Consume, FileRange
 from .fsspec import open_fsspec
 from .local_read import too_short
 from .memory import copy_bytes
@@ -195,9 +195,8 @@ class ObjectStore(Store):
         memory: int,
         first: int = 0,
         shared: bool = False,
-        place: Place | None = None,
     ) -> None:
-        self._fetcher.run(ranges, consume, memory=memory, first=first, place=place)
+        self._fetcher.run(ranges, consume, memory=memory, first=first)
 
     def _head(self, name: str, offset: int, nbytes: int) -> bytes | None:
         """Returns the first `HEAD` bytes of an object if they hold the range; fetches them for a small read at 0."""

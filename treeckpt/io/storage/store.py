@@ -28,7 +28,7 @@ from ...core.format.file_names import is_step_name
 from ...core.format.seals import check_no_zeros
 from ...errors import CheckpointExists, CorruptError, StoreError
 from ..os_errors import shows_damage, wrap_read_error
-from .fetching import Consume, FileRange, Place
+from .fetching import Consume, FileRange
 from .local_read import LocalReader, ReaderCache, follows_links, linked_file, open_regular, too_short
 from .local_write import create_file, make_directory, sync_directory
 from .os_files import sync_file
@@ -251,7 +251,6 @@ class Store(ABC):
         memory: int,
         first: int = 0,
         shared: bool = False,
-        place: Place | None = None,
     ) -> None:
         """Fetches ranges of a store that is `far`, and hands their bytes to `consume` as they arrive.
 
@@ -259,8 +258,6 @@ class Store(ABC):
             memory: bytes of ranges that have been requested and not consumed, at most, unless one range is longer.
             first: the first so many ranges are consumed before any other, which may be on their way already.
             shared: keeps the bytes in the page cache, as `read_into` does, where the store has one.
-            place: where bytes are to lie when `consume` gets them, if the store can receive them there; when the call
-                has ended, nothing is put there any more.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -645,7 +642,8 @@ class MemoryStore(Store):
 
     def entries(self) -> dict[str, DirectoryEntry]:
         return {
-            name: DirectoryEntry(len(data), self._written_ns.get(name) or time.time_ns()) for name, data in list(self.files.items())
+            name: DirectoryEntry(len(data), self._written_ns.get(name) or time.time_ns())
+            for name, data in list(self.files.items())
         }
 
     def _get(self, name: str) -> bytearray:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 import msgspec
 
-from .fetching import Consume, FileRange, Place
+from .fetching import Consume, FileRange
 from .store import DirectoryEntry, Store, StoreTraits, VersionTag, Writer
 
 
@@ -87,9 +87,8 @@ class WrappedStore(Store):
         memory: int,
         first: int = 0,
         shared: bool = False,
-        place: Place | None = None,
     ) -> None:
-        self.inner.fetch(ranges, consume, memory=memory, first=first, shared=shared, place=place)
+        self.inner.fetch(ranges, consume, memory=memory, first=first, shared=shared)
 
     def create(self, name: str, nbytes: int) -> Writer:
         return self.inner.create(name, nbytes)
