@@ -25,7 +25,7 @@ from treeckpt.io.storage.counting_store import CountingStore
 from treeckpt.io.storage.request_depth import RequestDepth
 from treeckpt.runs import catalog
 from treeckpt.runs.restore import Restorer
-from treeckpt.saving import shard_upload
+from treeckpt.saving import shard_files
 
 NEAR: dict[str, Any] = {
     "latency": 0.0,
@@ -527,7 +527,7 @@ def test_a_save_that_fails_before_the_look_is_answered_leaves_nothing(
 
     store = far.store()
     with monkeypatch.context() as patch:
-        patch.setattr(shard_upload, "hash_block", fail)
+        patch.setattr(shard_files, "hash_block", fail)
         far.set(rules=[{"match": "list-type", "do": "slow", "times": 1, "seconds": LATENCY}])
         with pytest.raises(tc.CheckpointError, match="unreadable memory"):
             tc.save(store, {"w": array(20)})
@@ -538,7 +538,7 @@ def test_a_save_that_fails_before_the_look_is_answered_leaves_nothing(
     far.set()
     before = store.sizes()
     with monkeypatch.context() as patch:
-        patch.setattr(shard_upload, "hash_block", fail)
+        patch.setattr(shard_files, "hash_block", fail)
         far.set(rules=[{"match": "list-type", "do": "slow", "times": 1, "seconds": LATENCY}])
         with pytest.raises(tc.CheckpointExists):
             tc.save(store, {"w": array(20)})

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ...errors import CheckpointExists, CorruptError, StoreError
+from ...errors import CorruptError, StoreError
 from .bucket import OBJECT_SCHEMES, ObjectBucket, ObjectListing, RangeResponse, check_path, split_url
 from .fetching import Consume, FileRange
 from .fsspec import open_fsspec

@@ -138,7 +138,7 @@ class Store(ABC):
 
     # the directory ----------------------------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027
         """Creates the directory and its parents, durably."""
 
     @abstractmethod
@@ -175,7 +175,7 @@ class Store(ABC):
         """Whether its directory is a link to another one."""
         return False
 
-    def remove_link(self) -> None:
+    def remove_link(self) -> None:  # noqa: B027
         """Removes the link to the directory, durably; the directory stays."""
 
     # reads ------------------------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ class Store(ABC):
         """
 
     def compare_and_swap(self, name: str, data: bytes, *, holds: Callable[[bytes], bool], limit: int) -> None:
-        """Replaces a file of a `conditional` store if `holds` returns True for its content; creates it if there is none.
+        """Replaces a file of a `conditional` store if `holds` returns True for its content, or creates it.
 
         Args:
             limit: the size of the present content in bytes, at most.
@@ -317,7 +317,7 @@ class Store(ABC):
             raise exists_error(self, name)
         self.delete(name, version=version)
 
-    def check_condition(self, name: str, data: bytes, *, replaces: bool) -> None:
+    def check_condition(self, name: str, data: bytes, *, replaces: bool) -> None:  # noqa: B027
         """Finds out by a file that is there whether the store keeps the conditions of `publish` that a save needs.
 
         Args:
@@ -351,10 +351,10 @@ class Store(ABC):
             CheckpointExists: it has another version.
         """
 
-    def sync(self) -> None:
+    def sync(self) -> None:  # noqa: B027
         """Makes deletions durable, where they are not; a file that is back after a power loss is a leftover again."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Closes the files that reads have opened; the store can be used again."""
 
 
