@@ -20,14 +20,10 @@ from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.mapped_read import LEAST_MAPPED
 from ..io.storage.memory import PAGE, aligned_buffer
 from ..io.storage.shard_reader import OpenedShard, check_blocks, check_parts
-from ..io.storage.store import SupportsMappedReads
 from ..io.timing import Recorder
 from .plan import ContiguousMemory, Read, copy_contiguous, parts_of
 
 READERS = 3
-LOCAL_READ = 4 << 20
-"""Bytes of one read of a local file where any size would do: a device wants several requests in flight more than large
-ones."""
 BEFORE_THREADS = 1 << 20
 """Bytes that are read before threads are ready."""
 
@@ -149,7 +145,7 @@ def _read_parts(run: ReadRun, read: Read) -> bool:
 def _read_mapped(run: ReadRun, read: Read) -> bool:
     """Copies from mapped memory to the destinations; False if the bytes cannot be mapped."""
     begin, store = run.recorder.now(), run.checkpoint.store
-    if read.nbytes < LEAST_MAPPED or not isinstance(store, SupportsMappedReads):
+    if read.nbytes < LEAST_MAPPED:
         return False
     with store.mapped(read.file.name, read.file.header + read.start, read.nbytes, fetch=read.shared) as memory:
         if memory is None:

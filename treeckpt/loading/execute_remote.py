@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 
 from ..io.storage.checkpoint import ArrivingHeaders
-from ..io.storage.fetching import SupportsFetching
 from ..io.storage.local_read import too_short
 from ..io.storage.memory import copy_bytes, populating
 from ..io.storage.shard_reader import ArrivingBlocks, OpenedShard, check_checksum
@@ -105,7 +104,6 @@ class _Fetch:
 
     def run(self, memory: int) -> None:
         store, reads = self._run.checkpoint.store, self._reads
-        assert isinstance(store, SupportsFetching), "the caller has looked"
         ranges = [(read.file.name, read.file.header + read.start, read.nbytes) for read in reads]
         shared = any(read.shared for read in reads)  # then all through the page cache
         with self._headers.named_errors():

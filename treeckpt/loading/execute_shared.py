@@ -29,7 +29,6 @@ from ..errors import CheckpointError, CheckpointNotFound, RankError
 from ..io.comm.comm import Comm, members_of, world_size
 from ..io.comm.waiting import log_if_slow
 from ..io.storage.checkpoint import Checkpoint, Replaced
-from ..io.storage.fetching import SupportsFetching
 from ..io.storage.store import Store
 from ..threads import make_call, start_thread
 from .execute_local import Buffers, ReadRun, execute_local, put_all
@@ -213,7 +212,7 @@ class SharedRead:
 
 def _execute(run: ReadRun, reads: Sequence[Read], memory: int) -> None:
     """Carries out reads of this rank alone."""
-    execute = execute_remote if isinstance(run.checkpoint.store, SupportsFetching) else execute_local
+    execute = execute_remote if run.checkpoint.store.traits.far else execute_local
     execute(run, reads, memory=memory)
 
 
@@ -255,7 +254,7 @@ def open_relay(comm: Comm, checkpoints: Sequence[Checkpoint], read: Literal["eac
 def usual_read(comm: Comm, store: Store) -> Literal["each", "once"]:
     """Returns how a load reads in which all ranks of a comm take part: "once" from an object store, where it works."""
     able = 1 < comm.size <= MOST_RANKS and members_of(comm) is None and world_size() == comm.size
-    return "once" if able and isinstance(store, SupportsFetching) else "each"
+    return "once" if able and store.traits.far else "each"
 
 
 def _new_group(comm: Comm) -> Any:

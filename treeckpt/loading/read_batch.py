@@ -29,11 +29,10 @@ from ..core.sharding.region import Region, any_overlap, coalesce, intersect, is_
 from ..core.tree.spec import ArraySpec
 from ..errors import FormatError, TreeckptError
 from ..io.storage.checkpoint import Checkpoint
-from ..io.storage.fetching import SupportsFetching
 from ..io.storage.memory import PAGE, aligned_buffer
 from ..io.storage.page_cache import available_memory
 from ..io.timing import Recorder
-from .execute_local import LOCAL_READ, READERS, ReadRun, execute_local
+from .execute_local import READERS, ReadRun, execute_local
 from .execute_remote import execute_remote
 from .execute_shared import SharedRead, together
 from .plan import (
@@ -276,7 +275,7 @@ class ReadBatch:
         # so that a few, rounded out to whole blocks with checksums, fit into the memory
         limit = min(READ_LIMIT, max(options.memory // READERS // BLOCK * BLOCK - 2 * BLOCK, BLOCK))
         if relay is not None:
-            parts = relay.agree(self._index.save_id, wanted, min(limit, LOCAL_READ))
+            parts = relay.agree(self._index.save_id, wanted, min(limit, self.checkpoint.store.traits.request_nbytes))
             with relay.together():
                 self._read_first(options)
                 self._work = [(members, self._plan(part, steps, limit)) for members, part in parts]
@@ -299,7 +298,7 @@ class ReadBatch:
 
     @property
     def _far(self) -> bool:
-        return isinstance(self.checkpoint.store, SupportsFetching)
+        return self.checkpoint.store.traits.far
 
     def _open_shards(self, verify: bool, *, ahead: bool) -> dict[str, int]:
         """Opens the shards that are needed; returns by name how many bytes of each are read together, at least.
@@ -320,14 +319,13 @@ class ReadBatch:
     def _map_arrays(self, wanted: Sequence[Read]) -> None:
         """Maps arrays copy-on-write: bytes are read when they are touched, and never compared with checksums."""
         pages = {read.file.name: PAGE for read in wanted}
-        for read in plan_reads(wanted, pages, limit=READ_LIMIT, size=LOCAL_READ):
+        for read in plan_reads(wanted, pages, limit=READ_LIMIT, size=READ_LIMIT):
             position = read.file.header + read.start
             wrap_new_arrays(read, self.checkpoint.store.map(read.file.name, position, read.nbytes))
 
     def _plan(self, wanted: Sequence[Read], steps: dict[str, int], limit: int) -> list[Read]:
         """Plans reads; new arrays exist then, without their bytes."""
-        store = self.checkpoint.store
-        size = store.request_nbytes if isinstance(store, SupportsFetching) else LOCAL_READ
+        size = self.checkpoint.store.traits.request_nbytes
         reads: list[Read] = []
         for read in plan_reads(wanted, steps, limit=limit, size=min(limit, size)):
             if read.destinations and type(read.destinations[0]) is NewArray:

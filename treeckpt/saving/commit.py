@@ -26,8 +26,7 @@ from ..errors import CheckpointError, CheckpointNotFound, StoreError
 from ..io.storage.index_lock import take_back_index
 from ..io.storage.leftovers import delete_files
 from ..io.storage.metadata_files import read_index
-from ..io.storage.object_store import ObjectStore
-from ..io.storage.store import LocalStore, MemoryStore, Store, SupportsCompareAndSwap
+from ..io.storage.store import Store
 from ..io.timing import Recorder
 from .messages import WriteReport
 from .options import CommonOptions
@@ -152,11 +151,10 @@ def check_files_exist(store: Store, index: Index, sizes: Mapping[str, int]) -> N
     Raises:
         CheckpointError: naming the file.
     """
-    in_memory = isinstance(store, MemoryStore)
-    if isinstance(store, SupportsCompareAndSwap) and not in_memory:
+    if store.traits.conditional:
         return
     for file in index.file_list:
-        if in_memory and file.name not in sizes:
+        if store.traits.in_process and file.name not in sizes:
             raise CheckpointError(
                 store.url,
                 expected="the shards of all ranks in the memory of one process",
@@ -195,25 +193,14 @@ def publish_index(store: Store, data: bytes, info: SaveInfo, check: Callable[[],
     """Publishes the index, which is the commit; where the store can, only over what was there before the save.
 
     Args:
-        check: raises if files of the save are gone; see `LocalStore.publish`.
+        check: raises if files of the save are gone; see `Store.publish`.
 
     Raises:
         CheckpointExists: there is another checkpoint.
     """
-    if isinstance(store, LocalStore):
-        try:
-            store.publish(INDEX_NAME, data, replace=info.options.overwrite, check=check)
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{store.url}/{INDEX_NAME}",
-                expected="the temporary file that is to be renamed so",
-                found="none: a clean-up took this process for an ended one",
-                hint="It was stopped for minutes, or something else deletes files there; save again",
-            ) from error
-        return
-    check()
-    replaced = info.content.replaced if info.content is not None else ""
-    if info.options.overwrite and isinstance(store, SupportsCompareAndSwap):
+    if info.options.overwrite and store.traits.conditional:
+        check()
+        replaced = info.content.replaced if info.content is not None else ""
 
         def is_replaced(found: bytes) -> bool:
             try:
@@ -222,8 +209,18 @@ def publish_index(store: Store, data: bytes, info: SaveInfo, check: Callable[[],
                 return not replaced
 
         store.compare_and_swap(INDEX_NAME, data, holds=is_replaced, limit=MAX_INDEX)
-    else:
-        store.publish(INDEX_NAME, data, replace=info.options.overwrite)
+        return
+    try:
+        store.publish(INDEX_NAME, data, replace=info.options.overwrite, check=check)
+    except FileNotFoundError as error:
+        if not store.traits.renames:
+            raise
+        raise CheckpointError(
+            f"{store.url}/{INDEX_NAME}",
+            expected="the temporary file that is to be renamed so",
+            found="none: a clean-up took this process for an ended one",
+            hint="It was stopped for minutes, or something else deletes files there; save again",
+        ) from error
 
 
 def index_may_be_published(store: Store, save_id: str, error: BaseException | None = None) -> bool:
@@ -264,7 +261,7 @@ def write_timings(
     """Writes the spans of all ranks, and the error of a save that failed; replaces earlier timings of this save.
 
     Args:
-        again: they were written before. In an object store, where the caller of the save may go on meanwhile and
+        again: they were written before. In a store that is far, where the caller of the save may go on meanwhile and
             delete the checkpoint, they are then not created anew.
     """
     reported = (span for rank, report in reports.items() if rank for span in report.timings)
@@ -273,10 +270,8 @@ def write_timings(
     spans = (*recorder.spans, *reported)
     timings = Timings(info.save_id, info.options.step, info.world, spans, error, hosts)
     name, data = timings_name(info.save_id), encode_timings(timings)
-    if again and isinstance(store, ObjectStore):
-        store.replace_present(name, data)
-    else:
-        store.publish(name, data, replace=True)
+    present = store.read_version(name, limit=len(data))[1] if again and store.traits.conditional else True
+    store.publish(name, data, replace=present)
 
 
 def remove_files(store: Store, names: Iterable[str]) -> None:

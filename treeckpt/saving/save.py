@@ -31,7 +31,6 @@ from ..errors import RankError
 from ..io.comm.comm import Comm
 from ..io.comm.failures import raise_faults, to_fault, wrap_os_error
 from ..io.gc_pause import gc_paused
-from ..io.storage.fetching import SupportsFetching
 from ..io.storage.store import Store
 from ..io.timing import Recorder
 from ..reports import SaveReport
@@ -114,7 +113,7 @@ def complete(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> No
             remove_files(store, names)
     finally:
         writer.end()
-    in_place = UNANSWERED_HINT if isinstance(store, SupportsFetching) else PUBLISHED_HINT
+    in_place = UNANSWERED_HINT if store.traits.far else PUBLISHED_HINT
     hint = {"hint": in_place} if ended.in_place else {}
     raise_faults(ended.faults, store.url, comm.size, cause=writer.error, **hint)
 

@@ -17,7 +17,6 @@ import msgspec
 from ..core.format.shard_header import ShardHeader, encode_header, with_hashes
 from ..core.planning.save_plan import FilePlan
 from ..errors import CheckpointError, StoreError
-from ..io.storage.fetching import SupportsFetching
 from ..io.storage.memory import aligned_buffer
 from ..io.storage.store import Store, Writer
 from ..io.timing import Recorder
@@ -64,7 +63,7 @@ def write_files(
     free: queue.Queue[memoryview] = queue.Queue()
     for _ in range(BUFFER_COUNT):
         free.put(aligned_buffer(BUFFER, huge=huge))
-    sends = isinstance(store, SupportsFetching)
+    sends = store.traits.far
     at_once = min(UPLOADS, len(files)) if sends else 1
     headers = [encode_header(file.header) for file in files]
     sizes = [(len(header), file.plan.nbytes) for header, file in zip(headers, files, strict=True)]
@@ -130,7 +129,7 @@ def _write_file(files: _Files, file: ShardFile, header: bytes) -> None:
     for tried in range(1, SENDINGS + 1):
         writer = files.store.create(file.name, len(header) + file.plan.nbytes)
         try:
-            if getattr(writer, "ordered", False):
+            if writer.ordered:
                 _upload(files, file, writer, header)
             else:
                 files.callbacks.before_first()
@@ -139,7 +138,7 @@ def _write_file(files: _Files, file: ShardFile, header: bytes) -> None:
         except BaseException as error:
             writer.abort()
             # a bucket repeats its requests, but no longer has what it has sent of an upload
-            again = isinstance(error, StoreError) and error.refused_once and getattr(writer, "ordered", False)
+            again = isinstance(error, StoreError) and error.refused_once and writer.ordered
             if not again or tried == SENDINGS:
                 raise
 

@@ -22,13 +22,11 @@ from ..core.format.timings import timings_name
 from ..core.planning.save_plan import FilePlan
 from ..errors import CheckpointExists
 from ..io.comm.failures import silent_faults, to_fault, wrap_os_error
-from ..io.storage.fetching import SupportsFetching
 from ..io.storage.index_lock import unlocked_sizes
 from ..io.storage.late_requests import send_late
 from ..io.storage.leftovers import clear_leftovers
-from ..io.storage.object_store import ObjectStore
 from ..io.storage.progress_file import ProgressRecorder
-from ..io.storage.store import Store, SupportsCompareAndSwap
+from ..io.storage.store import Store
 from ..io.timing import Recorder
 from ..threads import call_in_thread
 from .commit import (
@@ -129,7 +127,7 @@ class InlineWriter:
         record: ProgressRecorder | None = None,
     ) -> None:
         self.error, self.recorder = error, recorder
-        self._waits = waits or not isinstance(store, ObjectStore)
+        self._waits = waits or not store.traits.far
         self._store, self._info, self._plan, self._source = store, info, plan, source
         self._on_progress, self._look = on_progress or (lambda written: None), look
         self._on_interrupt: Callable[[BaseException], None] = lambda error: None
@@ -193,7 +191,7 @@ class InlineWriter:
             first = Progress(info.save_id, info.rank, info.world, info.options.step, "write", 0, planned, now, now)
             note = self._note = ProgressRecorder(store, first, on_progress=self._on_progress)
         note.expect(planned)
-        if not isinstance(store, ObjectStore):
+        if not store.traits.far:
             if not self._keeps_note:
                 note.begin()
             return
@@ -275,7 +273,7 @@ class InlineWriter:
     def _publish(self, data: bytes, check: Callable[[], object]) -> None:
         """Publishes the index; an interrupt is told at once, and raised when it is known what became of the request."""
         publish = partial(publish_index, self._store, data, self._info, check)
-        if not isinstance(self._store, SupportsFetching):
+        if not self._store.traits.far:
             publish()
             return
         request = call_in_thread(publish, "treeckpt-publish")
@@ -298,7 +296,7 @@ class InlineWriter:
             if self._is_committed:  # with the time of the commit
                 self._write_timings(reports, again=True)
 
-        if isinstance(self._store, SupportsFetching):
+        if self._store.traits.far:
             self._timings_over = send_late(self._store.url, write)
         return self._timings_over is not None
 
@@ -319,7 +317,7 @@ class InlineWriter:
             self._wait_timings()
         if self._note is None:
             return
-        if self._info.rank == 0 and not isinstance(self._store, SupportsCompareAndSwap):
+        if self._info.rank == 0 and not self._store.traits.conditional:
             with contextlib.suppress(Exception):  # the save has ended, with or without an error
                 clear_leftovers(self._store, self._store.sizes(), known=self._info.save_id)
 

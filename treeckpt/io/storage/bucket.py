@@ -15,7 +15,7 @@ import msgspec
 
 from ...errors import CheckpointError, StoreError
 from .conditional_put import Condition
-from .run_store import DirectoryEntry
+from .store import DirectoryEntry, VersionTag
 
 OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "adl"})
 """URL schemes that obstore serves; fsspec serves all others, except file://."""
@@ -23,8 +23,6 @@ OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "ab
 _LOCAL = ("file://", "local://")
 _LOST_SLASH = re.compile(rf"(?:^[a-zA-Z][\w+.-]+|(?<=/)(?:{'|'.join(sorted(OBJECT_SCHEMES))})):/(?=[^/])")
 """The beginning of a URL of which `pathlib` or `os.path` has taken a slash away, also below a directory."""
-VersionTag = Mapping[str, Any]
-"""Identifies the version of an object that was read, for a conditional write that replaces only this version."""
 
 
 class FetchFailure(msgspec.Struct, frozen=True):

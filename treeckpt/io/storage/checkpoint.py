@@ -19,7 +19,7 @@ from ...core.format.index import INDEX_NAME
 from ...core.format.records import File, Index
 from ...errors import CheckpointError, CheckpointNotFound
 from ..os_errors import wrap_read_error
-from .fetching import FileRange, SupportsFetching
+from .fetching import FileRange
 from .metadata_files import decode_and_check, read_index_bytes
 from .shard_reader import OpenedShard, open_shard
 from .store import Store
@@ -65,7 +65,7 @@ class Checkpoint:
         """A shard whose header was read and checked; `whole` and errors as for `open_shard`."""
         key = (file.name, whole)
         if key not in self._shards:
-            if isinstance(self.store, SupportsFetching):
+            if self.store.traits.far:
                 self.open_shards([file], whole=whole)
             else:
                 self._shards[key] = open_shard(self.store, self.index, file, self.sizes.get(file.name), whole=whole)
@@ -83,7 +83,7 @@ class Checkpoint:
     def open_shards(self, files: Iterable[File], *, whole: bool) -> None:
         """Reads the headers of shards all at once, from a store that has `fetch`; errors as for `shard`."""
         headers = ArrivingHeaders(self, files, whole=whole)
-        assert isinstance(self.store, SupportsFetching), "the caller has looked"
+        assert self.store.traits.far, "the caller has looked"
         with headers.named_errors():
             self.store.fetch(headers.ranges, headers.take, memory=HEADERS)
 

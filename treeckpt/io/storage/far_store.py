@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+import msgspec
+
 from .bucket import FetchFailure, RangeResponse
 from .fetching import Consume, FileRange
 from .local_read import LocalReader
@@ -20,7 +22,7 @@ from .memory import PAGE, aligned_buffer
 from .page_cache import is_cached
 from .range_fetcher import RangeFetcher
 from .request_depth import RequestDepth
-from .store import LocalStore, Store
+from .store import LocalStore, Store, StoreTraits
 
 FAR = {
     0x6969,  # NFS
@@ -95,6 +97,10 @@ class FarStore(LocalStore):
             RangeFetcher(partial(self._fetch_one, shared), _is_final, tries=1, depth=RequestDepth(START, most=MOST))
             for shared in (False, True)
         ]
+
+    @property
+    def traits(self) -> StoreTraits:
+        return msgspec.structs.replace(super().traits, far=True, request_nbytes=self.request_nbytes)
 
     def fetch(
         self,
