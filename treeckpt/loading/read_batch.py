@@ -277,10 +277,10 @@ class ReadBatch:
         if relay is not None:
             parts = relay.agree(self._index.save_id, wanted, min(limit, self.checkpoint.store.traits.request_nbytes))
             with relay.together():
-                self._read_first(options)
+                self._run_first(options)
                 self._work = [(members, self._plan(part, steps, limit)) for members, part in parts]
         else:
-            self._read_first(options)
+            self._run_first(options)
             reads = self._plan(wanted, steps, limit)
             if self._others:
                 reads = in_turns(reads, self._here[1].index(self._here[0]), len(self._here[1]))
@@ -288,7 +288,7 @@ class ReadBatch:
         if first:
             self._verify_first(options)
 
-    def _read_first(self, options: ReadOptions) -> None:
+    def _run_first(self, options: ReadOptions) -> None:
         """Reads what has to be there before all else."""
         if self._first is not None:
             self._first.run(ReadOptions(REGION_MEMORY, bool(options.verify), ahead=True))
