@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..arrays.registry import encode
 from ..core.tree.flatten import flatten
-from ..core.tree.nesting import split_structure
 from ..errors import TreeError
 
 BY_SCHEDULERS = frozenset(("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"))
@@ -41,7 +40,7 @@ def is_same(a: Any, b: Any) -> bool:
         (first, left), (second, right) = flatten(a), flatten(b)
         if not left or left[0][1] is not a:  # containers
             pairs = zip(left, right, strict=False)
-            return split_structure(first) == split_structure(second) and all(is_same(x, y) for (_, x), (_, y) in pairs)
+            return first == second and all(is_same(x, y) for (_, x), (_, y) in pairs)
         return msgspec.json.encode(encode(a, "", allow_pickle=False)) == msgspec.json.encode(
             encode(b, "", allow_pickle=False)
         )
