@@ -5,14 +5,13 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 import treeckpt as tc
-from tests.helpers.far_s3 import FarS3, far_s3_server
+from tests.helpers.far_s3 import FarS3
 from tests.helpers.s3 import MIB, QUICK, array, same
 from treeckpt.io.storage.bucket import RangeResponse
 from treeckpt.io.storage.object_store import open_bucket
@@ -22,12 +21,6 @@ from treeckpt.io.storage.presigned_reads import AnswerError, PresignedReader, ca
 BY_OBSTORE: dict[str, Any] = {"client_options": {"timeout": "60s"}}
 """Options with which obstore reads."""
 ENDPOINT = "http://10.0.0.1:9000"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[FarS3]:
-    with far_s3_server() as server:
-        yield server
 
 
 @pytest.fixture
