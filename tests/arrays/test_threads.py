@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.helpers.background import until
 from treeckpt.arrays.threads import WorkerThreads
 
 
@@ -51,8 +52,4 @@ def test_its_threads_end_when_nobody_has_it_any_more() -> None:
     team([lambda: time.sleep(0.05)] * 3)
     assert threading.active_count() > before
     del team
-    for _ in range(200):
-        if threading.active_count() <= before:
-            return
-        time.sleep(0.02)
-    raise AssertionError("threads stay")
+    assert until(lambda: threading.active_count() <= before), "threads stay"

@@ -208,13 +208,14 @@ def _changed_zip(data: bytes, dice: random.Random) -> bytes:
     return bytes(out)
 
 
-def _places(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def places_in(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The keys that lead to each part of a JSON document."""
     for key, child in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
         yield (*at, key)
-        yield from _places(child, (*at, key))
+        yield from places_in(child, (*at, key))
 
 
-def _at(node: Any, place: tuple[Any, ...]) -> Any:
+def part_at(node: Any, place: tuple[Any, ...]) -> Any:
     for key in place:
         node = node[key]
     return node
@@ -222,11 +223,11 @@ def _at(node: Any, place: tuple[Any, ...]) -> Any:
 
 def _changed_json(document: Any, dice: random.Random) -> Any:
     for _ in range(dice.randint(1, 3)):
-        places = list(_places(document))
+        places = list(places_in(document))
         if not places:
             break
         place = dice.choice(places)
-        above, key = _at(document, place[:-1]), place[-1]
+        above, key = part_at(document, place[:-1]), place[-1]
         match dice.choice(("number", "number", "text", "drop", "move", "more")):
             case "number":
                 above[key] = dice.choice(NUMBERS)
@@ -235,7 +236,7 @@ def _changed_json(document: Any, dice: random.Random) -> Any:
             case "drop":
                 del above[key]
             case "move":
-                above[key] = json.loads(json.dumps(_at(document, dice.choice(places))))
+                above[key] = json.loads(json.dumps(part_at(document, dice.choice(places))))
             case _:
                 if isinstance(above, list):
                     above.extend([above[key]] * dice.randint(1, 2_000))

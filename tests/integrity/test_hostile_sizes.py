@@ -19,7 +19,7 @@ from treeckpt.convert import convert
 MOST = 200 << 20
 """Bytes that a way of reading may take beyond what it takes of an honest checkpoint."""
 SOON = 10.0
-"""Seconds, of a machine with much else to do: alone each takes less than 2."""
+"""Seconds of computing, on a machine with much else to do: alone each takes less than 2."""
 WHOLE = frozenset({"inspect", "load", "load_into", "verify", "show", "diff", "convert", "convert to torch"})
 DATA = frozenset({"load", "verify", "convert", "convert to torch", "convert to ours"})
 VALUES = frozenset({"load", "verify", "convert to ours"})

@@ -403,10 +403,18 @@ class RunDirectory:
             if PIN_NAME in now.entries():  # `pin` looks for the index after it has written the pin
                 taken = False
                 if store.traits.renames:
-                    store.rename(mark, INDEX_NAME, replace=False)
+                    with contextlib.suppress(FileNotFoundError):  # a save or clean-up has put it back
+                        store.rename(mark, INDEX_NAME, replace=False)
                 elif isinstance(index, bytes):
                     store.publish(INDEX_NAME, index, replace=False)
                 return "it has been pinned meanwhile"
+            if store.traits.renames:
+                try:
+                    store.rename(mark, removal.files[-1], replace=True)  # from here on nobody puts it back
+                except FileNotFoundError:
+                    if index_of_save(folder, removal.save_id) is None:
+                        raise
+                    return "it has been pinned meanwhile"
             return "its index is gone; the rest goes when its reader is done" if has_readers(now, self._clock()) else ""
         except CheckpointExists:
             return _REPLACED

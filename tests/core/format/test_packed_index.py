@@ -212,14 +212,14 @@ def test_hostile_ranges_are_refused_soon_and_without_much_memory(change: Any) ->
     found["seal"] = "0" * 16
     data = sealed(json.dumps(found, separators=(",", ":")).encode())
     tracemalloc.start()
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         with pytest.raises(FormatError) as caught:
             decode_index(data)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert time.perf_counter() - started < 5 and peak < 96 << 20 and len(str(caught.value)) < 1500
+    assert time.process_time() - started < 5 and peak < 96 << 20 and len(str(caught.value)) < 1500
 
 
 def test_as_many_ranges_as_there_may_be_are_read_in_bounded_memory() -> None:

@@ -189,10 +189,10 @@ def test_a_deeper_tree_is_refused_by_name(tmp_path: Path, kind: str) -> None:
 def test_containers_that_hold_themselves_are_refused_soon(tmp_path: Path) -> None:
     tree: dict[str, Any] = {str(n): n for n in range(1000)}
     tree["itself"], tree["again"] = tree, [tree, tree]
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(tc.TreeError, match="holds itself"):
         tc.save(tmp_path / "c", tree)
-    assert time.monotonic() - began < 60
+    assert time.process_time() - began < 60
 
 
 _COMMANDS = """

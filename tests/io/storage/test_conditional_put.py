@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,17 +10,11 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.elsewhere import elsewhere
-from tests.helpers.far_s3 import FarS3, far_s3_server
+from tests.helpers.far_s3 import FarS3
 from tests.helpers.s3 import ONCE, array
 from treeckpt.io.storage import object_store
 
 _buckets = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[FarS3]:
-    with far_s3_server() as server:
-        yield server
 
 
 @pytest.fixture

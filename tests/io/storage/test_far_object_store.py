@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.elsewhere import elsewhere
-from tests.helpers.far_s3 import FarS3, far_s3_server
+from tests.helpers.far_s3 import FarS3
 from tests.helpers.s3 import MIB, QUICK, array, same
 from treeckpt.io.storage import checkpoint as checkpoint_module
 from treeckpt.io.storage import object_store, obstore, upload_window
@@ -35,12 +35,6 @@ NEAR: dict[str, Any] = {
     "trouble": 0.0,
     "rules": [],
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[FarS3]:
-    with far_s3_server() as server:
-        yield server
 
 
 @pytest.fixture
@@ -422,11 +416,11 @@ def test_requests_of_a_slow_tail_are_sent_again_once_and_nobody_waits_for_them(
     far: FarS3, in_80: tuple[tc.ObjectStore, dict[str, Any]]
 ) -> None:
     store, tree = in_80
-    far.set(latency=0.05, rules=[{"match": "safetensors bytes=[1-9]", "do": "slow", "times": 2, "seconds": 20.0}])
+    far.set(latency=0.05, rules=[{"match": "safetensors bytes=[1-9]", "do": "slow", "times": 2, "seconds": 60.0}])
     assert same(store, tree)
     ended, log = time.monotonic(), far.log()
     slow = {row["range"]: row["at"] for row in log if row["do"] == "slow"}
-    assert len(slow) == 2 and ended < min(slow.values()) + 20
+    assert len(slow) == 2 and ended < min(slow.values()) + 60
     asked = data_ranges(far)
     assert [asked.count(wanted) for wanted in slow] == [2, 2]
     assert sum(row["sent"] for row in far.gets(".safetensors")) <= 1.02 * tree["w"].nbytes
@@ -600,7 +594,7 @@ else:
 def run_child(far: FarS3, case: str, url: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", LATE_CHILD, case, url]
     environment = {**os.environ, **far.environment()}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_an_interrupt_before_the_look_is_answered_sends_nothing_of_any_shard(far: FarS3) -> None:
@@ -622,11 +616,11 @@ def test_an_interrupt_while_an_upload_ends_leaves_no_shard(far: FarS3) -> None:
 
 def test_the_end_of_a_process_waits_for_late_requests_for_a_while_and_says_so(far: FarS3) -> None:
     url = far.url()
-    far.set(rules=[{"match": "^DELETE .*progress", "do": "slow", "times": 9, "seconds": 30.0}])
+    far.set(rules=[{"match": "^DELETE .*progress", "do": "slow", "times": 9, "seconds": 100.0}])
     begin = time.monotonic()
     done = run_child(far, "stalled", url)
     assert (done.returncode, done.stdout) == (0, "saved\n"), done.stderr
-    assert f"waiting for the last requests to {url}" in done.stderr and time.monotonic() - begin < 25
+    assert f"waiting for the last requests to {url}" in done.stderr and time.monotonic() - begin < 100
     far.set()
     assert tc.load(far.store(url), select="w0")["w0"][-1] == (1 << 20) - 1
 

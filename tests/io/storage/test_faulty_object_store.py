@@ -7,7 +7,7 @@ request; here both are short, in a slow test they are as long as on a real netwo
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,9 +17,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import treeckpt as tc
 from tests.helpers.background import until
-from tests.helpers.far_s3 import FarS3, far_s3_server
-from tests.helpers.s3 import MIB, array, same
-from treeckpt.io.storage import object_store, obstore
+from tests.helpers.far_s3 import FarS3
+from tests.helpers.s3 import array, same
 
 FAULTS = ["503", "429", "500", "reset", "lost", "stall", "slow", "shifted", "short", "whole", "flipped"]
 READS = {
@@ -43,30 +42,31 @@ LOADS = [range(20), pytest.param(range(20, 200), marks=pytest.mark.slow)]
 SAVES = [range(10), pytest.param(range(10, 200), marks=pytest.mark.slow)]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[FarS3]:
-    with far_s3_server() as server:
-        yield server
-
-
-@pytest.fixture
-def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "SINGLE_PUT_LIMIT", MIB)
-    monkeypatch.setattr(obstore, "PART", 5 * MIB)
-
-
 def impatient(server: FarS3, url: str, timeout: str = "150ms") -> tc.ObjectStore:
     """A store that gives up soon."""
     retries = {"max_retries": 3, "backoff": {"init_backoff": timedelta(milliseconds=5)}}
     return server.store(url, retry_config=retries, client_options={"timeout": timeout})
 
 
-def faults(seed: int, phases: dict[str, str]) -> dict[str, Any]:
-    """The settings that a seed stands for."""
+def faults(seed: int, phases: dict[str, str], patience: int) -> dict[str, Any]:
+    """The settings that a seed stands for; a stall takes longer than a request of an `impatient` store may."""
     draw = random.Random(seed)
     kinds = draw.sample(FAULTS, draw.randint(1, 3))
-    where = phases[draw.choice(list(phases))]
-    return {"trouble": draw.choice([0.1, 0.3, 0.7, 1.0]), "kinds": kinds, "where": where, "seed": seed, "seconds": 0.2}
+    where, trouble = phases[draw.choice(list(phases))], draw.choice([0.1, 0.3, 0.7, 1.0])
+    return {"trouble": trouble, "kinds": kinds, "where": where, "seed": seed, "seconds": 0.2 * patience}
+
+
+def assert_some_of_each(succeeds: Callable[[int, int], bool], seeds: range) -> None:
+    """Of attempts with every seed some succeed and some fail.
+
+    Where all fail, as all requests take longer than they may on a machine with much else to do, they are made once more
+    with more patience.
+    """
+    for patience in (1, 4, 16, 64):
+        ended = {succeeds(seed, patience) for seed in seeds}
+        if True in ended:
+            break
+    assert ended == {True, False}, "some of each"
 
 
 @pytest.mark.parametrize("seeds", LOADS, ids=str)
@@ -74,33 +74,31 @@ def test_a_load_among_faults_gives_right_bytes_or_one_error(server: FarS3, seeds
     server.set(**NO_FAULTS)
     tree, url = {"w": array(3), "b": np.arange(300.0)}, server.url()
     tc.save(server.store(url), tree)
-    ended = {True: 0, False: 0}
-    for seed in seeds:
-        server.set(**faults(seed, READS))
+
+    def loads(seed: int, patience: int) -> bool:
+        server.set(**faults(seed, READS, patience))
         try:
-            loaded = tc.load(impatient(server, url))
+            loaded = tc.load(impatient(server, url, timeout=f"{150 * patience}ms"))
         except tc.TreeckptError:
-            ended[False] += 1
-            continue
-        ended[True] += 1
+            return False
         assert all(np.array_equal(loaded[key], tree[key]) for key in tree), seed
+        return True
+
+    assert_some_of_each(loads, seeds)
     server.set(**NO_FAULTS)
-    assert min(ended.values()) > 0, "some of each"
 
 
 @pytest.mark.parametrize("seeds", SAVES, ids=str)
 def test_a_save_among_faults_is_whole_or_says_so(server: FarS3, in_parts: None, seeds: range) -> None:
-    ended = {True: 0, False: 0}
-    for seed in seeds:
+    def saves(seed: int, patience: int) -> bool:
         server.set(**NO_FAULTS)
         url, tree = server.url(), {"w": array(11), "n": np.arange(seed)}
-        server.set(**faults(seed, WRITES))
+        server.set(**faults(seed, WRITES, patience))
         error = None
         try:
-            tc.save(impatient(server, url), tree)
+            tc.save(impatient(server, url, timeout=f"{150 * patience}ms"), tree)
         except tc.TreeckptError as caught:
             error = caught
-        ended[error is None] += 1
         server.set(**NO_FAULTS)
         store = server.store(url)
         if error is None or "index.json" in store.sizes():
@@ -108,7 +106,9 @@ def test_a_save_among_faults_is_whole_or_says_so(server: FarS3, in_parts: None, 
             assert same(store, tree), seed
         tc.save(store, {"n": -seed}, overwrite=True)
         assert same(store, {"n": -seed}), seed
-    assert min(ended.values()) > 0, "some of each"
+        return error is None
+
+    assert_some_of_each(saves, seeds)
 
 
 @pytest.mark.parametrize("kind", ["slow", "lost", "reset", "stall", "503"])

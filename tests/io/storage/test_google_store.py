@@ -7,21 +7,14 @@ writes: fake-gcs-server and gcp-storage-emulator know the JSON one.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 import treeckpt as tc
-from tests.helpers.far_s3 import FarS3, far_s3_server
+from tests.helpers.far_s3 import FarS3
 from tests.helpers.s3 import MIB, array, same
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[FarS3]:
-    with far_s3_server() as server:
-        yield server
 
 
 @pytest.fixture

@@ -231,11 +231,17 @@ def test_a_store_that_refuses_a_deletion_on_condition_is_asked_without(s3: S3) -
 
 
 @pytest.mark.parametrize("by", ["a clean-up", "a save", "a reader"])
-def test_an_index_that_a_killed_deletion_has_taken_wrongly_is_back(tmp_path: Path, by: str) -> None:
-    """A deletion of another save was stopped for longer than its lock counts, and killed before it could look."""
+@pytest.mark.parametrize("pinned", [False, True], ids=["of another save", "pinned"])
+def test_an_index_that_a_killed_deletion_has_taken_wrongly_is_back(tmp_path: Path, by: str, pinned: bool) -> None:
+    """A deletion of another save was stopped for longer than its lock counts, or the save was pinned meanwhile.
+
+    It was killed before it could look.
+    """
     path = tmp_path / step_name(1)
-    tc.save(path, {"n": 1}, step=1)
-    (path / INDEX_NAME).rename(path / deleted_name("d" * 16, "e" * 16))
+    save_id = tc.save(path, {"n": 1}, step=1).save_id
+    if pinned:
+        RunDirectory(tmp_path).pin(1)
+    (path / INDEX_NAME).rename(path / deleted_name(save_id if pinned else "d" * 16, "e" * 16))
     if by == "a clean-up":
         RunDirectory(tmp_path).clean([], grace=0)
         RunDirectory(tmp_path).clean([], grace=0)
@@ -245,6 +251,36 @@ def test_an_index_that_a_killed_deletion_has_taken_wrongly_is_back(tmp_path: Pat
     assert tc.load(path) == {"n": 1} and tc.verify(path).ok
     if by != "a reader":
         assert INDEX_NAME in os.listdir(path) and not any(name.startswith("deleted") for name in os.listdir(path))
+
+
+def test_an_index_that_was_taken_away_is_not_back_once_its_deletion_has_decided(tmp_path: Path) -> None:
+    path = tmp_path / step_name(1)
+    save_id = tc.save(path, {"n": 1}, step=1).save_id
+    RunDirectory(tmp_path).pin(1)
+    (path / INDEX_NAME).rename(path / deleted_name(save_id))
+    assert "pinned, though it has no index" in RunDirectory(tmp_path).clean([], grace=0).left[0].why
+    with pytest.raises(tc.CheckpointNotFound):
+        tc.load(path)
+
+
+def test_no_index_is_published_for_shards_that_went_with_a_lock_that_was_listed(tmp_path: Path) -> None:
+    class Listed(LocalStore):
+        """Behind its first listing under the repair's lock a clean-up ends, which held a lock."""
+
+        def sizes(self) -> dict[str, int]:
+            found = super().sizes()
+            if other in found and any(name.startswith("repairing") for name in found):
+                for name in (other, index.file_list[0].name):
+                    (self.directory / name).unlink()
+            return found
+
+    tc.save(tmp_path, {"n": 1})
+    index, other = tc.inspect(tmp_path), lock_name("deleting", "e" * 16)
+    (tmp_path / INDEX_NAME).unlink()
+    (tmp_path / other).touch()
+    with pytest.raises(tc.CheckpointError, match="meanwhile"):
+        replace_index(Listed(tmp_path), None, index)
+    assert INDEX_NAME not in os.listdir(tmp_path)
 
 
 def test_a_deletion_that_was_stopped_between_its_look_and_its_rename_puts_the_index_back(tmp_path: Path) -> None:

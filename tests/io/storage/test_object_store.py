@@ -24,7 +24,7 @@ from treeckpt.cli.main import main
 from treeckpt.core.analysis.retention_policy import Last
 from treeckpt.core.format.file_names import step_name
 from treeckpt.core.format.shard_header import parse_shard_name
-from treeckpt.io.storage import multipart, obstore
+from treeckpt.io.storage import multipart
 from treeckpt.io.storage import object_store as objects_module
 from treeckpt.io.storage.bucket import ObjectListing
 from treeckpt.io.storage.memory import aligned_buffer
@@ -34,14 +34,6 @@ from treeckpt.io.storage.upload_window import UploadWindow
 from treeckpt.runs import catalog
 from treeckpt.runs.run import RunDirectory
 from treeckpt.saving import shard_writer
-
-
-@pytest.fixture
-def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files from 1 MiB on go out in parts, the smallest that S3 takes."""
-    monkeypatch.setattr(objects_module, "SINGLE_PUT_LIMIT", MIB)
-    monkeypatch.setattr(obstore, "PART", 5 * MIB)
-
 
 # what goes over the wire ---------------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from threading import Timer
 
 import numpy as np
@@ -14,9 +13,9 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.background import until
-from tests.helpers.far_s3 import FarS3, far_s3_server
+from tests.helpers.far_s3 import FarS3
 from tests.helpers.s3 import MIB, array, same
-from treeckpt.io.storage import object_store, obstore
+from treeckpt.io.storage import obstore
 
 ADVICE = {
     (400, "ExpiredToken"): "credentials have expired: renew",
@@ -49,18 +48,6 @@ ADVICE = {
     (403, "AccountDisabled"): "account and the billing",
     (403, "UserProjectAccountProblem"): "account and the billing",
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[FarS3]:
-    with far_s3_server() as server:
-        yield server
-
-
-@pytest.fixture
-def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "SINGLE_PUT_LIMIT", MIB)
-    monkeypatch.setattr(obstore, "PART", 5 * MIB)
 
 
 def refusal(match: str, status: int, code: str, times: int = 1, more: str = "") -> dict[str, object]:

@@ -26,7 +26,7 @@ from typing import Literal
 
 import msgspec
 
-from ..format.file_names import CheckpointFile, deleted_name, final_name, parse_file_name
+from ..format.file_names import CheckpointFile, deleted_name, final_name, is_undecided, parse_file_name
 from ..format.save_progress import parse_progress_name
 from ..format.shard_header import saves_of_all_ranks
 from ..text import visible
@@ -325,6 +325,9 @@ class _DirectoryState:
         """Decides about a directory that holds no checkpoint."""
         stale, name = self.stale(), self.folder.name
         if self.pinned:
+            if not self.taking and any(is_undecided(file.name) for file in self.folder.files):
+                files = [f for f, o in self.ours if is_undecided(f.name) or (o.kind in _LOCKS and f.alive is False)]
+                return self._leftovers(files, directory=False)
             return RetainedDirectory(
                 name, "pinned, though it has no index: rebuild the index, or unpin it to have it removed"
             )

@@ -111,9 +111,15 @@ def deleted_name(save_id: str, taken_id: str = "") -> str:
     """Returns the name of a file that marks a save's checkpoint as being deleted.
 
     Args:
-        taken_id: of the file that holds the index which was taken away; "" for one without content.
+        taken_id: of the file that holds the index which was taken away; "" once the deletion has decided not to put it
+            back.
     """
     return f"deleted.{save_id}.{taken_id}.json" if taken_id else f"deleted.{save_id}.json"
+
+
+def is_undecided(name: str) -> bool:
+    """Returns whether this is the name of an index that was taken away by a deletion that may still put it back."""
+    return _DELETED.fullmatch(name) is not None and name.count(".") == 3
 
 
 def lock_name(kind: LockKind, lock_id: str) -> str:

@@ -7,8 +7,8 @@ before it looks for the other's, so at least one of two sees the other:
 
     save      progress record -> shards -> list: waits while a lock stands -> publishes the index -> deletes the record
     deletion  lock `deleting` -> list: gives up if a save is alive, a repair's lock stands, or the index is another
-              save's -> takes the index away -> list: puts it back for a pin -> deletes the lock -> deletes the other
-              files
+              save's -> takes the index away -> list: puts it back for a pin, or else decides -> deletes the lock ->
+              deletes the other files
     repair    lock `repairing` -> list: gives up if a save is alive, or another lock stands -> replaces files, the index
               if it is as it was read -> deletes the lock
     clean-up  lock `deleting` -> list: gives up if a repair's lock stands, or the index is of a save whose files are to
@@ -24,11 +24,14 @@ save that could not be read counts as held or alive; a damaged one does not.
 
 A process that was stopped for longer than `LAPSE` can still take away the index of a save that did not wait for it. So
 a local index is taken away by a rename to `deleted.<save id>.<id>.json`, and looked at there: if it is another save's,
-it gets its name back by a link, which replaces nothing. If the process is killed before, readers take the index from
-there, and the next save or clean-up gives it its name back (`leftovers.restore_index`). In an object store it is
-deleted on condition that it is the version that was looked at, where the store knows that condition. A save that was
-stopped for so long publishes nothing: a clean-up deletes its temporary index before its shards, and the save looks for
-its shards in between.
+it gets its name back by a link, which replaces nothing. The deletion decides by a second rename, to
+`deleted.<save id>.json`. If the process is killed before, readers take the index from the first name where it is
+another save's or a pin stands, and the next save or clean-up gives it its name back (`leftovers.restore_index`). It
+renames it first too: of a deletion that decides and a process that gives the name back only one succeeds.
+
+In an object store the index is deleted on condition that it is the version that was looked at, where the store knows
+that condition. A save that was stopped for so long publishes nothing: a clean-up deletes its temporary index before its
+shards, and the save looks for its shards in between.
 """
 
 from __future__ import annotations
@@ -142,6 +145,18 @@ def held_locks(store: Store, names: Iterable[str]) -> dict[str, Owner | None]:
     return {name: owner for name, (owner, held) in zip(locks, found, strict=True) if held}
 
 
+def sizes_and_locks(store: Store, own: str = "") -> tuple[dict[str, int], dict[str, Owner | None]]:
+    """Returns the files and their sizes, and the `held_locks` of others than `own`.
+
+    A lock that was listed may have gone when it is read, with files that were listed too. So where none of the listed
+    locks is held any more, the files are listed once more.
+    """
+    sizes = store.sizes()
+    others = [name for name in sizes if name != own and name.startswith(("deleting.", "repairing."))]
+    held = held_locks(store, others)
+    return (store.sizes() if others and not held else sizes), held
+
+
 def unlocked_sizes(store: Store) -> dict[str, int]:
     """Returns the files and their sizes once no lock is held; for a save whose record can be seen.
 
@@ -149,7 +164,10 @@ def unlocked_sizes(store: Store) -> dict[str, int]:
         CheckpointError: a lock is held for longer than `WAIT`.
     """
     begin, pause = time.monotonic(), FIRST_PAUSE
-    while held := held_locks(store, sizes := store.sizes()):
+    while True:
+        sizes, held = sizes_and_locks(store)
+        if not held:
+            return sizes
         if time.monotonic() - begin > WAIT:
             name, owner = next(iter(held.items()))
             raise CheckpointError(
@@ -160,7 +178,6 @@ def unlocked_sizes(store: Store) -> dict[str, int]:
             )
         time.sleep(pause)
         pause = min(2 * pause, LAST_PAUSE)
-    return sizes
 
 
 def index_state(store: Store, name: str = INDEX_NAME) -> bytes | int | None:
@@ -193,8 +210,8 @@ def hold_for_repair(store: Store) -> Iterator[dict[str, int]]:
         CheckpointError: a save is under way there, or another process deletes or repairs files.
     """
     with hold_lock(store, "repairing") as own:
-        names = store.sizes()
-        held = [_who(name, owner) for name, owner in held_locks(store, names.keys() - {own}).items()]
+        names, locks = sizes_and_locks(store, own)
+        held = [_who(name, owner) for name, owner in locks.items()]
         saves = {name: parsed[1] for name in names if (parsed := parse_progress_name(name)) and not parsed[0]}
         alive = for_each(store, lambda name: _may_be_saving(store, name), list(saves))
         held += [f"save {save} is under way there" for save, lives in zip(saves.values(), alive, strict=True) if lives]

@@ -9,6 +9,7 @@ that has been committed meanwhile is never taken for one that was replaced.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from collections.abc import Callable, Iterable
 
@@ -24,7 +25,7 @@ from ...core.analysis.deletion import (
     plan_leftovers,
     proof_order,
 )
-from ...core.format.file_names import final_name, parse_file_name, writer_tag
+from ...core.format.file_names import deleted_name, final_name, is_undecided, parse_file_name, writer_tag
 from ...core.format.index import INDEX_NAME
 from ...core.format.save_progress import Owner, parse_progress_name
 from ...errors import CheckpointError, CheckpointExists, CheckpointNotFound, TreeckptError
@@ -180,11 +181,13 @@ def remove_leftovers(folder: Folder, removal: Removal) -> str:
             locks = held_locks(folder.store, folder.store.sizes().keys() - {own}) if saves else {}
             if any(name.startswith("repairing") for name in locks):
                 return "it is being repaired"
-            if restore_index(folder.store):
-                return "its index was taken away by a deletion of another save, and is back"
+            back = restore_index(folder.store)
             if saves and committed_save_id(folder) in saves:
-                return "it has been committed meanwhile"
-            delete_files(folder.store, removal.files)
+                return "its index, which a deletion had taken, is back" if back else "it has been committed meanwhile"
+            decided = [] if back else _decide(folder.store, removal.files)
+            if decided is None:
+                return "another process goes on with its deletion, or undoes it"
+            delete_files(folder.store, [*removal.files, *decided])
         folder.sync()
     if removal.directory:
         folder.remove()
@@ -217,14 +220,34 @@ def delete_files(store: Store, names: Iterable[str], *, order: Callable[[str], i
 
 
 def restore_index(store: Store) -> bool:
-    """Gives an index its name back that a deletion of another save has taken away; returns whether there was one."""
+    """Gives an index its name back, see `taken_index`; returns whether there was one."""
     if not store.traits.renames or INDEX_NAME in (names := store.sizes()):
         return False
     if (found := taken_index(store, names)) is not None:
-        with contextlib.suppress(CheckpointExists, FileNotFoundError):  # it is back, or was replaced
-            store.rename(found[0], INDEX_NAME, replace=False)
+        with contextlib.suppress(CheckpointExists, FileNotFoundError):  # it is back, was replaced, or is being deleted
+            own = deleted_name(found[0].split(".")[1], secrets.token_hex(8))
+            store.rename(found[0], own, replace=True)
+            store.rename(own, INDEX_NAME, replace=False)
             return True
     return False
+
+
+def _decide(store: Store, names: Iterable[str]) -> list[str] | None:
+    """Renames each index among these files that was taken away, so that nobody puts it back.
+
+    Returns:
+        The new names; None if another process was faster to rename one.
+    """
+    decided: list[str] = []
+    if not store.traits.renames:
+        return decided
+    try:
+        for name in filter(is_undecided, names):
+            decided.append(deleted_name(name.split(".")[1]))
+            store.rename(name, decided[-1], replace=True)
+    except FileNotFoundError:
+        return None
+    return decided
 
 
 def clear_leftovers(store: Store, names: Iterable[str], *, known: str) -> None:

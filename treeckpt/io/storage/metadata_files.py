@@ -10,7 +10,7 @@ from itertools import count
 import msgspec
 
 from ...core.format.check_index import check_against_files, needs_file_sizes
-from ...core.format.file_names import parse_file_name
+from ...core.format.file_names import PIN_NAME, is_undecided
 from ...core.format.index import INDEX_NAME, MAX_INDEX, decode_index, rebuild
 from ...core.format.records import Index
 from ...core.format.shard_header import ShardHeader, parse_shard_name
@@ -109,16 +109,16 @@ def _listed(store: Store) -> dict[str, int]:
 
 
 def taken_index(store: Store, names: Iterable[str]) -> tuple[str, bytes] | None:
-    """Returns the name and content of an index that a deletion of another save has taken away; None if there is none.
+    """Returns the name and content of an index that a deletion must put back that was killed; None if there is none.
 
-    See `index_lock`: that happens where a deletion was stopped for minutes.
+    It is that of another save, where the deletion was stopped for minutes, or has been pinned meanwhile, and the
+    deletion had not decided yet; see `index_lock`.
     """
-    for name in names:
-        if (kind := parse_file_name(name)) is None or kind.kind != "deleted":
-            continue
+    names = list(names)
+    for name in filter(is_undecided, names):
         with contextlib.suppress(TreeckptError, OSError):  # a mark without content, or it is back by now
             data = store.read(name, limit=MAX_INDEX)
-            if decode_index(data, f"{store.url}/{name}").save_id != kind.save_id:
+            if decode_index(data, f"{store.url}/{name}").save_id != name.split(".")[1] or PIN_NAME in names:
                 return name, data
     return None
 
