@@ -39,8 +39,7 @@ from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder
 from treeckpt.threads import start_thread
 
 from .cache import Cache, key_of
-from .index_table import build_table
-from .stored_index import StoredOutline
+from .outline_file import StoredOutline, write_outline
 
 LARGE = 1 << 20
 """Bytes from which an index is read by another process."""
@@ -245,7 +244,7 @@ class IndexReader:
             return None
         try:
             outline = StoredOutline(path)
-        except (sqlite3.Error, msgspec.MsgspecError, TypeError):  # damaged, or written by another version
+        except (OSError, ValueError, KeyError, msgspec.MsgspecError):  # damaged, or written by another version
             path.unlink(missing_ok=True)
             return None
         with self._lock:
@@ -258,7 +257,7 @@ class IndexReader:
         with self._building:
             if (found := self._open_table(key)) is None:
                 try:
-                    build_table(metadata_files.read_index(folder.store), self._cache.table(key))
+                    write_outline(metadata_files.read_index(folder.store), self._cache.table(key))
                 except TreeckptError as error:
                     self._fail(key, error)
                     raise
@@ -362,7 +361,7 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which kills this process
 
     try:
-        build_table(_read(run, name), Path(target), lambda done, total: _send(_Progress("write", done, total)))
+        write_outline(_read(run, name), Path(target), lambda done, total: _send(_Progress("write", done, total)))
     except TreeckptError as error:
         _send(_Failure(type(error).__name__, error.path, error.expected, error.found, error.hint))
     except ModuleNotFoundError as error:  # pickles of torch hold some values that only torch has

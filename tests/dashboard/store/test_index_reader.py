@@ -71,7 +71,7 @@ def test_a_large_index_that_is_damaged_says_so(tmp_path):
     answer, _ = get_when_read(client, f"/api/v1/checkpoints/{run['checkpoints'][0]['id']}")
     found = answer.json()["checkpoint"]
     assert found["status"] == "damaged" and "changed after it was written" in found["error"]
-    assert list((tmp_path / "cache").glob("**/*.sqlite")) == []
+    assert list((tmp_path / "cache").glob("**/*.outline")) == []
 
 
 def test_a_reader_that_is_killed_makes_an_error_not_a_server_that_hangs(large, tmp_path, monkeypatch):
