@@ -191,11 +191,11 @@ def _groups(outline: Outline) -> list[Group]:
 
 def checkpoint_page(library: Library, checkpoint_id: str, node: str, query: str, start: int) -> CheckpointPage:
     """Returns the page of one checkpoint; without an index to browse it holds only the row."""
-    run, info = library.checkpoint(checkpoint_id)
-    row = checkpoint_row(checkpoint_id, run, info)
+    found = library.checkpoint(checkpoint_id)
+    row = checkpoint_row(checkpoint_id, found.run, found.info)
     if not row.readable and row.format is None:
         return CheckpointPage(row, None, None, None, [], [], None, None, None)
-    outline = library.outline(info)
+    outline = library.outline(found)
     metadata = list(outline.index.metadata.items())[:PAGE]
     return CheckpointPage(
         checkpoint=row,
@@ -206,7 +206,7 @@ def checkpoint_page(library: Library, checkpoint_id: str, node: str, query: str,
         groups=_groups(outline),
         tree=tree_page(outline, node, 0 if query else start),
         found=search_page(outline, query, start) if query.strip() else None,
-        contents=summary_of(library, info),
+        contents=summary_of(library, found.info),
     )
 
 

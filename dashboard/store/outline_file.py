@@ -105,7 +105,7 @@ class StoredOutline(Outline):
     """The outline of an index in a file; its `index` reads leaves and structure when they are used.
 
     Raises:
-        OSError, ValueError, KeyError, msgspec.MsgspecError: the file cannot be read, or `write_outline` did not write it.
+        OSError, ValueError, KeyError, msgspec.MsgspecError: it cannot be read, or `write_outline` did not write it.
     """
 
     def __init__(self, path: Path) -> None:

@@ -121,7 +121,9 @@ def test_any_tree_is_numbered_so_that_children_stand_side_by_side(shape):
         ]
         assert [one.number for one in rows] == list(range(following[0], following[0] + len(rows)))
         following[0] += len(rows)
-        return [(one, child, first + sum(leaves[:at])) for at, (one, child) in enumerate(zip(rows, children, strict=True))]
+        return [
+            (one, child, first + sum(leaves[:at])) for at, (one, child) in enumerate(zip(rows, children, strict=True))
+        ]
 
     waiting = [(outline.row(), shape, 0)]
     while waiting:

@@ -215,20 +215,31 @@ class Outline:
         low = int(columns.child[above.number]) if above is not None else 0
         part = slice(low + start, low + stop)
         first, leaves = columns.first[part], columns.leaves[part]
-        numbers = zip(
+        rows = zip(
+            self._keys.lines(part.start, part.stop),
+            [columns.forms[form] for form in columns.form[part].tolist()],
             np.diff(columns.child[part.start : part.stop + 1]).tolist(),
             first.tolist(),
             leaves.tolist(),
             (columns.sums[first + leaves] - columns.sums[first]).tolist(),
             strict=True,
         )
-        rows = zip(self._keys.lines(part.start, part.stop), columns.form[part].tolist(), numbers, strict=True)
-        if above is None:
-            return [OutlineRow(0, "", key, "", *columns.forms[form], *counts) for key, form, counts in rows]
-        name, path = above.node and f"{above.node}.", above.path and f"{above.path}/"
+        name = f"{above.node}." if above is not None and above.node else ""
+        path = f"{above.path}/" if above is not None and above.path else ""
         return [
-            OutlineRow(low + at, f"{name}{at}", key, path + key, *columns.forms[form], *counts)
-            for at, (key, form, counts) in enumerate(rows, start)
+            OutlineRow(
+                number=low + at,
+                node=f"{name}{at}" if above is not None else "",
+                key=key,
+                path=path + key,
+                kind=kind,
+                cls=cls,
+                children=children,
+                first=first_leaf,
+                leaves=count,
+                nbytes=nbytes,
+            )
+            for at, (key, (kind, cls), children, first_leaf, count, nbytes) in enumerate(rows, start)
         ]
 
     def node_at(self, path: str) -> OutlineRow | None:
@@ -321,7 +332,7 @@ def outline_columns(index: Index) -> OutlineColumns:
 
 
 def _nodes(index: Index) -> tuple[list[tuple[str, str]], np.ndarray, np.ndarray, list[str], list[int]]:
-    """Returns forms; form, number of children, and key of each node; and where each level of the tree begins and ends."""
+    """Returns forms; form, number of children, and key of each node; where the levels of the tree begin and end."""
     forms: dict[tuple[str, str], int] = {LEAF: 0}
     form, counts, keys, edges = array("i"), array("q"), [""], [0]
     texts, below = KeyTextCache(), list[tuple[Node, str]]()
