@@ -10,16 +10,16 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.format.records import Index
 from treeckpt.core.numbers.unusual import reason_of
 from treeckpt.core.text import shape_text
-from treeckpt.runs.checkpoint_info import CheckpointInfo
 from treeckpt.runs.statistics_store import LeafStatistics
 
-from ..pages.checkpoints import PAGE, CheckpointRow, next_start, shorten
+from ..pages.checkpoints import PAGE, CheckpointRow, OpenTree, next_start, shorten
 from ..store.library import Library
 from .leaf_numbers import ContentsSummary, LeafNumbers, leaf_numbers, statistics_of, summarize
-from .verify_jobs import VerifyPage
+from .verify_jobs import VerifyJob
 
 ContentsOrder = Literal["unusual", "norm", "deviation", "largest", "tree"]
 
@@ -55,41 +55,39 @@ class ContentsPage(msgspec.Struct, frozen=True):
 
 
 def contents_page(
-    library: Library, checkpoint_id: str, job: VerifyPage, sort: ContentsOrder, q: str, start: int
+    library: Library, tree: OpenTree, job: VerifyJob | None, sort: ContentsOrder, q: str, start: int
 ) -> ContentsPage:
     """Returns the statistics of a checkpoint's arrays from position `start` of an order on.
 
     Args:
-        job: the state of the checkpoint's verification.
+        job: the last verification of the checkpoint.
         q: words that a path must contain.
     """
-    _, info = library.checkpoint(checkpoint_id)
-    found, outline = _fitting(library, info), library.outline(info)
+    outline = tree.outline
+    found = _fitting(statistics_of(library, tree.checkpoint.info), outline)
     order = _order(found, sort) if found is not None else np.empty(0, np.int64)
     if found is not None and q.strip():
         order = order[np.isin(found.columns["leaf"][order], np.fromiter(outline.matches(q), np.int64))]
     numbers = order[start : start + PAGE].tolist()
-    rows = [_row(outline.index, found, row) for row in numbers] if found is not None else []
-    shown = job.job
     return ContentsPage(
-        checkpoint=job.checkpoint,
-        running=job.running,
-        share=shown.share if shown is not None else 0.0,
-        error=shown.error if shown is not None else None,
+        checkpoint=tree.row,
+        running=job is not None and job.open,
+        share=job.share if job is not None else 0.0,
+        error=job.error if job is not None else None,
         summary=summarize(found) if found is not None else None,
         sort=sort,
         q=q,
         start=start,
         next=next_start(start, len(order)),
-        rows=rows,
+        rows=[_row(outline.index, found, row) for row in numbers] if found is not None else [],
     )
 
 
-def _fitting(library: Library, info: CheckpointInfo) -> LeafStatistics | None:
+def _fitting(found: LeafStatistics | None, outline: Outline) -> LeafStatistics | None:
     """Returns the statistics of a checkpoint; None if none are known, or if a file of the cache is damaged."""
-    if (found := statistics_of(library, info)) is None or not found.head.rows:
+    if found is None or not found.head.rows:
         return found
-    leaves, order, entries = found.columns["leaf"], found.columns["order"], len(library.outline(info).index.entries)
+    leaves, order, entries = found.columns["leaf"], found.columns["order"], len(outline.index.entries)
     fits = 0 <= leaves.min() <= leaves.max() < entries and 0 <= order.min() <= order.max() < len(order)
     return found if fits else None
 

@@ -49,13 +49,13 @@ def folds_page(outline: Outline, name: str) -> FoldsPage:
     Raises:
         MismatchError: there is no such node.
     """
-    children = outline.row(name).children
+    node = outline.row(name)
     dtypes = sorted({spec.dtype for spec in outline.index.specs if spec.kind not in BLOB_KINDS})
-    if children > MAX_CHILDREN:
-        return FoldsPage(name, children, dtypes, [])
-    rows = outline.children(name, count=MAX_CHILDREN)
+    if node.children > MAX_CHILDREN:
+        return FoldsPage(name, node.children, dtypes, [])
+    rows = outline.children(node, count=MAX_CHILDREN)
     folds = find_repeated_blocks([row.key for row in rows], [_content_key(outline, row) for row in rows])
-    return FoldsPage(name, children, dtypes, [_fold_row(fold, rows) for fold in folds])
+    return FoldsPage(name, node.children, dtypes, [_fold_row(fold, rows) for fold in folds])
 
 
 def _content_key(outline: Outline, row: OutlineRow, depth: int = 0) -> Hashable:
@@ -64,7 +64,7 @@ def _content_key(outline: Outline, row: OutlineRow, depth: int = 0) -> Hashable:
         return leaf_text(outline.index, outline.index.entries[row.first])
     if row.leaves > MAX_LEAVES or depth > MAX_DEPTH:
         return row.kind, row.cls, row.children, row.leaves, row.nbytes
-    inner = outline.children(row.node, count=MAX_LEAVES)
+    inner = outline.children(row, count=MAX_LEAVES)
     return row.kind, row.cls, tuple((child.key, _content_key(outline, child, depth + 1)) for child in inner)
 
 

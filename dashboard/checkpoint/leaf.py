@@ -125,7 +125,7 @@ def leaf_page(
         checkpoint=checkpoint,
         leaf=number,
         path=shorten(leaf.path),
-        above=_ancestors(outline, leaf.path),
+        above=[node_row(index, row) for row in outline.way_to_leaf(number)[1:-1]],
         kind=KINDS.get(type(leaf.record), "array"),
         dtype=leaf.spec.dtype if leaf.spec else None,
         shape=list(leaf.spec.shape) if leaf.spec else None,
@@ -164,13 +164,6 @@ def blob_facts(store: Store, outline: Outline, number: int) -> list[Fact]:
 
 def _nbytes(spec: ArraySpec, region: Region | None) -> int:
     return (math.prod(spec.shape) if region is None else region.size) * dtype_of(spec.dtype).itemsize
-
-
-def _ancestors(outline: Outline, path: str) -> list[NodeRow]:
-    """Returns the nodes from below the root to the parent of a path."""
-    steps = path.split("/")
-    found = [outline.node_at("/".join(steps[:n])) for n in range(1, len(steps))]
-    return [node_row(outline.index, row) for row in found if row is not None]
 
 
 def _layout_text(base: Leaf, layout: MeshLayout | None) -> str | None:

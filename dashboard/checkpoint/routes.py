@@ -18,7 +18,7 @@ from treeckpt.errors import CheckpointError
 from treeckpt.io.storage.store import Store
 
 from ..pages.answers import PageRouter, Start, Words, check_same_site, file_response, library_of
-from ..pages.checkpoints import CheckpointRow, open_checkpoint, open_tree
+from ..pages.checkpoints import OpenTree, open_checkpoint, open_tree
 from ..store.library import Library
 from . import files, folds, sidecars, tree
 from .chunks import ChunksPage, chunks_page, leaf_of, stored_leaf
@@ -55,7 +55,7 @@ router = PageRouter()
 
 def _outline(request: Request, checkpoint_id: str) -> Outline:
     """Returns the tree of a checkpoint, also of one that another program wrote."""
-    return open_tree(library_of(request), checkpoint_id)[1]
+    return open_tree(library_of(request), checkpoint_id).outline
 
 
 def _jobs(request: Request) -> VerifyJobs:
@@ -114,8 +114,7 @@ def get_treemap(
 @router.get("/checkpoints/{checkpoint_id}/snippet")
 def get_snippet(request: Request, checkpoint_id: str, path: PathText = "") -> tree.SnippetPage:
     """The Python code that loads a leaf, or all leaves below a node."""
-    _, info = library_of(request).checkpoint(checkpoint_id)
-    return tree.snippet_page(info, path)
+    return tree.snippet_page(library_of(request).checkpoint(checkpoint_id).info, path)
 
 
 # one leaf -------------------------------------------------------------------------------------------------------------
@@ -125,12 +124,11 @@ def get_snippet(request: Request, checkpoint_id: str, path: PathText = "") -> tr
 def get_leaf(request: Request, checkpoint_id: str, number: int, start: Start = 0, region: RegionText = "") -> LeafPage:
     """One leaf, with a page of its chunks, or of those with elements of a region."""
     library = library_of(request)
-    row, outline = open_tree(library, checkpoint_id)
-    statistics = statistics_of(library, library.checkpoint(checkpoint_id)[1])
-    page = leaf_page(row, outline, number, start, region, statistics)
-    if (leaf := leaf_of(outline.index, number)).spec is None and leaf.stored is not None:
-        read = partial(blob_facts, number=number)
-        values = _read_one_version(library, checkpoint_id, read, open_outline=open_tree)
+    opened = open_tree(library, checkpoint_id)
+    statistics = statistics_of(library, opened.checkpoint.info)
+    page = leaf_page(opened.row, opened.outline, number, start, region, statistics)
+    if (leaf := leaf_of(opened.outline.index, number)).spec is None and leaf.stored is not None:
+        values = _read_one_version(library, opened, partial(blob_facts, number=number))
         page = msgspec.structs.replace(page, values=values)
     return page
 
@@ -165,8 +163,8 @@ def get_peek(
 ) -> PeekPage:
     """A slice of the values of an array: `rows` x `columns` of the plane of dimensions `y` and `x`, or all of it."""
     window = Window(y, x, tuple(_positions(at)), top, left, rows, columns, whole)
-    read = partial(peek_page, number=number, window=window)
-    return _read_one_version(library_of(request), checkpoint_id, read, open_outline=open_tree)
+    library, read = library_of(request), partial(peek_page, number=number, window=window)
+    return _read_one_version(library, open_tree(library, checkpoint_id), read)
 
 
 @router.get("/checkpoints/{checkpoint_id}/leaves/{number}/file", media_type="application/octet-stream")
@@ -179,8 +177,8 @@ def get_leaf_file(
     which: Which = 0,
 ) -> Response:
     """An array, or a region of it, as a file of 64 MiB at most. `X-Checksums` says whether all of it was verified."""
-    read = partial(leaf_file, number=number, form=form, region=region, which=which)
-    found = _read_one_version(library_of(request), checkpoint_id, read, open_outline=open_tree)
+    library, read = library_of(request), partial(leaf_file, number=number, form=form, region=region, which=which)
+    found = _read_one_version(library, open_tree(library, checkpoint_id), read)
     response = file_response(found.data, found.name)
     response.headers["X-Checksums"] = "match" if found.verified else "not compared"
     return response
@@ -192,16 +190,16 @@ def get_leaf_file(
 @router.get("/checkpoints/{checkpoint_id}/sidecars/{number}", "sidecar.html")
 def get_sidecar(request: Request, checkpoint_id: str, number: int) -> sidecars.SidecarPage:
     """A file that was saved with the checkpoint: its name, its checksum, and its text, if it is one."""
-    row, _ = open_checkpoint(library_of(request), checkpoint_id)
-    read = partial(sidecars.sidecar_page, row=row, number=number)
-    return _read_one_version(library_of(request), checkpoint_id, read)
+    library = library_of(request)
+    opened = open_checkpoint(library, checkpoint_id)
+    return _read_one_version(library, opened, partial(sidecars.sidecar_page, row=opened.row, number=number))
 
 
 @router.get("/checkpoints/{checkpoint_id}/sidecars/{number}/content", media_type="application/octet-stream")
 def get_sidecar_content(request: Request, checkpoint_id: str, number: int) -> Response:
     """The bytes of a file that was saved with the checkpoint; they match its checksum."""
-    read = partial(sidecars.sidecar_file, number=number)
-    sidecar, data = _read_one_version(library_of(request), checkpoint_id, read)
+    library, read = library_of(request), partial(sidecars.sidecar_file, number=number)
+    sidecar, data = _read_one_version(library, open_checkpoint(library, checkpoint_id), read)
     return file_response(data, sidecar.name)
 
 
@@ -211,28 +209,31 @@ def get_sidecar_content(request: Request, checkpoint_id: str, number: int) -> Re
 @router.get("/checkpoints/{checkpoint_id}/files", "files.html", table="rows")
 def get_files(request: Request, checkpoint_id: str, start: Start = 0) -> files.FilesPage:
     """The shards."""
-    return files.files_page(*open_checkpoint(library_of(request), checkpoint_id), start)
+    opened = open_checkpoint(library_of(request), checkpoint_id)
+    return files.files_page(opened.row, opened.outline, start)
 
 
 @router.get("/checkpoints/{checkpoint_id}/files/{number}", "file.html", table="rows")
 def get_file(request: Request, checkpoint_id: str, number: int, start: Start = 0) -> files.FilePage:
     """One shard, with a page of its extents."""
-    return files.file_page(*open_checkpoint(library_of(request), checkpoint_id), number, start)
+    opened = open_checkpoint(library_of(request), checkpoint_id)
+    return files.file_page(opened.row, opened.outline, number, start)
 
 
 @router.get("/checkpoints/{checkpoint_id}/files/{number}/strip")
 def get_strip(request: Request, checkpoint_id: str, number: int) -> files.StripPage:
     """The extents of a shard as few segments, to be drawn."""
-    return files.strip_page(open_checkpoint(library_of(request), checkpoint_id)[1], number)
+    return files.strip_page(open_checkpoint(library_of(request), checkpoint_id).outline, number)
 
 
 @router.get("/checkpoints/{checkpoint_id}/files/{number}/checksums")
 def get_checksums(request: Request, checkpoint_id: str, number: int, start: Position = 0) -> files.ChecksumsPage:
     """Compares a part of a shard with its checksums; `next` is the start of the next part."""
-    compare = partial(files.checksums_page, number=number, start=start)
-    found = _read_one_version(library_of(request), checkpoint_id, compare, problem_of=attrgetter("problem"))
+    library, compare = library_of(request), partial(files.checksums_page, number=number, start=start)
+    opened = open_checkpoint(library, checkpoint_id)
+    found = _read_one_version(library, opened, compare, problem_of=attrgetter("problem"))
     if found.problem:
-        keep_damage(library_of(request), checkpoint_id, found.name, found.problem)
+        keep_damage(library, opened.checkpoint, found.name, found.problem)
     return found
 
 
@@ -243,13 +244,12 @@ def get_verify(
     """What is known of the bytes, and the verification that runs; `action` starts or cancels it."""
     jobs = _jobs(request)
     check_same_site(request, action)
-    if action == "start":
-        jobs.start(checkpoint_id)
-    elif action == "cancel":
+    if action == "cancel":
         jobs.cancel(checkpoint_id)
+    page = jobs.page(checkpoint_id, start=action == "start")
     if action and not request.scope["path"].startswith("/api/"):  # so that a reload does not repeat it
         return RedirectResponse(then, 303)
-    return jobs.page(checkpoint_id)
+    return page
 
 
 @router.get("/checkpoints/{checkpoint_id}/contents", "contents.html", table="rows")
@@ -257,49 +257,44 @@ def get_contents(
     request: Request, checkpoint_id: str, sort: ContentsOrder = "unusual", q: Words = "", start: Start = 0
 ) -> ContentsPage:
     """The statistics of all arrays, the most unusual first; a verification computes them."""
-    library = library_of(request)
-    open_checkpoint(library, checkpoint_id)
-    return contents_page(library, checkpoint_id, _jobs(request).page(checkpoint_id), sort, q, start)
+    library, job = library_of(request), _jobs(request).shown(checkpoint_id)
+    return contents_page(library, open_checkpoint(library, checkpoint_id), job, sort, q, start)
 
 
 @router.get("/checkpoints/{checkpoint_id}/leaves/{number}/steps")
 def get_leaf_steps(request: Request, checkpoint_id: str, number: int) -> LeafSteps:
     """The statistics of the array at the same path in all checkpoints of the run, as far as they are known."""
     library = library_of(request)
-    run, _ = library.checkpoint(checkpoint_id)
-    index = _outline(request, checkpoint_id).index
-    return leaf_steps(library, run, stored_leaf(index, leaf_of(index, number)).path)
+    opened = open_tree(library, checkpoint_id)
+    index = opened.outline.index
+    return leaf_steps(library, opened.checkpoint.run, stored_leaf(index, leaf_of(index, number)).path)
 
 
 @router.get("/checkpoints/{checkpoint_id}/balance")
 def get_balance(request: Request, checkpoint_id: str) -> files.BalancePage:
     """The bytes that each rank wrote."""
-    return files.balance_page(open_checkpoint(library_of(request), checkpoint_id)[1])
+    return files.balance_page(open_checkpoint(library_of(request), checkpoint_id).outline)
 
 
 def _read_one_version(
     library: Library,
-    checkpoint_id: str,
+    opened: OpenTree,
     read: Callable[[Store, Outline], T],
     *,
-    open_outline: Callable[[Library, str], tuple[CheckpointRow, Outline]] = open_checkpoint,
     problem_of: Callable[[T], object] = lambda _: None,
 ) -> T:
     """Returns the result of `read`; reads again after a problem if a save has replaced the checkpoint meanwhile."""
     for tries_left in reversed(range(TRIES)):
-        _, outline = open_outline(library, checkpoint_id)
-        _, info = library.checkpoint(checkpoint_id)
-        with closing(library.store(info)) as store:
+        with closing(library.store(opened.checkpoint)) as store:
             try:
-                result = read(store, outline)
+                result = read(store, opened.outline)
             except (CheckpointError, OSError):
-                if not tries_left or not _is_replaced(library, checkpoint_id, outline):
+                newer = open_tree(library, opened.checkpoint.id) if tries_left else opened
+                if newer.outline.index.save_id == opened.outline.index.save_id:
                     raise
             else:
-                if not (problem_of(result) and tries_left and _is_replaced(library, checkpoint_id, outline)):
+                newer = open_tree(library, opened.checkpoint.id) if tries_left and problem_of(result) else opened
+                if newer.outline.index.save_id == opened.outline.index.save_id:
                     return result
+        opened = newer
     raise AssertionError("the last try returns or raises")
-
-
-def _is_replaced(library: Library, checkpoint_id: str, outline: Outline) -> bool:
-    return open_tree(library, checkpoint_id)[1].index.save_id != outline.index.save_id

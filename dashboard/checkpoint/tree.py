@@ -131,26 +131,25 @@ def _found_row(index: Index, leaf: Leaf) -> NodeRow:
     return NodeRow("", key, shorten(leaf.path), "leaf", "", 0, 1, nbytes, share, leaf.number, leaf_text(index, leaf))
 
 
-def ancestors(outline: Outline, name: str) -> list[OutlineRow]:
-    """Returns the nodes from the root to the parent of a node."""
-    steps = name.split(".") if name else []
-    return [outline.row(".".join(steps[:n])) for n in range(len(steps))]
-
-
 def tree_page(outline: Outline, name: str, start: int) -> TreePage:
     """Returns a page of the children of the node `name`.
 
     Raises:
         MismatchError: there is no such node.
     """
-    node = outline.row(name)
-    rows = outline.children(name, start=start, count=PAGE)
+    *above, node = outline.way(name)
+    rows = outline.children(node, start=start, count=PAGE)
     if node.kind == "leaf" and not name:  # the whole tree is one leaf
         rows = [node]
     following = next_start(start, node.children)
     index = outline.index
-    above = [node_row(index, row) for row in ancestors(outline, name)]
-    return TreePage(node_row(index, node), above, start, following, [node_row(index, row) for row in rows])
+    return TreePage(
+        node=node_row(index, node),
+        above=[node_row(index, row) for row in above],
+        start=start,
+        next=following,
+        rows=[node_row(index, row) for row in rows],
+    )
 
 
 def search_page(outline: Outline, query: str, start: int, dtype: str = "", larger: int = 0) -> SearchPage:
@@ -179,8 +178,8 @@ def _groups(outline: Outline) -> list[Group]:
     """Returns the largest children of the first node, from the root on, that has more than one."""
     node = outline.row()
     while node.children == 1:
-        node = outline.children(node.node, count=1)[0]
-    rows = outline.children(node.node, count=10_000)
+        [node] = outline.children(node, count=1)
+    rows = outline.children(node, count=10_000)
     total = outline.index.nbytes or 1
     rows = sorted((row for row in rows if row.nbytes), key=lambda row: -row.nbytes)
     groups = [Group(shorten(row.key), row.nbytes, row.leaves, row.nbytes / total) for row in rows[:6]]
@@ -192,11 +191,11 @@ def _groups(outline: Outline) -> list[Group]:
 
 def checkpoint_page(library: Library, checkpoint_id: str, node: str, query: str, start: int) -> CheckpointPage:
     """Returns the page of one checkpoint; without an index to browse it holds only the row."""
-    run, info = library.checkpoint(checkpoint_id)
-    row = checkpoint_row(checkpoint_id, run, info)
+    found = library.checkpoint(checkpoint_id)
+    row = checkpoint_row(checkpoint_id, found.run, found.info)
     if not row.readable and row.format is None:
         return CheckpointPage(row, None, None, None, [], [], None, None, None)
-    outline = library.outline(info)
+    outline = library.outline(found)
     metadata = list(outline.index.metadata.items())[:PAGE]
     return CheckpointPage(
         checkpoint=row,
@@ -207,7 +206,7 @@ def checkpoint_page(library: Library, checkpoint_id: str, node: str, query: str,
         groups=_groups(outline),
         tree=tree_page(outline, node, 0 if query else start),
         found=search_page(outline, query, start) if query.strip() else None,
-        contents=summary_of(library, info),
+        contents=summary_of(library, found.info),
     )
 
 

@@ -7,8 +7,6 @@ import msgspec
 from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.analysis.treemap import TreemapKey, treemap_of
 
-from .tree import ancestors
-
 
 class TreemapPage(msgspec.Struct, frozen=True):
     """Nested boxes, each after its parent; the first one contains all others."""
@@ -38,12 +36,13 @@ def treemap_page(outline: Outline, by: TreemapKey, node: str, count: int) -> Tre
     """
     node = node if by == "tree" else ""
     boxes = treemap_of(outline, by, node=node, count=count)
+    *above, root = outline.way(node)
     return TreemapPage(
         by=by,
         node=node,
-        path=outline.row(node).path,
+        path=root.path,
         total=boxes[0].nbytes,
-        above=[[row.node, row.key] for row in ancestors(outline, node)],
+        above=[[row.node, row.key] for row in above],
         parents=[box.parent for box in boxes],
         names=[box.name for box in boxes],
         nbytes=[box.nbytes for box in boxes],

@@ -9,20 +9,14 @@ from __future__ import annotations
 import msgspec
 
 from treeckpt.core.text import visible
-from treeckpt.io.storage.run_store import Folder, LocalFolder
-from treeckpt.runs.checkpoint_info import CheckpointInfo
 from treeckpt.runs.verification import DamagedPart, Verification, fingerprint_of, found_part, this_user
 
 from ..pages.checkpoints import CheckpointRow, checkpoint_row
-from ..store import jobs
 from ..store.cache import Cache
-from ..store.jobs import BytesRead, JobQueue, JobState, ProcessJob, Unreadable
-from ..store.library import Library, NotFound, Run
+from ..store.jobs import JobQueue, JobState, ProcessJob, place_of
+from ..store.library import Library, NotFound, OpenCheckpoint
 from .leaf_numbers import ContentsSummary, summary_of
-from .verify_process import Found, Message
-
-PROGRAM = jobs.PROGRAM.format("checkpoint.verify_process")
-_MESSAGE = msgspec.json.Decoder(Message)
+from .verify_process import Found, Message, Result
 
 
 class VerifyJob(msgspec.Struct, frozen=True):
@@ -48,6 +42,11 @@ class VerifyJob(msgspec.Struct, frozen=True):
     error: str | None
     """Why it failed."""
 
+    @property
+    def open(self) -> bool:
+        """Whether it waits or runs."""
+        return self.state in ("waiting", "running")
+
 
 class VerifyPage(msgspec.Struct, frozen=True):
     """A checkpoint, what the last verification of it found (`checkpoint.verification`), and the present one."""
@@ -62,36 +61,34 @@ class VerifyPage(msgspec.Struct, frozen=True):
 
 
 class _Job(ProcessJob):
-    def __init__(self, cache: Cache, run: Run, info: CheckpointInfo, folder: Folder) -> None:
-        place = ["", folder.url] if isinstance(folder, LocalFolder) else [run.url, info.name]
-        super().__init__(PROGRAM, [*place, str(cache.shared)], info.nbytes or 0)
-        self.folder, self._cache, self.save_id = folder, cache, info.save_id or ""
-        self.fingerprint = fingerprint_of(folder.entries(), self.save_id)
+    messages = msgspec.json.Decoder(Message)
+    task = "verified it"
+
+    def __init__(self, cache: Cache, checkpoint: OpenCheckpoint) -> None:
+        info, self.folder = checkpoint.info, checkpoint.folder
+        if (place := place_of(checkpoint.run.url, self.folder)) is None:
+            raise NotFound("This store is in the memory of this process: no other one can read it.")
+        super().__init__("checkpoint.verify_process", [*place, str(cache.shared)], info.nbytes or 0)
+        self._cache, self.save_id = cache, info.save_id or ""
+        self.fingerprint = fingerprint_of(self.folder.entries(), self.save_id)
         self.problems: list[DamagedPart] = []
         self.total = 0
+        self._result: Verification | None = None
 
     def finish(self) -> None:
-        found: list[Verification] = []
-        status = self.run(lambda line: found.extend(self._take(_MESSAGE.decode(line))))
-        if status is None:
+        super().finish()
+        if not self.started:
             return
-        if not found and not self.cancelled and not self.error:
-            self.error = f"the process that verified it ended with status {status}"
-        failed = self._cache.verifications.record(self.folder, found[0] if found else self._partial(), beside=False)
+        failed = self._cache.verifications.record(self.folder, self._result or self._partial(), beside=False)
         self.error = "; ".join(failed) or self.error
 
-    def _take(self, message: Message) -> list[Verification]:
-        """Takes a message; returns what is to be kept, if the message has it."""
-        if isinstance(message, BytesRead):
-            self.at = message
-        elif isinstance(message, Found):
+    def take(self, message: Message) -> None:
+        super().take(message)
+        if isinstance(message, Found):
             self.problems, self.total = self.problems + message.problems, self.total + message.total
-        elif isinstance(message, Unreadable):
-            self.error = message.text
-        else:
-            self.problems, self.total = message.verification.problems, message.verification.total
-            return [message.verification]
-        return []
+        elif isinstance(message, Result):
+            self._result = message.verification
+            self.problems, self.total = self._result.problems, self._result.total
 
     def _partial(self) -> Verification:
         found = found_part(self.save_id, self.fingerprint, self.problems, by=this_user("dashboard"))
@@ -99,7 +96,7 @@ class _Job(ProcessJob):
         return msgspec.structs.replace(found, total=self.total, files=self.at.shards, seconds=seconds)
 
     def shown(self) -> VerifyJob:
-        rate = self.at.nbytes / self.seconds if self.seconds > 0.5 and self.at.nbytes else None
+        rate = self.at.done / self.seconds if self.seconds > 0.5 and self.at.done else None
         return VerifyJob(
             state=self.state,
             done=self.done,
@@ -115,13 +112,12 @@ class _Job(ProcessJob):
         )
 
 
-def keep_damage(library: Library, checkpoint_id: str, file: str, text: str) -> None:
+def keep_damage(library: Library, checkpoint: OpenCheckpoint, file: str, text: str) -> None:
     """Keeps that a shard is damaged, which was found while something else was done with it."""
-    run, info = library.checkpoint(checkpoint_id)
-    folder = run.store.folder(info.name)
-    fingerprint = fingerprint_of(folder.entries(), info.save_id or "")
-    found = found_part(info.save_id or "", fingerprint, [DamagedPart(file, text)], by=this_user("dashboard"))
-    library.cache.verifications.record(folder, found, beside=False)
+    save_id = checkpoint.info.save_id or ""
+    fingerprint = fingerprint_of(checkpoint.folder.entries(), save_id)
+    found = found_part(save_id, fingerprint, [DamagedPart(file, text)], by=this_user("dashboard"))
+    library.cache.verifications.record(checkpoint.folder, found, beside=False)
 
 
 class VerifyJobs(JobQueue[_Job]):
@@ -131,30 +127,31 @@ class VerifyJobs(JobQueue[_Job]):
         super().__init__()
         self._library = library
 
-    def start(self, checkpoint_id: str) -> None:
-        """Starts a job for a checkpoint, unless one waits or runs.
+    def shown(self, checkpoint_id: str) -> VerifyJob | None:
+        """Returns the last job of a checkpoint; a page asks before it opens that, to show the end with the result."""
+        job = self.get(checkpoint_id)
+        return job.shown() if job is not None else None
 
-        Raises:
-            NotFound: there is no such checkpoint, or none with an index that another process can open.
-        """
-        run, info = self._library.checkpoint(checkpoint_id)
-        folder = run.store.folder(info.name)
-        if info.save_id is None or info.leaves is None:
-            raise NotFound(f"There is nothing to verify: {info.error or 'it has no index'}")
-        if not isinstance(folder, LocalFolder) and ("://" not in run.url or run.url.startswith("memory://")):
-            raise NotFound("This store is in the memory of this process: no other one can read it.")
-        self.add(checkpoint_id, lambda: _Job(self._library.cache, run, info, folder))
-
-    def page(self, checkpoint_id: str) -> VerifyPage:
+    def page(self, checkpoint_id: str, *, start: bool = False) -> VerifyPage:
         """Returns what is known of a checkpoint's bytes.
 
+        Args:
+            start: starts a job for the checkpoint, unless one waits or runs.
+
         Raises:
-            NotFound: there is no such checkpoint.
+            NotFound: there is no such checkpoint; nor, with `start`, one with an index that another process can open.
         """
-        job = self.get(checkpoint_id)
-        shown = job.shown() if job is not None else None
-        run, info = self._library.checkpoint(checkpoint_id)
-        shards = len(self._library.outline(info).index.file_list) if info.leaves is not None else None
-        running = shown is not None and shown.state in ("waiting", "running")
-        row = checkpoint_row(checkpoint_id, run, info)
-        return VerifyPage(row, shards, running, shown, summary_of(self._library, info))
+        shown = self.shown(checkpoint_id)
+        found = self._library.checkpoint(checkpoint_id)
+        info = found.info
+        if start and (shown is None or not shown.open):
+            if info.save_id is None or info.leaves is None:
+                raise NotFound(f"There is nothing to verify: {info.error or 'it has no index'}")
+            shown = self.add(checkpoint_id, lambda: _Job(self._library.cache, found)).shown()
+        return VerifyPage(
+            checkpoint=checkpoint_row(checkpoint_id, found.run, info),
+            shards=len(self._library.outline(found).index.file_list) if info.leaves is not None else None,
+            running=shown is not None and shown.open,
+            job=shown,
+            contents=summary_of(self._library, info),
+        )

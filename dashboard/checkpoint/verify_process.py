@@ -5,22 +5,18 @@ It prints how many bytes it has read, what it found in each shard, and its resul
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from treeckpt.errors import TreeckptError
 from treeckpt.io.storage.counting_store import CountingStore
 from treeckpt.io.storage.far_store import for_reading
-from treeckpt.io.storage.open import open_run
-from treeckpt.io.storage.run_store import LocalFolder
 from treeckpt.reports import Problem
 from treeckpt.runs.statistics_store import StatisticsStore
 from treeckpt.runs.verification import DamagedPart, Verification, shown_parts, this_user, verify_folder
 
-from ..store.jobs import BytesRead, ReadPrinter, Unreadable, send
+from ..store.jobs import Failed, Progress, ReadPrinter, folder_at, send
 
 
 class Found(msgspec.Struct, tag="found"):
@@ -36,7 +32,7 @@ class Result(msgspec.Struct, tag="result"):
     verification: Verification
 
 
-Message = BytesRead | Found | Result | Unreadable
+Message = Progress | Found | Result | Failed
 
 
 class _Printer(ReadPrinter):
@@ -47,7 +43,7 @@ class _Printer(ReadPrinter):
         self.print()
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> None:
     """Verifies a checkpoint.
 
     Args:
@@ -55,20 +51,14 @@ def main(arguments: Sequence[str]) -> int:
             directory, in which the statistics of all arrays are kept.
     """
     run, name, cache = arguments
-    if hasattr(signal, "SIGINT"):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which kills this process
     printer = _Printer()
-    try:
-        folder = open_run(run).folder(name) if run else LocalFolder(name)
-        store = CountingStore(for_reading(folder.store), printer.add)
-        by, statistics = this_user("dashboard"), StatisticsStore(Path(cache))
-        report, verification = verify_folder(folder, store, by, on_shard=printer.add_shard, statistics=statistics)
-        send(Result(verification))
-        if report.unread:
-            first, more = report.unread[0], ". ".join(report.notes)
-            send(Unreadable(f"{report.state}, first {first.file}: {first.text}. {more}"))
-        if verification.ok and statistics.find(folder.url, verification.save_id) is None:
-            send(Unreadable("the statistics of its arrays could not be written to the cache"))
-    except (TreeckptError, OSError) as error:
-        send(Unreadable(f"{error}"))
-    return 0
+    folder = folder_at(run, name)
+    store = CountingStore(for_reading(folder.store), printer.add)
+    by, statistics = this_user("dashboard"), StatisticsStore(Path(cache))
+    report, verification = verify_folder(folder, store, by, on_shard=printer.add_shard, statistics=statistics)
+    send(Result(verification))
+    if report.unread:
+        first, more = report.unread[0], ". ".join(report.notes)
+        send(Failed(f"{report.state}, first {first.file}: {first.text}. {more}"))
+    if verification.ok and statistics.find(folder.url, verification.save_id) is None:
+        send(Failed("the statistics of its arrays could not be written to the cache"))

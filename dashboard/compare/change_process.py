@@ -5,26 +5,23 @@ It prints how many bytes it has read, and why it failed.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from treeckpt.core.analysis.diff import comparable, diff
 from treeckpt.core.tree.spec import BLOB_KINDS
-from treeckpt.errors import TreeckptError
 from treeckpt.io.storage.counting_store import CountingStore
 from treeckpt.io.storage.far_store import for_reading
-from treeckpt.io.storage.open import open_run
-from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder
+from treeckpt.io.storage.run_store import DirectoryEntry, Folder
 from treeckpt.loading.compare import measured_pairs
 from treeckpt.loading.one_checkpoint import opened
 from treeckpt.runs.change_store import ChangeStore, ComparedSave
 from treeckpt.runs.verification import fingerprint_of
 
-from ..store.jobs import ReadPrinter, Unreadable, send
+from ..store.jobs import Failed, ReadPrinter, folder_at, send
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> None:
     """Measures two checkpoints.
 
     Args:
@@ -32,29 +29,19 @@ def main(arguments: Sequence[str]) -> int:
             first checkpoint and of the second one; the cache directory.
     """
     run_a, name_a, run_b, name_b, cache = arguments
-    if hasattr(signal, "SIGINT"):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which kills this process
     printer = ReadPrinter()
-    try:
-        folders = [_folder(run_a, name_a), _folder(run_b, name_b)]
-        before = [folder.listed().entries() for folder in folders]
-        first, second = (CountingStore(for_reading(folder.store), printer.add) for folder in folders)
-        with opened(first) as a, opened(second) as b:
-            a.check_against_files()
-            b.check_against_files()
-            saves = (_save(folders[0], before[0], a.index.save_id), _save(folders[1], before[1], b.index.save_id))
-            both = comparable(a.index, b.index, diff(a.index, b.index))
-            pairs = [(x, y) for x, y in both if x.spec is not None and x.spec.kind not in BLOB_KINDS]
-            if not ChangeStore(Path(cache)).record(*saves, measured_pairs(a, b, pairs)):
-                send(Unreadable("the result could not be written to the cache"))
-    except (TreeckptError, OSError) as error:
-        send(Unreadable(f"{error}"))
-    return 0
+    folders = [folder_at(run_a, name_a), folder_at(run_b, name_b)]
+    before = [folder.listed().entries() for folder in folders]
+    first, second = (CountingStore(for_reading(folder.store), printer.add) for folder in folders)
+    with opened(first) as a, opened(second) as b:
+        a.check_against_files()
+        b.check_against_files()
+        saves = (_save(folders[0], before[0], a.index.save_id), _save(folders[1], before[1], b.index.save_id))
+        both = comparable(a.index, b.index, diff(a.index, b.index))
+        pairs = [(x, y) for x, y in both if x.spec is not None and x.spec.kind not in BLOB_KINDS]
+        if not ChangeStore(Path(cache)).record(*saves, measured_pairs(a, b, pairs)):
+            send(Failed("the result could not be written to the cache"))
 
 
 def _save(folder: Folder, entries: Mapping[str, DirectoryEntry], save_id: str) -> ComparedSave:
     return ComparedSave(folder.url, save_id, fingerprint_of(entries, save_id))
-
-
-def _folder(run: str, name: str) -> Folder:
-    return open_run(run).folder(name) if run else LocalFolder(name)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -17,22 +16,17 @@ import numpy as np
 from treeckpt.core.analysis.outline import Outline, words_in
 from treeckpt.core.numbers.layer_changes import LayerChange, layer_changes, relative_changes
 from treeckpt.core.text import json_number, visible
-from treeckpt.io.storage.run_store import LocalFolder
 from treeckpt.runs.change_store import ComparedSave
-from treeckpt.runs.checkpoint_info import CheckpointInfo
 from treeckpt.runs.verification import fingerprint_of
 
 from ..pages.checkpoints import PAGE, CheckpointRow, next_start, shorten
-from ..store import jobs
-from ..store.jobs import BytesRead, JobQueue, ProcessJob, Unreadable
-from ..store.library import Library, NotFound, Run
-from .diff import find_both
+from ..store.jobs import JobQueue, ProcessJob, place_of
+from ..store.library import Library, NotFound, OpenCheckpoint
+from .diff import OpenPair
 
 ChangesBy = Literal["array", "layer"]
-PROGRAM = jobs.PROGRAM.format("compare.change_process")
 KEPT = 4
 """Comparisons whose order stays in memory."""
-_MESSAGE = msgspec.json.Decoder(BytesRead | Unreadable)
 
 
 class ChangeRow(msgspec.Struct, frozen=True):
@@ -85,20 +79,7 @@ class ChangesPage(msgspec.Struct, frozen=True):
 
 
 class _ChangeJob(ProcessJob):
-    def __init__(self, places: Sequence[str], cache: str, nbytes: int) -> None:
-        super().__init__(PROGRAM, [*places, cache], nbytes)
-
-    def finish(self) -> None:
-        status = self.run(self._take)
-        if status and not self.cancelled and not self.error:
-            self.error = f"the process that measured it ended with status {status}"
-
-    def _take(self, line: bytes) -> None:
-        message = _MESSAGE.decode(line)
-        if isinstance(message, BytesRead):
-            self.at = message
-        else:
-            self.error = message.text
+    task = "measured it"
 
 
 class _Ranked:
@@ -160,33 +141,33 @@ class ChangeJobs(JobQueue[_ChangeJob]):
         self._library = library
         self._ranked: OrderedDict[tuple[ComparedSave, ComparedSave], _Ranked] = OrderedDict()
 
-    def start(self, a: str, b: str) -> None:
+    def start(self, pair: OpenPair) -> None:
         """Starts to measure two checkpoints, unless a job does, or what it finds is known.
 
         Raises:
-            NotFound: there is no such checkpoint, or none with an index that another process can open.
+            NotFound: another process cannot open one of them.
         """
-        _, infos = find_both(self._library, a, b)
-        if self.ranked(a, b, infos) is not None:
+        if self.ranked(pair) is not None:
             return
         places: list[str] = []
-        for checkpoint_id, info in zip((a, b), infos, strict=True):
-            run = self._library.checkpoint(checkpoint_id)[0]
-            places += _place(run, info)
-        nbytes = sum(info.nbytes or 0 for info in infos)
-        self.add(f"{a} {b}", lambda: _ChangeJob(places, str(self._library.cache.shared), nbytes))
+        for one in (pair.a, pair.b):
+            if (place := place_of(one.run.url, one.folder)) is None:
+                raise NotFound("This store is in the memory of this process: no other one can read it.")
+            places += place
+        arguments = [*places, str(self._library.cache.shared)]
+        nbytes = sum(one.info.nbytes or 0 for one in (pair.a, pair.b))
+        self.add(f"{pair.a.id} {pair.b.id}", lambda: _ChangeJob("compare.change_process", arguments, nbytes))
 
-    def ranked(self, a: str, b: str, infos: Sequence[CheckpointInfo]) -> _Ranked | None:
+    def ranked(self, pair: OpenPair) -> _Ranked | None:
         """Returns what is known of two checkpoints as they are now; None if that is nothing."""
-        key = tuple(self._save(*pair) for pair in zip((a, b), infos, strict=True))
-        key = (key[0], key[1])
+        key = _save(pair.a), _save(pair.b)
         if key in self._ranked:
             self._ranked.move_to_end(key)
             return self._ranked[key]
         columns = self._library.cache.changes.find(*key)
         if columns is None:
             return None
-        first, second = (self._library.outline(info) for info in infos)
+        first, second = self._library.outline(pair.a), self._library.outline(pair.b)
         for name, outline in (("leaf_a", first), ("leaf_b", second)):
             numbers = columns[name]
             if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(outline.index.entries):
@@ -196,34 +177,19 @@ class ChangeJobs(JobQueue[_ChangeJob]):
             self._ranked.popitem(last=False)
         return ranked
 
-    def _save(self, checkpoint_id: str, info: CheckpointInfo) -> ComparedSave:
-        run = self._library.checkpoint(checkpoint_id)[0]
-        folder, save_id = run.store.folder(info.name), info.save_id or ""
-        return ComparedSave(folder.url, save_id, fingerprint_of(folder.entries(), save_id))
+
+def _save(checkpoint: OpenCheckpoint) -> ComparedSave:
+    folder, save_id = checkpoint.folder, checkpoint.info.save_id or ""
+    return ComparedSave(folder.url, save_id, fingerprint_of(folder.entries(), save_id))
 
 
-def _place(run: Run, info: CheckpointInfo) -> list[str]:
-    folder = run.store.folder(info.name)
-    if isinstance(folder, LocalFolder):
-        return ["", folder.url]
-    if "://" not in run.url or run.url.startswith("memory://"):
-        raise NotFound("This store is in the memory of this process: no other one can read it.")
-    return [run.url, info.name]
-
-
-def changes_page(
-    library: Library, changes: ChangeJobs, a: str, b: str, *, by: ChangesBy, q: str, start: int
-) -> ChangesPage:
+def changes_page(changes: ChangeJobs, pair: OpenPair, *, by: ChangesBy, q: str, start: int) -> ChangesPage:
     """Returns what changed most between two checkpoints, from position `start` on.
 
     Args:
         q: words that a path must contain.
-
-    Raises:
-        NotFound: there is no such checkpoint, or it has no index.
     """
-    sides, infos = find_both(library, a, b)
-    job, ranked = changes.get(f"{a} {b}"), changes.ranked(a, b, infos)
+    job, ranked = changes.get(f"{pair.a.id} {pair.b.id}"), changes.ranked(pair)
     rows: list[ChangeRow] = []
     total = 0
     if ranked is not None and by == "array":
@@ -236,8 +202,8 @@ def changes_page(
         total = len(layers)
         rows = [_layer_row(one) for one in layers[start : start + PAGE]]
     return ChangesPage(
-        a=sides[0],
-        b=sides[1],
+        a=pair.row_a,
+        b=pair.row_b,
         known=ranked is not None,
         running=job is not None and job.open,
         share=job.share if job is not None else 0.0,

@@ -12,7 +12,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -26,10 +26,9 @@ from treeckpt.io.storage.checkpoint import Checkpoint
 from treeckpt.io.storage.open import open_store
 from treeckpt.loading.compare import delta_of, verdict_of
 from treeckpt.loading.read_batch import read_arrays
-from treeckpt.runs.checkpoint_info import CheckpointInfo
 
 from ..pages.checkpoints import PAGE, CheckpointRow, checkpoint_row, shorten
-from ..store.library import Library, NotFound
+from ..store.library import Library, NotFound, OpenCheckpoint
 
 MAX_READ = 64 << 20
 """Bytes of both checkpoints that one request reads to compare elements."""
@@ -187,19 +186,19 @@ class Comparisons:
         self._kept: OrderedDict[tuple[str, str], tuple[Index, Index, Comparison]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def compare(self, a: CheckpointInfo, b: CheckpointInfo) -> Comparison:
+    def compare(self, a: OpenCheckpoint, b: OpenCheckpoint) -> Comparison:
         """Returns the comparison of two checkpoints that have an index.
 
         Raises:
             CheckpointError: an index cannot be read.
         """
-        key, one, two = (a.path, b.path), self._library.outline(a).index, self._library.outline(b).index
+        key, one, two = (a.info.path, b.info.path), self._library.outline(a).index, self._library.outline(b).index
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None and kept[0] is one and kept[1] is two:
                 self._kept.move_to_end(key)
                 return kept[2]
-        comparison = Comparison(Checkpoint(open_store(a.path), one), Checkpoint(open_store(b.path), two))
+        comparison = Comparison(Checkpoint(open_store(key[0]), one), Checkpoint(open_store(key[1]), two))
         with self._lock:
             self._kept[key] = (one, two, comparison)
             while len(self._kept) > self._entries:
@@ -207,43 +206,47 @@ class Comparisons:
         return comparison
 
 
-def previous_of(library: Library, checkpoint_id: str) -> str | None:
+def previous_of(library: Library, checkpoint: OpenCheckpoint) -> str | None:
     """Returns the complete checkpoint of a run with the next smaller step; without a step, the newest other one."""
-    run, info = library.checkpoint(checkpoint_id)
-    found = [(i, c) for i, c in library.checkpoints(run) if c.status == "complete" and i != checkpoint_id]
+    info = checkpoint.info
+    listed = library.checkpoints(checkpoint.run)
+    found = [(i, c) for i, c in listed if c.status == "complete" and i != checkpoint.id]
     if info.step is None:
         return found[0][0] if found else None
     older = [(c.step, i) for i, c in found if c.step is not None and c.step < info.step]
     return max(older)[1] if older else None
 
 
-def find_both(library: Library, a: str, b: str) -> tuple[list[CheckpointRow], list[CheckpointInfo]]:
-    """Returns the rows of both checkpoints, and what the scan found of them.
+class OpenPair(NamedTuple):
+    """Two checkpoints that a request has opened, and their rows."""
+
+    a: OpenCheckpoint
+    b: OpenCheckpoint
+    row_a: CheckpointRow
+    row_b: CheckpointRow
+
+
+def open_pair(a: OpenCheckpoint, b: OpenCheckpoint) -> OpenPair:
+    """Returns both checkpoints with their rows.
 
     Raises:
-        NotFound: there is no such checkpoint, or it has no index.
+        NotFound: one has no index.
     """
-    rows: list[CheckpointRow] = []
-    infos: list[CheckpointInfo] = []
-    for checkpoint_id in (a, b):
-        run, info = library.checkpoint(checkpoint_id)
-        rows.append(checkpoint_row(checkpoint_id, run, info))
-        infos.append(info)
-        if not rows[-1].readable:
-            raise NotFound(f"{rows[-1].name} is {rows[-1].status}: {rows[-1].error}")
-    return rows, infos
+    row_a, row_b = (checkpoint_row(one.id, one.run, one.info) for one in (a, b))
+    for row in (row_a, row_b):
+        if not row.readable:
+            raise NotFound(f"{row.name} is {row.status}: {row.error}")
+    return OpenPair(a, b, row_a, row_b)
 
 
 def diff_page(
-    library: Library,
     comparisons: Comparisons,
-    a: str,
-    b: str,
+    pair: OpenPair,
     *,
     show: Show,
     q: str,
     start: int,
-    pair: int | None,
+    number: int | None,
     read: bool,
 ) -> DiffPage:
     """Returns the differences of two checkpoints from position `start` on: first of the indexes, then of contents.
@@ -251,26 +254,22 @@ def diff_page(
     Args:
         show: which rows.
         q: words that a path must contain.
-        pair: the pair of arrays to compare element by element.
+        number: of the pair of arrays to compare element by element.
         read: reads contents that are not equal by their checksums, up to MAX_READ bytes a page.
-
-    Raises:
-        NotFound: there is no such checkpoint, or it has no index.
     """
-    rows, infos = find_both(library, a, b)
-    comparison = comparisons.compare(*infos)
+    comparison = comparisons.compare(pair.a, pair.b)
     also = comparison.found.also
     delta, problem = None, None
     with comparison.reading():
         found, following = _page(comparison, show, q, start, MAX_READ if read else 0)
-        if pair is not None:
+        if number is not None:
             try:
-                delta = _delta_row(comparison, pair)
+                delta = _delta_row(comparison, number)
             except (TreeckptError, OSError) as error:
                 problem = visible(str(error))
     return DiffPage(
-        a=rows[0],
-        b=rows[1],
+        a=pair.row_a,
+        b=pair.row_b,
         show=show,
         q=q,
         start=start,

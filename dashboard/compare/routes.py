@@ -13,7 +13,7 @@ from ..pages.checkpoints import checkpoint_row, open_checkpoint
 from ..pages.render import render
 from ..store.library import Library, NotFound
 from .changes import ChangeJobs, ChangesBy, ChangesPage, changes_page
-from .diff import DeltaRow, DiffPage, Show, diff_page, previous_of
+from .diff import DeltaRow, DiffPage, OpenPair, Show, diff_page, open_pair, previous_of
 from .reshard import ReshardPage, reshard_page
 
 Id = Annotated[str, Query(max_length=100, description="id of a checkpoint")]
@@ -45,8 +45,13 @@ def get_diff(
     read: Read = False,
 ) -> DiffPage:
     """The differences of two checkpoints."""
-    comparisons = request.app.state.comparisons
-    return diff_page(library_of(request), comparisons, a, b, show=show, q=q, start=start, pair=pair, read=read)
+    both = _pair(request, a, b)
+    return diff_page(request.app.state.comparisons, both, show=show, q=q, start=start, number=pair, read=read)
+
+
+def _pair(request: Request, a: str, b: str) -> OpenPair:
+    library = library_of(request)
+    return open_pair(library.checkpoint(a), library.checkpoint(b))
 
 
 @router.get("/diff/values")
@@ -58,22 +63,19 @@ def get_delta(request: Request, a: Id, b: Id, pair: Pair = 0) -> DeltaRow:
     return page.delta
 
 
-def _start_or_cancel(request: Request, a: str, b: str, action: str) -> None:
-    changes: ChangeJobs = request.app.state.changes
-    check_same_site(request, action)
-    if action == "start":
-        changes.start(a, b)
-    elif action == "cancel":
-        changes.cancel(f"{a} {b}")
-
-
 @router.get("/diff/changes", table="rows")
 def get_changes(
     request: Request, a: Id, b: Id, by: By = "array", q: Words = "", start: Start = 0, action: Action = ""
 ) -> ChangesPage:
     """What changed most between two checkpoints; `action` starts or cancels reading them."""
-    _start_or_cancel(request, a, b, action)
-    return changes_page(library_of(request), request.app.state.changes, a, b, by=by, q=q, start=start)
+    changes: ChangeJobs = request.app.state.changes
+    check_same_site(request, action)
+    both = _pair(request, a, b)
+    if action == "start":
+        changes.start(both)
+    elif action == "cancel":
+        changes.cancel(f"{a} {b}")
+    return changes_page(changes, both, by=by, q=q, start=start)
 
 
 @router.pages.get("/diff/changes")
@@ -84,11 +86,11 @@ def show_changes(
     a, b = _newest_two(library_of(request), a, b)
     if not (a and b):
         return RedirectResponse("../diff", 303)
+    found = get_changes(request, a, b, by, q, start, action)
     if action:  # so that a reload does not repeat it
-        _start_or_cancel(request, a, b, action)
         return RedirectResponse(f"changes?{urlencode({'a': a, 'b': b})}", 303)
     request.state.links, request.state.chosen = router.links["/diff/changes"], {"a": a, "b": b}
-    return render(request, "changes.html", get_changes(request, a, b, by, q, start))
+    return render(request, "changes.html", found)
 
 
 @router.pages.get("/diff")
@@ -104,7 +106,7 @@ def show_diff(
 ) -> HTMLResponse:
     """The comparison of two checkpoints, by default of the newest one and the one before it."""
     library = library_of(request)
-    a = a or (previous_of(library, b) or "" if b else "")
+    a = a or _previous(library, b)
     found = get_diff(request, a, b, show, q, start, pair, read) if a and b else None
     if found is not None:
         request.state.links, request.state.chosen = router.links["/diff"], {"a": a, "b": b}
@@ -117,7 +119,14 @@ def _newest_two(library: Library, a: str, b: str) -> tuple[str, str]:
     """Returns both ids; for what is missing, the newest checkpoint and the one before the second one."""
     newest = (i for run in library.runs for i, info in library.checkpoints(run) if info.status == "complete")
     b = b or next(newest, "")
-    return a or (previous_of(library, b) or "" if b else ""), b
+    return a or _previous(library, b), b
+
+
+def _previous(library: Library, b: str) -> str:
+    """Returns the id of the checkpoint before one; empty if there is none."""
+    listed = (library.listed(i, run, c) for run in library.runs for i, c in library.checkpoints(run) if i == b)
+    found = next(listed, None) or (library.checkpoint(b) if b else None)
+    return (previous_of(library, found) or "") if found is not None else ""
 
 
 def _choices(library: Library, chosen: set[str]) -> list[dict[str, Any]]:
@@ -135,4 +144,5 @@ def get_reshard(
     request: Request, checkpoint_id: str, mesh: MeshText = "", names: Names = "", place: Place = "", start: Start = 0
 ) -> ReshardPage:
     """What each rank of another mesh would read from which file."""
-    return reshard_page(*open_checkpoint(library_of(request), checkpoint_id), mesh, names, place, start)
+    opened = open_checkpoint(library_of(request), checkpoint_id)
+    return reshard_page(opened.row, opened.outline, mesh, names, place, start)

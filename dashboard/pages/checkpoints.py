@@ -21,7 +21,7 @@ from treeckpt.runs.verification import DamagedPart, Verification, VerificationRe
 
 from ..store.foreign_trees import ForeignInfo
 from ..store.index_reader import ReadProgress
-from ..store.library import Library, NotFound, Run, UnreadInfo
+from ..store.library import Library, NotFound, OpenCheckpoint, Run, UnreadInfo
 
 PAGE = 100
 """Rows of one page."""
@@ -203,28 +203,35 @@ def iso_time(ns: int | None) -> str | None:
         return None
 
 
-def open_checkpoint(library: Library, checkpoint_id: str) -> tuple[CheckpointRow, Outline]:
-    """Returns the row and the tree of a checkpoint.
+class OpenTree(msgspec.Struct, frozen=True, eq=False):
+    """A checkpoint that a request has opened."""
+
+    checkpoint: OpenCheckpoint
+    row: CheckpointRow
+    outline: Outline
+
+
+def open_tree(library: Library, checkpoint_id: str) -> OpenTree:
+    """Opens a checkpoint, also one that another program wrote.
 
     Raises:
-        NotFound: there is no such checkpoint, it has no index to browse, or another program wrote it.
+        NotFound: there is no such checkpoint, or it has no index to browse.
         StillReading: its index is being read for the first time.
     """
-    row, outline = open_tree(library, checkpoint_id)
-    if row.format is not None:
-        raise NotFound(
-            f"This is {row.format}: only its tree and values are shown. treeckpt convert makes a checkpoint of it."
-        )
-    return row, outline
-
-
-def open_tree(library: Library, checkpoint_id: str) -> tuple[CheckpointRow, Outline]:
-    """Same as `open_checkpoint`, but also of a checkpoint that another program wrote."""
-    run, info = library.checkpoint(checkpoint_id)
-    row = checkpoint_row(checkpoint_id, run, info)
+    found = library.checkpoint(checkpoint_id)
+    row = checkpoint_row(checkpoint_id, found.run, found.info)
     if not row.readable and row.format is None:
         raise NotFound(f"This checkpoint is {row.status}: {row.error}")
-    return row, library.outline(info)
+    return OpenTree(found, row, library.outline(found))
+
+
+def open_checkpoint(library: Library, checkpoint_id: str) -> OpenTree:
+    """Same as `open_tree`, but raises NotFound if another program wrote the checkpoint."""
+    found = open_tree(library, checkpoint_id)
+    if found.row.format is not None:
+        hint = "only its tree and values are shown. treeckpt convert makes a checkpoint of it."
+        raise NotFound(f"This is {found.row.format}: {hint}")
+    return found
 
 
 def loading_page(library: Library, url: str, progress: ReadProgress) -> LoadingPage:

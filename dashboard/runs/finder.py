@@ -137,7 +137,9 @@ def _found_leaves(
             return found, False
         rest = [word for word in words if not _is_of_run(word, run)] or words
         try:
-            leaves, _ = library.outline(info).search(" ".join(rest), count=MAX_LEAVES + 1)
+            leaves, _ = library.outline(library.listed(checkpoint_id, run, info)).search(
+                " ".join(rest), count=MAX_LEAVES + 1
+            )
         except _UNREADABLE:
             complete = False
             continue

@@ -1,6 +1,6 @@
 """The dashboard's cache: files in the user's cache directory, never inside a run.
 
-There are two kinds: one table for each index (`index_table`), whose name is a hash of the index file's URL, size and
+There are two kinds: one table for each index (`outline_file`), whose name is a hash of the index file's URL, size and
 modification time, and one database of what lists of checkpoints and trends show: summaries and reduced timings.
 Everything may be deleted at any time, and is then computed again; so is a damaged file.
 """
@@ -28,7 +28,7 @@ from treeckpt.runs.stat_cache import LruStatCache
 from treeckpt.runs.statistics_store import StatisticsStore
 from treeckpt.runs.verification import VerificationStore, cache_directory
 
-from .index_table import SCHEMA
+from .outline_file import VERSION
 from .reduced_timings import ReducedTimings
 
 LIMIT = 8 << 30
@@ -59,7 +59,7 @@ class Cache:
     def __init__(self, directory: str | os.PathLike[str] | None = None, *, limit: int = LIMIT) -> None:
         given = Path(directory) if directory is not None else cache_directory()
         wanted = given.absolute() if given is not None else None
-        self.directory = self._usable(wanted / f"dashboard-{SCHEMA}" if wanted is not None else None)
+        self.directory = self._usable(wanted / f"dashboard-{VERSION}" if wanted is not None else None)
         self.shared = wanted if wanted is not None and wanted == self.directory.parent else self.directory
         """The directory that `treeckpt verify` uses, too."""
         self.verifications = VerificationStore(self.shared)
@@ -89,7 +89,7 @@ class Cache:
 
     def table(self, key: str) -> Path:
         """Returns the path of the table of a key, which need not exist, and marks the table as used now."""
-        path = self.directory / f"{key}.sqlite"
+        path = self.directory / f"{key}.outline"
         with contextlib.suppress(OSError):
             os.utime(path)
         return path
@@ -97,7 +97,7 @@ class Cache:
     def tidy(self) -> None:
         """Deletes the least recently used tables until all of them are within the limit."""
         found: list[tuple[float, int, Path]] = []
-        for path in self.directory.glob("*.sqlite"):
+        for path in self.directory.glob("*.outline"):
             with contextlib.suppress(OSError):
                 at = path.stat()
                 found.append((at.st_mtime, at.st_size, path))

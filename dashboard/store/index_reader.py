@@ -1,4 +1,4 @@
-"""Reads indexes into tables: small ones in the server, others in another process, which reports its progress.
+"""Reads indexes into files: small ones in the server, others in another process, which reports its progress.
 
 A large index takes seconds and most of a gigabyte to decode, and the files of other programs hold pickles, with which
 one that means harm could keep the interpreter's lock. In another process they neither block the server nor stay in its
@@ -8,39 +8,29 @@ another program's files for `FOREIGN_SECONDS` of computing, with `MEMORY` bytes 
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import json
 import math
 import os
-import signal
-import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from treeckpt import errors
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.core.format.records import Index
-from treeckpt.errors import CorruptError, StoreError, TreeckptError
+from treeckpt.errors import CorruptError, FormatError, StoreError, TreeckptError
 from treeckpt.foreign.files import foreign_at
 from treeckpt.io.os_errors import shows_damage
 from treeckpt.io.storage import metadata_files
-from treeckpt.io.storage.open import open_run
-from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder
-from treeckpt.threads import start_thread
+from treeckpt.io.storage.run_store import DirectoryEntry, Folder
 
 from .cache import Cache, key_of
-from .index_table import build_table
-from .stored_index import StoredOutline
+from .jobs import KILLED, Failed, JobQueue, ProcessJob, Progress, folder_at, limit_resources, line_of, place_of, send
+from .outline_file import StoredOutline, write_outline
 
 LARGE = 1 << 20
 """Bytes from which an index is read by another process."""
@@ -79,89 +69,37 @@ class StillReading(Exception):
         super().__init__("The index is still being read.")
 
 
-class _Failure(msgspec.Struct, tag="error"):
-    """An error, as the reading process prints it."""
+class _ReadJob(ProcessJob):
+    """Reads one index into its file."""
 
-    kind: str
-    path: str
-    expected: str
-    found: str
-    hint: str
+    def __init__(self, reader: IndexReader, key: str, place: Sequence[str], target: Path) -> None:
+        super().__init__("store.index_reader", [*place, str(target)], seconds=TIMEOUT)
+        self._reader, self._key, self._name = reader, key, place[1]
+        self._made = time.monotonic()
+        self._failure: TreeckptError | None = None
 
+    def take(self, message: Progress | Failed) -> None:
+        super().take(message)
+        if isinstance(message, Failed):
+            self._failure = message.error()
 
-class _Progress(msgspec.Struct, tag="progress"):
-    """How far the reading process is, as it prints it."""
-
-    phase: str
-    done: int
-    total: int
-
-
-_MESSAGE = msgspec.json.Decoder(_Failure | _Progress)
-_PROGRAM = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from treeckpt_dashboard.store.index_reader import main
-sys.exit(main(sys.argv[2:]))
-"""
-
-
-class _ReadProcess:
-    """A process that reads one index."""
-
-    def __init__(self, run: str, name: str, key: str, target: Path) -> None:
-        self.key, self.error, self.done = key, None, threading.Event()
-        self._started, self._progress = time.monotonic(), _Progress("wait", 0, 0)
-        self._arguments = [run, name, str(target)]
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def run(self) -> None:
+    def finish(self) -> None:
+        self.at = Progress(0, phase="start")
         try:
-            self.error = self._run()
-        except (OSError, RuntimeError) as error:  # RuntimeError: no thread for the timer
-            self.error = _unreadable(self._arguments[1], f"{error}")
-
-    def _run(self) -> TreeckptError | None:
-        self._progress = _Progress("start", 0, 0)
-        command = [sys.executable, "-I", "-c", _PROGRAM, json.dumps(sys.path), *self._arguments]
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
-            self._process = process
-            assert process.stdout is not None, "it is a pipe"
-            timer = threading.Timer(TIMEOUT, process.kill)
-            timer.daemon = True
-            failure: TreeckptError | None = None
-            try:
-                timer.start()
-                for line in process.stdout:
-                    with contextlib.suppress(msgspec.MsgspecError):
-                        message = _MESSAGE.decode(line)
-                        if isinstance(message, _Failure):
-                            kind = getattr(errors, message.kind, CorruptError)
-                            failure = kind(
-                                message.path, expected=message.expected, found=message.found, hint=message.hint
-                            )
-                        else:
-                            self._progress = message
-                code = process.wait()
-            except BaseException:
-                process.kill()
-                raise
-            finally:
-                timer.cancel()
-        if failure or not code:
-            return failure
-        killed = "the reader was killed: it takes more time than it may, or more memory than there is"
-        return _unreadable(self._arguments[1], killed if code in (-9, 137, -24) else f"the reader ended with {code}")
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
+            status = self.run()
+        except (OSError, RuntimeError) as error:
+            self._failure, status = _unreadable(self._name, f"{error}"), 0
+        if status and self._failure is None:
+            killed = "the reader was killed: it takes more time than it may, or more memory than there is"
+            found = killed if status in KILLED else f"the reader ended with {status}"
+            self._failure = _unreadable(self._name, found)
+        self._reader.take_result(self._key, self._failure)
 
     @property
     def progress(self) -> ReadProgress:
-        at = self._progress
+        at = self.at
         share = at.done / at.total if at.phase == "write" and at.total else None
-        return ReadProgress(at.phase, at.done, at.total, share, time.monotonic() - self._started)
+        return ReadProgress(at.phase or "wait", at.done, at.total, share, time.monotonic() - self._made)
 
 
 def _unreadable(name: str, found: str) -> TreeckptError:
@@ -175,13 +113,13 @@ class IndexReader:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._lock = threading.Lock()
-        self._building, self._reading = threading.Lock(), threading.Lock()
-        """Held while a small index is read here, or a large one by a process: small ones do not wait for large ones."""
+        self._building = threading.Lock()
+        """Held while a small index is read here: small ones do not wait for large ones."""
         self._opened: OrderedDict[str, StoredOutline] = OrderedDict()
         """Tables by key, the last used one last."""
         self._failed: OrderedDict[str, tuple[TreeckptError, float]] = OrderedDict()
         """Errors by key, and until when they hold, by the monotonic clock: damage as long as the file is the same."""
-        self._processes: dict[str, _ReadProcess] = {}
+        self._jobs: JobQueue[_ReadJob] = JobQueue()
 
     def outline(self, run: str, folder: Folder, entry: DirectoryEntry) -> StoredOutline:
         """Returns the tree of the index in a folder.
@@ -201,10 +139,8 @@ class IndexReader:
         if entry.nbytes > MAX_INDEX:
             found = f"{entry.nbytes} bytes"
             raise CorruptError(folder.url, expected=f"an index of at most {MAX_INDEX} bytes", found=found)
-        reachable = isinstance(folder, LocalFolder) or ("://" in run and not run.startswith("memory://"))
-        if is_large(entry) and reachable:  # another process can open the folder
-            name = folder.name if run else folder.url
-            raise StillReading(folder.url, self._process(key, run, name).progress)
+        if is_large(entry) and (place := place_of(run, folder)) is not None:
+            raise StillReading(folder.url, self._job(key, place).progress)
         return self._build(key, folder)
 
     def foreign_outline(self, path: str, version: DirectoryEntry) -> StoredOutline:
@@ -221,10 +157,10 @@ class IndexReader:
         key = key_of(f"foreign:{path}", version)
         if (found := self._known(key)) is not None:
             return found
-        process = self._process(key, "", path)
-        process.done.wait(WAIT)
+        job = self._job(key, ["", path])
+        job.over.wait(WAIT)
         if (found := self._known(key)) is None:
-            raise StillReading(path, process.progress)
+            raise StillReading(path, job.progress)
         return found
 
     def _known(self, key: str) -> StoredOutline | None:
@@ -245,7 +181,7 @@ class IndexReader:
             return None
         try:
             outline = StoredOutline(path)
-        except (sqlite3.Error, msgspec.MsgspecError, TypeError):  # damaged, or written by another version
+        except (OSError, ValueError, KeyError, msgspec.MsgspecError):  # damaged, or written by another version
             path.unlink(missing_ok=True)
             return None
         with self._lock:
@@ -258,7 +194,7 @@ class IndexReader:
         with self._building:
             if (found := self._open_table(key)) is None:
                 try:
-                    build_table(metadata_files.read_index(folder.store), self._cache.table(key))
+                    write_outline(metadata_files.read_index(folder.store), self._cache.table(key))
                 except TreeckptError as error:
                     self._fail(key, error)
                     raise
@@ -274,33 +210,21 @@ class IndexReader:
             while len(self._failed) > 1000:
                 self._failed.popitem(last=False)
 
-    def _process(self, key: str, run: str, name: str) -> _ReadProcess:
-        with self._lock:
-            process = self._processes.get(key)
-            if process is None:
-                process = _ReadProcess(run, name, key, self._cache.table(key))
-                if start_thread(partial(self._run, process), "treeckpt-index") is None:
-                    raise _unreadable(name, "no thread could be started to read it")
-                self._processes[key] = process
-            return process
-
-    def _run(self, process: _ReadProcess) -> None:
+    def _job(self, key: str, place: Sequence[str]) -> _ReadJob:
         try:
-            with self._reading:
-                process.run()
-            if process.error is not None:
-                self._fail(process.key, process.error)
-            self._cache.tidy()
-        finally:
-            with self._lock:
-                self._processes.pop(process.key, None)
-            process.done.set()
+            return self._jobs.add(key, lambda: _ReadJob(self, key, place, self._cache.table(key)))
+        except StoreError as error:
+            raise _unreadable(place[1], "no thread could be started to read it") from error
+
+    def take_result(self, key: str, error: TreeckptError | None) -> None:
+        """Takes the end of a job."""
+        if error is not None:
+            self._fail(key, error)
+        self._cache.tidy()
 
     def close(self) -> None:
         """Kills the processes that read indexes."""
-        with self._lock:
-            for process in self._processes.values():
-                process.kill()
+        self._jobs.close()
 
 
 def is_large(entry: DirectoryEntry) -> bool:
@@ -308,69 +232,38 @@ def is_large(entry: DirectoryEntry) -> bool:
     return entry.nbytes >= LARGE
 
 
-def _line(message: _Progress | _Failure) -> bytes:
-    return msgspec.json.encode(message) + b"\n"
-
-
-def _send(message: _Progress | _Failure) -> None:
-    os.write(1, _line(message))
-
-
-def _limit() -> None:
-    """Limits the memory and the time of this process, where the system can."""
-    try:
-        import resource
-    except ImportError:  # on Windows
-        return
-    statm = Path("/proc/self/statm")
-    held = int(statm.read_text().split()[0]) * resource.getpagesize() if statm.exists() else 0
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = held + MEMORY if hard == resource.RLIM_INFINITY else min(held + MEMORY, hard)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_CPU, (FOREIGN_SECONDS, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-
-
 def _read(run: str, name: str) -> Index:
     if not run and foreign_at(name) is not None:
         from treeckpt.foreign.foreign_checkpoint import ForeignCheckpoint  # not for the start of the server
         from treeckpt.foreign.foreign_index import with_found_chunks
 
-        _limit()
-        _send(_Progress("read", 0, 0))
+        limit_resources(MEMORY, FOREIGN_SECONDS)
+        send(Progress(0, phase="read"))
         source = foreign_at(name)
         assert source is not None, "it was there just now"
         index: Any = ForeignCheckpoint(source).index
         return with_found_chunks(index)
-    folder = open_run(run).folder(name) if run else LocalFolder(name)
-    _send(_Progress("read", 0, folder.entries()[INDEX_NAME].nbytes))
+    folder = folder_at(run, name)
+    send(Progress(0, folder.entries()[INDEX_NAME].nbytes, "read"))
     return metadata_files.read_index(folder.store)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Reads an index into a table; this is what the other process runs. It prints one JSON message per line.
+def main(arguments: Sequence[str]) -> None:
+    """Reads an index into a file; this is what the other process runs.
 
     Args:
-        arguments: the URL of a run, the name of a folder in it, and the path of the table to write; for a local
+        arguments: the URL of a run, the name of a folder in it, and the path of the file to write; for a local
             folder, or files of another program, the URL is empty and the name is the path.
     """
     run, name, target = arguments
-    limit = _unreadable(name, f"one that takes more than {MEMORY >> 20} MiB of memory")
-    too_large = _line(_Failure("StoreError", name, limit.expected, limit.found, limit.hint))  # while there is memory
+    too_large = line_of(Failed.of(_unreadable(name, f"one that takes more than {MEMORY >> 20} MiB of memory")))
     gc.disable()  # millions of objects are created, and none is garbage
-    if hasattr(signal, "SIGINT"):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which kills this process
-
     try:
-        build_table(_read(run, name), Path(target), lambda done, total: _send(_Progress("write", done, total)))
-    except TreeckptError as error:
-        _send(_Failure(type(error).__name__, error.path, error.expected, error.found, error.hint))
+        write_outline(_read(run, name), Path(target), lambda done, total: send(Progress(done, total, "write")))
     except ModuleNotFoundError as error:  # pickles of torch hold some values that only torch has
-        found = "no such package in this environment"
-        _send(_Failure("FormatError", name, f"the package {error.name}, which made it", found, "Install it"))
+        expected, found = f"the package {error.name}, which made it", "no such package in this environment"
+        raise FormatError(name, expected=expected, found=found, hint="Install it") from error
     except MemoryError:
-        os.write(1, too_large)
-    except (OSError, sqlite3.Error, KeyError) as error:
-        failed = _unreadable(name, f"{type(error).__name__}: {error}"[:300])
-        _send(_Failure("StoreError", name, failed.expected, failed.found, failed.hint))
-    return 0
+        os.write(1, too_large)  # made while there was memory
+    except (OSError, KeyError) as error:
+        raise _unreadable(name, f"{type(error).__name__}: {error}"[:300]) from error

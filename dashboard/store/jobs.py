@@ -1,6 +1,7 @@
-"""Long tasks that a page starts: one at a time, each in a process of its own, cancelled by killing it.
+"""Long tasks in processes of their own, which neither block the server nor stay in its memory: one at a time a queue.
 
-A process prints one JSON message per line: how much it has read, and what it has found.
+A process prints one JSON message per line: how far it is, what it has found, and why it failed. It may have a time
+limit and limit its own memory; it is cancelled by killing it, and its death is an error of the job.
 """
 
 from __future__ import annotations
@@ -8,45 +9,84 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Generic, Literal, TypeVar
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
 
+from treeckpt import errors
+from treeckpt.errors import CorruptError, StoreError, TreeckptError
+from treeckpt.io.storage.open import open_run
+from treeckpt.io.storage.run_store import Folder, LocalFolder
+from treeckpt.threads import start_thread
+
 JobState = Literal["waiting", "running", "ended", "cancelled", "failed"]
-MAX_JOBS = 256
-"""Jobs that are remembered; those that have ended are dropped first."""
+MAX_ENDED = 256
+"""Jobs that are remembered after their end."""
 PAUSE = 0.2
 """Seconds between two messages about the bytes that were read."""
+KILLED = (-9, 137, -24)
+"""Exit codes of a process that was killed, by the system or at the end of its time."""
 PROGRAM = """
-import json, sys
+import importlib, json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from treeckpt_dashboard.{} import main
-sys.exit(main(sys.argv[2:]))
+from treeckpt_dashboard.store.jobs import run_main
+sys.exit(run_main(importlib.import_module(sys.argv[2]).main, sys.argv[3:]))
 """
 
 
-class BytesRead(msgspec.Struct, tag="read"):
-    """How many bytes were read so far, and how many shards were compared."""
+# in the process -------------------------------------------------------------------------------------------------------
 
-    nbytes: int
+
+class Progress(msgspec.Struct, tag="progress"):
+    """How far a process is."""
+
+    done: int
+    """Bytes that it has read, or parts."""
+    total: int = 0
+    phase: str = ""
     shards: int = 0
+    """Shards that were compared."""
 
 
-class Unreadable(msgspec.Struct, tag="error"):
-    """The checkpoint could not be read."""
+class Failed(msgspec.Struct, tag="error"):
+    """Why a process failed."""
 
     text: str
+    kind: str = ""
+    """The class of an error of `treeckpt.errors`, whose parts follow."""
+    path: str = ""
+    expected: str = ""
+    found: str = ""
+    hint: str = ""
+
+    @classmethod
+    def of(cls, error: TreeckptError) -> Failed:
+        """Returns the message of an error."""
+        return cls(f"{error}", type(error).__name__, error.path, error.expected, error.found, error.hint)
+
+    def error(self) -> TreeckptError:
+        """Returns the error again."""
+        kind = getattr(errors, self.kind, CorruptError)
+        return kind(self.path, expected=self.expected, found=self.found, hint=self.hint)
 
 
 def send(message: msgspec.Struct) -> None:
     """Prints a message."""
-    os.write(1, msgspec.json.encode(message) + b"\n")
+    os.write(1, line_of(message))
+
+
+def line_of(message: msgspec.Struct) -> bytes:
+    """Returns the line that tells a message."""
+    return msgspec.json.encode(message) + b"\n"
 
 
 class ReadPrinter:
@@ -65,25 +105,78 @@ class ReadPrinter:
 
     def print(self) -> None:
         """Prints the message."""
-        send(BytesRead(self._nbytes, self.shards))
+        send(Progress(self._nbytes, shards=self.shards))
+
+
+def run_main(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> int:
+    """Runs the task of a process, and prints the error that ends it."""
+    if hasattr(signal, "SIGINT"):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which kills this process
+    try:
+        main(arguments)
+    except TreeckptError as error:
+        send(Failed.of(error))
+    except OSError as error:
+        send(Failed(f"{error}"))
+    return 0
+
+
+def folder_at(run: str, name: str) -> Folder:
+    """Returns the folder of a `place_of`."""
+    return open_run(run).folder(name) if run else LocalFolder(name)
+
+
+def limit_resources(memory: int, seconds: int) -> None:
+    """Limits the bytes that this process may take beyond what it holds, and its time of computing, where possible."""
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return
+    statm = Path("/proc/self/statm")
+    held = int(statm.read_text().split()[0]) * resource.getpagesize() if statm.exists() else 0
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = held + memory if hard == resource.RLIM_INFINITY else min(held + memory, hard)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+
+
+# in the server --------------------------------------------------------------------------------------------------------
+
+
+def place_of(run: str, folder: Folder) -> list[str] | None:
+    """Returns the arguments with which another process opens a folder; None if that is in the memory of this one.
+
+    Args:
+        run: the URL of the folder's run; empty for a local folder.
+    """
+    if isinstance(folder, LocalFolder):
+        return ["", folder.url]
+    return [run, folder.name] if "://" in run and not run.startswith("memory://") else None
 
 
 class ProcessJob:
     """A process of this program and its progress.
 
     Args:
-        program: Python code that gets the module path as its first argument.
+        module: the module of the dashboard whose `main` it runs.
         nbytes: what it reads.
+        seconds: after which it is killed; None for never.
     """
 
-    def __init__(self, program: str, arguments: Sequence[str], nbytes: int) -> None:
-        self._command = [sys.executable, "-I", "-c", program, json.dumps(sys.path), *arguments]
+    messages: ClassVar[msgspec.json.Decoder[Any]] = msgspec.json.Decoder(Progress | Failed)
+    task: ClassVar[str] = "does it"
+    """What it does, in words."""
+
+    def __init__(self, module: str, arguments: Sequence[str], nbytes: int = 0, seconds: float | None = None) -> None:
+        self._module, self._arguments, self._seconds = module, arguments, seconds
         self.nbytes = nbytes
         self.state: JobState = "waiting"
         self.cancelled = False
-        self.at = BytesRead(0, 0)
+        self.at = Progress(0)
         self.error: str | None = None
         self.started = self.ended = 0.0
+        self.over = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
@@ -92,24 +185,46 @@ class ProcessJob:
         """Whether it waits or runs."""
         return self.state in ("waiting", "running")
 
-    def run(self, take: Callable[[bytes], object]) -> int | None:
-        """Runs the process to its end, and gives each line to `take`; returns its status, None if it did not start."""
+    def run(self) -> int | None:
+        """Runs the process to its end, and takes its messages; returns its status, None if it did not start."""
+        command = [sys.executable, "-I", "-c", PROGRAM, json.dumps(sys.path), f"treeckpt_dashboard.{self._module}"]
         with self._lock:
             if self.state != "waiting":
                 return None
             self.state, self.started = "running", time.monotonic()
-            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+            command += self._arguments
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
         with self._process as process:
             assert process.stdout is not None, "it is a pipe"
-            for line in process.stdout:
-                with contextlib.suppress(msgspec.MsgspecError):
-                    take(line)
+            timer = threading.Timer(self._seconds or 0.0, process.kill)
+            timer.daemon = True
+            try:
+                if self._seconds is not None:
+                    timer.start()
+                for line in process.stdout:
+                    with contextlib.suppress(msgspec.MsgspecError):
+                        self.take(self.messages.decode(line))
+                process.wait()
+            except BaseException:
+                process.kill()
+                raise
+            finally:
+                timer.cancel()
         self.ended = time.monotonic()
         return process.returncode
 
+    def take(self, message: Any) -> None:
+        """Takes a message of the process."""
+        if isinstance(message, Progress):
+            self.at = message
+        elif isinstance(message, Failed):
+            self.error = message.text
+
     def finish(self) -> None:
-        """Does what is to be done in its turn; an error is a text in `error`, an OSError one of the start."""
-        raise NotImplementedError
+        """Runs in its turn; an error is a text in `error`."""
+        status = self.run()
+        if status and not self.cancelled and not self.error:
+            self.error = f"the process that {self.task} ended with status {status}"
 
     def cancel(self) -> None:
         """Ends it, also before its turn."""
@@ -128,7 +243,7 @@ class ProcessJob:
     @property
     def done(self) -> int:
         """Bytes that it has read."""
-        return self.nbytes if self.state == "ended" else min(self.at.nbytes, self.nbytes)
+        return self.nbytes if self.state == "ended" else min(self.at.done, self.nbytes)
 
     @property
     def share(self) -> float:
@@ -143,28 +258,40 @@ class JobQueue(Generic[J]):
     """The jobs of a server by key, one at a time."""
 
     def __init__(self) -> None:
-        self._jobs: OrderedDict[str, J] = OrderedDict()
+        self._jobs: dict[str, J] = {}
+        self._ended: deque[tuple[str, J]] = deque()
         self._lock, self._working = threading.Lock(), threading.Lock()
 
-    def add(self, key: str, make: Callable[[], J]) -> None:
-        """Starts a job, unless one of this key waits or runs."""
+    def add(self, key: str, make: Callable[[], J]) -> J:
+        """Starts a job, unless one of this key waits or runs; returns the one that does.
+
+        Raises:
+            StoreError: no thread could be started for it.
+        """
         with self._lock:
             if (before := self._jobs.get(key)) is not None and before.open:
-                return
-            job = self._jobs[key] = make()
-            self._jobs.move_to_end(key)
-            for old in [old for old, one in self._jobs.items() if not one.open][: len(self._jobs) - MAX_JOBS]:
-                del self._jobs[old]
-        threading.Thread(target=self._work, args=(job,), daemon=True).start()
+                return before
+            job = make()
+            if start_thread(partial(self._work, key, job), "treeckpt-job") is None:
+                raise StoreError("", expected="a thread for a process", found="no thread could be started")
+            self._jobs[key] = job
+            return job
 
-    def _work(self, job: J) -> None:
+    def _work(self, key: str, job: J) -> None:
         with self._working:
             try:
                 job.finish()
-            except OSError as error:  # no process can be started
+            except (OSError, RuntimeError) as error:  # no process can be started, or no thread for its time limit
                 job.error = f"{error}"
             # a page that shows the end shows the result, too
             job.state = "cancelled" if job.cancelled else "failed" if job.error else "ended"
+            job.over.set()
+        with self._lock:
+            self._ended.append((key, job))
+            if len(self._ended) > MAX_ENDED:
+                key, job = self._ended.popleft()
+                if self._jobs.get(key) is job:
+                    del self._jobs[key]
 
     def get(self, key: str) -> J | None:
         """Returns the last job of a key."""

@@ -69,6 +69,15 @@ class Run(msgspec.Struct, frozen=True, eq=False):
     """The URL with which another process opens it; empty for a local run, whose folders are opened by path."""
 
 
+class OpenCheckpoint(msgspec.Struct, frozen=True, eq=False):
+    """A checkpoint as one look at its directory found it: a request looks once, and hands this down."""
+
+    id: str
+    run: Run
+    folder: Folder
+    info: CheckpointInfo
+
+
 class _SingleCheckpoint:
     """A checkpoint that was given by itself, as a run of one. Symbolic links to it are followed."""
 
@@ -214,8 +223,8 @@ class Library:
             ]
             self.watches[run.id].inspect(changed)
 
-    def checkpoint(self, checkpoint_id: str) -> tuple[Run, CheckpointInfo]:
-        """Returns the checkpoint of an id, as it is now.
+    def checkpoint(self, checkpoint_id: str) -> OpenCheckpoint:
+        """Looks at the directory of a checkpoint.
 
         Raises:
             NotFound: there is none.
@@ -234,7 +243,11 @@ class Library:
         listed = next((one for one in self.watches[run.id].infos if one.name == info.name), info)
         if listed.save_id == info.save_id:  # its place among the others is known from the list only
             info = msgspec.structs.replace(info, sequence=listed.sequence, abandoned=listed.abandoned)
-        return run, info
+        return OpenCheckpoint(checkpoint_id, run, folder, info)
+
+    def listed(self, checkpoint_id: str, run: Run, info: CheckpointInfo) -> OpenCheckpoint:
+        """Returns a checkpoint of a list as the list has it."""
+        return OpenCheckpoint(checkpoint_id, run, run.store.folder(info.name), info)
 
     def unread(self, url: str) -> tuple[str, Run, CheckpointInfo]:
         """Returns the checkpoint in a folder whose index is still being read, with what is known without the index.
@@ -247,42 +260,37 @@ class Library:
                 return checkpoint_id, run, _unread(folder)
         raise NotFound("This checkpoint is gone.")
 
-    def _folder_of(self, info: CheckpointInfo) -> tuple[Run | None, Folder]:
-        for run in self.runs:
-            if (folder := run.store.folder(info.name)).url == info.path:
-                return run, folder
-        return None, LocalFolder(info.path)
-
-    def outline(self, info: CheckpointInfo) -> Outline:
+    def outline(self, checkpoint: OpenCheckpoint) -> Outline:
         """Returns the tree of a checkpoint.
 
         Raises:
             StillReading: its index, or the files of another program, are being read for the first time.
             CheckpointError: the index, or the files of another program, cannot be read.
         """
+        info, folder = checkpoint.info, checkpoint.folder
         if isinstance(info, ForeignInfo):
             return self._reader.foreign_outline(info.path, foreign_version(info))
-        run, folder = self._folder_of(info)
         entry = folder.entries().get(INDEX_NAME)
         if entry is None:
             raise CheckpointNotFound(visible(folder.url), expected=f"a checkpoint ({INDEX_NAME})", found="none")
-        return self._reader.outline(run.url if run else "", folder, entry)
+        return self._reader.outline(checkpoint.run.url, folder, entry)
 
-    def store(self, info: CheckpointInfo) -> Store:
+    def store(self, checkpoint: OpenCheckpoint) -> Store:
         """Returns the store of the files of a checkpoint.
 
         Raises:
             CheckpointError: another program wrote it, and it is gone.
         """
-        return foreign_store(info) if isinstance(info, ForeignInfo) else self._folder_of(info)[1].store
+        info = checkpoint.info
+        return foreign_store(info) if isinstance(info, ForeignInfo) else checkpoint.folder.store
 
-    def study(self, info: CheckpointInfo) -> TimingReport:
+    def study(self, checkpoint: OpenCheckpoint) -> TimingReport:
         """Returns the timings of a checkpoint, with what is computed from them.
 
         Raises:
             CheckpointError: there are none, or they cannot be read.
         """
-        _, folder = self._folder_of(info)
+        info, folder = checkpoint.info, checkpoint.folder
         if info.save_id is None or info.leaves is None:
             return TimingReport(catalog.read_timings(folder))
         entry = folder.entries().get(timings_name(info.save_id), DirectoryEntry(-1, 0))

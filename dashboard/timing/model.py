@@ -20,10 +20,9 @@ from treeckpt.core.analysis.timing_report import TimingReport
 from treeckpt.core.format.records import Index
 from treeckpt.core.text import visible
 from treeckpt.errors import TreeckptError
-from treeckpt.runs.checkpoint_info import CheckpointInfo
 
 from ..pages.checkpoints import CheckpointRow, checkpoint_row, next_start
-from ..store.library import Library
+from ..store.library import Library, OpenCheckpoint
 from ..store.reduced_timings import reduce_timings
 from .diagnosis import PartRow, RestRow, critical_parts, diagnosis, saves_before
 from .offenders import repeated
@@ -178,15 +177,16 @@ def timing_page(library: Library, checkpoint_id: str, start: int, by: str, sort:
     Raises:
         UnknownGroupingError: there is no such group.
     """
-    run, info = library.checkpoint(checkpoint_id)
+    found = library.checkpoint(checkpoint_id)
+    run, info = found.run, found.info
     row = checkpoint_row(checkpoint_id, run, info)
     if info.status == "foreign":
         return TimingPage(checkpoint=row, problem="This is no checkpoint.")
     try:
-        study = library.study(info)
+        study = library.study(found)
     except TreeckptError as error:
         return TimingPage(checkpoint=row, problem=visible(str(error)))
-    page = _timing_page(row, study, groupings(library, info, study), start, by, sort)
+    page = _timing_page(row, study, groupings(library, found, study), start, by, sort)
     saves = [other for _, other in library.checkpoints(run)]
     before = [library.reduced_timings(run, other) for other in saves_before(info, saves)]
     return msgspec.structs.replace(
@@ -196,11 +196,11 @@ def timing_page(library: Library, checkpoint_id: str, start: int, by: str, sort:
     )
 
 
-def groupings(library: Library, info: CheckpointInfo, study: TimingReport) -> tuple[RankGrouping, ...]:
+def groupings(library: Library, checkpoint: OpenCheckpoint, study: TimingReport) -> tuple[RankGrouping, ...]:
     """Returns the groupings of ranks of a save: by host, and by mesh dimension if its index is still there."""
     index: Index | None = None
-    if info.leaves is not None:
-        index = library.outline(info).index
+    if checkpoint.info.leaves is not None:
+        index = library.outline(checkpoint).index
         index = index if index.save_id == study.timings.save_id else None
     return rank_groupings(study.timings.world, study.timings.hosts, index)
 

@@ -9,10 +9,9 @@ from fastapi.responses import Response
 
 from treeckpt.core.analysis.perfetto import encode_trace
 from treeckpt.core.analysis.timing_report import TimingReport
-from treeckpt.runs.checkpoint_info import CheckpointInfo
 
 from ..pages.answers import PageRouter, Start, library_of
-from ..store.library import NotFound
+from ..store.library import NotFound, OpenCheckpoint
 from .bins import TrendBins
 from .charts import HeatData, WaterfallData, heat_data, waterfall_data
 from .model import Sort, TimingPage, groupings, timing_page
@@ -26,17 +25,17 @@ HighStep = Annotated[int, Query(ge=-MAX_STEP, le=MAX_STEP, description="the last
 router = PageRouter()
 
 
-def _timings_of(request: Request, checkpoint_id: str) -> tuple[CheckpointInfo, TimingReport]:
+def _timings_of(request: Request, checkpoint_id: str) -> tuple[OpenCheckpoint, TimingReport]:
     """Returns a checkpoint and its timings.
 
     Raises:
         NotFound: there is no such checkpoint.
         CheckpointError: it has no timings.
     """
-    _, info = library_of(request).checkpoint(checkpoint_id)
-    if info.status == "foreign":
+    found = library_of(request).checkpoint(checkpoint_id)
+    if found.info.status == "foreign":
         raise NotFound("This is no checkpoint.")
-    return info, library_of(request).study(info)
+    return found, library_of(request).study(found)
 
 
 @router.get("/checkpoints/{checkpoint_id}/timing", "timing.html", table="ranks")
@@ -56,8 +55,8 @@ def get_waterfall(request: Request, checkpoint_id: str) -> WaterfallData:
 @router.get("/checkpoints/{checkpoint_id}/timing/heat")
 def get_heat(request: Request, checkpoint_id: str, by: By = "rank") -> HeatData:
     """The time of every rank, or group of ranks, in every phase, in columns."""
-    info, study = _timings_of(request, checkpoint_id)
-    return heat_data(study, groupings(library_of(request), info, study), by)
+    found, study = _timings_of(request, checkpoint_id)
+    return heat_data(study, groupings(library_of(request), found, study), by)
 
 
 @router.get("/checkpoints/{checkpoint_id}/trace.json", result_type=dict[str, Any])

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 import treeckpt as tc
 from tests.helpers.world import on_ranks, small_tree
 from treeckpt.arrays.registry import decode
-from treeckpt.core.analysis.outline import IndexOutline
+from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.format.byte_map import extents_in_file, locate_chunks
 from treeckpt.core.format.index import INDEX_NAME, decode_index
 from treeckpt.core.format.save_progress import Progress, decode_progress, encode_progress
@@ -174,7 +174,7 @@ def indexes(data: st.DataObject) -> None:
     with only_ours():
         index = decode_index(encoded)
         with contextlib.suppress(tc.TreeckptError):
-            IndexOutline(index).children("", count=20)
+            Outline.of(index).children("", count=20)
         for leaf in index.entries[:20]:
             with contextlib.suppress(tc.TreeckptError):
                 locate_chunks(index, leaf)

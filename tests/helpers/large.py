@@ -118,10 +118,10 @@ def write_large_checkpoint(directory: Path, *, leaves: int, step: int = 1, world
 
 def hold_readers(monkeypatch: Any, gate: Path) -> Callable[[], None]:
     """Has processes that read large indexes wait; gives what lets them go on."""
-    from treeckpt_dashboard.store import index_reader
+    from treeckpt_dashboard.store import jobs
 
     wait = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
-    monkeypatch.setattr(index_reader, "_PROGRAM", wait + index_reader._PROGRAM)
+    monkeypatch.setattr(jobs, "PROGRAM", wait + jobs.PROGRAM)
     return gate.touch
 
 

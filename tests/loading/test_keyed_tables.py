@@ -430,11 +430,11 @@ def test_a_group_of_ranks_saves_a_table_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_tables_record_says_how_it_is_parted(tmp_path: Path) -> None:
-    from treeckpt.core.analysis.outline import IndexOutline
+    from treeckpt.core.analysis.outline import Outline
 
     save_by(tmp_path, make_oracle(9), 1)
     index = tc.inspect(tmp_path)
-    [row, _] = IndexOutline(index).children()
+    [row, _] = Outline.of(index).children()
     assert (row.kind, row.children) == ("table", 4)
     assert index.tables == {0: TableSpec("u64_mod", 1, 65_536)}
 

@@ -11,7 +11,7 @@ import msgspec
 
 from .. import api
 from ..core.analysis.diff import leaf_text
-from ..core.analysis.outline import IndexOutline, Outline, OutlineRow
+from ..core.analysis.outline import Outline, OutlineRow
 from ..core.analysis.structure_text import structure_lines, structure_rows
 from ..core.format.byte_map import layout_of, locate_chunks
 from ..core.format.chunks import DeferredChunks, NoChunks
@@ -71,7 +71,7 @@ def _show(options: argparse.Namespace) -> int:
         index = read.found.index if read.found is not None else api.inspect(options.checkpoint)
     if options.rules:
         return _show_rules(index, options)
-    outline = IndexOutline(index)
+    outline = Outline.of(index)
     row = outline.node_at(options.leaf)
     if options.structure and row is not None:
         return _show_structure(index, options)

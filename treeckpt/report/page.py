@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .. import api
 from ..core.analysis.diff import leaf_text
-from ..core.analysis.outline import IndexOutline, Outline, OutlineRow
+from ..core.analysis.outline import Outline, OutlineRow
 from ..core.analysis.timing_report import TimingReport
 from ..core.format.byte_map import chunk_count, layout_of, locate_chunks
 from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf
@@ -137,7 +137,7 @@ def _checkpoint(path: str | os.PathLike[str], info: CheckpointInfo, index: Index
         index = index or api.inspect(path)
     except TreeckptError as error:
         return [state, el("p", f"{error}", class_="bad"), *timing]
-    outline = IndexOutline(index)
+    outline = Outline.of(index)
     return [state, _facts(index), _sizes(outline), *timing, *_maps(index), _tree(outline), _files(index)]
 
 

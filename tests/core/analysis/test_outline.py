@@ -1,4 +1,4 @@
-"""The outline of an index: each node with what is below it, the nodes as one table, and searches for leaves."""
+"""The outline of an index: each node with what is below it, their numbers, and searches for leaves."""
 
 import msgspec
 import pytest
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.helpers.indexes import index_of
 from tests.helpers.large import large_index
 from tests.helpers.samples import write_checkpoint
-from treeckpt.core.analysis.outline import IndexOutline, held_nbytes, node_records
+from treeckpt.core.analysis.outline import Outline, held_nbytes
 from treeckpt.core.format.byte_map import extents_in_file, locate_chunks
 from treeckpt.core.format.chunks import WholeChunk
 from treeckpt.core.format.records import AliasRecord, ArrayRecord, PerRankArrays, ValueRecord
@@ -25,7 +25,7 @@ def index(tmp_path_factory):
 
 
 def test_every_nodes_bytes_are_the_sum_of_its_childrens(index):
-    outline, todo, leaves = IndexOutline(index), [""], 0
+    outline, todo, leaves = Outline.of(index), [""], 0
     while todo:
         row = outline.row(todo.pop())
         children = outline.children(row.node, count=1 << 20)
@@ -39,7 +39,7 @@ def test_every_nodes_bytes_are_the_sum_of_its_childrens(index):
 
 
 def test_nodes_that_are_not_there(index):
-    outline = IndexOutline(index)
+    outline = Outline.of(index)
     for name in ("9", "0.9999", "x", "0..1", "-1", "0.0.0"):
         with pytest.raises(MismatchError):
             outline.row(name)
@@ -47,7 +47,7 @@ def test_nodes_that_are_not_there(index):
 
 
 def test_searches_go_on_where_they_stopped(index):
-    outline = IndexOutline(index)
+    outline = Outline.of(index)
     every = [leaf for leaf in index.entries if "mlp" in leaf.path and "weight" in leaf.path.lower()]
     found, start, searches = [], 0, 0
     while start is not None:
@@ -61,7 +61,7 @@ def test_searches_go_on_where_they_stopped(index):
 
 
 def test_children_are_listed_from_any_position(index):
-    outline = IndexOutline(index)
+    outline = Outline.of(index)
     every = outline.children("0", count=1000)
     assert len(every) > 10 and outline.children("0", start=3, count=4) == every[3:7]
     assert outline.children("0", start=len(every) - 1) == every[-1:] and outline.children("0.0") == []
@@ -106,19 +106,31 @@ def test_any_tree_is_numbered_so_that_children_stand_side_by_side(shape):
 
     count = sum(1 for _ in _leaves(shape))
     index = msgspec.structs.replace(large_index(4), structure=build(shape), leaves=(ValueRecord(1),) * count)
-    outline = IndexOutline(index)
-    nodes = list(node_records(outline))
+    outline = Outline.of(index)
+    following = [1]  # numbers of nodes in the order of their parents
 
-    def walk(number, name):
-        key, kind, cls, child, children, first, leaves, nbytes = nodes[number]
-        row = outline.row(name)
-        assert (key, kind, cls, children, first, leaves, nbytes) == (
-            row.key, row.kind, row.cls, row.children, row.first, row.leaves, row.nbytes,
-        )  # fmt: skip
-        assert kind != "leaf" or child == 0
-        return 1 + sum(walk(child + n, f"{name}.{n}" if name else str(n)) for n in range(children))
+    def check(row, part, first):
+        children = [] if part is None else list(part.values()) if isinstance(part, dict) else part
+        keys = list(part) if isinstance(part, dict) else range(len(children))
+        leaves = [len(list(_leaves(child))) for child in children]
+        assert (row.first, row.leaves, row.children) == (first, sum(leaves) if part is not None else 1, len(children))
+        assert row.kind == ("leaf" if part is None else "dict" if isinstance(part, dict) else "list")
+        rows = outline.children(row.node, count=1000)
+        assert [(one.key, one.node) for one in rows] == [
+            (str(key), f"{row.node}.{at}" if row.node else str(at)) for at, key in enumerate(keys)
+        ]
+        assert [one.number for one in rows] == list(range(following[0], following[0] + len(rows)))
+        following[0] += len(rows)
+        return [
+            (one, child, first + sum(leaves[:at])) for at, (one, child) in enumerate(zip(rows, children, strict=True))
+        ]
 
-    assert walk(0, "") == len(nodes)
+    waiting = [(outline.row(), shape, 0)]
+    while waiting:
+        waiting += check(*waiting.pop(0))
+    for number in range(count):
+        *above, leaf = outline.way_to_leaf(number)
+        assert (leaf.kind, leaf.first) == ("leaf", number) and above == outline.way(leaf.node)[:-1]
 
 
 def _leaves(shape):

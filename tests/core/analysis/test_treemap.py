@@ -4,7 +4,7 @@ import pytest
 
 from tests.helpers.indexes import index_of
 from tests.helpers.samples import gpt_state, write_checkpoint
-from treeckpt.core.analysis.outline import IndexOutline
+from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.analysis.treemap import state_part, treemap_of
 from treeckpt.core.format.byte_map import extents_in_file
 from treeckpt.core.format.chunks import BoxChunks, GridChunks, NoChunks, WholeChunk
@@ -18,7 +18,7 @@ WAYS = ["tree", "part", "rank", "file", "dtype"]
 @pytest.fixture(scope="module")
 def outline(tmp_path_factory):
     path = tmp_path_factory.mktemp("treemap") / "c"
-    return IndexOutline(write_checkpoint(path, gpt_state(layers=3), max_shard_bytes=200_000))
+    return Outline.of(write_checkpoint(path, gpt_state(layers=3), max_shard_bytes=200_000))
 
 
 def groups(boxes):
@@ -69,7 +69,7 @@ def test_dtypes(outline):
 
 @pytest.mark.parametrize("by", WAYS)
 def test_a_tree_without_arrays_is_one_empty_box(tmp_path, by):
-    [box, *rest] = treemap_of(IndexOutline(write_checkpoint(tmp_path / "c", {"a": 1})), by)
+    [box, *rest] = treemap_of(Outline.of(write_checkpoint(tmp_path / "c", {"a": 1})), by)
     assert box.nbytes == 0 and not rest
 
 
@@ -84,7 +84,7 @@ def outline_of(leaves, *, structure=None, files=None, world=2):
             len(specs) - 1, -1, record
         )  # fmt: skip
     more = {} if structure is None else {"structure": structure}
-    return IndexOutline(index_of(records, specs, world=world, **({} if files is None else {"files": files}), **more))
+    return Outline.of(index_of(records, specs, world=world, **({} if files is None else {"files": files}), **more))
 
 
 def drawn(boxes):

@@ -20,13 +20,12 @@ import treeckpt as tc
 from tests.helpers.world import on_ranks, reseal
 from treeckpt import training
 from treeckpt.convert import convert
-from treeckpt.core.analysis.outline import IndexOutline
+from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.analysis.treemap import treemap_of
 from treeckpt.core.tree.structure import MAX_DEPTH
 from treeckpt.report import report
 from treeckpt_dashboard.checkpoint.folds import folds_page
-from treeckpt_dashboard.store.index_table import build_table
-from treeckpt_dashboard.store.stored_index import StoredOutline
+from treeckpt_dashboard.store.outline_file import StoredOutline, write_outline
 
 
 @dataclasses.dataclass
@@ -224,11 +223,11 @@ def test_reports_and_pages_of_deep_trees(tmp_path: Path) -> None:
     report(tmp_path / "run" / "step_00000001", tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size > 1000
     index = tc.inspect(tmp_path / "run" / "step_00000001")
-    outline = IndexOutline(index)
+    outline = Outline.of(index)
     row = outline.row(".".join(["0"] * MAX_DEPTH))
     assert row.kind == "leaf" and outline.node_at("/".join(["k"] * MAX_DEPTH)) == row
     assert len(treemap_of(outline, "tree", count=50)) > 0
-    build_table(index, tmp_path / "table")
+    write_outline(index, tmp_path / "table")
     stored = StoredOutline(tmp_path / "table")
     assert stored.row(row.node).path == row.path
     assert same(len(stored.index.paths), len(index.paths))

@@ -13,6 +13,7 @@ from tests.helpers.background import until
 from tests.helpers.samples import write_checkpoint
 from treeckpt.cli.main import main
 from treeckpt_dashboard.checkpoint import verify_jobs
+from treeckpt_dashboard.store import jobs
 
 SHARDS = 120  # more than a page lists
 
@@ -121,8 +122,7 @@ def test_a_cancelled_job_keeps_what_it_has_found_and_calls_nothing_verified(many
     path, index = many_shards
     client = client_of(tmp_path / "run", tmp_path / "cache")
     at = f"/api/v1/checkpoints/{the_checkpoint(client)['id']}/verify"
-    jobs = client.app.state.verify_jobs
-    with jobs._working:  # as while another checkpoint is verified
+    with client.app.state.verify_jobs._working:  # as while another checkpoint is verified
         assert client.get(at, params={"action": "start"}).json()["job"]["state"] == "waiting"
         client.get(at, params={"action": "cancel"})
     assert until(lambda: not client.get(at).json()["running"])
@@ -130,17 +130,18 @@ def test_a_cancelled_job_keeps_what_it_has_found_and_calls_nothing_verified(many
 
     flip(path / index.file_list[0].name)
     held, go_on = threading.Event(), threading.Event()
-    take = verify_jobs._Job._take
+    take = verify_jobs._Job.take
 
     def hold(job, message):
-        result = take(job, message)
+        take(job, message)
         if isinstance(message, verify_jobs.Found):
             held.set()
             go_on.wait(60)
-        return pytest.fail("it was killed before its end") if result else result
+        if isinstance(message, verify_jobs.Result):
+            pytest.fail("it was killed before its end")
 
-    monkeypatch.setattr(verify_jobs, "PROGRAM", verify_jobs.PROGRAM.replace("sys.exit(", "import time\n" + SLOW))
-    monkeypatch.setattr(verify_jobs._Job, "_take", hold)
+    monkeypatch.setattr(jobs, "PROGRAM", jobs.PROGRAM.replace("sys.exit(", "import time\n" + SLOW))
+    monkeypatch.setattr(verify_jobs._Job, "take", hold)
     client.get(at, params={"action": "start"})
     assert held.wait(60) and client.get(at).json()["job"]["total"] == 1, "what was found shows while it runs"
     client.get(at, params={"action": "cancel"})
@@ -182,7 +183,7 @@ def refuse(path, *rest, **more):
 os.open = refuse
 """
     with monkeypatch.context() as patch:
-        patch.setattr(verify_jobs, "PROGRAM", refuse + verify_jobs.PROGRAM)
+        patch.setattr(jobs, "PROGRAM", refuse + jobs.PROGRAM)
         found = verified(client)
     assert found["job"]["state"] == "failed" and "1 part could not be read, first " + name in found["job"]["error"]
     assert "Input/output error" in found["job"]["error"] and "on_corrupt" in found["job"]["error"]

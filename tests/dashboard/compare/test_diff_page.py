@@ -130,6 +130,6 @@ def test_one_page_reads_no_more_than_its_cap(two, monkeypatch):
     page = diff.diff_page(library, comparisons, a, b, show="content", q="", start=0, pair=0, read=True)
     assert page.delta.compared == 500 and page.delta.elements == BIG.size
     assert {row.path: row.delta is not None for row in page.rows} == {"big": False, "small": True}
-    first = comparisons.compare(*(library.checkpoint(i)[1] for i in (a, b)))
-    assert first is comparisons.compare(*(library.checkpoint(i)[1] for i in (a, b)))
+    first = comparisons.compare(*(library.checkpoint(i) for i in (a, b)))
+    assert first is comparisons.compare(*(library.checkpoint(i) for i in (a, b)))
     assert len(first.a.store.readers) == 0

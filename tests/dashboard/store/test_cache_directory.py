@@ -10,13 +10,13 @@ from tests.helpers.samples import write_run
 from treeckpt.io.storage.run_store import DirectoryEntry
 from treeckpt.runs.verification import cache_directory
 from treeckpt_dashboard.store.cache import Cache, key_of
-from treeckpt_dashboard.store.index_table import build_table
+from treeckpt_dashboard.store.outline_file import write_outline
 from treeckpt_dashboard.web.app import create_app
 
 pytestmark = pytest.mark.usefixtures("low_bar")
 
 
-@pytest.mark.parametrize("name", ["summaries.db", "*.sqlite"])
+@pytest.mark.parametrize("name", ["summaries.db", "*.outline"])
 def test_a_damaged_cache_is_made_again(tmp_path, name):
     write_run(tmp_path / "run", steps=(1,))
     first = client_of(tmp_path / "run", tmp_path / "cache")
@@ -56,13 +56,13 @@ def test_a_run_is_never_written_to(tmp_path):
 def test_the_least_used_tables_go_first(tmp_path):
     cache, index = Cache(tmp_path, limit=1), large_index(4)
     for n, key in enumerate("abc"):
-        build_table(index, cache.table(key))
+        write_outline(index, cache.table(key))
         os.utime(cache.table(key), (n, n))
-    one = (cache.directory / "a.sqlite").stat().st_size
+    one = (cache.directory / "a.outline").stat().st_size
     for n, key in enumerate("abc"):
-        os.utime(cache.directory / f"{key}.sqlite", (n, n))
+        os.utime(cache.directory / f"{key}.outline", (n, n))
     Cache(tmp_path, limit=one * 2).tidy()
-    assert sorted(p.name for p in cache.directory.glob("*.sqlite")) == ["b.sqlite", "c.sqlite"]
+    assert sorted(p.name for p in cache.directory.glob("*.outline")) == ["b.outline", "c.outline"]
 
 
 def test_where_the_cache_is(monkeypatch, tmp_path):

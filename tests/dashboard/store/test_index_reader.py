@@ -14,7 +14,7 @@ from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.errors import CorruptError, StoreError
 from treeckpt.io.storage import metadata_files
 from treeckpt.io.storage.run_store import DirectoryEntry, LocalFolder
-from treeckpt_dashboard.store import index_reader
+from treeckpt_dashboard.store import index_reader, jobs
 from treeckpt_dashboard.store.cache import Cache
 from treeckpt_dashboard.store.library import Library
 
@@ -71,7 +71,7 @@ def test_a_large_index_that_is_damaged_says_so(tmp_path):
     answer, _ = get_when_read(client, f"/api/v1/checkpoints/{run['checkpoints'][0]['id']}")
     found = answer.json()["checkpoint"]
     assert found["status"] == "damaged" and "changed after it was written" in found["error"]
-    assert list((tmp_path / "cache").glob("**/*.sqlite")) == []
+    assert list((tmp_path / "cache").glob("**/*.outline")) == []
 
 
 def test_a_reader_that_is_killed_makes_an_error_not_a_server_that_hangs(large, tmp_path, monkeypatch):
@@ -106,7 +106,7 @@ def test_a_second_start_reads_no_index_again(tmp_path, monkeypatch):
 
 
 def test_what_the_other_process_cannot_read_is_told(tmp_path, capfd):
-    assert index_reader.main(["", str(tmp_path / "nothing"), str(tmp_path / "t")]) == 0
+    assert jobs.run_main(index_reader.main, ["", str(tmp_path / "nothing"), str(tmp_path / "t")]) == 0
     assert '"error"' in capfd.readouterr().out and not (tmp_path / "t").exists()
     folder = LocalFolder(tmp_path)
     with pytest.raises(CorruptError, match="at most"):
@@ -139,8 +139,9 @@ def test_a_want_of_memory_says_nothing_of_the_checkpoint(tmp_path, monkeypatch):
     reader = index_reader.IndexReader(Cache(tmp_path / "cache"))
     version = DirectoryEntry(1, 0)
     with monkeypatch.context() as patch:
-        want = "import treeckpt_dashboard.store.index_reader as r\ndef fail(*_): raise MemoryError\nr._limit = fail\n"
-        patch.setattr(index_reader, "_PROGRAM", index_reader._PROGRAM.replace("sys.exit(", want + "sys.exit("))
+        want = "import treeckpt_dashboard.store.index_reader as r\ndef fail(*_): raise MemoryError\n"
+        want += "r.limit_resources = fail\n"
+        patch.setattr(jobs, "PROGRAM", jobs.PROGRAM.replace("sys.exit(", want + "sys.exit("))
         patch.setattr(index_reader, "WAIT", 60.0)
         with pytest.raises(StoreError, match="of memory"):
             reader.foreign_outline(str(tmp_path / "x.pt"), version)
@@ -153,8 +154,8 @@ def test_where_no_thread_can_be_started_a_page_says_so_and_the_next_request_trie
     reader, version = index_reader.IndexReader(Cache(tmp_path / "cache")), DirectoryEntry(1, 0)
     with no_threads(), pytest.raises(StoreError, match="no thread could be started"):
         reader.foreign_outline(str(tmp_path / "x.pt"), version)
-    assert not reader._processes
-    process = index_reader._ReadProcess("", str(tmp_path / "x.pt"), "key", tmp_path / "table")
+    job = index_reader._ReadJob(reader, "key", ["", str(tmp_path / "x.pt")], tmp_path / "table")
     with no_threads():
-        process.run()
-    assert type(process.error) is StoreError, "neither for the timer"
+        job.finish()
+    [(error, _)] = reader._failed.values()
+    assert type(error) is StoreError, "neither for the timer"

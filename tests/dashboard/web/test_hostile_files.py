@@ -21,7 +21,7 @@ from tests.helpers.large import hold_readers
 from tests.helpers.mutations import mutated
 from tests.helpers.pickle_bombs import BOMBS, write_bomb
 from tests.helpers.samples import gpt_state, write_checkpoint
-from treeckpt_dashboard.store import index_reader
+from treeckpt_dashboard.store import index_reader, jobs
 
 COUNT = int(os.environ.get("TREECKPT_MUTATED_PAGES", "48"))
 FIRST = int(os.environ.get("TREECKPT_MUTATED_FIRST", "0"))
@@ -54,10 +54,10 @@ def test_a_file_is_read_by_another_process_while_pages_answer(tmp_path, monkeypa
     ("limit", "value"), [("MEMORY", 16 << 20), pytest.param("FOREIGN_SECONDS", 0, marks=pytest.mark.slow)]
 )
 def test_what_takes_more_than_its_limits_says_what_to_do(tmp_path, monkeypatch, limit, value):
-    program = index_reader._PROGRAM.replace(
+    program = jobs.PROGRAM.replace(
         "sys.exit", f"from treeckpt_dashboard.store import index_reader\nindex_reader.{limit} = {value}\nsys.exit"
     )
-    monkeypatch.setattr(index_reader, "_PROGRAM", program)
+    monkeypatch.setattr(jobs, "PROGRAM", program)
     torch.save({n: (n, [n], {n: str(n)}) for n in range(60_000)}, tmp_path / "large.pt")
     client = client_of(tmp_path / "large.pt", tmp_path / "cache")
     [found] = run_page(client).json()["run"]["checkpoints"]

@@ -67,7 +67,7 @@ def _by_tree(outline: Outline, root: OutlineRow, count: int) -> list[TreemapBox]
     while heap and len(boxes) < count - 1:
         _, at, row = heapq.heappop(heap)
         room = count - len(boxes) - 1
-        children = sorted(outline.children(row.node, count=MAX_CHILDREN), key=lambda child: -child.nbytes)
+        children = sorted(outline.children(row, count=MAX_CHILDREN), key=lambda child: -child.nbytes)
         shown = [child for child in children[:room] if child.nbytes > smallest]
         for child in shown:
             if child.kind != "leaf":

@@ -1,7 +1,6 @@
-"""An index in SQLite answers as the index itself does, node by node and leaf by leaf."""
+"""An index in a file answers as the index itself does, node by node and leaf by leaf."""
 
 import shutil
-import sqlite3
 
 import msgspec
 import numpy as np
@@ -12,15 +11,14 @@ from hypothesis import strategies as st
 from tests.helpers.large import large_index
 from tests.helpers.samples import gpt_state, write_checkpoint
 from treeckpt.api import inspect as read_index
-from treeckpt.core.analysis.outline import IndexOutline
+from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.analysis.treemap import treemap_of
 from treeckpt.core.format.byte_map import extents_in_file, layout_of, locate_chunks
 from treeckpt.core.format.records import AliasRecord
 from treeckpt.core.tree.flatten import PerRank
 from treeckpt.errors import FormatError, MismatchError
 from treeckpt.runs.index_summary import summarize_index
-from treeckpt_dashboard.store.index_table import build_table
-from treeckpt_dashboard.store.stored_index import StoredOutline
+from treeckpt_dashboard.store.outline_file import StoredOutline, write_outline
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +29,9 @@ def both(tmp_path_factory):
     tree |= {"odd": {"": 1, "~": 2, "a/b": 3, 7: PerRank({"x": [1, 2]}), "new\nline": (None, "é")}}
     index = write_checkpoint(folder / "c", tree)
     index = read_index(folder / "c")
-    summary = build_table(index, folder / "c.sqlite")
+    summary = write_outline(index, folder / "c.outline")
     assert summary == summarize_index(index)
-    return IndexOutline(index), StoredOutline(folder / "c.sqlite")
+    return Outline.of(index), StoredOutline(folder / "c.outline")
 
 
 def names(outline):
@@ -129,9 +127,9 @@ def test_pages_past_the_end_are_empty(both):
 def test_a_tree_that_is_one_leaf(tmp_path):
     write_checkpoint(tmp_path / "c", np.zeros((4, 4), np.float32))
     index = read_index(tmp_path / "c")
-    build_table(index, tmp_path / "t")
+    write_outline(index, tmp_path / "t")
     stored = StoredOutline(tmp_path / "t")
-    assert stored.row() == IndexOutline(index).row() and stored.children() == [] and stored.node_at("") == stored.row()
+    assert stored.row() == Outline.of(index).row() and stored.children() == [] and stored.node_at("") == stored.row()
 
 
 def test_more_bytes_than_64_bits_hold_are_refused_and_leave_nothing(tmp_path):
@@ -139,19 +137,19 @@ def test_more_bytes_than_64_bits_hold_are_refused_and_leave_nothing(tmp_path):
     big = msgspec.structs.replace(index.specs[0], shape=(1 << 30, 1 << 29))
     bad = msgspec.structs.replace(index, specs=(big, index.specs[1]))
     with pytest.raises(FormatError, match="2\\*\\*63"):
-        build_table(bad, tmp_path / "t")
+        write_outline(bad, tmp_path / "t")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_files_that_are_none_of_ours_are_refused(tmp_path):
     (tmp_path / "t").write_bytes(b"nothing" * 1000)
-    with pytest.raises(sqlite3.Error):
+    with pytest.raises((ValueError, msgspec.MsgspecError)):
         StoredOutline(tmp_path / "t")
 
 
 def test_an_open_table_may_be_deleted(both, tmp_path):
     memory, _ = both
-    build_table(memory.index, tmp_path / "t")
+    write_outline(memory.index, tmp_path / "t")
     stored = StoredOutline(tmp_path / "t")
     shutil.rmtree(tmp_path)
     assert stored.children() == memory.children()
@@ -161,6 +159,6 @@ def test_ties_count_where_they_were_written(tmp_path):
     index = large_index(40)
     alias = AliasRecord(0, 0)
     tied = msgspec.structs.replace(index, leaves=(index.leaves[0], alias, *index.leaves[2:]))
-    build_table(tied, tmp_path / "t")
+    write_outline(tied, tmp_path / "t")
     rows = StoredOutline(tmp_path / "t").children("0", count=2)
     assert rows[0].nbytes == 64 * 64 * 4 and rows[1].nbytes == 0

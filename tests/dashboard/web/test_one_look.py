@@ -1,0 +1,44 @@
+"""A request looks at the directory of its checkpoint once, and hands down what it found."""
+
+import pytest
+
+from treeckpt_dashboard.store.library import Library
+from treeckpt_dashboard.web.app import ROOMS
+
+ROUTES = [route for room in ROOMS for route in [*room.api.routes, *room.pages.routes]]
+OF_A_CHECKPOINT = sorted({route.path for route in ROUTES if "{checkpoint_id}" in route.path})
+COMPARISONS = ["/api/v1/diff", "/api/v1/diff/values", "/api/v1/diff/changes", "/diff", "/diff/changes"]
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """The names of the directories that were looked at, one for each look."""
+    found, look = [], Library._look
+
+    def counted(self, run, folder):
+        found.append(folder.name)
+        return look(self, run, folder)
+
+    monkeypatch.setattr(Library, "_look", counted)
+    return found
+
+
+@pytest.mark.parametrize("path", OF_A_CHECKPOINT)
+def test_every_address_of_a_checkpoint_looks_at_it_once(client, ids, looks, path):
+    address = path.format(checkpoint_id=ids["step_00000700"], number=0)
+    query = {"q": "weight", "larger": 1 << 20}
+    client.get(address, params=query)  # the run is listed, and trees are read
+    looks.clear()
+    response = client.get(address, params=query)
+    assert response.status_code == 200, response.text
+    pages = -(-response.text.count("\n") // 100) if path.endswith(".csv") else 1  # a table has all pages
+    assert looks == ["step_00000700"] * max(1, pages)
+
+
+@pytest.mark.parametrize("path", COMPARISONS)
+def test_a_comparison_looks_at_both_once(client, ids, looks, path):
+    chosen = {"a": ids["step_00000500"], "b": ids["step_00000700"]}
+    client.get(path, params=chosen)
+    looks.clear()
+    client.get(path, params=chosen)
+    assert looks == ["step_00000500", "step_00000700"]
