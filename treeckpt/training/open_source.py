@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from ..core.tree.globs import compile_globs
+from ..core.tree.leaf_differences import Strict
 from ..core.tree.merge import merge_sources
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import DictNode, Structure, keys_of, parse_path
@@ -22,7 +23,7 @@ from ..errors import MismatchError
 from ..io.comm.comm import Comm
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.aliasing import are_equal
-from ..loading.match import LoadOptions, Strict
+from ..loading.match import LoadOptions
 from ..loading.overlay import Bank, From, as_bank, globs_of, members_of, refuse_rules
 from ..loading.transforms import Renaming, Transforms, as_rules, carried
 from ..loading.transforms.rules import Drop, Rule, placed_below

@@ -34,7 +34,6 @@ from ..loading.transforms.rules import Carried, Drop, Rule
 from ..loading.transforms.view import ComposedLeaf, View, view_of
 from ..reports import LoadReport
 from ..trees import moving
-from ..trees.matching import match_leaves
 from ..trees.per_rank_state import Policy, load_own
 from .hyperparameters import is_same
 from .names import Key, key_path
@@ -448,7 +447,7 @@ class TreeSource:
 
     def _fill(self, target: Any) -> LoadReport:
         where: Any = {"rank": self.comm.rank, "namespace": self.options.namespace}
-        found = match_leaves(target, self.structure, self._leaves, lambda leaf, _: leaf, **where)
+        found = moving.match_leaves(target, self.structure, self._leaves, lambda leaf, _: leaf, **where)
         nbytes = moving.put_leaves(
             target, found, lambda old, new, _: old if is_same(old, new) else new, cast=self.options.cast, **where
         )
