@@ -160,6 +160,11 @@ class Load:
         self.unmade: list[str] = []
         """The paths of what cannot be made here, and is `...` by `lenient`."""
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all leaves of the checkpoint, selected or not, after the rules."""
+        return self.view.names
+
     def selected(self, path: str) -> bool:
         """Whether a path is wanted, is not damaged, and no rule leaves it as it is."""
         return self.options.selects(path) and path not in self.damaged and not self.view.is_kept(path)

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial, reduce
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from optree import PyTreeAccessor
@@ -34,9 +34,10 @@ from .load import compare_containers, load_into_tree, load_tree
 from .match import Load, LoadOptions
 from .transforms import Renaming, Transforms, as_rules
 from .transforms.rules import Rule
+from .transforms.view import View
 from .verify import survey
 
-T = TypeVar("T")
+M = TypeVar("M", bound="BankMember")
 Selection = str | int | Sequence[Any] | None
 """Globs over paths, and paths as keys; see `globs_of`."""
 
@@ -108,27 +109,43 @@ class _Part(msgspec.Struct):
     """As `LoadOptions` has it."""
 
 
-def members_of(bank: Bank, look: Callable[[From], T]) -> list[T]:
-    """Applies a function to each source of a bank, and leaves out optional sources whose checkpoint is missing.
+class BankMember(Protocol):
+    """One checkpoint of a bank, seen through its own rules and globs."""
+
+    options: LoadOptions
+    view: View
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all its leaves, selected or not, after its rules."""
+        ...
+
+    def selected(self, path: str) -> bool:
+        """Whether it may give a leaf of its view."""
+        ...
+
+
+def open_members(
+    bank: Bank,
+    rules: Sequence[Rule],
+    look: Callable[[From], M],
+    asked: Iterable[str] = (),
+    unit: Callable[[str], str] = str,
+) -> list[tuple[M, set[str]]]:
+    """Returns the checkpoints of a bank, each with the paths that it gives: of those that several have, the last does.
+
+    Optional sources whose checkpoint is missing are left out.
+
+    Args:
+        rules: for all of them, which are refused.
+        look: opens the checkpoint of a source.
+        asked: paths that globs may name too.
+        unit: returns the path of what one checkpoint gives as a whole, by the path of a leaf in it.
 
     Raises:
         CheckpointNotFound: one is missing that is not optional, or all are.
+        MismatchError: a glob that means nothing.
     """
-    found: list[T] = []
-    for source in bank.sources:
-        try:
-            found.append(look(source))
-        except CheckpointNotFound:
-            if not source.optional:
-                raise
-    if not found:
-        where = ", ".join(str(getattr(source.path, "url", source.path)) for source in bank.sources)
-        raise CheckpointNotFound(where, expected="one checkpoint at least", found="none")
-    return found
-
-
-def refuse_rules(rules: Sequence[Rule]) -> None:
-    """Refuses rules for all checkpoints of a bank."""
     if rules:
         raise TreeckptError(
             "transforms",
@@ -136,38 +153,53 @@ def refuse_rules(rules: Sequence[Rule]) -> None:
             found="rules for all",
             hint="Give them to tc.From",
         )
+    members: list[M] = []
+    for source in bank.sources:
+        try:
+            members.append(look(source))
+        except CheckpointNotFound:
+            if not source.optional:
+                raise
+    if not members:
+        where = ", ".join(str(getattr(source.path, "url", source.path)) for source in bank.sources)
+        raise CheckpointNotFound(where, expected="one checkpoint at least", found="none")
+
+    def names() -> frozenset[str]:
+        return frozenset(asked).union(*(member.names for member in members))
+
+    for member in members:
+        member.options.check_used(lambda member=member: member.names, names)
+    given = [[path for path in member.view.by_path if member.selected(path)] for member in members]
+    winner = {unit(path): number for number, paths in enumerate(given) for path in paths}
+    return [
+        (member, {path for path in paths if winner[unit(path)] == number})
+        for number, (member, paths) in enumerate(zip(members, given, strict=True))
+    ]
 
 
-def _select_parts(bank: Bank, asked: Iterable[str], comm: Comm, options: LoadOptions) -> list[_Part]:
+def own_globs(source: From, options: LoadOptions) -> LoadOptions:
+    """Returns the options of a load with the globs of one source of a bank."""
+    return msgspec.structs.replace(options, select=globs_of(source.select), exclude=globs_of(source.exclude, "exclude"))
+
+
+def _select_parts(bank: Bank, asked: Collection[str], comm: Comm, options: LoadOptions) -> list[_Part]:
     """Returns the checkpoints of a bank, and which of their leaves are taken.
 
     Args:
         asked: the paths of like.
     """
-    refuse_rules(options.rules)
 
-    def look(source: From) -> _Part:
+    def look(source: From) -> Load:
         assert isinstance(source.path, Checkpoint), "the bank is opened"
         rules = as_rules(source.rename, source.transforms)
-        own = msgspec.structs.replace(
-            options, select=globs_of(source.select), exclude=globs_of(source.exclude, "exclude"), rules=rules
-        )
-        return _Part(msgspec.structs.replace(options, rules=rules, strict=False), Load(source.path, comm, own))
+        return Load(source.path, comm, msgspec.structs.replace(own_globs(source, options), rules=rules))
 
-    parts = members_of(bank, look)
-
-    def names() -> frozenset[str]:
-        return frozenset(asked).union(*(part.job.view.names for part in parts))
-
-    for part in parts:
-        part.job.options.check_used(lambda part=part: part.job.view.names, names)
-    options.check_used(names)
-    winner: dict[str, _Part] = {}
-    for part in parts:
-        winner.update((path, part) for path in part.job.view.by_path if part.job.selected(path))
-    for path, part in winner.items():
-        part.wins.add(path)
-    return parts
+    members = open_members(bank, options.rules, look, asked)
+    options.check_used(lambda: frozenset(asked).union(*(job.names for job, _ in members)))
+    return [
+        _Part(msgspec.structs.replace(options, rules=job.options.rules, strict=False), job, wins)
+        for job, wins in members
+    ]
 
 
 def globs_of(given: Selection, what: str = "select") -> tuple[str, ...] | None:
