@@ -123,7 +123,7 @@ def test_a_report_stays_small_whatever_is_in_the_checkpoint(tmp_path):
     assert Elements(text).names.count("details") <= NODES
 
 
-def test_a_report_needs_neither_torch_nor_the_dashboard(run):
+def test_a_report_needs_neither_torch_nor_what_serves_the_dashboard(run):
     code = (
         "import sys\nfrom treeckpt.report import report\n"
         f"assert len(report({str(run)!r})) > 10_000\n"
