@@ -1,6 +1,7 @@
 """The dashboard: web pages about runs and checkpoints. Each page is also JSON under /api/v1. It only reads.
 
     web/         the server, the application, the checks before every request
+    report/      a checkpoint or a run as one HTML file, with the drawings of the pages
     runs/        pages: runs and their checkpoints, saves in progress, disk usage, metrics for Prometheus
     checkpoint/  pages: the tree of a checkpoint, a leaf, its values, statistics of all arrays, the shards, the treemap
     timing/      pages: where the time of a save went, trends over the steps of a run

@@ -55,10 +55,15 @@ def _along(wanted: int | None, sizes: list[int], default: int | None, taken: int
     return wanted if wanted is not None and 0 <= wanted < len(sizes) and wanted != taken else default
 
 
-def map_page(index: Index, leaf: Leaf, y: int | None, x: int | None, at: list[int]) -> MapPage:
+def map_page(
+    index: Index, leaf: Leaf, y: int | None, x: int | None, at: list[int], *, most: int = MAX_BOXES
+) -> MapPage:
     """Returns the regions of an array on the plane of dimensions `y` and `x`, at position `at[d]` of every other one.
 
     By default, and in place of values out of range, these are the last two dimensions and position 0.
+
+    Args:
+        most: regions that are drawn.
     """
     names, sizes = map_dims(index, leaf)
     if not sizes:
@@ -68,7 +73,7 @@ def map_page(index: Index, leaf: Leaf, y: int | None, x: int | None, at: list[in
     where = [at[d] if d < len(at) and 0 <= at[d] < n else 0 for d, n in enumerate(sizes)]
     found = _on_plane(index, stored_leaf(index, leaf), sizes, y, x, where)
     numbers, files, boxes = file_numbers(index), {}, []
-    for region, chunk in found[:MAX_BOXES]:
+    for region, chunk in found[:most]:
         top, rows = (region.offset[y], region.shape[y]) if y is not None else (0, 1)
         left, columns = (region.offset[x], region.shape[x]) if x is not None else (0, 1)
         number = numbers.get(chunk.file.name, NO_FILE)
@@ -77,7 +82,7 @@ def map_page(index: Index, leaf: Leaf, y: int | None, x: int | None, at: list[in
         count = len(held_by) if held_by is not None else 1
         boxes.append([top, left, top + rows, left + columns, chunk.rank, number, chunk.start, chunk.stop, count])
     rows, columns = sizes[y] if y is not None else 1, sizes[x] if x is not None else 1
-    more = max(0, len(found) - MAX_BOXES)
+    more = max(0, len(found) - most)
     overlaps, twice = overlaps_of(boxes)
     covered = sum((box[2] - box[0]) * (box[3] - box[1]) for box in boxes) - twice
     missing = 0 if more else max(0, rows * columns - covered)

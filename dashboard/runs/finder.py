@@ -16,8 +16,7 @@ from treeckpt.runs.checkpoint_info import CheckpointInfo
 
 from ..pages.checkpoints import shorten, status_of
 from ..store.index_reader import StillReading
-from ..store.library import Library, Run
-from .resume import Listed
+from ..store.library import Library, Listed, Run
 from .summary import summarize_run
 
 MAX_RUNS, MAX_STEPS, MAX_LEAVES = 6, 8, 12

@@ -16,11 +16,12 @@ from treeckpt.runs.checkpoint_info import CheckpointInfo
 from treeckpt.runs.policy_text import keep_text
 
 from ..pages.checkpoints import PAGE, CheckpointRow, Status, checkpoint_row, next_start, shorten, status_of
-from ..store.library import Library, Run
+from ..store.last_result import LastResult
+from ..store.library import Library, Listed, Run
 from ..store.watch import ScanProgress
 from .metric_columns import condition_of, metric_value
-from .resume import Listed, ResumePanel, SavePace, resume_panel, save_pace
-from .summary import LastResult, RunSummary, policies_of, summarize_run
+from .resume import ResumePanel, SavePace, resume_panel, save_pace
+from .summary import RunSummary, policies_of, summarize_run
 
 SORTS = r"newest|oldest|-?(bytes|time|step|status)|-?metric:.{1,500}"
 """Orders of a list: by age, or by a column; with a minus, the largest first."""
@@ -229,7 +230,7 @@ def _row(checkpoint_id: str, run: Run, info: CheckpointInfo, summary: RunSummary
 
 
 @lru_cache(64)
-def _last_selection(run_id: str, status: StatusFilter, q: str, sort: str) -> LastResult[Listed]:
+def _last_selection(run_id: str, status: StatusFilter, q: str, sort: str) -> LastResult[Listed, Listed]:
     """Returns the cache that serves the next pages of the same query."""
     return LastResult()
 

@@ -16,7 +16,7 @@ from treeckpt.core.text import json_number
 from treeckpt.runs.checkpoint_info import CheckpointInfo, mark_of
 
 from ..pages.checkpoints import CheckpointRow, checkpoint_row, iso_time, per_rank_keyword, shorten, status_of
-from ..store.library import Library, Run
+from ..store.library import Library, Listed, Run
 from .metric_columns import first_metric, metric_value
 
 LATE = 3.0
@@ -30,9 +30,6 @@ INTERVALS = 50
 """The newest intervals of which the median is the usual one."""
 MAX_BRANCHES = 100
 """Branches of a run that are listed."""
-
-Listed = Sequence[tuple[str, CheckpointInfo]]
-"""Checkpoints with their ids."""
 
 
 class ResumeSnippets(msgspec.Struct, frozen=True):

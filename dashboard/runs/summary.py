@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Generic, TypeVar
 
 import msgspec
 
@@ -16,14 +15,13 @@ from treeckpt.runs.policy_text import parse_keep
 
 from ..pages.checkpoints import status_of
 from ..store.foreign_trees import ForeignInfo
-from ..store.library import Library, Run
+from ..store.last_result import LastResult
+from ..store.library import Library, Listed, Run
 from .metric_columns import best_marks, first_metric, metric_names
-from .resume import Listed, ResumeFacts, resume_facts
+from .resume import ResumeFacts, resume_facts
 
 DURATIONS = 40
 """Saves of a run whose durations are drawn as a line."""
-
-T = TypeVar("T")
 
 
 def policies_of(library: Library, keep: str | None) -> tuple[Policy, ...]:
@@ -80,22 +78,8 @@ class RunSummary(msgspec.Struct, frozen=True):
     resume: ResumeFacts
 
 
-class LastResult(Generic[T]):
-    """The last result of a function of the list of a run; it is valid until another list replaces this one."""
-
-    def __init__(self) -> None:
-        self._pair: tuple[Listed, T] | None = None
-
-    def of(self, listed: Listed, compute: Callable[[Listed], T]) -> T:
-        """Returns the result for a list; computes it for another list than that of the last call."""
-        pair = self._pair
-        if pair is None or pair[0] is not listed:
-            pair = self._pair = (listed, compute(listed))
-        return pair[1]
-
-
 @lru_cache(512)
-def _last_summary(run_id: str, policies: tuple[Policy, ...]) -> LastResult[RunSummary]:
+def _last_summary(run_id: str, policies: tuple[Policy, ...]) -> LastResult[Listed, RunSummary]:
     return LastResult()
 
 

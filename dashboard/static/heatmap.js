@@ -31,15 +31,14 @@ function drawPhases(g, phases, cw, top) {
   });
 }
 
-/** @param {string} at the save's address in the API */
-export async function heatMap(at) {
+async function load() {
   const holder = find("#heat");
   const canvas = /** @type {HTMLCanvasElement} */ (find("#heat-canvas"));
   const note = noter(find("#heat .drawing"), find("#heat-text"));
   /** @type {Heat} */
   let data;
   try {
-    data = await api(`${at}/heat`, { by: holder.dataset.by });
+    data = await api(`checkpoints/${find("#waterfall").dataset.checkpoint}/timing/heat`, { by: holder.dataset.by });
   } catch (error) {
     note(`The heat map cannot be drawn: ${reason(error)}`);
     return;
@@ -87,3 +86,4 @@ export async function heatMap(at) {
   scaleBar(find("#heat-scale"));
   redraw();
 }
+load();

@@ -241,7 +241,8 @@ function describe() {
 
 async function load() {
   const data = new FormData(form);
-  const view = form.hidden
+  const leaf = data.get("leaf") ?? holder.dataset.leaf; // a report has several, and one plane of each
+  const view = form.hidden || !data.has("y")
     ? {}
     : {
         y: String(data.get("y")),
@@ -252,7 +253,7 @@ async function load() {
           .join(","),
       };
   try {
-    map = await api(`checkpoints/${holder.dataset.checkpoint}/leaves/${holder.dataset.leaf}/map`, view);
+    map = await api(`checkpoints/${holder.dataset.checkpoint}/leaves/${leaf}/map`, view);
   } catch (error) {
     readout.textContent = `The map cannot be drawn: ${reason(error)}`;
     return;
@@ -262,8 +263,10 @@ async function load() {
     const dim = Number(label.getAttribute("data-dim"));
     label.toggleAttribute("hidden", dim === map.y || dim === map.x);
   }
-  if (map.y !== null) /** @type {HTMLSelectElement} */ (form.elements.namedItem("y")).value = String(map.y);
-  if (map.x !== null) /** @type {HTMLSelectElement} */ (form.elements.namedItem("x")).value = String(map.x);
+  for (const [name, dim] of /** @type {[string, number | null][]} */ ([["y", map.y], ["x", map.x]])) {
+    const select = /** @type {HTMLSelectElement | null} */ (form.elements.namedItem(name));
+    if (select && dim !== null) select.value = String(dim);
+  }
   chosen = -1;
   describe();
   readout.textContent = summary();
@@ -273,9 +276,9 @@ async function load() {
 /** Sets the axis pickers from the address, before the first map is requested. */
 function restore() {
   for (const name of ["y", "x"]) {
-    const select = /** @type {HTMLSelectElement} */ (form.elements.namedItem(name));
+    const select = /** @type {HTMLSelectElement | null} */ (form.elements.namedItem(name));
     const value = recalled(name);
-    if (value !== null && [...select.options].some((option) => option.value === value)) select.value = value;
+    if (select && value !== null && [...select.options].some((option) => option.value === value)) select.value = value;
   }
   const at = (recalled("at") ?? "").split(",");
   form.querySelectorAll("input[name=at]").forEach((input, d) => {

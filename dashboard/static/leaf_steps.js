@@ -2,8 +2,7 @@
 /** One array over the steps of its run: norm, mean, standard deviation, largest value, and how many are not finite. */
 import { api, base, buttonGroup, countText, find, make, numberText } from "./dom.js";
 import { reason, recalled, remember, tableOf } from "./dom.js";
-import { colour } from "./canvas.js";
-import { axisStyle, keepFitted } from "./plots.js";
+import { stepChart } from "./step_chart.js";
 
 /**
  * @typedef {{
@@ -54,63 +53,29 @@ function draw(data) {
   let measure = recalled("measure") ?? "norm";
   if (!(measure in MEASURES)) measure = "norm";
   const values = () => data.numbers.map((n) => MEASURES[measure][1](n));
-  /** @param {number | null | undefined} at */
+  /** @param {number | null} at */
   const tell = (at) => {
     const others = countText(data.unknown, "other checkpoint has", "other checkpoints have");
     const unknown = data.unknown ? `; ${others} no statistics yet` : "";
     readout.textContent =
-      at === null || at === undefined
+      at === null
         ? `${countText(data.step.length, "step")}${unknown}`
         : `step ${numberText(data.step[at])} · ${MEASURES[measure][0]} ${figure(values()[at])}`;
   };
-  const plot = new uPlot(
-    {
-      width: chart.clientWidth,
-      height: 215,
-      scales: { x: { time: false } },
-      legend: { show: false },
-      cursor: { y: false, drag: { x: true, y: false } },
-      axes: [
-        { ...axisStyle(), values: (_, steps) => steps.map((n) => (Number.isInteger(n) ? numberText(n) : "")) },
-        { ...axisStyle(), size: 84, values: (_, ticks) => ticks.map(figure) },
-      ],
-      series: [
-        {},
-        {
-          stroke: () => colour("--c0"),
-          width: 2,
-          points: { show: data.step.length < 60, size: 6, fill: () => colour("--c0") },
-        },
-      ],
-      hooks: { setCursor: [(u) => tell(u.cursor.idx)] },
-    },
-    [data.step, values()],
-    chart,
-  );
-  keepFitted(plot, chart);
-  tell(null);
-  const press = buttonGroup("data-measure", (chosen) => {
+  const asked = { open: (/** @type {number} */ at) => location.assign(addressOf(data, at)), tell, zoom: update };
+  const show = stepChart(chart, 215, asked);
+  /** @param {number | null} low @param {number | null} high */
+  function update(low, high) {
+    const line = { label: MEASURES[measure][0], colour: "--c0", values: values() };
+    show({ steps: data.step, lines: [line], text: figure, free: true, low, high });
+    tell(null);
+  }
+  buttonGroup("data-measure", (chosen) => {
     measure = chosen;
     remember({ measure });
-    plot.setData([data.step, values()]);
-    tell(null);
-  });
-  press(measure);
-  const last = data.step.length - 1;
-  chart.addEventListener("keydown", (event) => {
-    const at = plot.cursor.idx;
-    /** @type {Record<string, number>} */
-    const steps = {
-      ArrowRight: Math.min(last, (at ?? -1) + 1),
-      ArrowLeft: Math.max(0, (at ?? last + 1) - 1),
-      Home: 0,
-      End: last,
-    };
-    if (event.key === "Enter" && at !== null && at !== undefined) location.href = addressOf(data, at);
-    if (!(event.key in steps)) return;
-    event.preventDefault();
-    plot.setCursor({ left: plot.valToPos(data.step[steps[event.key]], "x"), top: 20 });
-  });
+    update(null, null);
+  })(measure);
+  update(null, null);
 }
 
 async function start() {

@@ -1,8 +1,7 @@
 // @ts-check
-/** The page of the timing of a save: the waterfall with its legend, and the heat map. */
+/** The waterfall of a save with its legend. */
 import { api, find, make, numberText, reason } from "./dom.js";
 import { legend } from "./canvas.js";
-import { heatMap } from "./heatmap.js";
 import { noter } from "./tip.js";
 import { showWaterfall } from "./waterfall.js";
 import { FRAME, WAITS, drawPhase } from "./waterfall_draw.js";
@@ -29,10 +28,13 @@ const note = noter(find("#waterfall .drawing"), find("#waterfall-text"));
 const address = `checkpoints/${holder.dataset.checkpoint}/timing`;
 const slowest = holder.dataset.slow === "" ? null : Number(holder.dataset.slow);
 
-heatMap(address);
-try {
-  const data = /** @type {import("./waterfall_layout.js").Columns} */ (await api(`${address}/waterfall`));
-  showLegend(data.phases, showWaterfall(canvas, data, slowest, note));
-} catch (error) {
-  note(`The waterfall cannot be drawn: ${reason(error)}`);
+
+async function load() {
+  try {
+    const data = /** @type {import("./waterfall_layout.js").Columns} */ (await api(`${address}/waterfall`));
+    showLegend(data.phases, showWaterfall(canvas, data, slowest, note));
+  } catch (error) {
+    note(`The waterfall cannot be drawn: ${reason(error)}`);
+  }
 }
+load();

@@ -1,7 +1,7 @@
 // @ts-check
 /** The treemap: one area per leaf, in proportion to its bytes, inside its part of the tree, rank, file or dtype. */
 import { api, base, buttonGroup, bytesText, countText, find, make } from "./dom.js";
-import { reason, recalled, remember, tableOf, visible } from "./dom.js";
+import { isReport, reason, recalled, remember, tableOf, visible } from "./dom.js";
 import { colour, fillOf, follow, ink, selectable } from "./canvas.js";
 import { noter } from "./tip.js";
 import { hierarchy, treemap } from "./vendor/d3-hierarchy-3.1.3.min.js";
@@ -177,7 +177,7 @@ const redraw = follow(canvas, { height: (width) => (width < 500 ? 320 : 300), dr
 function summary() {
   if (!page) return "";
   return page.total
-    ? `${bytesText(page.total)} in ${countText(areas.leaves.length, "area")}; a click opens one`
+    ? `${bytesText(page.total)} in ${countText(areas.leaves.length, "area")}${isReport ? "" : "; a click opens one"}`
     : "No arrays here.";
 }
 
@@ -214,7 +214,7 @@ selectable(canvas, {
  */
 function open(item) {
   const area = areas.leaves[item];
-  if (!page || !area) return;
+  if (!page || !area || isReport) return;
   if (page.leaves[area.box] >= 0) location.assign(`${base}checkpoints/${checkpoint}/leaves/${page.leaves[area.box]}`);
   else if (page.by === "tree" && page.nodes[area.box] !== page.node) show("tree", page.nodes[area.box]);
 }
@@ -223,7 +223,7 @@ canvas.addEventListener("click", (event) => {
   const frame = areas.frames.find(
     (a) => event.offsetX >= a.x0 && event.offsetX < a.x1 && event.offsetY >= a.y0 && event.offsetY < a.y0 + TITLE,
   );
-  if (frame && page?.by === "tree" && page.leaves[frame.box] < 0) show("tree", page.nodes[frame.box]);
+  if (frame && !isReport && page?.by === "tree" && page.leaves[frame.box] < 0) show("tree", page.nodes[frame.box]);
   else
     open(
       areas.leaves.findIndex(
@@ -254,6 +254,7 @@ function crumbs() {
 
 /** The link of a box: to a leaf, or to a part of the tree. @param {Page} page @param {number} box */
 function hrefOf({ by, node, leaves, nodes }, box) {
+  if (isReport) return null;
   if (leaves[box] >= 0) return `${base}checkpoints/${checkpoint}/leaves/${leaves[box]}`;
   return by === "tree" && nodes[box] !== node ? `?map=tree&mapnode=${nodes[box]}` : null;
 }

@@ -16,9 +16,9 @@
  *   rank's position in the columns; the band stands for the rows `from` to `to`
  */
 
-export const LANE = 17,
-  GAP = 9,
-  TOP = 26;
+export const LANE = 17;
+export const GAP = 9;
+export const TOP = 26;
 /** Ranks that are drawn with all lanes; of more ranks each gets one line. */
 export const DETAIL = 40;
 const OVERVIEW = 460;

@@ -43,10 +43,13 @@ from .foreign_trees import (
     look_at_foreign,
 )
 from .index_reader import IndexReader, StillReading, is_large
+from .last_result import LastResult
 from .reduced_timings import ReducedTimings, read_reduced
 from .watch import DirectoryState, RunWatcher
 
 T = TypeVar("T")
+Listed = Sequence[tuple[str, CheckpointInfo]]
+"""Checkpoints with their ids."""
 
 
 class NotFound(Exception):
@@ -158,7 +161,7 @@ class Library:
         self._verified = -1
         """The version of the cache's verifications that the lists show."""
         self._reduced: dict[str, dict[str, ReducedTimings]] = {run.id: {} for run in self.runs}
-        self._lists: dict[str, tuple[list[CheckpointInfo], list[tuple[str, CheckpointInfo]]]] = {}
+        self._lists = {run.id: LastResult[list[CheckpointInfo], Listed]() for run in self.runs}
 
     def inspect_directory(self, run: Run, folder: Folder) -> DirectoryState:
         """Returns what a directory is; a large index that was not read before is given to another process."""
@@ -195,18 +198,18 @@ class Library:
         for run in runs:
             self.watches[run.id].start()
 
-    def checkpoints(self, run: Run, *, wait: float = 0.0) -> list[tuple[str, CheckpointInfo]]:
+    def checkpoints(self, run: Run, *, wait: float = 0.0) -> Listed:
         """Returns the checkpoints of a run found so far with their ids, newest first; see `RunWatcher.progress`."""
         watch = self.watches[run.id]
         self._take_verifications()
         watch.refresh(wait=wait)
         watch.inspect([info.name for info in watch.infos if isinstance(info, UnreadInfo)])
-        infos, kept = watch.infos, self._lists.get(run.id)
-        if kept is None or kept[0] is not infos:
-            kept = self._lists[run.id] = (infos, [(_id(str(run.path), info.name), info) for info in infos])
-            if len(reduced := self._reduced[run.id]) > 2 * len(infos) + 1000:  # most are of checkpoints that are gone
-                reduced.clear()
-        return kept[1]
+        return self._lists[run.id].of(watch.infos, partial(self._with_ids, run))
+
+    def _with_ids(self, run: Run, infos: list[CheckpointInfo]) -> Listed:
+        if len(reduced := self._reduced[run.id]) > 2 * len(infos) + 1000:  # most are of checkpoints that are gone
+            reduced.clear()
+        return [(_id(str(run.path), info.name), info) for info in infos]
 
     def _take_verifications(self) -> None:
         """Inspects the checkpoints that were verified since the last call, by this program or by another one."""

@@ -57,28 +57,38 @@ class HeatData(msgspec.Struct, frozen=True):
     """The rank that took the time, by phase and row; empty if the rows are ranks."""
 
 
-def waterfall_data(study: TimingReport) -> WaterfallData:
-    """Returns every span of a save."""
-    profile, spans, origin = study.profile, study.spans, study.profile.start_ns
+def waterfall_data(study: TimingReport, *, ranks: int | None = None, spans: int | None = None) -> WaterfallData:
+    """Returns every span of a save.
+
+    Args:
+        ranks: how many there are at most, the slowest; None for all.
+        spans: how many spans each of them has at most, the first.
+    """
+    profile, columns, origin = study.profile, study.spans, study.profile.start_ns
     unit = max(1, (profile.stop_ns - origin) // TICKS)
-    ranks = [rank.rank for rank in profile.ranks]
-    place = {rank: number for number, rank in enumerate(ranks)}
+    shown = sorted(sorted(range(len(profile.ranks)), key=lambda at: -profile.ranks[at].busy_ns)[:ranks])
+    place = {profile.ranks[at].rank: number for number, at in enumerate(shown)}
+    edges = study.edges.tolist()
+    parts = [range(edges[at], edges[at + 1])[:spans] for at in shown]
+    kept = np.concatenate([np.arange(part.start, part.stop) for part in parts] or [np.empty(0, np.int64)])
     return WaterfallData(
         unit=unit / 1e9,
         total=(profile.stop_ns - origin) // unit,
-        phases=list(spans.names),
-        waiting=[name in WAITING_PHASES for name in spans.names],
-        ranks=ranks,
-        counts=np.diff(study.edges).tolist(),
-        busy=[rank.busy_ns // unit for rank in profile.ranks],
-        blocked=[None if r.blocked_ns is None else (r.blocked_ns - origin) // unit for r in profile.ranks],
-        phase=spans.name.tolist(),
-        start=((spans.start - origin) // unit).tolist(),
-        length=((spans.stop - spans.start) // unit).tolist(),
-        lane=study.lanes.tolist(),
-        nbytes=spans.nbytes.tolist(),
+        phases=list(columns.names),
+        waiting=[name in WAITING_PHASES for name in columns.names],
+        ranks=list(place),
+        counts=[len(part) for part in parts],
+        busy=[profile.ranks[at].busy_ns // unit for at in shown],
+        blocked=[None if (ns := profile.ranks[at].blocked_ns) is None else (ns - origin) // unit for at in shown],
+        phase=columns.name[kept].tolist(),
+        start=((columns.start[kept] - origin) // unit).tolist(),
+        length=((columns.stop[kept] - columns.start[kept]) // unit).tolist(),
+        lane=study.lanes[kept].tolist(),
+        nbytes=columns.nbytes[kept].tolist(),
         critical=[
-            [place[s.rank], (s.start_ns - origin) // unit, (s.stop_ns - s.start_ns) // unit] for s in study.critical
+            [place[s.rank], (s.start_ns - origin) // unit, (s.stop_ns - s.start_ns) // unit]
+            for s in study.critical
+            if s.rank in place
         ],
         stragglers=sorted({straggler.rank for straggler in study.stragglers}),
     )

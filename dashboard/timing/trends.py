@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import msgspec
 
 from treeckpt.core.text import json_number, visible
-from treeckpt.runs.checkpoint_info import CheckpointInfo
 
 from ..pages.checkpoints import next_start
-from ..store.library import Library, Run
+from ..store.last_result import LastResult
+from ..store.library import Library, Listed, Run
 from ..store.reduced_timings import ReducedTimings
 from ..store.watch import ScanProgress
 from .bins import TrendBins, trend_bins
@@ -60,8 +61,6 @@ class TrendsPage(msgspec.Struct, frozen=True):
 class RunTrends:
     """The complete checkpoints of a run that have a step, sorted by step, and what is computed from them."""
 
-    listed: list[tuple[str, CheckpointInfo]]
-    """The list of checkpoints from which this is."""
     page: TrendsPage
     reduced: list[ReducedTimings | None]
     bins: dict[tuple[int, int], TrendBins] = field(default_factory=dict)
@@ -72,7 +71,7 @@ class TrendTables:
 
     def __init__(self, library: Library) -> None:
         self._library = library
-        self._kept: dict[str, RunTrends] = {}
+        self._kept = {run.id: LastResult[Listed, RunTrends]() for run in library.runs}
 
     def page(self, run_id: str, start: int) -> TrendsPage:
         """Returns the page of a run.
@@ -105,13 +104,10 @@ class TrendTables:
 
     def _trends(self, run_id: str) -> RunTrends:
         run = self._library.run(run_id)
-        listed, kept = self._library.checkpoints(run), self._kept.get(run_id)
-        if kept is None or kept.listed is not listed:
-            kept = self._kept[run_id] = _run_trends(self._library, run, listed)
-        return kept
+        return self._kept[run_id].of(self._library.checkpoints(run), partial(_run_trends, self._library, run))
 
 
-def _run_trends(library: Library, run: Run, listed: list[tuple[str, CheckpointInfo]]) -> RunTrends:
+def _run_trends(library: Library, run: Run, listed: Listed) -> RunTrends:
     found = [(i, c) for i, c in listed if c.status == "complete" and c.step is not None]
     found.sort(key=lambda pair: (pair[1].step or 0, pair[1].created_ns or 0))
     infos = [info for _, info in found]
@@ -144,7 +140,7 @@ def _run_trends(library: Library, run: Run, listed: list[tuple[str, CheckpointIn
         start=0,
         next=None,
     )
-    return RunTrends(listed, page, reduced)
+    return RunTrends(page, reduced)
 
 
 def _column(reduced: list[ReducedTimings | None], value: Callable[[ReducedTimings], T | None]) -> list[T | None]:

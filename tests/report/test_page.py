@@ -24,9 +24,8 @@ from treeckpt.core.text import bytes_text
 from treeckpt.errors import CheckpointNotFound
 from treeckpt.io.storage import metadata_files
 from treeckpt.report import report
-from treeckpt.report.page import CHILDREN, NODES
-from treeckpt.report.pictures import WIDTH, _squares
 from treeckpt.runs.catalog import scan
+from treeckpt_dashboard.report.page import CHILDREN, NODES
 
 ATTACK = "</script><img src=x onerror=alert(1)>\u202e"
 
@@ -66,7 +65,7 @@ def test_a_report_of_a_run_shows_every_checkpoint_and_the_newest_one(run, tmp_pa
                  "Tree", "Shards", "layers.0.attention.qkv.weight", "rank 2, 5.1× the median"):  # fmt: skip
         assert html.escape(part) in text, part
     elements = Elements(text)
-    assert elements.names.count("svg") >= 5 and len(text) < 400_000
+    assert elements.names.count("svg") == 2 and elements.names.count("canvas") == 3 and len(text) < 400_000
     assert [p.name for p in tmp_path.iterdir()] == ["r.html"]
 
 
@@ -124,7 +123,7 @@ def test_a_report_stays_small_whatever_is_in_the_checkpoint(tmp_path):
     assert Elements(text).names.count("details") <= NODES
 
 
-def test_a_report_needs_neither_torch_nor_the_dashboard(run):
+def test_a_report_needs_neither_torch_nor_what_serves_the_dashboard(run):
     code = (
         "import sys\nfrom treeckpt.report import report\n"
         f"assert len(report({str(run)!r})) > 10_000\n"
@@ -145,15 +144,6 @@ def test_text_stays_text_in_markup(child, attribute):
     parsed = Elements(el("p", child, el("br"), class_=attribute))
     assert parsed.names == ["p", "br"] and len(parsed.attributes) == 1
     assert Elements(joined([table((child,), [(attribute,)])])).names.count("td") == 1
-
-
-@given(st.lists(st.integers(1, 10**12), min_size=1, max_size=40))
-def test_a_treemap_fills_its_box_with_areas_in_proportion(sizes):
-    boxes = list(_squares(sorted(sizes, reverse=True), 300))
-    total = sum(sizes)
-    for size, (x, y, w, h) in zip(sorted(sizes, reverse=True), boxes, strict=True):
-        assert w * h == pytest.approx(WIDTH * 300 * size / total, rel=1e-6, abs=1e-6)
-        assert x >= -1e-6 and y >= -1e-6 and x + w <= WIDTH + 1e-3 and y + h <= 300 + 1e-3
 
 
 def test_notebooks_show_indexes_reports_and_managers_with_names_as_text(tmp_path):

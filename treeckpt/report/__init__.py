@@ -1,7 +1,8 @@
 """Reports: a checkpoint or a run as one HTML file that needs no network, server or torch; and terminal output.
 
-It may import all rooms but `cli`, `bench` and `demo`. Start with `page`. `report` returns the page; `treeckpt report
-PATH --html FILE` writes it. The size of a page is bounded: it states how many entries it leaves out.
+It may import all rooms but `cli`, `bench` and `demo`. `report` returns the page, which `treeckpt_dashboard.report`
+makes with the dashboard's drawings; `treeckpt report PATH --html FILE` writes it. The size of a page is bounded: it
+states how many entries it leaves out.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from pathlib import Path
 
 from ..runs.catalog import OnRead, is_checkpoint
 from .output_file import replace_file
-from .page import checkpoint_page, run_page
 
 __all__ = ["report"]
 
@@ -36,6 +36,8 @@ def report(
         CheckpointNotFound: there is neither a checkpoint nor a run.
         CheckpointError: the file cannot be written.
     """
+    from treeckpt_dashboard.report.page import checkpoint_page, run_page
+
     text = checkpoint_page(path) if is_checkpoint(path) else run_page(path, on_read=on_read)
     if html is not None:
         replace_file(Path(html), text.encode())

@@ -127,7 +127,8 @@ def test_one_page_reads_no_more_than_its_cap(two, monkeypatch):
     (b, _), (a, _) = library.checkpoints(library.runs[0])
     comparisons = diff.Comparisons(library)
     monkeypatch.setattr(diff, "MAX_READ", 4000)
-    page = diff.diff_page(library, comparisons, a, b, show="content", q="", start=0, pair=0, read=True)
+    both = diff.open_pair(library.checkpoint(a), library.checkpoint(b))
+    page = diff.diff_page(comparisons, both, show="content", q="", start=0, number=0, read=True)
     assert page.delta.compared == 500 and page.delta.elements == BIG.size
     assert {row.path: row.delta is not None for row in page.rows} == {"big": False, "small": True}
     first = comparisons.compare(*(library.checkpoint(i) for i in (a, b)))
