@@ -18,7 +18,7 @@ import numpy as np
 
 from ..core.format.timings import Span
 from ..core.planning.rank_trees import GlobalTree
-from ..io.comm.failures import to_fault
+from ..io.comm.failures import Fault, to_fault
 from ..io.storage.object_store import ObjectStore, open_address
 from ..io.storage.store import LocalStore, Store
 from ..io.timing import Recorder, RecorderSnapshot
@@ -67,7 +67,7 @@ class CommitSave(msgspec.Struct, tag=True, array_like=True):
     """All ranks' reports on the save that was written last; the answer holds a `CommitResult`."""
 
     reports: dict[int, WriteReport]
-    lost: dict[int, str]
+    silent: tuple[Fault, ...]
     recorder: RecorderSnapshot
 
 
@@ -164,7 +164,7 @@ class WriterServer:
             case CommitSave():
                 assert self._writer is not None and self._plan is not None, "it has written before"
                 self._writer.recorder = Recorder.resumed(self._plan.own.rank, request.recorder)
-                result = self._writer.commit(request.reports, request.lost)
+                result = self._writer.commit(request.reports, request.silent)
                 return self._answer(self._writer, _encode(result), request.recorder)
             case EndSave():
                 if self._writer is not None:
