@@ -26,7 +26,7 @@ from ..core.tree.spec import ArraySpec
 from ..errors import MismatchError, TreeError
 from ..io.comm.comm import Comm, global_rank, other_world_error, ranks_of_host
 from ..io.storage.checkpoint import Checkpoint
-from ..io.storage.fetching import FETCH_MEMORY, SupportsFetching
+from ..io.storage.fetching import FETCH_MEMORY
 from ..io.storage.memory import SlabAllocator
 from ..io.timing import Recorder
 from ..reports import LoadReport
@@ -134,7 +134,7 @@ class Load:
         self.options, self.rank, self.here = options, comm.rank, global_rank(comm)
         self.recorder = Recorder(comm.rank)
         self.checkpoint, self.index = checkpoint, checkpoint.index
-        default = FETCH_MEMORY if isinstance(checkpoint.store, SupportsFetching) else MEMORY
+        default = FETCH_MEMORY if checkpoint.store.traits.far else MEMORY
         self.memory = default if options.memory is None else options.memory
         """Bytes of buffers, at most."""
         self.source_rank = comm.rank % self.index.world

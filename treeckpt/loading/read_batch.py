@@ -28,7 +28,6 @@ from ..core.sharding.region import Region, any_overlap, coalesce, intersect, is_
 from ..core.tree.spec import ArraySpec
 from ..errors import FormatError, TreeckptError
 from ..io.storage.checkpoint import Checkpoint, ShardReader, UnexpectedBlocks
-from ..io.storage.fetching import SupportsFetching
 from ..io.storage.page_cache import available_memory
 from ..io.timing import Recorder
 from .read_request import ContiguousMemory, LeafPlaceholder, NewArray, ReadRequest, request_for
@@ -264,7 +263,7 @@ class ReadBatch:
         """
         verify = options.verify is not False
         first = options.verify == "first" and options.in_place
-        far = isinstance(self.checkpoint.store, SupportsFetching)
+        far = self.checkpoint.store.traits.far
         ahead = far and options.ahead and not first and not options.mapped
         self._reader = reader = ShardReader(
             self.checkpoint, self._recorder, verify=verify, whole=self.whole, ahead=ahead

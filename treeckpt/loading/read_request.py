@@ -25,8 +25,6 @@ WRITABLE = 0x200
 """PyBUF_WRITE of CPython's buffers."""
 _view_of = ctypes.pythonapi.PyMemoryView_FromMemory  # an array type of ctypes for each size takes ten times as long
 _view_of.restype, _view_of.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-LEAST_PLACED = 256 << 10
-"""Bytes that are received where they belong at a time, at least."""
 MOST = 256
 """Destinations in a range above which it is read into a buffer and copied from there."""
 
@@ -147,19 +145,7 @@ class Scatter:
         """Copies bytes of the stream, from `low` on, to their destinations."""
         address = np.frombuffer(data, np.uint8).ctypes.data
         for begin, stop, target in self._between(low, low + len(data)):
-            if target != address + begin - low:  # else they are there already
-                ctypes.memmove(target, address + begin - low, stop - begin)
-
-    def memory(self, low: int, high: int) -> memoryview | None:
-        """Returns the memory that bytes from `low` on go to, up to `high`: as far as it is that of one destination.
-
-        None where that is less than `LEAST_PLACED`, or destinations overlap.
-        """
-        between = self._between(low, high)
-        begin, stop, address = next(between, (high, high, 0))
-        following, _, _ = next(between, (stop, 0, 0))
-        alone = begin == low and stop - begin >= LEAST_PLACED and following >= stop
-        return memory_at(address, stop - begin) if alone else None
+            ctypes.memmove(target, address + begin - low, stop - begin)
 
     def parts(self, low: int, high: int) -> list[memoryview] | None:
         """Returns the memory that bytes `low:high` go to, in order, with spare memory for the gaps.

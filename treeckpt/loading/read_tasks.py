@@ -30,7 +30,6 @@ from ..core.planning.load_plan import (
 )
 from ..core.sharding.region import byte_runs
 from ..io.storage.checkpoint import ShardReader
-from ..io.storage.fetching import SupportsFetching
 from ..io.storage.memory import PAGE, aligned_buffer, copy_bytes, populating
 from ..io.storage.shard_reader import ByteRange, aligned_range
 from ..io.storage.store import Store
@@ -222,7 +221,7 @@ def map_arrays(reader: ShardReader, requests: Sequence[ReadRequest[NewArray]]) -
 
 def _any_size(store: Store) -> int:
     """Returns the bytes of one read where any size would do."""
-    return store.request_nbytes if isinstance(store, SupportsFetching) else DEVICE_READ
+    return store.traits.request_nbytes
 
 
 def read_limit(memory: int) -> int:
@@ -249,11 +248,11 @@ def run_tasks(reader: ShardReader, tasks: Sequence[ReadTask], *, memory: int, wr
     Returns:
         Bytes read from data areas.
     """
-    if isinstance(reader.store, SupportsFetching):
+    if reader.store.traits.far:
         with populating([task.out for task in tasks if task.out is not None]) as arrived:
             placement, ranges = _Placement(tasks, written, arrived), [task.byte_range for task in tasks]
             shared = any(task.shared for task in tasks)  # then all through the page cache
-            reader.fetch(ranges, placement.put, memory=memory, shared=shared, place=placement.place)
+            reader.fetch(ranges, placement.put, memory=memory, shared=shared)
         return sum(task.nbytes for task in tasks)
     largest = max((task.nbytes for task in tasks if task.out is None), default=0)
     threads = max(1, min(READERS, memory // max(largest, 1)))
@@ -277,7 +276,7 @@ def read_each(
             again afterwards. The first error, of it or of a read, ends the call and is raised.
         memory: bytes of buffers, at most, unless one read needs more.
     """
-    if isinstance(reader.store, SupportsFetching):
+    if reader.store.traits.far:
         ranges, shared = [task.byte_range for task in tasks], any(task.shared for task in tasks)
         reader.fetch(ranges, partial(_collect_part, tasks, put, {}), memory=memory, shared=shared)
         return
@@ -324,24 +323,11 @@ class _Placement:
 
     def __init__(self, tasks: Sequence[ReadTask], written: list[ReadTask], arrived: threading.Event) -> None:
         self._tasks, self._written, self._arrived = tasks, written, arrived
-        self._begun: set[int] = set()
         self._collected: dict[int, memoryview] = {}
         """The bytes so far of tasks whose destinations are not contiguous, by their numbers."""
 
-    def place(self, number: int, at: int, nbytes: int) -> memoryview | None:
-        """Returns the memory where bytes of a task belong, from `at` on; None if there is not much at one place."""
-        task, memory = self._tasks[number], None
-        self._arrived.set()
-        if task.out is not None:
-            memory = task.out[at : at + nbytes]
-        elif isinstance(task.destinations, Scatter):
-            memory = task.destinations.memory(task.start + at, task.start + at + nbytes)
-            if memory is not None:
-                self._begin(number)
-        return memory
-
     def put(self, number: int, at: int, data: memoryview) -> None:
-        """Puts bytes of a task in place, from `at` on, unless they lie there already."""
+        """Puts bytes of a task in place, from `at` on."""
         task = self._tasks[number]
         self._arrived.set()
         if task.out is not None:
@@ -351,13 +337,9 @@ class _Placement:
                 self._tasks, lambda _, whole: task.write(whole, self._written), self._collected, number, at, data
             )
         elif task.destinations is not None:
-            self._begin(number)
+            if not at:
+                self._written.append(task)
             task.destinations.write(task.start + at, data)
-
-    def _begin(self, number: int) -> None:
-        if number not in self._begun:
-            self._begun.add(number)
-            self._written.append(self._tasks[number])
 
 
 class _TaskRunner(msgspec.Struct, frozen=True):

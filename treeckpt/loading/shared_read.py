@@ -26,7 +26,6 @@ from ..errors import CheckpointError, CheckpointNotFound
 from ..io.comm.comm import Comm, members_of, world_size
 from ..io.comm.waiting import log_if_slow
 from ..io.storage.checkpoint import Checkpoint, Replaced, ShardReader
-from ..io.storage.fetching import SupportsFetching
 from ..io.storage.store import Store
 from .read_request import BoxDestination, ReadRequest
 from .read_tasks import ReadTask, run_tasks
@@ -241,7 +240,7 @@ def open_relay(comm: Comm, checkpoints: Sequence[Checkpoint], read: Literal["eac
 def usual_read(comm: Comm, store: Store) -> Literal["each", "once"]:
     """Returns how a load reads in which all ranks of a comm take part: "once" from an object store, where it works."""
     able = 1 < comm.size <= MOST_RANKS and members_of(comm) is None and world_size() == comm.size
-    return "once" if able and isinstance(store, SupportsFetching) else "each"
+    return "once" if able and store.traits.far else "each"
 
 
 def _new_group(comm: Comm) -> Any:

@@ -46,7 +46,6 @@ from ..io.comm.collective import Conclusion, Exchange, decode_each
 from ..io.comm.comm import Comm, members_of
 from ..io.comm.failures import NOT_COMMITTED, os_errors_wrapped, wrap_os_error
 from ..io.comm.rounds import Round
-from ..io.storage.object_store import ObjectStore
 from ..io.storage.progress_file import ProgressRecorder
 from ..io.storage.store import Store
 from ..io.timing import Recorder
@@ -275,7 +274,7 @@ class _Agreement:
             plan = cached_plan(self.comm)
             known = plan is not None and plan.key == self.decision.key
             self.record.expect(plan.own.nbytes if known and plan is not None else self.described.nbytes)
-        if self.look is not None and not (self.exchange is None and isinstance(self.store, ObjectStore)):
+        if self.look is not None and not (self.exchange is None and self.store.traits.far):
             self.replaced, self.look = self.look.result(), None
 
     # step 1: proposals ------------------------------------------------------------------------------------------------

@@ -41,7 +41,6 @@ from .shard_writer import InlineWriter, ShardWriter, TreeShardSource
 from .sidecar_files import SidecarContent
 from .staging import Lease, StagedShardSource, area_offsets, cuda_pinning, order_device_copies, stage
 from .writer_process import ProcessWriter
-from .writer_server import address_of
 
 _log = logging.getLogger("treeckpt")
 
@@ -167,7 +166,7 @@ class _BackgroundSave:
 
     def start_process(self) -> None:
         """Starts the writer process, if there can be one and it can open the store."""
-        self._address = address_of(self._agreed.store) if passes_files else None
+        self._address = self._agreed.store.address() if passes_files else None
         if self._address is not None and not self._session.start_writer(self._agreed.store.url):
             self._address = None
 

@@ -31,7 +31,6 @@ from ..errors import RankError
 from ..io.comm.comm import Comm
 from ..io.comm.failures import raise_faults, silent_faults, to_fault, wrap_os_error
 from ..io.public_calls import gc_paused
-from ..io.storage.fetching import SupportsFetching
 from ..io.storage.store import Store
 from ..io.timing import Recorder
 from ..reports import SaveReport
@@ -112,7 +111,7 @@ def complete(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> No
     finally:
         writer.end()
     if ended.faults:
-        in_place = UNANSWERED_HINT if isinstance(store, SupportsFetching) else PUBLISHED_HINT
+        in_place = UNANSWERED_HINT if store.traits.far else PUBLISHED_HINT
         hint = {"hint": in_place} if ended.in_place else {}
         raise_faults(ended.faults, store.url, agreed.comm.size, cause=writer.error, **hint)
 

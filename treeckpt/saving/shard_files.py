@@ -40,7 +40,6 @@ from ..core.format.shard_header import (
 from ..core.planning.save_plan import FilePlan, PlannedEntry
 from ..core.sharding.region import Region, tiles
 from ..errors import CheckpointError, StoreError
-from ..io.storage.fetching import SupportsFetching
 from ..io.storage.memory import PAGE, aligned_buffer
 from ..io.storage.progress_file import ProgressRecorder
 from ..io.storage.store import Store, Writer
@@ -158,7 +157,7 @@ def write_files(
     gates: WriteGates,
 ) -> list[tuple[int, int]]:
     """Writes a rank's shards, durably; returns (bytes of the header, bytes of the data) of each file."""
-    largest, sends = max((file.plan.nbytes for file in files), default=0), isinstance(store, SupportsFetching)
+    largest, sends = max((file.plan.nbytes for file in files), default=0), store.traits.far
     free: Buffers = queue.SimpleQueue()
     # one thread for what fits into one buffer: others would have nothing to do beside it, and take longer to start
     single = largest <= BUFFER and not sends
@@ -199,7 +198,7 @@ def _write_file(writing: _Writing, file: ShardFile, header: bytes) -> None:
     for tried in range(1, SENDINGS + 1):
         writer = writing.store.create(file.name, len(header) + file.plan.nbytes)
         try:
-            if getattr(writer, "ordered", False):
+            if writer.ordered:
                 _upload(writing, file, writer, header)
             else:
                 _write_in_place(writing, file, writer, header)
@@ -207,7 +206,7 @@ def _write_file(writing: _Writing, file: ShardFile, header: bytes) -> None:
         except BaseException as error:
             writer.abort()
             # a bucket repeats its requests, but no longer has what it has sent of an upload
-            again = isinstance(error, StoreError) and error.refused_once and getattr(writer, "ordered", False)
+            again = isinstance(error, StoreError) and error.refused_once and writer.ordered
             if not again or tried == SENDINGS:
                 raise
 

@@ -33,14 +33,12 @@ from ..core.sharding.int_runs import encode_runs
 from ..core.tree.value_codec import Value
 from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError
 from ..io.comm.failures import Fault, to_fault, wrap_os_error
-from ..io.storage.fetching import SupportsFetching
 from ..io.storage.index_lock import take_back_index, unlocked_sizes
 from ..io.storage.late_requests import send_late
 from ..io.storage.leftovers import clear_leftovers, delete_files
 from ..io.storage.metadata_files import read_index
-from ..io.storage.object_store import ObjectStore
 from ..io.storage.progress_file import ProgressRecorder
-from ..io.storage.store import LocalStore, MemoryStore, Store, SupportsCompareAndSwap
+from ..io.storage.store import Store
 from ..io.timing import Recorder
 from ..threads import call_in_thread
 from .options import CommonOptions
@@ -186,7 +184,7 @@ class InlineWriter:
         record: ProgressRecorder | None = None,
     ) -> None:
         self.error, self.recorder = error, recorder
-        self._waits = waits or not isinstance(store, ObjectStore)
+        self._waits = waits or not store.traits.far
         self._store, self._info, self._plan, self._source = store, info, plan, source
         self._on_progress, self._look = on_progress or (lambda written: None), look
         self._on_interrupt: Callable[[BaseException], None] = lambda error: None
@@ -250,7 +248,7 @@ class InlineWriter:
             first = Progress(info.save_id, info.rank, info.world, info.options.step, "write", 0, planned, now, now)
             note = self._note = ProgressRecorder(store, first, on_progress=self._on_progress)
         note.expect(planned)
-        if not isinstance(store, ObjectStore):
+        if not store.traits.far:
             if not self._keeps_note:
                 note.begin()
             return
@@ -323,7 +321,7 @@ class InlineWriter:
     def _publish(self, data: bytes, check: Callable[[], object]) -> None:
         """Publishes the index; an interrupt is told at once, and raised when it is known what became of the request."""
         publish = partial(publish_index, self._store, data, self._info, check)
-        if not isinstance(self._store, SupportsFetching):
+        if not self._store.traits.far:
             publish()
             return
         request = call_in_thread(publish, "treeckpt-publish")
@@ -346,7 +344,7 @@ class InlineWriter:
             if self._is_committed:  # with the time of the commit
                 self._write_timings(reports, again=True)
 
-        if isinstance(self._store, SupportsFetching):
+        if self._store.traits.far:
             self._timings_over = send_late(self._store.url, write)
         return self._timings_over is not None
 
@@ -367,7 +365,7 @@ class InlineWriter:
             self._wait_timings()
         if self._note is None:
             return
-        if self._info.rank == 0 and not isinstance(self._store, SupportsCompareAndSwap):
+        if self._info.rank == 0 and not self._store.traits.conditional:
             with contextlib.suppress(Exception):  # the save has ended, with or without an error
                 clear_leftovers(self._store, self._store.sizes(), known=self._info.save_id)
 
@@ -472,11 +470,10 @@ def check_files_exist(store: Store, index: Index, sizes: Mapping[str, int]) -> N
     Raises:
         CheckpointError: naming the file.
     """
-    in_memory = isinstance(store, MemoryStore)
-    if isinstance(store, SupportsCompareAndSwap) and not in_memory:
+    if store.traits.conditional:
         return
     for file in index.file_list:
-        if in_memory and file.name not in sizes:
+        if store.traits.in_process and file.name not in sizes:
             raise CheckpointError(
                 store.url,
                 expected="the shards of all ranks in the memory of one process",
@@ -515,25 +512,14 @@ def publish_index(store: Store, data: bytes, info: SaveInfo, check: Callable[[],
     """Publishes the index, which is the commit; where the store can, only over what was there before the save.
 
     Args:
-        check: raises if files of the save are gone; see `LocalStore.publish`.
+        check: raises if files of the save are gone; see `Store.publish`.
 
     Raises:
         CheckpointExists: there is another checkpoint.
     """
-    if isinstance(store, LocalStore):
-        try:
-            store.publish(INDEX_NAME, data, replace=info.options.overwrite, check=check)
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{store.url}/{INDEX_NAME}",
-                expected="the temporary file that is to be renamed so",
-                found="none: a clean-up took this process for an ended one",
-                hint="It was stopped for minutes, or something else deletes files there; save again",
-            ) from error
-        return
-    check()
-    replaced = info.content.replaced if info.content is not None else ""
-    if info.options.overwrite and isinstance(store, SupportsCompareAndSwap):
+    if info.options.overwrite and store.traits.conditional:
+        check()
+        replaced = info.content.replaced if info.content is not None else ""
 
         def is_replaced(found: bytes) -> bool:
             try:
@@ -542,8 +528,18 @@ def publish_index(store: Store, data: bytes, info: SaveInfo, check: Callable[[],
                 return not replaced
 
         store.compare_and_swap(INDEX_NAME, data, holds=is_replaced, limit=MAX_INDEX)
-    else:
-        store.publish(INDEX_NAME, data, replace=info.options.overwrite)
+        return
+    try:
+        store.publish(INDEX_NAME, data, replace=info.options.overwrite, check=check)
+    except FileNotFoundError as error:
+        if not store.traits.renames:
+            raise
+        raise CheckpointError(
+            f"{store.url}/{INDEX_NAME}",
+            expected="the temporary file that is to be renamed so",
+            found="none: a clean-up took this process for an ended one",
+            hint="It was stopped for minutes, or something else deletes files there; save again",
+        ) from error
 
 
 def index_may_be_published(store: Store, save_id: str, error: BaseException | None = None) -> bool:
@@ -584,7 +580,7 @@ def write_timings(
     """Writes the spans of all ranks, and the error of a save that failed; replaces earlier timings of this save.
 
     Args:
-        again: they were written before. In an object store, where the caller of the save may go on meanwhile and
+        again: they were written before. In a store that is far, where the caller of the save may go on meanwhile and
             delete the checkpoint, they are then not created anew.
     """
     reported = (span for rank, report in reports.items() if rank for span in report.timings)
@@ -593,10 +589,8 @@ def write_timings(
     spans = (*recorder.spans, *reported)
     timings = Timings(info.save_id, info.options.step, info.world, spans, error, hosts)
     name, data = timings_name(info.save_id), encode_timings(timings)
-    if again and isinstance(store, ObjectStore):
-        store.replace_present(name, data)
-    else:
-        store.publish(name, data, replace=True)
+    present = store.read_version(name, limit=len(data))[1] if again and store.traits.conditional else True
+    store.publish(name, data, replace=present)
 
 
 def remove_files(store: Store, names: Iterable[str]) -> None:

@@ -184,7 +184,7 @@ class ProcessWriter:
 
     Args:
         arena: holds what is written.
-        address: of the store, from `writer_server.address_of`.
+        address: of the store, from `Store.address`.
     """
 
     def __init__(

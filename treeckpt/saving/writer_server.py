@@ -12,6 +12,8 @@ import os
 import pickle
 import sys
 import traceback
+from io import BytesIO
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,8 +21,6 @@ import numpy as np
 from ..core.format.timings import Span
 from ..core.planning.rank_trees import GlobalTree
 from ..io.comm.failures import Fault, to_fault
-from ..io.storage.object_store import ObjectStore, open_address
-from ..io.storage.store import LocalStore, Store
 from ..io.timing import Recorder, RecorderSnapshot
 from .plan_cache import GlobalPlan, compute_plan
 from .process_channel import ProcessChannel, WriterGone
@@ -28,6 +28,8 @@ from .shard_writer import InlineWriter, SaveInfo, WriteReport
 from .staging import StagedShardSource, map_arena
 
 ENTRY_POINT = "treeckpt.saving.writer_server:serve"
+_LIGHT = {"treeckpt", *sys.stdlib_module_names}
+"""Packages of which a pickled store may name modules without the import of all of treeckpt."""
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 
 
@@ -58,7 +60,7 @@ class WriteShards(msgspec.Struct, tag=True, array_like=True):
 
     info: SaveInfo
     address: bytes
-    """Of the store, from `address_of`."""
+    """Of the store, from `Store.address`."""
     arena: int
     recorder: RecorderSnapshot
 
@@ -98,26 +100,13 @@ Request = SetPlan | AttachArena | DetachArena | WriteShards | CommitSave | EndSa
 Reply = WriteProgress | Answer
 
 
-def address_of(store: Store) -> bytes | None:
-    """Returns the bytes by which another process opens the same store; None for one that only this process has."""
-    if type(store) is LocalStore:
-        return b"path:" + os.fsencode(store.directory)
-    if type(store) is ObjectStore:
-        return b"url:" + address if (address := store.address) is not None else None
-    try:
-        return b"pickle:" + pickle.dumps(store)
-    except Exception:
-        return None
+class _StoreUnpickler(pickle.Unpickler):
+    """Opens the store of a `Store.address`, which comes from the parent process by a socket that only it has."""
 
-
-def _open_store(address: bytes) -> Store:
-    kind, _, rest = address.partition(b":")
-    if kind == b"path":
-        return LocalStore(os.fsdecode(rest))
-    if kind == b"url":
-        return open_address(rest)
-    _import_package()
-    return pickle.loads(rest)  # from our own parent, by a socket that only it has
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if module_name.partition(".")[0] not in _LIGHT:
+            _import_package()
+        return super().find_class(module_name, global_name)
 
 
 def _import_package() -> None:
@@ -201,7 +190,8 @@ class WriterServer:
                 raise error
             plan = self._plan
             assert plan is not None, "the plan is sent before the save"
-            source, store = StagedShardSource(plan, self._arenas[request.arena]), _open_store(request.address)
+            source = StagedShardSource(plan, self._arenas[request.arena])
+            store = _StoreUnpickler(BytesIO(request.address)).load()
         except Exception as failed:
             return Answer(_encode(WriteReport(to_fault(failed, info.rank))), (), _trace(failed))
         recorder = Recorder.resumed(info.rank, request.recorder)

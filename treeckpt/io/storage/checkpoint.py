@@ -21,7 +21,7 @@ from ...core.format.shard_header import BLOCK
 from ...errors import CheckpointError, CheckpointNotFound
 from ..os_errors import wrap_read_error
 from ..timing import Recorder
-from .fetching import FileRange, Place, SupportsFetching
+from .fetching import FileRange
 from .local_read import too_short
 from .metadata_files import decode_and_check, read_index_bytes
 from .shard_reader import (
@@ -34,7 +34,7 @@ from .shard_reader import (
     open_shard,
     read_range,
 )
-from .store import Store, SupportsMappedReads
+from .store import Store
 
 HEADERS = 64 << 20
 """Bytes of headers that are requested at a time."""
@@ -81,7 +81,7 @@ class Checkpoint:
         """A shard whose header was read and checked; `whole` and errors as for `open_shard`."""
         key = (file.name, whole)
         if key not in self._shards:
-            if isinstance(self.store, SupportsFetching):
+            if self.store.traits.far:
                 self.open_shards([file], whole=whole)
             else:
                 self._shards[key] = open_shard(self.store, self.index, file, self.sizes.get(file.name), whole=whole)
@@ -99,7 +99,7 @@ class Checkpoint:
     def open_shards(self, files: Iterable[File], *, whole: bool) -> None:
         """Reads the headers of shards all at once, from a store that has `fetch`; errors as for `shard`."""
         headers = ArrivingHeaders(self, files, whole=whole)
-        assert isinstance(self.store, SupportsFetching), "the caller has looked"
+        assert self.store.traits.far, "the caller has looked"
         with headers.named_errors():
             self.store.fetch(headers.ranges, headers.take, memory=HEADERS)
 
@@ -215,7 +215,6 @@ class ShardReader:
     ) -> None:
         self.checkpoint, self.store, self.verify, self._ahead = checkpoint, checkpoint.store, verify, ahead
         self._recorder, self._whole = recorder, whole
-        self._mappable = self.store if isinstance(self.store, SupportsMappedReads) else None
 
     def locate(self, rank: int, start: int, stop: int, path: str) -> tuple[OpenedShard, int]:
         """The shard with bytes `start:stop` of a rank's stream, and where they start in its data area."""
@@ -237,14 +236,13 @@ class ShardReader:
         *,
         memory: int,
         shared: bool = False,
-        place: Place | None = None,
     ) -> None:
         """Reads many ranges at once, from a store that has `fetch`; opens their shards first.
 
         Args:
             consume: takes the number of a range, where in it bytes start, and the bytes, in order; blocks that end in
                 them match their checksums.
-            memory, shared, place: as for `SupportsFetching.fetch`, with the number of a range.
+            memory, shared: as for `Store.fetch`.
 
         Raises:
             UnexpectedBlocks: shards turn out to have other blocks than the ranges are made of; nothing was consumed.
@@ -278,24 +276,18 @@ class ShardReader:
                 self._recorder.add("read", begins.pop(number), self._recorder.now(), nbytes)
                 del checks[number]
 
-        def placed(number: int, at: int, nbytes: int) -> memoryview | None:
-            return None if place is None or number < len(first) else place(number - len(first), at, nbytes)
-
         ranges = [(one.shard.file.name, one.shard.file.header + one.start, one.stop - one.start) for one in wanted]
-        assert isinstance(self.store, SupportsFetching), "the caller has looked"
+        assert self.store.traits.far, "the caller has looked"
         with headers.named_errors():
-            self.store.fetch([*first, *ranges], take, memory=memory, first=len(first), shared=shared, place=placed)
+            self.store.fetch([*first, *ranges], take, memory=memory, first=len(first), shared=shared)
 
     @contextlib.contextmanager
     def mapped(self, wanted: ByteRange, *, fetch: bool) -> Iterator[memoryview | None]:
         """A range as mapped memory while the body runs, verified as `read` does; None where it cannot be mapped."""
-        if self._mappable is None:
-            yield None
-            return
         begin = self._recorder.now()
         file = wanted.shard.file
         position, nbytes = file.header + wanted.start, wanted.stop - wanted.start
-        with self._mappable.mapped(file.name, position, nbytes, fetch=fetch) as memory:
+        with self.store.mapped(file.name, position, nbytes, fetch=fetch) as memory:
             if memory is not None:
                 if self.verify:
                     check_blocks(self.store, wanted.shard, wanted.start, memory)

@@ -87,14 +87,9 @@ def madvise_populate(address: int, nbytes: int) -> bool:
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copies bytes to the beginning of other memory; unlike an assignment without Python's global lock.
-
-    Bytes that are there already are left alone.
-    """
+    """Copies bytes to the beginning of other memory; unlike an assignment without Python's global lock."""
     if len(source):
-        to, of = np.frombuffer(target, np.uint8, len(source)), np.frombuffer(source, np.uint8)
-        if to.__array_interface__["data"] != of.__array_interface__["data"]:
-            np.copyto(to, of)
+        np.copyto(np.frombuffer(target, np.uint8, len(source)), np.frombuffer(source, np.uint8))
 
 
 class SlabAllocator:
