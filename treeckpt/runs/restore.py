@@ -31,8 +31,8 @@ from ..io.storage.metadata_files import KnownIndex
 from ..io.storage.reader_leases import hold_lease
 from ..io.storage.store import Store
 from ..loading.consistent_reads import on_one_version
+from ..loading.execute_shared import open_relay, together, usual_read
 from ..loading.keywords import LoadKeywords
-from ..loading.shared_read import open_relay, together, usual_read
 from ..saving.options import SaveOptions
 from .broken_loop import LoopState
 from .catalog import runs_below

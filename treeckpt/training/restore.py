@@ -27,10 +27,10 @@ from ..io.comm.comm import Comm, as_comm
 from ..io.public_calls import checks_options, takes_no_save
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.consistent_reads import on_versions
+from ..loading.execute_shared import open_relay, together
 from ..loading.match import LoadOptions, Strict, some_of
 from ..loading.overlay import Bank, CheckpointOverlay, Selection, globs_of
 from ..loading.read_batch import Verify
-from ..loading.shared_read import open_relay, together
 from ..loading.transforms import Renaming, Transforms
 from ..reports import LoadReport
 from ..trees.per_rank_state import Policy

@@ -19,6 +19,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -375,6 +376,12 @@ def exists_error(store: Store, name: str) -> CheckpointExists:
     )
 
 
+def _where_links_lead(directory: Path, follow_links: bool) -> bool | Path:
+    """Returns the argument `links` of `open_regular` for a directory."""
+    real = Path(os.path.realpath(directory))
+    return follow_links or (real.parent if is_step_name(real.name) else real)
+
+
 class LocalStore(Store):
     """A directory of a local (or mounted) file system.
 
@@ -394,6 +401,8 @@ class LocalStore(Store):
         self.directory = Path(directory).absolute()
         self.follow_links = follows_links(follow_links)
         self.readers = ReaderCache()
+        # no method of this store: open files would keep it, and themselves, until the garbage collector comes
+        self._links = partial(_where_links_lead, self.directory, self.follow_links)
 
     def address(self) -> bytes | None:
         if type(self) is not LocalStore:  # its own state may be of this process alone
@@ -404,12 +413,6 @@ class LocalStore(Store):
     def traits(self) -> StoreTraits:
         return StoreTraits(renames=True, local_path=self.directory, follow_links=self.follow_links)
 
-    @property
-    def _links(self) -> bool | Path:
-        """The argument `links` of `open_regular`."""
-        real = Path(os.path.realpath(self.directory))
-        return self.follow_links or (real.parent if is_step_name(real.name) else real)
-
     def linked_stat(self, name: str) -> os.stat_result | None:
         """Returns the state of the file that a link leads to; None if the link is not followed, or leads to no file.
 
@@ -417,7 +420,7 @@ class LocalStore(Store):
             OSError: it could not be read this time.
         """
         try:
-            found = linked_file(self.directory / name, self._links).lstat()  # takes no descriptor
+            found = linked_file(self.directory / name, self._links()).lstat()  # takes no descriptor
         except (CorruptError, StoreError):
             return None
         except OSError as error:
