@@ -86,7 +86,7 @@ class Restorer:
         self._comm, self._load_comm = comm, load_comm
         self._chosen: CheckpointInfo | None = None
         self._known: KnownIndex | None = None
-        """Its index, if that was read in an object store to choose it; elsewhere it is read again under the lease."""
+        """Its index, if that was read to choose it; near, its bytes are read again under the lease, and compared."""
 
     def restore(
         self, call: RestoreCall, step: int | None, options: Mapping[str, Any], *, fills: bool, whole: bool = False
