@@ -91,14 +91,14 @@ def save_async_tree(
         agreed = agree(store, tree, comm, options, metadata, recorder, previous, lineage, files)
         if agreed is None:
             return Pending(store.url, skipped=True)
-        with agreed.ending_on_error(), agreed.round.abandoned_on_error():
+        with agreed.given_up_on_error():
             agreed = agreed.looked()
             if agreed.plan is None:  # the others learn it from the report, and all raise the same error
                 writer = InlineWriter(store, agreed.info, None, recorder, error=agreed.error, record=agreed.record)
                 complete(agreed, writer, writer.write())
                 raise AssertionError("a save without a plan fails")
             pending = Pending(store.url, limit=comm.timeout)
-            open_contexts.enter_context(agreed.round.heartbeats())
+            open_contexts.enter_context(agreed.heartbeats())
             save = _BackgroundSave(session, agreed, agreed.plan, pending, open_contexts)
         try:
             # 2. Start the writer process, which takes its time, while the tree is copied
@@ -194,7 +194,7 @@ class _BackgroundSave:
             report = self._write_and_commit(here=here)
         except BaseException as caught:
             error = caught
-            self._agreed.round.abandon(caught)
+            self._agreed.abandon(caught)
         finally:
             # 9. The save has ended
             self._release()
@@ -241,7 +241,7 @@ class _BackgroundSave:
     def give_up(self, error: BaseException) -> None:
         """Ends a save whose thread has not begun; its caller raises the error."""
         if self._begun.acquire(blocking=False):
-            self._agreed.round.abandon(error)
+            self._agreed.abandon(error)
             self._open_contexts.close()
             self._release()
             self._end_record()

@@ -22,11 +22,9 @@ from ..core.format.timings import Span
 from ..core.planning.rank_trees import GlobalTree
 from ..io.comm.failures import to_fault
 from ..io.timing import Recorder, RecorderSnapshot
-from .commit import SaveInfo
-from .messages import WriteReport
 from .plan_cache import GlobalPlan, compute_plan
 from .process_channel import ProcessChannel, WriterGone
-from .shard_writer import InlineWriter
+from .shard_writer import InlineWriter, SaveInfo, WriteReport
 from .staging import StagedShardSource, map_arena
 
 ENTRY_POINT = "treeckpt.saving.writer_server:serve"
@@ -70,7 +68,7 @@ class WriteShards(msgspec.Struct, tag=True, array_like=True):
 class CommitSave(msgspec.Struct, tag=True, array_like=True):
     """All ranks' reports on the save that was written last; the answer holds a `CommitResult`."""
 
-    reports: dict[int, bytes]
+    reports: dict[int, WriteReport]
     lost: dict[int, str]
     recorder: RecorderSnapshot
 
@@ -155,7 +153,8 @@ class WriterServer:
             case CommitSave():
                 assert self._writer is not None and self._plan is not None, "it has written before"
                 self._writer.recorder = Recorder.resumed(self._plan.own.rank, request.recorder)
-                return self._answer(self._writer, self._writer.commit(request.reports, request.lost), request.recorder)
+                result = self._writer.commit(request.reports, request.lost)
+                return self._answer(self._writer, _encode(result), request.recorder)
             case EndSave():
                 if self._writer is not None:
                     self._writer.end()

@@ -25,7 +25,7 @@ from treeckpt.io.storage.counting_store import CountingStore
 from treeckpt.io.storage.request_depth import RequestDepth
 from treeckpt.runs import catalog
 from treeckpt.runs.restore import Restorer
-from treeckpt.saving import shard_upload
+from treeckpt.saving import shard_files
 
 NEAR: dict[str, Any] = {
     "latency": 0.0,
@@ -184,7 +184,7 @@ def test_a_restore_after_latest_waits_only_for_a_listing_and_the_data(far: FarS3
 def test_a_step_that_is_saved_again_after_latest_is_restored_as_it_is_now(far: FarS3, run: tc.ObjectRun) -> None:
     with tc.Manager(run, comm="alone", background=False) as manager:
         assert manager.latest() == 2
-        tc.save(run.folder("step_00000002").store, {"w": array(20) + 1}, step=2, overwrite=True)
+        tc.save(run.folder("step_00000002"), {"w": array(20) + 1}, step=2, overwrite=True)
         assert np.array_equal(manager.restore()["w"], array(20) + 1)
 
 
@@ -527,7 +527,7 @@ def test_a_save_that_fails_before_the_look_is_answered_leaves_nothing(
 
     store = far.store()
     with monkeypatch.context() as patch:
-        patch.setattr(shard_upload, "hash_block", fail)
+        patch.setattr(shard_files, "hash_block", fail)
         far.set(rules=[{"match": "list-type", "do": "slow", "times": 1, "seconds": LATENCY}])
         with pytest.raises(tc.CheckpointError, match="unreadable memory"):
             tc.save(store, {"w": array(20)})
@@ -538,7 +538,7 @@ def test_a_save_that_fails_before_the_look_is_answered_leaves_nothing(
     far.set()
     before = store.sizes()
     with monkeypatch.context() as patch:
-        patch.setattr(shard_upload, "hash_block", fail)
+        patch.setattr(shard_files, "hash_block", fail)
         far.set(rules=[{"match": "list-type", "do": "slow", "times": 1, "seconds": LATENCY}])
         with pytest.raises(tc.CheckpointExists):
             tc.save(store, {"w": array(20)})

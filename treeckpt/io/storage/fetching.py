@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 FETCH_MEMORY = 512 << 20
 """Bytes that are on their way from a store that fetches, by default: 64 requests of 8 MiB."""

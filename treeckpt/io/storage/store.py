@@ -139,7 +139,7 @@ class Store(ABC):
 
     # the directory ----------------------------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027
         """Creates the directory and its parents, durably."""
 
     @abstractmethod
@@ -176,7 +176,7 @@ class Store(ABC):
         """Whether its directory is a link to another one."""
         return False
 
-    def remove_link(self) -> None:
+    def remove_link(self) -> None:  # noqa: B027
         """Removes the link to the directory, durably; the directory stays."""
 
     # reads ------------------------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class Store(ABC):
         """
 
     def compare_and_swap(self, name: str, data: bytes, *, holds: Callable[[bytes], bool], limit: int) -> None:
-        """Replaces a file of a `conditional` store if `holds` returns True for its content; creates it if there is none.
+        """Replaces a file of a `conditional` store if `holds` returns True for its content, or creates it.
 
         Args:
             limit: the size of the present content in bytes, at most.
@@ -318,7 +318,7 @@ class Store(ABC):
             raise exists_error(self, name)
         self.delete(name, version=version)
 
-    def check_condition(self, name: str, data: bytes, *, replaces: bool) -> None:
+    def check_condition(self, name: str, data: bytes, *, replaces: bool) -> None:  # noqa: B027
         """Finds out by a file that is there whether the store keeps the conditions of `publish` that a save needs.
 
         Args:
@@ -352,10 +352,10 @@ class Store(ABC):
             CheckpointExists: it has another version.
         """
 
-    def sync(self) -> None:
+    def sync(self) -> None:  # noqa: B027
         """Makes deletions durable, where they are not; a file that is back after a power loss is a leftover again."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Closes the files that reads have opened; the store can be used again."""
 
 
@@ -445,7 +445,8 @@ class LocalStore(Store):
     def prepare(self) -> None:
         make_directory(self.directory)
 
-    def _scan(self) -> dict[str, DirectoryEntry]:
+    def scan(self) -> dict[str, DirectoryEntry]:
+        """Returns all entries by name; raises OSError if they could not be read."""
         found: dict[str, DirectoryEntry] = {}
         try:
             with os.scandir(self.directory) as entries:
@@ -465,7 +466,7 @@ class LocalStore(Store):
     def entries(self) -> dict[str, DirectoryEntry]:
         """Returns all entries by name; raises StoreError if they could not be read."""
         try:
-            return self._scan()
+            return self.scan()
         except OSError as error:
             raise wrap_read_error(error, self.place) from error
 
@@ -479,7 +480,7 @@ class LocalStore(Store):
 
     def sizes(self) -> dict[str, int]:
         """Returns the files that can be read and their sizes; raises OSError if they could not be listed."""
-        return {name: entry.nbytes for name, entry in self._scan().items() if entry.regular}
+        return {name: entry.nbytes for name, entry in self.scan().items() if entry.regular}
 
     def modified_ns(self) -> int | None:
         try:
