@@ -56,8 +56,8 @@ def on_versions(
             called again if it failed and a version was replaced meanwhile.
         together: the ranks read together, and learn together that a version was replaced.
         is_suspect: whether a result may come from a replaced version, as a report of damage may.
-        known: the index of the first checkpoint, where it has just been read: it is not read again unless the version
-            was replaced.
+        known: the index of the first checkpoint, where it has just been read: it is not decoded again unless the
+            version was replaced, and from a far store not read again.
 
     Raises:
         MismatchError: of `act`, with the paths of the checkpoints added, as they were given.
@@ -77,10 +77,13 @@ def on_versions(
             versions.append(opened)
         for _ in range(TRIES):
             checkpoints = [opened() for opened in versions]
-            if known is not None:
-                checkpoints[0].index_bytes, checkpoints[0].index = known.data, known.index
-                known = None
             try:
+                if known is not None:
+                    before, known = known, None
+                    if stores[0].traits.far:
+                        checkpoints[0].index_bytes = before.data
+                    if checkpoints[0].index_bytes == before.data:
+                        checkpoints[0].index = before.index
                 found = act(checkpoints[0] if bank is None else bank.opened(checkpoints))
                 if not is_suspect(found) or not any(one.is_replaced() for one in checkpoints):
                     return found

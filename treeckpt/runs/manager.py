@@ -36,7 +36,7 @@ from ..errors import TreeckptError
 from ..io.comm.collective import from_rank0
 from ..io.comm.comm import PrefixComm, as_comm
 from ..io.comm.termination import HEARTBEAT_TIMEOUT
-from ..io.nested_calls import saves, takes_no_save
+from ..io.public_calls import saves, takes_no_save
 from ..io.storage.run_store import RunStore
 from ..reports import SaveReport
 from ..saving.background import save_async_tree

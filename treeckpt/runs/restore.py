@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 import msgspec
 
 from ..arrays.registry import is_value
-from ..core.option_names import check_options
 from ..core.text import count_text
 from ..core.tree.flatten import flatten
 from ..errors import CheckpointNotFound, MismatchError, StoreError, TreeckptError
 from ..io.comm.collective import ending_together, from_rank0, gather_errors, interrupts_told
 from ..io.comm.comm import Comm
 from ..io.comm.failures import raise_faults
-from ..io.nested_calls import takes_no_save
+from ..io.public_calls import check_options, takes_no_save
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.metadata_files import KnownIndex
 from ..io.storage.reader_leases import hold_lease
@@ -103,7 +102,7 @@ class Restorer:
         self._comm, self._load_comm = comm, load_comm
         self._chosen: CheckpointInfo | None = None
         self._known: KnownIndex | None = None
-        """Its index, if that was read in an object store to choose it; elsewhere it is read again under the lease."""
+        """Its index, if that was read to choose it; near, its bytes are read again under the lease, and compared."""
 
     def restore(
         self, call: RestoreCall, step: int | None, options: Mapping[str, Any], *, fills: bool, whole: bool = False

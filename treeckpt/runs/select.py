@@ -40,7 +40,7 @@ class CheckpointSelector:
         self.directory = run
         self._logged: set[tuple[str, str]] = set()
         self._read = NewestIndex()
-        """Is offered every index that is read; what is in the cache was offered before."""
+        """Is offered every index that is read, a local one only by `choose`; what the cache has was offered before."""
 
     def warn_once(self, path: str, what: str) -> None:
         """Logs a warning about a path, unless it was logged before."""
@@ -199,6 +199,7 @@ class CheckpointSelector:
             CheckpointNotFound: there is none of that step, only such as cannot be loaded, or something else.
             CheckpointError: the step is corrupt.
         """
+        self._read.local = True
         if step is not None:
             try:
                 return self.directory.checkpoint(step, newest=self._read)
@@ -219,6 +220,6 @@ class CheckpointSelector:
         return found
 
     def take_index(self, info: CheckpointInfo) -> KnownIndex | None:
-        """Returns the index of a checkpoint in an object store if it was the newest of those read; forgets it."""
+        """Returns the index of a checkpoint if it was the newest of those read; forgets it."""
         found, self._read = self._read.found, NewestIndex()
         return found if found and (found.url, found.index.save_id) == (info.path, info.save_id) else None

@@ -23,9 +23,8 @@ from ..errors import CheckpointError, TreeckptError
 from ..io.comm.comm import Comm, base_of
 from ..io.comm.failures import wrap_os_error
 from ..io.comm.message_store import answer_limit, answers_within
-from ..io.gc_pause import gc_paused
-from ..io.nested_calls import takes_no_save
 from ..io.process_end import is_ending
+from ..io.public_calls import gc_paused, takes_no_save
 from ..io.storage.store import MemoryStore, Store
 from ..io.timing import Recorder
 from ..reports import SaveReport

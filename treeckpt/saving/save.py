@@ -29,8 +29,8 @@ import msgspec
 from ..core.format.decoding import decode_msgpack
 from ..errors import RankError
 from ..io.comm.comm import Comm
-from ..io.comm.failures import raise_faults, to_fault, wrap_os_error
-from ..io.gc_pause import gc_paused
+from ..io.comm.failures import raise_faults, silent_faults, to_fault, wrap_os_error
+from ..io.public_calls import gc_paused
 from ..io.storage.store import Store
 from ..io.timing import Recorder
 from ..reports import SaveReport
@@ -125,15 +125,15 @@ def _commit(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> Com
     except RankError as error:
         if agreed.comm.rank == 0:  # it alone could commit: what all ranks have written is left over
             report = msgspec.structs.replace(report, fault=to_fault(error, 0))
-            writer.commit({0: report}, {})
+            writer.commit({0: report})
             remove_files(agreed.store, written_names(agreed.info, agreed.plan))
         raise
     if talk is None:
-        return writer.commit({0: report}, {})
+        return writer.commit({0: report})
     result = None
     if messages is not None:
         reports = {rank: decode_msgpack(message, WriteReport) for rank, message in messages.items()}
-        result = msgspec.msgpack.encode(writer.commit(reports, talk.lost))
+        result = msgspec.msgpack.encode(writer.commit(reports, silent_faults(talk.lost)))
     return decode_msgpack(talk.broadcast(result, last=True), CommitResult)
 
 

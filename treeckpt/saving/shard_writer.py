@@ -32,7 +32,7 @@ from ..core.planning.save_plan import ChunkOffsets, FilePlan, SingleChunkOffset
 from ..core.sharding.int_runs import encode_runs
 from ..core.tree.value_codec import Value
 from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError
-from ..io.comm.failures import Fault, silent_faults, to_fault, wrap_os_error
+from ..io.comm.failures import Fault, to_fault, wrap_os_error
 from ..io.storage.index_lock import take_back_index, unlocked_sizes
 from ..io.storage.late_requests import send_late
 from ..io.storage.leftovers import clear_leftovers, delete_files
@@ -121,12 +121,12 @@ class ShardWriter(Protocol):
         """Writes this rank's shards; returns the result without timings. A failure is returned, not raised."""
         ...
 
-    def commit(self, reports: Mapping[int, WriteReport], lost: Mapping[int, str]) -> CommitResult:
+    def commit(self, reports: Mapping[int, WriteReport], silent: Sequence[Fault] = ()) -> CommitResult:
         """On rank 0: commits the save if all ranks have written.
 
         Args:
             reports: of each rank.
-            lost: ranks that fell silent, and what is known of each.
+            silent: the faults of ranks that sent none.
         """
         ...
 
@@ -273,9 +273,9 @@ class InlineWriter:
                 raise
         note.check_condition(replaces=self._info.replaces)
 
-    def commit(self, reports: Mapping[int, WriteReport], lost: Mapping[int, str]) -> CommitResult:
+    def commit(self, reports: Mapping[int, WriteReport], silent: Sequence[Fault] = ()) -> CommitResult:
         store, info, plan, recorder = self._store, self._info, self._plan, self.recorder
-        faults = [report.fault for report in reports.values() if report.fault is not None] + silent_faults(lost)
+        faults = [*(report.fault for report in reports.values() if report.fault is not None), *silent]
         publishing = in_place = False
         if not faults:
             try:
@@ -384,7 +384,7 @@ class InlineWriter:
             remove_files(self._store, [*written_names(info, plan), *timings])
             if info.world > 1 and not info.rank:
                 report = WriteReport(to_fault(error, info.rank), host=socket.gethostname())
-                self.commit({0: report}, {})
+                self.commit({0: report})
         finally:
             self.end()  # as long as the record stands, nobody takes the files for those of a save that has ended
 

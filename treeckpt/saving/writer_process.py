@@ -22,7 +22,7 @@ import msgspec
 from ..core.format.decoding import decode_msgpack
 from ..core.format.save_progress import progress_name
 from ..errors import CheckpointError
-from ..io.comm.failures import to_fault
+from ..io.comm.failures import Fault, to_fault
 from .agree import AgreedSave
 from .plan_cache import GlobalPlan
 from .process_channel import ProcessChannel, WriterGone
@@ -210,12 +210,12 @@ class ProcessWriter:
         except WriterGone as gone:
             return WriteReport(to_fault(self._end_process(gone), self._info.rank))
 
-    def commit(self, reports: Mapping[int, WriteReport], lost: Mapping[int, str]) -> CommitResult:
-        faults = lost or any(report.fault is not None for report in reports.values())
+    def commit(self, reports: Mapping[int, WriteReport], silent: Sequence[Fault] = ()) -> CommitResult:
+        faults = silent or any(report.fault is not None for report in reports.values())
         if self._is_gone or faults:  # there is nothing to publish but an error
-            return InlineWriter(self._store, self._info, self._plan, self._recorder).commit(reports, lost)
+            return InlineWriter(self._store, self._info, self._plan, self._recorder).commit(reports, silent)
         try:
-            request = CommitSave(dict(reports), dict(lost), self._recorder.snapshot)
+            request = CommitSave(dict(reports), tuple(silent), self._recorder.snapshot)
             return decode_msgpack(self._call(request), CommitResult)
         except WriterGone as gone:
             error: Exception = self._end_process(gone)

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..core.format.timings import Span
 from ..core.planning.rank_trees import GlobalTree
-from ..io.comm.failures import to_fault
+from ..io.comm.failures import Fault, to_fault
 from ..io.timing import Recorder, RecorderSnapshot
 from .plan_cache import GlobalPlan, compute_plan
 from .process_channel import ProcessChannel, WriterGone
@@ -69,7 +69,7 @@ class CommitSave(msgspec.Struct, tag=True, array_like=True):
     """All ranks' reports on the save that was written last; the answer holds a `CommitResult`."""
 
     reports: dict[int, WriteReport]
-    lost: dict[int, str]
+    silent: tuple[Fault, ...]
     recorder: RecorderSnapshot
 
 
@@ -153,7 +153,7 @@ class WriterServer:
             case CommitSave():
                 assert self._writer is not None and self._plan is not None, "it has written before"
                 self._writer.recorder = Recorder.resumed(self._plan.own.rank, request.recorder)
-                result = self._writer.commit(request.reports, request.lost)
+                result = self._writer.commit(request.reports, request.silent)
                 return self._answer(self._writer, _encode(result), request.recorder)
             case EndSave():
                 if self._writer is not None:

@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..io.comm.collective import ByteGatherer
-from ..io.comm.comm import check_group
-from ..io.comm.launchers import launched_rank, unconnected_error
+from ..io.comm.comm import check_group, launched_rank, unconnected_error
 
 Transfer = tuple[int, np.ndarray]
 """The other rank, and the bytes to send or to fill."""

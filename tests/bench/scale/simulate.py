@@ -268,7 +268,7 @@ class _World:
         def publish() -> None:
             writer = InlineWriter(store, info, plans, Recorder(0))
             reports = {rank: _decode(message, type=WriteReport) for rank, message in enumerate(messages)}
-            result = writer.commit(reports, {})
+            result = writer.commit(reports)
             assert writer.error is None and not result.faults
 
         with Meter() as meter:
