@@ -53,12 +53,12 @@ def main(arguments: Sequence[str]) -> None:
     run, name, cache = arguments
     printer = _Printer()
     folder = folder_at(run, name)
-    store = CountingStore(for_reading(folder.store), printer.add)
+    folder = CountingStore(for_reading(folder), printer.add)
     by, statistics = this_user("dashboard"), StatisticsStore(Path(cache))
-    report, verification = verify_folder(folder, store, by, on_shard=printer.add_shard, statistics=statistics)
+    report, verification = verify_folder(folder, by, on_shard=printer.add_shard, statistics=statistics)
     send(Result(verification))
     if report.unread:
         first, more = report.unread[0], ". ".join(report.notes)
         send(Failed(f"{report.state}, first {first.file}: {first.text}. {more}"))
-    if verification.ok and statistics.find(folder.url, verification.save_id) is None:
+    if verification.ok and statistics.find(folder.place, verification.save_id) is None:
         send(Failed("the statistics of its arrays could not be written to the cache"))

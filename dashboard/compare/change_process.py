@@ -12,7 +12,7 @@ from treeckpt.core.analysis.diff import comparable, diff
 from treeckpt.core.tree.spec import BLOB_KINDS
 from treeckpt.io.storage.counting_store import CountingStore
 from treeckpt.io.storage.far_store import for_reading
-from treeckpt.io.storage.run_store import DirectoryEntry, Folder
+from treeckpt.io.storage.store import DirectoryEntry, Store
 from treeckpt.loading.compare import measured_pairs
 from treeckpt.loading.one_checkpoint import opened
 from treeckpt.runs.change_store import ChangeStore, ComparedSave
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> None:
     printer = ReadPrinter()
     folders = [folder_at(run_a, name_a), folder_at(run_b, name_b)]
     before = [folder.listed().entries() for folder in folders]
-    first, second = (CountingStore(for_reading(folder.store), printer.add) for folder in folders)
+    first, second = (CountingStore(for_reading(folder), printer.add) for folder in folders)
     with opened(first) as a, opened(second) as b:
         a.check_against_files()
         b.check_against_files()
@@ -43,5 +43,5 @@ def main(arguments: Sequence[str]) -> None:
             send(Failed("the result could not be written to the cache"))
 
 
-def _save(folder: Folder, entries: Mapping[str, DirectoryEntry], save_id: str) -> ComparedSave:
-    return ComparedSave(folder.url, save_id, fingerprint_of(entries, save_id))
+def _save(folder: Store, entries: Mapping[str, DirectoryEntry], save_id: str) -> ComparedSave:
+    return ComparedSave(folder.place, save_id, fingerprint_of(entries, save_id))

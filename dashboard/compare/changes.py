@@ -180,7 +180,7 @@ class ChangeJobs(JobQueue[_ChangeJob]):
 
 def _save(checkpoint: OpenCheckpoint) -> ComparedSave:
     folder, save_id = checkpoint.folder, checkpoint.info.save_id or ""
-    return ComparedSave(folder.url, save_id, fingerprint_of(folder.entries(), save_id))
+    return ComparedSave(folder.place, save_id, fingerprint_of(folder.entries(), save_id))
 
 
 def changes_page(changes: ChangeJobs, pair: OpenPair, *, by: ChangesBy, q: str, start: int) -> ChangesPage:

@@ -32,7 +32,7 @@ from treeckpt.core.text import (
 )
 from treeckpt.errors import CheckpointNotFound, TreeckptError
 from treeckpt.io.storage.metadata_files import NewestIndex
-from treeckpt.io.storage.open import open_folder
+from treeckpt.io.storage.open import open_store
 from treeckpt.runs import catalog
 from treeckpt.runs.checkpoint_info import CheckpointInfo, with_verification
 from treeckpt.runs.notebook import COLUMNS, checkpoint_rows
@@ -125,7 +125,7 @@ def run_page(path: str | os.PathLike[str], *, on_read: catalog.OnRead | None = N
 
 
 def _verified(info: CheckpointInfo, known: VerificationStore) -> CheckpointInfo:
-    return with_verification(info, open_folder(info.path), known)
+    return with_verification(info, open_store(info.path), known)
 
 
 def _document(title: str, parts: list[Html], drawings: Drawings) -> str:

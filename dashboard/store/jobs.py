@@ -25,7 +25,7 @@ import msgspec
 from treeckpt import errors
 from treeckpt.errors import CorruptError, StoreError, TreeckptError
 from treeckpt.io.storage.open import open_run
-from treeckpt.io.storage.run_store import Folder, LocalFolder
+from treeckpt.io.storage.store import LocalStore, Store
 from treeckpt.threads import start_thread
 
 JobState = Literal["waiting", "running", "ended", "cancelled", "failed"]
@@ -121,9 +121,9 @@ def run_main(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) ->
     return 0
 
 
-def folder_at(run: str, name: str) -> Folder:
+def folder_at(run: str, name: str) -> Store:
     """Returns the folder of a `place_of`."""
-    return open_run(run).folder(name) if run else LocalFolder(name)
+    return open_run(run).folder(name) if run else LocalStore(name)
 
 
 def limit_resources(memory: int, seconds: int) -> None:
@@ -144,14 +144,14 @@ def limit_resources(memory: int, seconds: int) -> None:
 # in the server --------------------------------------------------------------------------------------------------------
 
 
-def place_of(run: str, folder: Folder) -> list[str] | None:
+def place_of(run: str, folder: Store) -> list[str] | None:
     """Returns the arguments with which another process opens a folder; None if that is in the memory of this one.
 
     Args:
         run: the URL of the folder's run; empty for a local folder.
     """
-    if isinstance(folder, LocalFolder):
-        return ["", folder.url]
+    if folder.traits.local_path is not None:
+        return ["", folder.place]
     return [run, folder.name] if "://" in run and not run.startswith("memory://") else None
 
 

@@ -200,7 +200,7 @@ class Restorer:
         *,
         whole: bool,
     ) -> tuple[Any, Exception | None]:
-        store = self.directory.folder(found).store
+        store = self.directory.folder(found)
         known, self._known = self._known, None
         bar = reading_bar(store, f"restoring step {found}", choice.nbytes if self._comm.size == 1 and whole else None)
         read = options.get("read") or usual_read(self._load_comm, store)

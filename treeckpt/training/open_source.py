@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any
@@ -14,6 +13,7 @@ from ..core.tree.structure import DictNode, keys_of, parse_path
 from ..errors import MismatchError
 from ..io.comm.comm import Comm
 from ..io.storage.checkpoint import Checkpoint
+from ..io.storage.open import is_path_or_store
 from ..loading.match import LoadOptions
 from ..loading.overlay import Bank, From, as_bank
 from ..loading.transforms import Renaming, Transforms, as_rules, carried
@@ -103,7 +103,7 @@ def missing_part(part: str, how: str, parts: Iterable[object], *, in_memory: boo
 
 def is_stored(given: Any) -> bool:
     """Whether a source is a path, a store, or several of them, and no tree in memory."""
-    return isinstance(given, (str, os.PathLike, Checkpoint)) or hasattr(given, "sizes") or as_bank(given) is not None
+    return is_path_or_store(given) or isinstance(given, Checkpoint) or as_bank(given) is not None
 
 
 def open_source(given: Any, comm: Comm, options: LoadOptions, *, from_root: bool = False) -> RestoreSource:

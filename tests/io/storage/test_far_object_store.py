@@ -178,7 +178,7 @@ def test_a_restore_after_latest_waits_only_for_a_listing_and_the_data(far: FarS3
 def test_a_step_that_is_saved_again_after_latest_is_restored_as_it_is_now(far: FarS3, run: tc.ObjectRun) -> None:
     with tc.Manager(run, comm="alone", background=False) as manager:
         assert manager.latest() == 2
-        tc.save(run.folder("step_00000002").store, {"w": array(20) + 1}, step=2, overwrite=True)
+        tc.save(run.folder("step_00000002"), {"w": array(20) + 1}, step=2, overwrite=True)
         assert np.array_equal(manager.restore()["w"], array(20) + 1)
 
 
