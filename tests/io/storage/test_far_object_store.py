@@ -19,10 +19,10 @@ import treeckpt as tc
 from tests.helpers.elsewhere import elsewhere
 from tests.helpers.far_s3 import FarS3
 from tests.helpers.s3 import MIB, QUICK, array, same
-from treeckpt.io.storage import checkpoint as checkpoint_module
 from treeckpt.io.storage import object_store, obstore, upload_window
 from treeckpt.io.storage.counting_store import CountingStore
 from treeckpt.io.storage.request_depth import RequestDepth
+from treeckpt.loading import read_batch
 from treeckpt.runs import catalog
 from treeckpt.runs.restore import Restorer
 from treeckpt.saving import shard_files
@@ -250,7 +250,7 @@ def test_a_shard_that_is_not_as_saved_is_named_before_a_target_is_written(
 def test_blocks_of_another_size_are_compared_too(far: FarS3, monkeypatch: pytest.MonkeyPatch) -> None:
     store, tree = far.store(), {"w": array(3), "b": np.arange(10.0)}
     tc.save(store, tree)
-    monkeypatch.setattr(checkpoint_module, "BLOCK", 64 << 10)  # what reads are listed for
+    monkeypatch.setattr(read_batch, "BLOCK", 64 << 10)  # what reads are planned for
     assert same(store, tree)
     target = {name: np.zeros_like(w) for name, w in tree.items()}
     tc.load_into(store, target)
