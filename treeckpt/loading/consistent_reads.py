@@ -80,10 +80,7 @@ def on_versions(
             try:
                 if known is not None:
                     before, known = known, None
-                    if stores[0].traits.far:
-                        checkpoints[0].index_bytes = before.data
-                    if checkpoints[0].index_bytes == before.data:
-                        checkpoints[0].index = before.index
+                    _take_known(checkpoints[0], before)
                 found = act(checkpoints[0] if bank is None else bank.opened(checkpoints))
                 if not is_suspect(found) or not any(one.is_replaced() for one in checkpoints):
                     return found
@@ -102,6 +99,14 @@ def on_versions(
         found=f"another save in its place, {TRIES} times",
         hint="Read it when nobody saves there, or save each step at a path of its own",
     )
+
+
+def _take_known(checkpoint: Checkpoint, known: KnownIndex) -> None:
+    """Has a checkpoint take an index that has just been read, if it still is its own."""
+    if checkpoint.store.traits.far:  # it takes a round trip to read it again
+        checkpoint.index_bytes = known.data
+    if checkpoint.index_bytes == known.data:
+        checkpoint.index = known.index
 
 
 def _are_replaced(checkpoints: Sequence[Checkpoint], error: Exception) -> bool:
