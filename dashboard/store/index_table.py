@@ -23,7 +23,7 @@ from treeckpt.core.format.records import Index, LeafRecord
 from treeckpt.core.sharding.int_runs import Runs
 from treeckpt.runs.index_summary import Summary, summarize_index
 
-SCHEMA = "6"
+SCHEMA = "7"
 """Version of this format, in the name of the cache directory: other versions use other directories."""
 LEAVES = 64
 """Leaves of one block: all of them are decoded to show one."""
