@@ -328,7 +328,7 @@ class _TreeBuilder:
             raise FormatError(
                 self.label,
                 expected=f"a tree at most {MAX_DEPTH} levels deep",
-                found="a deeper one" if self.left >= 0 else "containers that hold each other over and over",
+                found="a deeper one, or containers that hold each other over and over",
                 hint="No program writes such a checkpoint",
             )
         kind = type(node)

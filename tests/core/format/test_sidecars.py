@@ -49,7 +49,7 @@ def test_a_name_is_plain_or_refused(name):
 )
 def test_a_list_that_no_save_has_written_is_refused(change):
     for sidecars in ((msgspec.structs.replace(ONE, **change),), (ONE, ONE), tuple(_many(MAX_SIDECARS + 1))):
-        with pytest.raises(FormatError, match="names, sizes and checksums of files"):
+        with pytest.raises(FormatError, match="names, sizes and checksums of sidecar files"):
             decode_index(encode_index(msgspec.structs.replace(INDEX, sidecars=sidecars)))
 
 

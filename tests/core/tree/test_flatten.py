@@ -92,13 +92,6 @@ def test_struct_sequences_keep_the_fields_that_are_no_items(tree):
     assert renewed.__reduce__() == tree.__reduce__()
 
 
-def test_struct_sequences_that_were_saved_as_items_alone_come_back():
-    names = ("tm_year", "tm_mon", "tm_mday", "tm_hour", "tm_min", "tm_sec", "tm_wday", "tm_yday", "tm_isdst")
-    node = StructSequenceNode("time:struct_time", names, (None,) * 9)
-    found = unflatten(node, iter(range(9)), resolve=lambda name: time.struct_time)
-    assert found == time.struct_time(range(9)) and found.tm_zone is None
-
-
 def test_paths_name_fields_positions_and_keys():
     tree = {"w": Weight([1], 2), "b": Branch(3, Frozen(4)), "r": Registered([5], "x"), "p": PerRank((6,)), 7: 8}
     assert [path for path, _ in flatten(tree, rank=2, namespace=SPACE)[1]] == [

@@ -202,10 +202,10 @@ def test_names_that_take_more_text_than_is_read_back_are_refused_before_a_save()
     def tree(leaves, levels):
         below = dict.fromkeys((f"k{n}" for n in range(leaves)), 1)
         for _ in range(levels):
-            below = {"level": below}
+            below = {"level" * 5: below}
         return below
 
-    structure, leaves = flatten(tree(5000, 900))
+    structure, leaves = flatten(tree(5000, 190))
     assert len(paths_of(structure)) == len(leaves)
     with pytest.raises(TreeError, match="shorter names"):
-        flatten(tree(10_000, 900))
+        flatten(tree(10_000, 190))

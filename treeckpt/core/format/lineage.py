@@ -3,7 +3,7 @@
 Every save of a manager gets a sequence number above those of all checkpoints on the disk, and names the save that it
 follows. It also lists the sequence numbers of those that it does not descend from. So the newest checkpoint alone says
 which of the others are on its lineage and which are on abandoned branches, even after others were deleted, and no clock
-is used. A checkpoint without a record (older than records, or saved by hand) is ordered by its step.
+is used. A checkpoint without a record, which was saved by hand, is ordered by its step.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def pack(index: Index) -> bytes | None:
     written = msgspec.json.encode(index)
     for implied in (True, False):
         ranges = _encode_ranges(cuts, implied=implied)
-        body = msgspec.json.encode(PackedIndex(*msgspec.structs.astuple(bare), ranges, shared))
+        body = msgspec.json.encode(PackedIndex(**msgspec.structs.asdict(bare), ranges=ranges, shared=shared))
         with contextlib.suppress(TreeckptError):
             if msgspec.json.encode(unpack(body, "index")) == written:
                 return body

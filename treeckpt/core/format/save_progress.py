@@ -58,7 +58,7 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     alive_ns: int = 0
     """Unix time of this record, which is renewed as long as the save lasts."""
     owner: Owner | None = None
-    """The process whose end is the end of this rank's part; older versions did not record it."""
+    """The process whose end is the end of this rank's part; None if the record names none."""
 
     @property
     def fraction(self) -> float:

@@ -65,7 +65,7 @@ class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spans: tuple[Span, ...]
     error: str | None = None
     hosts: tuple[Host, ...] = ()
-    """The ranks of each machine; records of older saves lack them."""
+    """The ranks of each machine."""
 
     def of_rank(self, rank: int) -> Sequence[Span]:
         """Returns one rank's spans in the order in which `parent` counts them."""

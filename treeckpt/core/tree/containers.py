@@ -286,9 +286,9 @@ def struct_sequence_fields(kind: Any) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def new_struct_sequence(kind: Any, children: Sequence[object]) -> object:
-    """Returns an instance of a struct sequence's class from its items and then, if given, its other fields."""
+    """Returns an instance of a struct sequence's class from its items and then its other fields."""
     items, hidden = struct_sequence_fields(kind)
-    return kind(children[: len(items)], dict(zip(hidden, children[len(items) :], strict=False)))
+    return kind(children[: len(items)], dict(zip(hidden, children[len(items) :], strict=True)))
 
 
 @lru_cache(maxsize=1024)

@@ -368,7 +368,7 @@ def _check_fields(node: NamedTupleNode | StructSequenceNode | DataclassNode, kin
     elif isinstance(node, StructSequenceNode):
         if issubclass(kind, tuple) and optree.is_structseq_class(kind):
             items, hidden = struct_sequence_fields(kind)
-            fields = items if items == node.fields else (*items, *hidden)  # items only: an older checkpoint
+            fields = (*items, *hidden)
     elif is_plain_dataclass(kind):
         fields = [field.name for field in dataclasses.fields(kind)]
     if fields is None or tuple(fields) != node.fields:
