@@ -32,12 +32,13 @@ from ...errors import CheckpointError, CheckpointExists, CheckpointNotFound, Tre
 from ...reports import Leftover
 from .far_store import FarStore
 from .index_lock import held_locks, hold_lock, read_lock
+from .kept_file import LAPSE
 from .late_requests import names_being_deleted
 from .many_files import for_each
 from .metadata_files import decode_and_check, read_index, read_index_bytes, read_timings, taken_index
 from .object_store import ObjectFolder, ObjectStore
 from .process_owner import is_running
-from .progress_file import LAPSE, is_alive, read_record
+from .progress_file import is_alive, read_record
 from .reader_leases import LEASE, read_lease
 from .run_store import DirectoryEntry, Folder, LocalFolder
 from .store import LocalStore, Store
