@@ -12,6 +12,7 @@ from .arrays.samples import Comparison
 from .core.format.file_names import check_step
 from .core.option_names import check_options, checks_options
 from .core.tree.flatten import flatten, replace_leaves
+from .core.tree.leaf_differences import Strict
 from .errors import MismatchError
 from .io.comm.collective import ending_together
 from .io.comm.comm import Comm, as_comm, background_comm, global_rank
@@ -20,7 +21,7 @@ from .io.storage.open import following, open_store
 from .io.storage.store import Store
 from .loading.background import PendingLoad, start_load
 from .loading.keywords import LoadAsyncKeywords, LoadKeywords
-from .loading.match import LoadOptions, Strict
+from .loading.match import LoadOptions
 from .loading.one_checkpoint import CheckpointPath, inspect, read_file, rebuild_index, verify
 from .loading.overlay import Bank, Selection, globs_of
 from .loading.read_batch import Verify

@@ -21,7 +21,6 @@ import numpy as np
 from treeckpt.core.analysis.outline import Outline, OutlineColumns, outline_columns
 from treeckpt.core.format.records import Index, Leaf, LeafRecord, specs_of
 from treeckpt.core.sharding.int_runs import Runs
-from treeckpt.core.tree.nesting import SplitStructure, split_structure
 from treeckpt.core.tree.structure import Structure
 from treeckpt.foreign.foreign_records import ForeignIndex
 from treeckpt.runs.index_summary import Summary, summarize_index
@@ -56,7 +55,7 @@ class _Head(msgspec.Struct):
 _HEAD = msgspec.json.Decoder(_Head)
 _INDEX = {False: msgspec.json.Decoder(Index), True: msgspec.json.Decoder(ForeignIndex)}
 _BLOCK = msgspec.json.Decoder(list[tuple[LeafRecord, Runs | None]])
-_STRUCTURE = msgspec.json.Decoder(SplitStructure)
+_STRUCTURE = msgspec.json.Decoder(Structure)
 
 
 def write_outline(index: Index, target: Path, report: Callable[[int, int], None] = lambda done, total: None) -> Summary:
@@ -79,7 +78,7 @@ def write_outline(index: Index, target: Path, report: Callable[[int, int], None]
     arrays: dict[str, Any] = {**columns._asdict(), "block_ends": np.array(ends, np.int64)}
     data = {name: arrays[name].astype(kind).tobytes() for name, kind in _ARRAYS.items()}
     data |= {"keys": columns.keys, "paths": columns.paths, "records": blocks}
-    data["structure"] = encode(split_structure(index.structure))
+    data["structure"] = encode(index.structure)
     parts: dict[str, tuple[int, int]] = {}
     place = 0
     for name, part in data.items():
@@ -186,7 +185,7 @@ class _Records(Sequence[LeafRecord]):
 
 def _structure(index: Index) -> Structure:
     """Decodes the structure of the tree as a whole."""
-    return _STRUCTURE.decode(vars(index)["stored"]).whole()
+    return _STRUCTURE.decode(vars(index)["stored"])
 
 
 class _StoredIndex(Index, frozen=True, dict=True):

@@ -14,6 +14,7 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 
 from ..core.sharding.dtypes import dtype_of, normalize_dtype
@@ -291,6 +292,16 @@ def encode(value: object, path: str, *, allow_pickle: bool) -> Value:
         return TypedValue("pickle", (base64.b64encode(pickle.dumps(value)).decode(),))
     except Exception as error:
         raise TreeError(path, expected="a value that pickle takes", found=f"{value!r:.60} ({error})") from error
+
+
+def is_same_value(first: object, second: object, path: str = "") -> bool:
+    """Whether two values have the same stored form; Python's own comparison takes 1, 1.0 and True for the same.
+
+    Raises:
+        TreeError: a value of an unknown kind.
+    """
+    stored = [msgspec.json.encode(encode(value, path, allow_pickle=False)) for value in (first, second)]
+    return stored[0] == stored[1]
 
 
 def encode_of_library(value: object) -> TypedValue | None:

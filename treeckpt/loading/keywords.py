@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict
 
+from ..core.tree.leaf_differences import Strict
 from ..reports import LoadReport
-from .match import Strict
 from .overlay import Selection
 from .read_batch import Verify
 from .transforms import Renaming, Transforms

@@ -12,7 +12,7 @@ from functools import partial
 
 import msgspec
 
-from ..arrays.registry import abstract_of, build_tensor, encode, is_value, library_of, resolve
+from ..arrays.registry import abstract_of, build_tensor, is_same_value, is_value, library_of, resolve
 from ..core.format.records import AliasRecord, Leaf
 from ..core.sharding.int_runs import encode_runs
 from ..core.sharding.region import strides_in
@@ -198,19 +198,15 @@ def _match(job: Load, like: object, *, in_place: bool) -> _MatchedTree:
     whole = frozenset(id(one.here) for one in sequences.values())
     if sequences:
         _, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace, whole=whole)
-    asked: set[str] = set()
     pairs: list[tuple[object, str, Leaf | None]] = []
     for text, wanted in leaves:
         path = index_path(text, job.rank)
-        asked.add(path)
         leaf = None
         if path in job.damaged and not in_place:
             wanted = ...
-        if id(wanted) in whole and path in sequences:
-            asked.update(sequences[path].paths)
-        elif type(wanted) is TableColumn:
+        if type(wanted) is TableColumn:
             leaf = find_column(job, wanted, path)
-        elif wanted is not ... and job.selected(path):
+        elif wanted is not ... and not (id(wanted) in whole and path in sequences) and job.selected(path):
             leaf = job.find(path)
             if leaf is None:
                 leaf = job.view.filled(path, abstract_of(wanted, path, job.here))
@@ -225,7 +221,7 @@ def _match(job: Load, like: object, *, in_place: bool) -> _MatchedTree:
         tied = tied_to(lacking, there, job.here, in_place=in_place)
         job.missing = [path for path in job.missing if path not in tied]
         check_no_tensors(job.missing, job.view.structure)
-    job.check_keys(asked, [path for wanted, path, _ in pairs if wanted is ...])
+    job.check_keys({path: wanted for wanted, path, _ in pairs}, sequences)
     ties: dict[tuple[int, int], LeafPlaceholder] = {}
     job.read_blobs(leaf for wanted, _, leaf in pairs if type(wanted) is not TableColumn)
     slots = [
@@ -400,7 +396,6 @@ def _is_same(old: object, new: object) -> bool:
     if _is_array_like(old) or _is_array_like(new):
         return False
     try:
-        stored = [msgspec.json.encode(encode(value, "", allow_pickle=False)) for value in (old, new)]
+        return is_same_value(old, new)
     except TreeckptError:
         return False
-    return stored[0] == stored[1]

@@ -6,8 +6,7 @@ any memory is touched.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -21,7 +20,9 @@ from ..core.format.records import Leaf, PerRankValues, ValueRecord
 from ..core.sharding.int_runs import decode_runs
 from ..core.sharding.region import Region, is_c_order
 from ..core.tree.globs import check_used, compile_globs
+from ..core.tree.leaf_differences import Strict, check_same, compare_leaves
 from ..core.tree.path_text import path_text
+from ..core.tree.sequences import SequenceReplacement
 from ..core.tree.spec import ArraySpec
 from ..errors import MismatchError, TreeError
 from ..io.comm.comm import Comm, global_rank, other_world_error, ranks_of_host
@@ -40,10 +41,6 @@ from .transforms.view import ComposedLeaf, view_of
 
 MEMORY = 64 << 20
 """Bytes of buffers that a load from local files may take, by default; from other stores it is `FETCH_MEMORY`."""
-
-
-Strict = bool | Literal["missing"]
-"""Whether leaves must be on both sides: True, False, or "missing": those asked for must be in the checkpoint."""
 
 
 class LoadOptions(msgspec.Struct, frozen=True):
@@ -163,6 +160,11 @@ class Load:
         """(path, class) of tensors of which a dict of their parts was returned."""
         self.unmade: list[str] = []
         """The paths of what cannot be made here, and is `...` by `lenient`."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all leaves of the checkpoint, selected or not, after the rules."""
+        return self.view.names
 
     def selected(self, path: str) -> bool:
         """Whether a path is wanted, is not damaged, and no rule leaves it as it is."""
@@ -331,25 +333,21 @@ class Load:
         chain = self.view.chain(path)
         return f", by the rules {chain}" if chain else ""
 
-    def check_keys(self, asked: set[str], left_out: Sequence[str]) -> None:
-        """Compares the wanted paths with the saved ones.
+    def check_keys(self, wanted: Mapping[str, object], whole: Mapping[str, SequenceReplacement]) -> None:
+        """Compares the wanted leaves with the saved ones.
 
         Args:
-            left_out: paths of `...` in like, each of which stands for all that was saved below it.
+            wanted: by path.
+            whole: sequences that take the saved content whole, by path.
 
         Raises:
             MismatchError: by `strict`, naming what is missing and what is unexpected.
         """
-        below = tuple(f"{path}/" if path else "" for path in left_out)
-        self.options.check_used(lambda: [*self.view.names, *asked])
-        self.unexpected = [
-            path
-            for path in self.view.by_path
-            if path not in asked and not path.startswith(below) and self.selected(path)
-        ]
-        lacking = set(self.missing)
-        common = bool(left_out) or any(path not in lacking for path in asked if self.selected(path))
-        check_same(self.missing, self.unexpected, self.options.strict, common=common)
+        self.options.check_used(lambda: [*self.view.names, *wanted])
+        lacks = frozenset(self.missing).__contains__
+        found = compare_leaves(wanted, self.view.by_path, lacks=lacks, whole=whole, selects=self.selected)
+        self.unexpected = [*found.unexpected]
+        check_same(found, self.options.strict)
 
     def report(self) -> LoadReport:
         return LoadReport(
@@ -369,73 +367,3 @@ class Load:
             damaged=tuple(part for path, parts in self.damaged.items() if self.options.selects(path) for part in parts),
             unmade=tuple(self.unmade),
         )
-
-
-def check_same(missing: Sequence[str], unexpected: Sequence[str], strict: Strict, *, common: bool) -> None:
-    """Refuses leaves that are only wanted, or only saved, by a MismatchError that names some of them.
-
-    Args:
-        strict: False refuses only that not one leaf is in both, "missing" only what is missing.
-        common: whether any leaf is in both.
-    """
-    if not strict and missing and unexpected and not common:
-        raise disjoint(missing, unexpected)
-    unexpected = unexpected if strict is True else []
-    if not strict or not (missing or unexpected):
-        return
-    texts = [some_of("missing in the checkpoint", missing), some_of("not asked for", unexpected)]
-    others = "`...` in like for what you do not want"
-    hint = rename_hint(missing, unexpected)
-    raise MismatchError(
-        [*missing, *unexpected][0],
-        expected="the leaves of like and of the checkpoint to be the same"
-        if strict is True
-        else "every leaf of like to be in the checkpoint",
-        found="; ".join(text for text in texts if text),
-        hint=hint or f"Pass strict=False to load what both have, or {others}"
-        if missing
-        else f'Pass strict="missing" to leave the rest of the checkpoint unread, or {others}',
-    )
-
-
-def disjoint(missing: Sequence[str], unexpected: Sequence[str], hint: str = "") -> MismatchError:
-    """Returns the error where nothing would be loaded, as no leaf is both wanted and saved.
-
-    Args:
-        hint: what to do where no prefix makes the names alike.
-    """
-    return MismatchError(
-        missing[0],
-        expected="one leaf at least that is both wanted and in the checkpoint, also with strict=False",
-        found=f"{some_of('missing in the checkpoint', missing)}; {some_of('not asked for', unexpected)}",
-        hint=rename_hint(missing, unexpected)
-        or hint
-        or "Give a tree with the outer keys of the saved one, as {'model': ...}, or rename={...}",
-    )
-
-
-def rename_hint(missing: Sequence[str], unexpected: Iterable[str]) -> str:
-    """Returns what to do where all missing names are in the checkpoint behind another prefix, "" where they are not."""
-    saved = set(unexpected)
-    # a model's own weights are proposed before copies of them, such as an average in `extra`
-    nearest = sorted(saved, key=lambda path: (not path.startswith("model/"), path.count("/"), path))
-    for path in nearest if missing else ():
-        same = next((i for i, (a, b) in enumerate(zip(missing[0], path, strict=False)) if a != b), 0)
-        head = re.sub("[^/.]*$", "", path[:same])
-        wanted, there = missing[0].removeprefix(head), path.removeprefix(head)
-        prefix = max(wanted, there, key=len).removesuffix(min(wanted, there, key=len))
-        if prefix[-1:] not in ("/", ".") or prefix in (wanted, there):
-            continue
-        now, before = (head, head + prefix) if len(there) > len(wanted) else (head + prefix, head)
-        if all(name.startswith(now) and before + name.removeprefix(now) in saved for name in missing):
-            rest = ", strict='missing'" if len(saved) > len(missing) else ""
-            return f"They are in the checkpoint, {missing[0]} as {path}: pass rename={{'{before}*': '{now}*'}}{rest}"
-    return ""
-
-
-def some_of(what: str, paths: Sequence[str]) -> str:
-    """Returns how many paths are so, with the first of them; "" for none."""
-    if not paths:
-        return ""
-    more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
-    return f"{len(paths)} {what}: {', '.join(paths[:5])}{more}"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial, reduce
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from optree import PyTreeAccessor
@@ -19,6 +19,7 @@ from ..arrays.registry import abstract_of, build_tensor, resolve
 from ..core.tree.flatten import flatten, unflatten
 from ..core.tree.in_place import update_metadata
 from ..core.tree.keyed_table import TableColumn
+from ..core.tree.leaf_differences import LeafDifferences, check_same, compare_leaves
 from ..core.tree.merge import merge_sources
 from ..core.tree.path_text import path_text
 from ..core.tree.structure import empty_container_paths, index_path, paths_of
@@ -30,12 +31,13 @@ from ..reports import LoadReport
 from .aliasing import tied_to
 from .join_slots import ids_beside, no_plain_rows
 from .load import compare_containers, load_into_tree, load_tree
-from .match import Load, LoadOptions, check_same
+from .match import Load, LoadOptions
 from .transforms import Renaming, Transforms, as_rules
 from .transforms.rules import Rule
+from .transforms.view import View
 from .verify import survey
 
-T = TypeVar("T")
+M = TypeVar("M", bound="BankMember")
 Selection = str | int | Sequence[Any] | None
 """Globs over paths, and paths as keys; see `globs_of`."""
 
@@ -107,27 +109,43 @@ class _Part(msgspec.Struct):
     """As `LoadOptions` has it."""
 
 
-def members_of(bank: Bank, look: Callable[[From], T]) -> list[T]:
-    """Applies a function to each source of a bank, and leaves out optional sources whose checkpoint is missing.
+class BankMember(Protocol):
+    """One checkpoint of a bank, seen through its own rules and globs."""
+
+    options: LoadOptions
+    view: View
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all its leaves, selected or not, after its rules."""
+        ...
+
+    def selected(self, path: str) -> bool:
+        """Whether it may give a leaf of its view."""
+        ...
+
+
+def open_members(
+    bank: Bank,
+    rules: Sequence[Rule],
+    look: Callable[[From], M],
+    asked: Iterable[str] = (),
+    unit: Callable[[str], str] = str,
+) -> list[tuple[M, set[str]]]:
+    """Returns the checkpoints of a bank, each with the paths that it gives: of those that several have, the last does.
+
+    Optional sources whose checkpoint is missing are left out.
+
+    Args:
+        rules: for all of them, which are refused.
+        look: opens the checkpoint of a source.
+        asked: paths that globs may name too.
+        unit: returns the path of what one checkpoint gives as a whole, by the path of a leaf in it.
 
     Raises:
         CheckpointNotFound: one is missing that is not optional, or all are.
+        MismatchError: a glob that means nothing.
     """
-    found: list[T] = []
-    for source in bank.sources:
-        try:
-            found.append(look(source))
-        except CheckpointNotFound:
-            if not source.optional:
-                raise
-    if not found:
-        where = ", ".join(str(getattr(source.path, "url", source.path)) for source in bank.sources)
-        raise CheckpointNotFound(where, expected="one checkpoint at least", found="none")
-    return found
-
-
-def refuse_rules(rules: Sequence[Rule]) -> None:
-    """Refuses rules for all checkpoints of a bank."""
     if rules:
         raise TreeckptError(
             "transforms",
@@ -135,38 +153,53 @@ def refuse_rules(rules: Sequence[Rule]) -> None:
             found="rules for all",
             hint="Give them to tc.From",
         )
+    members: list[M] = []
+    for source in bank.sources:
+        try:
+            members.append(look(source))
+        except CheckpointNotFound:
+            if not source.optional:
+                raise
+    if not members:
+        where = ", ".join(str(getattr(source.path, "url", source.path)) for source in bank.sources)
+        raise CheckpointNotFound(where, expected="one checkpoint at least", found="none")
+
+    def names() -> frozenset[str]:
+        return frozenset(asked).union(*(member.names for member in members))
+
+    for member in members:
+        member.options.check_used(lambda member=member: member.names, names)
+    given = [[path for path in member.view.by_path if member.selected(path)] for member in members]
+    winner = {unit(path): number for number, paths in enumerate(given) for path in paths}
+    return [
+        (member, {path for path in paths if winner[unit(path)] == number})
+        for number, (member, paths) in enumerate(zip(members, given, strict=True))
+    ]
 
 
-def _select_parts(bank: Bank, asked: Iterable[str], comm: Comm, options: LoadOptions) -> list[_Part]:
+def own_globs(source: From, options: LoadOptions) -> LoadOptions:
+    """Returns the options of a load with the globs of one source of a bank."""
+    return msgspec.structs.replace(options, select=globs_of(source.select), exclude=globs_of(source.exclude, "exclude"))
+
+
+def _select_parts(bank: Bank, asked: Collection[str], comm: Comm, options: LoadOptions) -> list[_Part]:
     """Returns the checkpoints of a bank, and which of their leaves are taken.
 
     Args:
         asked: the paths of like.
     """
-    refuse_rules(options.rules)
 
-    def look(source: From) -> _Part:
+    def look(source: From) -> Load:
         assert isinstance(source.path, Checkpoint), "the bank is opened"
         rules = as_rules(source.rename, source.transforms)
-        own = msgspec.structs.replace(
-            options, select=globs_of(source.select), exclude=globs_of(source.exclude, "exclude"), rules=rules
-        )
-        return _Part(msgspec.structs.replace(options, rules=rules, strict=False), Load(source.path, comm, own))
+        return Load(source.path, comm, msgspec.structs.replace(own_globs(source, options), rules=rules))
 
-    parts = members_of(bank, look)
-
-    def names() -> frozenset[str]:
-        return frozenset(asked).union(*(part.job.view.names for part in parts))
-
-    for part in parts:
-        part.job.options.check_used(lambda part=part: part.job.view.names, names)
-    options.check_used(names)
-    winner: dict[str, _Part] = {}
-    for part in parts:
-        winner.update((path, part) for path in part.job.view.by_path if part.job.selected(path))
-    for path, part in winner.items():
-        part.wins.add(path)
-    return parts
+    members = open_members(bank, options.rules, look, asked)
+    options.check_used(lambda: frozenset(asked).union(*(job.names for job, _ in members)))
+    return [
+        _Part(msgspec.structs.replace(options, rules=job.options.rules, strict=False), job, wins)
+        for job, wins in members
+    ]
 
 
 def globs_of(given: Selection, what: str = "select") -> tuple[str, ...] | None:
@@ -222,30 +255,26 @@ def _no_glob(given: object, what: str) -> MismatchError:
 def _check_asked(
     parts: Sequence[_Part],
     wanted: Mapping[str, Any],
-    given_whole: tuple[str, ...],
+    whole: Collection[str],
     comm: Comm,
     options: LoadOptions,
     *,
     in_place: bool,
-) -> tuple[list[str], list[str]]:
+) -> LeafDifferences:
     """Returns the wanted paths that no checkpoint provides, and the provided ones not wanted; refused by `strict`.
 
     Args:
         wanted: the leaves of like, by path.
-        given_whole: what the paths in sequences begin with that are replaced as a whole.
+        whole: the paths of sequences that are replaced as a whole.
         in_place: a leaf that is one array with a filled leaf is filled too.
     """
     here = global_rank(comm)
-    given = set[str]().union(*(part.wins for part in parts))
+    given = sorted(set[str]().union(*(part.wins for part in parts)))
+    found = compare_leaves(wanted, given, whole=whole, selects=options.selects)
     missing: list[str] = []
-    for path, leaf in wanted.items():
-        if (
-            leaf is ...
-            or path.startswith(given_whole)
-            or path in given
-            or not options.selects(path)
-            or any(p.job.view.is_kept(path) for p in parts)
-        ):
+    for path in found.missing:
+        leaf = wanted[path]
+        if any(p.job.view.is_kept(path) for p in parts):
             continue
         if type(leaf) is TableColumn and leaf.name in leaf.view.table.fill:
             continue
@@ -259,11 +288,9 @@ def _check_asked(
         filled = [(path, leaf) for part in parts for path in part.wins if (leaf := wanted.get(path)) is not None]
         tied = tied_to([(path, wanted[path]) for path in missing], filled, here, in_place=True)
         missing = [path for path in missing if path not in tied]
-    below = (*given_whole, *(f"{path}/" if path else "" for path, leaf in wanted.items() if leaf is ...))
-    extra = [p for p in given if p not in wanted and options.selects(p) and not p.startswith(below)]
-    common = bool(below) or any(path in part.wins for part in parts for path in wanted)
-    check_same(missing, sorted(extra), options.strict, common=common)
-    return missing, sorted(extra)
+    found = LeafDifferences(missing, found.unexpected, common=found.common or len(missing) < len(found.missing))
+    check_same(found, options.strict)
+    return found
 
 
 def _join_tables(parts: Sequence[_Part], asked: Mapping[str, Any] | None) -> None:
@@ -293,8 +320,7 @@ class _Provided(msgspec.Struct):
     """The checkpoints of a load, each with options that select what it provides."""
 
     sources: list[tuple[Checkpoint, LoadOptions]]
-    missing: Sequence[str] = ()
-    unexpected: Sequence[str] = ()
+    differences: LeafDifferences
 
     def report(self, reports: Sequence[LoadReport]) -> LoadReport:
         """Returns the report of all loads together."""
@@ -304,8 +330,8 @@ class _Provided(msgspec.Struct):
             unverified_nbytes=sum(report.unverified_nbytes for report in reports),
             read_nbytes=sum(report.read_nbytes for report in reports),
             loaded=sum(report.loaded for report in reports),
-            missing=tuple(self.missing),
-            unexpected=tuple(self.unexpected),
+            missing=tuple(self.differences.missing),
+            unexpected=tuple(self.differences.unexpected),
             seconds=sum(report.seconds for report in reports),
             dropped=tuple(path for report in reports for path in report.dropped),
             renamed=tuple(pair for report in reports for pair in report.renamed),
@@ -325,11 +351,11 @@ def _provide(bank: Bank, like: object, comm: Comm, options: LoadOptions, *, in_p
     structure, leaves = flatten(like, rank=comm.rank, namespace=options.namespace) if like is not None else (None, [])
     asked = {index_path(path, comm.rank): leaf for path, leaf in leaves}
     parts = _select_parts(bank, asked, comm, options)
-    missing, unexpected = list[str](), list[str]()
+    found = LeafDifferences([], [], common=True)
     if like is not None:
         replaced = [(part, one) for part in parts for one in compare_containers(part.job, like, structure).values()]
-        whole = [f"{one.path}/" if one.path else "" for part, one in replaced if part.wins.issuperset(one.paths)]
-        missing, unexpected = _check_asked(parts, asked, tuple(whole), comm, options, in_place=in_place)
+        whole = [one.path for part, one in replaced if part.wins.issuperset(one.paths)]
+        found = _check_asked(parts, asked, whole, comm, options, in_place=in_place)
     _join_tables(parts, asked if like is not None else None)
     empty: dict[str, _Part] = {}
     for part in parts if like is None else ():
@@ -341,7 +367,7 @@ def _provide(bank: Bank, like: object, comm: Comm, options: LoadOptions, *, in_p
         (part.job.checkpoint, msgspec.structs.replace(part.options, only=frozenset(part.wins), joined=part.joined))
         for part in parts
     ]
-    return _Provided(sources, missing, unexpected)
+    return _Provided(sources, found)
 
 
 def _merged(trees: Sequence[object], comm: Comm, options: LoadOptions) -> object:

@@ -11,6 +11,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ..arrays.registry import is_value
+from ..core.tree.flatten import flatten
+
 _WORKERS = "DataLoader worker"
 """How torch's errors about dead workers begin."""
 
@@ -74,3 +77,20 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def training_state(model: Any, optimizer: Any, options: Mapping[str, Any]) -> Any:
+    """Returns the state of the objects that `resume` got.
+
+    Raises:
+        LookupError: values are among them, of which the loop may have others by now in variables of its own.
+    """
+    from ..training import state
+
+    asked = {name: options.get(name) for name in ("scheduler", "loader", "extra")}
+    parts: dict[str, Any] = {name: None if one is False else one for name, one in asked.items()}
+    given = {name: one for name, one in parts.items() if one is not None}
+    for path, leaf in flatten(given, namespace=options.get("namespace", ""))[1]:
+        if is_value(leaf):
+            raise LookupError(f"{path} is a value, which the loop alone knows: call step with a function for the state")
+    return state(model, optimizer, rng=options.get("rng") is not False, **parts)

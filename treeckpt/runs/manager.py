@@ -22,29 +22,36 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from signal import SIGTERM
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import msgspec
 
 from .. import api
 from ..core.format.file_names import check_step
-from ..errors import TreeckptError
-from ..io.comm.collective import from_rank0
+from ..core.option_names import check_options
+from ..core.tree.structure import key_text
+from ..errors import CheckpointNotFound, TreeckptError, TreeError
+from ..io.comm.collective import ending_together, from_rank0
 from ..io.comm.comm import PrefixComm, as_comm
 from ..io.comm.termination import HEARTBEAT_TIMEOUT
 from ..io.nested_calls import saves, takes_no_save
+from ..io.storage.reader_leases import hold_lease
 from ..io.storage.run_store import RunStore
+from ..io.storage.store import Store
+from ..loading.keywords import LoadKeywords
 from ..reports import SaveReport
 from ..saving.background import save_async_tree
 from ..saving.future import Pending
 from ..saving.options import check_metadata
 from ..saving.save import save_tree
 from ..saving.sidecar_files import SidecarContent
-from .broken_loop import LoopState, is_of_workers
+from ..trees.per_rank_state import Policy, policy_of
+from .broken_loop import LoopState, is_of_workers, training_state
+from .catalog import runs_below
 from .checkpoint_info import step_info
 from .history import SaveHistory
 from .index_summary import METRICS
@@ -52,26 +59,33 @@ from .notebook import run_html
 from .options import (
     BackgroundSaveKeywords,
     Keep,
+    RestoreKeywords,
     as_policies,
     as_save_options,
     best_policy,
+    check_can_restore,
     check_no_other_metrics,
     is_factory,
     parse_metrics,
 )
 from .pending_saves import PendingSaves, RetentionRunner
-from .registered_state import RegisteredState, RegistrationMixin
-from .restore import RestoreMixin, Restorer
+from .registered_state import OBJECTS, READERS, FunctionValue, InputReader, RegisteredState, check_name
+from .restore import Restorer
 from .run import GRACE, CleanReport, RunDirectory
 from .schedule import SaveSchedule
 from .select import CheckpointSelector
+
+if TYPE_CHECKING:  # they import torch
+    from ..training.modules import Modules
+    from ..training.optimizers import Optimizers
+    from ..training.report import RestoreReport
 
 _log = logging.getLogger("treeckpt")
 WAIT_AFTER_ERROR = 10.0
 """Seconds that leaving a manager's body with an error waits for saves in flight."""
 
 
-class Manager(RegistrationMixin, RestoreMixin):
+class Manager:
     """Saves, keeps and restores the checkpoints of a run. Create one on every rank.
 
     >>> with tc.Manager("job", keep=[tc.policy.Last(2), tc.policy.Best("loss")], background=False) as manager:
@@ -140,6 +154,80 @@ class Manager(RegistrationMixin, RestoreMixin):
     def stopping(self) -> bool:
         """Whether a signal has requested a save: after that save, end the training."""
         return self.schedule.stopping
+
+    @property
+    def count(self) -> int:
+        """The step that was counted, saved or restored last; `step` counts on from it. It may be set."""
+        return self._count
+
+    @count.setter
+    def count(self, step: int) -> None:
+        self._count = step
+
+    # registering -----------------------------------------------------------------------------------------------
+
+    def register(self, name: str, thing: Any) -> None:
+        """Registers an object: saved with every step under `registered/<name>`, restored in place by every `restore`.
+
+        Args:
+            thing: an object with `state_dict` and `load_state_dict`, `KeyedTable.of` a hash table, or a tree whose
+                containers can change; the same on all ranks, except for parts in `PerRank` or `Sharded`. An optimizer
+                may be without state when it is restored: its state is created on the devices of its parameters.
+
+        Raises:
+            ValueError: the name is taken.
+            TreeError: it is or holds a value that cannot be changed in place; use `register_value` for those.
+        """
+        objects = self._registered.objects
+        check_name(name, objects, "registered")
+        check_can_restore(f"{OBJECTS}/{key_text(name)}", name, thing, self.options.namespace)
+        objects[name] = thing
+
+    def register_value(self, name: str, get: Callable[[], Any], set: Callable[[Any], Any]) -> None:
+        """Registers a value: saved with every step under `registered/<name>`, set by every `restore`.
+
+        Args:
+            get: returns the value at each save: any tree that `treeckpt.save` takes, the same on all ranks.
+            set: called with the value as it was saved.
+
+        Raises:
+            ValueError: the name is taken.
+            TypeError: `get` or `set` is not callable.
+        """
+        objects = self._registered.objects
+        check_name(name, objects, "registered")
+        for what, function in (("get", get), ("set", set)):
+            if not callable(function):
+                raise TypeError(f"expected {what} to be a function, found {function!r:.60}")
+        objects[name] = FunctionValue(get, set)
+
+    def register_io_state(self, name: str, reader: Any, *, changed: Policy = "error") -> None:
+        """Registers this rank's reader of input: its state is saved under `io/<name>` with every step, and restored.
+
+        Args:
+            reader: has `state_dict` and `load_state_dict`, or `dump_io_state` and `load_io_state`.
+            changed: the state to restore when the number of ranks has changed: "error" refuses, "take" takes the state
+                of the old rank `rank % old world size`, and a function `merge(states of all old ranks, rank, world
+                size)` returns it.
+
+        Raises:
+            ValueError: the name is taken.
+            TreeError: the reader has no methods that return and take its state.
+        """
+        readers = self._registered.readers
+        check_name(name, readers, "registered as io state")
+        for dump, load in (("state_dict", "load_state_dict"), ("dump_io_state", "load_io_state")):
+            methods: tuple[Any, Any] = getattr(reader, dump, None), getattr(reader, load, None)
+            if all(map(callable, methods)):
+                owner = reader if dump == "state_dict" else FunctionValue(*methods)
+                readers[name] = InputReader(owner, policy_of(changed, name) or "error")
+                return
+        raise TreeError(
+            f"{READERS}/{name}",
+            expected="an object with state_dict and load_state_dict, or dump_io_state and load_io_state",
+            found=f"a {type(reader).__qualname__}",
+            hint="Wrap it in one that has both",
+        )
 
     # saving --------------------------------------------------------------------------------------------------
 
@@ -273,6 +361,113 @@ class Manager(RegistrationMixin, RestoreMixin):
         """
         self._pending.settle(timeout)
         self.retention.wait(timeout)
+
+    # restoring -------------------------------------------------------------------------------------------------
+
+    @takes_no_save
+    def restore(
+        self, like: Any = None, *, step: int | None = None, into: Any = None, **options: Unpack[LoadKeywords]
+    ) -> Any:
+        """Loads a step; `count` and the lineage of the next save continue from it.
+
+        Args:
+            like: same as for `treeckpt.load`.
+            step: by default the newest that loads: if one turns out to be corrupt on any rank, that is logged and all
+                ranks load the one before it and fill everything again. If an earlier step is restored, the steps saved
+                after it become an abandoned branch.
+            into: a tree to fill in place with `treeckpt.load_into`, in place of `like`.
+            options: those of `treeckpt.load`, or with `into` of `treeckpt.load_into`; `read` is "once" by default from
+                an object store, where the ranks are all those of torch.distributed, `namespace` that of the manager.
+
+        Returns:
+            The tree, or the `LoadReport` with `into`.
+
+        Raises:
+            CheckpointNotFound: there is nothing to restore.
+            StoreError: nothing could be loaded, and some steps could not be read.
+            The errors of `treeckpt.load`.
+        """
+        if like is not None and into is not None:
+            raise TreeckptError(self.directory.url, expected="one target", found="like and into")
+        options.setdefault("namespace", self.options.namespace)
+        call = partial(self._registered.restore, like=like, into=into)
+        fills, whole = into is not None or bool(self._registered), like is None and into is None
+        found = self._restorer.restore(call, step, options, fills=fills, whole=whole)
+        if found is None:
+            raise CheckpointNotFound(
+                self.directory.url,
+                expected="a checkpoint to restore",
+                found="none",
+                hint="Start anew where latest() is None",
+            )
+        self._restored(found.step)
+        return found.result
+
+    @takes_no_save
+    def resume(
+        self, model: Modules, optimizer: Optimizers | None = None, **options: Unpack[RestoreKeywords]
+    ) -> RestoreReport | None:
+        """Continues a run: restores its newest checkpoint that loads into live objects, with what is registered.
+
+        All ranks restore the same step. It is protected from deletion meanwhile. A checkpoint that turns out to be
+        corrupt on any rank is logged, all ranks restore the one before it, and `RestoreReport.passed_over` names it.
+        `count` and the lineage of the next save continue from the step.
+
+        Args:
+            model, optimizer, options: those of `treeckpt.training.restore`, for what `treeckpt.training.state` gave;
+                `namespace` is that of the manager by default, also for what is registered.
+
+        Returns:
+            The report; None on a first run, when nothing was saved yet: nothing has changed then, and `count` is 0.
+            What a save of the objects would refuse is refused here.
+            Rank 0 logs it (INFO, to the logger `treeckpt`), as a misspelt name of a run looks the same; as a warning
+            where runs lie below.
+
+        Raises:
+            CheckpointNotFound: there are checkpoints, none of which can be loaded.
+            StoreError: none could be loaded, and some of them could not be read.
+            The errors of `treeckpt.training.restore`.
+        """
+        check_options(options, RestoreKeywords.__optional_keys__, "resume")
+        options.setdefault("namespace", self.options.namespace)
+        call = partial(self._registered.restore_training, model=model, optimizer=optimizer)
+        found = self._restorer.restore(call, None, options, fills=True)
+        if found is None:
+            from ..training.capture import check_objects
+            from ..training.user_state import check_generators
+
+            with ending_together(self._comm, "resume", self.directory.url, hint="Nothing has changed"):
+                check_objects(model, optimizer, options, self._comm.rank, allow_pickle=self.options.allow_pickle)
+            if self._comm.rank == 0:
+                url, found = self.directory.url, runs_below(self.directory.store)
+                below = f". Below it are runs: {', '.join(found[:5])}" if found else ""
+                level = logging.WARNING if found else logging.INFO
+                _log.log(level, "%s: no checkpoint: the training starts anew%s", url, below)
+                check_generators(options.get("loader"))
+            self._loop.tree = partial(training_state, model, optimizer, options)
+            return None
+        self._restored(found.step)
+        report: RestoreReport = found.result
+        unasked = [path for path in report.ignored if "/" not in path]
+        if not unasked and (report.extra is None or options.get("extra") is not None):
+            self._loop.tree = partial(training_state, model, optimizer, options)
+        return msgspec.structs.replace(report, passed_over=found.passed_over)
+
+    def _restored(self, step: int) -> None:
+        self.count = self._reached = step
+        self.schedule.restart()
+
+    @contextlib.contextmanager
+    def reading(self, step: int) -> Iterator[Store]:
+        """Protects a step from deletion while the body reads it; called by one process alone, not by all ranks.
+
+        Raises:
+            CheckpointNotFound: it does not exist, or is not complete.
+        """
+        folder = self.directory.folder(step)
+        with hold_lease(folder):
+            self.directory.checkpoint(step)
+            yield folder.store
 
     # listing --------------------------------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ from ..core.option_names import check_options
 from ..core.tree.containers import flatten_one_level
 from ..core.tree.flatten import flatten, replace_leaves
 from ..core.tree.in_place import update_in_place
+from ..core.tree.leaf_differences import Strict
 from ..errors import TreeckptError, TreeError
-from ..loading.match import Strict
 from ..loading.overlay import Selection
 from ..loading.read_batch import Verify
 from ..loading.transforms import Renaming, Transforms

@@ -30,22 +30,20 @@ from ..loading.keywords import LoadIntoKeywords
 from ..loading.match import LoadOptions
 from ..loading.overlay import globs_of
 from ..loading.transforms import as_rules
-from ..saving.options import SaveOptions
-from ..trees.per_rank_state import Policy, policy_of, states_of_all_ranks
-from .options import check_can_restore
+from ..trees.per_rank_state import Policy, load_own
 
 OBJECTS, READERS = "registered", "io"
 """The keys at the root of the tree under which shared objects and readers are saved."""
 
 
-class _InputReader(msgspec.Struct, frozen=True):
+class InputReader(msgspec.Struct, frozen=True):
     """A reader, as an object with `state_dict` and `load_state_dict`, and the policy for a changed number of ranks."""
 
     owner: Any
     changed: Policy
 
 
-class _FunctionValue(LoadsSavedState):
+class FunctionValue(LoadsSavedState):
     """A value that is read and set by functions, which pass it on as it is."""
 
     def __init__(self, get: Callable[[], Any], set: Callable[[Any], Any]) -> None:
@@ -66,7 +64,7 @@ class RegisteredState:
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
         """What all ranks share."""
-        self.readers: dict[str, _InputReader] = {}
+        self.readers: dict[str, InputReader] = {}
 
     def __bool__(self) -> bool:
         return bool(self.objects or self.readers)
@@ -208,17 +206,21 @@ class RegisteredState:
             others = "; or a function merge(states, rank, world) in place of 'take'; or do not register it"
             take = f"changed='take' to register_io_state({name!r}, ...)"
             raise other_world_error(f"{READERS}/{name}", comm, world, take=take, others=others)
-        ranks = range(world) if any(callable(policy) for policy in changed.values()) else [comm.rank % world]
+        merges = any(callable(policy) for policy in changed.values())
+
+        def merge(states: list[Any], rank: int, size: int) -> dict[str, Any]:
+            return {
+                name: policy([state[name].value for state in states], rank, size)
+                if callable(policy := changed[name])
+                else states[rank % world][name].value
+                for name in wanted
+            }
+
         reading = {key: options[key] for key in ("verify", "allow_pickle", "namespace") if key in options}
-        found = dict(zip(ranks, states_of_all_ranks(checkpoint, READERS, world, ranks=ranks, **reading), strict=True))
-        states: dict[str, Any] = {}
-        for name in wanted:
-            policy = changed.get(name)
-            if callable(policy):
-                states[name] = policy([found[rank][name].value for rank in ranks], comm.rank, comm.size)
-            else:
-                states[name] = found[comm.rank % world][name].value
-        return states
+        found = load_own(
+            checkpoint, READERS, merge if merges else "take", comm, saved_world=world, argument="changed", **reading
+        )
+        return found if merges else {name: found[name].value for name in wanted}
 
 
 class _RegisteredSelection:
@@ -337,78 +339,9 @@ def _as_dict(tree: Any) -> dict[str, Any]:
     return tree
 
 
-def _check_name(name: str, taken: Mapping[str, Any], what: str) -> None:
+def check_name(name: str, taken: Mapping[str, Any], what: str) -> None:
+    """Refuses what is no name, and a name that is registered already."""
     if not isinstance(name, str) or not name:
         raise TypeError(f"expected a name, found {name!r:.60}")
     if name in taken:
         raise ValueError(f"{name!r} is {what} already")
-
-
-class RegistrationMixin:
-    """The methods of a manager that register objects to save with every step."""
-
-    _registered: RegisteredState
-    options: SaveOptions
-
-    def register(self, name: str, thing: Any) -> None:
-        """Registers an object: saved with every step under `registered/<name>`, restored in place by every `restore`.
-
-        Args:
-            thing: an object with `state_dict` and `load_state_dict`, `KeyedTable.of` a hash table, or a tree whose
-                containers can change; the same on all ranks, except for parts in `PerRank` or `Sharded`. An optimizer
-                may be without state when it is restored: its state is created on the devices of its parameters.
-
-        Raises:
-            ValueError: the name is taken.
-            TreeError: it is or holds a value that cannot be changed in place; use `register_value` for those.
-        """
-        objects = self._registered.objects
-        _check_name(name, objects, "registered")
-        check_can_restore(f"{OBJECTS}/{key_text(name)}", name, thing, self.options.namespace)
-        objects[name] = thing
-
-    def register_value(self, name: str, get: Callable[[], Any], set: Callable[[Any], Any]) -> None:
-        """Registers a value: saved with every step under `registered/<name>`, set by every `restore`.
-
-        Args:
-            get: returns the value at each save: any tree that `treeckpt.save` takes, the same on all ranks.
-            set: called with the value as it was saved.
-
-        Raises:
-            ValueError: the name is taken.
-            TypeError: `get` or `set` is not callable.
-        """
-        objects = self._registered.objects
-        _check_name(name, objects, "registered")
-        for what, function in (("get", get), ("set", set)):
-            if not callable(function):
-                raise TypeError(f"expected {what} to be a function, found {function!r:.60}")
-        objects[name] = _FunctionValue(get, set)
-
-    def register_io_state(self, name: str, reader: Any, *, changed: Policy = "error") -> None:
-        """Registers this rank's reader of input: its state is saved under `io/<name>` with every step, and restored.
-
-        Args:
-            reader: has `state_dict` and `load_state_dict`, or `dump_io_state` and `load_io_state`.
-            changed: the state to restore when the number of ranks has changed: "error" refuses, "take" takes the state
-                of the old rank `rank % old world size`, and a function `merge(states of all old ranks, rank, world
-                size)` returns it.
-
-        Raises:
-            ValueError: the name is taken.
-            TreeError: the reader has no methods that return and take its state.
-        """
-        readers = self._registered.readers
-        _check_name(name, readers, "registered as io state")
-        for dump, load in (("state_dict", "load_state_dict"), ("dump_io_state", "load_io_state")):
-            methods: tuple[Any, Any] = getattr(reader, dump, None), getattr(reader, load, None)
-            if all(map(callable, methods)):
-                owner = reader if dump == "state_dict" else _FunctionValue(*methods)
-                readers[name] = _InputReader(owner, policy_of(changed, name) or "error")
-                return
-        raise TreeError(
-            f"{READERS}/{name}",
-            expected="an object with state_dict and load_state_dict, or dump_io_state and load_io_state",
-            found=f"a {type(reader).__qualname__}",
-            hint="Wrap it in one that has both",
-        )

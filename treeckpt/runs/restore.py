@@ -11,45 +11,28 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any
 
 import msgspec
 
-from ..arrays.registry import is_value
-from ..core.option_names import check_options
 from ..core.text import count_text
-from ..core.tree.flatten import flatten
 from ..errors import CheckpointNotFound, MismatchError, StoreError, TreeckptError
-from ..io.comm.collective import ending_together, from_rank0, gather_errors, interrupts_told
+from ..io.comm.collective import from_rank0, gather_errors, interrupts_told
 from ..io.comm.comm import Comm
 from ..io.comm.failures import raise_faults
-from ..io.nested_calls import takes_no_save
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.metadata_files import KnownIndex
 from ..io.storage.reader_leases import hold_lease
-from ..io.storage.store import Store
 from ..loading.consistent_reads import on_one_version
 from ..loading.execute_shared import open_relay, together, usual_read
-from ..loading.keywords import LoadKeywords
-from ..saving.options import SaveOptions
-from .broken_loop import LoopState
-from .catalog import runs_below
 from .checkpoint_info import CheckpointInfo, mark_of, step_info
 from .history import SaveHistory
-from .options import RestoreKeywords
 from .progress_bar import reading_bar
-from .registered_state import RegisteredState
 from .run import RunDirectory
-from .schedule import SaveSchedule
 from .select import CheckpointSelector
-
-if TYPE_CHECKING:  # they import torch
-    from ..training.modules import Modules
-    from ..training.optimizers import Optimizers
-    from ..training.report import RestoreReport
 
 _log = logging.getLogger("treeckpt")
 
@@ -236,148 +219,3 @@ class Restorer:
                 return on_one_version(source, load_version, together=read == "once", known=known), None
         except Exception as error:
             return None, error
-
-
-def _training_state(model: Any, optimizer: Any, options: Mapping[str, Any]) -> Any:
-    """Returns the state of the objects that `resume` got.
-
-    Raises:
-        LookupError: values are among them, of which the loop may have others by now in variables of its own.
-    """
-    from ..training import state
-
-    asked = {name: options.get(name) for name in ("scheduler", "loader", "extra")}
-    parts: dict[str, Any] = {name: None if one is False else one for name, one in asked.items()}
-    given = {name: one for name, one in parts.items() if one is not None}
-    for path, leaf in flatten(given, namespace=options.get("namespace", ""))[1]:
-        if is_value(leaf):
-            raise LookupError(f"{path} is a value, which the loop alone knows: call step with a function for the state")
-    return state(model, optimizer, rng=options.get("rng") is not False, **parts)
-
-
-class RestoreMixin:
-    """The methods of a manager that restore checkpoints."""
-
-    _comm: Comm
-    _restorer: Restorer
-    _registered: RegisteredState
-    _reached: int | None
-    _loop: LoopState
-    directory: RunDirectory
-    schedule: SaveSchedule
-    options: SaveOptions
-    _count: int
-
-    @property
-    def count(self) -> int:
-        """The step that was counted, saved or restored last; `step` counts on from it. It may be set."""
-        return self._count
-
-    @count.setter
-    def count(self, step: int) -> None:
-        self._count = step
-
-    @partial(takes_no_save, name="Manager.restore")
-    def restore(
-        self, like: Any = None, *, step: int | None = None, into: Any = None, **options: Unpack[LoadKeywords]
-    ) -> Any:
-        """Loads a step; `count` and the lineage of the next save continue from it.
-
-        Args:
-            like: same as for `treeckpt.load`.
-            step: by default the newest that loads: if one turns out to be corrupt on any rank, that is logged and all
-                ranks load the one before it and fill everything again. If an earlier step is restored, the steps saved
-                after it become an abandoned branch.
-            into: a tree to fill in place with `treeckpt.load_into`, in place of `like`.
-            options: those of `treeckpt.load`, or with `into` of `treeckpt.load_into`; `read` is "once" by default from
-                an object store, where the ranks are all those of torch.distributed, `namespace` that of the manager.
-
-        Returns:
-            The tree, or the `LoadReport` with `into`.
-
-        Raises:
-            CheckpointNotFound: there is nothing to restore.
-            StoreError: nothing could be loaded, and some steps could not be read.
-            The errors of `treeckpt.load`.
-        """
-        if like is not None and into is not None:
-            raise TreeckptError(self.directory.url, expected="one target", found="like and into")
-        options.setdefault("namespace", self.options.namespace)
-        call = partial(self._registered.restore, like=like, into=into)
-        fills, whole = into is not None or bool(self._registered), like is None and into is None
-        found = self._restorer.restore(call, step, options, fills=fills, whole=whole)
-        if found is None:
-            raise CheckpointNotFound(
-                self.directory.url,
-                expected="a checkpoint to restore",
-                found="none",
-                hint="Start anew where latest() is None",
-            )
-        self._restored(found.step)
-        return found.result
-
-    @partial(takes_no_save, name="Manager.resume")
-    def resume(
-        self, model: Modules, optimizer: Optimizers | None = None, **options: Unpack[RestoreKeywords]
-    ) -> RestoreReport | None:
-        """Continues a run: restores its newest checkpoint that loads into live objects, with what is registered.
-
-        All ranks restore the same step. It is protected from deletion meanwhile. A checkpoint that turns out to be
-        corrupt on any rank is logged, all ranks restore the one before it, and `RestoreReport.passed_over` names it.
-        `count` and the lineage of the next save continue from the step.
-
-        Args:
-            model, optimizer, options: those of `treeckpt.training.restore`, for what `treeckpt.training.state` gave;
-                `namespace` is that of the manager by default, also for what is registered.
-
-        Returns:
-            The report; None on a first run, when nothing was saved yet: nothing has changed then, and `count` is 0.
-            What a save of the objects would refuse is refused here.
-            Rank 0 logs it (INFO, to the logger `treeckpt`), as a misspelt name of a run looks the same; as a warning
-            where runs lie below.
-
-        Raises:
-            CheckpointNotFound: there are checkpoints, none of which can be loaded.
-            StoreError: none could be loaded, and some of them could not be read.
-            The errors of `treeckpt.training.restore`.
-        """
-        check_options(options, RestoreKeywords.__optional_keys__, "resume")
-        options.setdefault("namespace", self.options.namespace)
-        call = partial(self._registered.restore_training, model=model, optimizer=optimizer)
-        found = self._restorer.restore(call, None, options, fills=True)
-        if found is None:
-            from ..training.capture import check_objects
-            from ..training.user_state import check_generators
-
-            with ending_together(self._comm, "resume", self.directory.url, hint="Nothing has changed"):
-                check_objects(model, optimizer, options, self._comm.rank, allow_pickle=self.options.allow_pickle)
-            if self._comm.rank == 0:
-                url, found = self.directory.url, runs_below(self.directory.store)
-                below = f". Below it are runs: {', '.join(found[:5])}" if found else ""
-                level = logging.WARNING if found else logging.INFO
-                _log.log(level, "%s: no checkpoint: the training starts anew%s", url, below)
-                check_generators(options.get("loader"))
-            self._loop.tree = partial(_training_state, model, optimizer, options)
-            return None
-        self._restored(found.step)
-        report: RestoreReport = found.result
-        unasked = [path for path in report.ignored if "/" not in path]
-        if not unasked and (report.extra is None or options.get("extra") is not None):
-            self._loop.tree = partial(_training_state, model, optimizer, options)
-        return msgspec.structs.replace(report, passed_over=found.passed_over)
-
-    def _restored(self, step: int) -> None:
-        self.count = self._reached = step
-        self.schedule.restart()
-
-    @contextlib.contextmanager
-    def reading(self, step: int) -> Iterator[Store]:
-        """Protects a step from deletion while the body reads it; called by one process alone, not by all ranks.
-
-        Raises:
-            CheckpointNotFound: it does not exist, or is not complete.
-        """
-        folder = self.directory.folder(step)
-        with hold_lease(folder):
-            self.directory.checkpoint(step)
-            yield folder.store

@@ -8,11 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
-from ..arrays.registry import encode
+from ..arrays.registry import is_same_value
 from ..core.tree.flatten import flatten
 from ..errors import TreeError
 
@@ -41,9 +40,7 @@ def is_same(a: Any, b: Any) -> bool:
         if not left or left[0][1] is not a:  # containers
             pairs = zip(left, right, strict=False)
             return first == second and all(is_same(x, y) for (_, x), (_, y) in pairs)
-        return msgspec.json.encode(encode(a, "", allow_pickle=False)) == msgspec.json.encode(
-            encode(b, "", allow_pickle=False)
-        )
+        return is_same_value(a, b)
     except TreeError:
         return bool(a == b)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
+from ..core.tree.leaf_differences import LeafDifferences, Strict, disjoint, rename_hint, some_of
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import key_text
 from ..errors import MismatchError
-from ..loading.match import Strict, disjoint, rename_hint, some_of
 from .hyperparameters import BY_SCHEDULERS
 
 _NO_NAME_ALIKE = (
@@ -54,14 +54,15 @@ def check_keys(missing: Sequence[str], unexpected: Sequence[str], strict: Strict
     Raises:
         MismatchError: they have not, by `strict`; without it, not one of the model's is in both.
     """
-    if not strict and missing and unexpected and not sides.alike:
-        raise disjoint(missing, unexpected, _renamed(missing, unexpected, sides) or _NO_NAME_ALIKE)
-    refused = unexpected if strict is True else []
-    if not strict or not (bad := [*missing, *refused]):
+    refused = LeafDifferences(missing, unexpected, common=sides.alike).refused(strict)
+    bad = refused.paths
+    if not bad:
         return
+    if not strict:
+        raise disjoint(refused, _renamed(missing, unexpected, sides) or _NO_NAME_ALIKE)
     _check_lengths(bad, sides)
     reasons = {path: why for path, why in sides.reasons.items() if path not in sides.tied}
-    texts = some_of("missing in the checkpoint", missing), some_of("not here", refused)
+    texts = some_of("missing in the checkpoint", missing), some_of("not here", refused.unexpected)
     part = {re.sub("^(model|optimizer)/", "", path) for path in missing} <= sides.left_out
     part = part and not any(path.startswith(_OF_OPTIMIZER[1]) for path in bad)
     raise MismatchError(

@@ -1,45 +1,24 @@
-"""Opens the source of a restore: a checkpoint, a tree in memory, or several checkpoints of which later ones win.
-
-Of several, each is read through its own rules, which its optimizers' state follows, and through rules that drop the
-leaves that a later one provides. So they have no leaf in common, and their structures merge into that of one training
-state. Per-rank state, such as that of the generators, comes from one checkpoint as a whole.
-"""
+"""Opens the source of a restore: a checkpoint, a tree in memory, or several checkpoints of which later ones win."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property, reduce
+from functools import reduce
 from typing import Any
 
 import msgspec
 
 from ..core.tree.globs import compile_globs
-from ..core.tree.merge import merge_sources
-from ..core.tree.spec import ArraySpec
-from ..core.tree.structure import DictNode, Structure, keys_of, parse_path
+from ..core.tree.structure import DictNode, keys_of, parse_path
 from ..errors import MismatchError
 from ..io.comm.comm import Comm
 from ..io.storage.checkpoint import Checkpoint
-from ..loading.aliasing import are_equal
-from ..loading.match import LoadOptions, Strict
-from ..loading.overlay import Bank, From, as_bank, globs_of, members_of, refuse_rules
+from ..loading.match import LoadOptions
+from ..loading.overlay import Bank, From, as_bank
 from ..loading.transforms import Renaming, Transforms, as_rules, carried
-from ..loading.transforms.rules import Drop, Rule, placed_below
-from ..reports import LoadReport
-from ..trees.per_rank_state import Policy
-from .sources import (
-    OWN,
-    CheckpointSource,
-    OnReport,
-    RestoreSource,
-    TreeSource,
-    abstract_part,
-    children_of,
-    fill_from,
-    load_part,
-    wanted_of,
-)
+from ..loading.transforms.rules import Rule, placed_below
+from .sources import CheckpointSource, RestoreSource, TreeSource, children_of
 
 OTHER_NAMES = (
     "State dicts under other names: old = treeckpt.load(path), then treeckpt.save(new, {'model': old[...], "
@@ -63,117 +42,6 @@ def place_under(given: Any, under: str) -> Any:
     index = given.index
     structure = reduce(lambda node, key: DictNode((key,), (node,)), reversed(parse_path(under)), index.structure)
     return given.with_index(msgspec.structs.replace(index, structure=structure))
-
-
-class _OverlaySource:
-    """Several checkpoints, of which later ones win."""
-
-    def __init__(self, bank: Bank, comm: Comm, options: LoadOptions, *, from_root: bool) -> None:
-        refuse_rules(options.rules)
-        self.comm, self.options, self._from_root = comm, options, from_root
-        members = members_of(bank, self._look)
-        self._all_members = [member for _, member in members]
-        for source, member in members:
-            _globs(source, options.strict).check_used(lambda member=member: member.names, lambda: self.names)
-        self._provider: dict[str, CheckpointSource] = {}
-        given = [
-            (member, [path for path in member.leaves if _globs(source).selects(path) and not member.view.is_kept(path)])
-            for source, member in members
-        ]
-        beside: dict[CheckpointSource, list[str]] = {}
-        winner = {_unit(path): member for member, paths in given for path in paths}
-        for member, paths in given:
-            own = {path for path in paths if winner[_unit(path)] is member}
-            self._provider.update(dict.fromkeys(own, member))
-            # a table of which only some leaves are taken stays a whole table
-            parts = tuple(table for table in member.tables if any(path.startswith(table) for path in own))
-            beside[member] = [path for path in member.leaves if path not in own and path.startswith(parts)]
-            kept = own.union(beside[member])
-            member.add(*(Drop(path, optional=True) for path in member.leaves if path not in kept))
-        self.members = [member for member, _ in given if member.leaves]
-        self._bank = Bank([From(m.checkpoint, transforms=m.rules, exclude=beside[m] or None) for m in self.members])
-        self.url = ", ".join(member.url for member in self.members)
-        self.world = next((m.world for m in self.members if m.world != comm.size), comm.size)
-        self.step = (self._provider_of("param_groups") or self.members[-1]).step
-        dropped, renamed = zip(*(member.ruled for member in self.members), strict=True)
-        self.ruled = sum(dropped, ()), sum(renamed, ())
-
-    def _look(self, source: From) -> tuple[From, CheckpointSource]:
-        rules = rules_of(source.rename, source.transforms, "", from_root=self._from_root)
-        options = msgspec.structs.replace(self.options, rules=rules)
-        assert isinstance(source.path, Checkpoint), "the bank is opened"
-        return source, CheckpointSource(source.path, self.comm, options)
-
-    def _provider_of(self, part: str) -> CheckpointSource | None:
-        """Returns the last checkpoint that provides a leaf of a part at the root, or None."""
-        found = [self._provider[path] for path in self._provider if path == part or path.startswith(f"{part}/")]
-        return max(found, key=self.members.index, default=None)
-
-    @cached_property
-    def names(self) -> frozenset[str]:
-        return frozenset[str]().union(*(member.names for member in self._all_members))
-
-    @cached_property
-    def structure(self) -> Structure:
-        return reduce(merge_sources, (member.structure for member in self.members))
-
-    @cached_property
-    def leaves(self) -> Mapping[str, ArraySpec | None]:
-        return {path: member.leaves[path] for path, member in self._provider.items()}
-
-    def is_left(self, path: str) -> bool:
-        given = path in self._provider or path + OWN in self._provider
-        return not self.options.selects(path) or (not given and any(m.view.is_kept(path) for m in self.members))
-
-    def are_equal(self, paths: tuple[str, str], wanted: Any) -> bool:
-        first, second = (self._provider[path] for path in paths)
-        if first is second:
-            return first.are_equal(paths, wanted)
-        jobs = (first.reading_job(), paths[0]), (second.reading_job(), paths[1])
-        return are_equal(*jobs, wanted_of(wanted, paths[0], self.comm))
-
-    def identity(self, path: str) -> object:
-        found = self._provider[path].identity(path)
-        return None if found is None else (id(self._provider[path]), found)
-
-    def is_spread(self, path: str) -> bool:
-        return self._provider[path].is_spread(path)
-
-    def is_same_part(self, path: str, tensor: Any) -> bool:
-        return path in self._provider and self._provider[path].is_same_part(path, tensor)
-
-    def value(self, path: str) -> Any:
-        return self._provider[path].value(path)
-
-    def part(
-        self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = (), lenient: bool = False
-    ) -> Any:
-        options = msgspec.structs.replace(self.options, lenient=lenient)
-        return load_part(self._bank, name, self.comm, options, on_report, select)
-
-    def abstract(self, name: str) -> Any:
-        return abstract_part(self._bank, name, self.comm, self.options)
-
-    def world_of(self, name: str) -> int:
-        provider = self._provider_of(name)
-        return self.world if provider is None else provider.world
-
-    def own(self, name: str, policy: Policy) -> Any:
-        provider = self._provider_of(name)
-        assert provider is not None, "only parts of the structure are requested"
-        return provider.own(name, policy)
-
-    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False) -> LoadReport:
-        return fill_from(self._bank, target, self.comm, self.options, take=take, alone=alone)
-
-
-def _unit(path: str) -> str:
-    """Returns the path of the unit that one checkpoint provides: a leaf, or all per-rank state at a path."""
-    return path.partition(OWN)[0]
-
-
-def _globs(source: From, strict: Strict = True) -> LoadOptions:
-    return LoadOptions(globs_of(source.select), strict, exclude=globs_of(source.exclude, "exclude"))
 
 
 def check_globs(source: RestoreSource, options: LoadOptions, entries: Sequence[str], *, with_extra: bool) -> None:
@@ -247,14 +115,16 @@ def open_source(given: Any, comm: Comm, options: LoadOptions, *, from_root: bool
     Raises:
         MismatchError: the root is no training state.
     """
-    bank = as_bank(given)
+    stored = given if isinstance(given, Checkpoint) else as_bank(given)
     source: Any
     if isinstance(given, Mapping):
         source = TreeSource(given, comm, options)
-    elif bank is not None:
-        source = _OverlaySource(bank, comm, options, from_root=from_root)
-    elif isinstance(given, Checkpoint):
-        source = CheckpointSource(given, comm, options)
+    elif stored is not None:
+
+        def own_rules(one: From) -> tuple[Rule, ...]:
+            return rules_of(one.rename, one.transforms, "", from_root=from_root)
+
+        source = CheckpointSource(stored, comm, options, own_rules)
     else:
         raise MismatchError(
             "",

@@ -20,9 +20,9 @@ from torch import Tensor
 from ..arrays.plain_tensor import dtype_name
 from ..arrays.stateful import object_states, plan_state
 from ..core.tree.flatten import flatten
+from ..core.tree.leaf_differences import some_of
 from ..core.tree.structure import DictNode, Structure, key_text
 from ..errors import MismatchError
-from ..loading.match import some_of
 from .groups import (
     Labels,
     ParamGroup,

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from ..arrays.stateful import plan_state
 from ..core.option_names import checks_options
 from ..core.tree.flatten import PerRank
+from ..core.tree.leaf_differences import Strict, some_of
 from ..core.tree.structure import PerRankNode, TensorNode, key_text
 from ..errors import MismatchError
 from ..io.comm.comm import Comm, as_comm
@@ -29,7 +30,7 @@ from ..io.nested_calls import takes_no_save
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.consistent_reads import on_versions
 from ..loading.execute_shared import open_relay, together
-from ..loading.match import LoadOptions, Strict, some_of
+from ..loading.match import LoadOptions
 from ..loading.overlay import Bank, CheckpointOverlay, Selection, globs_of
 from ..loading.read_batch import Verify
 from ..loading.transforms import Renaming, Transforms
@@ -381,7 +382,8 @@ class _Restore:
             self.extra = extra
             found = compare_extra(extra, self.source, rank=self.comm.rank)
             self.ignored += found.unused
-            self.missing, self.unexpected = self.missing + found.missing, self.unexpected + found.unexpected
+            self.missing += found.keys.missing
+            self.unexpected += found.keys.unexpected
             self.own.check("extra", found.own)
             self.lengths = found.lengths
             self.last += found.additions

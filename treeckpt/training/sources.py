@@ -1,6 +1,6 @@
-"""The sources of a restore, behind one protocol: a checkpoint in a store, or a tree in memory.
+"""The sources of a restore, behind one protocol: checkpoints in stores, or a tree in memory.
 
-`open_source` chooses the class, and combines several checkpoints. Paths, shapes and dtypes are compared first; values
+`open_source` chooses the class. Paths, shapes and dtypes are compared first; values
 and small parts are loaded as they were saved; arrays are filled in place at the end. A tree in memory provides only the
 part of this rank.
 """
@@ -8,7 +8,7 @@ part of this rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, Protocol
 
 import msgspec
@@ -21,6 +21,7 @@ from ..core.format.records import AliasRecord, ArrayRecord, BlobRecord, Leaf, Va
 from ..core.sharding.placements import Layout, MeshLayout, Replicate, held_by
 from ..core.sharding.region import Region
 from ..core.tree.flatten import PerRank, flatten
+from ..core.tree.merge import merge_sources
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import TABLE_KEYS, OrderedDictNode, PerRankNode, Structure, index_path, keys_of, paths_of
 from ..errors import MismatchError
@@ -28,12 +29,12 @@ from ..io.comm.comm import Comm, global_rank
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.aliasing import are_equal, identity_of
 from ..loading.match import Load, LoadOptions
+from ..loading.overlay import Bank, From, open_members, own_globs
 from ..loading.run_load import run_load
 from ..loading.transforms.rules import Carried, Drop, Rule
 from ..loading.transforms.view import ComposedLeaf, View, view_of
 from ..reports import LoadReport
 from ..trees import moving
-from ..trees.matching import match_leaves
 from ..trees.per_rank_state import Policy, load_own
 from .hyperparameters import is_same
 from .names import Key, key_path
@@ -173,16 +174,20 @@ def leaves_below(path: str, structure: Structure) -> list[str]:
     return [f"{path}/{below}" if below else path for below, _ in paths_of(structure)]
 
 
-class CheckpointSource:
-    """A checkpoint on a store."""
+class _SavedMember:
+    """One of the checkpoints of a source, seen through its rules.
 
-    def __init__(self, checkpoint: Checkpoint, comm: Comm, options: LoadOptions) -> None:
-        self.checkpoint, self.comm, self.options = checkpoint, comm, options
-        self.index, self.url = checkpoint.index, checkpoint.url
-        self.world, self.step = self.index.world, self.index.step
-        self.rules = options.rules
+    Args:
+        options: with its rules.
+        globs: the options with the globs of what it may give, where there are several.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, comm: Comm, options: LoadOptions, globs: LoadOptions) -> None:
+        self.checkpoint, self.comm, self.options = checkpoint, comm, globs
+        self.index, self.world = checkpoint.index, checkpoint.index.world
+        self.rules, self._reading = options.rules, options
         self.view = self._view()
-        self._unselected = self.view
+        self.names = self.view.names
         left = [name for name in self.view.by_path if name.startswith("model/") and not options.selects(name)]
         if left:
             self.add(Carried(tuple(Drop(name, optional=True) for name in left)))
@@ -193,172 +198,208 @@ class CheckpointSource:
         self.rules = (*self.rules, *rules)
         self.view = self._view()
 
-    @property
-    def names(self) -> frozenset[str]:
-        return self._unselected.names
-
-    @property
-    def structure(self) -> Structure:
-        return self.view.structure
-
-    @property
-    def tables(self) -> list[str]:
-        """The prefix of the paths of each keyed table's leaves."""
-        tables = self.index.tables
-        return [
-            path.removesuffix(TABLE_KEYS[0]) for path, found in self.view.by_path.items() if found[0].number in tables
-        ]
-
     def _view(self) -> View:
         rank = self.comm.rank
         return view_of(self.index, self.rules, source_rank=rank % self.world, rank=rank)
 
-    def is_left(self, path: str) -> bool:
-        return self.view.is_kept(path) or not self.options.selects(path)
+    def selected(self, path: str) -> bool:
+        return self.options.selects(path) and not self.view.is_kept(path)
 
-    @property
-    def leaves(self) -> dict[str, ArraySpec | None]:
-        return self.view.specs
+    def keep_only(self, own: set[str]) -> list[str]:
+        """Drops all other leaves but those of a table of which some stay, as it stays whole; returns these others."""
+        found = (path for path, leaves in self.view.by_path.items() if leaves[0].number in self.index.tables)
+        tables = [path.removesuffix(TABLE_KEYS[0]) for path in found]
+        parts = tuple(table for table in tables if any(path.startswith(table) for path in own))
+        beside = [path for path in self.view.specs if path not in own and path.startswith(parts)]
+        kept = own.union(beside)
+        self.add(*(Drop(path, optional=True) for path in self.view.specs if path not in kept))
+        return beside
 
-    def are_equal(self, paths: tuple[str, str], wanted: Any) -> bool:
-        if len({identity_of(self.view.by_path[path][0]) for path in paths}) == 1:
-            return True
-        spec = wanted_of(wanted, paths[0], self.comm)
-        job = self.reading_job()
-        return are_equal((job, paths[0]), (job, paths[1]), spec)
+    def leaf(self, path: str) -> Leaf:
+        return self.view.by_path[path][0]
 
-    def identity(self, path: str) -> object:
-        return None if self.rules else identity_of(self.view.by_path[path][0])
-
-    def reading_job(self) -> Load:
-        """Returns a load that reads some arrays of the checkpoint, to compare them."""
-        options = LoadOptions(
-            cast=self.options.cast, verify=self.options.verify, per_rank="take", rules=self.rules, strict=False
-        )
-        return Load(self.checkpoint, self.comm, options)
-
-    def is_spread(self, path: str) -> bool:
-        leaf = self.view.by_path[path][0]
-        layouts = map(self._layout, leaf.sources.values() if isinstance(leaf, ComposedLeaf) else [leaf])
-        return any(layout is not None and _is_spread(layout) for layout in layouts)
-
-    def _layout(self, leaf: Leaf) -> Layout | None:
+    def layout_of(self, leaf: Leaf) -> Layout | None:
         record = leaf.record
         array = self.index.entries[record.of].record if isinstance(record, AliasRecord) else record
         return self.index.layouts[array.layout] if isinstance(array, ArrayRecord) and array.layout >= 0 else None
 
+    def reading_job(self) -> Load:
+        """Returns a load that reads some arrays of the checkpoint, to compare them."""
+        options = LoadOptions(
+            cast=self._reading.cast, verify=self._reading.verify, per_rank="take", rules=self.rules, strict=False
+        )
+        return Load(self.checkpoint, self.comm, options)
+
+
+class CheckpointSource:
+    """A checkpoint on a store, or several of which later ones win.
+
+    Of several, each is read through its own rules, which its optimizers' state follows, and through rules that drop the
+    leaves that a later one provides. So they have no leaf in common, and their structures merge into that of one
+    training state. Per-rank state, such as that of the generators, comes from one checkpoint as a whole.
+
+    Args:
+        rules_of: returns the rules of one of several.
+    """
+
+    def __init__(
+        self,
+        given: Checkpoint | Bank,
+        comm: Comm,
+        options: LoadOptions,
+        rules_of: Callable[[From], tuple[Rule, ...]] = lambda _: (),
+    ) -> None:
+        self.comm, self.options = comm, options
+        self._provider: dict[str, _SavedMember] = {}
+        """By path, the one of several checkpoints that gives a leaf."""
+        if isinstance(given, Checkpoint):
+            self.members = [_SavedMember(given, comm, options, options)]
+            self.names = self.members[0].names
+            self._read: Checkpoint | Bank = given
+        else:
+            self._open_several(given, rules_of)
+        self.url = ", ".join(member.checkpoint.url for member in self.members)
+        self.world = next((m.world for m in self.members if m.world != comm.size), comm.size)
+        self.step = self._member_for("param_groups").index.step
+        dropped, renamed = zip(*(member.ruled for member in self.members), strict=True)
+        self.ruled = sum(dropped, ()), sum(renamed, ())
+        self.structure = reduce(merge_sources, (member.view.structure for member in self.members))
+        specs = {path: member.view.specs[path] for path, member in self._provider.items()}
+        self.leaves: Mapping[str, ArraySpec | None] = specs if self._provider else self.members[0].view.specs
+
+    def _open_several(self, bank: Bank, rules_of: Callable[[From], tuple[Rule, ...]]) -> None:
+        def look(source: From) -> _SavedMember:
+            assert isinstance(source.path, Checkpoint), "the bank is opened"
+            own = msgspec.structs.replace(self.options, rules=rules_of(source))
+            return _SavedMember(source.path, self.comm, own, own_globs(source, self.options))
+
+        members = open_members(bank, self.options.rules, look, unit=lambda path: path.partition(OWN)[0])
+        self.names = frozenset[str]().union(*(member.names for member, _ in members))
+        sources: list[From] = []
+        for member, paths in members:
+            self._provider.update((path, member) for path in member.view.specs if path in paths)
+            beside = member.keep_only(paths)
+            if member.view.specs:
+                sources.append(From(member.checkpoint, transforms=member.rules, exclude=beside or None))
+        self.members = [member for member, _ in members if member.view.specs]
+        self._read = Bank(sources)
+
+    def _member(self, path: str) -> _SavedMember:
+        """Returns the checkpoint that gives a leaf."""
+        return self._provider[path] if self._provider else self.members[0]
+
+    def _member_for(self, part: str) -> _SavedMember:
+        """Returns the last checkpoint that gives a leaf of a part at the root, or the last of all."""
+        found = [self._provider[path] for path in self._provider if path == part or path.startswith(f"{part}/")]
+        return max(found, key=self.members.index, default=self.members[-1])
+
+    @property
+    def _rules(self) -> tuple[Rule, ...]:
+        """Those of the only checkpoint; each of several has its own."""
+        return self.members[0].rules if self._read is self.members[0].checkpoint else ()
+
+    def is_left(self, path: str) -> bool:
+        given = path in self._provider or path + OWN in self._provider
+        return not self.options.selects(path) or (not given and any(m.view.is_kept(path) for m in self.members))
+
+    def are_equal(self, paths: tuple[str, str], wanted: Any) -> bool:
+        first, second = (self._member(path) for path in paths)
+        if first is second and len({identity_of(first.leaf(path)) for path in paths}) == 1:
+            return True
+        job = first.reading_job()
+        jobs = (job, paths[0]), (job if first is second else second.reading_job(), paths[1])
+        return are_equal(*jobs, wanted_of(wanted, paths[0], self.comm))
+
+    def identity(self, path: str) -> object:
+        member = self._member(path)
+        return None if member.rules else (id(member), identity_of(member.leaf(path)))
+
+    def is_spread(self, path: str) -> bool:
+        member, leaf = self._member(path), self._member(path).leaf(path)
+        layouts = map(member.layout_of, leaf.sources.values() if isinstance(leaf, ComposedLeaf) else [leaf])
+        return any(layout is not None and _is_spread(layout) for layout in layouts)
+
     def is_same_part(self, path: str, tensor: Any) -> bool:
-        if self.world != self.comm.size or path not in self.view.by_path:
+        if path not in self.leaves or (member := self._member(path)).world != self.comm.size:
             return False
-        leaf, here = self.view.by_path[path][0], wanted_of(tensor, path, self.comm)
-        layout = None if isinstance(leaf, ComposedLeaf) else self._layout(leaf)
+        leaf, here = member.leaf(path), wanted_of(tensor, path, self.comm)
+        layout = None if isinstance(leaf, ComposedLeaf) else member.layout_of(leaf)
         if layout is None or leaf.spec is None or leaf.spec.shape != here.shape:
             return False
         held = tuple(one.region for one in held_by(layout, here.shape, self.comm.rank))
         return _filled(held) == _filled(here.regions or ())
 
     def value(self, path: str) -> Any:
-        leaf = self.view.by_path[path][0]
+        member, leaf = self._member(path), self._member(path).leaf(path)
         record = leaf.record
         if isinstance(record, BlobRecord):
-            return self.reading_job().value(leaf, path)
+            return member.reading_job().value(leaf, path)
         assert isinstance(record, ValueRecord), "arrays are read, and what is a rank's own is loaded by its part"
         return decode(record.value, path, allow_pickle=self.options.allow_pickle)
 
     def part(
         self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = (), lenient: bool = False
     ) -> Any:
-        options = msgspec.structs.replace(self.options, rules=self.rules, lenient=lenient)
-        return load_part(self.checkpoint, name, self.comm, options, on_report, select)
-
-    def abstract(self, name: str) -> Any:
-        return abstract_part(self.checkpoint, name, self.comm, self.options, self.rules)
-
-    def world_of(self, name: str) -> int:
-        return self.world
-
-    def own(self, name: str, policy: Policy) -> Any:
-        return load_own(
-            self.checkpoint,
-            name,
-            policy,
-            self.comm,
-            saved_world=self.world,
+        own = LoadOptions(
+            tuple(select) or (name,),
+            per_rank="take",
             verify=self.options.verify is not False,
             allow_pickle=self.options.allow_pickle,
             namespace=self.options.namespace,
-            transforms=self.rules,
+            rules=self._rules,
+            lenient=lenient,
+        )
+        tree, report = run_load(self._read, None, self.comm, own, "error")
+        if on_report is not None:
+            on_report(report)
+        return tree[name]
+
+    def abstract(self, name: str) -> Any:
+        found = api.load_abstract(
+            self._read,
+            select=name,
+            comm=self.comm,
+            allow_pickle=self.options.allow_pickle,
+            namespace=self.options.namespace,
+            transforms=self._rules,
+        )
+        return found[name]
+
+    def world_of(self, name: str) -> int:
+        return self._member_for(name).world
+
+    def own(self, name: str, policy: Policy) -> Any:
+        member = self._member_for(name)
+        return load_own(
+            member.checkpoint,
+            name,
+            policy,
+            self.comm,
+            saved_world=member.world,
+            verify=self.options.verify is not False,
+            allow_pickle=self.options.allow_pickle,
+            namespace=self.options.namespace,
+            transforms=member.rules,
         )
 
     def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False) -> LoadReport:
-        return fill_from(self.checkpoint, target, self.comm, self.options, take=take, alone=alone, rules=self.rules)
+        return api.load_into(
+            self._read,
+            target,
+            transforms=self._rules,
+            strict=False,
+            cast=self.options.cast,
+            verify=self.options.verify,
+            per_rank="take" if take else "error",
+            allow_pickle=self.options.allow_pickle,
+            namespace=self.options.namespace,
+            read="each" if alone else self.options.read,
+            comm=self.comm,
+        )
 
 
 def _filled(regions: Sequence[Region]) -> list[Region]:
     return [region for region in regions if region.size]
-
-
-def load_part(
-    source: Any,
-    name: str,
-    comm: Comm,
-    options: LoadOptions,
-    on_report: OnReport | None = None,
-    select: Sequence[str] = (),
-) -> Any:
-    """Loads a part at the root of a checkpoint, or of a bank of several, as it was saved; see `RestoreSource.part`."""
-    own = LoadOptions(
-        tuple(select) or (name,),
-        per_rank="take",
-        verify=options.verify is not False,
-        allow_pickle=options.allow_pickle,
-        namespace=options.namespace,
-        rules=options.rules,
-        lenient=options.lenient,
-    )
-    tree, report = run_load(source, None, comm, own, "error")
-    if on_report is not None:
-        on_report(report)
-    return tree[name]
-
-
-def abstract_part(source: Any, name: str, comm: Comm, options: LoadOptions, rules: Sequence[Rule] = ()) -> Any:
-    """Returns a part at the root of a checkpoint, or of a bank of several, see `RestoreSource.abstract`."""
-    found = api.load_abstract(
-        source,
-        select=name,
-        comm=comm,
-        allow_pickle=options.allow_pickle,
-        namespace=options.namespace,
-        transforms=rules,
-    )
-    return found[name]
-
-
-def fill_from(
-    path: Any,
-    target: dict[str, Any],
-    comm: Comm,
-    options: LoadOptions,
-    *,
-    take: bool,
-    alone: bool,
-    rules: Sequence[Rule] = (),
-) -> LoadReport:
-    """Fills what `target` has from a checkpoint, or a bank of several; see `RestoreSource.fill`."""
-    return api.load_into(
-        path,
-        target,
-        transforms=rules,
-        strict=False,
-        cast=options.cast,
-        verify=options.verify,
-        per_rank="take" if take else "error",
-        allow_pickle=options.allow_pickle,
-        namespace=options.namespace,
-        read="each" if alone else options.read,
-        comm=comm,
-    )
 
 
 def wanted_of(tensor: Any, path: str, comm: Comm) -> ArraySpec:
@@ -447,7 +488,7 @@ class TreeSource:
 
     def _fill(self, target: Any) -> LoadReport:
         where: Any = {"rank": self.comm.rank, "namespace": self.options.namespace}
-        found = match_leaves(target, self.structure, self._leaves, lambda leaf, _: leaf, **where)
+        found = moving.match_leaves(target, self.structure, self._leaves, lambda leaf, _: leaf, **where)
         nbytes = moving.put_leaves(
             target, found, lambda old, new, _: old if is_same(old, new) else new, cast=self.options.cast, **where
         )

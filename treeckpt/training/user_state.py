@@ -23,6 +23,7 @@ from ..arrays.registry import abstract_of, is_value, resolve
 from ..arrays.stateful import holds_stateful, is_disabled_scaler, is_stateful, node_at, object_states, plan_state
 from ..core.tree.containers import PerRank, flatten_one_level
 from ..core.tree.flatten import child_of_rank, flatten, replace_leaves, unflatten
+from ..core.tree.leaf_differences import LeafDifferences, compare_leaves
 from ..core.tree.sequences import differing_sequences
 from ..core.tree.structure import (
     DefaultDictNode,
@@ -146,10 +147,8 @@ def objects_of_extra(source: RestoreSource) -> set[str]:
 class ExtraDifferences(msgspec.Struct):
     """What differs between a given `extra` and the saved one; all are paths of the checkpoint, with `~rank*`."""
 
-    missing: list[str]
-    """Leaves that only the given tree has."""
-    unexpected: list[str]
-    """Those that only the checkpoint has."""
+    keys: LeafDifferences
+    """The leaves that only the given tree has, and those that only the checkpoint has."""
     own: list[str]
     """Leaves of both that are each rank's own."""
     unused: list[str]
@@ -241,10 +240,10 @@ def compare_extra(extra: Any, source: RestoreSource, *, rank: int) -> ExtraDiffe
     leaves = [(index_path(path, rank), leaf) for path, leaf in flatten(tree, **where)[1]]
     given = tuple(f"{path}/" for path, leaf in leaves if leaf is not ...)
     disabled = [path for path, leaf in leaves if is_disabled_scaler(leaf)]
-    found = expand_states(tree, mappings=True, **where)
-    if found is not None:
+    expanded = expand_states(tree, mappings=True, **where)
+    if expanded is not None:
         saved = {"extra": source.abstract("extra")}
-        tree = found.target(lambda path, arrays: {"extra": source.part("extra", select=[path])} if arrays else saved)
+        tree = expanded.target(lambda path, arrays: {"extra": source.part("extra", select=[path])} if arrays else saved)
     _, leaves = flatten(tree, **where)
     sequences = differing_sequences(
         tree,
@@ -257,19 +256,12 @@ def compare_extra(extra: Any, source: RestoreSource, *, rank: int) -> ExtraDiffe
     grown, lengths = _grown_items(extra, source, rank)
     grown = {path: at for path, at in grown.items() if not f"{path}/".startswith(tuple(f"{one}/" for one in sequences))}
     wanted = {index_path(path, rank): leaf for path, leaf in leaves}
-    left = [path for path, leaf in wanted.items() if leaf is ...]
-    free = tuple(f"{path}/" for path in (*left, *sequences, *grown))
     there = [path for path in source.leaves if path == "extra" or path.startswith("extra/")]
-    missing = [
-        path
-        for path, leaf in wanted.items()
-        if leaf is not ... and path not in source.leaves and not path.startswith(free)
-    ]
+    found = compare_leaves(wanted, there, whole=(*sequences, *grown))
     own = [path for path in there if _ANY_RANK in path and f"{path}/".startswith(given)]
     unused = [path for path in disabled if any(one.startswith(f"{path}/") for one in there)]
     return ExtraDifferences(
-        missing,
-        [path for path in there if path not in wanted and not f"{path}/".startswith(free)],
+        found,
         own,
         unused,
         lengths,

@@ -21,10 +21,12 @@ from ..arrays.registry import (
     abstract_of,
     decode,
     encode,
+    is_same_value,
     is_value,
     library_of,
     like_of,
     mark_written,
+    resolve,
     source_of,
     target_of,
 )
@@ -32,15 +34,70 @@ from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, intersect, subtract
 from ..core.tree.flatten import flatten, replace_leaves
 from ..core.tree.in_place import update_in_place
+from ..core.tree.leaf_differences import LeafDifferences, compare_leaves
+from ..core.tree.sequences import differing_sequences
 from ..core.tree.spec import ArraySpec
-from ..core.tree.structure import index_path
-from ..core.tree.tensor_parts import index_parts
+from ..core.tree.structure import Structure, index_path
+from ..core.tree.tensor_parts import check_no_tensors, check_same_tensors, index_parts
 from ..errors import LayoutError, MismatchError
 from ..io.comm.comm import default_comm, global_rank
-from .matching import MatchedLeaves, match_leaves
 
 BLOCK = 16 << 20
 """Bytes that are compared at a time."""
+
+
+class MatchedLeaves(msgspec.Struct, frozen=True):
+    """The leaves of a tree, and the new leaf for each."""
+
+    before: list[tuple[str, object]]
+    given: dict[str, object]
+    """New leaves by path; a leaf without an entry stays."""
+    whole: frozenset[int]
+    """The ids of sequences of values that are single leaves here, because their whole content is replaced."""
+    differences: LeafDifferences
+    """The leaves that only one of the trees has."""
+
+
+def match_leaves(
+    into: Any,
+    saved: Structure,
+    given: Mapping[str, object],
+    copied: Callable[[object, str], object],
+    *,
+    rank: int,
+    namespace: str = "",
+) -> MatchedLeaves:
+    """Matches the leaves of a tree with those of another tree.
+
+    Args:
+        saved, given: the other tree's structure and leaves, with `~rank*` for the rank.
+        copied: returns a copy of a value, for a sequence.
+    """
+    sequences = differing_sequences(
+        into,
+        saved,
+        is_value=is_value,
+        is_saved_value=lambda path: path in given and is_value(given[path]),
+        rank=rank,
+        source_rank=rank,
+        namespace=namespace,
+    )
+    whole = frozenset(id(one.here) for one in sequences.values())
+    structure, before = flatten(into, rank=rank, namespace=namespace, whole=whole)
+    check_same_tensors(structure, saved, rank, given)
+    wanted = {index_path(path, rank): leaf for path, leaf in before}
+    differences = compare_leaves(wanted, given, whole=sequences)
+    check_no_tensors(differences.missing, saved)
+    found: dict[str, object] = {}
+    for path, leaf in before:
+        name = index_path(path, rank)
+        if leaf is not ... and name in given:
+            found[path] = given[name]
+        elif id(leaf) in whole and name in sequences:
+            one = sequences[name]
+            leaves = iter([copied(given[below], below) for below in one.paths])
+            found[path] = one.content(leaves, resolve=resolve, namespace=namespace)
+    return MatchedLeaves(before, found, whole, differences)
 
 
 def copied_value(leaf: object, path: str) -> object:
@@ -50,12 +107,6 @@ def copied_value(leaf: object, path: str) -> object:
         TreeError: a value of an unknown kind, which cannot be copied reliably.
     """
     return decode(encode(leaf, path, allow_pickle=False), path, allow_pickle=False)
-
-
-def _is_same(old: object, new: object, path: str) -> bool:
-    """Returns whether two values have the same stored form; Python's comparison takes 1, 1.0 and True for equal."""
-    stored = [msgspec.json.encode(encode(value, path, allow_pickle=False)) for value in (old, new)]
-    return stored[0] == stored[1]
 
 
 def distribute_local(tree: Any, like: Any, *, device: str | None, namespace: str) -> Any:
@@ -219,7 +270,14 @@ def copy_into(tree: Any, into: Any, *, cast: bool = False, namespace: str = "") 
 
     def fill(target: Any) -> int:
         found = match_leaves(target, structure, given, copied_value, rank=rank, namespace=namespace)
-        _check_paths(found, given, rank)
+        if different := found.differences.paths:
+            missing, unexpected = found.differences.missing, found.differences.unexpected
+            raise MismatchError(
+                different[0],
+                expected="the same leaves in both trees",
+                found=f"{len(missing)} missing in the source, {len(unexpected)} of it not in the target",
+                hint="treeckpt.trees.same_structure lists the differences",
+            )
         return put_leaves(
             target,
             found,
@@ -227,7 +285,7 @@ def copy_into(tree: Any, into: Any, *, cast: bool = False, namespace: str = "") 
                 value
                 if id(old) in found.whole  # consists of copies already
                 else old
-                if _is_same(old, value, path)
+                if is_same_value(old, value, path)
                 else copied_value(value, path)
             ),
             rank=rank,
@@ -301,20 +359,6 @@ def _put(into: Any, found: MatchedLeaves, new: list[object], copies: list[_Array
     for copy in _without_overlaps(copies):
         copy.put(copy.target.pieces)
     update_in_place(into, filled, is_value=is_value, namespace=namespace)
-
-
-def _check_paths(found: MatchedLeaves, given: Mapping[str, object], rank: int) -> None:
-    left = tuple(f"{index_path(path, rank)}/" if path else "" for path, leaf in found.before if leaf is ...)
-    asked = {index_path(path, rank) for path, _ in found.before} | found.taken
-    missing = [path for path, leaf in found.before if leaf is not ... and path not in found.given]
-    unexpected = sorted(path for path in given.keys() - asked if not path.startswith(left))
-    if missing or unexpected:
-        raise MismatchError(
-            (missing or unexpected)[0],
-            expected="the same leaves in both trees",
-            found=f"{len(missing)} missing in the source, {len(unexpected)} of it not in the target",
-            hint="treeckpt.trees.same_structure lists the differences",
-        )
 
 
 def _check_ties(copies: Sequence[_ArrayCopy]) -> None:

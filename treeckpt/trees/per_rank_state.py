@@ -8,7 +8,7 @@ only for its own part.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from .. import api
@@ -74,15 +74,20 @@ def _as_rank(path: Any, part: str, rank: int, world: int, **options: Any) -> Any
     return state.value if isinstance(state, PerRank) else state
 
 
-def states_of_all_ranks(
-    path: Any, part: str, world: int, *, ranks: Sequence[int] | None = None, **options: Any
-) -> list[Any]:
-    """Returns the per-rank part `part` of every rank of the world that saved, or of some of them, by rank."""
-    return [_as_rank(path, part, rank, world, **options) for rank in (range(world) if ranks is None else ranks)]
-
-
-def load_own(path: Any, part: str, policy: Policy, comm: Comm, *, saved_world: int, **options: Any) -> Any:
+def load_own(
+    path: Any,
+    part: str,
+    policy: Policy,
+    comm: Comm,
+    *,
+    saved_world: int,
+    argument: str = "world_changed",
+    **options: Any,
+) -> Any:
     """Returns this rank's state of a part at the root of a checkpoint.
+
+    Args:
+        argument: the name of that by which a function was given.
 
     Raises:
         MismatchError: the world size changed and the policy is `error`, or a function that raises.
@@ -95,13 +100,13 @@ def load_own(path: Any, part: str, policy: Policy, comm: Comm, *, saved_world: i
     if policy == "take":
         return _as_rank(path, part, comm.rank % saved_world, saved_world, **options)
     assert callable(policy), "checked by policy_of"
-    states = states_of_all_ranks(path, part, saved_world, **options)
+    states = [_as_rank(path, part, rank, saved_world, **options) for rank in range(saved_world)]
     try:
         return policy(states, comm.rank, comm.size)
     except Exception as error:
         raise MismatchError(
             part,
-            expected=f"a state for rank {comm.rank} of {comm.size} from the function in world_changed",
+            expected=f"a state for rank {comm.rank} of {comm.size} from the function in {argument}",
             found=f"it raised {type(error).__name__}: {error}",
             hint=f"It gets the states of all {saved_world} ranks that saved, the rank and the number of ranks here",
         ) from error

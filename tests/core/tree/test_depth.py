@@ -8,12 +8,15 @@ import os
 import subprocess
 import sys
 import time
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import treeckpt as tc
@@ -183,6 +186,88 @@ def test_a_deeper_tree_is_refused_by_name(tmp_path: Path, kind: str) -> None:
         with pytest.raises(tc.TreeError, match="at most 200 levels deep"):
             act()
     assert not (tmp_path / "c" / "index.json").exists()
+
+
+def test_a_much_deeper_tree_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(tc.TreeError, match=r"^k/k/k.*at most 200 levels deep, found a deeper one") as caught:
+        tc.save(tmp_path / "c", deep(10_000, 1, kind="dict"))
+    assert len(str(caught.value)) < 500 and not (tmp_path / "c").exists()
+
+
+def _at(frames: int, act: Callable[[], Any]) -> Any:
+    """Calls a function from a stack of so many frames."""
+    below, frame = 0, sys._getframe()
+    while frame := frame.f_back:
+        below += 1
+
+    def nest(left: int) -> Any:
+        return nest(left - 1) if left > 0 else act()
+
+    return nest(frames - below)
+
+
+def _walks(tmp_path: Path) -> dict[str, Callable[[], Any]]:
+    """Saves and loads of a tree as deep as is allowed."""
+    tree = deep(MAX_DEPTH, torch.arange(3), at_each=True)
+    tc.save(tmp_path / "c", tree)
+    into = deep(MAX_DEPTH, torch.zeros(3, dtype=torch.int64), kind="dict", at_each=True)
+    tc.save(tmp_path / "d", deep(MAX_DEPTH, torch.arange(3), kind="dict", at_each=True))
+    return {
+        "save": lambda: tc.save(tmp_path / "new", tree, overwrite=True),
+        "load": lambda: tc.load(tmp_path / "c"),
+        "load like": lambda: tc.load(tmp_path / "c", tree),
+        "load into": lambda: tc.load_into(tmp_path / "d", into),
+        "inspect": lambda: tc.inspect(tmp_path / "c"),
+        "verify": lambda: tc.verify(tmp_path / "c"),
+        "offload": lambda: tc.trees.offload(tree),
+        "convert": lambda: convert(tmp_path / "d", tmp_path / "converted", to="torch", overwrite=True),
+    }
+
+
+def test_the_deepest_tree_fits_below_500_calls(tmp_path: Path) -> None:
+    for act in _walks(tmp_path).values():
+        _at(500, act)
+
+
+@pytest.mark.parametrize("frames", range(600, 960, 90))
+def test_below_more_calls_it_is_refused_by_name_before_anything_changes(tmp_path: Path, frames: int) -> None:
+    tree = deep(MAX_DEPTH, torch.arange(3), kind="dict", at_each=True)
+    tc.save(tmp_path / "c", tree)
+    into = deep(MAX_DEPTH, target := torch.zeros(3, dtype=torch.int64), kind="dict", at_each=True)
+    for act in (
+        lambda: tc.save(tmp_path / "new", tree),
+        lambda: tc.load(tmp_path / "c", tree),
+        lambda: tc.load_into(tmp_path / "c", into),
+    ):
+        with pytest.raises(tc.TreeError, match="room for 420 nested calls"):
+            _at(frames, act)
+    assert not (tmp_path / "new").exists() and target.tolist() == [0, 0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_deeper_files_of_other_programs_are_refused_by_name(tmp_path: Path) -> None:
+    torch.save(deep(MAX_DEPTH + 1, 1, kind="list"), tmp_path / "deep.pt")
+    nested = b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b"."
+    (tmp_path / "file").mkdir()
+    (tmp_path / "file" / "data.pkl").write_bytes(nested)
+    with zipfile.ZipFile(tmp_path / "deeper.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", nested)
+        archive.writestr("archive/version", b"3")
+    names: Any = {"w": torch.ones(2)}
+    for _ in range(MAX_DEPTH):
+        names = {"k": names}
+    dcp.save(names, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for name in ("deep.pt", "deeper.pt", "dcp"):
+        for act in (tc.load, lambda path: convert(path, tmp_path / "out")):
+            with pytest.raises(tc.FormatError):
+                act(tmp_path / name)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_rule_that_makes_a_deeper_tree_is_refused_by_name(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", {"a": 1})
+    with pytest.raises(tc.TreeError, match="at most 200 levels deep"):
+        tc.load(tmp_path / "c", rename={"a": "/".join(["k"] * (MAX_DEPTH + 1))})
 
 
 def test_containers_that_hold_themselves_are_refused_soon(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ..sharding.int_runs import decode_runs, encode_runs
 from ..sharding.region import Region
 from ..sharding.write_assignment import BoxOwners
 from ..text import count_text
-from ..tree.structure import MAX_DEPTH
+from ..tree.structure import MAX_DEPTH, check_stack
 from .check_index import check_index
 from .chunks import NoChunks, encode_chunks
 from .packed_index import pack, unpack
@@ -67,7 +67,9 @@ def decode_index(data: bytes, name: str = INDEX_NAME) -> Index:
     check_seal(data, name, hint="The file was changed after it was written; try treeckpt verify --repair")
     try:
         document = _DOCUMENT.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except RecursionError as error:
+        raise _too_deep(name) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise FormatError(name, expected="a treeckpt index", found=f"{error}"[:200]) from error
     if document.format != "treeckpt" or document.version != VERSION:
         raise FormatError(
@@ -89,13 +91,16 @@ def _decode_body(body: bytes, name: str, *, manifest: bool = False) -> Index:
     except TreeckptError:
         raise
     except RecursionError as error:
-        raise FormatError(
-            name,
-            expected=f"a tree at most {MAX_DEPTH} levels deep",
-            found="one beyond Python's recursion limit",
-        ) from error
+        raise _too_deep(name) from error
     except (msgspec.MsgspecError, ValueError, OverflowError) as error:
         raise FormatError(name, expected="an index as treeckpt writes it", found=f"{error}"[:200]) from error
+
+
+def _too_deep(name: str) -> FormatError:
+    """Returns the error for a document that nests deeper than Python's calls; raises TreeError if the stack is full."""
+    check_stack(name)
+    expected = f"a tree at most {MAX_DEPTH} levels deep"
+    return FormatError(name, expected=expected, found="one beyond Python's recursion limit")
 
 
 def encode_manifest(index: Index) -> str:

@@ -62,6 +62,7 @@ from .structure import (
     TableNode,
     TensorNode,
     TupleNode,
+    check_stack,
     extra_path_chars,
     key_text,
     keys_of,
@@ -70,6 +71,8 @@ from .structure import (
 from .tensor_parts import BuildTensor, TensorParts
 from .value_codec import Resolver, decode_value
 
+_DEEP = 50
+"""Levels from which on a tree is flattened only where there is room on the stack for all walks that follow."""
 Leaves = list[tuple[str, object]]
 """Leaves with their paths."""
 
@@ -85,11 +88,16 @@ def flatten(
         whole: the ids of containers that are taken as leaves.
 
     Raises:
-        TreeError: a key, or a container, that cannot be stored; nesting deeper than `MAX_DEPTH`.
+        TreeError: a key, or a container, that cannot be stored; nesting deeper than `MAX_DEPTH`, or than there is room
+            for on the stack.
     """
     flattener = _Flattener(rank, namespace, whole)
     top = flattener.open(tree, "")
-    structure = None if top is None else flattener.flatten(tree, top, "", "")
+    try:
+        structure = None if top is None else flattener.flatten(tree, top, "", "")
+    except RecursionError:
+        check_stack()
+        raise  # of a container's own function
     return structure, flattener.leaves
 
 
@@ -119,6 +127,8 @@ class _Flattener:
                 found="a container that holds itself" if id(node) in above else "a deeper one",
                 hint="Look for a container that holds itself",
             )
+        if len(above) == _DEEP:
+            check_stack(path)
         if len(path) > USUAL_PATH_LENGTH:
             self._nchars += extra_path_chars(path, len(flat.keys))
             if self._nchars > MAX_EXTRA_PATH_CHARS:

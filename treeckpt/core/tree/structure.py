@@ -28,6 +28,8 @@ MAX_DEPTH = 200
 
 Trees, structures and their JSON are walked by recursive calls, at most two for each level. Of the 1,000 nested calls
 that Python allows by default, this leaves 500 to the caller and 100 to treeckpt."""
+WALK_CALLS = 2 * MAX_DEPTH + 20
+"""Nested calls that walking a tree of `MAX_DEPTH` levels takes."""
 
 
 class DictNode(msgspec.Struct, frozen=True, tag="dict", array_like=True):
@@ -173,6 +175,27 @@ MAX_EXTRA_PATH_CHARS = 1 << 25
 _MAX_CACHED_KEYS = 16
 """Nodes with more keys are not cached: they are seldom repeated."""
 _NUMBER = re.compile(r"-?[0-9]+")
+
+
+def check_stack(path: str = "") -> None:
+    """Checks that the calls which are under way leave room for walking a tree of `MAX_DEPTH` levels.
+
+    Raises:
+        TreeError: they do not.
+    """
+
+    def nest(left: int) -> int:
+        return nest(left - 1) if left else 0
+
+    try:
+        nest(WALK_CALLS)
+    except RecursionError as error:
+        raise TreeError(
+            path[:200],
+            expected=f"room for {WALK_CALLS} nested calls, which a deep tree takes",
+            found="less, below Python's recursion limit",
+            hint="Call it from functions that are nested less, or raise sys.setrecursionlimit",
+        ) from error
 
 
 def leaf_count(structure: Structure) -> int:

@@ -15,6 +15,7 @@ import msgspec
 from ...core.sharding.int_runs import decode_runs, encode_runs
 from ...core.tree.dict_attributes import DictAttributes, metadata_of, renamed_modules
 from ...core.tree.structure import (
+    MAX_DEPTH,
     CustomNode,
     DataclassNode,
     DefaultDictNode,
@@ -34,7 +35,7 @@ from ...core.tree.structure import (
     keys_of,
 )
 from ...core.tree.value_codec import Value
-from ...errors import MismatchError
+from ...errors import MismatchError, TreeError
 
 OWN = "~rank*"
 _FIELDS = (NamedTupleNode, StructSequenceNode, DataclassNode, CustomNode, TensorNode, TableNode)
@@ -105,6 +106,7 @@ def rebuild_structure(
 
     Raises:
         MismatchError: a path is both a leaf and a container.
+        TreeError: a path of more levels than a tree may have.
     """
     nodes, root = _nodes(structure, source_rank), NodeBuilder()
     pairs = list(names)
@@ -120,6 +122,13 @@ def rebuild_structure(
 
 
 def _insert(root: NodeBuilder, steps: Steps, old: Steps, nodes: dict[Steps, Node], *, is_node: bool) -> None:
+    if len(steps) > MAX_DEPTH:
+        raise TreeError(
+            "/".join(steps)[:200],
+            expected=f"a tree at most {MAX_DEPTH} levels deep",
+            found=f"a name of {len(steps)} levels",
+            hint="Give it a shorter name",
+        )
     builder = root
     for depth, step in enumerate(steps):
         last = depth == len(steps) - 1 and not is_node
