@@ -19,7 +19,7 @@ from tests.helpers.world import Switch, whole_tree
 from treeckpt.core.analysis.retention_policy import Last
 from treeckpt.core.format.file_names import deleted_name, step_name
 from treeckpt.core.format.shard_header import shard_name
-from treeckpt.io.storage import local_write, os_files, progress_file
+from treeckpt.io.storage import kept_file, local_write, os_files
 from treeckpt.io.storage import run_store as runs_module
 from treeckpt.io.storage import store as store_module
 from treeckpt.runs.run import RunDirectory
@@ -45,7 +45,7 @@ def build(run: Path) -> None:
 
 
 def clean(run: Path, switch: Switch | None) -> None:
-    modules = [store_module, local_write, os_files, progress_file, runs_module]
+    modules = [store_module, local_write, os_files, kept_file, runs_module]
     with switched(switch, SYSTEM_CALLS, modules) if switch is not None else contextlib.nullcontext():
         report = RunDirectory(run).clean([Last(2)])
     assert not report.failed, report

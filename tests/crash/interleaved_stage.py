@@ -24,7 +24,7 @@ from tests.crash.interleaved_checks import Event
 from treeckpt.core.format.file_names import step_name
 from treeckpt.core.format.index import decode_index
 from treeckpt.errors import TreeckptError
-from treeckpt.io.storage.progress_file import LAPSE
+from treeckpt.io.storage.kept_file import LAPSE
 
 __all__ = [
     "ACTORS",

@@ -19,13 +19,13 @@ ROOT = Path(__file__).parents[2]
 
 def test_a_killed_deletion_leaves_no_half_checkpoint_and_is_finished_by_the_next_clean_up(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "-m", "tests.crash.deleting", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     # behind an unlink of what is gone already there is no "after": that clean-up ran to its end
     killed = [row for row in rows if row["call"]]
     assert len(killed) >= 60 and len(rows) - len(killed) < 10
-    assert {row["call"] for row in rows} >= {"replace", "rename", "fsync", "unlink", "rmdir"}
+    assert {row["call"] for row in rows} >= {"replace", "fsync", "unlink", "rmdir"}
     assert all(check(Path(row["run"])) == 2 for row in rows if not row["call"])
     left = [check(Path(row["run"])) for row in killed]
     assert left == sorted(left, reverse=True), "what is gone stays gone"

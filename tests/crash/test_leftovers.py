@@ -30,9 +30,9 @@ from treeckpt.core.format.save_progress import Owner, Progress, encode_progress,
 from treeckpt.core.format.shard_header import shard_name
 from treeckpt.core.format.sidecars import stored_name
 from treeckpt.io.storage import progress_file
+from treeckpt.io.storage.kept_file import LAPSE
 from treeckpt.io.storage.open import open_store
 from treeckpt.io.storage.process_owner import this_process
-from treeckpt.io.storage.progress_file import LAPSE
 from treeckpt.runs.run import RunDirectory
 
 ROOT = Path(__file__).parents[2]

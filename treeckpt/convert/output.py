@@ -27,7 +27,7 @@ from ..core.sharding.region import Region, tiles
 from ..errors import CheckpointExists, MismatchError
 from ..io.comm.collective import Conclusion, Exchange
 from ..io.comm.comm import Comm
-from ..io.comm.failures import os_errors_wrapped
+from ..io.os_errors import write_errors_wrapped
 from ..io.storage.local_write import sync_directory
 from ..io.storage.os_files import BINARY, fcntl, sync_file, write_at
 from ..threads import ThreadPool
@@ -155,7 +155,7 @@ class _NewFiles:
                 found=f"another one on rank {', '.join(map(str, other[:8]))}",
                 hint="Call it with the same arguments, on the same files",
             )
-        with os_errors_wrapped(str(self.destination)):
+        with write_errors_wrapped(str(self.destination)):
             check_free(self.destination, self.output, overwrite=self.overwrite)
             parent = self.destination.parent
             parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ class _NewFiles:
         """Writes this rank's parts and makes them durable; with `every_file`, files without any too."""
         numbers = range(len(self.output.files)) if every_file else sorted({part.file for part in parts})
         with (
-            os_errors_wrapped(str(self.destination)),
+            write_errors_wrapped(str(self.destination)),
             contextlib.ExitStack() as stack,
             ThreadPool(WORKERS, "treeckpt-convert") as pool,
         ):
@@ -202,7 +202,7 @@ class _NewFiles:
 
     def publish(self, _: dict[int, bytes]) -> Conclusion[None]:
         """On rank 0: renames the files, after every rank has written its share."""
-        with os_errors_wrapped(str(self.destination)):
+        with write_errors_wrapped(str(self.destination)):
             if self.output.directory:
                 sync_directory(self.place)
                 with contextlib.suppress(FileNotFoundError):

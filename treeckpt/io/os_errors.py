@@ -9,7 +9,9 @@ tries again. Only a restore that was given no step takes the step before for a s
 
 from __future__ import annotations
 
+import contextlib
 import errno
+from collections.abc import Iterator
 
 import msgspec
 
@@ -66,3 +68,22 @@ def wrap_read_error(error: OSError, path: str, *, kind: type[CheckpointError] = 
     return raised(
         path, expected="files that can be read", found=f"{type(error).__name__}: {error}", hint=hint_for(error)
     )
+
+
+def wrap_write_error(error: Exception, url: str, *, expected: str = "files that can be written") -> Exception:
+    """Returns a `CheckpointError` for an OSError of a write; any other error unchanged."""
+    if not isinstance(error, OSError):
+        return error
+    found = f"{type(error).__name__}: {error}"
+    wrapped = CheckpointError(url, expected=expected, found=found, hint=hint_for(error))
+    wrapped.__cause__ = error
+    return wrapped
+
+
+@contextlib.contextmanager
+def write_errors_wrapped(url: str, *, expected: str = "files that can be written") -> Iterator[None]:
+    """Raises an OSError of the body, a write, as `CheckpointError`."""
+    try:
+        yield
+    except OSError as error:
+        raise wrap_write_error(error, url, expected=expected) from error

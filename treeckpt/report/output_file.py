@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..io.comm.failures import os_errors_wrapped
+from ..io.os_errors import write_errors_wrapped
 
 
 def replace_file(target: Path, data: bytes) -> None:
@@ -14,7 +14,7 @@ def replace_file(target: Path, data: bytes) -> None:
         CheckpointError: it cannot be written; the target is as it was.
     """
     part = target.with_name(f".{target.name}.part")
-    with os_errors_wrapped(str(target)):
+    with write_errors_wrapped(str(target)):
         try:
             part.write_bytes(data)
             part.replace(target)

@@ -15,8 +15,9 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
+from functools import partial
 
 import msgspec
 
@@ -33,6 +34,7 @@ from ..core.format.file_names import PIN_NAME, check_step, deleted_name, is_step
 from ..core.format.index import INDEX_NAME
 from ..core.format.lineage import SavedCheckpoint
 from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError, TreeckptError, visible
+from ..io.os_errors import write_errors_wrapped
 from ..io.storage.foreign_formats import describe_foreign, refuse_file
 from ..io.storage.index_lock import hold_lock, index_state, take_index
 from ..io.storage.leftovers import (
@@ -56,6 +58,7 @@ from .stat_cache import LruStatCache, StatCache
 from .verification import VerificationStore, cache_directory
 
 _REPLACED = "another save has been committed there meanwhile"
+_write_errors = partial(write_errors_wrapped, expected="a directory that can be written")
 
 
 class CleanReport(msgspec.Struct, frozen=True):
@@ -205,7 +208,7 @@ class RunDirectory:
     def put_pin(self, step: int) -> bool:
         """Pins a step that may not be saved yet; returns whether the pin is new."""
         folder = self.folder(step)
-        with _wrapped_os_errors(folder.place):
+        with _write_errors(folder.place):
             folder.prepare()
             new = PIN_NAME not in folder.entries()
             folder.publish(PIN_NAME, msgspec.json.encode({"pinned_ns": self._clock()}), replace=True)
@@ -214,7 +217,7 @@ class RunDirectory:
     def take_pin_back(self, step: int) -> None:
         """Undoes `put_pin` after the save has failed."""
         folder = self.folder(step)
-        with _wrapped_os_errors(folder.place):
+        with _write_errors(folder.place):
             folder.delete(PIN_NAME)
             folder.remove_directory()
 
@@ -227,7 +230,7 @@ class RunDirectory:
         folder = self.folder(step)
         if folder.modified_ns() is None:
             raise self._not_found(step, "no such directory")
-        with _wrapped_os_errors(folder.place):
+        with _write_errors(folder.place):
             folder.delete(PIN_NAME)
             folder.sync()
 
@@ -299,7 +302,11 @@ class RunDirectory:
         """
         _, removal = self.plan_deletion(step, force=force, grace=grace)
         folder, why = self.folder(step), ""
-        with claim(folder.name) as free, _wrapped_os_errors(folder.place), contextlib.suppress(FileNotFoundError):
+        with (
+            claim(folder.name) as free,
+            _write_errors(folder.place),
+            contextlib.suppress(FileNotFoundError),
+        ):
             why = self.remove_directory(removal, grace) if free else "it is being saved"
         if why and (removal.what == "leftovers" or self.folder(step).entries().keys() & {INDEX_NAME}):
             raise _held(folder, why)
@@ -471,16 +478,3 @@ def _checked(info: CheckpointInfo) -> CheckpointInfo:
         found = f"its index says step {info.step}, not what its name says"
         return msgspec.structs.replace(info, status="corrupt", error=found)
     return info
-
-
-@contextlib.contextmanager
-def _wrapped_os_errors(path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            path,
-            expected="a directory that can be written",
-            found=f"{type(error).__name__}: {error}",
-            hint="Look at the permissions",
-        ) from error

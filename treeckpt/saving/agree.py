@@ -44,8 +44,9 @@ from ..core.planning.rank_trees import GlobalTree, digest_of
 from ..core.tree.value_codec import Value, encode_value
 from ..io.comm.collective import Conclusion, Exchange, decode_each
 from ..io.comm.comm import Comm, members_of
-from ..io.comm.failures import NOT_COMMITTED, os_errors_wrapped, wrap_os_error
+from ..io.comm.failures import NOT_COMMITTED
 from ..io.comm.rounds import Round
+from ..io.os_errors import wrap_write_error, write_errors_wrapped
 from ..io.storage.progress_file import ProgressRecorder
 from ..io.storage.store import Store
 from ..io.timing import Recorder
@@ -218,7 +219,7 @@ class _Agreement:
                         self._begin_look()
                     self._describe(tree, metadata, files)
             except Exception as failed:
-                error = wrap_os_error(failed, self.store.url)
+                error = wrap_write_error(failed, self.store.url)
         with self.recorder.span("agree"):
             if self.exchange is not None:
                 merged = self._agree(self.exchange, error)
@@ -320,7 +321,7 @@ class _Agreement:
             compare = self.options.verify_replicas
             proposal.inventory = digest_of(self.described.inventory)
             proposal.own_values = self.described.own_values
-            with os_errors_wrapped(self.store.url):
+            with write_errors_wrapped(self.store.url):
                 self.contents = content_digests(self.described, compare)
                 self.pieces = piece_digests(self.described, compare, world=self.comm.size)
             proposal.contents = json_digest(sorted(self.contents.items()))
@@ -386,7 +387,7 @@ class _Agreement:
 
     # step 3: overlapping pieces ---------------------------------------------------------------------------------------
     def _own_box_digests(self) -> BoxDigests:
-        with os_errors_wrapped(self.store.url):
+        with write_errors_wrapped(self.store.url):
             return box_digests(self.described, self.boxes, self.options.verify_replicas)
 
     def _compare_boxes(self, received: dict[int, bytes]) -> Conclusion[None]:
@@ -402,7 +403,7 @@ class _Agreement:
                 plan = get_plan(self.comm, self.decision.key, merged, inventory, limit)
                 place_table_rows(self.described, plan.global_tree, rank)
         except Exception as failed:
-            error = wrap_os_error(failed, self.store.url)
+            error = wrap_write_error(failed, self.store.url)
         content = None
         if rank == 0:
             own_values = {0: self.described.own_values} | {r: each.own_values for r, each in self.proposals.items()}

@@ -21,8 +21,8 @@ import msgspec
 from ..core.format.timings import BLOCKING
 from ..errors import CheckpointError, TreeckptError
 from ..io.comm.comm import Comm, base_of
-from ..io.comm.failures import wrap_os_error
 from ..io.comm.message_store import answer_limit, answers_within
+from ..io.os_errors import wrap_write_error
 from ..io.process_end import is_ending
 from ..io.public_calls import gc_paused, takes_no_save
 from ..io.storage.store import MemoryStore, Store
@@ -180,7 +180,7 @@ class _BackgroundSave:
                     self._lease = self._session.pool.lease(_arena_nbytes(plan), cuda_pinning())
                     stage(TreeShardSource(plan, agreed.sources), self._lease.arena.memory)
         except Exception as error:
-            self._error = wrap_os_error(error, agreed.store.url)
+            self._error = wrap_write_error(error, agreed.store.url)
         agreed.sources.clear()
         self._pending.set_staged(self._error)
 

@@ -7,7 +7,7 @@ import contextlib
 from ..core.format.index import INDEX_NAME
 from ..core.format.save_progress import Progress
 from ..errors import CheckpointError, CheckpointExists
-from ..io.os_errors import FULL, hint_for
+from ..io.os_errors import FULL, write_errors_wrapped
 from ..io.storage.leftovers import clear_leftovers, restore_index
 from ..io.storage.metadata_files import read_index
 from ..io.storage.progress_file import ProgressRecorder
@@ -42,17 +42,11 @@ class PathLook:
             CheckpointError: the directory cannot be made, listed or written.
         """
         try:
-            return self._result()
-        except BaseException as failed:
+            with write_errors_wrapped(self._store.url, expected="a directory that can be made and written"):
+                return self._result()
+        except BaseException:
             self.record.end()
-            if not isinstance(failed, OSError):
-                raise
-            raise CheckpointError(
-                self._store.url,
-                expected="a directory that can be made and written",
-                found=f"{type(failed).__name__}: {failed}",
-                hint=hint_for(failed),
-            ) from failed
+            raise
 
     def _result(self) -> str:
         store = self._store

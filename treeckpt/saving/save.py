@@ -29,7 +29,8 @@ import msgspec
 from ..core.format.decoding import decode_msgpack
 from ..errors import RankError
 from ..io.comm.comm import Comm
-from ..io.comm.failures import raise_faults, silent_faults, to_fault, wrap_os_error
+from ..io.comm.failures import raise_faults, silent_faults, to_fault
+from ..io.os_errors import wrap_write_error
 from ..io.public_calls import gc_paused
 from ..io.storage.store import Store
 from ..io.timing import Recorder
@@ -145,7 +146,7 @@ def _write_sidecars(agreed: AgreedSave, writer: ShardWriter, report: WriteReport
         with agreed.recorder.span("write files", sum(map(len, agreed.files.values()))):
             write_sidecars(agreed.store, agreed.info.save_id, agreed.files)
     except Exception as failed:
-        writer.error = wrap_os_error(failed, agreed.store.url)
+        writer.error = wrap_write_error(failed, agreed.store.url)
         return msgspec.structs.replace(report, fault=to_fault(writer.error, agreed.info.rank))
     agreed.files.clear()
     return report

@@ -32,7 +32,8 @@ from ..core.planning.save_plan import ChunkOffsets, FilePlan, SingleChunkOffset
 from ..core.sharding.int_runs import encode_runs
 from ..core.tree.value_codec import Value
 from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError
-from ..io.comm.failures import Fault, to_fault, wrap_os_error
+from ..io.comm.failures import Fault, to_fault
+from ..io.os_errors import wrap_write_error
 from ..io.storage.index_lock import take_back_index, unlocked_sizes
 from ..io.storage.late_requests import send_late
 from ..io.storage.leftovers import clear_leftovers, delete_files
@@ -237,7 +238,7 @@ class InlineWriter:
             wait([future for future in (self._begun, self._recorded) if future is not None])
             if self._refusal is not None:
                 raise self._refusal from None
-            self.error = wrap_os_error(error, self._store.url)
+            self.error = wrap_write_error(error, self._store.url)
             return WriteReport(to_fault(self.error, info.rank))
 
     def _begin_record(self, planned: int) -> None:
@@ -294,7 +295,7 @@ class InlineWriter:
                     if self._note is not None and self._note.has_lapsed:
                         check_still_there(store, index)
             except Exception as caught:
-                error = wrap_os_error(caught, store.url)
+                error = wrap_write_error(caught, store.url)
                 if in_place := publishing and index_may_be_published(store, info.save_id, error):
                     error = with_published_hint(error)
                 faults.append(to_fault(error, 0, common=isinstance(error, CheckpointExists)))

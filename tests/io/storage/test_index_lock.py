@@ -21,11 +21,12 @@ from treeckpt.core.format.file_names import damaged_name, deleted_name, lock_nam
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.core.format.save_progress import Owner, Progress
 from treeckpt.io.storage import index_lock, obstore, progress_file
-from treeckpt.io.storage.index_lock import IndexLock, held_locks, hold_for_repair, hold_lock, index_state, replace_index
+from treeckpt.io.storage.index_lock import held_locks, hold_for_repair, hold_lock, index_state, replace_index
+from treeckpt.io.storage.kept_file import LAPSE, Claim
 from treeckpt.io.storage.leftovers import file_facts
 from treeckpt.io.storage.metadata_files import read_index
 from treeckpt.io.storage.process_owner import this_process
-from treeckpt.io.storage.progress_file import LAPSE, ProgressRecorder
+from treeckpt.io.storage.progress_file import ProgressRecorder
 from treeckpt.io.storage.store import LocalStore
 from treeckpt.runs.run import RunDirectory
 
@@ -41,7 +42,7 @@ PARENT = msgspec.structs.replace(
 
 def write_lock(path: Path, owner: Owner, age: float = 0.0, kind: Any = "deleting") -> Path:
     file = path / lock_name(kind, "0" * 16)
-    file.write_bytes(msgspec.json.encode(IndexLock(owner, time.time_ns() - int(age * 1e9))))
+    file.write_bytes(msgspec.json.encode(Claim(owner, time.time_ns() - int(age * 1e9))))
     return file
 
 

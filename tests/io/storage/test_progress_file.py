@@ -17,7 +17,8 @@ from tests.helpers.background import Hooked, session, until, writer_pid
 from treeckpt.core.format.save_progress import Progress, encode_progress, parse_progress_name, progress_name
 from treeckpt.core.format.shard_header import parse_shard_name
 from treeckpt.io.comm.comm import SoloComm
-from treeckpt.io.storage.progress_file import read_progress, replace_file
+from treeckpt.io.storage import kept_file
+from treeckpt.io.storage.progress_file import read_progress
 from treeckpt.io.storage.store import LocalStore, MemoryStore
 from treeckpt.runs import catalog
 
@@ -98,10 +99,8 @@ def test_a_quick_save_leaves_no_trace_of_one(tmp_path: Path) -> None:
 def test_a_save_whose_record_cannot_be_written_fails_before_all_else_or_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
-    from treeckpt.io.storage import progress_file
-
     called: list[str] = []
-    real = progress_file.replace_file
+    real = kept_file.replace_file
 
     def refuse(store: Any, name: str, data: bytes) -> None:
         called.append(name)
@@ -109,7 +108,7 @@ def test_a_save_whose_record_cannot_be_written_fails_before_all_else_or_goes_on(
             raise PermissionError(name)
         real(store, name, data)
 
-    monkeypatch.setattr(progress_file, "replace_file", refuse)
+    monkeypatch.setattr(kept_file, "replace_file", refuse)
     if first:
         with pytest.raises(tc.CheckpointError, match="PermissionError"):
             tc.save(Slow(tmp_path), TREE)
@@ -131,7 +130,7 @@ def test_the_record_of_a_killed_writer_goes_with_its_save(tmp_path: Path) -> Non
 
 def left_over(path: Path, save_id: str = "0123456789abcdef") -> str:
     name = progress_name(3, save_id)
-    replace_file(LocalStore(path), name, encode_progress(Progress(save_id, 3, 8, None, "write", 5, 10, 1, 2)))
+    kept_file.replace_file(LocalStore(path), name, encode_progress(Progress(save_id, 3, 8, None, "write", 5, 10, 1, 2)))
     return name
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import treeckpt as tc
 from treeckpt.core.analysis.retention_policy import Last
 from treeckpt.core.format.file_names import lease_name
-from treeckpt.io.storage import leftovers, reader_leases
+from treeckpt.io.storage import kept_file, leftovers, reader_leases
 from treeckpt.io.storage.process_owner import this_process
 from treeckpt.io.storage.reader_leases import has_readers, hold_lease, read_lease
 from treeckpt.io.storage.store import Store
@@ -42,18 +43,19 @@ def test_a_lease_of_this_process_is_held_until_its_reader_ends(folder: Store) ->
 def test_a_lease_that_is_being_deleted_is_no_leftover(folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease in a bucket is deleted by a thread, for which neither a reader nor a clean-up waits."""
     asked, deleted = threading.Event(), threading.Event()
-    delete = reader_leases._Lease._delete
+    delete = kept_file.KeptFile._delete
 
-    def late(self: reader_leases._Lease, keeper: threading.Thread) -> None:
+    def late(self: kept_file.KeptFile, pauses: Iterable[float]) -> bool:
         asked.set()
         if folder.url.startswith(("s3:", "memory:")):
             deleted.wait(60)
-        delete(self, keeper)
+        return delete(self, pauses)
 
-    monkeypatch.setattr(reader_leases._Lease, "_delete", late)
-    with hold_lease(folder):
-        pass
-    assert asked.wait(60)
+    with monkeypatch.context() as patch:
+        patch.setattr(kept_file.KeptFile, "_delete", late)
+        with hold_lease(folder):
+            pass
+        assert asked.wait(60)
     report = RunDirectory(folder.url.rpartition("/")[0]).clean([Last(1)])
     deleted.set()
     assert not report.removed and not report.left

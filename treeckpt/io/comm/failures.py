@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from ... import errors
-from ...errors import CheckpointError, RankError, StoreError, TreeckptError
-from ..os_errors import hint_for
+from ...errors import RankError, StoreError, TreeckptError
 
 NOT_COMMITTED = "Nothing was committed; an earlier checkpoint at this path is still valid"
 """The hint of the error of a save that failed."""
@@ -47,25 +45,6 @@ def to_fault(error: BaseException, rank: int, *, common: bool = False) -> Fault:
         facts = error.path, error.expected, error.found, error.hint
         return Fault(rank, type(error).__name__, *facts, text, common, number)
     return Fault(rank, type(error).__name__, "", "", "", "", text, common)
-
-
-def wrap_os_error(error: Exception, url: str) -> Exception:
-    """Returns a `CheckpointError` for an OSError of a write; any other error unchanged."""
-    if not isinstance(error, OSError):
-        return error
-    found = f"{type(error).__name__}: {error}"
-    wrapped = CheckpointError(url, expected="files that can be written", found=found, hint=hint_for(error))
-    wrapped.__cause__ = error
-    return wrapped
-
-
-@contextlib.contextmanager
-def os_errors_wrapped(url: str) -> Iterator[None]:
-    """Raises an OSError of the body, a write, as `CheckpointError`."""
-    try:
-        yield
-    except OSError as error:
-        raise wrap_os_error(error, url) from error
 
 
 def silent_faults(lost: Mapping[int, str]) -> list[Fault]:

@@ -43,21 +43,16 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-import msgspec
-
-from ...core.format.decoding import decode_json
 from ...core.format.file_names import LockKind, damaged_name, deleted_name, lock_name, parse_file_name
 from ...core.format.index import INDEX_NAME, MAX_INDEX, encode_index
 from ...core.format.records import Index
 from ...core.format.save_progress import Owner, parse_progress_name
 from ...errors import CheckpointError, CheckpointExists, TreeckptError
 from ..os_errors import FULL, shows_damage
-from .late_requests import delete_late
-from .local_write import DIRECTORY_TRIES
+from .kept_file import LATE_PAUSES, KeptFile, encode_claim, read_claim
 from .many_files import for_each
 from .metadata_files import replaced_meanwhile
-from .process_owner import is_running, this_process
-from .progress_file import LAPSE, delete_repeatedly, is_alive, read_record, replace_file
+from .progress_file import is_alive, read_record
 from .store import Store, exists_error
 
 WAIT = 60.0
@@ -65,21 +60,6 @@ WAIT = 60.0
 FIRST_PAUSE, LAST_PAUSE = 0.01, 1.0
 """Seconds between looks at a lock that is waited for: twice as long each time."""
 _SAVE_ID = re.compile(rb'"save_id":"([0-9a-f]{16})"')
-LATE_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""Seconds before each try to delete a lock after the first ones, for which nobody waits."""
-MAX_LOCK = 4096
-"""Bytes of a lock, at most."""
-
-_held: set[str] = set()
-"""The names of the locks that this process holds."""
-
-
-class IndexLock(msgspec.Struct, frozen=True):
-    """The content of a lock's file."""
-
-    owner: Owner
-    alive_ns: int
-    """Unix time at which it was written."""
 
 
 @contextlib.contextmanager
@@ -89,47 +69,32 @@ def hold_lock(store: Store, kind: LockKind) -> Iterator[str]:
     Raises:
         FileNotFoundError: there is no such directory.
     """
-    name = lock_name(kind, secrets.token_hex(8))
-    _held.add(name)
+    lock = KeptFile(store, lock_name(kind, secrets.token_hex(8)), encode_claim)
+
+    def check_directory() -> None:
+        if not store.sizes():
+            raise FileNotFoundError(store.url)
+
     try:
-        try:
-            for tries_left in reversed(range(DIRECTORY_TRIES)):
-                try:
-                    replace_file(store, name, msgspec.json.encode(IndexLock(this_process(), time.time_ns())))
-                    break
-                except FileNotFoundError:  # the directory is gone, or a clean-up took the temporary file away
-                    if not tries_left or not store.sizes():
-                        raise
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            # deletions make room: an index that is taken away wrongly is put back
-            yield ""
-            return
-        try:
-            yield name
-        finally:
-            if not delete_repeatedly(store, name):
-                delete_late(store.url, name, lambda: delete_repeatedly(store, name, LATE_PAUSES))
+        lock.create(check_directory)
+    except BaseException as error:
+        lock.forget()
+        if not isinstance(error, OSError) or error.errno not in FULL:
+            raise
+        # deletions make room: an index that is taken away wrongly is put back
+        yield ""
+        return
+    try:
+        yield lock.name
     finally:
-        _held.discard(name)
+        if not lock.end():
+            lock.end_late(LATE_PAUSES)
 
 
 def read_lock(store: Store, name: str) -> tuple[Owner | None, bool]:
-    """Returns the process that holds a lock, and whether it may still hold it.
-
-    Raises:
-        FileNotFoundError: the lock was deleted since it was listed.
-    """
-    try:
-        lock = decode_json(store.read(name, limit=MAX_LOCK), IndexLock)
-    except FileNotFoundError:
-        raise
-    except (msgspec.MsgspecError, TreeckptError, OSError) as error:
-        return None, not shows_damage(error)  # a power loss leaves damaged ones: locks are not made durable
-    if lock.owner == this_process():
-        return lock.owner, name in _held
-    return lock.owner, time.time_ns() - lock.alive_ns < LAPSE * 1e9 and is_running(lock.owner) is not False
+    """Returns the process that holds a lock, and whether it may still hold it, as `read_claim`."""
+    owner, held = read_claim(store, name, damaged=False)  # a power loss leaves damaged ones: locks are not made durable
+    return owner, bool(held)
 
 
 def held_locks(store: Store, names: Iterable[str]) -> dict[str, Owner | None]:

@@ -31,11 +31,12 @@ from ...core.format.save_progress import Owner, parse_progress_name
 from ...errors import CheckpointError, CheckpointExists, CheckpointNotFound, TreeckptError
 from ...reports import Leftover
 from .index_lock import held_locks, hold_lock, read_lock
+from .kept_file import LAPSE
 from .late_requests import names_being_deleted
 from .many_files import for_each
 from .metadata_files import decode_and_check, read_index, read_index_bytes, read_timings, taken_index
 from .process_owner import is_running
-from .progress_file import LAPSE, is_alive, read_record
+from .progress_file import is_alive, read_record
 from .reader_leases import LEASE, read_lease
 from .store import DirectoryEntry, Store
 

@@ -1,19 +1,17 @@
-"""Keeps the progress record of a save in the checkpoint's directory: a small file that is replaced as a whole.
+"""Keeps the progress record of a save in the checkpoint's directory, see `kept_file`.
 
 While bytes are written a record is renewed, from `PATIENCE` seconds on, at most every `PAUSE` seconds (`FAR_PAUSE` in
-an object store), and in any case every `BEAT` seconds. It is not made durable, and an error in renewing it never
-makes the save fail. A save whose coordinator cannot write the first one fails: deletions would not see it, see
-`index_lock`.
+an object store), and in any case every `BEAT` seconds. An error in renewing it never makes the save fail. A save whose
+coordinator cannot write the first one fails: deletions would not see it, see `index_lock`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import msgspec
 
@@ -29,8 +27,7 @@ from ...core.format.save_progress import (
 from ...errors import TreeckptError
 from ...threads import start_unnamed_thread
 from ..os_errors import shows_damage
-from .late_requests import delete_late
-from .local_write import DIRECTORY_TRIES
+from .kept_file import LAPSE, KeptFile, is_kept
 from .many_files import for_each
 from .process_owner import is_running, this_process
 from .store import Store
@@ -43,40 +40,6 @@ FAR_PAUSE = 5.0
 """Seconds between renewals where each one is a request that costs money."""
 BEAT = 15.0
 """Seconds between renewals of a save that writes nothing new."""
-LAPSE = 600.0
-"""Seconds after which a record that was not renewed counts as that of an ended process, where the process cannot be
-seen; the clocks of hosts may differ by less."""
-DELETE_PAUSES = (0.0, 0.05, 0.2)
-"""Seconds before each try to delete a record or lock."""
-
-_own_records: set[str] = set()
-"""The names of this process's records of saves that have not ended."""
-
-
-def replace_file(store: Store, name: str, data: bytes) -> None:
-    """Replaces a small file atomically; on a local file system without making it durable."""
-    if (directory := store.traits.local_path) is None:
-        store.publish(name, data, replace=True)
-        return
-    temporary = directory / f".{name}.{this_process().tag}{secrets.token_hex(4)}.tmp"
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-        os.replace(temporary, directory / name)
-    except BaseException:  # a full disk creates the name and refuses the content
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def delete_repeatedly(store: Store, name: str, pauses: Iterable[float] = DELETE_PAUSES) -> bool:
-    """Deletes a file by which others take this process for busy, with a try behind each pause; whether it is gone."""
-    for pause in pauses:
-        if pause:
-            time.sleep(pause)
-        with contextlib.suppress(OSError, TreeckptError):
-            store.delete(name)
-            return True
-    return False
 
 
 def read_progress(store: Store, names: Iterable[str]) -> list[Progress]:
@@ -129,11 +92,10 @@ class ProgressRecorder:
         self._store, self._on_progress = store, on_progress
         self._record = msgspec.structs.replace(first, owner=this_process())
         self.name = progress_name(first.rank, first.save_id)
-        self._lock, self._writing = threading.Lock(), threading.Lock()
+        self._file, self._lock = KeptFile(store, self.name, self._encoded), threading.Lock()
         self.started = self.renewed = time.monotonic()
         self._pause = FAR_PAUSE if store.traits.far else 0.0
         self._written_at = -FAR_PAUSE
-        self._exists, self._ended = False, threading.Event()
         self._last_ns, self._gap_ns = time.time_ns(), 0
         """Of the last renewal, and the longest time between two."""
         # a store in this process's memory ends with the process
@@ -146,17 +108,8 @@ class ProgressRecorder:
             OSError | StoreError: it cannot be written.
         """
         if self._is_first:
-            for tries_left in reversed(range(DIRECTORY_TRIES)):
-                try:
-                    with self._writing:
-                        if not self._ended.is_set():
-                            replace_file(self._store, self.name, self._encoded())
-                    break
-                except FileNotFoundError:  # a clean-up has removed the directory, which was empty
-                    if not tries_left:
-                        raise
-                    self._store.prepare()
-        start_unnamed_thread(self._keep)
+            self._file.create(self._store.prepare)
+        self._file.renew(BEAT)
 
     def check_condition(self, *, replaces: bool) -> None:
         """Finds out by the record whether an object store has the conditional writes by which the save is committed.
@@ -165,28 +118,15 @@ class ProgressRecorder:
             StoreError: it has none, or cannot be reached.
         """
         if self._store.traits.conditional and self._is_first:
-            with self._writing:
-                self._store.check_condition(self.name, self._encoded(), replaces=replaces)
+            self._file.write(partial(self._store.check_condition, replaces=replaces))
 
     def expect(self, planned: int) -> None:
         """Sets how many bytes this rank writes, or at most writes as far as is known."""
         with self._lock:
             self._record = msgspec.structs.replace(self._record, planned=planned)
 
-    def _keep(self) -> None:
-        """Renews the record until the save has ended."""
-        while not self._ended.wait(BEAT):
-            self._write()
-
-    def _write(self) -> None:
-        with self._writing, contextlib.suppress(Exception):
-            if not self._ended.is_set():
-                replace_file(self._store, self.name, self._encoded())
-
     def _encoded(self) -> bytes:
         """Returns the record for a write that follows."""
-        self._exists = True
-        _own_records.add(self.name)
         now_ns = time.time_ns()
         self._gap_ns, self._last_ns = max(self._gap_ns, now_ns - self._last_ns), now_ns
         return encode_progress(msgspec.structs.replace(self._record, alive_ns=now_ns))
@@ -210,7 +150,7 @@ class ProgressRecorder:
         """Records that the shards of this rank are durable."""
         with self._lock:
             self._record = msgspec.structs.replace(self._record, phase="commit", written=self._record.planned)
-            if self._exists:
+            if self._file.exists:
                 self._renew(time.monotonic(), last=True)
 
     def _renew(self, now: float, *, last: bool = False) -> None:
@@ -220,32 +160,21 @@ class ProgressRecorder:
             self._written_at = now
             self._record = msgspec.structs.replace(self._record, updated_ns=time.time_ns())
             if last and self._pause:  # the commit goes on meanwhile; `end` waits. Without a thread: it is removed soon
-                start_unnamed_thread(self._write)
+                start_unnamed_thread(self._file.try_write)
             else:
-                self._write()
+                self._file.try_write()
 
     def end(self, *, wait: bool = True) -> None:
         """Removes the record; unless `wait`, a thread does so, for which the process waits."""
-        self._ended.set()
-        _own_records.discard(self.name)
-        self._remove() if wait else delete_late(self._store.url, self.name, self._remove)
+        self._file.end() if wait else self._file.end_late()
 
     def stop(self) -> None:
         """Renews the record no more, as another process of the save is about to; `end` removes it unless `forget`."""
-        self._ended.set()
-        with self._writing:
-            pass  # a write that is under way is complete before the other process writes
+        self._file.stop()
 
     def forget(self) -> None:
         """Leaves the record to the other process, which has written it."""
-        self._exists = False
-
-    def _remove(self) -> None:
-        with self._writing:  # a record that is being written now is complete before it is removed
-            exists, self._exists = self._exists, False
-        if exists:
-            with contextlib.suppress(Exception):
-                delete_repeatedly(self._store, self.name)
+        self._file.forget()
 
 
 def is_alive(name: str, record: Progress, now_ns: int) -> bool | None:
@@ -256,6 +185,6 @@ def is_alive(name: str, record: Progress, now_ns: int) -> bool | None:
     if record.owner is None:
         return None
     if record.owner == this_process():
-        return name in _own_records
+        return is_kept(name)
     running = is_running(record.owner)
     return running if running is not None else now_ns - record.alive_ns < LAPSE * 1e9

@@ -12,30 +12,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import threading
 from collections.abc import Iterator
-from functools import partial
 
-import msgspec
-
-from ...core.format.decoding import decode_json
 from ...core.format.file_names import lease_name, parse_file_name
 from ...core.format.save_progress import Owner
-from ...errors import StoreError, TreeckptError
-from ...threads import start_thread
-from .late_requests import delete_late
-from .process_owner import is_running, this_process
+from .kept_file import LAPSE, KeptFile, encode_claim, read_claim
 from .store import Store
 
 _log = logging.getLogger("treeckpt")
-LEASE = 600.0
+LEASE = LAPSE
 """Seconds for which a lease is valid after it was renewed."""
 RENEW = 60.0
-MAX_LEASE = 4096
-"""Bytes of a lease, at most."""
-
-_held: set[str] = set()
-"""The names of the leases that this process holds."""
 
 
 @contextlib.contextmanager
@@ -52,63 +39,21 @@ def hold_lease(folder: Store, *, renew: float = RENEW, ahead: bool = False) -> I
         yield False
         return
     far = folder.traits.far
-    lease = _Lease(folder, renew)
-    held = (far and ahead) or lease.write()
-    if held:
-        lease.start()
+    lease = KeptFile(folder, lease_name(secrets.token_hex(8)), encode_claim)
+    if not (far and ahead) and not lease.try_write():
+        lease.forget()
+        yield False
+        return
+    if not lease.renew(renew, create=far and ahead) and lease.try_write():
+        _log.warning(
+            "%s: no thread can be started to renew the lease: a clean-up may delete this checkpoint after %g s",
+            folder.url,
+            LEASE,
+        )
     try:
-        yield held
+        yield True
     finally:
-        lease.end(wait=not far)
-
-
-class _Lease:
-    """A lease, and the thread that renews it."""
-
-    def __init__(self, store: Store, renew: float) -> None:
-        self._store, self._renew = store, renew
-        self._name, self._ended, self._written = lease_name(secrets.token_hex(8)), threading.Event(), False
-        self._keeper: threading.Thread | None = None
-        self._started = False
-        _held.add(self._name)
-
-    def write(self) -> bool:
-        """Writes it; returns whether that was possible."""
-        with contextlib.suppress(OSError, StoreError):
-            self._store.publish(self._name, msgspec.json.encode(this_process()), replace=True)
-            self._written = True
-        return self._written
-
-    def start(self) -> None:
-        """Starts to renew it, and to write it where that is still to be done."""
-        self._started = True
-        self._keeper = start_thread(self._keep, "treeckpt-lease")
-        if self._keeper is None and (self._written or self.write()):
-            _log.warning(
-                "%s: no thread can be started to renew the lease: a clean-up may delete this checkpoint after %g s",
-                self._store.url,
-                LEASE,
-            )
-
-    def _keep(self) -> None:
-        if self._written or self.write():
-            while not self._ended.wait(self._renew):
-                self.write()
-
-    def end(self, *, wait: bool) -> None:
-        """Deletes it, if it was started; a thread for which the process waits does so unless `wait`."""
-        _held.discard(self._name)
-        self._ended.set()
-        if self._started:
-            delete = partial(self._delete, self._keeper)
-            delete() if wait else delete_late(self._store.url, self._name, delete)
-
-    def _delete(self, keeper: threading.Thread | None) -> None:
-        if keeper is not None:
-            keeper.join()  # a write that is under way would create it again
-        if self._written:
-            with contextlib.suppress(OSError, StoreError):
-                self._store.delete(self._name)
+        lease.end_late() if far else lease.end()
 
 
 def has_readers(folder: Store, now_ns: int) -> bool:
@@ -127,15 +72,5 @@ def _may_be_held(store: Store, name: str) -> bool:
 
 
 def read_lease(store: Store, name: str) -> tuple[Owner | None, bool | None]:
-    """Returns the process that a lease names, and whether it may still read: None where that is not known here.
-
-    Raises:
-        FileNotFoundError: the lease was deleted since it was listed.
-    """
-    try:
-        owner = decode_json(store.read(name, limit=MAX_LEASE), Owner)
-    except FileNotFoundError:
-        raise
-    except (OSError, TreeckptError, msgspec.MsgspecError):
-        return None, None
-    return owner, name in _held if owner == this_process() else is_running(owner)
+    """Returns the process that a lease names, and whether it may still read, as `read_claim`."""
+    return read_claim(store, name, damaged=None)
