@@ -10,13 +10,12 @@ from typing import Any, Literal, Unpack, cast
 from .arrays.expanded_tree import state_tree
 from .arrays.samples import Comparison
 from .core.format.file_names import check_step
-from .core.option_names import check_options, checks_options
 from .core.tree.flatten import flatten, replace_leaves
 from .core.tree.leaf_differences import Strict
 from .errors import MismatchError
 from .io.comm.collective import ending_together
 from .io.comm.comm import Comm, as_comm, background_comm, global_rank
-from .io.nested_calls import call_back, saves, takes_no_save
+from .io.public_calls import call_back, check_options, checks_options, saves, takes_no_save
 from .io.storage.open import following, open_store
 from .io.storage.store import Store
 from .loading.background import PendingLoad, start_load

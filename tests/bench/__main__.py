@@ -1,19 +1,19 @@
-"""Runs a benchmark of what needs no disk: `python -m tests.bench scale [--json FILE] [--plot FILE] [--most RANKS]`."""
+"""Runs a benchmark: `python -m tests.bench speed|scale [OPTIONS]`; speed and scale without a name."""
 
 import sys
 
+from tests.bench import speed
 from tests.bench.scale import report
 
-BENCHMARKS = {"scale": report.main}
+BENCHMARKS = {"speed": speed.main, "scale": report.main}
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str]) -> int:
     """Runs the named benchmark with the arguments that follow; all of them without a name."""
     if arguments:
-        BENCHMARKS[arguments[0]](arguments[1:])
-    for benchmark in () if arguments else BENCHMARKS.values():
-        benchmark([])
+        return BENCHMARKS[arguments[0]](arguments[1:]) or 0
+    return max(benchmark([]) or 0 for benchmark in BENCHMARKS.values())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -8,17 +8,22 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from tests.bench import speed
+from tests.bench.plot import draw
+from tests.bench.results import REMOTE_PHASES, AsyncTrial, summarize_all, summarize_async
+from tests.bench.states import SCENARIOS
+from tests.bench.targets import FAR, NEAR, compare_async_with_targets, compare_with_targets
 from tests.helpers.background import until
 from tests.helpers.bench_trials import trial
 from treeckpt import bench
-from treeckpt.bench import measure, raw_limits
+from treeckpt.bench import measure, raw_limits, states
 from treeckpt.bench.checkpointers import SyncCheckpointer
 from treeckpt.bench.meter import Meter, cached_fraction, drop_cache, fill_cache, sync_files
-from treeckpt.bench.plot import draw
-from treeckpt.bench.results import PHASES, REMOTE_PHASES, AsyncTrial, Limit, Trial, summarize, summarize_async
-from treeckpt.bench.states import SCENARIOS, BenchTask, different_leaf, make_state, shapes_bytes, sum_bytes, touch
-from treeckpt.bench.targets import FAR, NEAR, compare_async_with_targets, compare_with_targets
+from treeckpt.bench.results import LIMITS, BenchError, Limit, Trial, summarize
+from treeckpt.bench.states import BenchTask, different_leaf, make_state, shapes_bytes, sum_bytes, touch
 from treeckpt.cli.main import main as command_line
+
+PHASES = tuple(LIMITS)
 
 
 def one_of_each() -> list[Trial]:
@@ -42,7 +47,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine, threads that wait for each other take most of the time
     try:
-        assert bench.main(["--quick", "--scale", "0.006", "--repetitions", "1", *only, *place]) == 0
+        assert speed.main(["--quick", "--scale", "0.006", "--repetitions", "1", *only, *place]) == 0
     finally:
         torch.set_num_threads(threads)
     assert list((folder / "work").iterdir()) == []
@@ -78,7 +83,7 @@ def test_warm_files_are_in_the_page_cache(report):
 
 
 def test_a_run_computes_the_bars_of_its_scenarios(report):
-    assert report["format"] == "treeckpt.bench/3"
+    assert report["format"] == "treeckpt.bench/4"
     states = {(bar["scenario"], bar["text"]): bar["state"] for bar in report["bars"]}
     for (scenario, text), state in states.items():
         if scenario in ("gpt2", "tiny", "slice"):
@@ -91,7 +96,7 @@ def test_a_run_computes_the_bars_of_its_scenarios(report):
 def test_ranks_that_load_the_same_are_measured_beside_one_of_them(tmp_path):
     out = tmp_path / "out.json"
     options = ["--scale", "0.02", "--repetitions", "1", "--only", "host-2", "--dir", str(tmp_path), "--json", str(out)]
-    assert bench.main(options) == 0
+    assert speed.main(options) == 0
     report = json.loads(out.read_text())
     sizes = {t["contender"]: t["nbytes"] for t in report["trials"] if t["phase"] == "load cold"}
     assert sizes["treeckpt"] == sizes["dcp"] == 2 * sizes["treeckpt one rank"]
@@ -102,7 +107,7 @@ def test_ranks_that_load_the_same_are_measured_beside_one_of_them(tmp_path):
 def test_ranks_are_measured_together(name, tmp_path):
     out = tmp_path / "out.json"
     options = ["--scale", "0.002", "--repetitions", "1", "--only", name, "--dir", str(tmp_path), "--json", str(out)]
-    assert bench.main([*options, "--contender", "treeckpt"]) == 0
+    assert speed.main([*options, "--contender", "treeckpt"]) == 0
     trials = json.loads(out.read_text())["trials"]
     assert {(t["contender"], t["phase"]) for t in trials} == {("treeckpt", phase) for phase in phases_of("treeckpt")}
     assert {t["ranks"] for t in trials} == {2}
@@ -111,7 +116,7 @@ def test_ranks_are_measured_together(name, tmp_path):
 def test_tables_are_measured_beside_dense_tensors_of_the_same_bytes(tmp_path):
     out = tmp_path / "out.json"
     options = ["--scale", "0.0005", "--repetitions", "1", "--dir", str(tmp_path), "--json", str(out)]
-    assert bench.main([*options, "--only", "table"]) == 0
+    assert speed.main([*options, "--only", "table"]) == 0
     report = json.loads(out.read_text())
     assert {t["nbytes"] for t in report["trials"]} == {5000 * (3 * 64 + 8)}
     assert {t["contender"] for t in report["trials"]} == {"treeckpt", "treeckpt dense"}
@@ -127,7 +132,7 @@ def test_ratios_are_of_the_trial_and_of_the_limit_beside_it():
 
 
 def test_every_bar_is_computed_from_a_full_run():
-    bars = compare_with_targets(summarize(one_of_each()))
+    bars = compare_with_targets(summarize_all(one_of_each()))
     assert {bar.state for bar in bars} == {"ok"}
     assert {bar.state for bar in compare_with_targets([])} == {"not measured"}
 
@@ -163,7 +168,7 @@ def test_saves_in_the_background_are_measured_beside_steps_or_ticks(name, tmp_pa
     out = tmp_path / "out.json"
     options = ["--scale", "0.002", "--repetitions", "1", "--only", name, "--dir", str(tmp_path), "--json", str(out)]
     options += [] if name == "async" else ["--contender", "treeckpt"]
-    assert bench.main(options) == 0
+    assert speed.main(options) == 0
     found = json.loads(out.read_text())
     names = {"treeckpt", "treeckpt lazy"} | ({"dcp thread", "dcp process"} if name == "async" else set())
     assert {(s["contender"], s["repetition"]) for s in found["stays"]} >= set(itertools.product(names, (0, 1)))
@@ -177,7 +182,7 @@ def test_saves_in_the_background_are_measured_beside_steps_or_ticks(name, tmp_pa
 def test_a_state_on_a_device_is_measured_beside_copies_to_and_from_there(tmp_path, capsys):
     options = ["--device", "cpu", "--scale", "0.006", "--repetitions", "1", "--only", "device", "--json", "-"]
     options += ["--contender", "treeckpt", "--contender", "torch.save"]
-    assert bench.main([*options, "--dir", str(tmp_path)]) == 0
+    assert speed.main([*options, "--dir", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     report = json.loads(out)
     assert "the smaller of the disk and the copy" in err, "with JSON on stdout tables go to stderr"
@@ -194,7 +199,7 @@ def test_a_state_on_a_device_is_measured_beside_copies_to_and_from_there(tmp_pat
 def test_every_library_is_measured_from_and_to_a_device_and_beside_steps_there(tmp_path):
     out = tmp_path / "out.json"
     options = ["--device", "cpu", "--scale", "0.01", "--repetitions", "1"]
-    assert bench.main([*options, "--dir", str(tmp_path), "--json", str(out)]) == 0
+    assert speed.main([*options, "--dir", str(tmp_path), "--json", str(out)]) == 0
     found = json.loads(out.read_text())
     assert {t["contender"] for t in found["trials"]} == {"treeckpt", "torch.save", "safetensors", "dcp"}
     assert {"treeckpt", "treeckpt lazy", "dcp thread"} <= {one["contender"] for one in found["stays"]}
@@ -206,7 +211,7 @@ def test_every_library_is_measured_from_and_to_a_device_and_beside_steps_there(t
     "options", ["--device cuda:99", "--device nowhere", "--only device", "--device cpu --only tiny"]
 )
 def test_a_device_that_is_not_here_or_not_named_is_wrong_use(options, tmp_path, capsys):
-    assert bench.main([*options.split(), "--dir", str(tmp_path)]) == 2
+    assert speed.main([*options.split(), "--dir", str(tmp_path)]) == 2
     assert "--device" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
 
 
@@ -221,24 +226,22 @@ def test_a_bar_that_is_missed_is_short():
 def test_strict_fails_where_a_bar_is_missed(tmp_path, monkeypatch):
     for limit, code in ((1.0, 0), (1e9, 1)):
         trials = [trial(limits={"W": limit})]
-        monkeypatch.setattr(bench, "run_tasks", lambda *_, trials=trials: (trials, [], False))
-        assert bench.main(["--strict", "--scale", "0.01", "--only", "gpt2", "--dir", str(tmp_path)]) == code
+        monkeypatch.setattr(speed, "run_tasks", lambda *_, trials=trials: (trials, [], False))
+        assert speed.main(["--strict", "--scale", "0.01", "--only", "gpt2", "--dir", str(tmp_path)]) == code
 
 
 def test_a_scenario_that_fails_does_not_lose_the_others(tmp_path, monkeypatch, capsys):
-    from treeckpt.bench.measure import BenchError
-
-    run = bench.run_task
+    run = speed.run_task
 
     def fail_one(task):
         if task.name == "slice":
             raise BenchError("a contender gave up")
         return run(task)
 
-    monkeypatch.setattr(bench, "run_task", fail_one)
+    monkeypatch.setattr(speed, "run_task", fail_one)
     only = [word for name in ("slice", "tiny") for word in ("--only", name)]
     options = ["--scale", "0.001", "--repetitions", "1", "--contender", "treeckpt", "--dir", str(tmp_path)]
-    assert bench.main([*options, *only, "--json", str(tmp_path / "out.json")]) == 1
+    assert speed.main([*options, *only, "--json", str(tmp_path / "out.json")]) == 1
     assert "slice: a contender gave up" in capsys.readouterr().err
     report = json.loads((tmp_path / "out.json").read_bytes())
     assert {row["scenario"] for row in report["rows"]} == {"tiny"}
@@ -246,7 +249,7 @@ def test_a_scenario_that_fails_does_not_lose_the_others(tmp_path, monkeypatch, c
 
 def test_no_room_is_said_before_anything_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "MARGIN", 1 << 60)
-    assert bench.main(["--scale", "0.01", "--dir", str(tmp_path)]) == 1
+    assert speed.main(["--scale", "0.01", "--dir", str(tmp_path)]) == 1
     assert "of free space, found" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -268,7 +271,7 @@ def test_a_contender_that_gives_back_something_else_is_caught(tmp_path):
             raise AssertionError("not asked for")
 
     task = BenchTask("tiny", str(tmp_path), scale=0.001, repetitions=1)
-    with pytest.raises(measure.BenchError, match=r"wrong: tiny: leaf\.00000 came back changed"):
+    with pytest.raises(BenchError, match=r"wrong: tiny: leaf\.00000 came back changed"):
         list(measure.run_alone(task, [Wrong()]))
 
 
@@ -282,7 +285,7 @@ def test_full_sizes_are_those_that_are_told():
     assert len(sizes["tiny"]) == 20_000 and shapes_bytes(sizes["tiny"]) == 80_000
     assert all(round(shapes_bytes(sizes[f"host-{n}"]) / 1e6) == 498 for n in (2, 4, 8))
     assert shapes_bytes(sizes["one"]) == 2e9 and shapes_bytes(sizes["slice"]) == 512e6
-    assert {s.name for s in SCENARIOS} == set(bench.NAMES)
+    assert {s.name for s in states.SCENARIOS} == set(bench.NAMES)
 
 
 def test_states_come_out_the_same_and_differences_are_seen():
@@ -326,7 +329,7 @@ def test_raw_limits_are_measured_and_leave_no_file(tmp_path):
 
 
 def test_the_picture_is_drawn_from_what_there_is(tmp_path):
-    draw(summarize(one_of_each()), tmp_path / "all.svg")
+    draw(summarize_all(one_of_each()), tmp_path / "all.svg")
     assert "Save, 2 equal ranks" in (tmp_path / "all.svg").read_text()
     draw(summarize([trial()]), tmp_path / "one.png")
     with pytest.raises(ValueError, match="nothing to draw"):
@@ -337,7 +340,18 @@ def test_it_is_a_command(capsys):
     with pytest.raises(SystemExit) as stopped:
         command_line(["bench", "--help"])
     assert stopped.value.code == 0
-    assert "--strict" in capsys.readouterr().out
+    assert "--repetitions" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stopped:
         command_line(["bench", "--only", "everything"])
     assert stopped.value.code == 2
+
+
+def test_the_command_measures_what_a_user_compares(tmp_path, capsys):
+    options = ["--scale", "0.001", "--repetitions", "1", "--only", "tiny", "--dir", str(tmp_path), "--json", "-"]
+    assert command_line(["bench", *options]) == 0
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert report["format"] == "treeckpt.bench/4" and report["machine"]["packages"]["treeckpt"]
+    assert {t["contender"] for t in report["trials"]} == {"treeckpt", "torch.save", "safetensors", "dcp", "dcp-4"}
+    assert [row["phase"] for row in report["rows"] if row["contender"] == "treeckpt"] == list(PHASES)
+    assert "20,000 tensors of one element" in err and list(tmp_path.iterdir()) == []

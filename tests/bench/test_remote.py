@@ -1,4 +1,4 @@
-"""`treeckpt bench --only remote`: every checkpointer beside obstore itself, on a server that is as far away as told."""
+"""`python -m tests.bench speed --only remote`: every checkpointer beside obstore, on a server as far away as told."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 import pytest
 import torch
 
+from tests.bench import measure_remote, remote_checkpointers, speed
+from tests.bench.plot import draw
+from tests.bench.remote_checkpointers import RemoteCheckpointer
+from tests.bench.results import RAW, REMOTE_PHASES, Link, summarize_all, summarize_remote, with_remote_limits
+from tests.bench.show import print_remote
+from tests.bench.states import SpeedTask
 from tests.helpers.bench_trials import trial
-from treeckpt import bench
-from treeckpt.bench import measure_remote, remote_checkpointers
-from treeckpt.bench.measure import BenchError
-from treeckpt.bench.plot import draw
-from treeckpt.bench.remote_checkpointers import RemoteCheckpointer
-from treeckpt.bench.results import RAW, REMOTE_PHASES, Link, summarize, with_remote_limits
-from treeckpt.bench.show import print_remote
-from treeckpt.bench.states import BenchTask, State
+from treeckpt.bench.results import BenchError
+from treeckpt.bench.states import State
 
 CONNECTIONS = {f"{RAW} {number}" for number in remote_checkpointers.CONNECTIONS}
 NEAR = Link(1, 1000)
 
 
-def task(**changes: Any) -> BenchTask:
-    return BenchTask(
-        **{"name": "remote", "directory": "", "scale": 0.001, "repetitions": 1, "links": (NEAR,), **changes}
+def task(directory: Path, **changes: Any) -> SpeedTask:
+    return SpeedTask(
+        **{"name": "remote", "directory": str(directory), "scale": 0.001, "repetitions": 1, "links": (NEAR,), **changes}
     )
 
 
@@ -37,7 +37,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine, threads that wait for each other take most of the time
     try:
-        assert bench.main([*options, "--json", str(folder / "out.json"), "--plot", str(folder / "out.svg")]) == 0
+        assert speed.main([*options, "--json", str(folder / "out.json"), "--plot", str(folder / "out.svg")]) == 0
     finally:
         torch.set_num_threads(threads)
     assert "1 ms, 1000 MB/s" in (folder / "out.svg").read_text()
@@ -83,25 +83,27 @@ class OneFile(RemoteCheckpointer):
         return {name: leaf + self.wrong for name, leaf in self.state.items()}
 
 
-def test_a_checkpointer_that_gives_back_something_else_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpointer_that_gives_back_something_else_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(measure_remote, "remote_checkpointers", lambda endpoint: [OneFile(endpoint)])
-    assert len(list(measure_remote.run_remote(task()))) == 1
+    assert len(list(measure_remote.run_remote(task(tmp_path)))) == 1
     monkeypatch.setattr(OneFile, "wrong", 1)
     with pytest.raises(BenchError, match=r"one: remote 1/1000: layer\.00 came back changed"):
-        list(measure_remote.run_remote(task()))
+        list(measure_remote.run_remote(task(tmp_path)))
 
 
 def test_what_takes_too_long_is_cut_and_what_is_slow_is_measured_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(measure_remote, "remote_checkpointers", lambda endpoint: [OneFile(endpoint)])
     monkeypatch.setattr(measure_remote, "PATIENCE", 0.3)
     monkeypatch.setattr(measure_remote, "SLOW", 0.2)
     far = Link(600, 1000)
-    [[save, load]] = measure_remote.run_remote(task(links=(far,), repetitions=2))
+    [[save, load]] = measure_remote.run_remote(task(tmp_path, links=(far,), repetitions=2))
     assert (save.seconds, save.cut) == (0.3, True)
     assert load.cut is False
-    print_remote("text", summarize([save, load]))
+    print_remote("text", summarize_remote([save, load]))
     assert "> 0 s" in capsys.readouterr().out
 
 
@@ -126,7 +128,7 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 def test_object_stores_have_a_picture_of_their_own(tmp_path: Path) -> None:
     remote = [trial(who, "load remote", scenario=NEAR.scenario) for who in ("treeckpt", f"{RAW} 16", "fsspec DCP")]
     cut = [trial("fsspec DCP", "save remote", 60.0, scenario=NEAR.scenario, cut=True)]
-    both = draw(summarize([trial(), *remote, *cut]), tmp_path / "speed.svg")
+    both = draw(summarize_all([trial(), *remote, *cut]), tmp_path / "speed.svg")
     assert both == [tmp_path / "speed.svg", tmp_path / "speed-remote.svg"]
     text = both[1].read_text()
     assert "> 60 s" in text.replace("&gt;", ">") and "fsspec DCP" in text
@@ -135,6 +137,6 @@ def test_object_stores_have_a_picture_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", ["40", "-1/90", "40/0", "near/far"])
 def test_a_link_is_milliseconds_and_a_rate(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        bench.main(["--only", "remote", "--link", wrong])
+        speed.main(["--only", "remote", "--link", wrong])
     assert stopped.value.code == 2
     assert "--link" in capsys.readouterr().err

@@ -16,11 +16,11 @@ import signal
 import time
 from typing import Any
 
+from tests.bench.s3_objects import S3Object, S3Segment, new_etag
+from tests.bench.s3_server import S3Answer, S3Request, S3Server
 from tests.crash.interleaved_actor import changes
 from tests.crash.interleaved_cases import STEPS
 from tests.crash.interleaved_stage import ACTORS, LONGEST_PAUSE, QUIET, STUCK, Link, Process, Stage, asleep, save_id_in
-from treeckpt.bench.s3_objects import S3Object, S3Segment, new_etag
-from treeckpt.bench.s3_server import S3Answer, S3Request, S3Server
 from treeckpt.core.format.file_names import step_name
 
 __all__ = ["RemoteStage"]

@@ -29,7 +29,7 @@ from treeckpt.core.format.file_names import step_name
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.io.storage import local_write, os_files
 from treeckpt.io.storage import store as store_module
-from treeckpt.saving.commit import PUBLISHED_HINT
+from treeckpt.saving.shard_writer import PUBLISHED_HINT
 
 ROOT = Path(__file__).parents[2]
 SYSTEM_CALLS = ("open", "pwrite", "ftruncate", "fsync", "link", "replace", "posix_fallocate")

@@ -15,10 +15,11 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import load as dcp_load
 
 import treeckpt as tc
+from tests.bench import speed
+from tests.bench.device_limits import DeviceLimits
+from tests.bench.states import synchronize
 from tests.helpers.devices import CUDA_MARKS, DEVICES
-from treeckpt import bench, training
-from treeckpt.bench.device_limits import DeviceLimits
-from treeckpt.bench.states import synchronize
+from treeckpt import training
 from treeckpt.saving.staging import Arena, cuda_pinning
 
 QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
@@ -219,7 +220,7 @@ def test_the_copies_that_the_benchmark_compares_with_copy(device: str) -> None:
 def test_the_benchmark_measures_a_device(tmp_path: Path, device: str) -> None:
     out = tmp_path / "out.json"
     options = ["--device", device, "--scale", "0.02", "--repetitions", "1", "--dir", str(tmp_path), "--json", str(out)]
-    assert bench.main(options) == 0
+    assert speed.main(options) == 0
     report = json.loads(out.read_text())
     found = [bar for bar in report["bars"] if bar["scenario"].startswith("device")]
     assert len(found) == 5 and all(bar["state"] in ("ok", "short") for bar in found)

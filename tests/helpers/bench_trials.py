@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from treeckpt.bench.results import LIMITS, REMOTE_LIMITS, Trial
+from tests.bench.results import REMOTE_LIMITS, RemoteTrial
+from treeckpt.bench.results import LIMITS, Trial
 
 
 def trial(contender: str = "treeckpt", phase: Any = "save", seconds: float = 1.0, **changes: Any) -> Trial:
@@ -14,15 +15,15 @@ def trial(contender: str = "treeckpt", phase: Any = "save", seconds: float = 1.0
         "contender": contender,
         "phase": phase,
         "repetition": 0,
-        "ranks": 1,
         "seconds": seconds,
         "summed": seconds,
         "nbytes": 1000,
-        "limits": {{**LIMITS, **REMOTE_LIMITS}[phase]: 1000.0},
+        "limit": (limit := {**LIMITS, **REMOTE_LIMITS}[phase]),
+        "limits": {limit: 1000.0},
         "extra_rss": 0,
         "read_bytes": 1000,
         "write_bytes": 0,
         "files_bytes": 1000,
         "cached": 0.0,
     }
-    return Trial(**{**fields, **changes})
+    return (RemoteTrial if phase in REMOTE_LIMITS else Trial)(**{**fields, **changes})

@@ -1,4 +1,4 @@
-"""The S3 server of `treeckpt.bench.s3_server` as a test sees it: its settings, its log, and stores on it."""
+"""The S3 server of `tests.bench.s3_server` as a test sees it: its settings, its log, and stores on it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.bench import s3_server
 from tests.helpers.large import write_many
 from tests.helpers.s3 import BUCKET, S3, started, wait_for_late_requests
-from treeckpt.bench import s3_server
 
 
 class FarS3(S3):

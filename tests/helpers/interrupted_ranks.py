@@ -14,7 +14,7 @@ import pytest
 import treeckpt as tc
 from treeckpt.io.comm import abandoned, rounds, waiting
 from treeckpt.io.comm.collective import Conclusion, Exchange
-from treeckpt.io.comm.state import CommState
+from treeckpt.io.comm.comm import CommState
 
 TIMEOUT = 600.0
 LONGEST = 15.0

@@ -123,8 +123,9 @@ def write_checkpoint(
     error: str | None = None,
     max_shard_bytes: int = 1 << 62,
     files: Mapping[str, bytes] | None = None,
+    block: int = BLOCK,
 ) -> Index:
-    """Writes a checkpoint; without `publish` all but its index."""
+    """Writes a checkpoint, with checksums of blocks of `block` bytes; without `publish` all but its index."""
     tree = gpt_state(seed=step or 0) if tree is None else tree
     save_id = hashlib.blake2s(f"{directory.name} {step}".encode(), digest_size=8).hexdigest()
     structure, leaves = flatten(tree)
@@ -157,10 +158,10 @@ def write_checkpoint(
     for rank in range(world):
         for file in plan_save(arrays, shares, rank, max_shard_bytes=max_shard_bytes).files:
             entries, area = _pieces(file, rank, numbered, data, plenum)
-            hashes = tuple(hash_block(area[at : at + BLOCK]) for at in range(0, len(area), BLOCK))
+            hashes = tuple(hash_block(area[at : at + block]) for at in range(0, len(area), block))
             own_manifest = manifest if rank == 0 and file.part == 0 else None
             header = encode_header(
-                ShardHeader(save_id, rank, world, file.part, file.stream, entries, hashes, manifest=own_manifest)
+                ShardHeader(save_id, rank, world, file.part, file.stream, entries, hashes, block, own_manifest)
             )
             (directory / shard_name(save_id, rank, world, file.part)).write_bytes(header + area)
             rows.append((rank, file.part, file.stream, file.nbytes, len(header)))

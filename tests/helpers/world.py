@@ -14,7 +14,7 @@ import treeckpt as tc
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.core.format.seals import sealed
 from treeckpt.io.comm.comm import Comm, thread_comms
-from treeckpt.io.storage.store import Store, Writer
+from treeckpt.io.storage.store import DirectoryEntry, Store, VersionTag, Writer
 
 __all__ = [
     "LONG",
@@ -148,17 +148,21 @@ def fail(name: str) -> None:
     raise OSError(5, f"injected at {name}")
 
 
-class Faulty:
+class Faulty(Store):
     """A store that does what another one does, through a switch."""
 
     def __init__(self, inner: Store, switch: Switch) -> None:
-        self.inner, self.switch, self.url = inner, switch, inner.url
+        self.inner, self.switch = inner, switch
+
+    @property
+    def url(self) -> str:
+        return self.inner.url
 
     def prepare(self) -> None:
         self.switch("prepare", self.inner.prepare)
 
-    def sizes(self) -> dict[str, int]:
-        return self.switch("sizes", self.inner.sizes)
+    def entries(self) -> dict[str, DirectoryEntry]:
+        return self.switch("sizes", self.inner.entries)
 
     def read(self, name: str, *, limit: int) -> bytes:
         return self.switch(f"read {name}", lambda: self.inner.read(name, limit=limit))
@@ -175,10 +179,13 @@ class Faulty:
     def create(self, name: str, nbytes: int) -> Writer:
         return self.switch(f"create {name}", lambda: _FaultyWriter(self.inner.create(name, nbytes), self.switch, name))
 
-    def publish(self, name: str, data: bytes, *, replace: bool) -> None:
+    def publish(
+        self, name: str, data: bytes, *, replace: bool | VersionTag, check: Callable[[], object] = lambda: None
+    ) -> None:
+        check()
         self.switch(f"publish {name}", lambda: self.inner.publish(name, data, replace=replace))
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: str, *, version: VersionTag | None = None) -> None:
         self.switch(f"delete {name}", lambda: self.inner.delete(name))
 
     def close(self) -> None:
@@ -186,6 +193,8 @@ class Faulty:
 
 
 class _FaultyWriter:
+    ordered = False
+
     def __init__(self, inner: Writer, switch: Switch, name: str) -> None:
         self.inner, self.switch, self.name = inner, switch, name
 

@@ -346,7 +346,7 @@ def test_a_step_that_is_read_is_deleted_only_afterwards(run):
 
 
 def call_that_removes_the_index(store):
-    return "take_away" if hasattr(store, "take_away") else "delete"
+    return "rename" if store.traits.renames else "delete"
 
 
 def test_a_reader_that_comes_between_decision_and_deletion_keeps_the_shards(run, monkeypatch):
@@ -354,14 +354,14 @@ def test_a_reader_that_comes_between_decision_and_deletion_keeps_the_shards(run,
     folder = made.directory.folder(1)
 
     store = type(folder.store)
-    call = call_that_removes_the_index(store)
+    call = call_that_removes_the_index(folder.store)
     real = getattr(store, call)
 
-    def delete(self, name, *aside):
+    def delete(self, name, *aside, **options):
         if name == INDEX_NAME and not held:
             held.append(hold_lease(folder))
             held[0].__enter__()
-        real(self, name, *aside)
+        real(self, name, *aside, **options)
 
     monkeypatch.setattr(store, call, delete)
     report = keeper.clean([Last(1)])
@@ -405,15 +405,15 @@ def test_a_pin_between_decision_and_deletion_wins(tmp_path, monkeypatch):
 def test_a_pin_beside_the_deletion_of_the_index_keeps_the_step_or_is_an_error(run, monkeypatch, when):
     made = fill(run, [1, 2])
     folder = type(open_run(run).folder(step_name(1)).store)
-    call = call_that_removes_the_index(folder)
+    call = call_that_removes_the_index(open_run(run).folder(step_name(1)).store)
     real, told = getattr(folder, call), []
 
-    def delete(store, name, *aside):
+    def delete(store, name, *aside, **options):
         pins = name == INDEX_NAME and not told
         told.append(name)
         if pins and when == "before":
             made.pin(1)
-        real(store, name, *aside)
+        real(store, name, *aside, **options)
         if pins and when == "after":
             with pytest.raises(tc.CheckpointNotFound, match="it is being deleted"):
                 made.pin(1)
@@ -504,7 +504,7 @@ class ReadOnly:
         def refuse(*args, **options):
             raise OSError(30, "Read-only file system")
 
-        for name in ("publish", "delete", "create", "take_away"):
+        for name in ("publish", "delete", "create", "rename"):
             setattr(folder.store, name, refuse)
         return folder
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def test_callbacks_learn_of_failures_and_their_own_are_logged(tmp_path: Path, ca
             errors.append(error)
 
     class Full(tc.MemoryStore):
-        def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
+        def publish(self, name: str, data: bytes, **options: Any) -> None:
             raise OSError(28, "No space left on device")
 
     with caplog.at_level(logging.ERROR, "treeckpt"):

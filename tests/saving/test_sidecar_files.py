@@ -122,10 +122,10 @@ def test_a_file_that_cannot_be_written_fails_the_save_on_every_rank_and_leaves_t
     before = set(tc.LocalStore(path).sizes())
 
     class Full(Faulty):
-        def publish(self, name: str, data: bytes, *, replace: bool) -> None:
+        def publish(self, name: str, data: bytes, **options: Any) -> None:
             if name.startswith("file."):
                 raise OSError(28, "No space left on device")
-            super().publish(name, data, replace=replace)
+            super().publish(name, data, **options)
 
     def save(comm: Comm) -> None:
         store = Full(tc.LocalStore(path), Switch())

@@ -18,7 +18,7 @@ from tests.helpers.world import on_ranks
 from treeckpt.arrays import describe, plain_tensor, torch_memory
 from treeckpt.arrays import torch as torch_leaves
 from treeckpt.arrays.base import ArraySource, HostArray, HostMemory
-from treeckpt.loading import read_batch, read_request
+from treeckpt.loading import plan, read_batch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.int16)
 
@@ -154,7 +154,7 @@ def test_small_arrays_are_filled_as_large_ones_are(tmp_path: Path, limit: int | 
     short, long = mixed(2), mixed(2)
     report = tc.load_into(tmp_path / "x", short)
     with pytest.MonkeyPatch.context() as patch:  # nothing is one run of bytes: box by box
-        for module in (read_batch, read_request):
+        for module in (plan, read_batch):
             patch.setattr(module, "HostMemory", type("NoMemory", (), {}))
         other = tc.load_into(tmp_path / "x", long)
     assert texts(short) == texts(long) == texts(saved)

@@ -13,7 +13,7 @@ from ..core.analysis.checksum_diff import Checksums
 from ..core.format.records import File, Index
 from ..core.tree.flatten import flatten
 from ..errors import FormatError
-from ..io.comm.launchers import launched_rank
+from ..io.comm.comm import launched_rank
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.far_store import for_reading
 from ..io.storage.foreign_formats import describe_foreign, names_text

@@ -12,7 +12,6 @@ from ..core.sharding.dtypes import dtype_of
 from ..core.tree.spec import ArraySpec
 from ..errors import CorruptError, MismatchError
 from ..io.storage.checkpoint import Checkpoint
-from ..io.storage.fetching import SupportsFetching
 from ..io.storage.page_cache import available_memory
 from .transforms.view import ComposedLeaf
 
@@ -41,7 +40,7 @@ class Claims:
         A store that is far away is not listed for them: there each shard is compared with the index when it is opened,
         before that memory is touched.
         """
-        far = isinstance(self._checkpoint.store, SupportsFetching) and self._whole
+        far = self._checkpoint.store.traits.far and self._whole
         return available_memory() if far else -1
 
     @cached_property

@@ -44,7 +44,7 @@ from .join_slots import (
     no_plain_rows,
     read_now,
 )
-from .read_request import LeafPlaceholder
+from .plan import LeafPlaceholder
 from .transforms.assemble import constant_write
 from .transforms.composed_array import Constant
 

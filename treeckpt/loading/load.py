@@ -31,11 +31,11 @@ from ..io.storage.checkpoint import Checkpoint
 from ..reports import LoadReport
 from .aliasing import Wanted, check_ties, tied_to
 from .chosen_rows import check_tables
+from .execute_shared import open_relay, together
 from .keyed_tables import column_slot, find_column, refuse_plain, slot_as_saved
 from .match import Load, LoadOptions
+from .plan import LeafPlaceholder
 from .read_batch import ReadOptions, add_changed
-from .read_request import LeafPlaceholder
-from .shared_read import open_relay, together
 
 # without like ----------------------------------------------------------------------------------------------------
 

@@ -27,14 +27,14 @@ from ..core.tree.spec import ArraySpec
 from ..errors import MismatchError, TreeError
 from ..io.comm.comm import Comm, global_rank, other_world_error, ranks_of_host
 from ..io.storage.checkpoint import Checkpoint
-from ..io.storage.fetching import FETCH_MEMORY, SupportsFetching
+from ..io.storage.fetching import FETCH_MEMORY
 from ..io.storage.memory import SlabAllocator
 from ..io.timing import Recorder
 from ..reports import LoadReport
 from .check_sizes import Claims
 from .chosen_ids import chosen_ids
+from .plan import LeafPlaceholder
 from .read_batch import ReadBatch, ReadOptions, Verify
-from .read_request import LeafPlaceholder
 from .transforms.reshape_rules import check_scaled
 from .transforms.rules import Rule
 from .transforms.view import ComposedLeaf, view_of
@@ -77,7 +77,8 @@ class LoadOptions(msgspec.Struct, frozen=True):
     whose ids come from here, without it the ids of tables that get slots from here."""
 
     def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "ids", chosen_ids(self.ids))
+        if self.ids is not None:
+            msgspec.structs.force_setattr(self, "ids", chosen_ids(self.ids))
         for name, given, known in (
             ("read", self.read, ("each", "once")),
             ("per_rank", self.per_rank, ("error", "take")),
@@ -131,7 +132,7 @@ class Load:
         self.options, self.rank, self.here = options, comm.rank, global_rank(comm)
         self.recorder = Recorder(comm.rank)
         self.checkpoint, self.index = checkpoint, checkpoint.index
-        default = FETCH_MEMORY if isinstance(checkpoint.store, SupportsFetching) else MEMORY
+        default = FETCH_MEMORY if checkpoint.store.traits.far else MEMORY
         self.memory = default if options.memory is None else options.memory
         """Bytes of buffers, at most."""
         self.source_rank = comm.rank % self.index.world
@@ -171,9 +172,9 @@ class Load:
 
     def _damaged(self) -> dict[str, tuple[DamagedLeaf, ...]]:
         """Returns the damaged parts of each leaf by path, for the rank whose state is loaded."""
-        damaged = damaged_leaves(self.index, self.options.bad or (), rank=self.source_rank)
-        if not damaged:
+        if not self.options.bad:
             return {}
+        damaged = damaged_leaves(self.index, self.options.bad, rank=self.source_rank)
         found: dict[str, tuple[DamagedLeaf, ...]] = {}
         for leaf in self.view.entries:
             saved = [s.number for s in leaf.sources.values()] if isinstance(leaf, ComposedLeaf) else [leaf.number]
@@ -232,14 +233,16 @@ class Load:
 
     def read_blobs(self, leaves: Iterable[Leaf | None]) -> None:
         """Reads the values among saved leaves whose bytes are in shards, so that `value` has them."""
+        blobs = [leaf for leaf in leaves if leaf is not None and leaf.spec is None and leaf.stored is not None]
+        if not blobs:
+            return
         batch, found = self.new_batch(), dict[int, tuple[Leaf, np.ndarray]]()
-        for leaf in leaves:
-            if leaf is None or leaf.spec is not None or leaf.stored is None or leaf.number in found:
+        for leaf in blobs:
+            if leaf.number in found or leaf.stored is None:
                 continue
             self.claims.take(leaf.path, leaf)
             found[leaf.number] = leaf, batch.add_region(leaf.as_array, Region.whole(leaf.stored.shape))
-        if found:
-            self.run_now(batch)
+        self.run_now(batch)
         while found:
             number, (leaf, memory) = found.popitem()
             assert leaf.stored is not None, "blobs are stored"

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from ..core.format.records import Index
 from ..foreign.foreign_checkpoint import open_checkpoint
-from ..io.nested_calls import takes_no_save
 from ..io.os_errors import wrap_read_error
+from ..io.public_calls import takes_no_save
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.metadata_files import OnShardsRead, read_sidecar
 from ..io.storage.open import following

@@ -1,4 +1,4 @@
-"""Collects what one load reads, and reads it.
+"""Collects what one load reads, and has it planned and read.
 
 A whole array that one chunk holds becomes a view of the page-aligned memory that its range of the file is read into,
 once. Everything else (regions, several chunks, other devices, other dtypes, targets that exist) is read through a few
@@ -11,7 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -21,36 +21,37 @@ from ..arrays.registry import check_library, mark_written
 from ..core.format.byte_map import extents_in_file
 from ..core.format.chunks import BoxChunks, WholeChunk
 from ..core.format.records import AliasRecord, ArrayRecord, File, Leaf, LeafRecord
-from ..core.planning.load_plan import Chunk
+from ..core.format.shard_header import BLOCK
+from ..core.planning.load_plan import READ_LIMIT, Chunk
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.placements import MeshLayout, replicas_of
 from ..core.sharding.region import Region, any_overlap, coalesce, intersect, is_c_order
 from ..core.tree.spec import ArraySpec
 from ..errors import FormatError, TreeckptError
-from ..io.storage.checkpoint import Checkpoint, ShardReader, UnexpectedBlocks
-from ..io.storage.fetching import SupportsFetching
+from ..io.storage.checkpoint import Checkpoint
+from ..io.storage.memory import PAGE, aligned_buffer
 from ..io.storage.page_cache import available_memory
 from ..io.timing import Recorder
-from .read_request import ContiguousMemory, LeafPlaceholder, NewArray, ReadRequest, request_for
-from .read_tasks import (
-    DEVICE_READ,
-    ReadTask,
+from .execute_local import READERS, ReadRun, execute_local
+from .execute_remote import execute_remote
+from .execute_shared import SharedRead, together
+from .plan import (
+    ContiguousMemory,
+    LeafPlaceholder,
+    NewArray,
+    Read,
+    cut_memory,
     in_turns,
-    join_contiguous,
-    list_tasks,
-    map_arrays,
-    read_limit,
-    requests_to,
-    run_tasks,
+    place_of,
+    plan_reads,
+    read_for,
+    wrap_new_arrays,
 )
-from .shared_read import SharedRead, together
 from .transforms.assemble import only_chunk, pieces_of
 from .transforms.view import ComposedLeaf
 
 Verify = bool | Literal["first", "stream"]
-SMALL = 64 << 10
-"""Bytes up to which each rank reads an array itself, rather than receive it from another rank."""
-SHOWN = 5
+PATHS_SHOWN = 5
 """Paths that an error names."""
 REGION_MEMORY = 16 << 20
 """Bytes of buffers for one region."""
@@ -103,7 +104,8 @@ class ReadBatch:
         self._others = frozenset(here[1]) - {here[0]}
         self._index, self._source_rank, self._recorder = checkpoint.index, source_rank, recorder
         self.nbytes = self.read_nbytes = 0
-        self._requests: list[ReadRequest[Any]] = []
+        self._wanted: list[Read] = []
+        """Each with one destination."""
         self._checked: set[tuple[str, str]] = set()
         """Kinds and dtypes of new arrays whose library is there."""
         self._first: ReadBatch | None = None
@@ -111,9 +113,9 @@ class ReadBatch:
         self.after: list[Callable[[], object]] = []
         """What is called when everything has been read."""
         self.filled: list[FilledArray] = []
-        self.written: list[ReadTask] = []
+        self.written: list[Read] = []
         """Reads whose bytes have reached their targets, or may have."""
-        self._work: list[tuple[Sequence[int], list[ReadTask]]] = []
+        self._work: list[tuple[Sequence[int], list[Read]]] = []
         """Reads, and the ranks that share them."""
 
     def add_new_array(self, path: str, leaf: Leaf, spec: ArraySpec) -> LeafPlaceholder | None:
@@ -142,7 +144,9 @@ class ReadBatch:
             self._checked.add((spec.kind, spec.dtype))
         placeholder, nbytes = LeafPlaceholder(), size * dtype.itemsize
         shared = bool(self._others) and self._is_shared(leaf, None)
-        self._requests.append(ReadRequest(path, (chunk.rank, chunk.start, nbytes), NewArray(placeholder, spec), shared))
+        file, start = place_of(self._index, path, chunk, nbytes)
+        array = NewArray(start, start + nbytes, placeholder, spec)
+        self._wanted.append(Read(file, start, start + nbytes, (array,), shared=shared))
         self.nbytes += nbytes
         return placeholder
 
@@ -199,10 +203,9 @@ class ReadBatch:
             return False
         nbytes = math.prod(spec.shape) * memory.itemsize
         self.nbytes += nbytes
-        chunk = record.chunks
-        self._requests.append(
-            ReadRequest(path, (chunk.rank, chunk.start, nbytes), ContiguousMemory(memory.address, memory), shared)
-        )
+        file, start = place_of(self._index, path, record.chunks, nbytes)
+        where = ContiguousMemory(start, start + nbytes, memory.address, memory)
+        self._wanted.append(Read(file, start, start + nbytes, (where,), shared=shared))
         return True
 
     def _add_pieces(self, path: str, leaf: Leaf, pieces: Sequence[TargetPiece], *, shared: bool) -> None:
@@ -232,7 +235,7 @@ class ReadBatch:
             )
         for chunk, box in zip(chunks, boxes, strict=True):
             if box is not None and box.size:
-                self._requests.append(request_for(path, chunk, piece, box, itemsize, shared=shared))
+                self._wanted.append(read_for(self._index, path, chunk, piece, box, itemsize, shared=shared))
 
     def _add_view(
         self, path: str, leaf: Leaf, record: AliasRecord, pieces: Sequence[TargetPiece], *, shared: bool
@@ -257,75 +260,102 @@ class ReadBatch:
         self.put(options)
 
     def prepare(self, options: ReadOptions) -> None:
-        """Opens the shards that are needed, and lists what is to be read. No target is written.
+        """Opens the shards that are needed, and plans what is to be read. No target is written.
 
         Raises:
             CorruptError: a shard is missing, cut short, or of another save.
         """
-        verify = options.verify is not False
         first = options.verify == "first" and options.in_place
-        far = isinstance(self.checkpoint.store, SupportsFetching)
-        ahead = far and options.ahead and not first and not options.mapped
-        self._reader = reader = ShardReader(
-            self.checkpoint, self._recorder, verify=verify, whole=self.whole, ahead=ahead
-        )
-        if far and not ahead:
-            self._open_shards()
+        verify, relay, wanted = options.verify is not False, options.relay, self._wanted
+        self._run = ReadRun(self.checkpoint, self._recorder, verify, self.whole, self.written)
+        steps = self._open_shards(verify, ahead=options.ahead and not first and not options.mapped)
         if options.mapped:
-            map_arrays(reader, requests_to(NewArray, self._requests))
-            self._requests = [one for one in self._requests if type(one.destination) is not NewArray]
-        relay, limit = options.relay, read_limit(options.memory)
-        requests = self._requests
-        parts: list[tuple[Sequence[int], list[ReadRequest[Any]]]] = [((0,), requests)]
+            self._map_arrays([read for read in wanted if type(read.destinations[0]) is NewArray])
+            wanted = [read for read in wanted if type(read.destinations[0]) is not NewArray]
+        # so that a few, rounded out to whole blocks with checksums, fit into the memory
+        limit = min(READ_LIMIT, max(options.memory // READERS // BLOCK * BLOCK - 2 * BLOCK, BLOCK))
         if relay is not None:
-            # large ones stay apart until it is known which ranks want the same and can share the read
-            small = [one for one in requests_to(ContiguousMemory, requests) if one.byte_range[2] <= SMALL]
-            joined = set(map(id, small))
-            requests = [one for one in requests if id(one) not in joined]
-            requests += join_contiguous(self._index, small, min(limit, DEVICE_READ))
-            parts[:] = relay.agree(self._index.save_id, requests)
-        with together(relay):
-            if self._first is not None:
-                self._first.run(ReadOptions(REGION_MEMORY, bool(options.verify), ahead=True))
-                self.nbytes += self._first.nbytes
-                self.read_nbytes += self._first.read_nbytes
-                self._first = None
-            self._work = [(members, list_tasks(reader, part, limit)) for members, part in parts]
-        if relay is None and self._others:
-            position = self._here[1].index(self._here[0])
-            self._work = [(members, in_turns(tasks, position, len(self._here[1]))) for members, tasks in self._work]
+            parts = relay.agree(self._index.save_id, wanted, min(limit, self.checkpoint.store.traits.request_nbytes))
+            with relay.together():
+                self._run_first(options)
+                self._work = [(members, self._plan(part, steps, limit)) for members, part in parts]
+        else:
+            self._run_first(options)
+            reads = self._plan(wanted, steps, limit)
+            if self._others:
+                reads = in_turns(reads, self._here[1].index(self._here[0]), len(self._here[1]))
+            self._work = [((self._here[0],), reads)]
         if first:
             self._verify_first(options)
 
-    def _open_shards(self) -> None:
-        files: list[File] = []
-        for request in self._requests:
-            rank, start, nbytes = request.byte_range
-            files.append(self._index.locate(rank, start, start + nbytes, request.path)[0])
-        self.checkpoint.open_shards(files, whole=self.whole)
+    def _run_first(self, options: ReadOptions) -> None:
+        """Reads what has to be there before all else."""
+        if self._first is not None:
+            self._first.run(ReadOptions(REGION_MEMORY, bool(options.verify), ahead=True))
+            self.nbytes += self._first.nbytes
+            self.read_nbytes += self._first.read_nbytes
+            self._first = None
+
+    @property
+    def _far(self) -> bool:
+        return self.checkpoint.store.traits.far
+
+    def _open_shards(self, verify: bool, *, ahead: bool) -> dict[str, int]:
+        """Opens the shards that are needed; returns by name how many bytes of each are read together, at least.
+
+        Args:
+            ahead: leaves shards in a store that is far away to the first read of them.
+        """
+        files = {read.file.name: read.file for read in self._wanted}
+        if self._far and not ahead:
+            self.checkpoint.open_shards(files.values(), whole=self.whole)
+        steps: dict[str, int] = {}
+        for name, file in files.items():
+            later = self._far and ahead and not self.checkpoint.is_open(file, whole=self.whole)
+            block = BLOCK if later else self._run.shard(file).block
+            steps[name] = block if verify else PAGE
+        return steps
+
+    def _map_arrays(self, wanted: Sequence[Read]) -> None:
+        """Maps arrays copy-on-write: bytes are read when they are touched, and never compared with checksums."""
+        pages = {read.file.name: PAGE for read in wanted}
+        for read in plan_reads(wanted, pages, limit=READ_LIMIT, size=READ_LIMIT):
+            position = read.file.header + read.start
+            wrap_new_arrays(read, self.checkpoint.store.map(read.file.name, position, read.nbytes))
+
+    def _plan(self, wanted: Sequence[Read], steps: dict[str, int], limit: int) -> list[Read]:
+        """Plans reads; new arrays exist then, without their bytes."""
+        size = self.checkpoint.store.traits.request_nbytes
+        reads: list[Read] = []
+        for read in plan_reads(wanted, steps, limit=limit, size=min(limit, size)):
+            if read.destinations and type(read.destinations[0]) is NewArray:
+                memory, step = aligned_buffer(read.nbytes, huge=True), steps[read.file.name]
+                wrap_new_arrays(read, memory)
+                reads += cut_memory(read, memory, max(size // step, 1) * step)
+            else:
+                reads.append(read)
+        return reads
 
     def put(self, options: ReadOptions) -> None:
-        """Reads what was listed and puts it in place; each block is compared with its checksum on the way."""
+        """Reads what was planned and puts it in place; each block is compared with its checksum on the way."""
         if options.in_place:
             mark_written([one.target.leaf for one in self.filled])
         relay = options.relay
         with together(relay):
             if relay is not None:
-                self.read_nbytes += relay.run(self._reader, self._work, memory=options.memory, written=self.written)
+                self.read_nbytes += relay.run(self._run, self._work, memory=options.memory)
             else:
-                self._run_alone(options)
+                for _, reads in self._work:
+                    self._execute(reads, options.memory)
+                    self.read_nbytes += sum(read.nbytes for read in reads)
             after, self.after = self.after, []  # what they hold is freed with them
             for act in after:
                 act()
 
-    def _run_alone(self, options: ReadOptions) -> None:
-        try:
-            for _, tasks in self._work:
-                self.read_nbytes += run_tasks(self._reader, tasks, memory=options.memory, written=self.written)
-        except UnexpectedBlocks:
-            again = msgspec.structs.replace(options, ahead=False)
-            self.prepare(again)
-            self._run_alone(again)
+    def _execute(self, reads: Sequence[Read], memory: int) -> None:
+        """Carries out reads of this rank alone."""
+        execute = execute_remote if self._far else execute_local
+        execute(self._run, reads, memory=memory)
 
     def changed(self) -> list[str]:
         """Returns the paths of targets that may hold some of what was read, after a failure.
@@ -333,10 +363,9 @@ class ReadBatch:
         Those may that have bytes in a range of a shard that was written to its targets.
         """
         written: dict[str, tuple[File, list[tuple[int, int]]]] = {}
-        for task in self.written:
-            file = task.byte_range.shard.file
-            found = written.setdefault(file.name, (file, []))[1]
-            found.append((file.header + task.byte_range.start, file.header + task.byte_range.stop))
+        for read in self.written:
+            found = written.setdefault(read.file.name, (read.file, []))[1]
+            found.append((read.file.header + read.start, read.file.header + read.stop))
         met: set[int] = set()
         for file, ranges in written.values():
             starts, stops = np.array(sorted(ranges), np.int64).T
@@ -355,14 +384,14 @@ class ReadBatch:
 
     def _verify_first(self, options: ReadOptions) -> None:
         """Compares the checksums of all that is to be read; where there is room, it stays in the page cache."""
-        total = sum(task.nbytes for _, tasks in self._work for task in tasks)
+        total = sum(read.nbytes for _, reads in self._work for read in reads)
         stays = total < available_memory() // 2
         relay = options.relay
         with together(relay):
-            for members, tasks in self._work:
-                mine = relay.owned(tasks, members) if relay is not None else tasks
-                checks = [ReadTask(task.byte_range, task.start, shared=task.shared or stays) for task in mine]
-                run_tasks(self._reader, checks, memory=options.memory, written=[])
+            for members, reads in self._work:
+                mine = relay.owned(reads, members) if relay is not None else reads
+                checks = [Read(read.file, read.start, read.stop, shared=read.shared or stays) for read in mine]
+                self._execute(checks, options.memory)
 
 
 def read_region(checkpoint: Checkpoint, leaf: Leaf, region: Region, *, rank: int = 0) -> np.ndarray:
@@ -392,8 +421,8 @@ def add_changed(error: Exception, batches: Sequence[ReadBatch]) -> None:
     changed = [path for batch in batches for path in batch.changed()]
     text = "The target was not changed"
     if changed:
-        more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
-        names = ", ".join(path or "<root>" for path in changed[:SHOWN])
+        more = f" and {len(changed) - PATHS_SHOWN} more" if len(changed) > PATHS_SHOWN else ""
+        names = ", ".join(path or "<root>" for path in changed[:PATHS_SHOWN])
         text = f"The target is partly filled: {len(changed)} of {total} arrays may have changed: {names}{more}"
     if isinstance(error, TreeckptError):
         error.add_hint(text)

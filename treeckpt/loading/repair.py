@@ -41,12 +41,10 @@ from ..core.format.timings import timings_name
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, FormatError, StoreError
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.index_lock import hold_for_repair, index_state, legible_save_id, replace_index
-from ..io.storage.local_write import sync_directory
 from ..io.storage.memory import aligned_buffer
 from ..io.storage.metadata_files import read_index, read_timings, rebuild_from_shards, replaced_meanwhile
-from ..io.storage.object_store import ObjectStore
 from ..io.storage.process_owner import this_process
-from ..io.storage.store import LocalStore, Store, Writer
+from ..io.storage.store import DirectoryEntry, Store, Writer
 from ..reports import Repair, VerifyReport
 from .verify import survey_shard, verify_checkpoint
 
@@ -117,7 +115,7 @@ def _drop_timings(store: Store, save_id: str, repairs: list[Repair]) -> None:
 
 def _repair_shard(store: Store, index: Index, file: File, repairs: list[Repair]) -> None:
     """Rebuilds the header and the length of a shard, where the seal proves the result."""
-    found = _state(store, file.name)
+    found = store.entry(file.name)
     size, whole = store.sizes().get(file.name), file.header + file.nbytes
     _, bad = survey_shard(store, index, file, size)
     if not bad or size is None or size < whole or any(one.unread for one in bad):
@@ -221,25 +219,15 @@ def _proven_header(header: ShardHeader, old: bytes, computed: Sequence[int]) -> 
 def _keep(store: Store, name: str) -> str:
     """Keeps a file's content under another name, and returns that name."""
     aside = damaged_name(name, secrets.token_hex(8))
-    if isinstance(store, LocalStore):
+    if (directory := store.traits.local_path) is not None:
         with contextlib.suppress(OSError, NotImplementedError):  # not every file system and system has such links
-            os.link(store.directory / name, store.directory / aside, follow_symlinks=False)
-            sync_directory(store.directory)
+            os.link(directory / name, directory / aside, follow_symlinks=False)
+            store.sync()
             return aside
     if (size := store.sizes().get(name)) is None:
         raise replaced_meanwhile(store)
     _copy(store, name, aside, size)
     return aside
-
-
-def _state(store: Store, name: str) -> object:
-    """Returns what is another value once another file has the name, as far as the store tells."""
-    if isinstance(store, LocalStore):
-        with contextlib.suppress(OSError):
-            found = (store.directory / name).stat()
-            return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-        return None
-    return store.entries().get(name) if isinstance(store, ObjectStore) else store.sizes().get(name)
 
 
 def _copy(store: Store, source: str, target: str, nbytes: int, header: bytes = b"") -> None:
@@ -274,13 +262,13 @@ def _copied(store: Store, source: str, target: str, nbytes: int, header: bytes =
     return writer
 
 
-def _replace_shard(store: Store, file: File, header: bytes, found: object) -> str:
+def _replace_shard(store: Store, file: File, header: bytes, found: DirectoryEntry | None) -> str:
     """Replaces a shard's header, and cuts the shard to its length; returns the name under which the old one is kept.
 
     It is copied before the lock is taken, for which saves wait.
 
     Args:
-        found: the `_state` of the shard from before it was read.
+        found: the entry of the shard from before it was read.
 
     Raises:
         CheckpointError: the shard is another one now, or as `hold_for_repair`. Nothing has changed then.
@@ -289,17 +277,17 @@ def _replace_shard(store: Store, file: File, header: bytes, found: object) -> st
     temporary = f".{file.name}.{this_process().tag}{secrets.token_hex(4)}.tmp"
     aside = _keep(store, file.name)
     try:
-        if isinstance(store, LocalStore):
+        if store.traits.renames:
             _copy(store, aside, temporary, whole, header)
-        elif isinstance(store, ObjectStore) and store.has_atomic_uploads:
+        elif store.traits.atomic_uploads:
             writer = _copied(store, aside, file.name, whole, header)
         with hold_for_repair(store):
-            if _state(store, file.name) != found:
+            if store.entry(file.name) != found:
                 raise replaced_meanwhile(store)
             replaced = True
-            if isinstance(store, LocalStore):
-                (store.directory / temporary).replace(store.directory / file.name)
-                sync_directory(store.directory)
+            if store.traits.renames:
+                store.rename(temporary, file.name, replace=True)
+                store.sync()
             else:
                 store.delete(file.name)
                 (writer or _copied(store, aside, file.name, whole, header)).commit()
@@ -307,7 +295,7 @@ def _replace_shard(store: Store, file: File, header: bytes, found: object) -> st
         if writer is not None:
             writer.abort()
         with contextlib.suppress(OSError, StoreError):
-            if isinstance(store, LocalStore):
+            if store.traits.renames:
                 store.delete(temporary)
             if not replaced:
                 store.delete(aside)

@@ -8,7 +8,7 @@ import msgspec
 
 from ..arrays.expanded_tree import expand_states, in_parts_if_needed, state_tree
 from ..io.comm.comm import Comm
-from ..io.gc_pause import gc_paused
+from ..io.public_calls import gc_paused
 from ..io.storage.checkpoint import Checkpoint
 from ..reports import LoadReport
 from .consistent_reads import on_versions

@@ -24,7 +24,7 @@ from ..io.comm.collective import all_gather
 from ..io.comm.comm import Comm
 from ..io.os_errors import hint_for, read_failure
 from ..io.storage.checkpoint import Checkpoint
-from ..io.storage.fetching import FETCH_MEMORY, SupportsFetching
+from ..io.storage.fetching import FETCH_MEMORY
 from ..io.storage.index_lock import index_state, legible_save_id, replace_index
 from ..io.storage.leftovers import list_leftovers
 from ..io.storage.local_read import too_short
@@ -178,7 +178,7 @@ def survey_shards(
 
     A store that fetches has many requests in flight, over all shards.
     """
-    if isinstance(store, SupportsFetching):
+    if store.traits.far:
         with contextlib.suppress(CheckpointError, OSError):
             return _survey_fetched(store, index, files, sizes, keep, moments)
         if moments is not None:
@@ -256,7 +256,7 @@ def _survey_fetched(
     moments: LeafMoments | None,
 ) -> list[Survey]:
     """Surveys shards of a store that fetches; raises what a request raised."""
-    assert isinstance(store, SupportsFetching), "the caller has looked"
+    assert store.traits.far, "the caller has looked"
     surveys = for_each(store, lambda file: _open(store, index, file, sizes.get(file.name), keep), files)
     parts = [
         (opened, start, min(start + _step(opened), opened.file.nbytes))

@@ -13,7 +13,6 @@ from ..core.format.records import Index
 from ..core.format.sidecars import stored_name
 from ..core.tree.value_codec import Value, decode_value
 from ..errors import TreeckptError
-from ..io.storage.fetching import SupportsFetching
 from ..io.storage.metadata_files import KnownIndex, NewestIndex, decode_and_check, read_index_bytes
 from ..io.storage.run_store import DirectoryEntry, Folder
 from .stat_cache import StatCache
@@ -54,7 +53,7 @@ def read_summary(folder: Folder, index: DirectoryEntry, cache: StatCache, newest
     def read() -> Summary:
         data = read_index_bytes(folder.store)
         found = decode_and_check(folder.store, data)
-        if newest is not None and (newest.local or isinstance(folder.store, SupportsFetching)):
+        if newest is not None and (newest.local or folder.store.traits.far):
             newest.offer(KnownIndex(folder.url, data, found))
         return summarize_index(found)
 

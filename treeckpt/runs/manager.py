@@ -32,13 +32,12 @@ import msgspec
 
 from .. import api
 from ..core.format.file_names import check_step
-from ..core.option_names import check_options
 from ..core.tree.structure import key_text
 from ..errors import CheckpointNotFound, TreeckptError, TreeError
 from ..io.comm.collective import ending_together, from_rank0
 from ..io.comm.comm import PrefixComm, as_comm
 from ..io.comm.termination import HEARTBEAT_TIMEOUT
-from ..io.nested_calls import saves, takes_no_save
+from ..io.public_calls import check_options, saves, takes_no_save
 from ..io.storage.reader_leases import hold_lease
 from ..io.storage.run_store import RunStore
 from ..io.storage.store import Store

@@ -11,12 +11,12 @@ from ..arrays.registry import abstract_of, is_value
 from ..arrays.samples import Comparison
 from ..arrays.stateful import is_stateful
 from ..core.analysis.retention_policy import All, Best, Last, Policy, check_policies
-from ..core.option_names import check_options
 from ..core.tree.containers import flatten_one_level
 from ..core.tree.flatten import flatten, replace_leaves
 from ..core.tree.in_place import update_in_place
 from ..core.tree.leaf_differences import Strict
 from ..errors import TreeckptError, TreeError
+from ..io.public_calls import check_options
 from ..loading.overlay import Selection
 from ..loading.read_batch import Verify
 from ..loading.transforms import Renaming, Transforms

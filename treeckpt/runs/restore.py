@@ -27,7 +27,7 @@ from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.metadata_files import KnownIndex
 from ..io.storage.reader_leases import hold_lease
 from ..loading.consistent_reads import on_one_version
-from ..loading.shared_read import open_relay, together, usual_read
+from ..loading.execute_shared import open_relay, together, usual_read
 from .checkpoint_info import CheckpointInfo, mark_of, step_info
 from .history import SaveHistory
 from .progress_bar import reading_bar

@@ -34,7 +34,7 @@ from ..core.format.index import INDEX_NAME
 from ..core.format.lineage import SavedCheckpoint
 from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError, TreeckptError, visible
 from ..io.storage.foreign_formats import describe_foreign, refuse_file
-from ..io.storage.index_lock import hold_lock, index_state
+from ..io.storage.index_lock import hold_lock, index_state, take_index
 from ..io.storage.leftovers import (
     GRACE,
     delete_files,
@@ -45,11 +45,9 @@ from ..io.storage.leftovers import (
     remove_leftovers,
 )
 from ..io.storage.metadata_files import NewestIndex
-from ..io.storage.object_store import ObjectStore
 from ..io.storage.open import open_folder, open_run
 from ..io.storage.reader_leases import has_readers
 from ..io.storage.run_store import Folder, LocalRun, RunStore
-from ..io.storage.store import LocalStore
 from ..io.timing import steady_clock
 from .catalog import OnRead, read_info, read_info_or_unread, read_infos, read_marks
 from .checkpoint_info import CheckpointInfo, in_listing_order, loadable_text, with_verification
@@ -382,7 +380,7 @@ class RunDirectory:
         """
         store, taken = folder.store, False
         assert removal.save_id is not None, "a checkpoint is removed by its save id"
-        if not isinstance(store, LocalStore):
+        if not store.traits.renames:
             store.publish(mark, b"{}", replace=True)
         try:
             # the plan may be outdated: other removals took place before this one
@@ -398,23 +396,14 @@ class RunDirectory:
                 if folder.entry(INDEX_NAME) is None:
                     raise FileNotFoundError(f"{folder.url}/{INDEX_NAME}")
                 return why or _REPLACED
-            if isinstance(store, LocalStore):
-                store.take_away(INDEX_NAME, mark)
-                # another one, where this process was stopped for minutes
-                if isinstance(index, bytes) and (store.directory / mark).read_bytes() != index:
-                    store.put_back(mark, INDEX_NAME)
-                    return _REPLACED
-            elif isinstance(store, ObjectStore) and isinstance(index, bytes):
-                store.delete_if(INDEX_NAME, holds=lambda found: found == index, limit=len(index))
-            else:
-                store.delete(INDEX_NAME)
+            take_index(store, mark, holds=(lambda found: found == index) if isinstance(index, bytes) else None)
             taken = True
             folder.sync()
             now = folder.listed()
             if PIN_NAME in now.entries():  # `pin` looks for the index after it has written the pin
                 taken = False
-                if isinstance(store, LocalStore):
-                    store.put_back(mark, INDEX_NAME)
+                if store.traits.renames:
+                    store.rename(mark, INDEX_NAME, replace=False)
                 elif isinstance(index, bytes):
                     store.publish(INDEX_NAME, index, replace=False)
                 return "it has been pinned meanwhile"
@@ -422,7 +411,7 @@ class RunDirectory:
         except CheckpointExists:
             return _REPLACED
         finally:
-            if not taken and not isinstance(store, LocalStore):
+            if not taken and not store.traits.renames:
                 store.delete(mark)
 
     def _reason_to_keep(self, info: CheckpointInfo, folder: Folder, grace: float, *, force: bool) -> str:

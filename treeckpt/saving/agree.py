@@ -1,6 +1,7 @@
-"""The agreement of all ranks on what is saved and who writes which part: the first half of a save.
+"""The plan of a save: what is saved and who writes which part. It is made in the caller's thread.
 
-It runs in the caller's thread, in up to three steps of one `Exchange`:
+Rank 0 looks at the path, each rank describes its tree, and each computes the plan of all. One rank plans at once.
+Several ranks agree before, in up to three steps of one `Exchange`:
 
 1. Proposals: digests of the inventory (what the rank has to save), of the contents that replicas must share, and of
    pieces that other ranks hold too. Equal inventories need no second step: every rank computes the same global plan. A
@@ -10,7 +11,8 @@ It runs in the caller's thread, in up to three steps of one `Exchange`:
    is kept for the next save.
 3. Where listed pieces hold the same elements, ranks send digests of these.
 
-The result is `AgreedSave`: the plan, and a conversation (`Round.branch`) of this save's own, in which it is completed.
+The result is `AgreedSave`: the plan, and for several ranks a conversation (`Round.branch`) of this save's own, in which
+it is completed.
 """
 
 from __future__ import annotations
@@ -44,11 +46,9 @@ from ..io.comm.collective import Conclusion, Exchange, decode_each
 from ..io.comm.comm import Comm, members_of
 from ..io.comm.failures import NOT_COMMITTED, os_errors_wrapped, wrap_os_error
 from ..io.comm.rounds import Round
-from ..io.storage.object_store import ObjectStore
 from ..io.storage.progress_file import ProgressRecorder
 from ..io.storage.store import Store
 from ..io.timing import Recorder
-from .commit import IndexContent, SaveInfo
 from .future import PreviousSave
 from .messages import (
     BoxDigests,
@@ -73,11 +73,12 @@ from .messages import (
 from .options import LineageSource, SaveOptions, check_metadata
 from .path_look import PathLook
 from .plan_cache import GlobalPlan, cached_plan, contested_boxes, get_plan
+from .shard_writer import IndexContent, SaveInfo
 from .sidecar_files import SidecarContent, check_files, read_sidecars, sidecar_digests
 
 
 class AgreedSave(msgspec.Struct, frozen=True):
-    """A save that all ranks have agreed on."""
+    """A save that is planned, and that all ranks have agreed on."""
 
     store: Store
     comm: Comm
@@ -91,8 +92,8 @@ class AgreedSave(msgspec.Struct, frozen=True):
     """Why it could not."""
     files: dict[str, bytes]
     """On rank 0 the contents of the sidecar files; emptied once they are written."""
-    round: Round
-    """The conversation in which the save is completed."""
+    round: Round | None = None
+    """The conversation in which several ranks complete the save."""
     lineage: LineageSource | None = None
     look: PathLook | None = None
     """Of a save of one rank to an object store: its result is not waited for in the agreement, but must be before
@@ -100,12 +101,22 @@ class AgreedSave(msgspec.Struct, frozen=True):
     record: ProgressRecorder | None = None
     """The progress record of the save, on rank 0; it must be ended with the save."""
 
+    def abandon(self, error: BaseException) -> None:
+        """Tells the other ranks that this one leaves the save because of an error."""
+        if self.round is not None:
+            self.round.abandon(error)
+
+    def heartbeats(self) -> contextlib.AbstractContextManager[None]:
+        """Tells the other ranks, while the body runs, that this one is alive."""
+        return self.round.heartbeats() if self.round is not None else contextlib.nullcontext()
+
     @contextlib.contextmanager
-    def ending_on_error(self) -> Iterator[None]:
-        """Ends the progress record if the body raises: no writer does so yet."""
+    def given_up_on_error(self) -> Iterator[None]:
+        """Abandons the save, and ends its progress record, if the body raises: no writer does so yet."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            self.abandon(error)
             if self.record is not None:
                 self.record.end()
             raise
@@ -143,13 +154,18 @@ def agree(
     lineage: LineageSource | None = None,
     files: Mapping[str, SidecarContent] | None = None,
 ) -> AgreedSave | None:
-    """Agrees with all ranks on a save; returns None if it is to be skipped.
+    """Plans a save, on which all ranks agree; returns None if it is to be skipped.
 
     Raises:
-        TreeckptError: the ranks cannot agree; on every rank.
+        TreeckptError: it cannot be planned, or the ranks cannot agree; on every rank.
     """
-    with Exchange(comm, f"{store.url} step {options.step}", path=store.url, hint=NOT_COMMITTED) as exchange:
-        agreement, agreed = _Agreement(store, comm, options, recorder, previous, exchange), None
+    agreed = None
+    with contextlib.ExitStack() as opened:
+        exchange = None
+        if comm.size > 1:
+            topic = f"{store.url} step {options.step}"
+            exchange = opened.enter_context(Exchange(comm, topic, path=store.url, hint=NOT_COMMITTED))
+        agreement = _Agreement(store, comm, options, recorder, previous, exchange)
         try:
             agreed = agreement.run(tree, metadata, files, lineage)
             return agreed
@@ -167,7 +183,8 @@ class _Agreement:
     options: SaveOptions
     recorder: Recorder
     previous: PreviousSave
-    exchange: Exchange
+    exchange: Exchange | None
+    """Of several ranks."""
     described: DescribedTree = dataclasses.field(init=False)
     metadata: dict[str, Value] = dataclasses.field(default_factory=dict[str, Value])
     files: dict[str, bytes] = dataclasses.field(default_factory=dict[str, bytes])
@@ -177,7 +194,7 @@ class _Agreement:
     decision: Decision = dataclasses.field(init=False)
     boxes: Boxes = ()
     # on rank 0
-    proposals: dict[int, RankProposal] = dataclasses.field(init=False)
+    proposals: dict[int, RankProposal] = dataclasses.field(default_factory=dict[int, RankProposal])
     save_id: str = dataclasses.field(default_factory=partial(secrets.token_hex, 8))
     look: PathLook | None = None
     record: ProgressRecorder | None = None
@@ -196,29 +213,53 @@ class _Agreement:
         error = self.previous.error
         if error is None and not self.previous.running:
             try:
-                with self.recorder.span("flatten"), os_errors_wrapped(self.store.url):
+                with self.recorder.span("flatten"):
                     if self.comm.rank == 0 and not self.options.plan_only:
                         self._begin_look()
                     self._describe(tree, metadata, files)
             except Exception as failed:
-                error = failed
+                error = wrap_os_error(failed, self.store.url)
         with self.recorder.span("agree"):
-            # 2. Propose; rank 0 decides
-            self.decision = self.exchange.step(partial(self._proposal, error), self._decide, Decision)
-            if self.decision.skipped:
-                return None
-            # 3. Merge the trees of all ranks, where they differ
-            merged = MergedTree(None, self.decision.boxes)
-            if self.decision.representatives:
-                merged = self.exchange.step(self._rank_tree, self._merge, MergedTree)
-                if merged.global_tree is not None:
-                    self.comm.state.put(CommonPaths(self.decision.key, frozenset(merged.common)))
-            # 4. Compare the contents of listed pieces that overlap
-            self.boxes = merged.boxes
-            if self.boxes:
-                self.exchange.step(self._box_digests, self._compare_boxes, type(None))
-        # 5. Compute the plan
-        return self._agreed(merged.global_tree, lineage)
+            if self.exchange is not None:
+                merged = self._agree(self.exchange, error)
+            else:
+                self._decide_alone(error)
+                merged = None
+        return None if self.decision.skipped else self._agreed(merged, lineage)
+
+    def _decide_alone(self, error: Exception | None) -> None:
+        """Decides for one rank; raises the error of the steps before."""
+        if error is not None:
+            raise error
+        self.decision = Decision(self.save_id, self.recorder.created_ns, "")
+        if running := self.previous.running:
+            self.decision.skipped = self.options.busy == "skip"
+            if not self.decision.skipped:
+                check_idle(self.store.url, {0: running})
+            return
+        self.decision.key = digest_of(self.described.inventory).hex()
+        self._finish_look()
+        self.boxes = self._boxes_to_compare(self.decision.key, None)
+        if self.boxes:
+            compare_boxes(self.boxes, {0: self._own_box_digests()})
+
+    def _agree(self, exchange: Exchange, error: Exception | None) -> GlobalTree | None:
+        """Agrees with the other ranks; returns the trees of all as one, unless every rank has kept it."""
+        # 2. Propose; rank 0 decides
+        self.decision = exchange.step(partial(self._proposal, error), self._decide, Decision)
+        if self.decision.skipped:
+            return None
+        # 3. Merge the trees of all ranks, where they differ
+        merged = MergedTree(None, self.decision.boxes)
+        if self.decision.representatives:
+            merged = exchange.step(self._rank_tree, self._merge, MergedTree)
+            if merged.global_tree is not None:
+                self.comm.state.put(CommonPaths(self.decision.key, frozenset(merged.common)))
+        # 4. Compare the contents of listed pieces that overlap
+        self.boxes = merged.boxes
+        if self.boxes:
+            exchange.step(lambda: _encode(self._own_box_digests()), self._compare_boxes, type(None))
+        return merged.global_tree
 
     def _begin_look(self) -> None:
         """Begins rank 0's look at the path, which keeps the record of the save."""
@@ -227,17 +268,27 @@ class _Agreement:
         self.look = PathLook(self.store, first, overwrite=self.options.overwrite)
         self.record = self.look.record
 
+    def _finish_look(self) -> None:
+        """Waits for rank 0's look; of one rank not for that of an object store, which goes on beside the next steps."""
+        if self.record is not None:
+            plan = cached_plan(self.comm)
+            known = plan is not None and plan.key == self.decision.key
+            self.record.expect(plan.own.nbytes if known and plan is not None else self.described.nbytes)
+        if self.look is not None and not (self.exchange is None and self.store.traits.far):
+            self.replaced, self.look = self.look.result(), None
+
     # step 1: proposals ------------------------------------------------------------------------------------------------
     def _describe(
         self, tree: object, metadata: Mapping[str, object] | None, files: Mapping[str, SidecarContent] | None
     ) -> None:
-        metadata, files = check_metadata(metadata), {} if files is None else files
+        metadata = check_metadata(metadata)
         self.metadata = {key: encode_value(value, f"custom_metadata/{key}") for key, value in metadata.items()}
-        if self.comm.rank:
-            check_files(files)
-        else:
-            self.files = read_sidecars(files, metadata)
-        self.file_digests = sidecar_digests(files, self.files)
+        if files is not None:
+            if self.comm.rank:
+                check_files(files)
+            else:
+                self.files = read_sidecars(files, metadata)
+            self.file_digests = sidecar_digests(files, self.files)
         rank, namespace = self.comm.rank, self.options.namespace
         self.described = in_parts_if_needed(
             lambda layouts: describe_tree(
@@ -269,10 +320,9 @@ class _Agreement:
             compare = self.options.verify_replicas
             proposal.inventory = digest_of(self.described.inventory)
             proposal.own_values = self.described.own_values
-            if self.comm.size > 1:
-                with os_errors_wrapped(self.store.url):
-                    self.contents = content_digests(self.described, compare)
-                    self.pieces = piece_digests(self.described, compare, world=self.comm.size)
+            with os_errors_wrapped(self.store.url):
+                self.contents = content_digests(self.described, compare)
+                self.pieces = piece_digests(self.described, compare, world=self.comm.size)
             proposal.contents = json_digest(sorted(self.contents.items()))
             proposal.pieces = digest_groups(self.pieces)
         return _encode(proposal)
@@ -285,7 +335,7 @@ class _Agreement:
         if self.options.busy == "skip" and any(proposal.running for proposal in proposals.values()):
             decision.skipped = True
             return Conclusion(decision)
-        check_idle(proposals)
+        check_idle(self.store.url, {rank: each.running for rank, each in proposals.items()})
         decision.representatives = representatives(proposals)
         inventories = {proposals[rank].inventory for rank in decision.representatives}
         decision.contents_differ = len(inventories) < len(decision.representatives)
@@ -293,12 +343,8 @@ class _Agreement:
             decision.boxes = self._boxes_to_compare(decision.key, None)
         decision.plan_is_cached = all(each.cached_plan == decision.key for each in proposals.values())
         decision.conflict = bool(conflicting_ranks({rank: each.pieces for rank, each in proposals.items()}))
-        if self.record is not None:
-            plan = cached_plan(self.comm)
-            known = plan is not None and plan.key == decision.key
-            self.record.expect(plan.own.nbytes if known and plan is not None else self.described.nbytes)
-        if self.look is not None and not (self.comm.size == 1 and isinstance(self.store, ObjectStore)):
-            self.replaced, self.look = self.look.result(), None
+        self.decision = decision
+        self._finish_look()
         return self._conclusion(decision, last=not decision.representatives and not decision.boxes)
 
     def _conclusion(self, result: T, *, last: bool) -> Conclusion[T]:
@@ -339,9 +385,9 @@ class _Agreement:
         return self._conclusion(MergedTree(merged, boxes, common), last=not boxes)
 
     # step 3: overlapping pieces ---------------------------------------------------------------------------------------
-    def _box_digests(self) -> bytes:
+    def _own_box_digests(self) -> BoxDigests:
         with os_errors_wrapped(self.store.url):
-            return _encode(box_digests(self.described, self.boxes, self.options.verify_replicas))
+            return box_digests(self.described, self.boxes, self.options.verify_replicas)
 
     def _compare_boxes(self, received: dict[int, bytes]) -> Conclusion[None]:
         compare_boxes(self.boxes, decode_each(received, BoxDigests))
@@ -359,13 +405,18 @@ class _Agreement:
             error = wrap_os_error(failed, self.store.url)
         content = None
         if rank == 0:
-            own_values = [(path, r, v) for r, each in self.proposals.items() for path, v in each.own_values.items()]
+            own_values = {0: self.described.own_values} | {r: each.own_values for r, each in self.proposals.items()}
             listed = tuple(Sidecar(name, len(data), self.file_digests[name]) for name, data in self.files.items())
-            content = IndexContent(self.metadata, self.values, tuple(own_values), self.replaced, sidecars=listed)
+            content = IndexContent(
+                self.metadata,
+                self.values,
+                tuple((path, r, value) for r, own in own_values.items() for path, value in own.items()),
+                self.replaced,
+                sidecars=listed,
+            )
         info = SaveInfo(
             rank, self.comm.size, self.decision.save_id, self.decision.created_ns, self.options.common, content
         )
-        branch, lineage = self.exchange.round.branch(info.save_id), lineage if rank == 0 else None
         return AgreedSave(
             self.store,
             self.comm,
@@ -375,8 +426,8 @@ class _Agreement:
             plan,
             error,
             self.files,
-            branch,
-            lineage,
+            self.exchange.round.branch(info.save_id) if self.exchange is not None else None,
+            lineage if rank == 0 else None,
             self.look,
             self.record,
         )

@@ -23,9 +23,8 @@ from ..errors import CheckpointError, TreeckptError
 from ..io.comm.comm import Comm, base_of
 from ..io.comm.failures import wrap_os_error
 from ..io.comm.message_store import answer_limit, answers_within
-from ..io.gc_pause import gc_paused
-from ..io.nested_calls import takes_no_save
 from ..io.process_end import is_ending
+from ..io.public_calls import gc_paused, takes_no_save
 from ..io.storage.store import MemoryStore, Store
 from ..io.timing import Recorder
 from ..reports import SaveReport
@@ -42,7 +41,6 @@ from .shard_writer import InlineWriter, ShardWriter, TreeShardSource
 from .sidecar_files import SidecarContent
 from .staging import Lease, StagedShardSource, area_offsets, cuda_pinning, order_device_copies, stage
 from .writer_process import ProcessWriter
-from .writer_server import address_of
 
 _log = logging.getLogger("treeckpt")
 
@@ -92,14 +90,14 @@ def save_async_tree(
         agreed = agree(store, tree, comm, options, metadata, recorder, previous, lineage, files)
         if agreed is None:
             return Pending(store.url, skipped=True)
-        with agreed.ending_on_error(), agreed.round.abandoned_on_error():
+        with agreed.given_up_on_error():
             agreed = agreed.looked()
             if agreed.plan is None:  # the others learn it from the report, and all raise the same error
                 writer = InlineWriter(store, agreed.info, None, recorder, error=agreed.error, record=agreed.record)
                 complete(agreed, writer, writer.write())
                 raise AssertionError("a save without a plan fails")
             pending = Pending(store.url, limit=comm.timeout)
-            open_contexts.enter_context(agreed.round.heartbeats())
+            open_contexts.enter_context(agreed.heartbeats())
             save = _BackgroundSave(session, agreed, agreed.plan, pending, open_contexts)
         try:
             # 2. Start the writer process, which takes its time, while the tree is copied
@@ -168,7 +166,7 @@ class _BackgroundSave:
 
     def start_process(self) -> None:
         """Starts the writer process, if there can be one and it can open the store."""
-        self._address = address_of(self._agreed.store) if passes_files else None
+        self._address = self._agreed.store.address() if passes_files else None
         if self._address is not None and not self._session.start_writer(self._agreed.store.url):
             self._address = None
 
@@ -195,7 +193,7 @@ class _BackgroundSave:
             report = self._write_and_commit(here=here)
         except BaseException as caught:
             error = caught
-            self._agreed.round.abandon(caught)
+            self._agreed.abandon(caught)
         finally:
             # 9. The save has ended
             self._release()
@@ -242,7 +240,7 @@ class _BackgroundSave:
     def give_up(self, error: BaseException) -> None:
         """Ends a save whose thread has not begun; its caller raises the error."""
         if self._begun.acquire(blocking=False):
-            self._agreed.round.abandon(error)
+            self._agreed.abandon(error)
             self._open_contexts.close()
             self._release()
             self._end_record()

@@ -1,4 +1,4 @@
-"""The messages that ranks exchange in a save, and what the coordinator concludes from them; nothing here waits."""
+"""The messages by which several ranks agree on a save, and what the coordinator concludes; nothing here waits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 import xxhash
 
-from ..core.format.timings import Span
 from ..core.planning.rank_trees import (
     GlobalTree,
     Inventory,
@@ -22,11 +21,8 @@ from ..core.sharding.int_runs import encode_runs
 from ..core.sharding.region import Region
 from ..core.tree.value_codec import Value
 from ..errors import CheckpointError, MismatchError
-from ..io.comm.failures import Fault
 from .options import CommonOptions
 
-FileRow = tuple[int, int, int, int, int]
-"""(rank, part, stream, nbytes, header) of a shard."""
 Boxes = tuple[tuple[str, Region], ...]
 """(path, box) of what several listed pieces of an array hold."""
 BoxDigests = list[tuple[int, bytes]]
@@ -94,24 +90,6 @@ class MergedTree(msgspec.Struct, array_like=True):
     """With a global tree: the paths that are in several inventories."""
 
 
-class WriteReport(msgspec.Struct, array_like=True):
-    """The result of a rank's writing, for the coordinator."""
-
-    fault: Fault | None
-    files: tuple[FileRow, ...] = ()
-    timings: tuple[Span, ...] = ()
-    host: str = ""
-    """The name of the rank's machine."""
-
-
-class CommitResult(msgspec.Struct, array_like=True):
-    """The result of a save, for every rank."""
-
-    faults: tuple[Fault, ...]
-    in_place: bool
-    """With faults: the index may have been published all the same, so the files must stay."""
-
-
 class CommonPaths(msgspec.Struct, frozen=True):
     """The paths that are in several of the inventories with one key: the others hold the ranks of one inventory."""
 
@@ -158,14 +136,21 @@ def check_arguments(proposals: Mapping[int, RankProposal]) -> None:
                 )
 
 
-def check_idle(proposals: Mapping[int, RankProposal]) -> None:
-    """Raises CheckpointError, naming the save and the rank, while a rank is still busy with an earlier save."""
-    for rank, proposal in proposals.items():
-        if proposal.running:
+def check_idle(path: str, running: Mapping[int, str]) -> None:
+    """Checks that no rank is still busy with an earlier save.
+
+    Args:
+        running: of each rank the path of that save, empty for none.
+
+    Raises:
+        CheckpointError: one is; it names the save and the rank.
+    """
+    for rank, busy in running.items():
+        if busy:
             raise CheckpointError(
-                proposal.path,
+                path,
                 expected="no save under way",
-                found=f"that of {proposal.running}, on rank {rank}",
+                found=f"that of {busy}, on rank {rank}",
                 hint='Save less often, or pass busy="wait" or busy="skip"',
             )
 

@@ -10,7 +10,6 @@ from ..errors import CheckpointError, CheckpointExists
 from ..io.os_errors import FULL, hint_for
 from ..io.storage.leftovers import clear_leftovers, restore_index
 from ..io.storage.metadata_files import read_index
-from ..io.storage.object_store import ObjectStore
 from ..io.storage.progress_file import ProgressRecorder
 from ..io.storage.store import Store
 from ..threads import call_in_thread
@@ -30,7 +29,7 @@ class PathLook:
         self._store, self._overwrite, self._listing = store, overwrite, None
         self.record = ProgressRecorder(store, first)
         """It is to be ended with the save, however that ends."""
-        if isinstance(store, ObjectStore):
+        if store.traits.far:
             store.prepare()
             self._listing = call_in_thread(store.sizes, "treeckpt-listing")
             self._recorded = call_in_thread(self.record.begin, "treeckpt-record")

@@ -13,15 +13,18 @@ from ..core.planning.rank_trees import (
     merge_rank_trees,
     overlapping_pieces,
 )
-from ..core.planning.save_plan import SavePlan, plan_save
+from ..core.planning.save_plan import ChunkOffsets, SavePlan, SingleChunkOffset, assign_offsets, plan_save
 from ..core.sharding.int_runs import encode_runs
 from ..core.sharding.placements import BoxLayout
 from ..core.sharding.region import Region
 from ..core.sharding.write_assignment import ArrayLeaf, Assignment, assign_writers
 from ..io.comm.comm import Comm
 
+Placement = tuple[dict[int, ChunkOffsets | SingleChunkOffset], list[int]]
+"""(the chunks of each array by its leaf's number, bytes that each rank writes)"""
 
-class GlobalPlan(msgspec.Struct, frozen=True):
+
+class GlobalPlan(msgspec.Struct):
     """What every rank writes: computed from the global tree alone, equal on all ranks but for `own`."""
 
     key: str
@@ -34,6 +37,15 @@ class GlobalPlan(msgspec.Struct, frozen=True):
     """For each array, which rank writes which part."""
     own: SavePlan
     """The files of this rank."""
+    _placement: Placement | None = None
+
+    def placement(self) -> Placement:
+        """Returns where each chunk of all ranks starts, and how many bytes each rank writes; computed once."""
+        if self._placement is None:
+            placed, totals = assign_offsets([leaf for _, leaf in self.arrays], self.shares, self.global_tree.world)
+            numbers = (number for number, _ in self.arrays)
+            self._placement = dict(zip(numbers, placed, strict=True)), totals.tolist()
+        return self._placement
 
     def leaf(self, number: int) -> LeafSpec:
         """Returns the leaf of an array, by the array's number."""

@@ -29,18 +29,26 @@ import msgspec
 from ..core.format.decoding import decode_msgpack
 from ..errors import RankError
 from ..io.comm.comm import Comm
-from ..io.comm.failures import raise_faults, to_fault, wrap_os_error
-from ..io.gc_pause import gc_paused
-from ..io.storage.fetching import SupportsFetching
+from ..io.comm.failures import raise_faults, silent_faults, to_fault, wrap_os_error
+from ..io.public_calls import gc_paused
 from ..io.storage.store import Store
 from ..io.timing import Recorder
 from ..reports import SaveReport
 from .agree import AgreedSave, agree
-from .commit import PUBLISHED_HINT, UNANSWERED_HINT, remove_files, shard_names, written_names
-from .messages import CommitResult, WriteReport
 from .options import LineageSource, SaveOptions
 from .session import previous_save
-from .shard_writer import InlineWriter, ShardWriter, TreeShardSource
+from .shard_writer import (
+    PUBLISHED_HINT,
+    UNANSWERED_HINT,
+    CommitResult,
+    InlineWriter,
+    ShardWriter,
+    TreeShardSource,
+    WriteReport,
+    remove_files,
+    shard_names,
+    written_names,
+)
 from .sidecar_files import SidecarContent, write_sidecars
 
 
@@ -59,32 +67,31 @@ def save_tree(
     with gc_paused(), recorder.span("save"):
         agreed = agree(store, tree, comm, options, metadata, recorder, previous, lineage, files)
         assert agreed is not None, "only a save in the background is skipped"
-        with agreed.round.abandoned_on_error():
-            with agreed.ending_on_error():
-                if agreed.plan is None:  # the error is noted at the path, unless that is refused
-                    agreed = agreed.looked()
-                agreed = agreed.with_lineage()
-                plan = agreed.plan
-                source = TreeShardSource(plan, agreed.sources) if plan is not None else None
-                writer = InlineWriter(
-                    store,
-                    agreed.info,
-                    plan,
-                    recorder,
-                    source,
-                    error=agreed.error,
-                    waits=False,
-                    look=agreed.look,
-                    record=agreed.record,
-                )
-            try:
-                with agreed.round.heartbeats():
-                    complete(agreed, writer, writer.write(on_interrupt=agreed.round.abandon))
-            except BaseException as error:
-                if not isinstance(error, Exception):  # Ctrl-C
-                    agreed.round.abandon(error)  # before the files are removed, so that the others wait no longer
-                    writer.withdraw(error)
-                raise
+        with agreed.given_up_on_error():
+            if agreed.plan is None:  # the error is noted at the path, unless that is refused
+                agreed = agreed.looked()
+            agreed = agreed.with_lineage()
+            plan = agreed.plan
+            source = TreeShardSource(plan, agreed.sources) if plan is not None else None
+            writer = InlineWriter(
+                store,
+                agreed.info,
+                plan,
+                recorder,
+                source,
+                error=agreed.error,
+                waits=False,
+                look=agreed.look,
+                record=agreed.record,
+            )
+        try:
+            with agreed.heartbeats():
+                complete(agreed, writer, writer.write(on_interrupt=agreed.abandon))
+        except BaseException as error:
+            agreed.abandon(error)  # before the files are removed, so that the others wait no longer
+            if not isinstance(error, Exception):  # Ctrl-C
+                writer.withdraw(error)
+            raise
     return save_report(agreed)
 
 
@@ -94,29 +101,40 @@ def complete(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> No
     Raises:
         TreeckptError: the save failed; on every rank.
     """
-    store, comm, recorder = agreed.store, agreed.comm, agreed.recorder
-    names = written_names(agreed.info, agreed.plan)
+    store, recorder = agreed.store, agreed.recorder
     try:
         report = _write_sidecars(agreed, writer, report)
         report = msgspec.structs.replace(report, timings=tuple(recorder.spans), host=socket.gethostname())
-        try:
-            with recorder.span("gather"):
-                reports = agreed.round.gather(msgspec.msgpack.encode(report))
-        except RankError as error:
-            if comm.rank == 0:  # it alone could commit: what all ranks have written is left over
-                report = msgspec.structs.replace(report, fault=to_fault(error, 0))
-                writer.commit({0: msgspec.msgpack.encode(report)}, {})
-                remove_files(store, names)
-            raise
-        message = writer.commit(reports, agreed.round.lost) if reports is not None else None
-        ended = decode_msgpack(agreed.round.broadcast(message, last=True), CommitResult)
+        ended = _commit(agreed, writer, report)
         if ended.faults and not ended.in_place:
-            remove_files(store, names)
+            remove_files(store, written_names(agreed.info, agreed.plan))
     finally:
         writer.end()
-    in_place = UNANSWERED_HINT if isinstance(store, SupportsFetching) else PUBLISHED_HINT
-    hint = {"hint": in_place} if ended.in_place else {}
-    raise_faults(ended.faults, store.url, comm.size, cause=writer.error, **hint)
+    if ended.faults:
+        in_place = UNANSWERED_HINT if store.traits.far else PUBLISHED_HINT
+        hint = {"hint": in_place} if ended.in_place else {}
+        raise_faults(ended.faults, store.url, agreed.comm.size, cause=writer.error, **hint)
+
+
+def _commit(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> CommitResult:
+    """Has rank 0 commit the save when all ranks have reported; returns the result, on every rank."""
+    talk = agreed.round
+    try:
+        with agreed.recorder.span("gather"):
+            messages = talk.gather(msgspec.msgpack.encode(report)) if talk is not None else None
+    except RankError as error:
+        if agreed.comm.rank == 0:  # it alone could commit: what all ranks have written is left over
+            report = msgspec.structs.replace(report, fault=to_fault(error, 0))
+            writer.commit({0: report})
+            remove_files(agreed.store, written_names(agreed.info, agreed.plan))
+        raise
+    if talk is None:
+        return writer.commit({0: report})
+    result = None
+    if messages is not None:
+        reports = {rank: decode_msgpack(message, WriteReport) for rank, message in messages.items()}
+        result = msgspec.msgpack.encode(writer.commit(reports, silent_faults(talk.lost)))
+    return decode_msgpack(talk.broadcast(result, last=True), CommitResult)
 
 
 def _write_sidecars(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> WriteReport:

@@ -1,11 +1,16 @@
-"""`ShardWriter`, and `InlineWriter`, which writes in this process; `writer_process.ProcessWriter` is the other form."""
+"""Writes and commits the files of one save: `ShardWriter`, and `InlineWriter`, which does so in this process.
+
+`SaveInfo` and the plan describe a save completely but for the bytes of its arrays: header, manifest and index follow
+from them, so a process that has no tree and no torch can write the shards and publish the index
+(`writer_process.ProcessWriter`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from threading import Event
@@ -14,44 +19,94 @@ from typing import Protocol
 import msgspec
 
 from ..arrays.base import ArraySource, SourcePiece
-from ..core.format.decoding import decode_msgpack
-from ..core.format.index import encode_index
-from ..core.format.records import Index
+from ..core.format.build_index import build_index
+from ..core.format.file_names import parse_file_name
+from ..core.format.index import INDEX_NAME, MAX_INDEX, decode_index, encode_index, encode_manifest
+from ..core.format.lineage import Lineage
+from ..core.format.records import FileTable, Index, file_table
 from ..core.format.save_progress import Progress
-from ..core.format.timings import timings_name
-from ..core.planning.save_plan import FilePlan
-from ..errors import CheckpointExists
-from ..io.comm.failures import silent_faults, to_fault, wrap_os_error
-from ..io.storage.fetching import SupportsFetching
-from ..io.storage.index_lock import unlocked_sizes
+from ..core.format.shard_header import ShardEntry, ShardHeader, block_count, shard_name
+from ..core.format.sidecars import Sidecar, stored_name
+from ..core.format.timings import Host, Span, Timings, encode_timings, timings_name
+from ..core.planning.save_plan import ChunkOffsets, FilePlan, SingleChunkOffset
+from ..core.sharding.int_runs import encode_runs
+from ..core.tree.value_codec import Value
+from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError
+from ..io.comm.failures import Fault, to_fault, wrap_os_error
+from ..io.storage.index_lock import take_back_index, unlocked_sizes
 from ..io.storage.late_requests import send_late
-from ..io.storage.leftovers import clear_leftovers
-from ..io.storage.object_store import ObjectStore
+from ..io.storage.leftovers import clear_leftovers, delete_files
+from ..io.storage.metadata_files import read_index
 from ..io.storage.progress_file import ProgressRecorder
-from ..io.storage.store import Store, SupportsCompareAndSwap
+from ..io.storage.store import Store
 from ..io.timing import Recorder
 from ..threads import call_in_thread
-from .commit import (
-    SaveInfo,
-    check_files_exist,
-    check_still_there,
-    complete_index,
-    index_may_be_published,
-    manifest_of,
-    publish_index,
-    remove_files,
-    remove_replaced,
-    shard_header,
-    shard_names,
-    with_published_hint,
-    write_timings,
-    written_names,
-)
-from .messages import CommitResult, WriteReport
+from .options import CommonOptions
 from .path_look import PathLook
 from .plan_cache import GlobalPlan
-from .shard_files import ShardFile, write_files
-from .shard_stream import ShardSource, WriteCallbacks
+from .shard_files import ShardFile, ShardSource, WriteGates, write_files
+
+FileRow = tuple[int, int, int, int, int]
+"""(rank, part, stream, nbytes, header) of a shard."""
+PUBLISHED_HINT = "The new index is in place, but may not survive a power loss; save again"
+"""The hint of an error where publishing failed after its effect."""
+UNANSWERED_HINT = "The new index may be in place all the same: look at the checkpoint, or save again"
+"""The hint where an object store has not said whether it has published, or will."""
+
+
+class IndexContent(msgspec.Struct, frozen=True, array_like=True):
+    """What the index holds beside the plan; gathered on rank 0."""
+
+    metadata: dict[str, Value] = {}
+    values: dict[str, Value] = {}
+    """Of the leaves that ranks share."""
+    own_values: tuple[tuple[str, int, Value], ...] = ()
+    """Of the leaves under `PerRank`, as (path, rank, value)."""
+    replaced: str = ""
+    """The id of the save that is overwritten."""
+    lineage: Lineage | None = None
+    """Of a manager's checkpoint."""
+    sidecars: tuple[Sidecar, ...] = ()
+
+
+class SaveInfo(msgspec.Struct, frozen=True, array_like=True):
+    """One save as the ranks agreed on it; with the plan, everything but the bytes of arrays."""
+
+    rank: int
+    world: int
+    save_id: str
+    created_ns: int
+    options: CommonOptions
+    content: IndexContent | None = None
+    """None on ranks other than 0."""
+
+    @property
+    def replaces(self) -> bool:
+        """Whether a checkpoint is overwritten, as far as rank 0 knows."""
+        return self.content is not None and self.content.replaced != ""
+
+    def replacing(self, save_id: str) -> SaveInfo:
+        """Returns the info of a save that overwrites another one; "" for none. On rank 0."""
+        assert self.content is not None, "rank 0 has it"
+        return msgspec.structs.replace(self, content=msgspec.structs.replace(self.content, replaced=save_id))
+
+
+class WriteReport(msgspec.Struct, array_like=True):
+    """The result of a rank's writing, for the coordinator."""
+
+    fault: Fault | None
+    files: tuple[FileRow, ...] = ()
+    timings: tuple[Span, ...] = ()
+    host: str = ""
+    """The name of the rank's machine."""
+
+
+class CommitResult(msgspec.Struct, array_like=True):
+    """The result of a save, for every rank."""
+
+    faults: tuple[Fault, ...]
+    in_place: bool
+    """With faults: the index may have been published all the same, so the files must stay."""
 
 
 class ShardWriter(Protocol):
@@ -66,12 +121,12 @@ class ShardWriter(Protocol):
         """Writes this rank's shards; returns the result without timings. A failure is returned, not raised."""
         ...
 
-    def commit(self, reports: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
-        """On rank 0: commits the save if all ranks have written; returns the encoded `CommitResult`.
+    def commit(self, reports: Mapping[int, WriteReport], silent: Sequence[Fault] = ()) -> CommitResult:
+        """On rank 0: commits the save if all ranks have written.
 
         Args:
-            reports: the encoded `WriteReport` of each rank.
-            lost: ranks that fell silent, and what is known of each.
+            reports: of each rank.
+            silent: the faults of ranks that sent none.
         """
         ...
 
@@ -129,7 +184,7 @@ class InlineWriter:
         record: ProgressRecorder | None = None,
     ) -> None:
         self.error, self.recorder = error, recorder
-        self._waits = waits or not isinstance(store, ObjectStore)
+        self._waits = waits or not store.traits.far
         self._store, self._info, self._plan, self._source = store, info, plan, source
         self._on_progress, self._look = on_progress or (lambda written: None), look
         self._on_interrupt: Callable[[BaseException], None] = lambda error: None
@@ -163,14 +218,14 @@ class InlineWriter:
             assert plan is not None and source is not None, "a rank without them has an error"
             self._begin_record(plan.own.nbytes)
             assert self._note is not None, "it was just set"
-            callbacks = WriteCallbacks(partial(_result, self._begun), self._wait_begun, self._note.add, on_interrupt)
+            gates = WriteGates(self._note, self._begun, self._recorded, on_interrupt)
             manifest = manifest_of(info, plan)
             files = [
                 ShardFile(entries, name, shard_header(info, plan, file, manifest if file.part == 0 else None))
                 for entries, name, file in zip(source.files, shard_names(info, plan), plan.own.files, strict=True)
             ]
-            sizes = write_files(self._store, files, source, self.recorder, callbacks)
-            self._wait_begun()  # a rank without shards has not waited yet
+            sizes = write_files(self._store, files, source, self.recorder, gates)
+            gates.before_commit()  # a rank without shards has not waited yet
             self._note.commit()
             self._written = True
             rows = [
@@ -193,17 +248,17 @@ class InlineWriter:
             first = Progress(info.save_id, info.rank, info.world, info.options.step, "write", 0, planned, now, now)
             note = self._note = ProgressRecorder(store, first, on_progress=self._on_progress)
         note.expect(planned)
-        if not isinstance(store, ObjectStore):
+        if not store.traits.far:
             if not self._keeps_note:
                 note.begin()
             return
-        self._begun = call_in_thread(partial(self._begin, note), "treeckpt-begin")
+        begun = self._begun = call_in_thread(partial(self._begin, note), "treeckpt-begin")
         if not self._keeps_note:
             self._recorded = call_in_thread(note.begin, "treeckpt-record")
         if info.rank == 0:
 
             def look_for_locks() -> dict[str, int]:
-                _result(self._begun)  # the record can be seen
+                begun.result()  # the record can be seen
                 return unlocked_sizes(store)
 
             self._unlocked = call_in_thread(look_for_locks, "treeckpt-locks")
@@ -218,18 +273,9 @@ class InlineWriter:
                 raise
         note.check_condition(replaces=self._info.replaces)
 
-    def _wait_begun(self) -> None:
-        """Waits until all is done before which no shard may be seen."""
-        _result(self._begun)
-        _result(self._recorded)
-
-    def commit(self, reports: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
-        decoded = {rank: decode_msgpack(report, WriteReport) for rank, report in reports.items()}
-        return msgspec.msgpack.encode(self._commit(decoded, lost))
-
-    def _commit(self, reports: Mapping[int, WriteReport], lost: Mapping[int, str]) -> CommitResult:
+    def commit(self, reports: Mapping[int, WriteReport], silent: Sequence[Fault] = ()) -> CommitResult:
         store, info, plan, recorder = self._store, self._info, self._plan, self.recorder
-        faults = [report.fault for report in reports.values() if report.fault is not None] + silent_faults(lost)
+        faults = [*(report.fault for report in reports.values() if report.fault is not None), *silent]
         publishing = in_place = False
         if not faults:
             try:
@@ -275,7 +321,7 @@ class InlineWriter:
     def _publish(self, data: bytes, check: Callable[[], object]) -> None:
         """Publishes the index; an interrupt is told at once, and raised when it is known what became of the request."""
         publish = partial(publish_index, self._store, data, self._info, check)
-        if not isinstance(self._store, SupportsFetching):
+        if not self._store.traits.far:
             publish()
             return
         request = call_in_thread(publish, "treeckpt-publish")
@@ -298,7 +344,7 @@ class InlineWriter:
             if self._is_committed:  # with the time of the commit
                 self._write_timings(reports, again=True)
 
-        if isinstance(self._store, SupportsFetching):
+        if self._store.traits.far:
             self._timings_over = send_late(self._store.url, write)
         return self._timings_over is not None
 
@@ -319,7 +365,7 @@ class InlineWriter:
             self._wait_timings()
         if self._note is None:
             return
-        if self._info.rank == 0 and not isinstance(self._store, SupportsCompareAndSwap):
+        if self._info.rank == 0 and not self._store.traits.conditional:
             with contextlib.suppress(Exception):  # the save has ended, with or without an error
                 clear_leftovers(self._store, self._store.sizes(), known=self._info.save_id)
 
@@ -338,11 +384,224 @@ class InlineWriter:
             remove_files(self._store, [*written_names(info, plan), *timings])
             if info.world > 1 and not info.rank:
                 report = WriteReport(to_fault(error, info.rank), host=socket.gethostname())
-                self._commit({0: report}, {})
+                self.commit({0: report})
         finally:
             self.end()  # as long as the record stands, nobody takes the files for those of a save that has ended
 
 
-def _result(future: Future[None] | None) -> None:
-    if future is not None:
-        future.result()
+# what the files hold ------------------------------------------------------------------------------------------------
+
+
+def shard_names(info: SaveInfo, plan: GlobalPlan | None) -> list[str]:
+    """Returns the names of the files that this rank writes; a rank without a plan writes none."""
+    files = plan.own.files if plan is not None else ()
+    return [shard_name(info.save_id, info.rank, info.world, file.part) for file in files]
+
+
+def written_names(info: SaveInfo, plan: GlobalPlan | None) -> list[str]:
+    """Returns the names of all files that this rank writes before the commit: shards, and on rank 0 sidecar files."""
+    sidecars = info.content.sidecars if info.content is not None else ()
+    return [*shard_names(info, plan), *(stored_name(info.save_id, sidecar.name) for sidecar in sidecars)]
+
+
+def manifest_of(info: SaveInfo, plan: GlobalPlan) -> str | None:
+    """Returns what the coordinator's first shard keeps of the tree, to rebuild a lost index; None on other ranks."""
+    return encode_manifest(_index(info, plan, None, FileTable())) if info.rank == 0 else None
+
+
+def shard_header(info: SaveInfo, plan: GlobalPlan, file: FilePlan, manifest: str | None) -> ShardHeader:
+    """Returns the header of a shard, with zeros in the place of the checksums."""
+    entries: list[ShardEntry] = []
+    for write in file.writes:
+        leaf = plan.leaf(write.leaf)
+        assert leaf.spec is not None, "arrays only are written"
+        path = leaf.path.replace("~rank*", f"~rank{info.rank}")
+        entries.append(ShardEntry(path, leaf.spec.dtype, leaf.spec.shape, write.region, write.start, write.nbytes))
+    return ShardHeader(
+        info.save_id,
+        info.rank,
+        info.world,
+        file.part,
+        file.stream,
+        tuple(entries),
+        (0,) * block_count(file.nbytes),
+        manifest=manifest,
+    )
+
+
+def complete_index(info: SaveInfo, plan: GlobalPlan, reports: Mapping[int, WriteReport]) -> Index:
+    """Returns the index of a save that all ranks have written."""
+    rows = [row for report in reports.values() for row in report.files]
+    placed, totals = plan.placement()
+    for rank, report in reports.items():
+        written = sum(row[3] for row in report.files)
+        if written != totals[rank]:
+            raise AssertionError(f"rank {rank} wrote {written} bytes, the plan says {totals[rank]}")
+    return _index(info, plan, placed, file_table(rows))
+
+
+def _index(
+    info: SaveInfo, plan: GlobalPlan, placed: Mapping[int, ChunkOffsets | SingleChunkOffset] | None, files: FileTable
+) -> Index:
+    content = info.content or IndexContent()
+    index = build_index(
+        plan.global_tree,
+        placed,
+        files,
+        values=content.values,
+        own_values={(path, rank): value for path, rank, value in content.own_values},
+        save_id=info.save_id,
+        step=info.options.step,
+        created_ns=info.created_ns,
+        metadata=content.metadata,
+        lineage=content.lineage,
+    )
+    return msgspec.structs.replace(index, sidecars=content.sidecars)
+
+
+# publishing, and removing --------------------------------------------------------------------------------------------
+
+
+def check_files_exist(store: Store, index: Index, sizes: Mapping[str, int]) -> None:
+    """Checks that no other program has deleted shards or sidecar files, before the index is published.
+
+    An object store is not checked: it has acknowledged each file, and was listed before that.
+
+    Raises:
+        CheckpointError: naming the file.
+    """
+    if store.traits.conditional:
+        return
+    for file in index.file_list:
+        if store.traits.in_process and file.name not in sizes:
+            raise CheckpointError(
+                store.url,
+                expected="the shards of all ranks in the memory of one process",
+                found=f"no {file.name} in that of rank 0",
+                hint='Ranks in processes of their own save to a directory or URL, or each alone with comm="alone"',
+            )
+    written = [(file.name, file.header + file.nbytes) for file in index.file_list]
+    written += [(stored_name(index.save_id, sidecar.name), sidecar.nbytes) for sidecar in index.sidecars]
+    for name, nbytes in written:
+        if sizes.get(name) != nbytes:
+            raise CheckpointError(
+                f"{store.url}/{name}",
+                expected=f"{nbytes} bytes, as written a moment ago",
+                found="no such file" if name not in sizes else f"{sizes[name]}",
+                hint="Something else deletes or changes files there; find out what, and save again",
+            )
+
+
+def check_still_there(store: Store, index: Index) -> None:
+    """Checks, after this process was stopped for minutes, that nobody took the committed save for a dead one.
+
+    Raises:
+        CheckpointError: its files were removed; the index is taken back.
+    """
+    if missing := sorted({file.name for file in index.file_list} - store.sizes().keys()):
+        take_back_index(store, index.save_id)
+        raise CheckpointError(
+            f"{store.url}/{missing[0]}",
+            expected="the shards of this save",
+            found=f"{len(missing)} of {len(index.file_list)} are gone: a clean-up took the save for a dead one",
+            hint="This process was stopped for minutes, or could not reach the store; save again",
+        )
+
+
+def publish_index(store: Store, data: bytes, info: SaveInfo, check: Callable[[], object]) -> None:
+    """Publishes the index, which is the commit; where the store can, only over what was there before the save.
+
+    Args:
+        check: raises if files of the save are gone; see `Store.publish`.
+
+    Raises:
+        CheckpointExists: there is another checkpoint.
+    """
+    if info.options.overwrite and store.traits.conditional:
+        check()
+        replaced = info.content.replaced if info.content is not None else ""
+
+        def is_replaced(found: bytes) -> bool:
+            try:
+                return decode_index(found, store.url).save_id == replaced
+            except CheckpointError:  # nor could it be read before the save
+                return not replaced
+
+        store.compare_and_swap(INDEX_NAME, data, holds=is_replaced, limit=MAX_INDEX)
+        return
+    try:
+        store.publish(INDEX_NAME, data, replace=info.options.overwrite, check=check)
+    except FileNotFoundError as error:
+        if not store.traits.renames:
+            raise
+        raise CheckpointError(
+            f"{store.url}/{INDEX_NAME}",
+            expected="the temporary file that is to be renamed so",
+            found="none: a clean-up took this process for an ended one",
+            hint="It was stopped for minutes, or something else deletes files there; save again",
+        ) from error
+
+
+def index_may_be_published(store: Store, save_id: str, error: BaseException | None = None) -> bool:
+    """Whether the index is there, or may be, after publishing failed with an error.
+
+    It can fail after the rename, at the sync. A store can carry a request out after the client has given it up.
+    """
+    if isinstance(error, StoreError) and error.unanswered:
+        return True
+    try:
+        return read_index(store).save_id == save_id
+    except CheckpointNotFound:
+        return False
+    except Exception:
+        return True
+
+
+def with_published_hint(error: Exception) -> Exception:
+    """Returns the same error with the hint that the index is in place all the same, or in an object store may be."""
+    if isinstance(error, StoreError):
+        error.add_hint(UNANSWERED_HINT)
+    if type(error) is not CheckpointError:
+        return error
+    hinted = CheckpointError(error.path, expected=error.expected, found=error.found, hint=PUBLISHED_HINT)
+    hinted.__cause__ = error.__cause__
+    return hinted
+
+
+def write_timings(
+    store: Store,
+    info: SaveInfo,
+    reports: Mapping[int, WriteReport],
+    error: str | None,
+    recorder: Recorder,
+    *,
+    again: bool = False,
+) -> None:
+    """Writes the spans of all ranks, and the error of a save that failed; replaces earlier timings of this save.
+
+    Args:
+        again: they were written before. In a store that is far, where the caller of the save may go on meanwhile and
+            delete the checkpoint, they are then not created anew.
+    """
+    reported = (span for rank, report in reports.items() if rank for span in report.timings)
+    names = sorted({report.host for report in reports.values()} - {""})
+    hosts = tuple(Host(name, encode_runs(sorted(r for r, d in reports.items() if d.host == name))) for name in names)
+    spans = (*recorder.spans, *reported)
+    timings = Timings(info.save_id, info.options.step, info.world, spans, error, hosts)
+    name, data = timings_name(info.save_id), encode_timings(timings)
+    present = store.read_version(name, limit=len(data))[1] if again and store.traits.conditional else True
+    store.publish(name, data, replace=present)
+
+
+def remove_files(store: Store, names: Iterable[str]) -> None:
+    """Deletes files, as `delete_files`; errors are ignored."""
+    with contextlib.suppress(Exception):
+        delete_files(store, names)
+
+
+def remove_replaced(store: Store, save_id: str) -> None:
+    """Deletes the files of a save that was overwritten."""
+    found = [(name, owned) for name in store.sizes() if (owned := parse_file_name(name)) is not None]
+    kinds = ("shard", "sidecar", "progress", "verdict")
+    names = [name for name, owned in found if owned.save_id == save_id and owned.kind in kinds]
+    remove_files(store, [*names, timings_name(save_id)])

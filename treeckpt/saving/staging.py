@@ -35,7 +35,7 @@ from ..core.sharding.region import Region
 from ..io.storage.memory import PAGE, advise_huge_pages, madvise_populate
 from ..threads import ThreadPool
 from .plan_cache import GlobalPlan
-from .shard_stream import MEMMOVE_LIMIT, ShardSource, append_entry, piece_of
+from .shard_files import MEMMOVE_LIMIT, ShardSource, append_entry, piece_of
 
 PARALLEL_COPY = 1 << 20
 """Bytes from which threads share the copying."""

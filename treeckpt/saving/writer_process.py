@@ -22,13 +22,18 @@ import msgspec
 from ..core.format.decoding import decode_msgpack
 from ..core.format.save_progress import progress_name
 from ..errors import CheckpointError
-from ..io.comm.failures import to_fault
+from ..io.comm.failures import Fault, to_fault
 from .agree import AgreedSave
-from .commit import index_may_be_published, remove_files, with_published_hint
-from .messages import CommitResult, WriteReport
 from .plan_cache import GlobalPlan
 from .process_channel import ProcessChannel, WriterGone
-from .shard_writer import InlineWriter
+from .shard_writer import (
+    CommitResult,
+    InlineWriter,
+    WriteReport,
+    index_may_be_published,
+    remove_files,
+    with_published_hint,
+)
 from .staging import Arena
 from .writer_server import (
     ENTRY_POINT,
@@ -179,7 +184,7 @@ class ProcessWriter:
 
     Args:
         arena: holds what is written.
-        address: of the store, from `writer_server.address_of`.
+        address: of the store, from `Store.address`.
     """
 
     def __init__(
@@ -205,17 +210,18 @@ class ProcessWriter:
         except WriterGone as gone:
             return WriteReport(to_fault(self._end_process(gone), self._info.rank))
 
-    def commit(self, reports: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
-        faults = lost or any(decode_msgpack(report, WriteReport).fault for report in reports.values())
+    def commit(self, reports: Mapping[int, WriteReport], silent: Sequence[Fault] = ()) -> CommitResult:
+        faults = silent or any(report.fault is not None for report in reports.values())
         if self._is_gone or faults:  # there is nothing to publish but an error
-            return InlineWriter(self._store, self._info, self._plan, self._recorder).commit(reports, lost)
+            return InlineWriter(self._store, self._info, self._plan, self._recorder).commit(reports, silent)
         try:
-            return self._call(CommitSave(dict(reports), dict(lost), self._recorder.snapshot))
+            request = CommitSave(dict(reports), tuple(silent), self._recorder.snapshot)
+            return decode_msgpack(self._call(request), CommitResult)
         except WriterGone as gone:
             error: Exception = self._end_process(gone)
             if in_place := index_may_be_published(self._store, self._info.save_id):
                 error = with_published_hint(error)
-            return _encode(CommitResult((to_fault(error, self._info.rank),), in_place))
+            return CommitResult((to_fault(error, self._info.rank),), in_place)
 
     def end(self) -> None:
         if not self._is_gone:

@@ -12,24 +12,24 @@ import os
 import pickle
 import sys
 import traceback
+from io import BytesIO
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from ..core.format.timings import Span
 from ..core.planning.rank_trees import GlobalTree
-from ..io.comm.failures import to_fault
-from ..io.storage.object_store import ObjectStore, open_address
-from ..io.storage.store import LocalStore, Store
+from ..io.comm.failures import Fault, to_fault
 from ..io.timing import Recorder, RecorderSnapshot
-from .commit import SaveInfo
-from .messages import WriteReport
 from .plan_cache import GlobalPlan, compute_plan
 from .process_channel import ProcessChannel, WriterGone
-from .shard_writer import InlineWriter
+from .shard_writer import InlineWriter, SaveInfo, WriteReport
 from .staging import StagedShardSource, map_arena
 
 ENTRY_POINT = "treeckpt.saving.writer_server:serve"
+_LIGHT = {"treeckpt", *sys.stdlib_module_names}
+"""Packages of which a pickled store may name modules without the import of all of treeckpt."""
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 
 
@@ -60,7 +60,7 @@ class WriteShards(msgspec.Struct, tag=True, array_like=True):
 
     info: SaveInfo
     address: bytes
-    """Of the store, from `address_of`."""
+    """Of the store, from `Store.address`."""
     arena: int
     recorder: RecorderSnapshot
 
@@ -68,8 +68,8 @@ class WriteShards(msgspec.Struct, tag=True, array_like=True):
 class CommitSave(msgspec.Struct, tag=True, array_like=True):
     """All ranks' reports on the save that was written last; the answer holds a `CommitResult`."""
 
-    reports: dict[int, bytes]
-    lost: dict[int, str]
+    reports: dict[int, WriteReport]
+    silent: tuple[Fault, ...]
     recorder: RecorderSnapshot
 
 
@@ -100,26 +100,13 @@ Request = SetPlan | AttachArena | DetachArena | WriteShards | CommitSave | EndSa
 Reply = WriteProgress | Answer
 
 
-def address_of(store: Store) -> bytes | None:
-    """Returns the bytes by which another process opens the same store; None for one that only this process has."""
-    if type(store) is LocalStore:
-        return b"path:" + os.fsencode(store.directory)
-    if type(store) is ObjectStore:
-        return b"url:" + address if (address := store.address) is not None else None
-    try:
-        return b"pickle:" + pickle.dumps(store)
-    except Exception:
-        return None
+class _StoreUnpickler(pickle.Unpickler):
+    """Opens the store of a `Store.address`, which comes from the parent process by a socket that only it has."""
 
-
-def _open_store(address: bytes) -> Store:
-    kind, _, rest = address.partition(b":")
-    if kind == b"path":
-        return LocalStore(os.fsdecode(rest))
-    if kind == b"url":
-        return open_address(rest)
-    _import_package()
-    return pickle.loads(rest)  # from our own parent, by a socket that only it has
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if module_name.partition(".")[0] not in _LIGHT:
+            _import_package()
+        return super().find_class(module_name, global_name)
 
 
 def _import_package() -> None:
@@ -166,7 +153,8 @@ class WriterServer:
             case CommitSave():
                 assert self._writer is not None and self._plan is not None, "it has written before"
                 self._writer.recorder = Recorder.resumed(self._plan.own.rank, request.recorder)
-                return self._answer(self._writer, self._writer.commit(request.reports, request.lost), request.recorder)
+                result = self._writer.commit(request.reports, request.silent)
+                return self._answer(self._writer, _encode(result), request.recorder)
             case EndSave():
                 if self._writer is not None:
                     self._writer.end()
@@ -202,7 +190,8 @@ class WriterServer:
                 raise error
             plan = self._plan
             assert plan is not None, "the plan is sent before the save"
-            source, store = StagedShardSource(plan, self._arenas[request.arena]), _open_store(request.address)
+            source = StagedShardSource(plan, self._arenas[request.arena])
+            store = _StoreUnpickler(BytesIO(request.address)).load()
         except Exception as failed:
             return Answer(_encode(WriteReport(to_fault(failed, info.rank))), (), _trace(failed))
         recorder = Recorder.resumed(info.rank, request.recorder)

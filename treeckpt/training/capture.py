@@ -13,12 +13,12 @@ from typing import Any, Literal, TypedDict, get_args
 from ..arrays.expanded_tree import state_tree
 from ..arrays.registry import abstract_of, encode
 from ..arrays.stateful import holds_stateful, is_stateful, object_states
-from ..core.option_names import checks_options
 from ..core.tree.containers import FromRank
 from ..core.tree.flatten import PerRank, flatten
 from ..core.tree.globs import compile_globs
 from ..core.tree.structure import key_text
 from ..errors import TreeError
+from ..io.public_calls import checks_options
 from ..loading.overlay import Selection, globs_of
 from .groups import labels_of
 from .modules import Modules, StateDictEntry, collect_entries

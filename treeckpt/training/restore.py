@@ -21,19 +21,18 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from ..arrays.stateful import plan_state
-from ..core.option_names import checks_options
 from ..core.tree.flatten import PerRank
 from ..core.tree.leaf_differences import Strict, some_of
 from ..core.tree.structure import PerRankNode, TensorNode, key_text
 from ..errors import MismatchError
 from ..io.comm.comm import Comm, as_comm
-from ..io.nested_calls import takes_no_save
+from ..io.public_calls import checks_options, takes_no_save
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.consistent_reads import on_versions
+from ..loading.execute_shared import open_relay, together
 from ..loading.match import LoadOptions
 from ..loading.overlay import Bank, CheckpointOverlay, Selection, globs_of
 from ..loading.read_batch import Verify
-from ..loading.shared_read import open_relay, together
 from ..loading.transforms import Renaming, Transforms
 from ..reports import LoadReport
 from ..trees.per_rank_state import Policies, Policy

@@ -3,8 +3,8 @@
 Ranks are counted within the group. Bytes are numpy arrays of uint8; for a group whose backend moves only device memory
 (NCCL) they are copied to and from its device. `SoloTransport` stands for a single rank, or no process group.
 
-Regions of many arrays go in few messages (`send_regions`): a thousand leaves take a handful of them. Sender and receivers
-compute the same packing from the same list of regions; no headers are sent.
+Regions of many arrays go in few messages (`send_regions`): a thousand leaves take a handful of them. Sender and
+receivers compute the same packing from the same list of regions; no headers are sent.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import numpy as np
 from ..arrays.base import ArraySource, ArrayTarget, HostArray, SourcePiece, TargetPiece, raw_dtype
 from ..core.sharding.region import Region
 from ..io.comm.collective import ByteGatherer
-from ..io.comm.comm import check_group
-from ..io.comm.launchers import launched_rank, unconnected_error
+from ..io.comm.comm import check_group, launched_rank, unconnected_error
 from .moving import fill
 
 Transfer = tuple[int, np.ndarray]

@@ -32,14 +32,11 @@ from treeckpt.io.comm.collective import decode_each
 from treeckpt.io.comm.fanout import GROUP_SIZES, group_sizes_for
 from treeckpt.io.storage.store import MemoryStore
 from treeckpt.io.timing import Recorder
-from treeckpt.saving.commit import SaveInfo
 from treeckpt.saving.messages import (
-    CommitResult,
     Decision,
     MergedTree,
     RankProposal,
     RankTree,
-    WriteReport,
     check_arguments,
     merge_inventories,
     plan_key,
@@ -47,7 +44,7 @@ from treeckpt.saving.messages import (
 )
 from treeckpt.saving.options import CommonOptions
 from treeckpt.saving.plan_cache import GlobalPlan, compute_plan
-from treeckpt.saving.shard_writer import InlineWriter
+from treeckpt.saving.shard_writer import CommitResult, InlineWriter, SaveInfo, WriteReport
 
 from .models import Array, Grid, Layouts, Model, arrays_of, flat_pieces
 from .traffic import Load, Talk
@@ -270,7 +267,8 @@ class _World:
 
         def publish() -> None:
             writer = InlineWriter(store, info, plans, Recorder(0))
-            result = _decode(writer.commit(dict(enumerate(messages)), {}), type=CommitResult)
+            reports = {rank: _decode(message, type=WriteReport) for rank, message in enumerate(messages)}
+            result = writer.commit(reports)
             assert writer.error is None and not result.faults
 
         with Meter() as meter:

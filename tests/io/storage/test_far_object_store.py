@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -19,15 +20,14 @@ from tests.helpers.elsewhere import elsewhere
 from tests.helpers.far_s3 import FarS3, far_s3_server
 from tests.helpers.s3 import MIB, QUICK, array, same
 from treeckpt.io.storage import checkpoint as checkpoint_module
-from treeckpt.io.storage import obstore, upload_window
+from treeckpt.io.storage import object_store, obstore, upload_window
 from treeckpt.io.storage.counting_store import CountingStore
 from treeckpt.io.storage.request_depth import RequestDepth
 from treeckpt.runs import catalog
 from treeckpt.runs.restore import Restorer
-from treeckpt.saving import shard_upload
+from treeckpt.saving import shard_files
 
 NEAR: dict[str, Any] = {
-    "presigned": "honoured",
     "latency": 0.0,
     "rate": 0.0,
     "page": 1000,
@@ -316,21 +316,41 @@ def test_a_run_is_listed_by_pages(far: FarS3) -> None:
     assert [len(folder.entries()) for folder in listed.folders()] == [3] * 5, "shard, timings, index"
 
 
-@pytest.mark.parametrize("kind", ["503", "500", "reset", "lost"])
+@pytest.mark.parametrize("kind", ["503", "429", "500", "reset", "lost", "stall"])
 def test_a_read_that_fails_for_a_moment_is_repeated(far: FarS3, tree: dict[str, Any], kind: str) -> None:
     store = far.store(**QUICK)
     tc.save(store, tree)
-    far.set(rules=[{"match": "^GET .*safetensors bytes", "do": kind, "times": 2}])
+    far.set(rules=[{"match": "^GET .*safetensors bytes", "do": kind, "times": 2, "seconds": 0.2}])
     assert same(store, tree)
 
 
-@pytest.mark.parametrize("kind", ["flipped", "shifted"])
+@pytest.mark.parametrize("kind", ["flipped", "shifted", "short", "whole"])
 def test_other_bytes_than_those_of_the_range_are_an_error(far: FarS3, tree: dict[str, Any], kind: str) -> None:
     store = far.store(**QUICK)
     tc.save(store, tree)
     far.set(rules=[{"match": "^GET .*safetensors bytes=[1-9]", "do": kind, "times": 1000}])
-    with pytest.raises(tc.TreeckptError):
+    with pytest.raises(tc.TreeckptError, match="changed bytes" if kind == "flipped" else "proxy and the endpoint"):
         tc.load(store)
+
+
+def test_a_range_is_what_the_object_has_of_it_under_any_name(far: FarS3) -> None:
+    bucket, _ = object_store.open_bucket("s3://bucket", far.options())
+    key = "a b/c@é+d%2F=&?.bin"
+    bucket.put(key, b"0123456789", replace=True)
+    for start, nbytes, expected in [(2, 5, b"23456"), (8, 300, b"89"), (300, 10, b"")]:
+        found = bucket.fetch(key, start, nbytes)
+        assert (found.size, b"".join(map(bytes, found.pieces))) == (10, expected)
+    with pytest.raises(FileNotFoundError):
+        bucket.fetch("none", 0, 10)
+
+
+def test_nobody_at_the_endpoint_is_an_error_after_which_the_same_request_may_succeed(far: FarS3) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    bucket, _ = object_store.open_bucket("s3://bucket", far.options(endpoint=f"http://127.0.0.1:{port}"))
+    with pytest.raises(tc.StoreError, match="error sending request") as raised:
+        bucket.fetch("k", 0, 10)
+    assert bucket.judge(raised.value).temporary
 
 
 def test_a_busy_store_slows_a_load_down_and_does_not_fail_it(
@@ -507,7 +527,7 @@ def test_a_save_that_fails_before_the_look_is_answered_leaves_nothing(
 
     store = far.store()
     with monkeypatch.context() as patch:
-        patch.setattr(shard_upload, "hash_block", fail)
+        patch.setattr(shard_files, "hash_block", fail)
         far.set(rules=[{"match": "list-type", "do": "slow", "times": 1, "seconds": LATENCY}])
         with pytest.raises(tc.CheckpointError, match="unreadable memory"):
             tc.save(store, {"w": array(20)})
@@ -518,7 +538,7 @@ def test_a_save_that_fails_before_the_look_is_answered_leaves_nothing(
     far.set()
     before = store.sizes()
     with monkeypatch.context() as patch:
-        patch.setattr(shard_upload, "hash_block", fail)
+        patch.setattr(shard_files, "hash_block", fail)
         far.set(rules=[{"match": "list-type", "do": "slow", "times": 1, "seconds": LATENCY}])
         with pytest.raises(tc.CheckpointExists):
             tc.save(store, {"w": array(20)})

@@ -22,6 +22,7 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.s3 import MIB, array
+from tests.helpers.samples import write_checkpoint
 from treeckpt.io.storage import far_store
 from treeckpt.io.storage.counting_store import CountingStore
 from treeckpt.io.storage.far_store import START, DirectChoice, FarStore, for_reading
@@ -100,6 +101,28 @@ def test_a_load_from_a_far_file_system_keeps_many_reads_in_flight(
     back = load(saved, tree)
     assert all(np.array_equal(back[name], tree[name]) for name in tree)
     assert flights.most >= START
+
+
+@pytest.mark.parametrize("block", [4096, 5 * 4096, MIB])
+def test_shards_with_blocks_of_another_size_are_verified_by_their_own(tmp_path: Path, block: int) -> None:
+    tree = {"w": np.arange(700 * 600.0).reshape(700, 600), "b": np.arange(10.0)}
+    index = write_checkpoint(tmp_path / "c", tree, world=4, block=block)
+    like = {
+        "w": tc.Sharded(np.zeros((700, 30)), (700, 600), (0, 9)),
+        "b": np.zeros(10),
+    }
+    for store in (tc.LocalStore(tmp_path / "c"), FarStore(tmp_path / "c")):
+        for back in (tc.load(store), filled(store, tree)):
+            assert all(np.array_equal(back[name], tree[name]) for name in tree)
+        back = tc.load(store, like)
+        assert np.array_equal(back["w"].local, tree["w"][:, 9:39]) and np.array_equal(back["b"], tree["b"])
+    file = max(index.file_list, key=lambda file: file.nbytes)
+    data = bytearray((tmp_path / "c" / file.name).read_bytes())
+    data[-9] ^= 1
+    (tmp_path / "c" / file.name).write_bytes(data)
+    for store in (tc.LocalStore(tmp_path / "c"), FarStore(tmp_path / "c")):
+        with pytest.raises(tc.CorruptError, match="changed bytes"):
+            tc.load(store)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="file systems are told apart on Linux")

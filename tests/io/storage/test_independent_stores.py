@@ -18,8 +18,6 @@ import treeckpt as tc
 from tests.helpers import other_stores
 from tests.helpers.elsewhere import elsewhere
 from tests.helpers.s3 import array, same
-from treeckpt.io.storage.object_store import open_bucket
-from treeckpt.io.storage.obstore import ObstoreBucket
 from treeckpt.runs import catalog
 from treeckpt.saving import shard_writer
 
@@ -46,25 +44,6 @@ def test_a_checkpoint_comes_back_whole_and_in_parts(place: Place) -> None:
     assert same(store, tree) and tc.verify(store).ok
     piece = tc.Sharded(np.zeros(100, tree["w"].dtype), tree["w"].shape, (1_000_000,))
     assert np.array_equal(tc.load(store, {"w": piece, "b": ...})["w"].local, tree["w"][1_000_000:1_000_100])
-
-
-def test_presigned_urls_are_taken_with_the_right_keys_alone(place: Place) -> None:
-    url, options = place
-    if not url.startswith("s3:"):
-        pytest.skip("those of S3 alone are used")
-    store = tc.ObjectStore(url, **options)
-    tc.save(store, {"w": array(2)})
-    (name,) = (name for name in store.sizes() if name.endswith(".safetensors"))
-    for secret, taken in (("secret", True), ("another", False)):
-        found, prefix = open_bucket(url, {**options, "secret_access_key": secret})
-        assert isinstance(found, ObstoreBucket)
-        reader = found._presigned  # pyright: ignore[reportPrivateUsage]
-        assert reader is not None
-        response = reader.get(f"{prefix}/{name}", 4096, 1 << 20)
-        assert (response is not None) == taken
-        if response is not None:
-            assert len(response.body.read()) == 1 << 20
-            response.body.close()
 
 
 def test_a_path_that_is_taken_is_overwritten_only_when_told(place: Place) -> None:

@@ -251,11 +251,14 @@ def test_a_deletion_that_was_stopped_between_its_look_and_its_rename_puts_the_in
     class Stopped(LocalStore):
         """Meanwhile another process saves the step, and does not see the lock: it has lapsed."""
 
-        def take_away(self, name: str, aside: str) -> None:
+        def rename(self, name: str, target: str, *, replace: bool) -> None:
+            if not replace:
+                super().rename(name, target, replace=False)
+                return
             for lock in self.directory.glob("deleting*"):
                 lock.unlink()
             tc.save(self.directory, {"n": 10}, step=1, overwrite=True)
-            super().take_away(name, aside)
+            super().rename(name, target, replace=True)
 
     for step in (1, 2):
         tc.save(tmp_path / step_name(step), {"n": step}, step=step)

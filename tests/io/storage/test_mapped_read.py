@@ -329,7 +329,7 @@ class _Noted(LocalStore):
         self.read_names: list[str] = []
 
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
-        if len(out) >= mapped_read.LEAST:
+        if len(out) >= mapped_read.LEAST_MAPPED:
             self.read_names.append(name)
         super().read_into(name, offset, out, shared=shared)
 

@@ -85,8 +85,8 @@ def test_memory_stays_bounded_whatever_the_size(s3: S3) -> None:
     program = """
 import sys, numpy as np, treeckpt as tc
 from treeckpt.io.storage import obstore
-from treeckpt.saving import shard_files, shard_stream, shard_upload
-shard_stream.BUFFER = shard_upload.BUFFER = 1 << 20
+from treeckpt.saving import shard_files
+shard_files.BUFFER = 1 << 20
 obstore.PART, shard_files.COPIES = 5 << 20, 10 << 20
 row = np.arange(1 << 17)
 def peak():  # ru_maxrss would begin with that of the process before exec

@@ -86,9 +86,9 @@ def test_a_quick_save_leaves_no_trace_of_one(tmp_path: Path) -> None:
     noted: list[str] = []
 
     class Noting(MemoryStore):
-        def publish(self, name: str, data: bytes, *, replace: bool) -> None:
+        def publish(self, name: str, data: bytes, **options: Any) -> None:
             noted.append(name)
-            super().publish(name, data, replace=replace)
+            super().publish(name, data, **options)
 
     tc.save(Noting(), {"w": np.ones(10)})
     assert noted and not any(map(parse_progress_name, noted))

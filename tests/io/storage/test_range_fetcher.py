@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-import treeckpt as tc
-from treeckpt.io.storage.bucket import FetchFailure, PieceBody, RangeResponse
+from treeckpt.io.storage.bucket import FetchFailure, RangeResponse
 from treeckpt.io.storage.range_fetcher import HEDGED, RangeFetcher, RequestTimes
 
 RANGES = [("file", 10 * n, 10) for n in range(100)]
@@ -38,12 +37,12 @@ def content(wanted: Any) -> bytes:
 def answer(wanted: Any, *, pieces: int = 3, size: int | None = None) -> RangeResponse:
     """A range in pieces of a few bytes."""
     data = memoryview(content(wanted))
-    return RangeResponse(size, PieceBody(data[at : at + pieces] for at in range(0, len(data), pieces)))
+    return RangeResponse(size, [data[at : at + pieces] for at in range(0, len(data), pieces)])
 
 
 def pieces_of(wanted: Any) -> Iterator[memoryview]:
     """The pieces of `answer`."""
-    return iter(answer(wanted).body.read, b"")
+    return iter(answer(wanted).pieces)
 
 
 class Collected:
@@ -102,7 +101,7 @@ def test_a_range_that_breaks_off_goes_on_where_it_ended(cut: int) -> None:
             if cut % 2:
                 raise Passing
 
-        return RangeResponse(None, PieceBody(pieces()))
+        return RangeResponse(None, pieces())
 
     assert sum(fetch_all(fetch).values()) == len(RANGES)
     assert asked == [30, 30 + cut]
@@ -212,7 +211,7 @@ def test_a_slow_request_is_sent_again_for_what_is_missing_and_the_first_answer_c
                     held.wait(60)
                 yield piece
 
-        return RangeResponse(None, PieceBody(pieces()))
+        return RangeResponse(None, pieces())
 
     assert sum(fetch_all(fetch).values()) == len(RANGES)
     held.set()
@@ -250,125 +249,6 @@ def test_a_request_that_is_sent_again_counts_for_the_memory_and_goes_before_new_
 
     assert sum(fetch_all(fetch, memory=40).values()) == len(RANGES)
     assert asked.count(300) == 2 and most <= 40
-
-
-# bytes that are received where they belong ----------------------------------------------------------------------------
-class PlacedBody:
-    """A body that fills the memory that it is given, three bytes at a time; `stall` holds it up until it is aborted."""
-
-    places = True
-
-    def __init__(self, wanted: Any, *, stall: Callable[[int], bool] = lambda at: False) -> None:
-        self._data, self._at, self._stall, self._aborted = content(wanted), 0, stall, threading.Event()
-        self.given = list[bool]()
-
-    def read(self, memory: memoryview | None = None) -> memoryview:
-        if self._stall(self._at):
-            assert self._aborted.wait(60), "somebody ends it"
-            raise Passing("cut")
-        piece = self._data[self._at : self._at + 3]
-        self._at += len(piece)
-        self.given.append(memory is not None)
-        if memory is None:
-            return memoryview(piece)
-        memory = memory[: len(piece)]
-        memory[:] = piece
-        return memory
-
-    def abort(self) -> None:
-        self._aborted.set()
-
-    def close(self) -> None:
-        pass
-
-
-class Target:
-    """Memory for all of `RANGES`, which `consume` compares with what it is given."""
-
-    def __init__(self) -> None:
-        self.memory, self.wrong = bytearray(1000), list[int]()
-
-    def place(self, number: int, at: int, nbytes: int) -> memoryview:
-        return memoryview(self.memory)[10 * number + at : 10 * number + at + nbytes]
-
-    def consume(self, number: int, at: int, data: memoryview, size: int | None) -> None:
-        place = self.place(number, at, len(data))
-        if data.obj is not self.memory:
-            place[:] = data
-        if place != content(RANGES[number])[at : at + len(data)]:
-            self.wrong.append(number)
-
-
-def test_bytes_are_received_where_they_belong() -> None:
-    target, bodies = Target(), list[PlacedBody]()
-
-    def fetch(wanted: Any) -> RangeResponse:
-        bodies.append(PlacedBody(wanted))
-        return RangeResponse(None, bodies[-1])
-
-    RangeFetcher(fetch, judge, 1).run(RANGES, target.consume, memory=1 << 20, place=target.place)
-    assert target.memory == b"".join(map(content, RANGES)) and not target.wrong
-    assert all(all(body.given) for body in bodies)
-
-
-def test_nothing_is_received_in_its_place_before_the_first_ranges_are_consumed() -> None:
-    target, asked = Target(), threading.Event()
-
-    def fetch(wanted: Any) -> RangeResponse:
-        if wanted == RANGES[0]:
-            assert asked.wait(60)
-            time.sleep(0.1)
-            return RangeResponse(None, PieceBody([memoryview(b"")]))  # an error
-        asked.set()
-        return RangeResponse(None, PlacedBody(wanted))
-
-    with pytest.raises(tc.StoreError):
-        RangeFetcher(fetch, judge, 1).run(RANGES[:5], target.consume, memory=1 << 20, first=1, place=target.place)
-    assert not any(target.memory)
-
-
-@pytest.mark.parametrize("tries", [1, 3])  # that of the cut one is not counted
-@pytest.mark.parametrize("after", [0, 3, 6])
-def test_a_slow_body_that_is_received_in_its_place_is_cut_and_the_rest_is_asked_for_again(
-    after: int, tries: int
-) -> None:
-    target, asked = Target(), list[tuple[int, PlacedBody]]()
-
-    def fetch(wanted: Any) -> RangeResponse:
-        slow = wanted == RANGES[99] and not any(start == 990 for start, _ in asked)
-        body = PlacedBody(wanted, stall=lambda at: slow and at == after)
-        asked.append((wanted[1], body))
-        return RangeResponse(None, body)
-
-    RangeFetcher(fetch, judge, tries).run(RANGES, target.consume, memory=1 << 20, place=target.place)
-    assert target.memory == b"".join(map(content, RANGES)) and not target.wrong
-    first, again = (body for start, body in asked if start >= 990)
-    assert [start for start, _ in asked if start >= 990] == [990, 990 + after]
-    assert all(first.given) and not any(again.given), "the cut one could still fill the same memory"
-
-
-def test_after_an_error_nothing_is_received_in_its_place_any_more() -> None:
-    target, waiting, read = Target(), threading.Event(), threading.Event()
-
-    class Late(PlacedBody):
-        def read(self, memory: memoryview | None = None) -> memoryview:
-            waiting.set()
-            self._aborted.wait(60)
-            time.sleep(0.2)  # what had arrived is put in place
-            found = super().read(memory)
-            read.set()
-            return found
-
-    def fetch(wanted: Any) -> RangeResponse:
-        return RangeResponse(None, Late(wanted)) if wanted == RANGES[0] else answer(wanted)
-
-    def consume(number: int, at: int, data: memoryview, size: int | None) -> None:
-        assert waiting.wait(60)
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        RangeFetcher(fetch, judge, 1).run(RANGES[:2], consume, memory=1 << 20, place=target.place)
-    assert read.is_set(), "the call has waited"
 
 
 def test_no_range_is_no_request() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 import treeckpt as tc
-from treeckpt.io.storage.request_depth import DIRECT_PER_CPU, MOST, RequestDepth, first_depth
+from treeckpt.io.storage.request_depth import MOST, RequestDepth, first_depth
 from treeckpt.io.storage.upload_window import UploadWindow
 
 
@@ -25,16 +25,15 @@ def rated(depth: RequestDepth, rate: Callable[[int], float], windows: int) -> li
     return found
 
 
-@pytest.mark.parametrize(("processors", "requests", "direct"), [(1, 16, 32), (2, 32, 64), (4, 64, 64), (96, 64, 64)])
+@pytest.mark.parametrize(("processors", "requests"), [(1, 16), (2, 32), (4, 64), (96, 64)])
 def test_a_machine_with_few_processors_begins_with_fewer_requests(
-    processors: int, requests: int, direct: int, monkeypatch: pytest.MonkeyPatch
+    processors: int, requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(processors)), raising=False)
     assert first_depth() == UploadWindow().depth.depth == requests
-    assert first_depth(DIRECT_PER_CPU) == direct
-    for endpoint, depth in (("http://10.0.0.1:9000", direct), ("https://10.0.0.1:9000", requests)):
+    for endpoint in ("http://10.0.0.1:9000", "https://10.0.0.1:9000"):
         store = tc.ObjectStore("s3://bucket/run", endpoint=endpoint, access_key_id="k", secret_access_key="s")
-        assert store._fetcher.depth.depth == depth  # pyright: ignore[reportPrivateUsage]
+        assert store._fetcher.depth.depth == requests  # pyright: ignore[reportPrivateUsage]
 
 
 def test_the_depth_rises_while_the_rate_does() -> None:

@@ -12,6 +12,7 @@ the data can be written first and hashed while it is written.
 from __future__ import annotations
 
 import base64
+import binascii
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -76,8 +77,8 @@ class ShardHeader(msgspec.Struct, frozen=True):
         return sum(entry.nbytes for entry in self.entries)
 
 
-class _ShardMetadata(msgspec.Struct, forbid_unknown_fields=True):
-    """`__metadata__`; numbers and JSON as text because safetensors allows nothing else."""
+class _FrontMetadata(msgspec.Struct, forbid_unknown_fields=True):
+    """The first fields of `__metadata__`; numbers and JSON as text because safetensors allows nothing else."""
 
     seal: str
     format: str
@@ -89,6 +90,11 @@ class _ShardMetadata(msgspec.Struct, forbid_unknown_fields=True):
     stream: str
     block: str
     hashes: str
+
+
+class _ShardMetadata(_FrontMetadata, forbid_unknown_fields=True):
+    """`__metadata__`."""
+
     partial: str
     dtypes: str
     manifest: str = ""
@@ -243,7 +249,13 @@ class _HeaderMetadata(msgspec.Struct):
     metadata: _ShardMetadata = msgspec.field(name="__metadata__")
 
 
-_METADATA = msgspec.json.Decoder(_HeaderMetadata)
+class _HeaderFront(msgspec.Struct):
+    """The header up to the text of its checksums, completed to a document."""
+
+    metadata: _FrontMetadata = msgspec.field(name="__metadata__")
+
+
+_METADATA, _FRONT = msgspec.json.Decoder(_HeaderMetadata), msgspec.json.Decoder(_HeaderFront)
 
 
 def decode_header(data: bytes | bytearray | memoryview, name: str, *, entries: bool = True) -> ShardHeader:
@@ -259,33 +271,84 @@ def decode_header(data: bytes | bytearray | memoryview, name: str, *, entries: b
     check_seal(data, name)
     try:
         metadata = _METADATA.decode(memoryview(data)[8:]).metadata
-        if metadata.format != "treeckpt" or metadata.version != str(VERSION):
-            raise FormatError(
-                name,
-                expected=f"treeckpt shard version {VERSION}",
-                found=f"{metadata.format} version {metadata.version}"[:80],
-                hint="Load it with the version of treeckpt that wrote it, or a newer one",
-            )
+        header = _header_of(metadata, name)
         hashes = np.frombuffer(base64.b64decode(metadata.hashes, validate=True), "<u8")
-        header = ShardHeader(
-            save_id=metadata.save_id,
-            rank=int(metadata.rank),
-            world=int(metadata.world),
-            part=int(metadata.part),
-            stream=int(metadata.stream),
+        header = msgspec.structs.replace(
+            header,
             entries=_decode_entries(data, metadata) if entries else (),
             hashes=tuple(hashes.tolist()),
-            block=int(metadata.block),
             manifest=metadata.manifest or None,
         )
     except TreeckptError:
         raise
     except (msgspec.MsgspecError, ValueError, KeyError, RecursionError) as error:
         raise FormatError(name, expected="a treeckpt shard", found=f"{error}"[:200]) from error
-    _check_origin(header, name)
     if entries:
         _check_entries(header, name)
     return header
+
+
+def _header_of(metadata: _FrontMetadata, name: str) -> ShardHeader:
+    """Returns the header of the file called `name` without entries and checksums.
+
+    Raises:
+        FormatError: another version, or what no shard has.
+        ValueError: something is no number.
+    """
+    if metadata.format != "treeckpt" or metadata.version != str(VERSION):
+        raise FormatError(
+            name,
+            expected=f"treeckpt shard version {VERSION}",
+            found=f"{metadata.format} version {metadata.version}"[:80],
+            hint="Load it with the version of treeckpt that wrote it, or a newer one",
+        )
+    numbers = (int(metadata.rank), int(metadata.world), int(metadata.part), int(metadata.stream))
+    header = ShardHeader(metadata.save_id, *numbers, entries=(), hashes=(), block=int(metadata.block))
+    _check_origin(header, name)
+    return header
+
+
+def decode_front(data: bytes | bytearray, name: str) -> tuple[ShardHeader, int]:
+    """Decodes the first PAGE bytes of the file called `name`, without the seal, which is that of the whole header.
+
+    The header of a shard of 100 GB holds 4 MB of checksums. They are base64 text at an offset that the first page
+    gives, so those of a few blocks are found by arithmetic: see `hash_text_range`.
+
+    Returns:
+        The header without entries and checksums, and the offset in the file of the text of its checksums.
+
+    Raises:
+        CorruptError, FormatError: it is no shard of treeckpt.
+    """
+    header_nbytes(data, name)
+    at = data.find(_HASHES, 8) + len(_HASHES)
+    if at < len(_HASHES):
+        raise FormatError(name, expected="a treeckpt shard", found="no checksums on its first page")
+    try:
+        return _header_of(_FRONT.decode(bytes(data[8:at]) + b'"}}').metadata, name), at
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise FormatError(name, expected="a treeckpt shard", found=f"{error}"[:200]) from error
+
+
+def hash_text_range(first: int, count: int) -> tuple[int, int, int]:
+    """Returns (start, stop) of the characters that hold the checksums of some blocks, and the bytes to skip in them."""
+    start, stop = first * 8 // 3, -(-(first + count) * 8 // 3)
+    return start * 4, stop * 4, first * 8 - start * 3
+
+
+def decode_hashes(text: bytes | bytearray, skip: int, count: int, name: str) -> list[int]:
+    """Decodes the checksums in those characters.
+
+    Raises:
+        CorruptError: they are not base64, or too few.
+    """
+    try:
+        data = base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise CorruptError(name, expected="checksums", found=str(error)) from error
+    if len(data) < skip + 8 * count:
+        raise CorruptError(name, expected=f"{count} checksums", found=f"{len(data)} bytes")
+    return np.frombuffer(data, "<u8", count, skip).tolist()
 
 
 def _decode_entries(data: bytes | bytearray | memoryview, metadata: _ShardMetadata) -> tuple[ShardEntry, ...]:

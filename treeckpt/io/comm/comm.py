@@ -2,25 +2,100 @@
 
 A comm posts, awaits and removes messages by key; `rounds` defines their order and the save that they belong to.
 `TorchComm` uses a clone of torch.distributed's Store, so a wait never blocks the training's use of that Store.
+
+Whether a launcher has started this process as one of several ranks is found out by the environment alone: torchrun,
+srun, mpirun and jax.distributed tell each process its rank and the number of ranks. Processes without a comm would each
+save as the only one, and overwrite each other's files.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from ...errors import MismatchError, RankError, TreeckptError
 from .fanout import group_sizes_for, is_leader
-from .launchers import UnconnectedComm, launched_rank, local_rank, unconnected_error
 from .message_store import ThreadMessageStore, TorchMessageStore, connect_to_leader, serve_leader_store
-from .state import CommState
 
+T = TypeVar("T")
 TIMEOUT = 600.0
 """Default time limit of a wait for other ranks, in seconds."""
+_SLURM_SPECIAL = 0xFFFF_FFF0
+"""Step ids from here on are SLURM's own: the batch script, an interactive shell, what is outside of all steps."""
+_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("HOROVOD_RANK", "HOROVOD_SIZE"),
+)
+_LOCAL = (
+    ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+)
+
+
+@dataclasses.dataclass
+class CommState:
+    """The state of one rank of a comm."""
+
+    last_round: int = 0
+    """Number of the last round whose messages this rank has read."""
+    opened: int = 0
+    """On rank 0: number of the last round that it has begun to open."""
+    ended: int = 0
+    """Number of the last round that has come to its end here, with its branch and all ranks."""
+    abandoned: int = 0
+    """Number of the last round that this rank has abandoned, 0 for none."""
+    joined: bool = False
+    """Whether this rank has joined a round, of this comm or of one that has it as base, and not noted its end since."""
+    failed_at: float = -math.inf
+    """When the last round was abandoned here, or ended without a rank, on the monotonic clock."""
+    unposted_notes: list[tuple[int, str]] = dataclasses.field(default_factory=list[tuple[int, str]])
+    """Rounds that this rank has abandoned, and why, of which the others do not know yet."""
+    posted_notes: list[list[str]] = dataclasses.field(default_factory=list[list[str]])
+    """Keys of the notes about others."""
+    unread_keys: dict[bool, list[str]] = dataclasses.field(default_factory=dict[bool, list[str]])
+    """Keys of messages that some rank may still read, of rounds (False) and of branches (True)."""
+    managers: int = 0
+    """Managers created so far; the number keeps their messages apart."""
+    loads: int = 0
+    """Loads in the background that end together, so far, likewise."""
+    _by_prefix: dict[str, CommState] = dataclasses.field(default_factory=dict[str, "CommState"])
+    _values: dict[type, object] = dataclasses.field(default_factory=dict[type, object])
+
+    def of_prefix(self, prefix: str) -> CommState:
+        """Returns the state that the comms with this prefix share."""
+        return self._by_prefix.setdefault(prefix, CommState())
+
+    def get(self, kind: type[T]) -> T | None:
+        """Returns the value of a type that a user of the comm has put here; None where there is none."""
+        value = self._values.get(kind)
+        return value if isinstance(value, kind) else None
+
+    def put(self, value: object) -> None:
+        """Keeps a value under its type, in place of an earlier one."""
+        self._values[type(value)] = value
+
+    def setdefault(self, value: T) -> T:
+        """Keeps a value under its type unless there is one already; returns the one that is kept."""
+        kept = self._values.setdefault(type(value), value)
+        assert isinstance(kept, type(value)), "values are kept under their types"
+        return kept
+
+    def remove(self, kind: type) -> None:
+        """Removes the value of a type, if there is one."""
+        self._values.pop(kind, None)
 
 
 class MessageStore(Protocol):
@@ -89,6 +164,35 @@ class SoloComm:
 
     def drop(self, keys: Sequence[str]) -> None:
         pass
+
+
+class UnconnectedComm:
+    """The comm of a launched rank that cannot reach the others: sufficient for loads that exchange no messages."""
+
+    def __init__(self, launched: LaunchedRank, timeout: float) -> None:
+        self.rank, self.size, self.timeout, self._launched = launched.rank, launched.size, timeout, launched
+        self.state = CommState()
+
+    def post(self, key: str, data: bytes) -> None:
+        raise unconnected_error(self._launched)
+
+    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
+        raise unconnected_error(self._launched)
+
+    def drop(self, keys: Sequence[str]) -> None:
+        pass
+
+
+def unconnected_error(launched: LaunchedRank, name: str = "comm") -> RankError:
+    """Returns the error where ranks would have to exchange messages; argument `name` would say how."""
+    return RankError(
+        name,
+        ranks={launched.rank: "it cannot reach the others"},
+        expected=f"a way to reach the other ranks, of {launched.size}",
+        found=f"{launched.evidence}, but no process group of torch.distributed, and no {name}",
+        hint=f"Call dist.init_process_group first, or pass {name}=; a process that is to do this by itself, whatever "
+        f'the others do, passes {name}="alone"',
+    )
 
 
 class _StoreComm:
@@ -215,6 +319,62 @@ class TorchComm:
                     else connect_to_leader(self.common, leader, self.timeout)
                 )
             return self._leader_stores[leader]
+
+
+class LaunchedRank(msgspec.Struct, frozen=True):
+    """The rank that a launcher has given this process."""
+
+    rank: int
+    size: int
+    evidence: str
+    """Where the launcher says so, as text for errors."""
+
+
+def launched_rank(environment: Mapping[str, str] | None = None) -> LaunchedRank | None:
+    """Returns this process's rank among those that were started with it; None where no launcher is found."""
+    variables = os.environ if environment is None else environment
+    torchrun = _rank_in(variables, "RANK", "WORLD_SIZE")
+    if torchrun is not None and torchrun.size == 1 and "TORCHELASTIC_RUN_ID" in variables:
+        # torchrun says that there is one rank, and it is started by srun and mpirun, not the reverse
+        candidates = [_rank_of_jax()]
+    else:
+        candidates = [_rank_of_jax(), torchrun, _rank_of_slurm(variables)]
+        candidates += [_rank_in(variables, *names) for names in _MPI]
+    return next((found for found in candidates if found is not None and found.size > 1), None)
+
+
+def local_rank(environment: Mapping[str, str] | None = None) -> LaunchedRank | None:
+    """Returns this process's number among those that a launcher has started on this host; None where none says so."""
+    variables = os.environ if environment is None else environment
+    return next((found for names in _LOCAL if (found := _rank_in(variables, *names)) is not None), None)
+
+
+def _rank_of_slurm(variables: Mapping[str, str]) -> LaunchedRank | None:
+    step = _number(variables.get("SLURM_STEP_ID", variables.get("SLURM_STEPID")))
+    if step is None or step >= _SLURM_SPECIAL:
+        return None  # the shell of sbatch or salloc has the job's number of tasks, but is none of them
+    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS"
+    return _rank_in(variables, "SLURM_PROCID", size_name)
+
+
+def _rank_of_jax() -> LaunchedRank | None:
+    """Returns the rank that jax.distributed was initialised with, if the program uses it; does not import jax."""
+    state: Any = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
+    rank, size = getattr(state, "process_id", None), getattr(state, "num_processes", None)
+    if isinstance(rank, int) and isinstance(size, int) and size > 1:
+        return LaunchedRank(rank, size, f"jax.distributed, process {rank} of {size}")
+    return None
+
+
+def _rank_in(variables: Mapping[str, str], rank_name: str, size_name: str) -> LaunchedRank | None:
+    rank, size = _number(variables.get(rank_name)), _number(variables.get(size_name))
+    if rank is None or size is None or not rank < size:
+        return None
+    return LaunchedRank(rank, size, f"{rank_name}={rank} and {size_name}={size} in the environment")
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isascii() and text.isdigit() else None
 
 
 def default_comm() -> Comm:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, TypeGuard
 
 import msgspec
 
 from ...errors import CheckpointError, StoreError
 from .conditional_put import Condition
-from .run_store import DirectoryEntry
+from .store import DirectoryEntry, VersionTag
 
 OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "adl"})
 """URL schemes that obstore serves; fsspec serves all others, except file://."""
@@ -23,8 +23,6 @@ OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "ab
 _LOCAL = ("file://", "local://")
 _LOST_SLASH = re.compile(rf"(?:^[a-zA-Z][\w+.-]+|(?<=/)(?:{'|'.join(sorted(OBJECT_SCHEMES))})):/(?=[^/])")
 """The beginning of a URL of which `pathlib` or `os.path` has taken a slash away, also below a directory."""
-VersionTag = Mapping[str, Any]
-"""Identifies the version of an object that was read, for a conditional write that replaces only this version."""
 
 
 class FetchFailure(msgspec.Struct, frozen=True):
@@ -36,53 +34,13 @@ class FetchFailure(msgspec.Struct, frozen=True):
     """Whether the same request may succeed later."""
 
 
-class RangeBody(Protocol):
-    """The bytes of a range that an object has, in order, as they arrive."""
-
-    places: bool
-    """Whether `read` can put them into memory that is given."""
-
-    def read(self, memory: memoryview | None = None) -> memoryview:
-        """Returns the next bytes, none at the end.
-
-        Args:
-            memory: where they are put, from its start on, if the body `places`; else they last until the next call.
-        """
-        ...
-
-    def abort(self) -> None:
-        """Ends a `read` of another thread into memory that was given: it raises, or returns what has arrived."""
-        ...
-
-    def close(self) -> None:
-        """Gives up what has not been read."""
-        ...
-
-
-class PieceBody:
-    """A body that comes in pieces, in memory of their own."""
-
-    places = False
-
-    def __init__(self, pieces: Iterable[Any]) -> None:
-        self._pieces = iter(pieces)
-
-    def read(self, memory: memoryview | None = None) -> memoryview:
-        return memoryview(next(self._pieces, b""))
-
-    def abort(self) -> None:
-        """Does nothing: no memory is given."""
-
-    def close(self) -> None:
-        self._pieces = iter(())
-
-
 class RangeResponse(msgspec.Struct, frozen=True):
     """The answer to a request for a range of an object."""
 
     size: int | None
     """Bytes of the whole object; None where only the range is known to be there."""
-    body: RangeBody
+    pieces: Iterable[Any]
+    """The bytes of the range that the object has, in order as they arrive: buffers that are not empty."""
 
 
 class ObjectListing(msgspec.Struct, frozen=True):
@@ -136,11 +94,11 @@ class ObjectBucket(Protocol):
     """Requests for ranges in flight at first."""
 
     def fetch(self, key: str, start: int, nbytes: int) -> RangeResponse:
-        """Requests a range of at least one byte, once; `judge` tells of errors, those of the body too."""
+        """Requests a range of at least one byte, once; `judge` tells of errors, those of its pieces too."""
         ...
 
     def judge(self, error: Exception) -> FetchFailure:
-        """Returns what may be done about an error of `fetch`, or of the body that it returns."""
+        """Returns what may be done about an error of `fetch`, or of the pieces that it returns."""
         ...
 
     def put(self, key: str, data: bytes, *, replace: bool | VersionTag) -> None:

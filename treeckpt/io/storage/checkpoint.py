@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 import numpy as np
 
@@ -17,24 +17,12 @@ from ...core.analysis.checksum_diff import Checksums
 from ...core.format.check_index import check_against_files
 from ...core.format.index import INDEX_NAME
 from ...core.format.records import File, Index
-from ...core.format.shard_header import BLOCK
 from ...errors import CheckpointError, CheckpointNotFound
 from ..os_errors import wrap_read_error
-from ..timing import Recorder
-from .fetching import FileRange, Place, SupportsFetching
-from .local_read import too_short
+from .fetching import FileRange
 from .metadata_files import decode_and_check, read_index_bytes
-from .shard_reader import (
-    ArrivingBlocks,
-    ByteRange,
-    OpenedShard,
-    check_blocks,
-    check_checksum,
-    check_parts,
-    open_shard,
-    read_range,
-)
-from .store import Store, SupportsMappedReads
+from .shard_reader import OpenedShard, open_shard
+from .store import Store
 
 HEADERS = 64 << 20
 """Bytes of headers that are requested at a time."""
@@ -42,10 +30,6 @@ HEADERS = 64 << 20
 
 class Replaced(CheckpointError):
     """Another save has replaced the version that was being read."""
-
-
-class UnexpectedBlocks(Exception):
-    """Reads were listed before a shard was opened whose checksums are those of blocks of another size."""
 
 
 class Checkpoint:
@@ -81,7 +65,7 @@ class Checkpoint:
         """A shard whose header was read and checked; `whole` and errors as for `open_shard`."""
         key = (file.name, whole)
         if key not in self._shards:
-            if isinstance(self.store, SupportsFetching):
+            if self.store.traits.far:
                 self.open_shards([file], whole=whole)
             else:
                 self._shards[key] = open_shard(self.store, self.index, file, self.sizes.get(file.name), whole=whole)
@@ -99,7 +83,7 @@ class Checkpoint:
     def open_shards(self, files: Iterable[File], *, whole: bool) -> None:
         """Reads the headers of shards all at once, from a store that has `fetch`; errors as for `shard`."""
         headers = ArrivingHeaders(self, files, whole=whole)
-        assert isinstance(self.store, SupportsFetching), "the caller has looked"
+        assert self.store.traits.far, "the caller has looked"
         with headers.named_errors():
             self.store.fetch(headers.ranges, headers.take, memory=HEADERS)
 
@@ -199,120 +183,3 @@ class ArrivingHeaders:
                 if file.name not in sizes:
                     open_shard(self._checkpoint.store, self._checkpoint.index, file, None)
             raise
-
-
-class ShardReader:
-    """Reads byte ranges of a checkpoint's shards, and records a span for each.
-
-    Args:
-        verify: compares every block that is read with its checksum.
-        whole: as for `Checkpoint.shard`.
-        ahead: reads are listed before shards are open; `fetch` then opens them, and asks for the data meanwhile.
-    """
-
-    def __init__(
-        self, checkpoint: Checkpoint, recorder: Recorder, *, verify: bool, whole: bool = True, ahead: bool = False
-    ) -> None:
-        self.checkpoint, self.store, self.verify, self._ahead = checkpoint, checkpoint.store, verify, ahead
-        self._recorder, self._whole = recorder, whole
-        self._mappable = self.store if isinstance(self.store, SupportsMappedReads) else None
-
-    def locate(self, rank: int, start: int, stop: int, path: str) -> tuple[OpenedShard, int]:
-        """The shard with bytes `start:stop` of a rank's stream, and where they start in its data area."""
-        file, position = self.checkpoint.index.locate(rank, start, stop, path)
-        if self._ahead and not self.checkpoint.is_open(file, whole=self._whole):
-            return OpenedShard(file, (), BLOCK, self.checkpoint.index), position - file.header
-        return self.checkpoint.shard(file, whole=self._whole), position - file.header
-
-    def read(self, wanted: ByteRange, out: memoryview, *, shared: bool = False) -> None:
-        """Fills `out` with a range."""
-        begin = self._recorder.now()
-        read_range(self.store, wanted, out, verify=self.verify, shared=shared)
-        self._recorder.add("read", begin, self._recorder.now(), len(out))
-
-    def fetch(
-        self,
-        wanted: Sequence[ByteRange],
-        consume: Callable[[int, int, memoryview], object],
-        *,
-        memory: int,
-        shared: bool = False,
-        place: Place | None = None,
-    ) -> None:
-        """Reads many ranges at once, from a store that has `fetch`; opens their shards first.
-
-        Args:
-            consume: takes the number of a range, where in it bytes start, and the bytes, in order; blocks that end in
-                them match their checksums.
-            memory, shared, place: as for `SupportsFetching.fetch`, with the number of a range.
-
-        Raises:
-            UnexpectedBlocks: shards turn out to have other blocks than the ranges are made of; nothing was consumed.
-        """
-        headers = ArrivingHeaders(self.checkpoint, [one.shard.file for one in wanted], whole=self._whole)
-        first = headers.ranges
-        checks: dict[int, ArrivingBlocks] = {}
-        begins: dict[int, int] = {}
-
-        def take(number: int, at: int, data: memoryview, size: int | None) -> None:
-            if number < len(first):
-                shard = headers.take(number, at, data, size)
-                if shard is not None and shard.block != BLOCK:
-                    raise UnexpectedBlocks
-                return
-            number -= len(first)
-            one = wanted[number]
-            file, nbytes = one.shard.file, one.stop - one.start
-            position = file.header + one.start
-            if size is not None and size < position + nbytes:
-                url = f"{self.store.url}/{file.name}"
-                raise too_short(url, position, nbytes, max(size - position, 0), what="object")
-            if not at:
-                begins[number] = self._recorder.now()
-                shard = self.checkpoint.shard(file, whole=self._whole)
-                checks[number] = ArrivingBlocks(shard, one.start, partial(check_checksum, self.store, shard))
-            if self.verify:
-                checks[number].add(data)
-            consume(number, at, data)
-            if at + len(data) == nbytes:
-                self._recorder.add("read", begins.pop(number), self._recorder.now(), nbytes)
-                del checks[number]
-
-        def placed(number: int, at: int, nbytes: int) -> memoryview | None:
-            return None if place is None or number < len(first) else place(number - len(first), at, nbytes)
-
-        ranges = [(one.shard.file.name, one.shard.file.header + one.start, one.stop - one.start) for one in wanted]
-        assert isinstance(self.store, SupportsFetching), "the caller has looked"
-        with headers.named_errors():
-            self.store.fetch([*first, *ranges], take, memory=memory, first=len(first), shared=shared, place=placed)
-
-    @contextlib.contextmanager
-    def mapped(self, wanted: ByteRange, *, fetch: bool) -> Iterator[memoryview | None]:
-        """A range as mapped memory while the body runs, verified as `read` does; None where it cannot be mapped."""
-        if self._mappable is None:
-            yield None
-            return
-        begin = self._recorder.now()
-        file = wanted.shard.file
-        position, nbytes = file.header + wanted.start, wanted.stop - wanted.start
-        with self._mappable.mapped(file.name, position, nbytes, fetch=fetch) as memory:
-            if memory is not None:
-                if self.verify:
-                    check_blocks(self.store, wanted.shard, wanted.start, memory)
-                self._recorder.add("read", begin, self._recorder.now(), len(memory))
-            yield memory
-
-    def read_parts(self, wanted: ByteRange, parts: Sequence[memoryview], *, shared: bool = False) -> bool:
-        """Reads a range straight into its destinations if it is in the page cache; False, with nothing read, if not.
-
-        Args:
-            shared: also brings it into the page cache.
-        """
-        begin = self._recorder.now()
-        shard = wanted.shard
-        if not self.store.read_parts(shard.file.name, shard.file.header + wanted.start, parts, shared=shared):
-            return False
-        if self.verify:
-            check_parts(self.store, shard, wanted.start, parts)
-        self._recorder.add("read", begin, self._recorder.now(), wanted.stop - wanted.start)
-        return True

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 from .far_store import for_reading
-from .fetching import Consume, FileRange, Place, SupportsFetching
-from .store import Store, SupportsMappedReads
+from .fetching import Consume, FileRange
+from .store import Store
+from .wrapped_store import WrappedStore
 
 OnBytesRead = Callable[[int, int | None], object]
 """Takes how many bytes of files were read, and how many there are to read, None where that is not known."""
@@ -44,56 +44,47 @@ class CountedStores:
             self._on_read(self._done, self._total)
 
 
-class CountingStore:
+class CountingStore(WrappedStore):
     """A store that calls `count` with the bytes of each read of a shard, and `count_more` with those of other files."""
 
     def __init__(
         self, inner: Store, count: Callable[[int], None], count_more: Callable[[int], None] | None = None
     ) -> None:
-        self._inner, self._count, self._count_more, self.url = inner, count, count_more, inner.url
-        self.prepare, self.sizes, self.map = inner.prepare, inner.sizes, inner.map
-        self.create, self.publish, self.delete, self.close = inner.create, inner.publish, inner.delete, inner.close
-        if isinstance(inner, SupportsMappedReads):
-            self.mapped = partial(self._mapped, inner)
-        if isinstance(inner, SupportsFetching):
-            self.fetch, self.request_nbytes = partial(self._fetch, inner), inner.request_nbytes
+        super().__init__(inner)
+        self._count, self._count_more = count, count_more
 
     @contextlib.contextmanager
-    def _mapped(
-        self, inner: SupportsMappedReads, name: str, offset: int, nbytes: int, *, fetch: bool
-    ) -> Iterator[memoryview | None]:
-        with inner.mapped(name, offset, nbytes, fetch=fetch) as memory:
+    def mapped(self, name: str, offset: int, nbytes: int, *, fetch: bool) -> Iterator[memoryview | None]:
+        with self.inner.mapped(name, offset, nbytes, fetch=fetch) as memory:
             yield memory
             self._count(0 if memory is None else nbytes)
 
-    def _fetch(
+    def fetch(
         self,
-        inner: SupportsFetching,
         ranges: Sequence[FileRange],
         consume: Consume,
         *,
         memory: int,
         first: int = 0,
         shared: bool = False,
-        place: Place | None = None,
     ) -> None:
         def counted(number: int, at: int, data: memoryview, size: int | None) -> None:
             consume(number, at, data, size)
             self._count(len(data))
 
-        inner.fetch(ranges, counted, memory=memory, first=first, shared=shared, place=place)
+        self.inner.fetch(ranges, counted, memory=memory, first=first, shared=shared)
 
     def read(self, name: str, *, limit: int) -> bytes:
-        data = self._inner.read(name, limit=limit)
+        data = self.inner.read(name, limit=limit)
         if self._count_more is not None:
             self._count_more(len(data))
         return data
 
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
-        self._inner.read_into(name, offset, out, shared=shared)
+        self.inner.read_into(name, offset, out, shared=shared)
         self._count(len(out))
 
     def read_parts(self, name: str, offset: int, parts: Sequence[memoryview], *, shared: bool = False) -> bool:
-        done = self._inner.read_parts(name, offset, parts, shared=shared)
+        done = self.inner.read_parts(name, offset, parts, shared=shared)
         self._count(sum(map(len, parts)) if done else 0)
         return done

@@ -12,15 +12,17 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from .bucket import FetchFailure, PieceBody, RangeResponse
-from .fetching import Consume, FileRange, Place
+import msgspec
+
+from .bucket import FetchFailure, RangeResponse
+from .fetching import Consume, FileRange
 from .local_read import LocalReader
 from .mapped_read import file_system
 from .memory import PAGE, aligned_buffer
 from .page_cache import is_cached
 from .range_fetcher import RangeFetcher
 from .request_depth import RequestDepth
-from .store import LocalStore, Store
+from .store import LocalStore, Store, StoreTraits
 
 FAR = {
     0x6969,  # NFS
@@ -96,6 +98,10 @@ class FarStore(LocalStore):
             for shared in (False, True)
         ]
 
+    @property
+    def traits(self) -> StoreTraits:
+        return msgspec.structs.replace(super().traits, far=True, request_nbytes=self.request_nbytes)
+
     def fetch(
         self,
         ranges: Sequence[FileRange],
@@ -104,9 +110,8 @@ class FarStore(LocalStore):
         memory: int,
         first: int = 0,
         shared: bool = False,
-        place: Place | None = None,
     ) -> None:
-        self._fetchers[shared].run(ranges, consume, memory=memory, first=first, place=place)
+        self._fetchers[shared].run(ranges, consume, memory=memory, first=first)
 
     def _fetch_one(self, shared: bool, wanted: FileRange) -> RangeResponse:
         """Reads a range, less what lies behind the end of the file, through the page cache if it is `shared`."""
@@ -119,7 +124,7 @@ class FarStore(LocalStore):
                 reader.read_into(offset, out, shared=True)
             else:
                 self.choice.read_into(reader, offset, out)
-        return RangeResponse(size, PieceBody([out]))
+        return RangeResponse(size, [out])
 
 
 def _is_final(error: Exception) -> FetchFailure:

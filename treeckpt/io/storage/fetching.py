@@ -1,9 +1,8 @@
-"""What stores take and give that fetch many ranges at once, because each request takes long."""
+"""What stores that are far take and give: they fetch many ranges at once, because each request takes long."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
 
 FETCH_MEMORY = 512 << 20
 """Bytes that are on their way from a store that fetches, by default: 64 requests of 8 MiB."""
@@ -17,40 +16,3 @@ The bytes of one range come in order and one call at a time, those of several ra
 until the call ends. What lies behind the end of the file is left out; for a range without any byte in the file one call
 has no bytes.
 """
-Place = Callable[[int, int, int], memoryview | None]
-"""Returns memory for bytes of the range with a number, from a place in it on; None if there is none.
-
-Takes the number, where in the range the bytes start, and how many of them there is to be memory for, at most.
-"""
-
-
-@runtime_checkable
-class SupportsFetching(Protocol):
-    """A store whose requests take long, so that many ranges are fetched at once."""
-
-    request_nbytes: int
-    """Bytes of one request where any size would do."""
-
-    def fetch(
-        self,
-        ranges: Sequence[FileRange],
-        consume: Consume,
-        *,
-        memory: int,
-        first: int = 0,
-        shared: bool = False,
-        place: Place | None = None,
-    ) -> None:
-        """Fetches ranges and hands their bytes to `consume` as they arrive.
-
-        Args:
-            memory: bytes of ranges that have been requested and not consumed, at most, unless one range is longer.
-            first: the first so many ranges are consumed before any other, which may be on their way already.
-            shared: keeps the bytes in the page cache, as `Store.read_into` does, where the store has one.
-            place: where bytes are to lie when `consume` gets them, if the store can receive them there; when the call
-                has ended, nothing is put there any more.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-        """
-        ...

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ...errors import StoreError
-from .bucket import FetchFailure, ObjectListing, PieceBody, RangeResponse, VersionTag, missing_extra
+from .bucket import FetchFailure, ObjectListing, RangeResponse, VersionTag, missing_extra
 from .conditional_put import Condition, no_conditional_writes, takes_conditions
 from .request_depth import first_depth
 from .run_store import DirectoryEntry
@@ -107,7 +107,7 @@ class FsspecBucket:
     def fetch(self, key: str, start: int, nbytes: int) -> RangeResponse:
         with self._wrapped_errors("read", key):
             data = memoryview(self._fs.cat_file(self._path(key), start=start, end=start + nbytes))
-        return RangeResponse(None if len(data) == nbytes else self.size(key), PieceBody([data]))
+        return RangeResponse(None if len(data) == nbytes else self.size(key), [data])
 
     def judge(self, error: Exception) -> FetchFailure:
         """Nothing: the file system has repeated what can be."""

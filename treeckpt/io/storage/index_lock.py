@@ -38,7 +38,7 @@ import errno
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -53,10 +53,9 @@ from .late_requests import delete_late
 from .local_write import DIRECTORY_TRIES
 from .many_files import for_each
 from .metadata_files import replaced_meanwhile
-from .object_store import ObjectStore
 from .process_owner import is_running, this_process
 from .progress_file import LAPSE, delete_repeatedly, is_alive, read_record, replace_file
-from .store import LocalStore, Store, SupportsCompareAndSwap
+from .store import Store, exists_error
 
 WAIT = 60.0
 """Seconds that a save waits for locks."""
@@ -243,24 +242,50 @@ def replace_index(store: Store, before: bytes | int | None, index: Index) -> str
             store.publish(INDEX_NAME, data, replace=False)
             return ""
         aside = damaged_name(INDEX_NAME, secrets.token_hex(8))
-        if not isinstance(store, LocalStore):
+        if not store.traits.renames:
             if isinstance(before, bytes):
                 store.publish(aside, before, replace=True)
-            if isinstance(before, bytes) and isinstance(store, SupportsCompareAndSwap):
+            if isinstance(before, bytes) and store.traits.conditional:
                 store.compare_and_swap(INDEX_NAME, data, holds=lambda found: found == before, limit=MAX_INDEX)
             else:
                 store.publish(INDEX_NAME, data, replace=True)
             return aside if isinstance(before, bytes) else ""
         # clean-ups leave a directory alone in which a repair was killed here
-        store.take_away(INDEX_NAME, aside)
+        store.rename(INDEX_NAME, aside, replace=True)
         try:
             if index_state(store, aside) != before:  # this process was stopped for minutes
                 raise replaced_meanwhile(store)
             store.publish(INDEX_NAME, data, replace=False)
         except BaseException:
-            store.put_back(aside, INDEX_NAME)
+            store.rename(aside, INDEX_NAME, replace=False)
             raise
         return aside
+
+
+def take_index(store: Store, aside: str, *, holds: Callable[[bytes], bool] | None) -> None:
+    """Takes the index away: a store that renames files keeps it as `aside`, any other deletes it.
+
+    Args:
+        holds: returns whether a content is that of the index that is meant; None for any, which may be no file. Where
+            the store has no conditional deletion, it is not asked.
+
+    Raises:
+        FileNotFoundError: there is no index.
+        CheckpointExists: it is another one, and stays.
+    """
+    if store.traits.renames:
+        store.rename(INDEX_NAME, aside, replace=True)
+        try:
+            # another one, where this process was stopped for minutes
+            if holds is not None and not (isinstance(found := index_state(store, aside), bytes) and holds(found)):
+                raise exists_error(store, INDEX_NAME)
+        except BaseException:
+            store.rename(aside, INDEX_NAME, replace=False)
+            raise
+    elif store.traits.conditional and holds is not None:
+        store.delete_if(INDEX_NAME, holds=holds, limit=MAX_INDEX)
+    else:
+        store.delete(INDEX_NAME)
 
 
 def take_back_index(store: Store, save_id: str) -> None:
@@ -270,17 +295,10 @@ def take_back_index(store: Store, save_id: str) -> None:
         return legible_save_id(found) == save_id
 
     with contextlib.suppress(FileNotFoundError, CheckpointExists):
-        if isinstance(store, ObjectStore):
-            store.delete_if(INDEX_NAME, holds=holds, limit=MAX_INDEX)
-        elif isinstance(store, LocalStore):
-            aside = deleted_name(save_id, secrets.token_hex(8))
-            store.take_away(INDEX_NAME, aside)
-            if holds((store.directory / aside).read_bytes()):
-                store.delete(aside)
-            else:
-                store.put_back(aside, INDEX_NAME)
-        else:
-            store.delete(INDEX_NAME)
+        aside = deleted_name(save_id, secrets.token_hex(8))
+        take_index(store, aside, holds=holds)
+        if store.traits.renames:
+            store.delete(aside)
 
 
 def _who(name: str, owner: Owner | None) -> str:

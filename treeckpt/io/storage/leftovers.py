@@ -218,11 +218,11 @@ def delete_files(store: Store, names: Iterable[str], *, order: Callable[[str], i
 
 def restore_index(store: Store) -> bool:
     """Gives an index its name back that a deletion of another save has taken away; returns whether there was one."""
-    if not isinstance(store, LocalStore) or INDEX_NAME in (names := store.sizes()):
+    if not store.traits.renames or INDEX_NAME in (names := store.sizes()):
         return False
     if (found := taken_index(store, names)) is not None:
         with contextlib.suppress(CheckpointExists, FileNotFoundError):  # it is back, or was replaced
-            store.put_back(found[0], INDEX_NAME)
+            store.rename(found[0], INDEX_NAME, replace=False)
             return True
     return False
 

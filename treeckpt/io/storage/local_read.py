@@ -13,7 +13,7 @@ import os
 import stat
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -41,11 +41,12 @@ def follows_links(given: bool | None) -> bool:
     return os.environ.get(FOLLOW_LINKS, "") == "1" if given is None else given
 
 
-def open_regular(path: Path, flags: int = 0, *, links: bool | Path = False) -> int:
+def open_regular(path: Path, flags: int = 0, *, links: bool | Path | Callable[[], bool | Path] = False) -> int:
     """Opens a regular file for reading; returns the descriptor. A FIFO does not block.
 
     Args:
-        links: whether a link to a file is followed; a directory: if it leads to a place below that.
+        links: whether a link to a file is followed; a directory: if it leads to a place below that; or what returns
+            this where there is a link.
 
     Raises:
         FileNotFoundError: there is no file of that name.
@@ -56,7 +57,7 @@ def open_regular(path: Path, flags: int = 0, *, links: bool | Path = False) -> i
     except CorruptError:
         if links is False or not path.is_symlink():
             raise
-    return _open_regular(linked_file(path, links), flags)
+    return _open_regular(linked_file(path, links() if callable(links) else links), flags)
 
 
 def linked_file(path: Path, links: bool | Path) -> Path:
@@ -142,14 +143,13 @@ class LocalReader:
     users = 0
     """How many calls are reading now; `ReaderCache` counts them."""
 
-    def __init__(self, path: Path, links: bool | Path = False) -> None:
+    def __init__(self, path: Path, links: bool | Path | Callable[[], bool | Path] = False) -> None:
         self._path, self._links = path, links
         self.fd = open_regular(path, links=links)
         if hasattr(os, "posix_fadvise"):
             # no readahead: the bytes behind a range are not needed
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
         self._lock = threading.RLock()
-        self._maps = MappedReader(self.fd)
 
     def read_into(self, offset: int, out: memoryview, *, shared: bool = False) -> None:
         """Fills `out` with the bytes from `offset` on.
@@ -188,8 +188,11 @@ class LocalReader:
     @contextlib.contextmanager
     def mapped(self, offset: int, nbytes: int, *, fetch: bool) -> Iterator[memoryview | None]:
         """Gives bytes of the file as a map of the page cache; None if they cannot be mapped."""
-        assert self._maps is not None, "set in __init__"
-        with self._maps.mapped(offset, nbytes, fetch=fetch) as memory:  # this generator keeps the reader open meanwhile
+        with self._lock:
+            if self._maps is None:
+                self._maps = MappedReader(self.fd)
+            maps = self._maps
+        with maps.mapped(offset, nbytes, fetch=fetch) as memory:  # this generator keeps the reader open meanwhile
             yield memory
 
     def _copy(self, offset: int, parts: Sequence[memoryview], nbytes: int) -> None:
@@ -257,7 +260,7 @@ class ReaderCache:
         return len(self._open)
 
     @contextlib.contextmanager
-    def using(self, name: str, path: Path, links: bool | Path) -> Iterator[LocalReader]:
+    def using(self, name: str, path: Path, links: bool | Path | Callable[[], bool | Path]) -> Iterator[LocalReader]:
         """Gives the reader of a file, which stays open while the body runs; `links` as for `open_regular`."""
         with self._lock:
             reader = self._open.pop(name, None)

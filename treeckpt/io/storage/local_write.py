@@ -53,6 +53,8 @@ def create_file(path: Path, nbytes: int) -> LocalWriter:
 class LocalWriter:
     """A new file, written past the page cache where the file system supports that."""
 
+    ordered = False
+
     def __init__(self, path: Path, nbytes: int) -> None:
         self._path, self._nbytes = path, nbytes
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ...threads import ThreadPool
-from .fetching import SupportsFetching
 from .store import Store
 
 AT_A_TIME = 64
@@ -21,7 +20,7 @@ def for_each(store: Store, call: Callable[[F], T], files: Sequence[F]) -> list[T
     Raises:
         Exception: that of the first file whose call raised; on a disk the calls for later files were not made.
     """
-    if not isinstance(store, SupportsFetching) or len(files) < 2:
+    if not store.traits.far or len(files) < 2:
         return [call(file) for file in files]
     with ThreadPool(min(AT_A_TIME, len(files)), "treeckpt-files") as pool:
         return [future.result() for future in [pool.submit(call, file) for file in files]]

@@ -35,7 +35,7 @@ _leases: Any = fcntl if hasattr(fcntl, "F_SETLEASE") else None
 PAGE = mmap.PAGESIZE
 POPULATE_READ = 22
 """MADV_POPULATE_READ: makes pages present, or fails."""
-LEAST = 64 << 10
+LEAST_MAPPED = 64 << 10
 """Bytes below which a copy is cheaper than a map."""
 LOCAL = {0xEF53, 0x58465342, 0xF2F52010, 0x9123683E, 0x01021994}
 """Magic numbers of ext4, XFS, F2FS, Btrfs and tmpfs: only this kernel changes their files, so its leases are enough."""
@@ -83,7 +83,7 @@ class MappedReader:
         holder, mapped, memory = object(), None, None
         try:
             # checked first: a cold load should not take a lease for each of its reads
-            cached = self._able and nbytes >= LEAST and is_cached(self.fd, offset, nbytes)
+            cached = self._able and nbytes >= LEAST_MAPPED and is_cached(self.fd, offset, nbytes)
             if (cached or (fetch and nbytes >= HUGE)) and self.take(holder):
                 mapped = self._map(offset, nbytes, cached)
             if mapped is not None:

@@ -18,6 +18,8 @@ HUGE = 2 << 20
 """Bytes of a huge page."""
 SLAB = 64 << 20
 """Bytes of address space of one slab; only the pages that are touched take memory."""
+FIRST_SLAB = 64 << 10
+"""Bytes of the first slab."""
 ALIGN = 64
 SENDING = 0.015
 """Seconds in which the first requests are sent: each thread for one needs memory, and would wait for these pages."""
@@ -87,14 +89,9 @@ def madvise_populate(address: int, nbytes: int) -> bool:
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copies bytes to the beginning of other memory; unlike an assignment without Python's global lock.
-
-    Bytes that are there already are left alone.
-    """
+    """Copies bytes to the beginning of other memory; unlike an assignment without Python's global lock."""
     if len(source):
-        to, of = np.frombuffer(target, np.uint8, len(source)), np.frombuffer(source, np.uint8)
-        if to.__array_interface__["data"] != of.__array_interface__["data"]:
-            np.copyto(to, of)
+        np.copyto(np.frombuffer(target, np.uint8, len(source)), np.frombuffer(source, np.uint8))
 
 
 class SlabAllocator:
@@ -102,12 +99,13 @@ class SlabAllocator:
 
     Touching new memory in pages of 4 KiB costs as much as reading it from the device. Arrays of a few megabytes are too
     small for huge pages of their own, so they share slabs; a slab is freed with the last array in it. Each slab is
-    twice as large as the one before, up to `SLAB`: a thousand loads of a small part each would map 64 GiB otherwise.
+    twice as large as the one before, from `FIRST_SLAB` up to `SLAB`: a thousand loads of a small part each would map
+    64 GiB otherwise, and to clear a huge page takes longer than all else in the load of one small array.
     """
 
     def __init__(self) -> None:
         self._rest = memoryview(b"")
-        self._next = HUGE
+        self._next = FIRST_SLAB
 
     def take(self, nbytes: int) -> memoryview:
         """Returns zeroed memory, aligned to 64 bytes, that no other array shares."""

@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ...errors import CheckpointExists, CorruptError, StoreError
+from ...errors import CorruptError, StoreError
 from .bucket import OBJECT_SCHEMES, ObjectBucket, ObjectListing, RangeResponse, check_path, split_url
-from .fetching import Consume, FileRange, Place
+from .fetching import Consume, FileRange
 from .fsspec import open_fsspec
 from .local_read import too_short
 from .memory import copy_bytes
@@ -28,8 +28,8 @@ from .multipart import SINGLE_PUT_LIMIT, MultipartWriter, SinglePutWriter
 from .obstore import ObstoreBucket
 from .range_fetcher import RangeFetcher
 from .request_depth import RequestDepth
-from .run_store import DirectoryEntry, Folder
-from .store import Writer
+from .run_store import Folder
+from .store import DirectoryEntry, PickledCall, Store, StoreTraits, VersionTag, Writer, exists_error
 
 HEAD = 64 << 10
 """Bytes fetched by the first small read at the beginning of an object: a header comes together with its length."""
@@ -51,7 +51,7 @@ def open_bucket(url: str, options: Mapping[str, Any]) -> tuple[ObjectBucket, str
     return open_fsspec(url, options)
 
 
-class ObjectStore:
+class ObjectStore(Store):
     """The files of a checkpoint as objects under a prefix.
 
     >>> report = tc.save(tc.ObjectStore("memory://bucket/step_00000001"), {"step": 1}, overwrite=True)
@@ -97,18 +97,22 @@ class ObjectStore:
         return f"{self._bucket.url}/{self._prefix}".rstrip("/")
 
     @property
-    def has_atomic_uploads(self) -> bool:
-        """Whether a file that is created has its name only once its writer is committed."""
-        return self._bucket.atomic
+    def traits(self) -> StoreTraits:
+        return StoreTraits(
+            far=True,
+            request_nbytes=self.request_nbytes,
+            conditional=True,
+            atomic_uploads=self._bucket.atomic,
+            has_directory=False,
+        )
 
-    @property
     def address(self) -> bytes | None:
-        """What another process needs to open the same store; None if it cannot open it, or it cannot be pickled."""
+        """As `Store.address`, with the credentials in this process's environment."""
         if not self._bucket.shared:
             return None
         env = {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)}
         try:
-            return pickle.dumps((self.url, self._bucket.options, env))
+            return pickle.dumps(PickledCall(_open_with_environment, self.url, self._bucket.options, env))
         except Exception:
             return None
 
@@ -143,15 +147,15 @@ class ObjectStore:
                 hint="Something between here and the store answers in its place: look at the proxy and the endpoint",
             )
 
-    def sizes(self) -> dict[str, int]:
-        return {name: entry.nbytes for name, entry in self.entries().items() if entry.regular}
-
     def read(self, name: str, *, limit: int) -> bytes:
         data, _ = self._bucket.read(self._key(name), limit)
         if len(data) > limit:
             raise CorruptError(f"{self.url}/{name}", expected=f"at most {limit} bytes", found="more")
         self._seen = name
         return data
+
+    def read_version(self, name: str, *, limit: int) -> tuple[bytes, VersionTag]:
+        return self._bucket.read(self._key(name), limit)
 
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
         head = self._head(name, offset, len(out))
@@ -191,12 +195,8 @@ class ObjectStore:
         memory: int,
         first: int = 0,
         shared: bool = False,
-        place: Place | None = None,
     ) -> None:
-        self._fetcher.run(ranges, consume, memory=memory, first=first, place=place)
-
-    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview], *, shared: bool = False) -> bool:
-        return False  # nothing is cached on this host
+        self._fetcher.run(ranges, consume, memory=memory, first=first)
 
     def _head(self, name: str, offset: int, nbytes: int) -> bytes | None:
         """Returns the first `HEAD` bytes of an object if they hold the range; fetches them for a small read at 0."""
@@ -209,14 +209,6 @@ class ObjectStore:
         inside = head is not None and (offset + nbytes <= len(head) or len(head) < HEAD)
         return head if inside else None
 
-    def map(self, name: str, offset: int, nbytes: int) -> memoryview:
-        raise StoreError(
-            f"{self.url}/{name}",
-            expected="a file on a disk, which can be mapped into memory",
-            found="an object",
-            hint="Load without mmap",
-        )
-
     def close(self) -> None:
         with self._lock:
             self._heads.clear()
@@ -226,75 +218,28 @@ class ObjectStore:
             self._bucket, self._key(name), nbytes
         )
 
-    def publish(self, name: str, data: bytes, *, replace: bool) -> None:
+    def publish(
+        self, name: str, data: bytes, *, replace: bool | VersionTag, check: Callable[[], object] = lambda: None
+    ) -> None:
+        check()
         try:
             self._bucket.put(self._key(name), bytes(data), replace=replace)
         except FileExistsError as error:
-            raise self._exists(name) from error
+            raise exists_error(self, name) from error
 
     def check_condition(self, name: str, data: bytes, *, replaces: bool) -> None:
-        """Finds out by a file that is there whether the store has the conditional writes that a save needs.
-
-        Args:
-            data: the file's content, which may be written again.
-            replaces: whether the save replaces a checkpoint.
-
-        Raises:
-            StoreError: it has none.
-        """
         self._bucket.check_condition(self._key(name), data, "If-Match" if replaces else "If-None-Match")
 
-    def compare_and_swap(self, name: str, data: bytes, *, holds: Callable[[bytes], bool], limit: int) -> None:
-        """Does it by a conditional write; see `SupportsCompareAndSwap`."""
-        key = self._key(name)
+    def delete(self, name: str, *, version: VersionTag | None = None) -> None:
+        if version is None:
+            self._bucket.delete(self._key(name))
+            return
         try:
-            found, tag = self._bucket.read(key, limit)
-            if not holds(found):
-                raise self._exists(name)
-            self._bucket.put(key, data, replace=tag)
-        except FileNotFoundError:
-            self.publish(name, data, replace=False)
+            self._bucket.delete_version(self._key(name), version)
         except FileExistsError as error:
-            raise self._exists(name) from error
+            raise exists_error(self, name) from error
 
-    def delete_if(self, name: str, *, holds: Callable[[bytes], bool], limit: int) -> None:
-        """Deletes a file if `holds` returns True for its content, in a store that knows the condition atomically.
-
-        Args:
-            limit: the size of the content in bytes, at most.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            CheckpointExists: the content is another one, or was replaced meanwhile.
-        """
-        key = self._key(name)
-        found, tag = self._bucket.read(key, limit)
-        try:
-            if not holds(found):
-                raise FileExistsError(name)
-            self._bucket.delete_version(key, tag)
-        except FileExistsError as error:
-            raise self._exists(name) from error
-
-    def replace_present(self, name: str, data: bytes) -> None:
-        """Replaces a file whose content is not longer, and does not create one.
-
-        Raises:
-            FileNotFoundError: there is none.
-            FileExistsError: it was replaced meanwhile.
-        """
-        _, tag = self._bucket.read(self._key(name), len(data))
-        self._bucket.put(self._key(name), data, replace=tag)
-
-    def _exists(self, name: str) -> CheckpointExists:
-        return CheckpointExists(
-            f"{self.url}/{name}", expected="no such file", found="one, written meanwhile by another save"
-        )
-
-    def delete(self, name: str) -> None:
-        self._bucket.delete(self._key(name))
-
-    def tidy(self) -> bool:
+    def remove_directory(self) -> bool:
         """Removes the directory of the prefix if it is empty (fsspec has some); returns whether it is empty."""
         try:
             if self.entries():
@@ -325,7 +270,7 @@ class ObjectFolder(Folder):
 
     def remove(self) -> bool:
         """Returns whether the prefix is empty: then there is no directory."""
-        return self._objects.tidy()
+        return self._objects.remove_directory()
 
 
 class ObjectRun:
@@ -373,9 +318,8 @@ class ObjectRun:
         return [ObjectFolder(self._store(name), entries[name]) for name in sorted(entries)]
 
 
-def open_address(address: bytes) -> ObjectStore:
-    """Opens the store of an `ObjectStore.address` in a writer process; copies the credentials into its environment."""
-    url, options, env = pickle.loads(address)  # safe: it comes from the parent process over a private socket
+def _open_with_environment(url: str, options: Mapping[str, Any], env: Mapping[str, str]) -> ObjectStore:
+    """Opens a store in a writer process, and copies credentials into its environment."""
     os.environ.update(env)
     return ObjectStore(url, **options)
 

@@ -15,7 +15,6 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -23,12 +22,12 @@ from typing import Any, Literal, TypeVar
 from ...errors import StoreError
 from ...threads import call_in_thread
 from .aws_profiles import check_instance, s3_options
-from .bucket import ObjectListing, PieceBody, RangeBody, RangeResponse, VersionTag, missing_extra
+from .bucket import ObjectListing, RangeResponse, VersionTag, missing_extra
+from .conditional_delete import AnswerError, can_delete_matching, delete_matching
 from .conditional_put import Condition, find_out, is_known, no_conditional_writes, refuses_conditions, takes_conditions
 from .late_client import LateClient
 from .obstore_errors import (
     INTERMEDIARY,
-    asks_again,
     first_line,
     has_advice,
     is_cut,
@@ -36,8 +35,7 @@ from .obstore_errors import (
     status_of,
     to_store_error,
 )
-from .presigned_reads import AnswerError, PresignedReader, can_delete_matching, can_presign, delete_matching
-from .request_depth import DIRECT_PER_CPU, PER_CPU, first_depth
+from .request_depth import first_depth
 from .run_store import DirectoryEntry
 from .upload_window import MOST, UploadWindow
 
@@ -114,10 +112,8 @@ class ObstoreBucket:
         endpoints = [merged.get(name) for name in _ENDPOINTS] + [os.environ.get(name) for name in _ENDPOINT_VARIABLES]
         self._endpoint = str(next(filter(None, endpoints), ""))
         is_plain = self._endpoint.startswith("http://")  # the user named it
-        direct = self.kind == "s3" and can_presign(self._endpoint, merged, asked)
-        self._presigned = PresignedReader(self._sign, asks_again) if direct else None
         self._deletes_versions = self.kind != "gs" and self.conditional and can_delete_matching(merged, asked)
-        self.depth = first_depth(DIRECT_PER_CPU if direct else PER_CPU)
+        self.depth = first_depth()
         if self.kind == "s3" and not is_plain and not any(name in merged or name in os.environ for name in _UNSIGNED):
             # TLS protects the bytes of a request; their SHA-256 takes more time than all else in an upload
             merged["unsigned_payload"] = True
@@ -243,30 +239,23 @@ class ObstoreBucket:
             self._check_not_web_page(key, result.attributes, data[:1000])
             return data, tag
 
-        if self._presigned is None:
-            self._once.open_soon()  # data is often fetched after the index
+        self._once.open_soon()  # data is often fetched after the index
         return self._retry("read", key, get)
 
     def fetch(self, key: str, start: int, nbytes: int) -> RangeResponse:
         with self._wrapped_errors("read", key):
-            if (reader := self._presigned) and (found := reader.get(key, start, nbytes)) is not None:
-                return RangeResponse(found.size, self._named(key, found.body))
             try:
                 result = self._obstore.get(self._once.get(), key, options={"range": (start, start + nbytes)})
             except self._obstore.exceptions.BaseError as error:
                 if status_of(error) != 416 or (size := self._obstore.head(self._once.get(), key)["size"]) > start:
                     raise
-                return RangeResponse(size, PieceBody(()))  # the range is behind the end of the object
-        self._presigned = None  # the store answers obstore, and refuses presigned URLs
-        # piece by piece: to collect the body of a response takes memory, and a copy, of all its bytes
-        return RangeResponse(result.meta["size"], self._named(key, PieceBody(result.stream(min_chunk_size=PIECE))))
+                return RangeResponse(size, ())  # the range is behind the end of the object
+        return RangeResponse(result.meta["size"], self._pieces(key, result))
 
-    def _named(self, key: str, body: RangeBody) -> RangeBody:
-        return _NamedBody(body, partial(self._wrapped_errors, "read", key))
-
-    def _sign(self, key: str) -> str:
-        """Returns a URL by which the holder can read an object for a while."""
-        return self._obstore.sign(self._store, "GET", key, SIGNED_FOR)
+    def _pieces(self, key: str, result: Any) -> Iterator[Any]:
+        """Yields a body as it arrives: to collect it takes memory, and a copy, of all its bytes."""
+        with self._wrapped_errors("read", key):
+            yield from result.stream(min_chunk_size=PIECE)
 
     judge = staticmethod(judge)
 
@@ -445,18 +434,6 @@ class ObstoreBucket:
                     raise
                 time.sleep(PAUSE * 2**tried)
         raise AssertionError("the last try returns or raises")
-
-
-class _NamedBody:
-    """A body whose errors name the object; they are raised as `wrapped` has it."""
-
-    def __init__(self, body: RangeBody, wrapped: Callable[[], AbstractContextManager[None]]) -> None:
-        self._body, self._wrapped, self.places = body, wrapped, body.places
-        self.abort, self.close = body.abort, body.close
-
-    def read(self, memory: memoryview | None = None) -> memoryview:
-        with self._wrapped():
-            return self._body.read(memory)
 
 
 def _within(seconds: float, begin: Callable[[], Awaitable[T]]) -> T:

@@ -12,7 +12,7 @@ from ...core.text import seconds_text
 from ...errors import StoreError
 from .aws_profiles import HOW
 from .bucket import FetchFailure
-from .presigned_reads import AnswerError
+from .conditional_delete import AnswerError
 
 INTERMEDIARY = "Something between here and the store answers in its place: look at the proxy and the endpoint"
 # what obstore has no class or attribute for stands in the first line of a `GenericError`

@@ -32,9 +32,8 @@ from ..os_errors import shows_damage
 from .late_requests import delete_late
 from .local_write import DIRECTORY_TRIES
 from .many_files import for_each
-from .object_store import ObjectStore
 from .process_owner import is_running, this_process
-from .store import LocalStore, MemoryStore, Store
+from .store import Store
 
 PATIENCE = 0.5
 """Seconds that a save takes before its record is renewed at all."""
@@ -56,14 +55,14 @@ _own_records: set[str] = set()
 
 def replace_file(store: Store, name: str, data: bytes) -> None:
     """Replaces a small file atomically; on a local file system without making it durable."""
-    if not isinstance(store, LocalStore):
+    if (directory := store.traits.local_path) is None:
         store.publish(name, data, replace=True)
         return
-    temporary = store.directory / f".{name}.{this_process().tag}{secrets.token_hex(4)}.tmp"
+    temporary = directory / f".{name}.{this_process().tag}{secrets.token_hex(4)}.tmp"
     try:
         with open(temporary, "wb") as file:
             file.write(data)
-        os.replace(temporary, store.directory / name)
+        os.replace(temporary, directory / name)
     except BaseException:  # a full disk creates the name and refuses the content
         temporary.unlink(missing_ok=True)
         raise
@@ -132,13 +131,13 @@ class ProgressRecorder:
         self.name = progress_name(first.rank, first.save_id)
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self.started = self.renewed = time.monotonic()
-        self._pause = FAR_PAUSE if isinstance(store, ObjectStore) else 0.0
+        self._pause = FAR_PAUSE if store.traits.far else 0.0
         self._written_at = -FAR_PAUSE
         self._exists, self._ended = False, threading.Event()
         self._last_ns, self._gap_ns = time.time_ns(), 0
         """Of the last renewal, and the longest time between two."""
         # a store in this process's memory ends with the process
-        self._is_first = first.rank == 0 and not isinstance(store, MemoryStore)
+        self._is_first = first.rank == 0 and not store.traits.in_process
 
     def begin(self) -> None:
         """Writes the record of rank 0, and starts to renew it. Of the other ranks it is written later.
@@ -165,7 +164,7 @@ class ProgressRecorder:
         Raises:
             StoreError: it has none, or cannot be reached.
         """
-        if isinstance(self._store, ObjectStore) and self._is_first:
+        if self._store.traits.conditional and self._is_first:
             with self._writing:
                 self._store.check_condition(self.name, self._encoded(), replaces=replaces)
 

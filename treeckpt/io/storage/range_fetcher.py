@@ -6,15 +6,11 @@ that many in flight within a budget of memory, gives up places when the store th
 requests that fail for a moment, and sends a second one for a request that takes far longer than the others. Bytes are
 consumed piece by piece as they arrive: hardly any memory is needed beyond where they go, and each byte is in the cache
 of the processor while it is copied and hashed.
-
-Where the caller says in which memory bytes belong, a body that can is received there. Of a range then no second request
-is under way: one that is slow is cut, and what is missing of it is asked for again.
 """
 
 from __future__ import annotations
 
 import bisect
-import contextlib
 import random
 import threading
 import time
@@ -26,8 +22,8 @@ import msgspec
 
 from ...errors import StoreError
 from ...threads import start_thread
-from .bucket import FetchFailure, RangeBody, RangeResponse
-from .fetching import Consume, FileRange, Place
+from .bucket import FetchFailure, RangeResponse
+from .fetching import Consume, FileRange
 from .request_depth import RequestDepth, first_depth
 
 SMALL = 4096
@@ -39,9 +35,6 @@ SLOW = 1.5
 """A request is sent again after so many times the 99th percentile of the others."""
 LEAST = 0.2
 """Seconds below which no request is slow."""
-PLACED = 4 << 20
-"""Bytes that are received where they belong at a time: with fewer, threads wait more often for Python's global lock.
-537 MB at 1 ms took 0.37 s with 1 MiB, 0.33 s with 2, 0.30 s with 4 and 0.34 s with 8."""
 HEDGED = 20
 """One of so many requests may be sent again for being slow."""
 RETRY_SECONDS = 180.0
@@ -88,10 +81,6 @@ class _InFlight(msgspec.Struct):
     """Requests that were sent for it and have not ended."""
     hedged: bool = False
     done: bool = False
-    placing: RangeBody | None = None
-    """The body that is being received where its bytes belong."""
-    cut: bool = False
-    """Whether it was aborted for being slow, and is to be asked for again."""
     lock: threading.Lock = msgspec.field(default_factory=threading.Lock)
     """Held while bytes of it are consumed."""
 
@@ -124,7 +113,6 @@ class RangeFetcher:
         *,
         memory: int,
         first: int = 0,
-        place: Place | None = None,
     ) -> None:
         """Fetches all ranges and hands their bytes to `consume` as they arrive, from several threads.
 
@@ -134,12 +122,11 @@ class RangeFetcher:
             memory: bytes of ranges that have been requested and not consumed, at most, unless one range is longer;
                 small ones beside large ones are not counted.
             first: the first so many ranges are consumed before any other, which may be on their way already.
-            place: as for `SupportsFetching.fetch`.
 
         Raises:
             Exception: the first error of a request or of `consume`.
         """
-        _Run(self, requests, consume, memory, first, place).run()
+        _Run(self, requests, consume, memory, first).run()
 
 
 class _Run:
@@ -152,10 +139,8 @@ class _Run:
         consume: Consume,
         memory: int,
         first: int,
-        place: Place | None,
     ) -> None:
         self._fetcher, self._requests, self._consume, self._memory = fetcher, requests, consume, memory
-        self._place = place
         self._changed = threading.Condition(fetcher.lock)
         self._left = deque(range(len(requests)))
         self._small = sum(map(self._is_small, self._left))
@@ -186,10 +171,7 @@ class _Run:
                 self._error = self._error or error
                 self._changed.notify_all()
         with self._changed:
-            for one in self._in_flight:
-                if one.placing is not None:
-                    one.placing.abort()
-            while self._consuming or any(one.placing for one in self._in_flight):
+            while self._consuming:
                 self._changed.wait()
             if self._error is not None:
                 raise self._error
@@ -242,10 +224,6 @@ class _Run:
                 return
             one.hedged = True
             self._hedged += 1
-            if one.placing is not None:
-                one.cut = True
-                one.placing.abort()
-                continue
             one.tries += 1
             self._held += nbytes
             if start_thread(partial(self._try, one, 1), "treeckpt-hedge") is None:
@@ -280,8 +258,6 @@ class _Run:
                 self._stream(one)
                 break
             except Exception as error:
-                if self._was_cut(one):
-                    continue
                 tries -= 1
                 pause = self._pause_after(error, one, tries, started, begin)
                 if pause is None:
@@ -289,12 +265,6 @@ class _Run:
                 time.sleep(pause)
         with self._changed:
             self._held -= self._held_by(one.number)
-
-    def _was_cut(self, one: _InFlight) -> bool:
-        """Whether a range failed because it was cut here: that is no try of the store, and happens once."""
-        with self._changed:
-            cut, one.cut = one.cut, False
-            return cut and self._error is None
 
     def _stream(self, one: _InFlight) -> None:
         """Makes one request for what is missing of a range, and consumes it unless another request was faster."""
@@ -305,35 +275,16 @@ class _Run:
             size = response.size
             if size is not None:
                 nbytes = max(min(nbytes, size - offset), 0)
-            with contextlib.closing(response.body) as body:
-                while at < nbytes and len(piece := self._read(one, at, nbytes - at, body)):
-                    if not self._put(one, at, piece, size):
-                        return
-                    at += len(piece)
+            pieces = map(memoryview, response.pieces)
+            while at < nbytes and len(piece := next(pieces, memoryview(b""))):
+                if not self._put(one, at, piece, size):
+                    return
+                at += len(piece)
             if at < nbytes:
                 raise _CutShort(name, expected=f"{nbytes} bytes from {offset} on", found=f"{at}, then the end")
         if not nbytes and not self._put(one, 0, memoryview(b""), size):
             return
         self._end(one, nbytes, started)
-
-    def _read(self, one: _InFlight, at: int, left: int, body: RangeBody) -> memoryview:
-        """Returns the next bytes of a range, from `at` on; where they belong, unless others may put them there too."""
-        memory = None
-        with self._changed:
-            alone = not (self._first_left or one.hedged or one.done) and self._error is None
-            if self._place is not None and body.places and alone:
-                memory = self._place(one.number, at, min(left, PLACED))
-            if memory is not None:
-                one.placing = body
-        if memory is None:
-            return body.read()
-        try:
-            return body.read(memory)
-        finally:
-            with self._changed:
-                one.placing = None
-                if self._error is not None:
-                    self._changed.notify_all()
 
     def _put(self, one: _InFlight, at: int, piece: memoryview, size: int | None) -> bool:
         """Consumes the bytes that start at `at` of a range, less those it has had; False if none are wanted any more.

@@ -23,7 +23,6 @@ from ...core.format.file_names import lease_name, parse_file_name
 from ...core.format.save_progress import Owner
 from ...errors import StoreError, TreeckptError
 from ...threads import start_thread
-from .fetching import SupportsFetching
 from .late_requests import delete_late
 from .process_owner import is_running, this_process
 from .run_store import Folder
@@ -53,7 +52,7 @@ def hold_lease(folder: Folder, *, renew: float = RENEW, ahead: bool = False) -> 
     if folder.has_directory and not folder.entries():  # a lease would create it again
         yield False
         return
-    far = isinstance(folder.store, SupportsFetching)
+    far = folder.store.traits.far
     lease = _Lease(folder.store, renew)
     held = (far and ahead) or lease.write()
     if held:

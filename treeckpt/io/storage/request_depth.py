@@ -12,9 +12,6 @@ PER_CPU = 16
 """Requests in flight at first for each processor, up to `START`: one sends or receives less than 1 GB/s. More of them
 fill the buffers of the sockets: two processors read 0.54 GB in 0.59 s with 32 and in 0.73 s with 64, and sent them in
 0.65 s and in 0.75 s."""
-DIRECT_PER_CPU = 32
-"""The same of reads that are received where their bytes belong, for which a processor does half as much. With 32 and 64
-two processors take as long at 40 ms and 90 MB/s a connection (0.38 s), and 1.06 s and 0.64 s at 150 ms and 30 MB/s."""
 MOST = 192
 """Requests in flight, at most."""
 WINDOW = 0.25

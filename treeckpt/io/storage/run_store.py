@@ -16,25 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-import msgspec
-
 from ..os_errors import shows_damage, wrap_read_error
 from .local_write import sync_directory
-from .store import LocalStore, Store
-
-
-class DirectoryEntry(msgspec.Struct, frozen=True):
-    """One entry of a folder."""
-
-    nbytes: int
-    modified_ns: int
-    """Unix time of the last write, by the clock of the file server or service; 0 if not known."""
-    number: int = 0
-    """Another number for another file of the same name, as an inode or a hash of the ETag."""
-    regular: bool = True
-    """Whether it is a regular file that is read, not a directory or pipe, nor a link that is not followed."""
-    link: bool = False
-    """Whether it is a link. It has no bytes of its own."""
+from .store import DirectoryEntry, LocalStore, Store
 
 
 class Folder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -12,16 +12,20 @@ from ...core.format.damage import leaves_in_range
 from ...core.format.records import File, Index
 from ...core.format.seals import check_no_zeros
 from ...core.format.shard_header import (
+    PAGE,
     ShardHeader,
     block_count,
+    decode_front,
+    decode_hashes,
     decode_header,
     hash_block,
     hash_parts,
+    hash_text_range,
     header_nbytes,
     new_hash,
 )
 from ...errors import CheckpointError, CorruptError
-from .memory import PAGE, aligned_buffer
+from .memory import aligned_buffer
 from .store import TEXT, Store
 
 _ELSE = "take the step before, as Manager.resume does, or what is intact: treeckpt.load(path, on_corrupt='skip')"
@@ -46,7 +50,8 @@ class OpenedShard(msgspec.Struct, frozen=True):
     """A shard whose header was read, and is the one that the index describes; or a file of another program."""
 
     file: File
-    hashes: tuple[int, ...]
+    hashes: Sequence[int] | Mapping[int, int]
+    """Of the blocks, by their numbers."""
     block: int
     index: Index
     header: bytes = b""
@@ -74,11 +79,13 @@ def read_header(
 def _header_data(store: Store, name: str, file_size: int | None, wanted: int | None) -> bytearray:
     """Returns the bytes of a shard's header; `wanted` is its size by the index, in bytes, None without an index."""
     label = f"{store.url}/{name}"
-    prefix = bytearray(8)
-    store.read_into(name, 0, memoryview(prefix))
-    size = _header_size(prefix, label, store.sizes().get(name, 0) if file_size is None else file_size, wanted)
-    data = bytearray(min(size, TEXT))
+    file_size = store.sizes().get(name, 0) if file_size is None else file_size
+    data = bytearray(min(wanted or 8, TEXT, max(file_size, 8)))
     store.read_into(name, 0, memoryview(data))
+    size = _header_size(data, label, file_size, wanted)
+    if len(data) < min(size, TEXT):
+        data = bytearray(min(size, TEXT))
+        store.read_into(name, 0, memoryview(data))
     if size > TEXT:
         check_no_zeros(data[8:], 8, label)
     for at in range(TEXT, size, TEXT):
@@ -146,14 +153,67 @@ def open_shard(
         CorruptError: it is missing, cut short, grown, or of another save or rank; names the leaves and the bytes.
     """
     size = _checked_size(store, index, file, size, whole=whole)
-    try:
-        label = f"{store.url}/{file.name}"
+    label = f"{store.url}/{file.name}"
+    with _naming_leaves(store, index, file):
         if header is None:
             data = _header_data(store, file.name, size, file.header)
         else:
             data = header
             _header_size(data, label, size, file.header)
         found = decode_header(data, label, entries=False)
+    _check_identity(store, index, file, found, len(data), len(found.hashes))
+    return OpenedShard(file, found.hashes, found.block, index, bytes(data) if keep else b"")
+
+
+def open_front(store: Store, index: Index, file: File, size: int | None) -> tuple[OpenedShard, int]:
+    """Reads the first page of a shard alone, and checks that it is the file that the index describes.
+
+    The seal is not compared, because that would take the whole header: a changed checksum is found all the same,
+    because its block does not match it.
+
+    Args:
+        size: as for `open_shard`.
+
+    Returns:
+        The shard without its checksums, and the offset in the file of their text; `read_hashes` reads some.
+
+    Raises:
+        CorruptError: as `open_shard`.
+    """
+    _checked_size(store, index, file, size, whole=True)
+    data, label = bytearray(min(PAGE, file.header)), f"{store.url}/{file.name}"
+    with _naming_leaves(store, index, file):
+        store.read_into(file.name, 0, memoryview(data))
+        found, at = decode_front(data, label)
+    _check_identity(store, index, file, found, header_nbytes(data, label), block_count(file.nbytes, found.block))
+    return OpenedShard(file, (), found.block, index), at
+
+
+def with_hashes(store: Store, shard: OpenedShard, at: int, start: int, stop: int) -> tuple[OpenedShard, int]:
+    """Reads the checksums of the blocks with bytes `start:stop` of the data area.
+
+    Args:
+        at: as `open_front` returns it.
+
+    Returns:
+        The shard with these checksums, and the bytes that were read for them.
+
+    Raises:
+        CorruptError: they are not there.
+    """
+    first, count = start // shard.block, block_count(stop, shard.block) - start // shard.block
+    low, high, skip = hash_text_range(first, count)
+    text = bytearray(max(0, min(at + high, shard.file.header) - at - low))
+    store.read_into(shard.file.name, at + low, memoryview(text))
+    hashes = decode_hashes(text, skip, count, f"{store.url}/{shard.file.name}")
+    return msgspec.structs.replace(shard, hashes=dict(enumerate(hashes, first))), len(text)
+
+
+@contextlib.contextmanager
+def _naming_leaves(store: Store, index: Index, file: File) -> Iterator[None]:
+    """Adds to an error about a header the leaves that it concerns, and its bytes."""
+    try:
+        yield
     except CheckpointError as error:
         raise type(error)(
             _leaves_and_file(store, index, file, 0, file.header),
@@ -161,8 +221,17 @@ def open_shard(
             found=f"{error.found}, in bytes 0:{file.header} of the file",
             hint=error.hint or _RESTORE,
         ) from error
+
+
+def _check_identity(store: Store, index: Index, file: File, found: ShardHeader, header: int, hashes: int) -> None:
+    """Raises CorruptError where a header is not the one that the index describes.
+
+    Args:
+        header: its size in bytes.
+        hashes: the number of its checksums.
+    """
     blocks = block_count(file.nbytes, found.block)
-    identity = (found.save_id, found.rank, found.part, found.stream, len(data), len(found.hashes))
+    identity = (found.save_id, found.rank, found.part, found.stream, header, hashes)
     wanted = (index.save_id, file.rank, file.part, file.stream, file.header, blocks)
     if identity != wanted:
         raise CorruptError(
@@ -172,7 +241,6 @@ def open_shard(
             + f", in bytes 0:{file.header} of the file",
             hint="The file belongs to another save; restore the right one from a copy",
         )
-    return OpenedShard(file, found.hashes, found.block, index, bytes(data) if keep else b"")
 
 
 def check_blocks(store: Store, shard: OpenedShard, start: int, data: memoryview) -> None:
@@ -268,35 +336,15 @@ def _leaves_and_file(store: Store, index: Index, file: File, first: int, last: i
     return f"{', '.join(paths[:3])}{more}: {store.url}/{file.name}" if paths else f"{store.url}/{file.name}"
 
 
-class ByteRange(msgspec.Struct, frozen=True):
-    """Bytes `start:stop` of a shard's data area."""
-
-    shard: OpenedShard
-    start: int
-    stop: int
-
-
-def aligned_range(shard: OpenedShard, start: int, stop: int, *, verify: bool) -> ByteRange:
-    """The range to read for bytes `start:stop` of a data area: whole blocks with checksums, or whole pages without."""
-    step = shard.block if verify else PAGE
-    return ByteRange(shard, start // step * step, min(-(-stop // step) * step, shard.file.nbytes))
-
-
-def read_range(store: Store, wanted: ByteRange, out: memoryview, *, verify: bool, shared: bool = False) -> None:
-    """Fills `out` with a range; with `verify`, raises CorruptError for a block that differs from its checksum."""
-    file = wanted.shard.file
-    store.read_into(file.name, file.header + wanted.start, out, shared=shared)
-    if verify:
-        check_blocks(store, wanted.shard, wanted.start, out)
-
-
 def verify_shard(store: Store, shard: OpenedShard, start: int = 0, stop: int | None = None) -> int:
     """Compares all checksums of a shard, or those of bytes `start:stop` of its data; returns the bytes that it read."""
-    nbytes = shard.file.nbytes
-    step = STEP // shard.block * shard.block or shard.block
-    whole = aligned_range(shard, start, nbytes if stop is None else min(stop, nbytes), verify=True)
+    file, block = shard.file, shard.block
+    low = start // block * block
+    high = file.nbytes if stop is None else min(-(-stop // block) * block, file.nbytes)
+    step = STEP // block * block or block
     buffer = aligned_buffer(step, huge=True)
-    for low in range(whole.start, whole.stop, step):
-        part = ByteRange(shard, low, min(low + step, whole.stop))
-        read_range(store, part, buffer[: part.stop - part.start], verify=True)
-    return max(whole.stop - whole.start, 0)
+    for at in range(low, high, step):
+        data = buffer[: min(step, high - at)]
+        store.read_into(file.name, file.header + at, data)
+        check_blocks(store, shard, at, data)
+    return max(high - low, 0)

@@ -6,12 +6,15 @@ With the device "cpu" both are copies in host memory, so that the scenarios of d
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
-from .raw_limits import LEAST, MOST
-from .results import DeviceLimit
-from .states import synchronize
+from tests.bench.states import SpeedTask, synchronize
+from treeckpt.bench.measure import Measurement
+from treeckpt.bench.raw_limits import LARGEST, LEAST
+from treeckpt.bench.results import Limit
+from treeckpt.bench.states import shapes_bytes
 
 TIMES = 3
 """Copies, of which the fastest counts."""
@@ -26,11 +29,11 @@ class DeviceLimits:
     """
 
     def __init__(self, device: str, nbytes: int) -> None:
-        self._nbytes = min(max(nbytes, LEAST), MOST)
+        self._nbytes = min(max(nbytes, LEAST), LARGEST)
         self._there = torch.ones(self._nbytes, dtype=torch.uint8, device=device)
         self._host = torch.ones(self._nbytes, dtype=torch.uint8, pin_memory=self._there.is_cuda)
 
-    def measure(self) -> dict[DeviceLimit, float]:
+    def measure(self) -> dict[str, float]:
         """Returns both rates."""
         return {"D2H": self._rate(self._there, self._host), "H2D": self._rate(self._host, self._there)}
 
@@ -43,3 +46,22 @@ class DeviceLimits:
             synchronize(self._there.device)
             seconds.append(time.perf_counter() - start)
         return self._nbytes / min(seconds)
+
+
+class DeviceMeasurement(Measurement):
+    """Measures turns with a state on a device: no limit is above the rate of the copy."""
+
+    def __init__(self, task: SpeedTask) -> None:
+        nbytes = shapes_bytes(task.shapes)
+        super().__init__(task, nbytes)
+        self._device = DeviceLimits(task.device, nbytes) if nbytes >= LEAST else None
+
+    def limits(self, names: Sequence[Limit]) -> dict[str, float]:
+        rates = super().limits(names)
+        if self._device is None:
+            return rates
+        copies = self._device.measure()
+        for name in names:
+            if name != "C":
+                rates[name] = min(rates[name], copies["D2H" if name.startswith("W") else "H2D"])
+        return {**rates, **copies}

@@ -12,10 +12,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import treeckpt.dcp
-
-from .async_checkpointers import AsyncCheckpointer, AsyncDcp
-from .checkpointers import SyncCheckpointer, SyncDcp
-from .states import State
+from tests.bench.async_checkpointers import AsyncCheckpointer, AsyncDcp
+from treeckpt.bench.checkpointers import SyncCheckpointer, SyncDcp
+from treeckpt.bench.states import State
 
 
 class SyncDcpSave(SyncCheckpointer):

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 import treeckpt as tc
 from treeckpt.core.sharding.region import Region
 from treeckpt.io.comm.comm import thread_comms
-from treeckpt.io.storage.shard_reader import ByteRange
 from treeckpt.io.storage.store import MemoryStore
-from treeckpt.loading.read_tasks import ReadTask, in_turns
+from treeckpt.loading.plan import Read, in_turns
 
 MIB = 1 << 20
 
@@ -100,7 +99,7 @@ def test_verifying_reads_each_byte_once(store: Watched) -> None:
     store.reads.clear()
     assert tc.verify(store).ok
     [shard] = tc.inspect(store).file_list
-    assert sum(length for name, _, length, _ in store.reads if name == shard.name) == 8 + shard.header + shard.nbytes
+    assert sum(length for name, _, length, _ in store.reads if name == shard.name) == shard.header + shard.nbytes
 
 
 def test_ranks_of_a_host_begin_with_parts_of_their_own_of_what_all_want(
@@ -137,10 +136,8 @@ def test_ranks_of_a_host_begin_with_parts_of_their_own_of_what_all_want(
     count=st.integers(1, 5),
 )
 def test_turns_change_the_order_of_reads_alone(sizes: list[tuple[int, bool]], count: int) -> None:
-    shard: Any = None
-    tasks = [
-        ReadTask(ByteRange(shard, n, n + (size << 20)), n, shared=shared) for n, (size, shared) in enumerate(sizes)
-    ]
+    file: Any = None
+    tasks = [Read(file, n, n + (size << 20), shared=shared) for n, (size, shared) in enumerate(sizes)]
     orders = [in_turns(tasks, position, count) for position in range(count)]
     for order in orders:
         assert sorted(task.start for task in order) == list(range(len(tasks)))

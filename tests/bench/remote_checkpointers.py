@@ -18,11 +18,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import treeckpt
-
-from ..io.storage.memory import aligned_buffer
-from .checkpointers import is_installed
-from .results import RAW
-from .states import State
+from tests.bench.results import RAW
+from treeckpt.bench.checkpointers import is_installed
+from treeckpt.bench.states import State
+from treeckpt.io.storage.memory import aligned_buffer
 
 CONNECTIONS = (16, 32, 64, 128)
 RANGE = 8 << 20

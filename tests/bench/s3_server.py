@@ -1,12 +1,13 @@
 """An S3 server for measurements and faults, in one asyncio process: latency, rate and troubles are set while it runs.
 
-    python -m treeckpt.bench.s3_server
+    python -m tests.bench.s3_server [CERTIFICATE KEY]
 
-It prints its port. It answers what S3 clients of checkpoints send: GET with ranges, HEAD, PUT (with
-`If-None-Match: *` and `If-Match`), copies, DELETE, deletes of many, listings by pages, and multipart uploads.
+It prints its port. With the files of a certificate and its key it speaks HTTPS. It answers what S3 clients of
+checkpoints send: GET with ranges, HEAD, PUT (with `If-None-Match: *` and `If-Match`), copies, DELETE, deletes of many,
+listings by pages, and multipart uploads.
 Signatures are not looked at (the log leaves out those in URLs), and every bucket exists. Google's XML interface differs
 in a header, which is known too: `x-goog-if-generation-match`. Objects stay in memory (memfd) and are sent by
-`sendfile`, so one core carries more than 1 GB/s.
+`sendfile`, so one core carries more than 1 GB/s; over HTTPS they are encrypted on that core.
 
 `POST /!set` takes a JSON object with any of the fields of `S3Settings` and forgets the log; `GET /!log` gives the
 requests since then; `DELETE /!objects` forgets all objects. A rule is `{"match": regex over "METHOD path range",
@@ -29,6 +30,7 @@ import json
 import os
 import random
 import re
+import ssl
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -37,7 +39,7 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 from xml.sax.saxutils import escape, unescape
 
-from treeckpt.bench.s3_objects import S3Object, S3Segment, flipped_copy, list_objects, new_etag, new_generation
+from tests.bench.s3_objects import S3Object, S3Segment, flipped_copy, list_objects, new_etag, new_generation
 
 PIECE_SECONDS = 0.02
 """A body goes in pieces that take about so long at the connection's rate."""
@@ -70,8 +72,6 @@ class S3Settings:
     """Writes with `If-None-Match`: honoured, ignored (as if they were plain), or refused (501)."""
     matching: str = ""
     """Writes with `If-Match`; as `conditional` unless told."""
-    presigned: str = "honoured"
-    """URLs with a signature: honoured or refused (403)."""
     page: int = 1000
     """Keys in a page of a listing."""
     tokens: str = "honoured"
@@ -131,9 +131,8 @@ class S3Server:
         method, target, _ = first.split(" ")
         headers = {n.lower(): v.strip() for n, _, v in (line.partition(":") for line in lines if line)}
         url = urlsplit(target)
-        path, presigned = re.subn(r"[?&]X-Amz-[^&]*", "", target)
+        path = re.sub(r"[?&]X-Amz-[^&]*", "", target)
         row: dict[str, Any] = {"method": method, "path": path, "range": headers.get("range", ""), "status": 0}
-        row["presigned"] = presigned > 0
         request = S3Request(method, unquote(url.path).lstrip("/"), dict(parse_qsl(url.query, True)), headers, row)
         if request.path.startswith("!"):
             body = await reader.readexactly(int(headers.get("content-length", 0)))
@@ -208,7 +207,8 @@ class S3Server:
                 return False
             writer.write(answer.text[half:])
             begin, sent, loop = time.monotonic(), 0, asyncio.get_running_loop()
-            step = int(self.settings.rate * PIECE_SECONDS) or 4 << 20
+            secure = writer.get_extra_info("sslcontext") is not None
+            step = int(self.settings.rate * PIECE_SECONDS) or (1 << 20 if secure else 4 << 20)
             if request.do in ("stall", "reset"):
                 step = max(min(step, nbytes // 4), 1)
             for file, offset, count in body:
@@ -216,7 +216,11 @@ class S3Server:
                     if sent >= nbytes // 2 and not await self._break_off(request, writer):
                         return False
                     size = min(step, offset + count - at)
-                    await loop.sendfile(writer.transport, file, at, size)
+                    if secure:
+                        writer.write(os.pread(file.fileno(), size, at))
+                        await writer.drain()
+                    else:
+                        await loop.sendfile(writer.transport, file, at, size)
                     sent += size
                     request.row["sent"] = sent
                     await self._pace(begin, sent)
@@ -252,8 +256,6 @@ class S3Server:
         if request.do == "error":
             return _error(request.rule["status"], request.rule["code"], request.rule.get("more", ""))
         method, key, query = request.method, request.path, request.query
-        if request.row["presigned"] and self.settings.presigned == "refused":
-            return _error(403)
         if "list-type" in query or (method == "GET" and "/" not in key.rstrip("/")):
             return _xml(list_objects(self.objects, key.rstrip("/"), query, self.settings.page, self.settings.tokens))
         if "delete" in query:
@@ -364,13 +366,17 @@ def _error(status: int, code: str = "", more: str = "") -> S3Answer:
     return S3Answer(status, answer.headers, answer.text)
 
 
-async def main() -> None:
+async def main(*certificate: str) -> None:
     """Prints a free port and serves there until it is ended."""
-    server = await asyncio.start_server(S3Server().serve, "127.0.0.1", 0, limit=1 << 20, backlog=1024)
+    context = None
+    if certificate:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(*certificate)
+    server = await asyncio.start_server(S3Server().serve, "127.0.0.1", 0, limit=1 << 20, backlog=1024, ssl=context)
     print(server.sockets[0].getsockname()[1], flush=True)
     async with server:
         await server.serve_forever()
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main()))
+    sys.exit(asyncio.run(main(*sys.argv[1:])))

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 import treeckpt
-
-from .checkpointers import SyncTreeckpt
-from .measure import Measurement
-from .results import Trial
-from .states import BenchTask, State, make_state, shapes_bytes
+from tests.bench.states import SpeedTask
+from treeckpt.bench.checkpointers import SyncTreeckpt
+from treeckpt.bench.measure import Measurement
+from treeckpt.bench.results import Trial
+from treeckpt.bench.states import State, make_state, shapes_bytes
 
 
 class DenseCheckpoint(SyncTreeckpt):
@@ -58,7 +58,7 @@ class TableCheckpoint(DenseCheckpoint):
         return torch.from_numpy(np.lexsort((unsigned, unsigned % np.uint64(65_536))))
 
 
-def run_table(task: BenchTask) -> Iterator[list[Trial]]:
+def run_table(task: SpeedTask) -> Iterator[list[Trial]]:
     """Saves and loads, cold and warm; yields the trials of each turn."""
     state = make_state(task.shapes)
     rows = len(next(iter(state.values())))

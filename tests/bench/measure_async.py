@@ -17,14 +17,15 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import torch
 
-from .async_checkpointers import AsyncCheckpointer, async_checkpointers
-from .dcp_forms import async_dcp_forms
-from .device_limits import DeviceLimits
-from .meter import release_memory
-from .ranks import do_task
-from .raw_limits import LEAST, RawLimits
-from .results import AsyncTrial
-from .states import BenchTask, make_state, shapes_bytes, synchronize
+from tests.bench.async_checkpointers import AsyncCheckpointer, async_checkpointers
+from tests.bench.dcp_forms import async_dcp_forms
+from tests.bench.device_limits import DeviceLimits
+from tests.bench.ranks import do_task
+from tests.bench.results import AsyncTrial
+from tests.bench.states import SpeedTask, synchronize
+from treeckpt.bench.meter import release_memory
+from treeckpt.bench.raw_limits import LEAST, RawLimits
+from treeckpt.bench.states import make_state, shapes_bytes
 
 TICK = 0.001
 STEP = 0.02
@@ -78,11 +79,11 @@ class _Ticker:
 class _AsyncMeasurement:
     """The state and the directory of all saves of a scenario."""
 
-    def __init__(self, task: BenchTask) -> None:
+    def __init__(self, task: SpeedTask) -> None:
         self.scenario = task.scenario
         self.nbytes = shapes_bytes(task.shapes)
         self.device = task.device
-        self.state = make_state(task.shapes, device=task.device)
+        self.state = {name: leaf.to(task.device) for name, leaf in make_state(task.shapes).items()}
         self.directory = task.path / "beside"
         large = self.nbytes >= LEAST
         self._raw = RawLimits(task.path / "raw.bin", self.nbytes) if large and not task.scenario.device else None
@@ -139,7 +140,7 @@ class _AsyncMeasurement:
         return lost, ticker.stop() if ticker is not None else None
 
 
-def _measure_async(task: BenchTask) -> Iterator[AsyncTrial]:
+def _measure_async(task: SpeedTask) -> Iterator[AsyncTrial]:
     torch.set_num_threads(1)
     measurement = _AsyncMeasurement(task)
     contenders = async_dcp_forms() if task.scenario.dcp else async_checkpointers()

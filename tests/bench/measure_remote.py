@@ -1,7 +1,8 @@
 """Measures saves and loads of an object store over links of several latencies and rates.
 
-The store is the server of `s3_server`, in a process of its own on this machine. Its own limit is measured too: what
-comes near it is a figure of the server, not of the link. In each repetition every contender saves, loads and fills in
+The store is the server of `s3_server`, in a process of its own on this machine, over HTTPS: `https` makes a CA for it,
+which clients take from the environment. Its own limit is measured too: what comes near it is a figure of the server,
+not of the link. In each repetition every contender saves, loads and fills in
 turn; the best of the raw ones are the limits of all.
 """
 
@@ -12,6 +13,7 @@ import http.client
 import itertools
 import json
 import os
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,14 +21,25 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from ..demo.launch import started, worker_environment
-from .checkpointers import is_installed
-from .measure import BenchError, Difference, measure_work
-from .meter import pretouch_memory, release_memory
-from .remote_checkpointers import RemoteCheckpointer, left_out, remote_checkpointers
-from .results import RAW, REMOTE_PHASES, SERVER_LINK, Link, RemotePhase, Trial, with_remote_limits
-from .show import print_line
-from .states import BenchTask, State, different_leaf, make_state, shapes_bytes
+from tests.bench.https import Certificate, certificate
+from tests.bench.remote_checkpointers import RemoteCheckpointer, left_out, remote_checkpointers
+from tests.bench.results import (
+    RAW,
+    REMOTE_LIMITS,
+    REMOTE_PHASES,
+    SERVER_LINK,
+    Link,
+    RemoteTrial,
+    with_remote_limits,
+)
+from tests.bench.states import SpeedTask
+from treeckpt.bench.checkpointers import is_installed
+from treeckpt.bench.measure import Difference, measure_work
+from treeckpt.bench.meter import pretouch_memory, release_memory
+from treeckpt.bench.results import BenchError
+from treeckpt.bench.states import State, different_leaf, make_state, shapes_bytes
+from treeckpt.demo.launch import started, worker_environment
+from treeckpt.report.terminal import print_line
 
 PATIENCE = 60.0
 """Seconds for one operation. After that the server lets it end as fast as it can."""
@@ -39,11 +52,12 @@ class FarServer:
 
     Args:
         port: on this machine.
+        authority: the file of the CA that its certificate is of.
     """
 
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self.endpoint = f"http://127.0.0.1:{port}"
+    def __init__(self, port: int, authority: str) -> None:
+        self._port, self._context = port, ssl.create_default_context(cafile=authority)
+        self.endpoint = f"https://127.0.0.1:{port}"
 
     def set_link(self, link: Link) -> None:
         """Sets latency and rate, also for what is under way; forgets the log."""
@@ -58,19 +72,21 @@ class FarServer:
         self._ask("DELETE", "/!objects")
 
     def _ask(self, method: str, path: str, thing: object = None) -> dict[str, Any]:
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)) as connection:
+        connection = http.client.HTTPSConnection("127.0.0.1", self._port, timeout=60, context=self._context)
+        with contextlib.closing(connection):
             connection.request(method, path, json.dumps(thing))
             return json.loads(connection.getresponse().read())
 
 
 @contextlib.contextmanager
-def started_server() -> Iterator[FarServer]:
-    """Starts the server, and ends it."""
-    with started([sys.executable, "-m", "treeckpt.bench.s3_server"], worker_environment(os.environ)) as process:
+def started_server(made: Certificate) -> Iterator[FarServer]:
+    """Starts the server with a certificate, and ends it."""
+    command = [sys.executable, "-m", "tests.bench.s3_server", made.chain, made.key]
+    with started(command, worker_environment(os.environ)) as process:
         said = process.stdout.readline() if process.stdout else ""
         if not said.strip().isdecimal():
             raise BenchError(f"the S3 server of the benchmark did not start: {said}")
-        yield FarServer(int(said))
+        yield FarServer(int(said), made.authority)
 
 
 class _RemoteMeasurement:
@@ -79,7 +95,7 @@ class _RemoteMeasurement:
     def __init__(self, server: FarServer, link: Link, nbytes: int) -> None:
         self._server, self._link, self._nbytes = server, link, nbytes
 
-    def turn(self, contender: RemoteCheckpointer, repetition: int, state: State, target: State) -> list[Trial]:
+    def turn(self, contender: RemoteCheckpointer, repetition: int, state: State, target: State) -> list[RemoteTrial]:
         """Saves, loads, fills and restores, as far as the contender does; what comes back first is compared.
 
         Raises:
@@ -94,7 +110,7 @@ class _RemoteMeasurement:
             "restore": partial(contender.restore, prefix),
         }
         difference = partial(different_leaf, state) if repetition == 0 else None
-        trials: list[Trial] = []
+        trials: list[RemoteTrial] = []
         for phase in REMOTE_PHASES:
             kind = phase.split()[0]
             if kind in contender.kinds:
@@ -108,11 +124,11 @@ class _RemoteMeasurement:
     def _trial(
         self,
         contender: str,
-        phase: RemotePhase,
+        phase: str,
         repetition: int,
         work: Callable[[], State | None],
         difference: Difference | None,
-    ) -> Trial:
+    ) -> RemoteTrial:
         release_memory()
         if phase in ("load remote", "restore remote"):
             pretouch_memory(self._nbytes)
@@ -126,15 +142,15 @@ class _RemoteMeasurement:
         if loaded is not None and difference is not None and (name := difference(loaded)):
             raise BenchError(f"{contender}: {self._link.scenario}: {name} came back changed")
         log = self._server.log()
-        return Trial(
+        return RemoteTrial(
             scenario=self._link.scenario,
             contender=contender,
             phase=phase,
             repetition=repetition,
-            ranks=1,
             seconds=min(usage.seconds, PATIENCE),
             summed=summed,
             nbytes=self._nbytes,
+            limit=REMOTE_LIMITS[phase],
             limits={},
             extra_rss=usage.extra_rss,
             read_bytes=sum(row["sent"] for row in log["log"]),
@@ -158,7 +174,7 @@ def _warm_up(contender: RemoteCheckpointer) -> None:
     contender.load("warm-up", state)
 
 
-def run_remote(task: BenchTask) -> Iterator[list[Trial]]:
+def run_remote(task: SpeedTask) -> Iterator[list[RemoteTrial]]:
     """Measures the server's own limit, then every link; yields the trials of each turn.
 
     Raises:
@@ -170,7 +186,7 @@ def run_remote(task: BenchTask) -> Iterator[list[Trial]]:
     for sentence in left_out():
         print_line(sentence)
     state, target = make_state(task.shapes), make_state(task.shapes)
-    with started_server() as server:
+    with certificate(task.path) as made, started_server(made) as server:
         contenders = remote_checkpointers(server.endpoint)
         raw = [contender for contender in contenders if contender.name.startswith(RAW)]
         chosen = [c for c in contenders if c in raw or task.selects(c.name)]
@@ -183,12 +199,12 @@ def run_remote(task: BenchTask) -> Iterator[list[Trial]]:
 
 
 def _run_link(
-    task: BenchTask,
+    task: SpeedTask,
     measurement: _RemoteMeasurement,
     contenders: Sequence[RemoteCheckpointer],
     state: State,
     target: State,
-) -> Iterator[list[Trial]]:
+) -> Iterator[list[RemoteTrial]]:
     slow: set[str] = set()
     for repetition, turns in itertools.groupby(task.turns(contenders), key=itemgetter(0)):
         made = [measurement.turn(c, repetition, state, target) for _, c in turns if c.name not in slow]

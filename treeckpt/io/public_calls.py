@@ -1,18 +1,24 @@
-"""Refuses a save on a thread that is inside of another call of this package.
+"""What all public calls begin with: their options are checked, and saves inside of other calls are refused.
 
-So it is for a save of a signal handler, a hook, a finalizer, or the `state_dict` of an object: it would wait for locks
-that its own thread holds, or for what that thread was about to do. Which calls are under way is seen on the stack: a
-call that was interrupted leaves nothing behind. Other calls, as loads, may be made inside of any call: the locks that
-two calls share are reentrant.
+An unknown option is a TypeError that names what was likely meant.
+
+A save is refused on a thread that is inside of another call of this package. So it is for a save of a signal handler, a
+hook, a finalizer, or the `state_dict` of an object: it would wait for locks that its own thread holds, or for what that
+thread was about to do. Which calls are under way is seen on the stack: a call that was interrupted leaves nothing
+behind. Other calls, as loads, may be made inside of any call: the locks that two calls share are reentrant.
 """
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import functools
+import gc
+import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType
 from typing import ParamSpec, TypeVar
 
@@ -21,8 +27,64 @@ from ..errors import CheckpointError
 P = ParamSpec("P")
 T = TypeVar("T")
 _log = logging.getLogger("treeckpt")
+_PICKLE = "leave it out: no code of a file runs without allow_pickle=True"
+_LIKE = "like= is the tree that is wanted"
+_DCP = "treeckpt.dcp has the calls of torch.distributed.checkpoint"
+ELSEWHERE = {
+    "map_location": "device= says where new tensors go",
+    "weights_only": _PICKLE,
+    "pickle_module": _PICKLE,
+    "step": "give the path of the step, as run/step_00000100, or call Manager(run).restore(step=...)",
+    "item": _LIKE,
+    "items": _LIKE,
+    "target": _LIKE,
+    "checkpoint_id": f"the path comes first; {_DCP}",
+    "storage_reader": _DCP,
+    "storage_writer": _DCP,
+    "planner": _DCP,
+    "process_group": "comm= takes a process group",
+    "no_dist": "comm='alone' saves or loads on one rank",
+    "force": "overwrite=True replaces a checkpoint",
+    "metrics": "Manager.save(step, tree, metrics=...) keeps them",
+    "max_to_keep": "keep= takes a number, or policies",
+}
+"""What options of torch.load, torch.distributed.checkpoint and Orbax are here."""
 _calls: dict[CodeType, str] = {}
 """The code of the functions inside of which no save is made, with their names."""
+
+
+def check_options(given: Iterable[str], known: Iterable[str], of: str) -> None:
+    """Checks the names of options.
+
+    Args:
+        given: the names that a call has.
+        known: the names that there are.
+        of: what has options of these names.
+
+    Raises:
+        TypeError: one is unknown; the error names what was likely meant.
+    """
+    for name in sorted(set(given) - set(known)):
+        raise TypeError(f"{name!r} is no option of {of}{_meant_by(name, known)}")
+
+
+def checks_options(call: Callable[P, T]) -> Callable[P, T]:
+    """Has a function raise a TypeError for an unknown option that names what was likely meant."""
+    known = inspect.signature(call).parameters
+
+    @functools.wraps(call)
+    def checked(*args: P.args, **options: P.kwargs) -> T:
+        check_options(options, known, call.__name__)
+        return call(*args, **options)
+
+    return checked
+
+
+def _meant_by(name: str, known: Iterable[str]) -> str:
+    """Returns what an unknown option likely means, as the end of an error; empty if nothing is like it."""
+    if name in ELSEWHERE:
+        return f"; {ELSEWHERE[name]}"
+    return "".join(f"; near to it is {one!r}" for one in difflib.get_close_matches(name, known, n=1))
 
 
 class _Refusals(threading.local):
@@ -98,3 +160,15 @@ def saves(function: Callable[P, T]) -> Callable[P, T]:
         raise refusal
 
     return refuse_or_call
+
+
+@contextlib.contextmanager
+def gc_paused() -> Iterator[None]:
+    """Pauses the cyclic garbage collector: a tree of 20,000 leaves makes many small objects, none of them cyclic."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 
 import treeckpt
-
-from .checkpointers import is_installed, torch_checkpointing_manager
-from .meter import sync_files
-from .states import State
+from tests.bench.checkpointers import torch_checkpointing_manager
+from treeckpt.bench.checkpointers import is_installed
+from treeckpt.bench.meter import sync_files
+from treeckpt.bench.states import State
 
 
 class AsyncCheckpointer:

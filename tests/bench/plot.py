@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from .results import RAW, REMOTE_PHASES, SERVER_LINK, Phase, TrialSummary
+from tests.bench.results import RAW, SERVER_LINK, RemoteSummary
+from treeckpt.bench.results import TrialSummary
 
 OWN, OTHER, LINE, INK, FAINT = "#0f766e", "#c3c9d1", "#b45309", "#1f2937", "#6b7280"
 LIMIT_TEXTS = {
@@ -29,7 +30,7 @@ class Panel(msgspec.Struct, frozen=True):
     """A phase of a scenario."""
 
     scenario: str
-    phase: Phase
+    phase: str
     title: str
     seconds: bool = False
     """Draws seconds, where a rate says nothing: less is better."""
@@ -55,7 +56,7 @@ def draw(rows: Sequence[TrialSummary], path: Path) -> list[Path]:
         The paths of the pictures; where there are two, that of object stores ends with `-remote`.
     """
     found = [(panel, chosen) for panel in PANELS if (chosen := _rows_of(rows, panel))]
-    remote = [row for row in rows if row.phase in REMOTE_PHASES and row.ratio is not None and row.limit_rate]
+    remote = [row for row in rows if isinstance(row, RemoteSummary) and row.ratio is not None and row.limit_rate]
     if not found and not remote:
         raise ValueError("nothing to draw: none of the scenarios of the picture was run")
     paths: list[Path] = []
@@ -108,7 +109,7 @@ def _figure(found: Sequence[tuple[Panel, list[TrialSummary]]]) -> Any:
     return figure
 
 
-def _remote_figure(rows: Sequence[TrialSummary]) -> Any:
+def _remote_figure(rows: Sequence[RemoteSummary]) -> Any:
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if row.scenario != SERVER_LINK.scenario and not row.contender.startswith(RAW)]
@@ -130,7 +131,7 @@ def _remote_figure(rows: Sequence[TrialSummary]) -> Any:
     return figure
 
 
-def _draw_group(ax: Any, place: int, name: str, rows: Sequence[TrialSummary | None], size: int) -> None:
+def _draw_group(ax: Any, place: int, name: str, rows: Sequence[RemoteSummary | None], size: int) -> None:
     """Draws the bars of one contender: one on each link."""
     own = name == "treeckpt"
     for at, row in enumerate(rows):

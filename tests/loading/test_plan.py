@@ -16,16 +16,27 @@ from hypothesis import strategies as st
 import treeckpt as tc
 from tests.helpers import strategies
 from treeckpt.arrays.base import HostMemory, TargetPiece
+from treeckpt.core.format.records import File
 from treeckpt.core.format.shard_header import BLOCK, hash_block, hash_parts
 from treeckpt.core.planning.load_plan import Chunk, split_at_multiples
 from treeckpt.core.sharding.region import Region
 from treeckpt.io.storage.store import LocalStore
-from treeckpt.loading.read_request import ContiguousMemory, ReadRequest, Scatter, request_for
+from treeckpt.loading.plan import ContiguousMemory, Read, copy_contiguous, parts_of, plan_reads, read_for
+
+
+class _OneFile:
+    """An index of one file, whose data area is the stream of its rank."""
+
+    def locate(self, rank: int, start: int, stop: int, path: str) -> tuple[File, int]:
+        return FILE, start
+
+
+FILE = File("shard", 0, 0, 0, 1 << 20, 0)
 
 
 @st.composite
-def members(draw: st.DrawFn) -> tuple[np.ndarray, list[tuple[int, int]], list[np.ndarray], int, Scatter]:
-    """A stream, places in it, the memory of each, and what deals it."""
+def members(draw: st.DrawFn) -> tuple[np.ndarray, list[tuple[int, int]], list[np.ndarray], int, list[Read]]:
+    """A data area from a place on, places in it, the memory of each, and the reads of these."""
     start = draw(st.integers(0, 1000))
     lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))
     gaps = draw(st.lists(st.integers(-3, 5), min_size=len(lengths), max_size=len(lengths)))
@@ -37,42 +48,44 @@ def members(draw: st.DrawFn) -> tuple[np.ndarray, list[tuple[int, int]], list[np
     stream = np.random.default_rng(0).integers(1, 256, total).astype(np.uint8)
     outs = [np.zeros(length, np.uint8) for _, length in places]
     found = [
-        ReadRequest(
-            "x", (0, first, length), ContiguousMemory(out.ctypes.data, HostMemory(out.ctypes.data, (length,), 1, out))
-        )
+        Read(FILE, first, first + length, (ContiguousMemory(first, first + length, out.ctypes.data, out),))
         for (first, length), out in zip(places, outs, strict=True)
     ]
-    return stream, [(first - start, length) for first, length in places], outs, start, Scatter(found)
+    return stream, [(first - start, length) for first, length in places], outs, start, found
 
 
-@given(members(), st.data())
-def test_each_member_of_a_scatter_gets_its_bytes_whatever_the_boxes(made, data: st.DataObject) -> None:
-    stream, places, outs, start, dealer = made
-    cut = sorted({0, len(stream), *data.draw(st.lists(st.integers(0, len(stream)), max_size=4))})
-    for low, high in data.draw(st.permutations(list(itertools.pairwise(cut)))):
-        dealer.write(start + low, memoryview(stream[low:high]))
+@given(members(), st.integers(1, 20), st.integers(1, 12), st.data())
+def test_each_destination_gets_its_bytes_whatever_the_reads(made, size: int, step: int, data: st.DataObject) -> None:
+    stream, places, outs, start, wanted = made
+    area = np.concatenate([np.zeros(start, np.uint8), stream, np.zeros(100, np.uint8)])
+    reads = plan_reads(data.draw(st.permutations(wanted)), {"shard": step}, limit=8, size=size, gap=3)
+    for read in reads:
+        assert read.start % step == 0 == read.stop % step
+        cut = sorted({read.start, read.stop, *data.draw(st.lists(st.integers(read.start, read.stop), max_size=4))})
+        first = 0
+        for low, high in itertools.pairwise(cut):  # as they arrive
+            first = copy_contiguous(read.destinations, first, low, memoryview(area[low:high]))
     for (first, length), out in zip(places, outs, strict=True):
         assert out.tolist() == stream[first : first + length].tolist()
 
 
-@given(members(), st.data())
-def test_the_parts_of_a_range_are_its_members_memory_and_cover_it(made, data: st.DataObject) -> None:
-    stream, places, outs, start, dealer = made
-    low = data.draw(st.integers(0, len(stream)))
-    high = data.draw(st.integers(low, len(stream)))
-    parts = dealer.parts(start + low, start + high)
-    inside = sorted((max(s, low), min(s + n, high)) for s, n in places if max(s, low) < min(s + n, high))
+@given(members())
+def test_the_parts_of_a_range_are_its_members_memory_and_cover_it(made) -> None:
+    stream, places, outs, start, wanted = made
+    [read] = plan_reads(wanted, {}, limit=8, size=1 << 20, gap=10)
+    assert (read.start, read.stop) == (start, start + len(stream))
+    parts = parts_of(read)
     if parts is None:
+        inside = sorted((first, first + length) for first, length in places)
         assert any(a[1] > b[0] for a, b in itertools.pairwise(inside)), "only members that overlap are refused"
         return
-    at = low
+    at = 0
     for part in parts:
         part[:] = stream[at : at + len(part)].tobytes()
         at += len(part)
-    assert at == high
+    assert at == len(stream)
     for (first, length), out in zip(places, outs, strict=True):
-        for i in range(length):
-            assert out[i] == (stream[first + i] if low <= first + i < high else 0)
+        assert out.tolist() == stream[first : first + length].tolist()
 
 
 @given(st.data())
@@ -87,13 +100,12 @@ def test_rows_that_are_one_run_in_both_are_scattered_as_boxes_are_copied(data: s
     full = np.arange(np.prod(shape, dtype=int), dtype=np.int16).reshape(shape)
     source, target = np.ascontiguousarray(full[chunk.slices()]), np.full(region.shape, -1, np.int16)
     memory = HostMemory(target.ctypes.data, target.shape, 2, target)
-    request = request_for("x", Chunk(chunk, 0, 100), TargetPiece(region, memory), box, 2)
+    index: Any = _OneFile()
+    read = read_for(index, "x", Chunk(chunk, 0, 100), TargetPiece(region, memory), box, 2)
     expected = np.where(np.isin(full, full[box.slices()]), full, -1)[region.slices()]
-    if isinstance(request.destination, ContiguousMemory):
+    if isinstance(read.destinations[0], ContiguousMemory):
         stream = np.concatenate([np.zeros(100, np.uint8), np.frombuffer(source.tobytes(), np.uint8)])
-        _, start, nbytes = request.byte_range
-        run = stream[start : start + nbytes]
-        Scatter([request]).write(start, memoryview(run))
+        copy_contiguous(read.destinations, 0, read.start, memoryview(stream[read.start : read.stop]))
         assert (target == expected).all()
     elif box == chunk == region:
         raise AssertionError("a whole array is one run")

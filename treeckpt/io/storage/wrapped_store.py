@@ -1,0 +1,141 @@
+"""Stores around another store: what they do not change is done by the inner one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import msgspec
+
+from .fetching import Consume, FileRange
+from .store import DirectoryEntry, Store, StoreTraits, VersionTag, Writer
+
+
+class WrappedStore(Store):
+    """Does everything by another store; a subclass changes what it is for.
+
+    It has no `local_path`: that would lead around it.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+
+    @property
+    def traits(self) -> StoreTraits:
+        return msgspec.structs.replace(self.inner.traits, local_path=None)
+
+    @property
+    def url(self) -> str:
+        return self.inner.url
+
+    @property
+    def place(self) -> str:
+        return self.inner.place
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def is_link(self) -> bool:
+        return self.inner.is_link
+
+    def prepare(self) -> None:
+        self.inner.prepare()
+
+    def entries(self) -> dict[str, DirectoryEntry]:
+        return self.inner.entries()
+
+    def entry(self, name: str) -> DirectoryEntry | None:
+        return self.inner.entry(name)
+
+    def sizes(self) -> dict[str, int]:
+        return self.inner.sizes()
+
+    def modified_ns(self) -> int | None:
+        return self.inner.modified_ns()
+
+    def remove_directory(self) -> bool:
+        return self.inner.remove_directory()
+
+    def remove_link(self) -> None:
+        self.inner.remove_link()
+
+    def read(self, name: str, *, limit: int) -> bytes:
+        return self.inner.read(name, limit=limit)
+
+    def read_version(self, name: str, *, limit: int) -> tuple[bytes, VersionTag]:
+        return self.inner.read_version(name, limit=limit)
+
+    def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
+        self.inner.read_into(name, offset, out, shared=shared)
+
+    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview], *, shared: bool = False) -> bool:
+        return self.inner.read_parts(name, offset, parts, shared=shared)
+
+    def mapped(self, name: str, offset: int, nbytes: int, *, fetch: bool) -> AbstractContextManager[memoryview | None]:
+        return self.inner.mapped(name, offset, nbytes, fetch=fetch)
+
+    def map(self, name: str, offset: int, nbytes: int) -> memoryview:
+        return self.inner.map(name, offset, nbytes)
+
+    def fetch(
+        self,
+        ranges: Sequence[FileRange],
+        consume: Consume,
+        *,
+        memory: int,
+        first: int = 0,
+        shared: bool = False,
+    ) -> None:
+        self.inner.fetch(ranges, consume, memory=memory, first=first, shared=shared)
+
+    def create(self, name: str, nbytes: int) -> Writer:
+        return self.inner.create(name, nbytes)
+
+    def publish(
+        self, name: str, data: bytes, *, replace: bool | VersionTag, check: Callable[[], object] = lambda: None
+    ) -> None:
+        self.inner.publish(name, data, replace=replace, check=check)
+
+    def check_condition(self, name: str, data: bytes, *, replaces: bool) -> None:
+        self.inner.check_condition(name, data, replaces=replaces)
+
+    def rename(self, name: str, target: str, *, replace: bool) -> None:
+        self.inner.rename(name, target, replace=replace)
+
+    def delete(self, name: str, *, version: VersionTag | None = None) -> None:
+        self.inner.delete(name, version=version)
+
+    def sync(self) -> None:
+        self.inner.sync()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class ListedStore(WrappedStore):
+    """A store as it was listed: it says what it has by that listing, without another request."""
+
+    def __init__(self, inner: Store, entries: Mapping[str, DirectoryEntry]) -> None:
+        super().__init__(inner)
+        self._entries = dict(entries)
+
+    def entries(self) -> dict[str, DirectoryEntry]:
+        return self._entries
+
+    def entry(self, name: str) -> DirectoryEntry | None:
+        return self._entries.get(name)
+
+    def sizes(self) -> dict[str, int]:
+        return Store.sizes(self)
+
+    def modified_ns(self) -> int | None:
+        return Store.modified_ns(self)
+
+    def listed(self) -> Store:
+        return self.inner.listed()
+
+    @property
+    def live(self) -> Store:
+        return self.inner
