@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import treeckpt as tc
 from tests.helpers.training_trees import assert_same, training_tree
 from treeckpt.core.sharding.region import Region
-from treeckpt.foreign.file_arrays import read_strided
+from treeckpt.foreign.files import read_strided
 
 convert = tc.convert.convert
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import treeckpt as tc
-from treeckpt.training.groups import ParamGroup, labels_by_member, labels_of, match_groups, tree_of_groups
-from treeckpt.training.hyperparameters import is_same
+from treeckpt.training.groups import ParamGroup, is_same, labels_by_member, labels_of, match_groups, tree_of_groups
 from treeckpt.training.names import key_path
 from treeckpt.training.schedules import from_groups, to_groups
 

@@ -19,8 +19,7 @@ from treeckpt.io.comm.comm import SoloComm
 from treeckpt.loading.consistent_reads import on_versions
 from treeckpt.loading.match import LoadOptions
 from treeckpt.loading.transforms import as_rules
-from treeckpt.training.open_source import open_source
-from treeckpt.training.sources import saved_metadata
+from treeckpt.training.sources import open_source, saved_metadata
 
 
 class Scaled(nn.Module):

@@ -14,7 +14,7 @@ from tests.helpers.world import errors_of, on_ranks
 from treeckpt import rules as R
 from treeckpt.loading.consistent_reads import on_versions
 from treeckpt.loading.match import LoadOptions
-from treeckpt.training.open_source import open_source
+from treeckpt.training.sources import open_source
 
 
 class Net(nn.Module):

@@ -14,7 +14,8 @@ from tests.helpers.layout_cases import Case, bits, cases, on_ranks
 from tests.helpers.thread_transport import ThreadTransport
 from treeckpt.core.sharding.region import Region
 from treeckpt.io.comm.comm import ThreadComm
-from treeckpt.trees import gathering, packing, sending
+from treeckpt.trees import gathering, sending
+from treeckpt.trees.transport import PackedRegion, pack_regions
 
 
 def _whole(case: Case) -> dict[Any, Any]:
@@ -113,10 +114,8 @@ def test_replicas_are_not_sent_again_and_each_element_is_sent_once() -> None:
 def test_buckets_hold_every_entry_once_in_order_aligned_and_within_their_limit(
     sizes: list[tuple[int, int]], limit: int
 ) -> None:
-    entries = [
-        packing.PackedRegion(f"{n}", Region((0,), (size,)), itemsize) for n, (size, itemsize) in enumerate(sizes)
-    ]
-    buckets = list(packing.pack_regions(entries, limit))
+    entries = [PackedRegion(f"{n}", Region((0,), (size,)), itemsize) for n, (size, itemsize) in enumerate(sizes)]
+    buckets = list(pack_regions(entries, limit))
     packed = [entry for bucket in buckets for entry, _ in bucket.entries]
     assert packed == [entry for entry in entries if entry.nbytes]
     for bucket in buckets:

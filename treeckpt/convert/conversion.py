@@ -23,7 +23,6 @@ from ..loading.match import LoadOptions
 from ..loading.overlay import Selection, globs_of
 from ..loading.transforms import Renaming, Rule, Transforms, as_rules
 from . import contents as choosing
-from .cast import cast_floats
 from .contents import Contents, ConvertReport, Finding, tree_of
 from .format_fit import (
     NOTHING,
@@ -41,7 +40,7 @@ from .output import Output, check_free, run_output
 from .safetensors_write import lay_out_safetensors
 from .sources import detect, open_source
 from .state_dicts import with_state_dicts
-from .transform import transform
+from .transform import cast_floats, transform
 
 FORMATS = ("treeckpt", "torch", "dcp", "safetensors")
 """Formats that can be written."""

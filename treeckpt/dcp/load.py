@@ -14,8 +14,7 @@ from ..errors import MismatchError
 from ..io.comm.comm import Comm
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.consistent_reads import on_one_version
-from .calls import FILE_SYSTEM_READER, comm_for, is_default_planner, is_stateful, states_of, storage_for
-from .failures import ended_together
+from .calls import FILE_SYSTEM_READER, comm_for, ended_together, is_default_planner, is_stateful, states_of, storage_for
 from .names import Entry, entries_of, fill_tensors, load_values, places_in
 from .reader import DcpReader
 

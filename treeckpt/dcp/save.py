@@ -25,10 +25,9 @@ from ..io.comm.collective import all_gather
 from ..io.comm.comm import Comm, members_of
 from ..saving.future import Pending
 from ..threads import call_in_thread
-from .calls import comm_for, is_default_planner, states_of, storage_for
-from .failures import converted, exception_of
-from .metadata import SavedMetadata
+from .calls import comm_for, converted, exception_of, is_default_planner, states_of, storage_for
 from .names import Place, places_in
+from .reader import SavedMetadata
 from .writer import DcpWriter
 
 OnConflict = Literal["error", "rank0"]

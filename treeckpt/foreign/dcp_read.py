@@ -17,8 +17,7 @@ from ..errors import CorruptError, FormatError
 from ..io.storage.foreign_formats import DCP_METADATA
 from ..io.storage.store import Store
 from .checksums import ArchiveStorages
-from .file_arrays import Open, from_boxes
-from .files import FileRange, store_window
+from .files import FileRange, Open, from_boxes, store_window
 from .pickle_reader import UnbuiltObject, brief, read_pickle
 from .pickle_values import PLAIN, RefusedLeaf, dtype_named
 from .torch_read import read_torch

@@ -1,22 +1,32 @@
-"""Byte ranges of foreign files.
+"""Byte ranges of foreign files, and arrays in them: strided, flat, or in several pieces.
 
 Sizes in a file are not trusted: a range that is not within its file is an error before memory is allocated for it.
+An array knows where its bytes lie, as far as they lie in a file as they are (`FileArray.parts`): a load then reads them
+from there. Any other array is read by its `read`, box by box.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
+from ..arrays.base import Storage, raw_dtype
+from ..arrays.lazy import LazyArray
+from ..arrays.numpy import abstract
 from ..core.format.index import INDEX_NAME
 from ..core.format.shard_header import parse_shard_name
+from ..core.sharding.dtypes import dtype_of
+from ..core.sharding.region import Region, any_overlap, c_strides, flat_regions, intersect
+from ..core.tree.spec import ArraySpec
 from ..errors import CheckpointNotFound, CorruptError
 from ..io.os_errors import shows_damage, wrap_read_error
 from ..io.storage.foreign_formats import HEAD, PADDLE_METADATA, format_of_head, format_of_names
@@ -190,3 +200,281 @@ def foreign_at(path: Any) -> FileRange | ForeignStore | None:
         return None
     known = format_of_names(names) is not None and not any(map(parse_shard_name, names))
     return ForeignStore(place) if known else None
+
+
+NARROW = 4096
+"""Bytes of a file that cost no more to read than a part of them."""
+
+Open = Callable[[], LazyArray]
+"""Returns a piece when it is first read."""
+FlatReader = Callable[[int, int], np.ndarray]
+"""Returns `count` elements from number `start` on, of raw dtype, in one dimension."""
+
+
+class ArrayPart(msgspec.Struct, frozen=True):
+    """A box of an array: a byte range of a file with its elements in C order, or a lazy array of its shape."""
+
+    number: int
+    """Among the parts of the array."""
+    region: Region
+    data: FileRange | LazyArray
+
+
+class FileArray(LazyArray):
+    """A lazy array whose bytes lie in files, as they are.
+
+    Args:
+        parts: returns the parts that share an element with a region; None for all. They may be opened for it.
+        count: the number of all parts.
+        deferred: files are opened to find them.
+    """
+
+    __slots__ = ("count", "deferred", "parts")
+
+    def __init__(
+        self,
+        spec: ArraySpec,
+        read: Callable[[Region], np.ndarray],
+        storage: Storage | None,
+        parts: Callable[[Region | None], Sequence[ArrayPart]],
+        count: int = 1,
+        *,
+        deferred: bool = False,
+    ) -> None:
+        super().__init__(spec, read, storage)
+        self.parts, self.count, self.deferred = parts, count, deferred
+
+
+def with_spec(array: LazyArray, spec: ArraySpec) -> LazyArray:
+    """Returns the same array with another spec of its shape and dtype."""
+    if isinstance(array, FileArray):
+        return FileArray(spec, array.read, array.storage, array.parts, array.count, deferred=array.deferred)
+    return LazyArray(spec, array.read, array.storage)
+
+
+def range_of(array: LazyArray) -> FileRange | None:
+    """Returns the byte range that is all of an array in C order; None if there is no such range."""
+    if not isinstance(array, FileArray) or array.count != 1:
+        return None
+    [part] = array.parts(None)
+    return part.data if isinstance(part.data, FileRange) else None
+
+
+class ReadableRange(Protocol):
+    """A byte range that can be read."""
+
+    def read(self, start: int, size: int) -> np.ndarray:
+        """Returns bytes of it, as uint8[size]."""
+        ...
+
+
+def read_strided(
+    flat: FlatReader, itemsize: int, offset: int, strides: tuple[int, ...], box: Region, *, narrow: int = NARROW
+) -> np.ndarray:
+    """Reads a box of a strided array over flat elements.
+
+    The box is cut until little more than its elements is read, so a box of a transposed array costs many small reads,
+    and never a large one.
+
+    Args:
+        offset, strides: of the array, in elements; none is negative.
+        narrow: bytes that cost no more to read than a part of them.
+    """
+    raw = raw_dtype(itemsize)
+    if not box.size:
+        return np.empty(box.shape, raw)
+    start = offset + sum(o * s for o, s in zip(box.offset, strides, strict=True))
+    spans = [(n - 1) * s for n, s in zip(box.shape, strides, strict=True)]
+    span = sum(spans) + 1
+    if span * itemsize <= max(narrow, 2 * box.size * itemsize):
+        return np.ndarray(box.shape, raw, flat(start, span), strides=tuple(s * itemsize for s in strides))
+    dim = max(range(len(spans)), key=lambda d: strides[d] if box.shape[d] > 1 else -1)
+    out = np.empty(box.shape, raw)
+    half = box.shape[dim] // 2
+    for low, count in ((0, half), (half, box.shape[dim] - half)):
+        part = box.replace_dim(dim, box.offset[dim] + low, count)
+        read = read_strided(flat, itemsize, offset, strides, part, narrow=narrow)
+        out[part.relative_to(box).slices()] = read
+    return out
+
+
+def strided_array(
+    spec: ArraySpec,
+    flat: FlatReader,
+    offset: int,
+    strides: tuple[int, ...] | None,
+    address: int | None,
+    *,
+    narrow: int = NARROW,
+    window: FileRange | None = None,
+) -> LazyArray:
+    """Returns a lazy array over flat elements.
+
+    Args:
+        offset, strides: of the array, in elements; None for C order.
+        address: of the flat elements; None if ties and views of them are not of interest.
+        window: the byte range that the flat elements are, if they are one.
+    """
+    itemsize, size = dtype_of(spec.dtype).itemsize, math.prod(spec.shape)
+    usual = c_strides(spec.shape, 1)
+    steps = usual if strides is None else strides
+    plain = all(s == c or n == 1 for n, s, c in zip(spec.shape, steps, usual, strict=True))
+    storage = None
+    if address is not None and size:
+        span = 1 + sum((n - 1) * s for n, s in zip(spec.shape, steps, strict=True))
+        storage = Storage(address + offset * itemsize, span * itemsize, None if plain else steps)
+    read = partial(read_strided, flat, itemsize, offset, steps, narrow=narrow)
+    if window is None or not plain or not size:
+        return LazyArray(spec, read, storage)
+    part = ArrayPart(0, Region.whole(spec.shape), window.within(offset * itemsize, size * itemsize))
+    return FileArray(spec, read, storage, lambda _: [part])
+
+
+def flat_array(spec: ArraySpec, window: FileRange, address: int | None = None) -> LazyArray:
+    """Returns a lazy array that is all of a byte range, in C order.
+
+    Raises:
+        CorruptError: the range is too short.
+    """
+    itemsize = dtype_of(spec.dtype).itemsize
+    window = window.within(0, math.prod(spec.shape) * itemsize)
+    return strided_array(spec, flat_of(window, itemsize), 0, None, address, window=window)
+
+
+def flat_of(window: ReadableRange, itemsize: int) -> FlatReader:
+    """Returns a reader of the elements of a byte range."""
+    raw = raw_dtype(itemsize)
+    return lambda start, count: window.read(start * itemsize, count * itemsize).view(raw)
+
+
+def elements_of(array: LazyArray) -> FlatReader:
+    """Returns a reader of the elements of an array, in C order."""
+
+    def flat(start: int, count: int) -> np.ndarray:
+        out = np.empty(count, raw_dtype(dtype_of(array.spec.dtype).itemsize))
+        at = 0
+        for part in flat_regions(array.spec.shape, start, start + count):
+            out[at : at + part.size] = array.read(part).reshape(-1)
+            at += part.size
+        return out
+
+    return flat
+
+
+def memory_array(array: np.ndarray) -> LazyArray:
+    """Returns an array in memory as a lazy array."""
+    spec = abstract(array, "", 0)
+    array = array if array.dtype.byteorder != ">" else array.astype(array.dtype.newbyteorder("<"))
+    raw = np.ascontiguousarray(array).reshape(-1).view(raw_dtype(array.itemsize)).reshape(array.shape)
+    return LazyArray(spec, lambda region: raw[region.slices()])
+
+
+def from_boxes(spec: ArraySpec, pieces: Sequence[tuple[Region, Open]], label: str) -> LazyArray:
+    """Returns an array that consists of boxes.
+
+    Raises:
+        CorruptError: boxes are missing, outside, or overlap.
+    """
+    whole, regions = Region.whole(spec.shape), [region for region, _ in pieces]
+    misplaced = any(len(r.shape) != len(spec.shape) or not r.within(whole) for r in regions)
+    full = [region for region in regions if region.size]
+    if misplaced or sum(r.size for r in full) != whole.size or any_overlap(full):
+        raise CorruptError(
+            label,
+            expected=f"pieces that make up shape {spec.shape}, each element once",
+            found=f"{len(pieces)} pieces of {sum(r.size for r in full)} elements",
+            hint="A file of another save may lie among these, or one is missing",
+        )
+    raw = raw_dtype(dtype_of(spec.dtype).itemsize)
+
+    def parts(region: Region | None) -> list[ArrayPart]:
+        found: list[ArrayPart] = []
+        for number, piece in enumerate(pieces):
+            if piece[0].size and (region is None or intersect(piece[0], region) is not None):
+                opened = _opened(piece, spec, label)
+                window = range_of(opened)
+                found.append(ArrayPart(number, piece[0], opened if window is None else window))
+        return found
+
+    if len(pieces) == 1:
+        return FileArray(spec, lambda region: _opened(pieces[0], spec, label).read(region), None, parts, deferred=True)
+
+    def read(region: Region) -> np.ndarray:
+        out = np.empty(region.shape, raw)
+        for piece in pieces:
+            if (common := intersect(piece[0], region)) is not None:
+                data = _opened(piece, spec, label).read(common.relative_to(piece[0]))
+                out[common.relative_to(region).slices()] = data
+        return out
+
+    return FileArray(spec, read, None, parts, len(pieces), deferred=True)
+
+
+def _opened(piece: tuple[Region, Open], spec: ArraySpec, label: str) -> LazyArray:
+    region, opened = piece
+    lazy = opened()
+    if lazy.spec.shape != region.shape or lazy.spec.dtype != spec.dtype:
+        raise CorruptError(
+            label,
+            expected=f"a piece of shape {region.shape} of {spec.dtype}",
+            found=f"one of shape {lazy.spec.shape} of {lazy.spec.dtype}",
+            hint="The files are not of one save",
+        )
+    return lazy
+
+
+def from_ranges(spec: ArraySpec, parts: Sequence[LazyArray], label: str) -> LazyArray:
+    """Returns an array whose elements in C order are those of other arrays, one after the other.
+
+    Raises:
+        CorruptError: they have another number of elements.
+    """
+    sizes = [math.prod(part.spec.shape) for part in parts]
+    total = sum(sizes)
+    if total != math.prod(spec.shape):
+        raise CorruptError(
+            label,
+            expected=f"{math.prod(spec.shape)} elements for shape {spec.shape}",
+            found=f"{total} in {len(parts)} parts",
+        )
+    raw = raw_dtype(dtype_of(spec.dtype).itemsize)
+
+    def flat(start: int, count: int) -> np.ndarray:
+        out = np.empty(count, raw)
+        at = 0
+        for size, part in zip(sizes, parts, strict=True):
+            low, high = max(start, at), min(start + count, at + size)
+            if low < high:
+                out[low - start : high - start] = elements_of(part)(low - at, high - low)
+            at += size
+        return out
+
+    made = strided_array(spec, flat, 0, None, None)
+    found = _flat_parts(spec, parts, sizes)
+    if found is None:
+        return made
+
+    def within(region: Region | None) -> list[ArrayPart]:
+        return [part for part in found if region is None or intersect(part.region, region) is not None]
+
+    return FileArray(spec, made.read, None, within, len(found))
+
+
+def _flat_parts(spec: ArraySpec, parts: Sequence[LazyArray], sizes: Sequence[int]) -> list[ArrayPart] | None:
+    """Returns the boxes of an array whose elements are those of others, one after the other; None if some are not
+    ranges of files."""
+    found: list[ArrayPart] = []
+    itemsize, at = dtype_of(spec.dtype).itemsize, 0
+    for part, size in zip(parts, sizes, strict=True):
+        window = range_of(part)
+        if not size:
+            continue
+        if window is None:
+            return None
+        start = 0
+        for region in flat_regions(spec.shape, at, at + size):
+            nbytes = region.size * itemsize
+            found.append(ArrayPart(len(found), region, window.within(start, nbytes)))
+            start += nbytes
+        at += size
+    return found

@@ -30,8 +30,17 @@ from ..core.sharding.region import Region
 from ..core.tree.flatten import flatten, replace_leaves
 from ..core.tree.value_codec import TypedValue
 from ..errors import CheckpointError
-from .file_arrays import ArrayPart, FileArray, FlatReader, elements_of, memory_array, range_of
-from .files import FileRange, ForeignStore, ReadComputed
+from .files import (
+    ArrayPart,
+    FileArray,
+    FileRange,
+    FlatReader,
+    ForeignStore,
+    ReadComputed,
+    elements_of,
+    memory_array,
+    range_of,
+)
 from .foreign_records import ForeignIndex, computed_name
 from .pickle_values import RefusedLeaf
 from .sources import ForeignTree, check_shape

@@ -19,8 +19,7 @@ from ..io.storage.foreign_formats import HFAI_PART
 from ..io.storage.store import Store
 from .checksums import ArchiveStorages
 from .dcp_read import sizes_of
-from .file_arrays import from_ranges
-from .files import store_window
+from .files import from_ranges, store_window
 from .pickle_reader import brief
 from .pickle_values import RefusedLeaf
 from .torch_read import read_torch

@@ -23,8 +23,7 @@ from ..io.storage.foreign_formats import PADDLE_METADATA
 from ..io.storage.store import Store
 from .checksums import ArchiveStorages
 from .dcp_read import nest, place_key, sizes_of
-from .file_arrays import Open, elements_of, from_boxes, memory_array, range_of, strided_array
-from .files import store_window
+from .files import Open, elements_of, from_boxes, memory_array, range_of, store_window, strided_array
 from .pickle_reader import UnbuiltObject, brief, read_pickle
 from .pickle_values import PLAIN, build_tree
 from .safetensors_read import read_safetensors

@@ -33,7 +33,7 @@ from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import MAX_DEPTH, child_path
 from ..core.tree.value_codec import BUFFERS, NAMESPACES, decode_path, new_buffer, new_namespace
 from ..errors import CorruptError, FormatError, TreeckptError, TreeError
-from .file_arrays import flat_array
+from .files import flat_array
 from .pickle_reader import Constructors, DeferredValue, FileBytes, Symbol, UnbuiltObject, Unpickled, brief
 
 T = TypeVar("T")

@@ -22,8 +22,7 @@ from ..errors import CorruptError, FormatError, TreeckptError
 from ..io.storage.foreign_formats import SAFETENSORS_INDEX
 from ..io.storage.store import Store
 from .checksums import ArchiveStorages
-from .file_arrays import flat_array
-from .files import FileRange, store_window
+from .files import FileRange, flat_array, store_window
 
 MAX_HEADER = 100 << 20
 """Bytes; safetensors' own limit."""

@@ -123,7 +123,7 @@ class RegisteredState:
             The errors of `treeckpt.training.restore`.
         """
         from ..training import restore
-        from ..training.hyperparameters import held_values, put_back
+        from ..training.groups import held_values, put_back
         from ..training.optimizers import all_groups
 
         def load(target: dict[str, Any], own: Mapping[str, Any]) -> Any:

@@ -24,17 +24,21 @@ from ..core.tree.leaf_differences import some_of
 from ..core.tree.structure import DictNode, Structure, key_text
 from ..errors import MismatchError
 from .groups import (
+    BY_SCHEDULERS,
     Labels,
     ParamGroup,
+    assign_value,
     common_value,
     empty_label,
+    is_same,
     labels_by_member,
     match_empty_groups,
     match_groups,
     saved_labels,
+    separate_tensors,
+    torch_options,
 )
-from .hyperparameters import BY_SCHEDULERS, assign_value, is_same, separate_tensors, torch_options
-from .moments import MomentPlacement, build_state, expected_moments, foreign_moments
+from .moments import MomentPlacement, build_state, check_own, expected_moments, foreign_moments, saved_own, without_own
 from .names import Key, get_in, key_path, parse_key
 from .optimizers import (
     NamedOptimizer,
@@ -45,7 +49,6 @@ from .optimizers import (
     options_of,
     param_groups_of,
 )
-from .own_moments import check_own, saved_own, without_own
 from .sources import RestoreSource, children_of, descend, leaves_below, nodes_by_name
 from .state_dicts import BY_GROUP, STATE_DICT_KEY, join, shared_of, split, standard_form
 

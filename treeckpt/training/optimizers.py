@@ -24,11 +24,10 @@ from ..arrays.dtensor import is_dtensor
 from ..arrays.sharded import Sharded
 from ..arrays.stateful import is_optimizer
 from ..errors import TreeError
-from .groups import ParamGroup, labels_of, tree_of_groups
-from .hyperparameters import is_same, torch_options
+from .groups import ParamGroup, is_same, labels_of, torch_options, tree_of_groups
 from .modules import ModelEntries, named_objects
+from .moments import ParameterPart, is_spread, own_moments, with_own
 from .names import Key, key_path, put_in
-from .own_moments import ParameterPart, is_spread, own_moments, with_own
 from .state_dicts import STATE_DICT_KEY, ParameterNumbering, has_own_forms, split, standard_form
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
@@ -70,7 +69,7 @@ class NamedOptimizer(msgspec.Struct, dict=True):
 
     @cached_property
     def own_moments(self) -> frozenset[str]:
-        """The names of the moments that each rank has of its own, see `training.own_moments`."""
+        """The names of the moments that each rank has of its own, see `training.moments`."""
         return own_moments(self.parameters, self.own, self.shards)
 
     def part(self, key: Key) -> ParameterPart:

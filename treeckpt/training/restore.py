@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
@@ -34,11 +35,13 @@ from ..loading.overlay import Bank, CheckpointOverlay, Selection, globs_of
 from ..loading.read_batch import Verify
 from ..loading.transforms import Renaming, Transforms
 from ..reports import LoadReport
-from ..trees.per_rank_state import Policy
+from ..trees.per_rank_state import Policies, Policy
 from .capture import LEFT_OUT, optimizer_of
 from .check_model import (
+    Sides,
     check_entry,
     check_extra_state,
+    check_keys,
     check_scales,
     check_tensor_in_parts,
     resolve_ties,
@@ -46,8 +49,7 @@ from .check_model import (
     without_ties,
 )
 from .foreign_states import as_training_state
-from .hyperparameters import held_values, put_back
-from .key_differences import Sides, check_keys
+from .groups import held_values, put_back
 from .module_loads import (
     Before,
     ExtraState,
@@ -71,17 +73,63 @@ from .modules import (
     reset_fsdp_shards,
 )
 from .names import get_in, key_path, nested, put_in
-from .open_source import check_globs, is_stored, missing_part, open_source, place_under, rules_of
 from .optimizer_plan import OptimizerPlan, apply_optimizers, plan_optimizers
 from .optimizers import NamedOptimizer, Optimizers, all_groups, name_optimizers
 from .rank_state import RankState
 from .report import RestoreReport
 from .rng import is_rng, set_rng
 from .schedules import from_groups, match_schedulers, unused_entries
-from .sources import RestoreSource, TreeSource, children_of, descend, leaves_below, nodes_by_name
+from .sources import (
+    RestoreSource,
+    TreeSource,
+    check_globs,
+    children_of,
+    descend,
+    is_stored,
+    leaves_below,
+    missing_part,
+    nodes_by_name,
+    open_source,
+    place_under,
+    rules_of,
+)
 from .taken_options import Schedule, taken_options
-from .targets import RestoreTargets
 from .user_state import check_generators, check_loader, compare_extra, loader_actions, objects_of_extra
+
+
+class RestoreTargets(msgspec.Struct, frozen=True):
+    """The arguments of `restore` that name what is filled."""
+
+    model: Modules
+    optimizer: Optimizers | None
+    scheduler: Any
+    loader: Any
+    rng: bool | None
+    """None restores them where they were saved."""
+    extra: Any
+    """A tree to fill; None if the saved one comes back in the report, False if it is left alone."""
+    keep: tuple[str, ...]
+    world_changed: Policies
+    device: str | torch.device | None
+
+    def __post_init__(self) -> None:
+        for part in ("optimizer", "scheduler", "loader"):
+            if getattr(self, part) is False:
+                msgspec.structs.force_setattr(self, part, None)
+
+    @property
+    def fills_extra(self) -> bool:
+        """Whether a tree for `extra` was given."""
+        return self.extra is not None and self.extra is not False
+
+    def ask_for(self, part: Any) -> bool:
+        """Whether a part at the root of a checkpoint is asked for, returned in the report, or turned down by name."""
+        if part in ("optimizer", "param_groups"):
+            return self.optimizer is not None
+        if part in ("scheduler", "loader"):
+            return getattr(self, part) is not None
+        return part in ("model", "rng", "extra", LEFT_OUT)
+
 
 _log = logging.getLogger("treeckpt")
 

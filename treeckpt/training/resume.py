@@ -17,7 +17,7 @@ from ..arrays.stateful import is_optimizer, load_exact_state, plan_state
 from ..core.tree.flatten import flatten, replace_leaves, unflatten
 from ..core.tree.structure import DictNode, Structure, key_text, paths_of
 from ..errors import MismatchError
-from .hyperparameters import torch_options
+from .groups import torch_options
 from .moments import MomentPlacement, build_state
 from .optimizers import param_groups_of
 from .sources import RestoreSource, children_of, descend, leaves_below

@@ -16,8 +16,7 @@ from ..arrays.stateful import is_stateful
 from ..core.tree.object_state import ObjectState
 from ..core.tree.structure import key_text
 from ..errors import MismatchError
-from .groups import Labels, ParamGroup, common_value, saved_labels
-from .hyperparameters import is_same
+from .groups import Labels, ParamGroup, common_value, is_same, saved_labels
 
 _log = logging.getLogger("treeckpt")
 

@@ -1,13 +1,12 @@
 """The sources of a restore, behind one protocol: checkpoints in stores, or a tree in memory.
 
-`open_source` chooses the class. Paths, shapes and dtypes are compared first; values
-and small parts are loaded as they were saved; arrays are filled in place at the end. A tree in memory provides only the
-part of this rank.
+`open_source` chooses the class. Paths, shapes and dtypes are compared first; values and small parts are loaded as they
+were saved; arrays are filled in place at the end. A tree in memory provides only the part of this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cached_property, reduce
 from typing import Any, Protocol
 
@@ -21,22 +20,35 @@ from ..core.format.records import AliasRecord, ArrayRecord, BlobRecord, Leaf, Va
 from ..core.sharding.placements import Layout, MeshLayout, Replicate, held_by
 from ..core.sharding.region import Region
 from ..core.tree.flatten import PerRank, flatten
+from ..core.tree.globs import compile_globs
 from ..core.tree.merge import merge_sources
 from ..core.tree.spec import ArraySpec
-from ..core.tree.structure import TABLE_KEYS, OrderedDictNode, PerRankNode, Structure, index_path, keys_of, paths_of
+from ..core.tree.structure import (
+    TABLE_KEYS,
+    DictNode,
+    OrderedDictNode,
+    PerRankNode,
+    Structure,
+    index_path,
+    keys_of,
+    parse_path,
+    paths_of,
+)
 from ..errors import MismatchError
 from ..io.comm.comm import Comm, global_rank
 from ..io.storage.checkpoint import Checkpoint
+from ..io.storage.open import is_path_or_store
 from ..loading.aliasing import are_equal, identity_of
 from ..loading.match import Load, LoadOptions
-from ..loading.overlay import Bank, From, open_members, own_globs
+from ..loading.overlay import Bank, From, as_bank, open_members, own_globs
 from ..loading.run_load import run_load
-from ..loading.transforms.rules import Carried, Drop, Rule
+from ..loading.transforms import Renaming, Transforms, as_rules, carried
+from ..loading.transforms.rules import Carried, Drop, Rule, placed_below
 from ..loading.transforms.view import ComposedLeaf, View, view_of
 from ..reports import LoadReport
 from ..trees import moving
 from ..trees.per_rank_state import Policy, load_own
-from .hyperparameters import is_same
+from .groups import is_same
 from .names import Key, key_path
 
 OnReport = Callable[[LoadReport], None]
@@ -493,3 +505,129 @@ class TreeSource:
             target, found, lambda old, new, _: old if is_same(old, new) else new, cast=self.options.cast, **where
         )
         return LoadReport(self.url, nbytes, 0, len(found.given), (), (), 0.0)
+
+
+OTHER_NAMES = (
+    "State dicts under other names: old = treeckpt.load(path), then treeckpt.save(new, {'model': old[...], "
+    "'optimizer': old[...]}) with their names there, and restore new"
+)
+
+
+def rules_of(rename: Renaming, transforms: Transforms, under: str, *, from_root: bool) -> tuple[Rule, ...]:
+    """Returns the rules of a restore, for what it reads once it is placed; see `restore`."""
+    rules = as_rules(rename, transforms)
+    rules = placed_below(rules, under) if under else rules
+    return (carried(*rules),) if rules and not from_root else rules
+
+
+def place_under(given: Any, under: str) -> Any:
+    """Returns a checkpoint, or a bank of opened ones, as if all that it holds were saved under a path; or a tree."""
+    if isinstance(given, Mapping):
+        return reduce(lambda tree, key: {key: tree}, reversed(parse_path(under)), given)
+    if isinstance(given, Bank):
+        return given.opened([place_under(source.path, under) for source in given.sources])
+    index = given.index
+    structure = reduce(lambda node, key: DictNode((key,), (node,)), reversed(parse_path(under)), index.structure)
+    return given.with_index(msgspec.structs.replace(index, structure=structure))
+
+
+def check_globs(source: RestoreSource, options: LoadOptions, entries: Sequence[str], *, with_extra: bool) -> None:
+    """Refuses globs of `select` and `exclude` that mean nothing of the model's, under `strict`.
+
+    Args:
+        entries: the paths of the live model, which globs may mean too.
+        with_extra: whether "extra" may be meant, as there is one, and no tree to fill was given for it.
+
+    Raises:
+        MismatchError: naming one, and the arguments for other parts.
+    """
+    if not options.strict or not (options.select or options.exclude):
+        return
+    names = sorted(source.names)
+    saved = [name for name in names if name.startswith("model/")]
+    ours = [*dict.fromkeys([*entries, *saved]), *(["extra"] if with_extra else [])]
+    for what, globs in (("select", options.select), ("exclude", options.exclude)):
+        for glob in compile_globs(globs or ()).unused(ours):
+            if other := next((name for name in names if compile_globs((glob,)).match(name)), None):
+                raise MismatchError(
+                    f"{what}={glob!r:.80}",
+                    expected="globs of model/..., which the optimizers' state follows",
+                    found=f"one that means {other}",
+                    hint="Leave other parts alone by their arguments: extra=False, rng=False, optimizer=None, "
+                    "scheduler=None, loader=None",
+                )
+    try:
+        options.check_used(lambda: ours)
+    except MismatchError as error:
+        error.add_hint("Globs mean model/..., by the names that rules give")
+        raise
+
+
+def missing_part(part: str, how: str, parts: Iterable[object], *, in_memory: bool = False) -> MismatchError:
+    """Returns the error that a source lacks a part of a training state.
+
+    Args:
+        how: what would have saved it.
+        parts: those that it has.
+        in_memory: whether the source is a tree in memory, in which state dicts of optimizers are not read.
+    """
+    if in_memory and part in parts:
+        return MismatchError(
+            part,
+            expected=f"in a tree in memory, what {how} gives",
+            found="a state dict, which restore reads from files only",
+            hint="Give the path of the file in place of its tree; or treeckpt.save(new, tree), and restore new. "
+            f"To leave what is here as it is, pass {part}=None",
+        )
+    hint = f"To leave what is here as it is, pass {part}={False if part == 'rng' else None}"
+    return MismatchError(
+        part,
+        expected=f"a state saved with {how}",
+        found=f"only {', '.join(map(str, parts))} in the checkpoint",
+        hint=hint + (f". {OTHER_NAMES}" if part == "optimizer" else ""),
+    )
+
+
+def is_stored(given: Any) -> bool:
+    """Whether a source is a path, a store, or several of them, and no tree in memory."""
+    return is_path_or_store(given) or isinstance(given, Checkpoint) or as_bank(given) is not None
+
+
+def open_source(given: Any, comm: Comm, options: LoadOptions, *, from_root: bool = False) -> RestoreSource:
+    """Opens a path or store, several of them, or a tree.
+
+    Args:
+        from_root: as for `restore`, of the rules on each of several checkpoints.
+
+    Raises:
+        MismatchError: the root is no training state.
+    """
+    stored = given if isinstance(given, Checkpoint) else as_bank(given)
+    source: Any
+    if isinstance(given, Mapping):
+        source = TreeSource(given, comm, options)
+    elif stored is not None:
+
+        def own_rules(one: From) -> tuple[Rule, ...]:
+            return rules_of(one.rename, one.transforms, "", from_root=from_root)
+
+        source = CheckpointSource(stored, comm, options, own_rules)
+    else:
+        raise MismatchError(
+            "",
+            expected="a path, a store, a bank of them, or a tree as training.state gives it",
+            found=f"{type(given).__name__}",
+            hint="The path comes first: restore(path, model, optimizer)",
+        )
+    root = source.structure
+    if "model" not in children_of(root) and not any(name.startswith("model/") for name in source.names):
+        keys = ", ".join(map(str, keys_of(root, ""))) if root is not None else "a single leaf"
+        raise MismatchError(
+            source.url,
+            expected="a training state, with `model` at its root",
+            found=keys[:200],
+            hint="Save treeckpt.training.state(model, optimizer), or load this with treeckpt.load. Where the model's "
+            "state dict is the root, pass under='model'; where it has another name, from_root=True with rename=. "
+            + OTHER_NAMES,
+        )
+    return source

@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .groups import ParamGroup
-from .hyperparameters import BY_SCHEDULERS
+from .groups import BY_SCHEDULERS, ParamGroup
 from .names import key_path
 from .optimizer_plan import OptimizerPlan
 from .optimizers import options_of

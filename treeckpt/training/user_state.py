@@ -39,7 +39,7 @@ from ..core.tree.structure import (
     rank_key,
 )
 from ..errors import MismatchError
-from .hyperparameters import copied_value
+from .groups import copied_value
 from .sources import RestoreSource, descend, leaves_below
 
 _log = logging.getLogger("treeckpt")

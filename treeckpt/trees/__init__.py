@@ -34,8 +34,7 @@ from .compare import Sameness, same_structure
 from .moving import copy_into, distribute_local, empty_like
 from .names import flatten_names, unflatten_names
 from .offloading import offload
-from .packing import BUCKET_NBYTES
-from .transport import transport_of
+from .transport import BUCKET_NBYTES, transport_of
 
 __all__ = [
     "Sameness",

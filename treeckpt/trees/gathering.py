@@ -52,8 +52,7 @@ from ..saving.messages import (
     merge_inventories,
 )
 from .moving import fill
-from .packing import PackedRegion, send_regions
-from .transport import Transport
+from .transport import PackedRegion, Transport, send_regions
 
 HINT = "Nothing was sent"
 

@@ -25,8 +25,7 @@ from ..core.tree.value_codec import Value
 from ..errors import LayoutError, MismatchError, RankError, TreeError
 from ..io.comm.collective import from_rank, gather_results
 from .gathering import HINT, new_leaf
-from .packing import PackedRegion, send_regions
-from .transport import Transport
+from .transport import PackedRegion, Transport, send_regions
 
 
 def _check_source(source: int, transport: Transport) -> None:
