@@ -54,7 +54,8 @@ CHILDREN = 200
 """Children of one node that are listed."""
 AREAS = 600
 """Areas of a treemap."""
-GROUPINGS: tuple[TreemapKey, ...] = ("tree", "part", "rank", "file", "dtype")
+GROUPINGS: tuple[TreemapKey, ...] = ("tree", "part", "dtype")
+"""Treemaps of a report; those by rank and by file, which look at every chunk, would double its time."""
 MAPS = 6
 """Arrays that have a shard map."""
 MAX_REGIONS = 512

@@ -14,6 +14,7 @@ _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([^"]+)";\n', re.M)
 _EXPORTED = re.compile(r"^export (?:async )?(?:function|const) (\w+)", re.M)
 _LIST = re.compile(r"^(.*)export\{([^}]*)\};?\s*$", re.S)
 """The end of a minified library, which names what it exports."""
+_LICENSED = re.compile(r"(vendor/[a-z0-9-]+?)-\d+\.\d")
 _COMMENT = re.compile(r"^[ \t]*/\*\*(?:(?!\*/).)*\*/[ \t]*\n|^// @ts-check\n", re.M | re.S)
 
 
@@ -45,6 +46,8 @@ def script(modules: Sequence[str], answers: Mapping[str, Any]) -> str:
         exported = _EXPORTED.findall(text)
         if found := _LIST.match(text):
             text, exported = found[1], [": ".join(reversed(one.split(" as "))) for one in found[2].split(",")]
+        if licensed := _LICENSED.match(name):
+            text = f"/*\n{_static(f'{licensed[1]}-LICENSE')}*/\n{text}"
         body = _IMPORT.sub(lambda one: f"const {{{one[1]}}} = {_name(one[2])};\n", text)
         body = re.sub(r"^export ", "", body, flags=re.M)
         joined[name] = f"const {_name(name)} = (() => {{\n{body}\nreturn {{ {', '.join(exported)} }};\n}})();\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -24,7 +23,7 @@ MAX_RUNS, MAX_STEPS, MAX_LEAVES = 6, 8, 12
 LEAF_SECONDS = 0.3
 """Seconds after which no leaves of another run are searched."""
 
-_UNREADABLE = (StillReading, TreeckptError, OSError, ArithmeticError, RecursionError, sqlite3.Error)
+_UNREADABLE = (StillReading, TreeckptError, OSError, ArithmeticError, RecursionError)
 """What the index of one checkpoint may raise; the others are searched all the same."""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import sqlite3
 from collections.abc import AsyncIterator, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -96,8 +95,8 @@ def create_app(
     for kind, status in ((NotFound, 404), (CursorError, 422), (TableTooLong, 422), (UnknownGroupingError, 422)):
         app.add_exception_handler(kind, partial(_on_error, status=status))
     # a checkpoint was replaced, or found to be damaged, after it was listed; hostile numbers raise ArithmeticError,
-    # hostile depth RecursionError, a full disk OSError or sqlite3.Error
-    for kind in (TreeckptError, OSError, ArithmeticError, RecursionError, sqlite3.Error):
+    # hostile depth RecursionError, a full disk OSError
+    for kind in (TreeckptError, OSError, ArithmeticError, RecursionError):
         app.add_exception_handler(kind, partial(_on_error, status=404, prefix="This cannot be read: "))
     app.add_middleware(RequestGuard, hosts=allowed_hosts, token=token, root_path=root)
     return app

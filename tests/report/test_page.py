@@ -93,6 +93,7 @@ def test_a_report_asks_for_nothing_and_runs_no_script_but_its_own(run):
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert "default-src 'none'" in policy and f"'sha256-{digest}'" in policy
     assert ATTACK not in text and "\u202e" not in text and html.escape("</script><img") in text
+    assert "Permission to use, copy, modify" in script, "the licence of the library that lays out treemaps"
 
 
 def test_bad_checkpoints_have_reports_that_say_what_they_are(run):
