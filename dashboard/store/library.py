@@ -83,7 +83,7 @@ class OpenCheckpoint(msgspec.Struct, frozen=True, eq=False):
     info: CheckpointInfo
 
 
-class _SingleCheckpoint:
+class _SingleCheckpoint(RunStore):
     """A checkpoint that was given by itself, as a run of one. Symbolic links to it are followed."""
 
     def __init__(self, path: Path) -> None:
