@@ -148,7 +148,7 @@ class ReadBatch:
         shared = bool(self._others) and self._is_shared(leaf, None)
         file, start = self._locate(path, chunk, nbytes)
         array = NewArray(start, start + nbytes, placeholder, spec)
-        self._wanted.append(Read(file, start, start + nbytes, (array,), shared=shared))
+        self._wanted.append(Read(file, start, start + nbytes, (array,), None, shared))
         self.nbytes += nbytes
         return placeholder
 
@@ -217,7 +217,7 @@ class ReadBatch:
         self.nbytes += nbytes
         file, start = self._locate(path, record.chunks, nbytes)
         where = ContiguousMemory(start, start + nbytes, memory.address, memory)
-        self._wanted.append(Read(file, start, start + nbytes, (where,), shared=shared))
+        self._wanted.append(Read(file, start, start + nbytes, (where,), None, shared))
         return True
 
     def _add_pieces(self, path: str, leaf: Leaf, pieces: Sequence[TargetPiece], *, shared: bool) -> None:
