@@ -125,7 +125,7 @@ check: $(STAMP) ## the static checks only: format, lint, types, floors
 	$(call say,import-linter)
 	@$(BIN)/lint-imports --no-logo --no-cache
 
-bench: $(STAMP) ## run the benchmarks
+bench: $(STAMP) ## measure speed and scale, for an hour; `treeckpt bench` is a part of it
 	$(call say,Running the benchmarks)
 	@$(BIN)/python -m tests.bench
 

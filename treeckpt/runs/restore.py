@@ -216,7 +216,7 @@ class Restorer:
         *,
         whole: bool,
     ) -> tuple[Any, Exception | None]:
-        store = self.directory.folder(found).store
+        store = self.directory.folder(found)
         known, self._known = self._known, None
         bar = reading_bar(store, f"restoring step {found}", choice.nbytes if self._comm.size == 1 and whole else None)
         read = options.get("read") or usual_read(self._load_comm, store)
@@ -379,4 +379,4 @@ class RestoreMixin:
         folder = self.directory.folder(step)
         with hold_lease(folder):
             self.directory.checkpoint(step)
-            yield folder.store
+            yield folder

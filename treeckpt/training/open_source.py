@@ -7,7 +7,6 @@ state. Per-rank state, such as that of the generators, comes from one checkpoint
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, reduce
 from typing import Any
@@ -21,6 +20,7 @@ from ..core.tree.structure import DictNode, Structure, keys_of, parse_path
 from ..errors import MismatchError
 from ..io.comm.comm import Comm
 from ..io.storage.checkpoint import Checkpoint
+from ..io.storage.open import is_path_or_store
 from ..loading.aliasing import are_equal
 from ..loading.match import LoadOptions, Strict
 from ..loading.overlay import Bank, From, as_bank, globs_of, members_of, refuse_rules
@@ -235,7 +235,7 @@ def missing_part(part: str, how: str, parts: Iterable[object], *, in_memory: boo
 
 def is_stored(given: Any) -> bool:
     """Whether a source is a path, a store, or several of them, and no tree in memory."""
-    return isinstance(given, (str, os.PathLike, Checkpoint)) or hasattr(given, "sizes") or as_bank(given) is not None
+    return is_path_or_store(given) or isinstance(given, Checkpoint) or as_bank(given) is not None
 
 
 def open_source(given: Any, comm: Comm, options: LoadOptions, *, from_root: bool = False) -> RestoreSource:
