@@ -20,7 +20,7 @@ MUTATIONS ?= 60
 MUTATE_SECONDS ?= 1800
 MUTATE_ARGS ?=
 # What `make docs` describes, besides the packages that these hold; errors and formats are pages of their own.
-DOCS := treeckpt treeckpt.training treeckpt.convert treeckpt.dcp treeckpt.loading.transforms treeckpt.core.analysis.retention_policy \
+DOCS := treeckpt treeckpt.training treeckpt.convert treeckpt.dcp treeckpt.testing treeckpt.loading.transforms treeckpt.core.analysis.retention_policy \
   treeckpt.integrations.transformers treeckpt.errors treeckpt.core.format
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"

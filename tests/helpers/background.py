@@ -118,6 +118,8 @@ def _hooked(directory: Path, log: Path, at: int | None, act: str, after: bool, h
 
 
 class _HookedWriter:
+    ordered = False
+
     def __init__(self, inner: Writer, store: Hooked, name: str) -> None:
         self.inner, self.store, self.name = inner, store, name
 
