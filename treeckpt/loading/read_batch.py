@@ -148,7 +148,7 @@ class ReadBatch:
         shared = bool(self._others) and self._is_shared(leaf, None)
         file, start = self._locate(path, chunk, nbytes)
         array = NewArray(start, start + nbytes, placeholder, spec)
-        self._wanted.append(Read(file, start, start + nbytes, (array,), shared=shared))
+        self._wanted.append(Read(file, start, start + nbytes, (array,), None, shared))
         self.nbytes += nbytes
         return placeholder
 
@@ -217,7 +217,7 @@ class ReadBatch:
         self.nbytes += nbytes
         file, start = self._locate(path, record.chunks, nbytes)
         where = ContiguousMemory(start, start + nbytes, memory.address, memory)
-        self._wanted.append(Read(file, start, start + nbytes, (where,), shared=shared))
+        self._wanted.append(Read(file, start, start + nbytes, (where,), None, shared))
         return True
 
     def _add_pieces(self, path: str, leaf: Leaf, pieces: Sequence[TargetPiece], *, shared: bool) -> None:
@@ -278,35 +278,31 @@ class ReadBatch:
             CorruptError: a shard is missing, cut short, or of another save.
         """
         first = options.verify == "first" and options.in_place
-        verify, relay, wanted = options.verify is not False, options.relay, self._wanted
+        verify, relay, wanted, mapped = options.verify is not False, options.relay, self._wanted, list[Read]()
         self._run = ReadRun(self.checkpoint, self._recorder, verify, self.whole, self.written)
-        steps = self._open_shards(verify, ahead=options.ahead and not first and not options.mapped)
         if options.mapped:
-            self._map_arrays([read for read in wanted if type(read.destinations[0]) is NewArray])
+            mapped = [read for read in wanted if type(read.destinations[0]) is NewArray]
             wanted = [read for read in wanted if type(read.destinations[0]) is not NewArray]
         # so that a few, rounded out to whole blocks with checksums, fit into the memory
         limit = min(READ_LIMIT, max(options.memory // READERS // BLOCK * BLOCK - 2 * BLOCK, BLOCK))
+        size = self.checkpoint.store.traits.request_nbytes
+        parts: list[tuple[Sequence[int], Sequence[Read]]] = [((self._here[0],), wanted)]
         if relay is not None:
-            parts = relay.agree(self._index.save_id, wanted, min(limit, self.checkpoint.store.traits.request_nbytes))
-            with relay.together():
-                self._run_first(options)
-                self._work = [(members, self._plan(part, steps, limit)) for members, part in parts]
-        else:
-            self._run_first(options)
-            reads = self._plan(wanted, steps, limit)
-            if self._others:
-                reads = in_turns(reads, self._here[1].index(self._here[0]), len(self._here[1]))
-            self._work = [((self._here[0],), reads)]
+            parts[:] = relay.agree(self._index.save_id, wanted, min(limit, size))
+        with together(relay):  # once the ranks have agreed: one that fails here is told of to the others
+            steps = self._open_shards(verify, ahead=options.ahead and not first and not options.mapped)
+            self._map_arrays(mapped)
+            if self._first is not None:
+                self._first.run(ReadOptions(REGION_MEMORY, bool(options.verify), ahead=True))
+                self.nbytes += self._first.nbytes
+                self.read_nbytes += self._first.read_nbytes
+                self._first = None
+            self._work = [(members, self._plan(part, steps, limit, size)) for members, part in parts]
+        if relay is None and self._others:
+            position = self._here[1].index(self._here[0])
+            self._work = [(members, in_turns(reads, position, len(self._here[1]))) for members, reads in self._work]
         if first:
             self._verify_first(options)
-
-    def _run_first(self, options: ReadOptions) -> None:
-        """Reads what has to be there before all else."""
-        if self._first is not None:
-            self._first.run(ReadOptions(REGION_MEMORY, bool(options.verify), ahead=True))
-            self.nbytes += self._first.nbytes
-            self.read_nbytes += self._first.read_nbytes
-            self._first = None
 
     @property
     def _far(self) -> bool:
@@ -335,9 +331,8 @@ class ReadBatch:
             position = read.file.header + read.start
             wrap_new_arrays(read, self.checkpoint.store.map(read.file.name, position, read.nbytes))
 
-    def _plan(self, wanted: Sequence[Read], steps: dict[str, int], limit: int) -> list[Read]:
+    def _plan(self, wanted: Sequence[Read], steps: dict[str, int], limit: int, size: int) -> list[Read]:
         """Plans reads; new arrays exist then, without their bytes."""
-        size = self.checkpoint.store.traits.request_nbytes
         reads: list[Read] = []
         for read in plan_reads(wanted, steps, limit=limit, size=min(limit, size)):
             if read.destinations and type(read.destinations[0]) is NewArray:
