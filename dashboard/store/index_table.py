@@ -21,7 +21,6 @@ import msgspec
 from treeckpt.core.analysis.outline import IndexOutline, node_records
 from treeckpt.core.format.records import Index, LeafRecord
 from treeckpt.core.sharding.int_runs import Runs
-from treeckpt.core.tree.nesting import split_structure
 from treeckpt.runs.index_summary import Summary, summarize_index
 
 SCHEMA = "6"
@@ -100,7 +99,7 @@ def _fill(connection: sqlite3.Connection, index: Index, report: Callable[[int, i
         "count": str(count).encode(),
         "head": encode(head),
         "kind": type(index).__name__.encode(),
-        "structure": encode(split_structure(index.structure)),
+        "structure": encode(index.structure),
         "summary": encode(summary),
         "nbytes": columns.nbytes.astype("<i8").tobytes(),
         "spec": columns.spec.astype("<i4").tobytes(),

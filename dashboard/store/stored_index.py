@@ -18,7 +18,6 @@ import numpy as np
 
 from treeckpt.core.analysis.outline import LeafColumns, NodeRecord, Outline, OutlineRow, words_in
 from treeckpt.core.format.records import Index, Leaf, LeafRecord, specs_of
-from treeckpt.core.tree.nesting import SplitStructure
 from treeckpt.core.tree.structure import Structure
 from treeckpt.errors import MismatchError
 from treeckpt.foreign.foreign_records import ForeignIndex
@@ -32,7 +31,7 @@ _PATHS = msgspec.json.Decoder(list[str])
 # made once: the first decoding of a struct in two threads at a time can crash msgspec
 _HEAD = msgspec.json.Decoder(Index)
 _FOREIGN = msgspec.json.Decoder(ForeignIndex)
-_STRUCTURE = msgspec.json.Decoder(SplitStructure)
+_STRUCTURE = msgspec.json.Decoder(Structure)
 _SUMMARY = msgspec.json.Decoder(Summary)
 _KEPT = 256
 """Decoded blocks that stay in memory."""
@@ -147,7 +146,7 @@ def _open_index(pool: _ConnectionPool) -> Index:
 
 def _structure(index: Index) -> Structure:
     """Decodes the structure of the tree as a whole."""
-    return _STRUCTURE.decode(vars(index)["pool"].part("structure")).whole()
+    return _STRUCTURE.decode(vars(index)["pool"].part("structure"))
 
 
 class _StoredIndex(Index, frozen=True, dict=True):

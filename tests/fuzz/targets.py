@@ -190,13 +190,13 @@ def indexes(data: st.DataObject) -> None:
 
 @lru_cache
 def ranges_document() -> Any:
-    return msgspec.json.decode((Path(__file__).parents[1] / "golden" / "version_2" / INDEX_NAME).read_bytes())
+    return msgspec.json.decode((Path(__file__).parents[1] / "golden" / "version_1_ranges" / INDEX_NAME).read_bytes())
 
 
 @bounded
 @given(st.data())
 def ranges(data: st.DataObject) -> None:
-    """An index of version 2, of arrays that are cut into ranges."""
+    """An index of arrays that are cut into ranges."""
     encoded = reseal(mutate(ranges_document(), data))
     with only_ours():
         index = decode_index(encoded)

@@ -63,7 +63,7 @@ RANGES = (0, 100, 131, 300, 640, 777, 1000)
 
 
 def end_to_end() -> dict[str, dict[str, np.ndarray]]:
-    """The arrays of version 2, whole: a model and its moments."""
+    """The arrays that are cut into ranges, whole: a model and its moments."""
     shapes = [(9, 7), (12,), (3, 4, 10), (5,), (60, 5)]
     names = [f"layers.{n}.weight" for n in range(len(shapes))]
     values = np.arange(500, dtype=np.float32) - 0.5

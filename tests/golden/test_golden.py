@@ -17,7 +17,7 @@ from treeckpt.core.sharding.int_runs import decode_runs
 
 GOLDEN = Path(__file__).parent
 FIRST = GOLDEN / "version_1"
-SECOND = GOLDEN / "version_2"
+RANGES = GOLDEN / "version_1_ranges"
 TABLES = GOLDEN / "version_1_tables"
 BLOBS = GOLDEN / "version_1_blobs"
 
@@ -27,24 +27,25 @@ def test_every_version_of_the_format_has_a_golden_checkpoint():
         assert b'"version":%d,' % version in (GOLDEN / f"version_{version}" / "index.json").read_bytes()
 
 
-def test_the_golden_checkpoint_of_version_2_loads():
-    found = tc.load(SECOND, per_rank="take")
+def test_the_golden_checkpoint_of_ranges_loads():
+    found = tc.load(RANGES, per_rank="take")
     for group, arrays_of_group in end_to_end().items():
         assert found[group].keys() == arrays_of_group.keys()
         for name, array in arrays_of_group.items():
             assert found[group][name].dtype == array.dtype and np.array_equal(found[group][name], array)
     assert found["step"] == 12 and found["own"].value.tolist() == [0, 1, 2]
-    assert not tc.verify(SECOND).problems
+    assert not tc.verify(RANGES).problems
 
 
-def test_the_index_of_version_2_follows_from_its_shards_and_is_written_the_same(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(index_module, "MAX_V1_NBYTES", 0)  # it is a small one
-    data = (SECOND / "index.json").read_bytes()
+def test_the_index_of_ranges_follows_from_its_shards_and_is_written_the_same(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(index_module, "MAX_PLAIN_NBYTES", 0)  # it is a small one
+    data = (RANGES / "index.json").read_bytes()
+    assert b'"ranges":{' in data and b'"shared":[' in data
     index = decode_index(data)
     assert encode_index(index) == data
     headers = []
     for file in index.file_list:
-        shard = (SECOND / file.name).read_bytes()
+        shard = (RANGES / file.name).read_bytes()
         size = header_nbytes(shard[:8], file.name)
         headers.append((size, decode_header(shard[:size], file.name)))
     assert rebuild(headers) == index

@@ -18,7 +18,7 @@ from treeckpt.core.format.build_index import build_index
 from treeckpt.core.format.index import INDEX_NAME, encode_index, encode_manifest
 from treeckpt.core.format.records import FileTable, Index, file_table
 from treeckpt.core.format.shard_header import BLOCK, ShardEntry, ShardHeader, encode_header, hash_block, shard_name
-from treeckpt.core.format.sidecars import FILES_KEY, Sidecar, checksum, encode_sidecars, stored_name
+from treeckpt.core.format.sidecars import Sidecar, checksum, stored_name
 from treeckpt.core.format.timings import Span, Timings, encode_timings, timings_name
 from treeckpt.core.planning.rank_trees import GlobalTree, Inventory, LeafSpec, RankClass, array_leaves, merge_rank_trees
 from treeckpt.core.planning.save_plan import FilePlan, assign_offsets, plan_save
@@ -27,7 +27,6 @@ from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.core.sharding.placements import Layout, Mesh, MeshLayout, Replicate, Shard, StridedShard
 from treeckpt.core.sharding.write_assignment import assign_writers
 from treeckpt.core.tree.flatten import PerRank, flatten
-from treeckpt.core.tree.nesting import split_structure
 from treeckpt.core.tree.spec import ArraySpec
 from treeckpt.core.tree.value_codec import Value, encode_value
 
@@ -130,7 +129,7 @@ def write_checkpoint(
     save_id = hashlib.blake2s(f"{directory.name} {step}".encode(), digest_size=8).hexdigest()
     structure, leaves = flatten(tree)
     described = [_describe(path, leaf, layouts) for path, leaf in leaves]
-    inventory = Inventory(split_structure(structure), tuple(spec for spec, _ in described))
+    inventory = Inventory(structure, tuple(spec for spec, _ in described))
     plenum = merge_rank_trees([RankClass(encode_runs(range(world)), inventory)], world)
     numbered = array_leaves(plenum)
     arrays = [leaf for _, leaf in numbered]
@@ -143,13 +142,13 @@ def write_checkpoint(
     own = {(p.replace("~rank0", "~rank*"), r): v for p, v in values.items() if "~rank0" in p for r in range(world)}
 
     sidecars = tuple(Sidecar(name, len(content), checksum(content)) for name, content in (files or {}).items())
-    listed = {FILES_KEY: encode_sidecars(sidecars)} if sidecars else {}
 
     def build(placed: Any, files: FileTable) -> Index:
-        return build_index(
+        index = build_index(
             plenum, placed, files, values=values, own_values=own, save_id=save_id, step=step,
-            created_ns=START_NS + (step or 0) * 10**9, metadata={**(metadata or {}), **listed},
+            created_ns=START_NS + (step or 0) * 10**9, metadata=dict(metadata or {}),
         )  # fmt: skip
+        return msgspec.structs.replace(index, sidecars=sidecars)
 
     directory.mkdir(parents=True, exist_ok=True)
     manifest = encode_manifest(build(None, FileTable()))

@@ -29,7 +29,6 @@ from treeckpt.core.sharding.write_assignment import (
     assign_writers,
 )
 from treeckpt.core.tree.flatten import PerRank, flatten
-from treeckpt.core.tree.nesting import split_structure
 from treeckpt.core.tree.spec import ArraySpec, StridedView
 from treeckpt.core.tree.value_codec import encode_value
 
@@ -89,9 +88,7 @@ def save(tree, world, *, max_shard_bytes=1 << 62, metadata=None):
         for rank in range(world):
             own[name, rank] = encode_value((leaf, rank), path)
         found[name] = encode_value(leaf, path)
-    plenum = merge_rank_trees(
-        [RankClass(encode_runs(range(world)), Inventory(split_structure(structure), tuple(specs)))], world
-    )
+    plenum = merge_rank_trees([RankClass(encode_runs(range(world)), Inventory(structure, tuple(specs)))], world)
     numbered = array_leaves(plenum)
     planned = [leaf for _, leaf in numbered]
     shares = assign_writers(planned)

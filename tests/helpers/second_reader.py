@@ -74,7 +74,7 @@ def boxes_of_chunks(chunks: Any, shape: tuple[int, ...]) -> Iterator[Box]:
         yield from map(list, zip(column(columns[-2]), column(columns[-1]), *corners, strict=True))
 
 
-# version 2 ------------------------------------------------------------------------------------------------------------
+# ranges ---------------------------------------------------------------------------------------------------------------
 def boxes_of_range(shape: tuple[int, ...], low: int, high: int) -> Iterator[Any]:
     """Yields the offset and shape of each box of a range of elements."""
     row = math.prod(shape[1:])
@@ -89,9 +89,9 @@ def boxes_of_range(shape: tuple[int, ...], low: int, high: int) -> Iterator[Any]
         low = (first + max(rows, 1)) * row
 
 
-def unpack(packed: Any) -> Any:
-    """Returns the index in the form of version 1, with a list of boxes for each array that is in `ranges`."""
-    index, ranges = packed["index"], {key: column(runs) for key, runs in packed["ranges"].items()}
+def unpack(index: Any) -> Any:
+    """Returns the index with a list of boxes for each array that is in `ranges`."""
+    ranges = {key: column(runs) for key, runs in index["ranges"].items()}
     rest, lengths, turns, starts = map(iter, (index["leaves"], ranges["length"], ranges["turn"], ranges["start"]))
     leaves: list[Any] = [None] * (len(index["leaves"]) + len(ranges["leaf"]))
     rank = 0
@@ -105,7 +105,7 @@ def unpack(packed: Any) -> Any:
             found += [[rank, next(starts, None), *box] for box in parts]
             low = high
         leaves[number] = ["a", spec, -1, ["boxes", found]]
-    return index | {"leaves": [leaf or next(rest) for leaf in leaves], "below": packed["shared"]}
+    return index | {"leaves": [leaf or next(rest) for leaf in leaves]}
 
 
 def order_class(nbytes: int, element: np.dtype[Any]) -> int:
@@ -114,15 +114,15 @@ def order_class(nbytes: int, element: np.dtype[Any]) -> int:
     return 0 if nbytes % 4096 == 0 else 1 if nbytes % 64 == 0 else {8: 3, 4: 4, 2: 5, 1: 6}[unit]
 
 
-# all versions ---------------------------------------------------------------------------------------------------------
+# the whole ------------------------------------------------------------------------------------------------------------
 class SecondReader:
     """One checkpoint."""
 
     def __init__(self, directory: Path) -> None:
         document = open_sealed((directory / "index.json").read_bytes())
-        assert (document["format"], document["version"]) in (("treeckpt", 1), ("treeckpt", 2))
-        self.directory = directory
-        self.index = index = document["index"] if document["version"] == 1 else unpack(document["index"])
+        assert (document["format"], document["version"]) == ("treeckpt", 1)
+        self.directory, index = directory, document["index"]
+        self.index = index = unpack(index) if "ranges" in index else index
         self.groups = list(self._groups(index["structure"], None))
         self.files = list(
             zip(*(column(index["files"][key]) for key in ("rank", "part", "stream", "header")), strict=True)
@@ -135,13 +135,13 @@ class SecondReader:
         if node is None:
             yield ranks
         elif node[:2] == ["custom", ""]:
-            yield from self._groups(self.index["below"][node[2]], ranks)
+            yield from self._groups(self.index["shared"][node[2]], ranks)
         else:
-            for n, child in enumerate(node[2] if node[0] == "OrderedDict" else node[-1]):
+            for n, child in enumerate(node[-1]):
                 yield from self._groups(child, column(node[1][n]) if node[0] == "per_rank" else ranks)
 
     def _place_boxes(self) -> None:
-        """Sets the starts that a version 2 does not list."""
+        """Sets the starts that `ranges` do not list."""
         written: list[tuple[int, int, int, Box]] = []
         for record, ranks in zip(self.index["leaves"], self.groups, strict=True):
             if record[0] not in ("a", "pa", "px") or (record[0] == "a" and record[3][0] != "boxes"):
@@ -197,9 +197,9 @@ class SecondReader:
     def _tree(self, node: Any, rank: int | None, numbers: Iterator[int]) -> Any:
         if node is None:
             return self.leaf(next(numbers), rank)
-        kind, *facts, children = node[:3] if node[0] == "OrderedDict" else node  # its attributes are not read
+        kind, *facts, children = node
         if kind == "custom" and not facts[0]:
-            return self._tree(self.index["below"][facts[1]], rank, numbers)
+            return self._tree(self.index["shared"][facts[1]], rank, numbers)
         if kind == "per_rank":
             found: dict[int, Any] = {}
             for ranks, child in zip(facts[0], children, strict=True):

@@ -92,14 +92,14 @@ HOSTILE: dict[str, Callable[[Any], None]] = {
     "negative world": _field("world", -2),
     "deep structure": _field("structure", _nest(400)),
     "deeper than others are": _field("structure", _nest(150)),
-    "deeper than allowed": lambda document: document["index"].update(
-        structure=_nest(100, _mark(0)), below=[_nest(100, _mark(n + 1)) for n in range(11)] + [_nest(2)]
+    "deeper by a shared part": lambda document: document["index"].update(
+        structure=_nest(150, _mark(0)), shared=[_nest(150)]
     ),
-    "endless pieces of a structure": lambda document: document["index"].update(
-        structure=_mark(0), below=[_nest(1, _mark(n + 1)) for n in range(20_000)] + [_nest(2)]
+    "shared parts that hold each other": lambda document: document["index"].update(
+        structure=_mark(0), shared=[_nest(1, _mark(n + 1)) for n in range(20_000)] + [_nest(2)]
     ),
-    "a piece of a structure in many places": lambda document: document["index"].update(
-        structure=["list", [_mark(0)] * 1000], below=[["list", [_mark(1)] * 1000], ["list", [None] * 1000]]
+    "a shared part in many places": lambda document: document["index"].update(
+        structure=["list", [_mark(0)] * 1000], shared=[["list", [_mark(1)] * 1000], ["list", [None] * 1000]]
     ),
     "other structure": _field("structure", ["list", [None]]),
     "leaf too few": lambda document: document["index"]["leaves"].pop(),

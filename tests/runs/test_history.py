@@ -15,7 +15,7 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.memory_run import MemoryRun
-from tests.helpers.world import errors_of, on_ranks
+from tests.helpers.world import errors_of, on_ranks, reseal
 from treeckpt.cli.main import main
 from treeckpt.core.analysis.retention_policy import All, Best, EveryPeriod, EverySteps, Last, Steps
 from treeckpt.core.format import index as index_module
@@ -415,38 +415,15 @@ def test_a_run_that_cannot_be_listed_is_saved_into_all_the_same(tmp_path: Path, 
 # on disk -------------------------------------------------------------------------------------------------------------
 
 
-class _Former(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The fields of an index before it had a lineage."""
-
-    save_id: str
-    step: int | None
-    created_ns: int
-    world: int
-    structure: Any
-    specs: Any
-    layouts: Any
-    leaves: Any
-    files: Any
-    metadata: dict[str, Any]
-
-
-@pytest.mark.parametrize("small", [True, False])
-def test_readers_of_before_read_an_index_with_a_lineage(tmp_path: Path, monkeypatch: Any, small: bool) -> None:
-    if not small:
-        monkeypatch.setattr(index_module, "MAX_V1_NBYTES", 0)
+def test_an_index_has_the_lineage_beside_the_metadata(tmp_path: Path) -> None:
     made = rolled_back(tmp_path)
-    data = (tmp_path / step_name(22) / INDEX_NAME).read_bytes()
-    document = msgspec.json.decode(data)
-    assert document["version"] == 1
-    former = msgspec.convert(document["index"], _Former)
-    assert former.step == 22
-    index = decode_index(data)
+    index = decode_index((tmp_path / step_name(22) / INDEX_NAME).read_bytes())
     assert index.metadata.keys() == {"metrics"}, "the user's own, and nothing else"
     assert index.lineage is not None and index.lineage.follows == tc.inspect(made.path(21)).save_id
     assert index.lineage.abandoned == ((30, 40),)
 
 
-def test_a_save_by_hand_has_no_lineage_and_the_same_bytes_as_before(tmp_path: Path) -> None:
+def test_a_save_by_hand_has_no_lineage(tmp_path: Path) -> None:
     tc.save(tmp_path / "a", {"n": 1}, custom_metadata={"note": "x"})
     assert tc.inspect(tmp_path / "a").lineage is None
     assert b"lineage" not in (tmp_path / "a" / INDEX_NAME).read_bytes()
@@ -460,13 +437,12 @@ def test_a_rebuilt_index_has_its_lineage(tmp_path: Path) -> None:
     assert tc.rebuild_index(tmp_path / step_name(22)) == before and manager(tmp_path).latest() == 22
 
 
-def test_what_is_no_lineage_under_its_key_stays_metadata(tmp_path: Path) -> None:
-    for step, odd in enumerate(["text", '{"sequence": -1}', '{"sequence": 1, "abandoned": [[5, 1]]}', 7]):
-        path = tmp_path / step_name(step)
-        tc.save(path, {"n": 1}, step=step, custom_metadata={index_module.LINEAGE_KEY: odd})
-        index = tc.inspect(path)
-        assert index.lineage is None and index.metadata[index_module.LINEAGE_KEY] == odd
-    assert manager(tmp_path).latest() == 3
+@pytest.mark.parametrize("odd", ["text", {"sequence": -1}, {"sequence": 1, "abandoned": [[5, 1]]}, 7])
+def test_what_is_no_lineage_is_refused(tmp_path: Path, odd: Any) -> None:
+    tc.save(tmp_path, {"n": 1}, step=1)
+    reseal(tmp_path, lambda document: document["index"].update(lineage=odd))
+    with pytest.raises(tc.FormatError):
+        tc.inspect(tmp_path)
 
 
 # what is shown -------------------------------------------------------------------------------------------------------

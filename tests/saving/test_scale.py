@@ -67,7 +67,7 @@ def test_experts_are_laid_out_over_their_own_mesh() -> None:
 
 
 def test_uneven_ranges_of_everything_take_few_bytes_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "MAX_V1_NBYTES", 0)  # this world is a small one, to be quick
+    monkeypatch.setattr(index, "MAX_PLAIN_NBYTES", 0)  # this world is a small one, to be quick
     row = simulate(MODEL, Grid(64), Grid(8, 8), flat=True)
     assert row.classes == 64 and row.chunks > 64
     assert row.index_nbytes / row.chunks <= CHUNK_NBYTES, "of all that is in it: names, specs and files too"

@@ -58,9 +58,6 @@ def test_files_come_back_and_go_with_the_save_that_is_replaced(path: str, tmp_pa
 def test_custom_metadata_stays_what_the_user_gave(tmp_path: Path) -> None:
     tc.save(tmp_path / "c", TREE, custom_metadata={"note": "mine"}, files={"a.txt": b"a"})
     assert tc.inspect(tmp_path / "c").metadata == {"note": "mine"}
-    assert "treeckpt.files" in (tmp_path / "c" / "index.json").read_text()
-    with pytest.raises(tc.TreeError, match=r"no key 'treeckpt\.files'"):
-        tc.save(tmp_path / "d", TREE, custom_metadata={"treeckpt.files": "x"}, files={"a.txt": b"a"})
 
 
 def test_a_manager_saves_and_deletes_them_with_the_step(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from ..core.sharding.placements import BoxLayout, MeshLayout, Replicate, layout_
 from ..core.sharding.region import Region, c_strides
 from ..core.tree.flatten import flatten
 from ..core.tree.keyed_table import TableColumn
-from ..core.tree.nesting import split_structure
 from ..core.tree.spec import BLOB_KINDS, ArraySpec, StridedView
 from ..core.tree.structure import TABLE_KEYS, index_path, rank_key
 from ..core.tree.value_codec import Value
@@ -102,7 +101,7 @@ def describe_tree(
                 specs.append(LeafSpec(path, source.spec, None, first, per_rank=() if own else None))
             else:
                 specs.append(LeafSpec(path, source.spec, layout, per_rank=() if own else None, rows=rows))
-    inventory = Inventory(split_structure(structure), tuple(_with_aliases(specs, sources)))
+    inventory = Inventory(structure, tuple(_with_aliases(specs, sources)))
     return DescribedTree(inventory, sources, values, own_values)
 
 

@@ -18,7 +18,6 @@ from ..core.text import count_text
 from ..core.tree.dict_attributes import DictAttributes, encode_attributes
 from ..core.tree.flatten import flatten, unflatten
 from ..core.tree.globs import Globs
-from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.structure import (
     TABLE_KEYS,
     CustomNode,
@@ -206,7 +205,7 @@ def _kept(contents: Contents, keep: Callable[[str], bool]) -> Contents:
     if all(kept):
         return contents
     marks = iter(kept)
-    structure, whole = trampoline(_pruned(contents.structure, marks))
+    structure, whole = _pruned(contents.structure, marks)
     leaves = tuple(leaf for leaf, mark in zip(contents.leaves, whole, strict=True) if mark)
     paths = {path for path, _ in leaves}
     findings = tuple(f for f in contents.findings if f.path in paths or keep(f.path))
@@ -216,7 +215,7 @@ def _kept(contents: Contents, keep: Callable[[str], bool]) -> Contents:
 _MAPPINGS = (DictNode, OrderedDictNode, DefaultDictNode)
 
 
-def _pruned(node: Structure, marks: Iterator[bool]) -> Recursive[tuple[Structure, list[bool]]]:
+def _pruned(node: Structure, marks: Iterator[bool]) -> tuple[Structure, list[bool]]:
     """Returns a structure without unmarked leaves, and for each leaf whether it is kept.
 
     Entries of mappings go; other containers keep all their elements or go as a whole.
@@ -225,7 +224,7 @@ def _pruned(node: Structure, marks: Iterator[bool]) -> Recursive[tuple[Structure
         return None, [next(marks)]
     parts: list[tuple[Structure, list[bool]]] = []
     for child in node.children:
-        part: tuple[Structure, list[bool]] = yield _pruned(child, marks)
+        part: tuple[Structure, list[bool]] = _pruned(child, marks)
         parts.append(part)
     flags = [mark for _, part in parts for mark in part]
     if isinstance(node, _MAPPINGS):
@@ -293,12 +292,12 @@ def lower_containers(
     findings: list[Finding] = []
     plain = ", ".join(name for kind, name in _PLAIN.items() if kind in holds)
 
-    def walk(node: Structure, path: str) -> Recursive[Structure]:
+    def walk(node: Structure, path: str) -> Structure:
         if node is None:
             return None
         found: list[Structure] = []
         for key, child in zip(keys_of(node, path), node.children, strict=True):
-            found.append(None if child is None else (yield walk(child, child_path(path, key))))
+            found.append(None if child is None else walk(child, child_path(path, key)))
         children = tuple(found)
         if type(node) in holds and _is_known(node):
             if isinstance(node, OrderedDictNode) and node.attributes is not None:
@@ -306,7 +305,7 @@ def lower_containers(
                 kept = {name: value for name, value in given.items() if holds_attribute(value)}
                 gone = [(name, value) for name, value in given.items() if name not in kept]
                 findings.extend(Finding(f"{path}.{n}", "plain attributes", brief(v), "nothing", True) for n, v in gone)
-                return OrderedDictNode(node.keys, children, encode_attributes(kept, path) if gone else node.attributes)
+                return OrderedDictNode(encode_attributes(kept, path) if gone else node.attributes, node.keys, children)
             return msgspec.structs.replace(node, children=children)
         made = _lowered(node, children)
         name = f"a {_PLAIN[type(node)]}" + (f" {node.cls}" if isinstance(node, _WITH_CLASSES) else "")
@@ -316,7 +315,7 @@ def lower_containers(
         findings.append(Finding(path, plain, name, f"a {_PLAIN[type(made)]}{without}"))
         return made
 
-    structure = trampoline(walk(contents.structure, ""))
+    structure = walk(contents.structure, "")
     return msgspec.structs.replace(contents, structure=structure, findings=(*contents.findings, *findings))
 
 
@@ -347,19 +346,19 @@ def spread_ranks(
     rows: list[tuple[str, int, int | None]] = []
     findings: list[Finding] = []
 
-    def walk(node: Structure, path: str) -> Recursive[Structure]:
+    def walk(node: Structure, path: str) -> Structure:
         if node is None:
             rows.append((path, next(numbers), None))
             return None
         if not isinstance(node, PerRankNode):
             children: list[Structure] = []
             for key, child in zip(keys_of(node, path), node.children, strict=True):
-                children.append((yield walk(child, child_path(path, key))))
+                children.append(walk(child, child_path(path, key)))
             return msgspec.structs.replace(node, children=tuple(children))
         by_rank: list[tuple[int, Structure]] = []
         for group, child in zip(node.ranks, node.children, strict=True):
             first = len(rows)
-            made = yield walk(child, path)
+            made = walk(child, path)
             shared, rows[first:] = rows[first:], []
             for rank in decode_runs(group).tolist():
                 by_rank.append((rank, made))
@@ -368,7 +367,7 @@ def spread_ranks(
         findings.append(Finding(path, "one tree", found, "a dict by rank"))
         return DictNode(tuple(rank for rank, _ in by_rank), tuple(child for _, child in by_rank))
 
-    spread = trampoline(walk(structure, ""))
+    spread = walk(structure, "")
     return spread, tuple((path, leaf(number, rank)) for path, number, rank in rows), tuple(findings)
 
 

@@ -19,7 +19,6 @@ from ..arrays.registry import encodable
 from ..core.format.check_index import check_claims
 from ..core.planning.rank_trees import LeafSpec
 from ..core.sharding.region import is_c_order
-from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.spec import StridedView
 from ..core.tree.structure import DictNode, ListNode, OrderedDictNode, Structure, TupleNode, child_path, keys_of
 from ..errors import FormatError, TreeError
@@ -172,7 +171,7 @@ def fit_dcp(contents: Contents) -> FittedContents:
         )  # fmt: skip
     contents = lower_containers(contents, _CONTAINERS)
     fit = _LeafFit(f"{_WRITTEN}, {_TREE}, in dicts with text as keys")
-    trampoline(_check_keys(contents.structure, "", fit))
+    _check_keys(contents.structure, "", fit)
     contents = map_leaves(contents, fit.leaf)
     ties = [
         Finding(path, "each array by itself", f"a tie of {tie.of}", "a copy")
@@ -182,7 +181,7 @@ def fit_dcp(contents: Contents) -> FittedContents:
     return FittedContents(fit.with_findings(contents, *ties), {})
 
 
-def _check_keys(node: Structure, path: str, fit: _LeafFit) -> Recursive[None]:
+def _check_keys(node: Structure, path: str, fit: _LeafFit) -> None:
     if node is None:
         return
     for key, child in zip(keys_of(node, path), node.children, strict=True):
@@ -191,7 +190,7 @@ def _check_keys(node: Structure, path: str, fit: _LeafFit) -> Recursive[None]:
             fit.note(at, f"a key of type {type(key).__name__}", "text")
         if isinstance(child, DictNode) and not child.children:
             fit.note(at, "an empty dict", "nothing")
-        yield _check_keys(child, at, fit)
+        _check_keys(child, at, fit)
 
 
 def _names(contents: Contents) -> dict[str, str]:

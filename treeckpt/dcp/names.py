@@ -16,7 +16,6 @@ import torch
 from ..arrays.sharded import Sharded
 from ..arrays.torch import torch_dtype
 from ..core.format.records import Index, Leaf
-from ..core.tree.nesting import leaf_count
 from ..core.tree.structure import (
     DefaultDictNode,
     DictNode,
@@ -26,6 +25,7 @@ from ..core.tree.structure import (
     TensorNode,
     key_text,
     keys_of,
+    leaf_count,
 )
 from ..errors import MismatchError
 from ..io.comm.comm import Comm

@@ -11,7 +11,6 @@ from typing import Any
 
 from ..arrays.lazy import LazyArray
 from ..core.sharding.region import MAX_NDIM, Region
-from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import MAX_DEPTH, child_path
 from ..errors import CorruptError, FormatError
@@ -188,15 +187,15 @@ def nest(leaves: dict[Any, Any], paths: Any, label: str) -> dict[Any, Any]:
         if last in node:
             raise FormatError(label, expected="each path once", found=f"{brief(path)} again")
         node[last] = leaf
-    return {key: trampoline(_with_lists(node, label)) for key, node in root.items()}
+    return {key: _with_lists(node, label) for key, node in root.items()}
 
 
-def _with_lists(node: Any, label: str) -> Recursive[Any]:
+def _with_lists(node: Any, label: str) -> Any:
     if type(node) is not _Node:
         return node
     made: dict[Any, Any] = {}
     for key, child in node.items():
-        made[key] = yield _with_lists(child, label)
+        made[key] = _with_lists(child, label)
     if not any(type(key) is int for key in made):
         return made
     if sorted(made, key=str) != sorted(range(len(made)), key=str):

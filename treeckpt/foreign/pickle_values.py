@@ -29,7 +29,6 @@ from ..core.sharding.dtypes import dtype_of, numpy_dtype
 from ..core.sharding.region import MAX_NDIM
 from ..core.tree.containers import DEFAULT_FACTORIES
 from ..core.tree.dict_attributes import encode_attributes
-from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import MAX_DEPTH, child_path
 from ..core.tree.value_codec import BUFFERS, NAMESPACES, decode_path, new_buffer, new_namespace
@@ -309,7 +308,7 @@ def build_tree(read: Unpickled, label: str, refused: list[RefusedLeaf] | None = 
         TreeError: a leaf cannot be built.
         FormatError: more nodes than instructions: containers contain one another repeatedly.
     """
-    return trampoline(_TreeBuilder(label, read, refused).build(read.value, "", 0))
+    return _TreeBuilder(label, read, refused).build(read.value, "", 0)
 
 
 class _TreeBuilder:
@@ -321,28 +320,28 @@ class _TreeBuilder:
         self.made: dict[int, tuple[Any, Any, RefusedLeaf | None]] = {}
         """By identity of a node: the node, its value, and why it has none."""
 
-    def build(self, node: Any, path: str, depth: int) -> Recursive[Any]:
+    def build(self, node: Any, path: str, depth: int) -> Any:
         self.left -= 1
         if len(path) > PATH:  # each is a text of its own
             self.budget.take(len(path) // PATH)
         if self.left < 0 or depth > MAX_DEPTH:
             raise FormatError(
                 self.label,
-                expected="a tree",
-                found="containers that hold each other over and over",
+                expected=f"a tree at most {MAX_DEPTH} levels deep",
+                found="a deeper one" if self.left >= 0 else "containers that hold each other over and over",
                 hint="No program writes such a checkpoint",
             )
         kind = type(node)
         if kind in (dict, collections.OrderedDict, collections.defaultdict):
-            return (yield self._mapping(node, path, depth))
+            return self._mapping(node, path, depth)
         if kind in (list, collections.deque):
             for i, child in enumerate(node):
-                node[i] = yield self.build(child, child_path(path, i), depth + 1)
+                node[i] = self.build(child, child_path(path, i), depth + 1)
             return node
         if kind in (tuple, set, frozenset):
             items: list[Any] = []
             for i, child in enumerate(node):
-                items.append((yield self.build(child, child_path(path, i) if kind is tuple else path, depth + 1)))
+                items.append(self.build(child, child_path(path, i) if kind is tuple else path, depth + 1))
             try:
                 if kind is not tuple:
                     self.budget.hash_keys(items)
@@ -352,7 +351,7 @@ class _TreeBuilder:
         if isinstance(node, (Symbol, UnbuiltObject, FileBytes, DeferredValue)):
             if id(node) not in self.made:  # built once, so that ties stay
                 is_space = isinstance(node, _PickledNamespace)
-                value: Any = (yield self._namespace(node, path, depth)) if is_space else self._value(node, path)
+                value: Any = self._namespace(node, path, depth) if is_space else self._value(node, path)
                 self.made[id(node)] = node, value, self.refused[-1] if value is ... and self.refused else None
             elif (refused := self.made[id(node)][2]) is not None:
                 self._refuse(path, refused.what, refused.why)
@@ -361,16 +360,16 @@ class _TreeBuilder:
             return node
         return self._refuse(path, brief(node), _HELD)
 
-    def _mapping(self, node: Any, path: str, depth: int) -> Recursive[Any]:
+    def _mapping(self, node: Any, path: str, depth: int) -> Any:
         try:
             paths = [child_path(path, key) for key in node]
         except TreeError as error:
             return self._refuse(path, f"a {type(node).__name__} with {error.found}", _HELD)
         for key, below in zip(list(node), paths, strict=True):
-            node[key] = yield self.build(node[key], below, depth + 1)
+            node[key] = self.build(node[key], below, depth + 1)
         if type(node) is collections.OrderedDict and (attributes := vars(node)):
             for name, value in list(attributes.items()):
-                attributes[name] = yield self.build(value, f"{path}.{name}", depth + 1)
+                attributes[name] = self.build(value, f"{path}.{name}", depth + 1)
             try:
                 encode_attributes(attributes, path)
             except TreeError as error:
@@ -378,10 +377,10 @@ class _TreeBuilder:
                 self._refuse(error.path, error.found, _HELD)
         return node
 
-    def _namespace(self, node: _PickledNamespace, path: str, depth: int) -> Recursive[Any]:
+    def _namespace(self, node: _PickledNamespace, path: str, depth: int) -> Any:
         """Builds an object of attributes, which is one value: it is refused as a whole for what it cannot have."""
         above, self.refused = self.refused, []
-        state = yield self.build({} if node.state is None else node.state, path, depth + 1)
+        state = self.build({} if node.state is None else node.state, path, depth + 1)
         inner, self.refused = self.refused, above
         what, made = f"an {node.name} with ", None
         try:

@@ -19,7 +19,6 @@ from ..core.sharding.region import strides_in
 from ..core.tree.flatten import child_of_rank, flatten, replace_leaves, unflatten, without_left_out
 from ..core.tree.in_place import update_in_place, update_metadata
 from ..core.tree.keyed_table import TableColumn
-from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.sequences import SequenceReplacement, differing_sequences
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import PerRankNode, Structure, index_path
@@ -87,7 +86,7 @@ def _match_saved(job: Load) -> _SavedTree:
     found = _specs(job, taken) if job.options.specs_only else _arrays(job, taken)
     structure = job.view.structure
     if not job.options.rules and any(leaf.ranks is not None for leaf in order):
-        structure = trampoline(_own_structure(structure, job))
+        structure = _own_structure(structure, job)
     left_out = LeafPlaceholder(...)
     slots = [found.get(leaf.path, left_out) for leaf in order]
     if job.options.is_part or job.damaged:
@@ -153,7 +152,7 @@ def _tie(job: Load, leaf: Leaf, slot: LeafPlaceholder, made: Mapping[int, LeafPl
     slot.leaf = library_of(spec).view(base, spec, offset, strides)
 
 
-def _own_structure(structure: Structure, job: Load) -> Recursive[Structure]:
+def _own_structure(structure: Structure, job: Load) -> Structure:
     """Reduces each `PerRank` of a structure to the subtree of the source rank, as this rank's own."""
     if structure is None:
         return None
@@ -163,7 +162,7 @@ def _own_structure(structure: Structure, job: Load) -> Recursive[Structure]:
     children = list(structure.children)
     for at, child in enumerate(children):
         if child is not None:
-            children[at] = yield _own_structure(child, job)
+            children[at] = _own_structure(child, job)
     return msgspec.structs.replace(structure, children=tuple(children))
 
 

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from ..core.format.damage import BadBytes, damaged_leaves
-from ..core.format.index import INDEX_NAME, folded_index, rebuild
+from ..core.format.index import INDEX_NAME, rebuild
 from ..core.format.records import File, Index
 from ..core.format.shard_header import ShardHeader, decode_header
 from ..core.format.sidecars import stored_name
@@ -117,7 +117,7 @@ def _problem(index: Index, bad: BadBytes) -> Problem:
 def _index_difference(checkpoint: Checkpoint, headers: Sequence[tuple[int, ShardHeader]]) -> str:
     """Returns how the index differs from what the headers of all shards describe; empty if it does not."""
     try:
-        same = folded_index(rebuild(headers, checkpoint.url)) == folded_index(checkpoint.index)
+        same = rebuild(headers, checkpoint.url) == checkpoint.index
     except CheckpointError as error:
         return str(error)
     return "" if same else "it is not the index that the shards describe"

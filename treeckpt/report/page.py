@@ -25,7 +25,6 @@ from ..core.text import (
     time_text,
     value_text,
 )
-from ..core.tree.recursion import Recursive, trampoline
 from ..errors import CheckpointNotFound, TreeckptError
 from ..io.storage.metadata_files import NewestIndex
 from ..io.storage.open import open_folder
@@ -205,13 +204,13 @@ def _map(index: Index, leaf: Leaf) -> list[Html]:
 
 def _tree(outline: Outline) -> Html:
     left = [NODES]
-    rows = trampoline(_nodes(outline, outline.row(), left, 0))
+    rows = _nodes(outline, outline.row(), left, 0)
     search = el("input", id="find", type="search", placeholder="Search paths", aria_label="Search paths", hidden="")
     more = el("p", f"The first {NODES:,} nodes of the tree.", class_="dim") if left[0] <= 0 else None
     return _section("Tree", search, el("div", *rows, id="tree"), more)
 
 
-def _nodes(outline: Outline, parent: OutlineRow, left: list[int], depth: int) -> Recursive[list[Html]]:
+def _nodes(outline: Outline, parent: OutlineRow, left: list[int], depth: int) -> list[Html]:
     if parent.kind == "leaf":
         return [_leaf(outline.index, parent)]
     found: list[Html] = []
@@ -224,7 +223,7 @@ def _nodes(outline: Outline, parent: OutlineRow, left: list[int], depth: int) ->
             continue
         leaves = count_text(row.leaves, "leaf", "leaves")
         size = el("span", f"{leaves}, {bytes_text(row.nbytes)}", class_="size")
-        inner = yield _nodes(outline, row, left, depth + 1)
+        inner = _nodes(outline, row, left, depth + 1)
         summary = el("summary", el("span", row.key, class_="mono"), size)
         found.append(el("details", summary, *inner, open="" if not depth else None))
     if parent.children > CHILDREN:

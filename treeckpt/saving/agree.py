@@ -287,7 +287,7 @@ class _Agreement:
             if self.comm.rank:
                 check_files(files)
             else:
-                self.files = read_sidecars(files, metadata)
+                self.files = read_sidecars(files)
             self.file_digests = sidecar_digests(files, self.files)
         rank, namespace = self.comm.rank, self.options.namespace
         self.described = in_parts_if_needed(

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..core.format.sidecars import (
-    FILES_KEY,
     MAX_SIDECAR_NBYTES,
     MAX_SIDECARS,
     MAX_SIDECARS_NBYTES,
@@ -29,15 +28,13 @@ SidecarContent = str | os.PathLike[str] | bytes | bytearray | memoryview
 """The path of a local file, or its content."""
 
 
-def read_sidecars(files: Mapping[str, SidecarContent], metadata: Mapping[str, object]) -> dict[str, bytes]:
+def read_sidecars(files: Mapping[str, SidecarContent]) -> dict[str, bytes]:
     """Returns the contents of sidecar files by name.
 
     Raises:
         TreeError: as `check_files`; or a size that is not allowed, or a path that is no file that can be read.
     """
     check_files(files)
-    if files and FILES_KEY in metadata:
-        raise TreeError("custom_metadata", expected=f"no key {FILES_KEY!r}, which holds the list of files", found="it")
     contents: dict[str, bytes] = {}
     total = 0
     for name, given in files.items():

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ..arrays.registry import is_same_value
 from ..core.tree.flatten import flatten
-from ..core.tree.nesting import split_structure
 from ..errors import MismatchError, TreeError
 from .names import Key, key_path
 
@@ -51,7 +50,7 @@ def is_same(a: Any, b: Any) -> bool:
         (first, left), (second, right) = flatten(a), flatten(b)
         if not left or left[0][1] is not a:  # containers
             pairs = zip(left, right, strict=False)
-            return split_structure(first) == split_structure(second) and all(is_same(x, y) for (_, x), (_, y) in pairs)
+            return first == second and all(is_same(x, y) for (_, x), (_, y) in pairs)
         return is_same_value(a, b)
     except TreeError:
         return bool(a == b)

@@ -23,7 +23,6 @@ from ..core.sharding.region import Region
 from ..core.tree.flatten import PerRank, flatten
 from ..core.tree.globs import compile_globs
 from ..core.tree.merge import merge_sources
-from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import (
     TABLE_KEYS,
@@ -170,15 +169,15 @@ def nodes_by_name(node: Structure, names: Container[str]) -> dict[str, Structure
     """The structures below a node whose path is one of the names, in one walk."""
     found: dict[str, Structure] = {}
 
-    def walk(node: Structure, prefix: Key) -> Recursive[None]:
+    def walk(node: Structure, prefix: Key) -> None:
         for key, child in children_of(node).items():
             here = (*prefix, str(key))
             if key_path(here) in names:
                 found[key_path(here)] = child
             else:
-                yield walk(child, here)
+                walk(child, here)
 
-    trampoline(walk(node, ()))
+    walk(node, ())
     return found
 
 

@@ -24,7 +24,6 @@ from ..arrays.stateful import holds_stateful, is_disabled_scaler, is_stateful, n
 from ..core.tree.containers import PerRank, flatten_one_level
 from ..core.tree.flatten import child_of_rank, flatten, replace_leaves, unflatten
 from ..core.tree.leaf_differences import LeafDifferences, compare_leaves
-from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.sequences import differing_sequences
 from ..core.tree.structure import (
     DefaultDictNode,
@@ -177,10 +176,10 @@ def _grown_items(extra: Any, source: RestoreSource, rank: int) -> tuple[dict[str
     grown, namespace = dict[str, _Grown](), source.options.namespace
     lengths: dict[str, tuple[int, int]] = {}
 
-    def walk(here: Any, node: Structure, path: str) -> Recursive[None]:
+    def walk(here: Any, node: Structure, path: str) -> None:
         if isinstance(node, PerRankNode):
             if type(here) is PerRank:
-                yield walk(here.value, child_of_rank(node, rank % source.world, path), f"{path}/{_ANY_RANK}")
+                walk(here.value, child_of_rank(node, rank % source.world, path), f"{path}/{_ANY_RANK}")
             return
         taken = None if node is None or here is ... else flatten_one_level(here, path, namespace, rank)
         if node is None or taken is None:
@@ -189,7 +188,7 @@ def _grown_items(extra: Any, source: RestoreSource, rank: int) -> tuple[dict[str
         texts = [key_text(key) for key in taken.keys]
         for text, child in zip(texts, taken.children, strict=True):
             if text in there:
-                yield walk(child, there[text][1], f"{path}/{text}")
+                walk(child, there[text][1], f"{path}/{text}")
         listed = isinstance(node, (ListNode, DequeNode)) and isinstance(here, (list, collections.deque))
         keyed = isinstance(node, (DictNode, OrderedDictNode, DefaultDictNode)) and type(here) in _DICTS
         if isinstance(here, (list, tuple, collections.deque)) and len(here) != len(there):
@@ -199,7 +198,7 @@ def _grown_items(extra: Any, source: RestoreSource, rank: int) -> tuple[dict[str
             new = {text: pair for text, pair in there.items() if text not in texts}
             grown.update((f"{path}/{text}", _Grown(here, *pair)) for text, pair in new.items())
 
-    trampoline(walk(extra, descend(source.structure, ("extra",)), "extra"))
+    walk(extra, descend(source.structure, ("extra",)), "extra")
     return grown, lengths
 
 

@@ -14,7 +14,6 @@ import msgspec
 from ..arrays.expanded_tree import state_tree
 from ..arrays.registry import abstract_of
 from ..core.tree.containers import PerRank, flatten_one_level
-from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import key_text
 from ..errors import visible
@@ -51,7 +50,7 @@ def same_structure(found: Any, expected: Any, *, namespace: str = "") -> Samenes
     rank = global_rank(default_comm())
     lines: list[str] = []
     found, expected = (state_tree(tree, rank=rank, namespace=namespace) for tree in (found, expected))
-    trampoline(_compare(found, expected, "", lines, rank, namespace))
+    _compare(found, expected, "", lines, rank, namespace)
     return Sameness(tuple(lines))
 
 
@@ -64,7 +63,7 @@ def _name(node: Any, path: str, rank: int) -> str:
     return "array" if spec is not None else type(node).__name__
 
 
-def _compare(found: Any, expected: Any, path: str, lines: list[str], rank: int, namespace: str) -> Recursive[None]:
+def _compare(found: Any, expected: Any, path: str, lines: list[str], rank: int, namespace: str) -> None:
     ours, theirs = flatten_one_level(found, path, namespace, rank), flatten_one_level(expected, path, namespace, rank)
     if ours is None and theirs is None:
         return _compare_leaves(found, expected, path, lines, rank)
@@ -84,7 +83,7 @@ def _compare(found: Any, expected: Any, path: str, lines: list[str], rank: int, 
         if key not in have or key not in wanted:
             lines.append(f"{below}: {'missing' if key in wanted else 'unexpected'}")
         else:
-            yield _compare(have[key], wanted[key], below, lines, rank, namespace)
+            _compare(have[key], wanted[key], below, lines, rank, namespace)
     return None
 
 

@@ -179,7 +179,7 @@ class _Gather:
         if self.alike:
             return replace_leaves(self.tree, leaves, namespace=self.namespace)
         return unflatten(
-            merged.structure.whole(),
+            merged.structure,
             leaves,
             resolve=resolve,
             build=build_tensor,

@@ -90,7 +90,7 @@ def broadcast(tree: Any, *, transport: Transport, source: int, device: str | Non
     if transport.rank == source:
         return tree
     leaves = (new_leaf(leaf, plan.values, targets) for leaf in plan.inventory.leaves)
-    whole = plan.inventory.structure.whole()
+    whole = plan.inventory.structure
     return unflatten(whole, leaves, resolve=resolve, build=build_tensor, rank=transport.rank, namespace=namespace)
 
 

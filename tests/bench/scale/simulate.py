@@ -27,7 +27,6 @@ from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.core.sharding.placements import BoxLayout, Layout, MeshLayout, held_by, replica_offsets
 from treeckpt.core.sharding.region import Region, coalesce
 from treeckpt.core.tree.flatten import flatten
-from treeckpt.core.tree.nesting import split_structure
 from treeckpt.io.comm.collective import decode_each
 from treeckpt.io.comm.fanout import GROUP_SIZES, group_sizes_for
 from treeckpt.io.storage.store import MemoryStore
@@ -143,7 +142,7 @@ def _stages(arrays: list[Array], grid: Grid) -> list[tuple[Inventory, range]]:
         structure, leaves = flatten(_nested(mine))
         specs = {"/".join(array.path): LeafSpec("", array.spec, layouts.of(array)) for array in mine}
         ordered = tuple(msgspec.structs.replace(specs[path], path=path) for path, _ in leaves)
-        found.append((Inventory(split_structure(structure), ordered), range(stage * size, (stage + 1) * size)))
+        found.append((Inventory(structure, ordered), range(stage * size, (stage + 1) * size)))
     return found
 
 
@@ -160,7 +159,7 @@ def _flat(arrays: list[Array], world: int) -> list[tuple[Inventory, range]]:
             LeafSpec(path, by_path[path][0], BoxLayout(tuple((rank, region) for region in by_path[path][1])))
             for path, _ in leaves
         )
-        found.append((Inventory(split_structure(structure), ordered), range(rank, rank + 1)))
+        found.append((Inventory(structure, ordered), range(rank, rank + 1)))
     return found
 
 

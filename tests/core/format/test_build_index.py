@@ -8,7 +8,6 @@ from treeckpt.core.planning.rank_trees import Inventory, LeafSpec, RankClass, me
 from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
 from treeckpt.core.tree.flatten import PerRank, flatten
-from treeckpt.core.tree.nesting import split_structure
 from treeckpt.core.tree.spec import ArraySpec, StridedView
 
 MESH = Mesh((2,), encode_runs([0, 1]))
@@ -61,7 +60,7 @@ def manifest_of(*trees):
             LeafSpec(path.replace("~rank0", "~rank*"), leaf.spec, leaf.layout, leaf.alias_of, leaf.view, ())
             for path, leaf in leaves
         )
-        classes.append(RankClass(encode_runs([rank]), Inventory(split_structure(structure), specs)))
+        classes.append(RankClass(encode_runs([rank]), Inventory(structure, specs)))
     return build_index(
         merge_rank_trees(classes, len(trees)), None, FileTable(), values={}, own_values={}, save_id="0" * 16, step=None,
         created_ns=5, metadata={},
@@ -71,7 +70,7 @@ def manifest_of(*trees):
 def test_an_index_before_placement_has_no_chunks():
     structure, _ = flatten({"a": None, "b": None})
     leaves = (LeafSpec("a", square(), ROWS), LeafSpec("b", square()))
-    tree = merge_rank_trees([RankClass(encode_runs([0, 1]), Inventory(split_structure(structure), leaves))], 2)
+    tree = merge_rank_trees([RankClass(encode_runs([0, 1]), Inventory(structure, leaves))], 2)
     index = build_index(
         tree, None, FileTable(), values={}, own_values={}, save_id="0" * 16, step=None, created_ns=5, metadata={}
     )

@@ -23,7 +23,7 @@ from tests.helpers.second_reader import KINDS, column, read, value
 from tests.helpers.strategies import Registered, same, trees
 from tests.helpers.world import errors_of, on_ranks
 from treeckpt.core.format import index as index_module
-from treeckpt.core.format import index_v2, records, shard_header
+from treeckpt.core.format import packed_index, records, shard_header
 from treeckpt.core.sharding.dtypes import DTYPES
 from treeckpt.core.tree import structure, value_codec
 
@@ -72,8 +72,8 @@ def assert_same(found: Any, loaded: Any, rank: int = 0) -> None:
         assert same(found, expected), (found, expected)
 
 
-@pytest.mark.parametrize("name", ["version_1", "version_1_tables", "version_2"])
-def test_the_page_describes_each_version(name: str) -> None:
+@pytest.mark.parametrize("name", ["version_1", "version_1_tables", "version_1_ranges"])
+def test_the_page_describes_the_golden_checkpoints(name: str) -> None:
     assert_same(read(GOLDEN / name), tc.load(GOLDEN / name, per_rank="take"))
 
 
@@ -105,17 +105,17 @@ def test_it_describes_the_versions_of_modules(tmp_path: Path) -> None:
     assert_same(read(tmp_path / "ckpt"), tc.load(tmp_path / "ckpt"))
     index = json.loads((tmp_path / "ckpt/index.json").read_text())["index"]
     model, without = index["structure"][2]
-    (names, values, numbers), others = model[3]
+    (names, values, numbers), others = model[1]
     found = {name: value(values[n]) for name, n in zip(names, column(numbers), strict=True)}
     assert found == state._metadata and value(others) == {"note": ["x"]}
-    assert without == ["OrderedDict", ["a"], [None]]
+    assert without == ["OrderedDict", None, ["a"], [None]]
 
 
 @pytest.mark.parametrize("log", ["", "é\udc80" * 3000])
 def test_it_describes_uneven_ranges_with_and_without_listed_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: str
 ) -> None:
-    monkeypatch.setattr(index_module, "MAX_V1_NBYTES", 0)
+    monkeypatch.setattr(index_module, "MAX_PLAIN_NBYTES", 0)
     shapes = {"a": (7, 5), "b": (3, 4, 10), "half": (123,), "c": (64, 64)}
     whole = {k: np.arange(np.prod(s)).reshape(s).astype("f2" if k == "half" else "f4") for k, s in shapes.items()}
 
@@ -134,7 +134,7 @@ def test_it_describes_uneven_ranges_with_and_without_listed_starts(
         tc.save(tmp_path, {**tree, **own, "log": log}, comm=comm)
 
     assert errors_of(on_ranks(5, save)) == [None] * 5
-    assert b'"version":2' in (tmp_path / "index.json").read_bytes()[:80]
+    assert b'"ranges":{' in (tmp_path / "index.json").read_bytes()
     found = read(tmp_path)
     assert found["own"][4].tolist() == [4, 5, 6, 7, 8] and found["log"] == log
     assert {rank: len(text) for rank, text in found["text"].items()} == {0: 5000, 1: 5000, 2: 5000, 3: 5001, 4: 5001}
@@ -162,8 +162,8 @@ def test_a_reader_by_the_page_notices_damage(tmp_path: Path) -> None:
 def test_the_page_names_every_key_kind_and_dtype() -> None:
     quoted = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL))
     named = set(quoted) | {word for text in quoted for word in re.findall(r'"([\w.]+)"', text)}
-    structs = [records.Index, records.FileTable, index_v2.RangeColumns, index_v2.PackedIndex]
-    words = {field for struct in structs for field in struct.__struct_fields__} - {"lineage", "sidecars"}
+    structs = [records.FileTable, packed_index.RangeColumns, packed_index.PackedIndex]
+    words = {field for struct in structs for field in struct.__struct_fields__}
     words |= set(shard_header._ShardMetadata.__struct_fields__)  # pyright: ignore[reportPrivateUsage]
     words |= {kind.__struct_config__.tag for kind in structure.Node.__args__} - {"absent"}
     words |= {kind.__struct_config__.tag for kind in records.LeafRecord.__args__}

@@ -1,13 +1,22 @@
 """Numbers that a writer of one version and a reader of another must agree on: to change one changes the format."""
 
-from treeckpt.core.format import check_index, file_names, index, index_v2, lineage, save_progress, shard_header, timings
+from treeckpt.core.format import (
+    check_index,
+    file_names,
+    index,
+    lineage,
+    packed_index,
+    save_progress,
+    shard_header,
+    timings,
+)
 from treeckpt.core.planning import save_plan
 from treeckpt.core.sharding import int_runs, region
-from treeckpt.core.tree import nesting, row_order, structure, value_codec
+from treeckpt.core.tree import row_order, shared_subtrees, structure, value_codec
 
 
 def test_versions_stay():
-    assert (index.VERSION, shard_header.VERSION, timings.VERSION) == (2, 1, 1)
+    assert (index.VERSION, shard_header.VERSION, timings.VERSION) == (1, 1, 1)
 
 
 def test_the_order_of_entries_stays():
@@ -34,13 +43,17 @@ def test_bounds_of_numbers_stay():
         1 << 22,
         1 << 22,
     )
-    assert (index_v2.MAX_NUMBERS, index_v2.MAX_PER_RANK, index_v2.NUMBERS_PER_BYTE) == (1 << 17, 1 << 20, 2)
+    assert (packed_index.MAX_NUMBERS, packed_index.MAX_PER_RANK, packed_index.NUMBERS_PER_BYTE) == (
+        1 << 17,
+        1 << 20,
+        2,
+    )
 
 
 def test_depths_of_trees_and_values_stay():
-    assert (structure.MAX_DEPTH, structure.DOCUMENT_DEPTH, value_codec.MAX_VALUE_DEPTH) == (1000, 100, 100)
+    assert (structure.MAX_DEPTH, value_codec.MAX_VALUE_DEPTH) == (200, 100)
     assert (structure.USUAL_PATH_LENGTH, structure.MAX_EXTRA_PATH_CHARS) == (1024, 1 << 25)
-    assert (nesting.MAX_SHARED, value_codec.MAX_COLLISIONS) == (32, 64)
+    assert (shared_subtrees.MAX_SHARED, value_codec.MAX_COLLISIONS) == (32, 64)
 
 
 def test_buckets_of_tables_stay():

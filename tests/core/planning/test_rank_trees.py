@@ -19,7 +19,6 @@ from treeckpt.core.planning.rank_trees import (
 from treeckpt.core.sharding.int_runs import decode_runs, encode_runs
 from treeckpt.core.sharding.placements import BoxLayout, Layout, Mesh, MeshLayout, Replicate, Shard, replicated_layout
 from treeckpt.core.sharding.region import Region
-from treeckpt.core.tree.nesting import split_structure
 from treeckpt.core.tree.spec import ArraySpec, StridedView
 from treeckpt.core.tree.structure import DictNode, OrderedDictNode, PerRankNode
 from treeckpt.errors import LayoutError, MismatchError, TreeError
@@ -38,7 +37,7 @@ def joined(*classes: tuple[tuple[int, ...], dict[str, LeafSpec]], world: int = 4
         [
             RankClass(
                 encode_runs(ranks),
-                Inventory(split_structure(DictNode(tuple(leaves), (None,) * len(leaves))), tuple(leaves.values())),
+                Inventory(DictNode(tuple(leaves), (None,) * len(leaves)), tuple(leaves.values())),
             )
             for ranks, leaves in classes
         ],
@@ -134,7 +133,7 @@ def test_a_mesh_outside_of_the_world_is_refused() -> None:
 
 def test_digests_tell_inventories_apart_by_all_but_values() -> None:
     def digest(leaf: LeafSpec) -> bytes:
-        return digest_of(Inventory(split_structure(DictNode(("w",), (None,))), (leaf,)))
+        return digest_of(Inventory(DictNode(("w",), (None,)), (leaf,)))
 
     leaves = [
         array("w"),
@@ -189,7 +188,7 @@ def test_ranks_whose_own_leaves_are_equal_share_a_record() -> None:
             LeafSpec("own/~rank*/r", ArraySpec(shape, "uint8"), per_rank=()),
             LeafSpec("own/~rank*/v", None, per_rank=()),
         )
-        return RankClass(encode_runs([rank]), Inventory(split_structure(structure), (*own, *shared.values())))
+        return RankClass(encode_runs([rank]), Inventory(structure, (*own, *shared.values())))
 
     merged = merge_rank_trees([tree(2, (3,), x=array("x")), tree(1, (5,)), tree(0, (3,))], 3)
     assert [(leaf.path, leaf.spec and leaf.spec.shape, leaf.per_rank) for leaf in merged.leaves] == [
@@ -205,18 +204,19 @@ def test_ranks_whose_own_leaves_are_equal_share_a_record() -> None:
 
 def test_ranks_whose_own_containers_differ_share_no_record() -> None:
     def tree(rank: int, kind: type[DictNode | OrderedDictNode], keys: tuple[str, ...]) -> RankClass:
-        node = PerRankNode((encode_runs([rank]),), (kind(keys, (None,) * len(keys)),))
+        facts = (None,) if kind is OrderedDictNode else ()
+        node = PerRankNode((encode_runs([rank]),), (kind(*facts, keys, (None,) * len(keys)),))
         own = tuple(LeafSpec(f"own/~rank*/{key}", None, per_rank=()) for key in keys)
-        return RankClass(encode_runs([rank]), Inventory(split_structure(DictNode(("own",), (node,))), own))
+        return RankClass(encode_runs([rank]), Inventory(DictNode(("own",), (node,)), own))
 
     for keys in (("v",), ()):
         classes = [tree(0, DictNode, keys), tree(1, OrderedDictNode, keys), tree(2, DictNode, keys)]
         merged = merge_rank_trees(classes, 3)
-        whole = merged.structure.whole()
+        whole = merged.structure
         assert isinstance(whole, DictNode)
         assert whole.children[0] == PerRankNode(
             (encode_runs([0, 2]), encode_runs([1])),
-            (DictNode(keys, (None,) * len(keys)), OrderedDictNode(keys, (None,) * len(keys))),
+            (DictNode(keys, (None,) * len(keys)), OrderedDictNode(None, keys, (None,) * len(keys))),
         )
         assert [leaf.per_rank for leaf in merged.leaves] == [encode_runs([0, 2]), encode_runs([1])] * len(keys)
 

@@ -100,13 +100,13 @@ def test_what_cannot_be_stored_is_an_error_that_names_it(attributes: dict[str, A
     ],
 )
 def test_attributes_that_no_ordered_dict_has_are_refused(attributes: Any) -> None:
-    document = msgspec.json.encode(["OrderedDict", ["w"], [None], attributes])
+    document = msgspec.json.encode(["OrderedDict", attributes, ["w"], [None]])
     with pytest.raises(FormatError):
         rebuilt(msgspec.json.decode(document, type=OrderedDictNode))
 
 
 def test_a_node_without_attributes_is_read() -> None:
-    node = msgspec.json.decode(b'["OrderedDict", ["w"], [null]]', type=OrderedDictNode)
+    node = msgspec.json.decode(b'["OrderedDict", null, ["w"], [null]]', type=OrderedDictNode)
     assert vars(rebuilt(node)) == {}
 
 

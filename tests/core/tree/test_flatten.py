@@ -16,7 +16,6 @@ from tests.helpers.strategies import Branch, Color, Frozen, Registered, Weight, 
 from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.core.tree.flatten import PerRank, child_of_rank, flatten, replace_leaves, unflatten
 from treeckpt.core.tree.in_place import update_in_place
-from treeckpt.core.tree.nesting import SplitStructure, split_structure
 from treeckpt.core.tree.structure import (
     MAX_DEPTH,
     CustomNode,
@@ -34,7 +33,7 @@ SPACE = "treeckpt-tests"
 
 def there_and_back(tree, rank=0):
     structure, leaves = flatten(tree, rank=rank, namespace=SPACE)
-    stored = msgspec.json.decode(msgspec.json.encode(split_structure(structure)), type=SplitStructure).whole()
+    stored = msgspec.json.decode(msgspec.json.encode(structure), type=Structure)
     rest = iter([leaf for _, leaf in leaves])
     found = unflatten(stored, rest, resolve=resolve, rank=rank, namespace=SPACE)
     assert next(rest, None) is None, "every leaf is used"

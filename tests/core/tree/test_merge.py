@@ -37,7 +37,7 @@ def test_parts_below_a_common_key_are_joined_there():
 
 def test_ordered_and_default_dicts_join_with_their_like():
     ordered = merged(collections.OrderedDict(a=1), collections.OrderedDict(b=1))
-    assert ordered == OrderedDictNode(("a", "b"), (None, None))
+    assert ordered == OrderedDictNode(None, ("a", "b"), (None, None))
     counted = merged(collections.defaultdict(int, a=1), collections.defaultdict(int, b=1))
     assert counted == DefaultDictNode("int", ("a", "b"), (None, None))
 

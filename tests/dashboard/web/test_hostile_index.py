@@ -92,7 +92,7 @@ def hostile(tmp_path_factory):
     for step, change in enumerate(HOSTILE.values()):
         directory = run / f"step_{step:08d}"
         index = write_checkpoint(directory, tree, step=step)
-        (directory / INDEX_NAME).write_bytes(encode_index(change(index), packed=False))
+        (directory / INDEX_NAME).write_bytes(encode_index(change(index)))
     client = TestClient(create_app([run]), base_url="http://127.0.0.1")
     [found] = client.get("/api/v1/runs").json()["runs"]
     return client, found

@@ -30,7 +30,6 @@ from ..format.records import (
 from ..sharding.int_runs import length_of
 from ..sharding.region import Region
 from ..text import blob_text, count_text, layout_text, region_text, shape_text, value_text, value_type
-from ..tree.nesting import split_structure
 from ..tree.structure import OrderedDictNode, Structure, containers_of
 
 Aspect = Literal["kind", "shape", "dtype", "layout", "value"]
@@ -111,13 +110,11 @@ def _beside_leaves(a: Index, b: Index) -> list[str]:
     files = [{one.name: one.xxh3 for one in index.sidecars} for index in (a, b)]
     found = [f"custom metadata {name}" for name in _different(*metadata)]
     found += [f"sidecar file {name}" for name in _different(*files)]
-    if a.by_path.keys() == b.by_path.keys() and a.world == b.world:
-        parts = [split_structure(index.structure) for index in (a, b)]  # of any depth
-        if parts[0] != parts[1]:
-            noted = [_attributes(index) for index in (a, b)]
-            found += [f"versions of modules or other attributes of {path or '<root>'}" for path in _different(*noted)]
-            bare = [tuple(map(_without_attributes, (part.top, *part.below))) for part in parts]
-            found += ["containers, by kind or by the order of keys"] if bare[0] != bare[1] else []
+    if a.by_path.keys() == b.by_path.keys() and a.world == b.world and a.structure != b.structure:
+        noted = [_attributes(index) for index in (a, b)]
+        found += [f"versions of modules or other attributes of {path or '<root>'}" for path in _different(*noted)]
+        bare = [_without_attributes(index.structure) for index in (a, b)]
+        found += ["containers, by kind or by the order of keys"] if bare[0] != bare[1] else []
     return found
 
 
@@ -132,7 +129,7 @@ def _without_attributes(node: Structure) -> Structure:
         return None
     children = tuple([None if child is None else _without_attributes(child) for child in node.children])
     if isinstance(node, OrderedDictNode):
-        return OrderedDictNode(node.keys, children)
+        return OrderedDictNode(None, node.keys, children)
     return msgspec.structs.replace(node, children=children)
 
 

@@ -10,7 +10,6 @@ import msgspec
 from ..format.records import AliasRecord, Index, Leaf, PerRankValues, ValueRecord
 from ..sharding.int_runs import length_of
 from ..text import blob_text, count_text, shape_text, value_text
-from ..tree.recursion import Recursive, trampoline
 from ..tree.spec import ArraySpec
 from ..tree.structure import KeyTextCache, PerRankNode, Structure
 from ..tree.value_codec import Value
@@ -68,7 +67,7 @@ def structure_rows(index: Index, below: str = "") -> list[StructureRow]:
     """
     texts, leaves, rows = KeyTextCache(), iter(index.entries), list[StructureRow]()
 
-    def walk(node: Structure, path: str, depth: int, ranks: int) -> Recursive[None]:
+    def walk(node: Structure, path: str, depth: int, ranks: int) -> None:
         if node is None:
             rows.append(_leaf_row(index, next(leaves), depth, ranks))
             return
@@ -76,9 +75,9 @@ def structure_rows(index: Index, below: str = "") -> list[StructureRow]:
         rows.append(StructureRow(path, kind, depth, getattr(node, "cls", ""), count, ranks))
         groups = [length_of(group) for group in node.ranks] if isinstance(node, PerRankNode) else [ranks] * count
         for step, child, group in zip(texts.of(node, path), node.children, groups, strict=True):
-            yield walk(child, f"{path}/{step}" if depth else step, depth + 1, group)
+            walk(child, f"{path}/{step}" if depth else step, depth + 1, group)
 
-    trampoline(walk(index.structure, "", 0, 0))
+    walk(index.structure, "", 0, 0)
     prefix = f"{below}/"
     return [row for row in rows if not below or row.path == below or row.path.startswith(prefix)]
 

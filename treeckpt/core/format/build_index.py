@@ -80,7 +80,7 @@ def build_index(
         step=step,
         created_ns=created_ns,
         world=tree.world,
-        structure=tree.structure.whole(),
+        structure=tree.structure,
         specs=tuple(specs),
         layouts=tuple(layouts),
         leaves=tuple(records),

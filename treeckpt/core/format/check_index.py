@@ -31,6 +31,7 @@ from .records import (
     ValueRecord,
 )
 from .shard_header import MAX_HEADER, MAX_NBYTES, MAX_WORLD, SAVE_ID, padded_nbytes
+from .sidecars import are_sound
 
 MAX_FILES = 1 << 20
 """Rows of the table of files, which are expanded when the checkpoint is read."""
@@ -60,6 +61,10 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
         raise FormatError(name, expected="a save id and a world", found=f"{index.save_id!r:.40}, {index.world}")
     if abs(index.created_ns) >= MAX_NBYTES:
         raise FormatError(name, expected="a time in nanoseconds", found="a number of more than 62 bits")
+    if index.lineage is not None and not index.lineage.is_sound():
+        raise FormatError(name, expected="a place in the run", found=f"{index.lineage!r:.80}")
+    if not are_sound(index.sidecars):
+        raise FormatError(name, expected="names, sizes and checksums of files", found=f"{index.sidecars!r:.80}")
     _check_files(index, name, manifest)
     for spec in index.specs:
         _check_spec(spec, name)

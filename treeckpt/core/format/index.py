@@ -18,29 +18,19 @@ from ..sharding.int_runs import decode_runs, encode_runs
 from ..sharding.region import Region
 from ..sharding.write_assignment import BoxOwners
 from ..text import count_text
-from ..tree.nesting import SplitStructure, split_structure, without_absent_attributes
-from ..tree.value_codec import Value
+from ..tree.structure import MAX_DEPTH, check_stack
 from .check_index import check_index
 from .chunks import NoChunks, encode_chunks
-from .decoding import decode_json
-from .index_v2 import pack, unpack
-from .lineage import Lineage
+from .packed_index import pack, unpack
 from .records import ArrayRecord, FileTable, Index, Leaf, LeafRecord, PerRankArrays, file_table
 from .seals import check_seal, sealed
 from .shard_header import ShardHeader
-from .sidecars import FILES_KEY, decode_sidecars, encode_sidecars
 
-VERSION = 2
-"""The newest version. Where version 1 is about as short, it is written instead, so that older programs can read it."""
+VERSION = 1
 INDEX_NAME = "index.json"
-LINEAGE_KEY = "treeckpt.lineage"
-"""The key of the metadata that holds the lineage as JSON text: readers older than lineages refuse fields that they do
-not know, but accept any metadata."""
 MAX_INDEX = 1 << 30
-MAX_V1_NBYTES = 256 << 10
-"""Bytes up to which an index is always written as version 1, which is read many times as fast."""
-V2_RATIO = 0.75
-"""Version 2 is written only if it has less than this part of the bytes of version 1."""
+MAX_PLAIN_NBYTES = 256 << 10
+"""Bytes up to which an index is never packed: msgspec decodes records several times as fast as columns."""
 _ZEROS = "0" * 16
 
 
@@ -54,22 +44,15 @@ class _IndexDocument(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _DOCUMENT = msgspec.json.Decoder(_IndexDocument)
-_INDEX = msgspec.json.Decoder(Index)
 
 
-def encode_index(index: Index, *, packed: bool = True) -> bytes:
-    """Encodes index.json.
-
-    Args:
-        packed: whether version 2 is written where the index is large and version 2 much shorter.
-    """
-    index = _with_texts(index)
-    folded = folded_index(index)
-    body, version = msgspec.json.encode(folded), 1
-    short = pack(index) if packed and not folded.below and len(body) > MAX_V1_NBYTES else None
-    if short is not None and len(short) < V2_RATIO * len(body):
-        body, version = short, 2
-    return sealed(msgspec.json.encode(_IndexDocument(_ZEROS, "treeckpt", version, msgspec.Raw(body))))
+def encode_index(index: Index) -> bytes:
+    """Encodes index.json."""
+    body = msgspec.json.encode(index)
+    packed = pack(index) if len(body) > MAX_PLAIN_NBYTES else None
+    if packed is not None and len(packed) < len(body):
+        body = packed
+    return sealed(msgspec.json.encode(_IndexDocument(_ZEROS, "treeckpt", VERSION, msgspec.Raw(body))))
 
 
 def decode_index(data: bytes, name: str = INDEX_NAME) -> Index:
@@ -84,85 +67,46 @@ def decode_index(data: bytes, name: str = INDEX_NAME) -> Index:
     check_seal(data, name, hint="The file was changed after it was written; try treeckpt verify --repair")
     try:
         document = _DOCUMENT.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except RecursionError as error:
+        raise _too_deep(name) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise FormatError(name, expected="a treeckpt index", found=f"{error}"[:200]) from error
-    if document.format != "treeckpt" or document.version not in (1, VERSION):
+    if document.format != "treeckpt" or document.version != VERSION:
         raise FormatError(
             name,
-            expected=f"treeckpt index version 1 to {VERSION}",
+            expected=f"treeckpt index version {VERSION}",
             found=f"{document.format} version {document.version}"[:80],
             hint="Load it with the version of treeckpt that wrote it, or a newer one",
         )
-    return _decode_body(bytes(document.index), name, packed=document.version == 2)
+    return _decode_body(bytes(document.index), name)
 
 
-def _decode_body(body: bytes, name: str, *, packed: bool = False, manifest: bool = False) -> Index:
+def _decode_body(body: bytes, name: str, *, manifest: bool = False) -> Index:
     try:
-        index = unpack(body, name) if packed else _INDEX.decode(body)
-        if index.below:
-            whole = SplitStructure(index.structure, index.below).whole(name)
-            index = msgspec.structs.replace(index, structure=whole, below=())
-        index = _sidecars_from_text(_lineage_from_text(index))
+        index = unpack(body, name)
         check_index(index, name, manifest=manifest)
         return index
     except MismatchError as error:  # of a spec
         raise FormatError(name, expected=error.expected, found=error.found) from error
     except TreeckptError:
         raise
-    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
+    except RecursionError as error:
+        raise _too_deep(name) from error
+    except (msgspec.MsgspecError, ValueError, OverflowError) as error:
         raise FormatError(name, expected="an index as treeckpt writes it", found=f"{error}"[:200]) from error
 
 
-def _with_texts(index: Index) -> Index:
-    """Moves the lineage and the list of sidecar files into the metadata, as the file holds them."""
-    texts: dict[str, Value] = {}
-    if index.lineage is not None:
-        texts[LINEAGE_KEY] = msgspec.json.encode(index.lineage).decode()
-    if index.sidecars:
-        texts[FILES_KEY] = encode_sidecars(index.sidecars)
-    return (
-        msgspec.structs.replace(index, lineage=None, sidecars=(), metadata=index.metadata | texts) if texts else index
-    )
-
-
-def _lineage_from_text(index: Index) -> Index:
-    """Moves the lineage out of the metadata; a text that is no sound lineage stays there."""
-    text = index.metadata.get(LINEAGE_KEY)
-    if not isinstance(text, str):
-        return index
-    try:
-        lineage = decode_json(text, Lineage)
-    except msgspec.MsgspecError:
-        return index
-    if not lineage.is_sound():
-        return index
-    metadata = {key: value for key, value in index.metadata.items() if key != LINEAGE_KEY}
-    return msgspec.structs.replace(index, lineage=lineage, metadata=metadata)
-
-
-def _sidecars_from_text(index: Index) -> Index:
-    """Moves the list of sidecar files out of the metadata; a text that is no sound list stays there."""
-    text = index.metadata.get(FILES_KEY)
-    sidecars = decode_sidecars(text) if isinstance(text, str) else None
-    if sidecars is None:
-        return index
-    metadata = {key: value for key, value in index.metadata.items() if key != FILES_KEY}
-    return msgspec.structs.replace(index, sidecars=sidecars, metadata=metadata)
+def _too_deep(name: str) -> FormatError:
+    """Returns the error for a document that nests deeper than Python's calls; raises TreeError if the stack is full."""
+    check_stack(name)
+    expected = f"a tree at most {MAX_DEPTH} levels deep"
+    return FormatError(name, expected=expected, found="one beyond Python's recursion limit")
 
 
 def encode_manifest(index: Index) -> str:
     """Encodes the manifest, which the coordinator's shard holds: the index without chunks and files."""
     bare = tuple([_without_chunks(record) for record in index.leaves])
-    return msgspec.json.encode(
-        msgspec.structs.replace(folded_index(_with_texts(index)), leaves=bare, files=FileTable())
-    ).decode()
-
-
-def folded_index(index: Index) -> Index:
-    """Moves deep parts of the structure into `below`: JSON and msgpack nest a bounded number of levels."""
-    found = split_structure(index.structure)
-    top, *below = map(without_absent_attributes, (found.top, *found.below))
-    return msgspec.structs.replace(index, structure=top, below=tuple(below))
+    return msgspec.json.encode(msgspec.structs.replace(index, leaves=bare, files=FileTable())).decode()
 
 
 def _without_chunks(record: LeafRecord) -> LeafRecord:

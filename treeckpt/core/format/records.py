@@ -170,7 +170,6 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
         metadata: metadata of the user.
         lineage: set for a checkpoint that a manager saved.
         sidecars: files that were saved with it; `treeckpt.read_file` reads one.
-        below: in a file, deep parts of the structure, see `core.tree.nesting`; empty in a decoded index.
     """
 
     save_id: str
@@ -185,7 +184,6 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
     metadata: dict[str, Value]
     lineage: Lineage | None = None
     sidecars: tuple[Sidecar, ...] = ()
-    below: tuple[Structure, ...] = ()
 
     @property
     def file_kind(self) -> str:

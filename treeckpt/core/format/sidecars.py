@@ -12,11 +12,6 @@ from collections.abc import Iterable
 import msgspec
 import xxhash
 
-from .decoding import decode_json
-
-FILES_KEY = "treeckpt.files"
-"""The key of the metadata that holds the list as JSON text: readers older than sidecar files refuse fields that they do
-not know, but accept any metadata."""
 MAX_SIDECARS = 1000
 MAX_SIDECAR_NBYTES = 64 << 20
 """Bytes of one file."""
@@ -60,26 +55,13 @@ def checksum(data: bytes | bytearray) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def encode_sidecars(sidecars: tuple[Sidecar, ...]) -> str:
-    """Returns the list as the metadata of an index holds it."""
-    return msgspec.json.encode(sidecars).decode()
-
-
-def decode_sidecars(text: str) -> tuple[Sidecar, ...] | None:
-    """Decodes the list; None for a text that no save has written."""
-    try:
-        sidecars = decode_json(text, tuple[Sidecar, ...])
-    except msgspec.MsgspecError:
-        return None
-    return sidecars if _are_sound(sidecars) else None
-
-
-def _are_sound(sidecars: tuple[Sidecar, ...]) -> bool:
+def are_sound(sidecars: tuple[Sidecar, ...]) -> bool:
+    """Returns whether a save can have written this list."""
     each = all(
         is_sidecar_name(one.name) and 0 <= one.nbytes <= MAX_SIDECAR_NBYTES and _CHECKSUM.fullmatch(one.xxh3)
         for one in sidecars
     )
-    return 0 < len(sidecars) <= MAX_SIDECARS and each and not alike_names([one.name for one in sidecars])
+    return len(sidecars) <= MAX_SIDECARS and each and not alike_names([one.name for one in sidecars])
 
 
 def alike_names(names: Iterable[str]) -> list[str]:

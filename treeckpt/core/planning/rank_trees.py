@@ -22,7 +22,6 @@ from ..sharding.region import MAX_NDIM, Region, earlier_overlaps
 from ..sharding.write_assignment import ArrayLeaf, overlapping_boxes
 from ..tree.keyed_table import OwnedRows, row_starts
 from ..tree.merge import merge, with_ranks
-from ..tree.nesting import SplitStructure, split_structure
 from ..tree.spec import BLOB_KINDS, ArraySpec, StridedView
 from ..tree.structure import PerRankNode, Structure, paths_of
 
@@ -48,7 +47,7 @@ class LeafSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Inventory(msgspec.Struct, frozen=True, array_like=True):
     """One rank's tree without its data."""
 
-    structure: SplitStructure
+    structure: Structure
     leaves: tuple[LeafSpec, ...]
 
 
@@ -63,7 +62,7 @@ class GlobalTree(msgspec.Struct, frozen=True, array_like=True):
     """The tree of all ranks: every leaf once, in the order of the structure, each array with its layout."""
 
     world: int
-    structure: SplitStructure
+    structure: Structure
     leaves: tuple[LeafSpec, ...]
 
 
@@ -82,13 +81,13 @@ def merge_rank_trees(classes: Sequence[RankClass], world: int) -> GlobalTree:
     classes = _split_tables_by_row(classes)
     if len(classes) == 1:
         only = classes[0].inventory
-        structure = with_ranks(only.structure.whole(), classes[0].ranks)
+        structure = with_ranks(only.structure, classes[0].ranks)
         leaves = [_leaf_with_ranks(leaf, classes[0].ranks) for leaf in only.leaves]
     else:
         groups = _per_rank_groups(classes)
-        structure = with_ranks(classes[0].inventory.structure.whole(), groups[0])
+        structure = with_ranks(classes[0].inventory.structure, groups[0])
         for group, ranks in zip(classes[1:], groups[1:], strict=True):
-            structure = merge(structure, with_ranks(group.inventory.structure.whole(), ranks))
+            structure = merge(structure, with_ranks(group.inventory.structure, ranks))
         leaves = _merge_leaves(structure, classes, groups)
     checked: set[int] = set()
     for leaf in leaves:
@@ -101,7 +100,7 @@ def merge_rank_trees(classes: Sequence[RankClass], world: int) -> GlobalTree:
                     found=f"one that holds rank {highest}",
                     hint="Call save on every rank of the mesh, with a comm that spans them all",
                 )
-    return GlobalTree(world, split_structure(structure), tuple(leaves))
+    return GlobalTree(world, structure, tuple(leaves))
 
 
 def _split_tables_by_row(classes: Sequence[RankClass]) -> Sequence[RankClass]:
@@ -152,7 +151,7 @@ def _per_rank_groups(classes: Sequence[RankClass]) -> list[Runs]:
     keys = [
         (
             *(leaf for leaf in group.inventory.leaves if leaf.per_rank is not None),
-            *_subtrees_of_rank(group.inventory.structure.whole()),
+            *_subtrees_of_rank(group.inventory.structure),
         )
         for group in classes
     ]
@@ -169,7 +168,7 @@ def _subtrees_of_rank(structure: Structure) -> list[bytes]:
     while waiting:
         node = waiting.pop()
         if isinstance(node, PerRankNode):
-            found += [msgspec.json.encode(split_structure(child)) for child in node.children]
+            found += [msgspec.json.encode(child) for child in node.children]
         elif node is not None and node.children.count(None) < len(node.children):
             waiting += node.children
     return found

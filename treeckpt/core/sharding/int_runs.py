@@ -162,7 +162,7 @@ def decode_runs(runs: Runs) -> np.ndarray:
     """Returns the column, int64[length]."""
     parts: list[np.ndarray] = []
     for run in runs:
-        part = np.full(1, run[0], dtype=np.int64)
+        part = np.array(run[:1], dtype=np.int64)
         for step, count in zip(run[1::2], run[2::2], strict=True):
             part = (np.arange(count, dtype=np.int64)[:, None] * step + part).reshape(-1)
         parts.append(part)

@@ -157,7 +157,7 @@ def flatten_one_level(tree: Any, path: str, namespace: str, rank: int) -> Flatte
     kind = type(tree)
     if kind is dict or kind is collections.OrderedDict:
         keys = list(tree)
-        node = DictNode if kind is dict else partial(_attributed_node, tree, path) if vars(tree) else OrderedDictNode
+        node = DictNode if kind is dict else partial(_ordered_dict_node, tree, path)
         return FlattenedContainer(partial(_keyed_node, node, (), keys, path), keys, list(tree.values()))
     if kind is collections.defaultdict:
         return _flatten_defaultdict(tree, path)
@@ -214,10 +214,10 @@ def _keyed_node(
     return kind(*fields, tuple(encoded), children)
 
 
-def _attributed_node(
+def _ordered_dict_node(
     tree: collections.OrderedDict[Any, Any], path: str, keys: tuple[Value, ...], children: tuple[Structure, ...]
 ) -> OrderedDictNode:
-    return OrderedDictNode(keys, children, encode_attributes(vars(tree), path))
+    return OrderedDictNode(encode_attributes(vars(tree), path), keys, children)
 
 
 def _flatten_defaultdict(tree: collections.defaultdict[Any, Any], path: str) -> FlattenedContainer:

@@ -41,9 +41,7 @@ from .containers import (
 from .dict_attributes import copy_attributes
 from .keyed_table import KeyedTable, restore_table
 from .mappings import MARK, mapping_base, mapping_state, new_mapping
-from .recursion import Recursive, trampoline
 from .structure import (
-    DOCUMENT_DEPTH,
     MAX_DEPTH,
     MAX_EXTRA_PATH_CHARS,
     USUAL_PATH_LENGTH,
@@ -64,6 +62,7 @@ from .structure import (
     TableNode,
     TensorNode,
     TupleNode,
+    check_stack,
     extra_path_chars,
     key_text,
     keys_of,
@@ -72,6 +71,8 @@ from .structure import (
 from .tensor_parts import BuildTensor, TensorParts
 from .value_codec import Resolver, decode_value
 
+_DEEP = 50
+"""Levels from which on a tree is flattened only where there is room on the stack for all walks that follow."""
 Leaves = list[tuple[str, object]]
 """Leaves with their paths."""
 
@@ -87,11 +88,16 @@ def flatten(
         whole: the ids of containers that are taken as leaves.
 
     Raises:
-        TreeError: a key, or a container, that cannot be stored; nesting deeper than `MAX_DEPTH`.
+        TreeError: a key, or a container, that cannot be stored; nesting deeper than `MAX_DEPTH`, or than there is room
+            for on the stack.
     """
     flattener = _Flattener(rank, namespace, whole)
     top = flattener.open(tree, "")
-    structure = None if top is None else trampoline(flattener.flatten(tree, top, "", ""))
+    try:
+        structure = None if top is None else flattener.flatten(tree, top, "", "")
+    except RecursionError:
+        check_stack()
+        raise  # of a container's own function
     return structure, flattener.leaves
 
 
@@ -114,13 +120,15 @@ class _Flattener:
             self.leaves.append((path, node))
             return None
         above = self._above
-        if len(above) >= DOCUMENT_DEPTH and (len(above) == MAX_DEPTH or id(node) in above):
+        if len(above) == MAX_DEPTH:
             raise TreeError(
                 path[:200],
                 expected=f"a tree at most {MAX_DEPTH} levels deep",
                 found="a container that holds itself" if id(node) in above else "a deeper one",
                 hint="Look for a container that holds itself",
             )
+        if len(above) == _DEEP:
+            check_stack(path)
         if len(path) > USUAL_PATH_LENGTH:
             self._nchars += extra_path_chars(path, len(flat.keys))
             if self._nchars > MAX_EXTRA_PATH_CHARS:
@@ -132,7 +140,7 @@ class _Flattener:
                 )
         return flat
 
-    def flatten(self, node: object, flat: FlattenedContainer, path: str, prefix: str) -> Recursive[Structure]:
+    def flatten(self, node: object, flat: FlattenedContainer, path: str, prefix: str) -> Structure:
         """Returns the structure of a container, and adds its leaves."""
         self._above.append(id(node))
         own = type(node) is PerRank
@@ -149,7 +157,7 @@ class _Flattener:
                 self.leaves.extend(zip([f"{below}/{text}" for text in texts], inner.children, strict=True))
                 children.append(inner.build((None,) * len(texts)))
             else:
-                children.append((yield self.flatten(child, inner, below, below + "/")))
+                children.append(self.flatten(child, inner, below, below + "/"))
         self._above.pop()
         return flat.build(tuple(children))
 
@@ -173,7 +181,7 @@ def without_left_out(
     kept: list[int | None] = []
     numbers, texts = iter(range(len(taken))), KeyTextCache()
 
-    def walk(node: Node, path: str, prefix: str) -> Recursive[tuple[Structure, bool]]:
+    def walk(node: Node, path: str, prefix: str) -> tuple[Structure, bool]:
         first, has_some = len(kept), not node.children and is_wanted(path)
         children = list(node.children)
         for at, (text, child) in enumerate(zip(texts.of(node, path), node.children, strict=True)):
@@ -181,7 +189,7 @@ def without_left_out(
                 kept.append(number := next(numbers))
                 is_taken = taken[number]
             else:
-                children[at], is_taken = yield walk(child, prefix + text, f"{prefix}{text}/")
+                children[at], is_taken = walk(child, prefix + text, f"{prefix}{text}/")
             has_some = has_some or is_taken
         if has_some or not isinstance(node, _OF_CLASSES):
             return msgspec.structs.replace(node, children=tuple(children)), has_some
@@ -192,7 +200,7 @@ def without_left_out(
     while waiting and structure is not None:
         node = waiting.pop()
         if isinstance(node, _OF_CLASSES):
-            structure, _ = trampoline(walk(structure, "", ""))
+            structure, _ = walk(structure, "", "")
             return structure, kept
         waiting += [child for child in node.children if child is not None]
     return structure, list(range(len(taken)))
@@ -220,7 +228,7 @@ def unflatten(
     Raises:
         MismatchError: a class does not exist in this program, or has other fields.
     """
-    return trampoline(_Unflattener(leaves, resolve, build, rank, namespace, refused).build(structure, "", ""))
+    return _Unflattener(leaves, resolve, build, rank, namespace, refused).build(structure, "", "")
 
 
 class _Unflattener:
@@ -240,13 +248,13 @@ class _Unflattener:
         self._leaves, self._resolve, self._build = leaves, resolve, build
         self._rank, self._namespace, self._refused = rank, namespace, refused
 
-    def build(self, node: Structure, path: str, prefix: str) -> Recursive[Any]:
+    def build(self, node: Structure, path: str, prefix: str) -> Any:
         """Returns the subtree of a node."""
         if node is None:
             return next(self._leaves)
         if isinstance(node, PerRankNode):
             below = prefix + rank_key(self._rank)
-            return PerRank((yield self.build(child_of_rank(node, self._rank, path), below, below + "/")))
+            return PerRank(self.build(child_of_rank(node, self._rank, path), below, below + "/"))
         keys = keys_of(node, path)
         children: list[Any] = []
         for key, child in zip(keys, node.children, strict=True):
@@ -258,7 +266,7 @@ class _Unflattener:
                 own = list(islice(self._leaves, count))
                 children.append(self._container(child, keys_of(child, below), own, below))
             else:
-                children.append((yield self.build(child, below, below + "/")))
+                children.append(self.build(child, below, below + "/"))
         return self._container(node, keys, children, path)
 
     def _container(self, node: Node, keys: Sequence[Any], children: list[Any], path: str) -> object:
@@ -381,12 +389,12 @@ def replace_leaves(
 ) -> object:
     """Returns a tree with containers of the same classes, and leaves in the order of `flatten`; `whole` as there."""
     top = None if id(tree) in whole else flatten_one_level(tree, "", namespace, 0)
-    return next(leaves) if top is None else trampoline(_replace(tree, top, leaves, namespace, whole))
+    return next(leaves) if top is None else _replace(tree, top, leaves, namespace, whole)
 
 
 def _replace(
     node: object, flat: FlattenedContainer, leaves: Iterator[object], namespace: str, whole: Container[int]
-) -> Recursive[Any]:
+) -> Any:
     children = list(flat.children)
     for at, child in enumerate(children):
         kind = type(child)
@@ -396,7 +404,7 @@ def _replace(
         elif inner.has_only_leaves():
             children[at] = rebuild_container(child, inner.keys, list(islice(leaves, len(inner.keys))), namespace)
         else:
-            children[at] = yield _replace(child, inner, leaves, namespace, whole)
+            children[at] = _replace(child, inner, leaves, namespace, whole)
     return rebuild_container(node, flat.keys, children, namespace)
 
 

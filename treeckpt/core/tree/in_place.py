@@ -15,7 +15,6 @@ from .dict_attributes import METADATA, ModuleMetadata, take_metadata
 from .flatten import Leaves, PerRank, flatten, rebuild_container
 from .keyed_table import KeyedTable
 from .mappings import mapping_base, set_item
-from .recursion import Recursive, trampoline
 from .structure import OrderedDictNode, PerRankNode, Structure, child_path, key_text, keys_of
 from .tensor_parts import TensorParts
 
@@ -39,7 +38,7 @@ def update_in_place(
         (path, new leaf or tuple) of what could not be put in place because its container is immutable.
     """
     updater = _Updater(is_value, namespace, dry)
-    updated = trampoline(updater.update(tree, new, "", ""))
+    updated = updater.update(tree, new, "", "")
     if updated is not tree:
         updater.stuck.append(("", updated))
     return updater.stuck
@@ -101,14 +100,14 @@ class _Updater:
         self._is_value, self._namespace, self._dry = is_value, namespace, dry
         self.stuck: Leaves = []
 
-    def update(self, old: Any, new: Any, path: str, prefix: str) -> Recursive[Any]:
+    def update(self, old: Any, new: Any, path: str, prefix: str) -> Any:
         """Returns what replaces `old` in its container: `old` itself wherever it can change."""
         if old is new or type(old) is TensorParts:  # whose parts are filled
             return old
         if isinstance(old, KeyedTable) and isinstance(new, KeyedTable):
             if not self._dry:
                 old.ids, old.slots = new.ids, new.slots
-            yield self.update(old.scalars, new.scalars, f"{prefix}scalars", f"{prefix}scalars/")
+            self.update(old.scalars, new.scalars, f"{prefix}scalars", f"{prefix}scalars/")
             return old
         flat, other = (flatten_one_level(node, path, self._namespace, 0) for node in (old, new))
         if flat is None or other is None:
@@ -122,7 +121,7 @@ class _Updater:
         for at, (step, child, new_child) in enumerate(zip(steps, flat.children, other.children, strict=True)):
             if child is not new_child:
                 leaf, below = is_leaf_type(type(new_child)), prefix + step
-                children[at] = new_child if leaf else (yield self.update(child, new_child, below, below + "/"))
+                children[at] = new_child if leaf else self.update(child, new_child, below, below + "/")
                 if children[at] is not child:
                     changed.append(at)
         if not changed:

@@ -9,8 +9,6 @@ import msgspec
 from ...errors import MismatchError
 from ..sharding.int_runs import Runs
 from .dict_attributes import merge_attributes
-from .nesting import split_structure
-from .recursion import Recursive, trampoline
 from .structure import (
     AbsentNode,
     DefaultDictNode,
@@ -54,7 +52,7 @@ def merge(a: Structure, b: Structure) -> Structure:
     Raises:
         MismatchError: naming the first place where the two contradict each other.
     """
-    return trampoline(_merge(a, b, "", _ACROSS_RANKS))
+    return _merge(a, b, "", _ACROSS_RANKS)
 
 
 def merge_sources(a: Structure, b: Structure, *, left_out: Container[str] = ()) -> Structure:
@@ -66,10 +64,10 @@ def merge_sources(a: Structure, b: Structure, *, left_out: Container[str] = ()) 
     Args:
         left_out: the paths, with `~rank*` for a rank, at which a leaf stands for whatever the other tree has.
     """
-    return trampoline(_merge(a, b, "", msgspec.structs.replace(_ACROSS_CHECKPOINTS, left_out=left_out)))
+    return _merge(a, b, "", msgspec.structs.replace(_ACROSS_CHECKPOINTS, left_out=left_out))
 
 
-def _merge(a: Structure, b: Structure, path: str, rule: _MergeRule) -> Recursive[Structure]:
+def _merge(a: Structure, b: Structure, path: str, rule: _MergeRule) -> Structure:
     if a is None and b is None:
         return None
     if isinstance(a, AbsentNode) or isinstance(b, AbsentNode):
@@ -79,7 +77,7 @@ def _merge(a: Structure, b: Structure, path: str, rule: _MergeRule) -> Recursive
     if isinstance(a, PerRankNode) and isinstance(b, PerRankNode):
         return _merge_ranks(a, b)
     if isinstance(a, _Mapping) and isinstance(b, _Mapping) and (type(a) is type(b) or rule.mixed):
-        return (yield _merge_mappings(a, b, path, rule))
+        return _merge_mappings(a, b, path, rule)
     if a is None or b is None or not _same_node(a, b):
         raise MismatchError(
             path,
@@ -90,11 +88,11 @@ def _merge(a: Structure, b: Structure, path: str, rule: _MergeRule) -> Recursive
     prefix = f"{path}/" if path else ""
     merged: list[Structure] = []
     for key, x, y in zip(keys_of(a, path), a.children, b.children, strict=True):
-        merged.append(x if x is None and y is None else (yield _merge(x, y, prefix + key_text(key, path), rule)))
+        merged.append(x if x is None and y is None else _merge(x, y, prefix + key_text(key, path), rule))
     return msgspec.structs.replace(a, children=tuple(merged))
 
 
-def _merge_mappings(a: _Mapping, b: _Mapping, path: str, rule: _MergeRule) -> Recursive[Node]:
+def _merge_mappings(a: _Mapping, b: _Mapping, path: str, rule: _MergeRule) -> Node:
     if isinstance(a, DefaultDictNode) and isinstance(b, DefaultDictNode) and a.factory != b.factory:
         raise MismatchError(path, expected=f"the same default_factory {rule.where}: {a.factory}", found=f"{b.factory}")
     # by text: the keys 1 and True are equal, but not the same
@@ -103,7 +101,7 @@ def _merge_mappings(a: _Mapping, b: _Mapping, path: str, rule: _MergeRule) -> Re
     children = list(a.children)
     for at, text in enumerate(texts):
         if text in others:
-            children[at] = yield _merge(children[at], others[text], f"{path}/{text}" if path else text, rule)
+            children[at] = _merge(children[at], others[text], f"{path}/{text}" if path else text, rule)
     known = set(texts)
     added = [(key, child) for key, (text, child) in zip(b.keys, others.items(), strict=True) if text not in known]
     keys = (*a.keys, *(key for key, _ in added))
@@ -111,7 +109,7 @@ def _merge_mappings(a: _Mapping, b: _Mapping, path: str, rule: _MergeRule) -> Re
     if isinstance(b, OrderedDictNode) and b.attributes is not None:  # a dict has no attributes
         of_a = a.attributes if isinstance(a, OrderedDictNode) else None
         where = None if rule.mixed else rule.where
-        return OrderedDictNode(merged.keys, merged.children, merge_attributes(of_a, b.attributes, path, where))
+        return OrderedDictNode(merge_attributes(of_a, b.attributes, path, where), merged.keys, merged.children)
     return merged
 
 
@@ -126,7 +124,7 @@ def _merge_ranks(a: PerRankNode, b: PerRankNode) -> PerRankNode:
     groups: dict[tuple[Runs, bytes], Structure] = {}
     for node in (a, b):
         for ranks, child in zip(node.ranks, node.children, strict=True):
-            groups.setdefault((ranks, msgspec.json.encode(split_structure(child))), child)
+            groups.setdefault((ranks, msgspec.json.encode(child)), child)
     return PerRankNode(tuple(ranks for ranks, _ in groups), tuple(groups.values()))
 
 
@@ -141,17 +139,17 @@ def _node_name(node: Structure) -> str:
 def with_ranks(structure: Structure, ranks: Runs) -> Structure:
     """Returns the structure if all of `ranks` have the same one: each `PerRank` node gets these ranks."""
 
-    return trampoline(_with_ranks(structure, ranks))
+    return _with_ranks(structure, ranks)
 
 
-def _with_ranks(node: Structure, ranks: Runs) -> Recursive[Structure]:
+def _with_ranks(node: Structure, ranks: Runs) -> Structure:
     if node is None:
         return None
     children = list(node.children)
     for at, child in enumerate(children):
         # nodes of leaves only do not change, and are the most common ones: no call for them
         if isinstance(child, PerRankNode) or (child is not None and child.children.count(None) < len(child.children)):
-            children[at] = yield _with_ranks(child, ranks)
+            children[at] = _with_ranks(child, ranks)
     if isinstance(node, PerRankNode):
         return PerRankNode((ranks,), tuple(children))
     # most trees hold no `PerRank`, and then no node is replaced

@@ -20,7 +20,6 @@ from ..sharding.int_runs import decode_runs
 from .containers import PerRank, flatten_one_level, is_leaf_type
 from .flatten import child_of_rank, flatten, unflatten
 from .keyed_table import KeyedTable
-from .recursion import Recursive, trampoline
 from .structure import (
     DequeNode,
     ListNode,
@@ -90,7 +89,7 @@ def differing_sequences(
     found: dict[str, SequenceReplacement] = {}
     equal: list[SequenceReplacement] = []
 
-    def walk(here: Any, node: Structure, path: str, prefix: str) -> Recursive[bool]:
+    def walk(here: Any, node: Structure, path: str, prefix: str) -> bool:
         """Returns whether the keys are the same at all levels, or become so by the replacements found."""
         if here is ... or type(here) is KeyedTable:
             return True
@@ -100,14 +99,14 @@ def differing_sequences(
         if isinstance(node, PerRankNode):
             if type(here) is PerRank and any(source_rank in decode_runs(group) for group in node.ranks):
                 below = f"{prefix}~rank*"
-                return (yield walk(here.value, child_of_rank(node, source_rank, path), below, below + "/"))
+                return walk(here.value, child_of_rank(node, source_rank, path), below, below + "/")
             return False
         texts = [key_text(key) for key in taken.keys]
         children = dict(zip((key_text(key) for key in keys_of(node, path)), node.children, strict=True))
         same = set(texts) == children.keys()
         for text, child in zip(texts, taken.children, strict=True):
             if text in children and not (children[text] is None and is_leaf_type(type(child))):
-                fits = yield walk(child, children[text], prefix + text, f"{prefix}{text}/")
+                fits = walk(child, children[text], prefix + text, f"{prefix}{text}/")
                 same = same and fits
         if not isinstance(here, (list, tuple, collections.deque)) or not isinstance(node, _SEQUENCES):
             return same
@@ -123,7 +122,7 @@ def differing_sequences(
             return True
         return same
 
-    trampoline(walk(tree, saved, "", ""))
+    walk(tree, saved, "", "")
     # an object at two places is replaced at both
     ids = {id(one.here) for one in found.values()}
     found.update((one.path, one) for one in equal if id(one.here) in ids)

@@ -23,10 +23,13 @@ from .dict_attributes import DictAttributes
 from .spec import TableSpec
 from .value_codec import TypedValue, Value, check_hash_collisions, decode_value, type_name
 
-MAX_DEPTH = 1000
-"""Deeper trees are errors: the usual cause is a container that holds itself."""
-DOCUMENT_DEPTH = 100
-"""Levels of containers in one document; deeper levels are stored separately, see `core.tree.nesting`."""
+MAX_DEPTH = 200
+"""Levels of containers of a tree; deeper ones are errors, of which the usual cause is a container that holds itself.
+
+Trees, structures and their JSON are walked by recursive calls, at most two for each level. Of the 1,000 nested calls
+that Python allows by default, this leaves 500 to the caller and 100 to treeckpt."""
+WALK_CALLS = 2 * MAX_DEPTH + 20
+"""Nested calls that walking a tree of `MAX_DEPTH` levels takes."""
 
 
 class DictNode(msgspec.Struct, frozen=True, tag="dict", array_like=True):
@@ -39,9 +42,9 @@ class DictNode(msgspec.Struct, frozen=True, tag="dict", array_like=True):
 class OrderedDictNode(msgspec.Struct, frozen=True, tag="OrderedDict", array_like=True):
     """A collections.OrderedDict."""
 
+    attributes: DictAttributes | None
     keys: tuple[Value, ...]
     children: tuple[Structure, ...]
-    attributes: DictAttributes | None = None
 
 
 class DefaultDictNode(msgspec.Struct, frozen=True, tag="defaultdict", array_like=True):
@@ -172,6 +175,34 @@ MAX_EXTRA_PATH_CHARS = 1 << 25
 _MAX_CACHED_KEYS = 16
 """Nodes with more keys are not cached: they are seldom repeated."""
 _NUMBER = re.compile(r"-?[0-9]+")
+
+
+def check_stack(path: str = "") -> None:
+    """Checks that the calls which are under way leave room for walking a tree of `MAX_DEPTH` levels.
+
+    Raises:
+        TreeError: they do not.
+    """
+
+    def nest(left: int) -> int:
+        return nest(left - 1) if left else 0
+
+    try:
+        nest(WALK_CALLS)
+    except RecursionError as error:
+        raise TreeError(
+            path[:200],
+            expected=f"room for {WALK_CALLS} nested calls, which a deep tree takes",
+            found="less, below Python's recursion limit",
+            hint="Call it from functions that are nested less, or raise sys.setrecursionlimit",
+        ) from error
+
+
+def leaf_count(structure: Structure) -> int:
+    """Returns the number of leaves of a structure."""
+    if structure is None:
+        return 1
+    return sum(1 if child is None else leaf_count(child) for child in structure.children)
 
 
 def key_text(key: object, path: str = "") -> str:

@@ -14,7 +14,6 @@ import msgspec
 from ...errors import MismatchError
 from ..sharding.int_runs import decode_runs
 from ..sharding.placements import MeshLayout
-from .recursion import Recursive, trampoline
 from .structure import PerRankNode, Structure, TensorNode, child_path, containers_of
 from .value_codec import Value
 
@@ -78,16 +77,16 @@ def tensors_as_leaves(structure: Structure) -> tuple[Structure, dict[str, Tensor
     if not _has_tensors(structure):
         return structure, {}
 
-    def lowered(node: Structure) -> Recursive[Structure]:
+    def lowered(node: Structure) -> Structure:
         if node is None or isinstance(node, TensorNode):
             return None
         children = list(node.children)
         for at, child in enumerate(children):
-            children[at] = yield lowered(child)
+            children[at] = lowered(child)
         return msgspec.structs.replace(node, children=tuple(children))
 
     found = {path: node for node, path, _ in containers_of(structure) if isinstance(node, TensorNode)}
-    return trampoline(lowered(structure)), {path: node for path, node in found.items() if not _is_inside(path, found)}
+    return lowered(structure), {path: node for path, node in found.items() if not _is_inside(path, found)}
 
 
 def _is_inside(path: str, others: Mapping[str, TensorNode]) -> bool:

@@ -14,8 +14,8 @@ import msgspec
 
 from ...core.sharding.int_runs import decode_runs, encode_runs
 from ...core.tree.dict_attributes import DictAttributes, metadata_of, renamed_modules
-from ...core.tree.recursion import Recursive, trampoline
 from ...core.tree.structure import (
+    MAX_DEPTH,
     CustomNode,
     DataclassNode,
     DefaultDictNode,
@@ -35,7 +35,7 @@ from ...core.tree.structure import (
     keys_of,
 )
 from ...core.tree.value_codec import Value
-from ...errors import MismatchError
+from ...errors import MismatchError, TreeError
 
 OWN = "~rank*"
 _FIELDS = (NamedTupleNode, StructSequenceNode, DataclassNode, CustomNode, TensorNode, TableNode)
@@ -59,7 +59,7 @@ def empty_containers(structure: Structure) -> list[tuple[str, int]]:
     found: list[tuple[str, int]] = []
     leaves = 0
 
-    def walk(node: Structure, path: str, prefix: str) -> Recursive[None]:
+    def walk(node: Structure, path: str, prefix: str) -> None:
         nonlocal leaves
         if node is None:
             leaves += 1
@@ -68,9 +68,9 @@ def empty_containers(structure: Structure) -> list[tuple[str, int]]:
             found.append((path, leaves))
         keys = [OWN] * len(node.children) if isinstance(node, PerRankNode) else map(key_text, keys_of(node, path))
         for key, child in zip(keys, node.children, strict=True):
-            yield walk(child, prefix + key, f"{prefix}{key}/")
+            walk(child, prefix + key, f"{prefix}{key}/")
 
-    trampoline(walk(structure, "", ""))
+    walk(structure, "", "")
     return found
 
 
@@ -78,19 +78,19 @@ def _nodes(structure: Structure, rank: int | None) -> dict[Steps, Node]:
     """Returns every container by its path; under `PerRank` those of one rank, or of the first."""
     found: dict[Steps, Node] = {}
 
-    def walk(node: Structure, steps: Steps) -> Recursive[None]:
+    def walk(node: Structure, steps: Steps) -> None:
         if node is None:
             return
         found[steps] = node
         if isinstance(node, PerRankNode):
             own = [c for g, c in zip(node.ranks, node.children, strict=True) if rank in decode_runs(g).tolist()]
             for child in (own or list(node.children))[:1]:
-                yield walk(child, (*steps, OWN))
+                walk(child, (*steps, OWN))
             return
         for key, child in zip(keys_of(node, "/".join(steps)), node.children, strict=True):
-            yield walk(child, (*steps, key_text(key)))
+            walk(child, (*steps, key_text(key)))
 
-    trampoline(walk(structure, ()))
+    walk(structure, ())
     return found
 
 
@@ -106,6 +106,7 @@ def rebuild_structure(
 
     Raises:
         MismatchError: a path is both a leaf and a container.
+        TreeError: a path of more levels than a tree may have.
     """
     nodes, root = _nodes(structure, source_rank), NodeBuilder()
     pairs = list(names)
@@ -117,10 +118,17 @@ def rebuild_structure(
         old = tuple(before.split("/")) if before else ()
         _insert(root, tuple(now.split("/")), old, nodes, is_node=bool(old) and old in nodes)
     root.saved_path = ()
-    return trampoline(_build(root, (), nodes, rank))
+    return _build(root, (), nodes, rank)
 
 
 def _insert(root: NodeBuilder, steps: Steps, old: Steps, nodes: dict[Steps, Node], *, is_node: bool) -> None:
+    if len(steps) > MAX_DEPTH:
+        raise TreeError(
+            "/".join(steps)[:200],
+            expected=f"a tree at most {MAX_DEPTH} levels deep",
+            found=f"a name of {len(steps)} levels",
+            hint="Give it a shorter name",
+        )
     builder = root
     for depth, step in enumerate(steps):
         last = depth == len(steps) - 1 and not is_node
@@ -152,7 +160,7 @@ def _saved_path(steps: Steps, old: Steps, depth: int, nodes: dict[Steps, Node]) 
     return old[:above] if moved else None
 
 
-def _build(builder: NodeBuilder, steps: Steps, nodes: dict[Steps, Node], rank: int) -> Recursive[Node]:
+def _build(builder: NodeBuilder, steps: Steps, nodes: dict[Steps, Node], rank: int) -> Node:
     was = nodes.get(builder.saved_path) if builder.saved_path is not None else None
     texts, is_complete = list(builder.children), False
     if isinstance(was, (ListNode, TupleNode, DequeNode)):
@@ -165,7 +173,7 @@ def _build(builder: NodeBuilder, steps: Steps, nodes: dict[Steps, Node], rank: i
     built: list[Structure] = []
     for text in texts:
         child = builder.children[text]
-        built.append(None if child is None else (yield _build(child, (*steps, text), nodes, rank)))
+        built.append(None if child is None else _build(child, (*steps, text), nodes, rank))
     children = tuple(built)
     if texts == [OWN]:
         return PerRankNode((encode_runs([rank]),), children)
@@ -176,7 +184,7 @@ def _build(builder: NodeBuilder, steps: Steps, nodes: dict[Steps, Node], rank: i
         stored = {key_text(key): value for key, value in zip(keys_of(was, ""), was.keys, strict=True)}
     keys = tuple(stored[text] if text in stored else _key(text, steps) for text in texts)
     if isinstance(was, OrderedDictNode):
-        return OrderedDictNode(keys, children, _attributes(was, dict(zip(texts, keys, strict=True)), builder, nodes))
+        return OrderedDictNode(_attributes(was, dict(zip(texts, keys, strict=True)), builder, nodes), keys, children)
     if isinstance(was, (DictNode, DefaultDictNode)):
         return msgspec.structs.replace(was, keys=keys, children=children)
     return DictNode(keys, children)

@@ -1,13 +1,13 @@
-"""Version 2 of the index: a short encoding for arrays whose chunks are ranges of elements.
+"""Packs the index of arrays whose chunks are ranges of elements into columns, and restores it.
 
 Ranks that hold ranges of all arrays concatenated, as ZeRO's do, cut arrays at any element: each array has a few
-irregular chunks, and listing them takes fifty bytes for each chunk. Here all such arrays share columns of the lengths
-of their ranges and of the ranks that wrote them. Boxes follow from these, and starts from the order in which every save
-writes its entries (`core.planning.save_plan`). Equal subtrees, such as those of a model and of its moments, are
-stored once.
+irregular chunks, and a record that lists them takes fifty bytes for each chunk. Here all such arrays share columns of
+the lengths of their ranges and of the ranks that wrote them. Boxes follow from these, and starts from the order in
+which every save writes its entries (`core.planning.save_plan`). Equal subtrees, such as those of a model and of its
+moments, are stored once.
 
 `pack` returns None where this cannot describe the index exactly, and `unpack` restores exactly the index that was
-packed; no other module depends on the encoding.
+packed; no other module depends on the columns.
 """
 
 from __future__ import annotations
@@ -25,14 +25,9 @@ from ..planning.save_plan import order_classes, stream_offsets
 from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import MAX_VALUE, Run, Runs, check_runs, decode_runs, encode_runs, length_of
 from ..sharding.region import MAX_NDIM, c_strides, flat_boxes, max_boxes
-from ..tree.nesting import (
-    expand_shared_subtrees,
-    extract_shared_subtrees,
-    leaf_count,
-    without_absent_attributes,
-)
+from ..tree.shared_subtrees import expand_shared_subtrees, extract_shared_subtrees
 from ..tree.spec import ArraySpec
-from ..tree.structure import Structure
+from ..tree.structure import Structure, leaf_count
 from .chunks import BoxChunks, Chunks, GridChunks, WholeChunk, encode_boxes
 from .records import ArrayRecord, Index, LeafRecord, PerRankArrays
 from .shard_header import MAX_NBYTES
@@ -67,17 +62,16 @@ class RangeColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """For the first range of each array: its rank minus the rank of the last range of the array before."""
     turn: Column
     """For every other range: its rank minus the rank of the range before."""
-    start: Column = ()
+    start: Column
     """Starts of the boxes in the streams of their ranks; empty where they follow from the order of entries."""
 
 
-class PackedIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An index without the leaves that are in `ranges`, and without the subtrees that are in `shared`."""
+class PackedIndex(Index, frozen=True):
+    """An index as its file holds it: without the leaves that are in `ranges` and the subtrees that are in `shared`."""
 
-    index: Index
-    ranges: RangeColumns
-    shared: tuple[Structure, ...]
-    """In the index, a custom node without a class stands for one of these; its auxiliary data is the position here."""
+    ranges: RangeColumns | None = None
+    shared: tuple[Structure, ...] = ()
+    """See `core.tree.shared_subtrees`."""
 
 
 _PACKED = msgspec.json.Decoder(PackedIndex)
@@ -112,11 +106,11 @@ def pack(index: Index) -> bytes | None:
     cuts = [cut for cut in found if cut is not None]
     rest = tuple([record for record, cut in zip(index.leaves, found, strict=True) if cut is None])
     structure, shared = extract_shared_subtrees(index.structure)
-    structure, *shared = map(without_absent_attributes, (structure, *shared))
     bare = msgspec.structs.replace(index, structure=structure, leaves=rest)
     written = msgspec.json.encode(index)
     for implied in (True, False):
-        body = msgspec.json.encode(PackedIndex(bare, _encode_ranges(cuts, implied=implied), tuple(shared)))
+        ranges = _encode_ranges(cuts, implied=implied)
+        body = msgspec.json.encode(PackedIndex(*msgspec.structs.astuple(bare), ranges, shared))
         with contextlib.suppress(TreeckptError):
             if msgspec.json.encode(unpack(body, "index")) == written:
                 return body
@@ -159,7 +153,6 @@ def _encode_ranges(cuts: Sequence[_RangedArray], *, implied: bool) -> RangeColum
     turns = np.diff(ranks, prepend=0)
     inner = np.ones(len(ranks), bool)
     inner[opens] = False
-    starts = () if implied else _encode_column(np.concatenate([_starts(cut.record) for cut in cuts]))
     return RangeColumns(
         leaf=encode_runs([cut.number for cut in cuts]),
         spec=_encode_column([cut.record.spec for cut in cuts]),
@@ -168,7 +161,7 @@ def _encode_ranges(cuts: Sequence[_RangedArray], *, implied: bool) -> RangeColum
         length=_encode_column(np.concatenate([cut.lengths[:-1] for cut in cuts])),
         first=_encode_column(turns[opens]),
         turn=_encode_column(turns[inner]),
-        start=starts,
+        start=() if implied else _encode_column(np.concatenate([_starts(cut.record) for cut in cuts])),
     )
 
 
@@ -183,7 +176,9 @@ def _starts(record: ArrayRecord) -> np.ndarray:
 def _encode_column(values: Sequence[int] | np.ndarray) -> Column:
     column: list[int | Run] = []
     for run in encode_runs(values):
-        if len(run) == 1 or (len(run) == 3 and run[2] <= _SHORT_RUN):
+        if len(run) == 1:
+            column.append(run[0])
+        elif len(run) == 3 and run[2] <= _SHORT_RUN:
             column += decode_runs((run,)).tolist()
         else:
             column.append(run)
@@ -192,28 +187,29 @@ def _encode_column(values: Sequence[int] | np.ndarray) -> Column:
 
 # unpacking ------------------------------------------------------------------------------------------------------------
 def unpack(body: bytes, name: str) -> Index:
-    """Restores the index that was packed. Only what is expanded here is checked here; `check_index` checks the rest.
+    """Decodes an index, packed or not. Only what is expanded here is checked here; `check_index` checks the rest.
 
     Raises:
         FormatError: the columns contradict each other.
-        msgspec.MsgspecError: it is no packed index.
+        msgspec.MsgspecError: it is no index.
     """
     packed = _PACKED.decode(body)
-    index, ranges = packed.index, packed.ranges
+    index, ranges = Index(*msgspec.structs.astuple(packed)[:-2]), packed.ranges  # without ranges and shared
+    if packed.shared:
+        index = msgspec.structs.replace(index, structure=expand_shared_subtrees(index.structure, packed.shared, name))
+    if ranges is None:
+        return index
     most = max(MAX_NUMBERS, NUMBERS_PER_BYTE * len(body))
-    structure = expand_shared_subtrees(index.structure, packed.shared, name)
-    numbers = _numbers(index, ranges, leaf_count(structure), name)
+    numbers = _numbers(index, ranges, leaf_count(index.structure), name)
     cuts = _decode_ranges(index, ranges, numbers, name, most)
     boxes = _expand_boxes(cuts)
     taken = set(numbers)
     rest = iter(index.leaves)
     leaves: list[Any] = [None if n in taken else next(rest) for n in range(len(taken) + len(index.leaves))]
-    bare = msgspec.structs.replace(index, structure=structure, leaves=())
     if ranges.start:
-        total = sum(len(box.ranks) for box in boxes)
-        starts = _column(ranges.start, total, name, low=0, high=MAX_NBYTES)
+        starts = _column(ranges.start, sum(len(box.ranks) for box in boxes), name, low=0, high=MAX_NBYTES)
     else:
-        starts = _implied_starts(bare, leaves, cuts, boxes, name)
+        starts = _implied_starts(index, leaves, cuts, boxes, name)
     at = 0
     for cut, (offsets, shapes, ranks) in zip(cuts, boxes, strict=True):
         if len(ranks) == 1:
@@ -222,7 +218,7 @@ def unpack(body: bytes, name: str) -> Index:
             chunks = encode_boxes(cut.spec.shape, offsets, shapes, ranks, starts[at : at + len(ranks)])
         leaves[cut.number] = ArrayRecord(cut.record.spec, cut.record.layout, chunks)
         at += len(ranks)
-    return msgspec.structs.replace(bare, leaves=tuple(leaves))
+    return msgspec.structs.replace(index, leaves=tuple(leaves))
 
 
 def _numbers(index: Index, ranges: RangeColumns, count: int, name: str) -> list[int]:
@@ -236,9 +232,19 @@ def _numbers(index: Index, ranges: RangeColumns, count: int, name: str) -> list[
 
 def _column(column: Column, length: int, name: str, *, low: int = -MAX_VALUE, high: int = MAX_VALUE) -> np.ndarray:
     """Decodes a column to int64[length], and checks that `low <= number < high`."""
-    runs = tuple([(part,) if type(part) is int else part for part in column])
-    check_runs(runs, length=length, path=name, low=low, high=high)  # pyright: ignore[reportArgumentType]
-    return decode_runs(runs)  # pyright: ignore[reportArgumentType]
+    runs = tuple([part for part in column if isinstance(part, tuple)])
+    check_runs(runs, length=length - (len(column) - len(runs)), path=name, low=low, high=high)
+    numbers: list[int] = []
+    for part in column:
+        if isinstance(part, tuple):
+            numbers += decode_runs((part,)).tolist()
+        else:
+            numbers.append(part)
+    if numbers and (min(numbers) < low or max(numbers) >= high):
+        raise FormatError(
+            name, expected=f"numbers from {low} to {high - 1}", found=f"{min(numbers)} to {max(numbers)}"[:200]
+        )
+    return np.array(numbers, np.int64)
 
 
 def _decode_ranges(index: Index, ranges: RangeColumns, numbers: list[int], name: str, most: int) -> list[_RangedArray]:

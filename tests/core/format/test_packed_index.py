@@ -19,16 +19,16 @@ from tests.helpers.saves import Array, Saved, save, saves
 from treeckpt.core.format import index as index_module
 from treeckpt.core.format.chunks import BoxChunks
 from treeckpt.core.format.index import decode_index, encode_index, rebuild
-from treeckpt.core.format.index_v2 import MAX_LEAVES_PER_RANGE, MAX_NUMBERS, pack, unpack
+from treeckpt.core.format.packed_index import MAX_LEAVES_PER_RANGE, MAX_NUMBERS, pack, unpack
 from treeckpt.core.format.records import ArrayRecord, Leaf
 from treeckpt.core.format.shard_header import sealed
 from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.core.sharding.placements import BoxLayout, Mesh, MeshLayout, Shard
 from treeckpt.core.sharding.region import Region, flat_regions
 from treeckpt.core.tree.flatten import PerRank
-from treeckpt.core.tree.nesting import expand_shared_subtrees, extract_shared_subtrees, leaf_count
+from treeckpt.core.tree.shared_subtrees import expand_shared_subtrees, extract_shared_subtrees
 from treeckpt.core.tree.spec import ArraySpec
-from treeckpt.core.tree.structure import DictNode, ListNode
+from treeckpt.core.tree.structure import DictNode, ListNode, leaf_count
 from treeckpt.errors import FormatError
 
 
@@ -36,7 +36,7 @@ from treeckpt.errors import FormatError
 def however_small() -> Iterator[None]:
     """Small ones are packed too, here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_module, "MAX_V1_NBYTES", 0)
+        patch.setattr(index_module, "MAX_PLAIN_NBYTES", 0)
         yield
 
 
@@ -62,7 +62,7 @@ def ranges(world: int, *, dtypes: tuple[str, ...] = ("float32",), more: dict[str
 
 def document(saved: Saved) -> Any:
     found = json.loads(encode_index(saved.index))
-    assert found["version"] == 2
+    assert "ranges" in found["index"]
     return found
 
 
@@ -102,9 +102,7 @@ def test_uneven_rows_are_ranges_too_and_regular_ones_stay_as_they_are() -> None:
     rows = [0, 3, 4, 11, 19, 20]
     pieces = [(rank, flat_regions((20, 5), 5 * a, 5 * b)[0]) for rank, (a, b) in enumerate(itertools.pairwise(rows))]
     saved = ranges(5, more={"rows": Array(ArraySpec((20, 5), "float32"), BoxLayout(tuple(pieces)))})
-    assert (
-        len(document(saved)["index"]["index"]["leaves"]) == 0 and decode_index(encode_index(saved.index)) == saved.index
-    )
+    assert len(document(saved)["index"]["leaves"]) == 0 and decode_index(encode_index(saved.index)) == saved.index
 
 
 @settings(max_examples=12)
@@ -125,10 +123,10 @@ def test_starts_that_do_not_follow_are_told() -> None:
     assert body is not None and json.loads(body)["ranges"]["start"] and unpack(body, "index") == index
 
 
-def test_an_index_without_ranges_is_of_version_1() -> None:
+def test_an_index_without_ranges_has_only_records() -> None:
     mesh = Mesh((4,), encode_runs(range(4)))
     saved = save({"w": Array(ArraySpec((16, 4), "float32"), MeshLayout(mesh, (Shard(0),)))}, 4)
-    assert pack(saved.index) is None and json.loads(encode_index(saved.index))["version"] == 1
+    assert pack(saved.index) is None and "ranges" not in json.loads(encode_index(saved.index))["index"]
 
 
 def test_an_index_of_few_ranges_is_not_packed() -> None:
@@ -145,13 +143,13 @@ def ranks_of(leaf: Leaf, saved: Saved) -> int:
     return len({chunk.rank for chunk in saved.index.chunks_of(leaf)})
 
 
-def test_a_small_index_is_of_version_1_and_a_large_one_of_ranges_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_index_has_records_and_a_large_one_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     saved = ranges(40)
     size = len(msgspec.json.encode(saved.index))
-    for small, version in ((size, 1), (size - 1, 2)):
-        monkeypatch.setattr(index_module, "MAX_V1_NBYTES", small)
+    for most, packed in ((size, False), (size - 1, True)):
+        monkeypatch.setattr(index_module, "MAX_PLAIN_NBYTES", most)
         data = encode_index(saved.index)
-        assert json.loads(data)["version"] == version and decode_index(data) == saved.index
+        assert ("ranges" in json.loads(data)["index"]) is packed and decode_index(data) == saved.index
 
 
 # subtrees -------------------------------------------------------------------------------------------------------------
@@ -171,7 +169,7 @@ def _column(name: str, value: Any) -> Any:
 
 def _blow_up(index: Any) -> None:
     index["shared"] = [["list", [None] * 100]]
-    index["index"]["structure"] = ["list", [["custom", "", 0, [], []]] * 1000]
+    index["structure"] = ["list", [["custom", "", 0, [], []]] * 1000]
 
 
 MANY = [[0, 0, 1 << 24]]
@@ -195,14 +193,13 @@ HOSTILE = {
     "text": _column("turn", ["x"]),
     "a run of nothing": _column("turn", [[]]),
     "too few starts": _column("start", [0]),
+    "no starts": lambda index: index["ranges"].pop("start"),
     "a start outside": _column("start", [[1 << 62, 0, 99]]),
-    "a giant array": lambda index: index["index"]["specs"][0].update(shape=[1 << 40, 1 << 40]),
-    "an array below nothing": lambda index: index["index"]["specs"][0].update(shape=[-3, 7]),
-    "an array of a hundred dimensions": lambda index: index["index"]["specs"][0].update(shape=[1] * 100),
+    "a giant array": lambda index: index["specs"][0].update(shape=[1 << 40, 1 << 40]),
+    "an array below nothing": lambda index: index["specs"][0].update(shape=[-3, 7]),
+    "an array of a hundred dimensions": lambda index: index["specs"][0].update(shape=[1] * 100),
     "no such subtree": lambda index: index.__setitem__("shared", []),
-    "a subtree of another kind": lambda index: index["index"]["structure"][2].__setitem__(
-        0, ["custom", "", "x", [], []]
-    ),
+    "a subtree of another kind": lambda index: index["structure"][2].__setitem__(0, ["custom", "", "x", [], []]),
     "a subtree everywhere": _blow_up,
     "an unknown column": _column("more", []),
 }
@@ -228,10 +225,10 @@ def test_hostile_ranges_are_refused_soon_and_without_much_memory(change: Any) ->
 def test_as_many_ranges_as_there_may_be_are_read_in_bounded_memory() -> None:
     spec = {"shape": [1 << 20], "dtype": "uint8"}
     found = document(ranges(2))
-    found["index"]["index"] |= {"specs": [spec], "structure": None, "leaves": [], "world": MAX_NUMBERS}
+    found["index"] |= {"specs": [spec], "structure": None, "leaves": [], "world": MAX_NUMBERS}
     found["index"]["ranges"] = {
         "leaf": [[0]], "spec": [0], "layout": [-1], "count": [MAX_NUMBERS - 1], "length": [[1, 0, MAX_NUMBERS - 2]],
-        "first": [0], "turn": [[1, 0, MAX_NUMBERS - 2]],
+        "first": [0], "turn": [[1, 0, MAX_NUMBERS - 2]], "start": [],
     }  # fmt: skip
     found["seal"] = "0" * 16
     data = sealed(json.dumps(found, separators=(",", ":")).encode())
