@@ -29,7 +29,7 @@ from treeckpt.io.storage import metadata_files
 from treeckpt.io.storage.run_store import DirectoryEntry, Folder
 
 from .cache import Cache, key_of
-from .jobs import KILLED, Failed, JobQueue, ProcessJob, Progress, folder_at, limit_resources, line_of, place_of, send
+from .jobs import KILLED, Failed, JobProgress, JobQueue, ProcessJob, folder_at, limit_resources, line_of, place_of, send
 from .outline_file import StoredOutline, write_outline
 
 LARGE = 1 << 20
@@ -51,7 +51,7 @@ MAX_OPEN = 8
 
 
 class ReadProgress(msgspec.Struct, frozen=True):
-    """Progress of the first read of a large index."""
+    """JobProgress of the first read of a large index."""
 
     phase: str
     done: int
@@ -78,13 +78,13 @@ class _ReadJob(ProcessJob):
         self._made = time.monotonic()
         self._failure: TreeckptError | None = None
 
-    def take(self, message: Progress | Failed) -> None:
+    def take(self, message: JobProgress | Failed) -> None:
         super().take(message)
         if isinstance(message, Failed):
             self._failure = message.error()
 
     def finish(self) -> None:
-        self.at = Progress(0, phase="start")
+        self.at = JobProgress(0, phase="start")
         try:
             status = self.run()
         except (OSError, RuntimeError) as error:
@@ -238,13 +238,13 @@ def _read(run: str, name: str) -> Index:
         from treeckpt.foreign.foreign_index import with_found_chunks
 
         limit_resources(MEMORY, FOREIGN_SECONDS)
-        send(Progress(0, phase="read"))
+        send(JobProgress(0, phase="read"))
         source = foreign_at(name)
         assert source is not None, "it was there just now"
         index: Any = ForeignCheckpoint(source).index
         return with_found_chunks(index)
     folder = folder_at(run, name)
-    send(Progress(0, folder.entries()[INDEX_NAME].nbytes, "read"))
+    send(JobProgress(0, folder.entries()[INDEX_NAME].nbytes, "read"))
     return metadata_files.read_index(folder.store)
 
 
@@ -259,7 +259,7 @@ def main(arguments: Sequence[str]) -> None:
     too_large = line_of(Failed.of(_unreadable(name, f"one that takes more than {MEMORY >> 20} MiB of memory")))
     gc.disable()  # millions of objects are created, and none is garbage
     try:
-        write_outline(_read(run, name), Path(target), lambda done, total: send(Progress(done, total, "write")))
+        write_outline(_read(run, name), Path(target), lambda done, total: send(JobProgress(done, total, "write")))
     except ModuleNotFoundError as error:  # pickles of torch hold some values that only torch has
         expected, found = f"the package {error.name}, which made it", "no such package in this environment"
         raise FormatError(name, expected=expected, found=found, hint="Install it") from error
