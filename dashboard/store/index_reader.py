@@ -51,7 +51,7 @@ MAX_OPEN = 8
 
 
 class ReadProgress(msgspec.Struct, frozen=True):
-    """JobProgress of the first read of a large index."""
+    """Progress of the first read of a large index."""
 
     phase: str
     done: int
