@@ -108,7 +108,7 @@ def _unreadable(name: str, found: str) -> TreeckptError:
 
 
 class IndexReader:
-    """The tables of the indexes of folders; a table that does not exist yet is built."""
+    """The outlines of the indexes of folders; a file that does not exist yet is written."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -164,7 +164,7 @@ class IndexReader:
         return found
 
     def _known(self, key: str) -> StoredOutline | None:
-        """Returns the table of a key, if there is one; raises the error of the last read, if that failed."""
+        """Returns the outline of a key, if there is one; raises the error of the last read, if that failed."""
         with self._lock:
             if key in self._opened:
                 self._opened.move_to_end(key)
@@ -173,10 +173,10 @@ class IndexReader:
             if error is not None and until > time.monotonic():
                 self._failed[key] = error, until
                 raise error.with_traceback(None)
-        return self._open_table(key)
+        return self._open_file(key)
 
-    def _open_table(self, key: str) -> StoredOutline | None:
-        path = self._cache.table(key)
+    def _open_file(self, key: str) -> StoredOutline | None:
+        path = self._cache.outline_path(key)
         if not path.exists():
             return None
         try:
@@ -192,14 +192,14 @@ class IndexReader:
 
     def _build(self, key: str, folder: Folder) -> StoredOutline:
         with self._building:
-            if (found := self._open_table(key)) is None:
+            if (found := self._open_file(key)) is None:
                 try:
-                    write_outline(metadata_files.read_index(folder.store), self._cache.table(key))
+                    write_outline(metadata_files.read_index(folder.store), self._cache.outline_path(key))
                 except TreeckptError as error:
                     self._fail(key, error)
                     raise
                 self._cache.tidy()
-                found = self._open_table(key)
+                found = self._open_file(key)
         assert found is not None, "it was built now"
         return found
 
@@ -212,7 +212,7 @@ class IndexReader:
 
     def _job(self, key: str, place: Sequence[str]) -> _ReadJob:
         try:
-            return self._jobs.add(key, lambda: _ReadJob(self, key, place, self._cache.table(key)))
+            return self._jobs.add(key, lambda: _ReadJob(self, key, place, self._cache.outline_path(key)))
         except StoreError as error:
             raise _unreadable(place[1], "no thread could be started to read it") from error
 
