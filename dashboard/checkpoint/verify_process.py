@@ -16,7 +16,7 @@ from treeckpt.reports import Problem
 from treeckpt.runs.statistics_store import StatisticsStore
 from treeckpt.runs.verification import DamagedPart, Verification, shown_parts, this_user, verify_folder
 
-from ..store.jobs import Failed, Progress, ReadPrinter, folder_at, send
+from ..store.jobs import Failed, JobProgress, ReadPrinter, folder_at, send
 
 
 class Found(msgspec.Struct, tag="found"):
@@ -32,7 +32,7 @@ class Result(msgspec.Struct, tag="result"):
     verification: Verification
 
 
-Message = Progress | Found | Result | Failed
+Message = JobProgress | Found | Result | Failed
 
 
 class _Printer(ReadPrinter):

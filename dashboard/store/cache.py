@@ -1,6 +1,6 @@
 """The dashboard's cache: files in the user's cache directory, never inside a run.
 
-There are two kinds: one table for each index (`outline_file`), whose name is a hash of the index file's URL, size and
+There are two kinds: one file for each index (`outline_file`), whose name is a hash of the index file's URL, size and
 modification time, and one database of what lists of checkpoints and trends show: summaries and reduced timings.
 Everything may be deleted at any time, and is then computed again; so is a damaged file.
 """
@@ -32,7 +32,7 @@ from .outline_file import VERSION
 from .reduced_timings import ReducedTimings
 
 LIMIT = 8 << 30
-"""Bytes of all tables."""
+"""Bytes of the files of all indexes."""
 MAX_SUMMARIES = 512 << 20
 """Bytes of the database of summaries; a larger one is deleted, for rows of files that are gone are never searched."""
 BATCH = 256
@@ -53,7 +53,7 @@ class Cache:
 
     Args:
         directory: None takes the default.
-        limit: bytes of all tables; beyond it the least recently used are deleted.
+        limit: bytes of the files of all indexes; beyond it the least recently used are deleted.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None, *, limit: int = LIMIT) -> None:
@@ -85,17 +85,17 @@ class Cache:
         weakref.finalize(self, shutil.rmtree, temporary, ignore_errors=True)
         return Path(temporary)
 
-    # tables ---------------------------------------------------------------------------------------------------
+    # files of indexes -----------------------------------------------------------------------------------------
 
-    def table(self, key: str) -> Path:
-        """Returns the path of the table of a key, which need not exist, and marks the table as used now."""
+    def outline_path(self, key: str) -> Path:
+        """Returns the path of the file of a key, which need not exist, and marks it as used now."""
         path = self.directory / f"{key}.outline"
         with contextlib.suppress(OSError):
             os.utime(path)
         return path
 
     def tidy(self) -> None:
-        """Deletes the least recently used tables until all of them are within the limit."""
+        """Deletes the least recently used files of indexes until all of them are within the limit."""
         found: list[tuple[float, int, Path]] = []
         for path in self.directory.glob("*.outline"):
             with contextlib.suppress(OSError):

@@ -29,7 +29,7 @@ from treeckpt.io.storage import metadata_files
 from treeckpt.io.storage.store import DirectoryEntry, Store
 
 from .cache import Cache, key_of
-from .jobs import KILLED, Failed, JobQueue, ProcessJob, Progress, folder_at, limit_resources, line_of, place_of, send
+from .jobs import KILLED, Failed, JobProgress, JobQueue, ProcessJob, folder_at, limit_resources, line_of, place_of, send
 from .outline_file import StoredOutline, write_outline
 
 LARGE = 1 << 20
@@ -78,13 +78,13 @@ class _ReadJob(ProcessJob):
         self._made = time.monotonic()
         self._failure: TreeckptError | None = None
 
-    def take(self, message: Progress | Failed) -> None:
+    def take(self, message: JobProgress | Failed) -> None:
         super().take(message)
         if isinstance(message, Failed):
             self._failure = message.error()
 
     def finish(self) -> None:
-        self.at = Progress(0, phase="start")
+        self.at = JobProgress(0, phase="start")
         try:
             status = self.run()
         except (OSError, RuntimeError) as error:
@@ -107,22 +107,8 @@ def _unreadable(name: str, found: str) -> TreeckptError:
     return StoreError(name, expected="a tree that can be read within the limits of this page", found=found, hint=hint)
 
 
-def place_for_process(run: str, folder: Store) -> tuple[str, str] | None:
-    """Returns how another process opens a folder; None where only this process can.
-
-    Args:
-        run: the URL of the folder's run; empty for a local run.
-
-    Returns:
-        The URL of the run and the name of the folder in it; without a URL the path of the folder.
-    """
-    if folder.traits.local_path is not None:
-        return "", folder.place
-    return (run, folder.name) if "://" in run and not run.startswith("memory://") else None
-
-
 class IndexReader:
-    """The tables of the indexes of folders; a table that does not exist yet is built."""
+    """The outlines of the indexes of folders; a file that does not exist yet is written."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -178,7 +164,7 @@ class IndexReader:
         return found
 
     def _known(self, key: str) -> StoredOutline | None:
-        """Returns the table of a key, if there is one; raises the error of the last read, if that failed."""
+        """Returns the outline of a key, if there is one; raises the error of the last read, if that failed."""
         with self._lock:
             if key in self._opened:
                 self._opened.move_to_end(key)
@@ -187,10 +173,10 @@ class IndexReader:
             if error is not None and until > time.monotonic():
                 self._failed[key] = error, until
                 raise error.with_traceback(None)
-        return self._open_table(key)
+        return self._open_file(key)
 
-    def _open_table(self, key: str) -> StoredOutline | None:
-        path = self._cache.table(key)
+    def _open_file(self, key: str) -> StoredOutline | None:
+        path = self._cache.outline_path(key)
         if not path.exists():
             return None
         try:
@@ -206,14 +192,14 @@ class IndexReader:
 
     def _build(self, key: str, folder: Store) -> StoredOutline:
         with self._building:
-            if (found := self._open_table(key)) is None:
+            if (found := self._open_file(key)) is None:
                 try:
-                    write_outline(metadata_files.read_index(folder), self._cache.table(key))
+                    write_outline(metadata_files.read_index(folder), self._cache.outline_path(key))
                 except TreeckptError as error:
                     self._fail(key, error)
                     raise
                 self._cache.tidy()
-                found = self._open_table(key)
+                found = self._open_file(key)
         assert found is not None, "it was built now"
         return found
 
@@ -226,7 +212,7 @@ class IndexReader:
 
     def _job(self, key: str, place: Sequence[str]) -> _ReadJob:
         try:
-            return self._jobs.add(key, lambda: _ReadJob(self, key, place, self._cache.table(key)))
+            return self._jobs.add(key, lambda: _ReadJob(self, key, place, self._cache.outline_path(key)))
         except StoreError as error:
             raise _unreadable(place[1], "no thread could be started to read it") from error
 
@@ -252,13 +238,13 @@ def _read(run: str, name: str) -> Index:
         from treeckpt.foreign.foreign_index import with_found_chunks
 
         limit_resources(MEMORY, FOREIGN_SECONDS)
-        send(Progress(0, phase="read"))
+        send(JobProgress(0, phase="read"))
         source = foreign_at(name)
         assert source is not None, "it was there just now"
         index: Any = ForeignCheckpoint(source).index
         return with_found_chunks(index)
     folder = folder_at(run, name)
-    send(Progress(0, folder.entries()[INDEX_NAME].nbytes, "read"))
+    send(JobProgress(0, folder.entries()[INDEX_NAME].nbytes, "read"))
     return metadata_files.read_index(folder)
 
 
@@ -273,7 +259,7 @@ def main(arguments: Sequence[str]) -> None:
     too_large = line_of(Failed.of(_unreadable(name, f"one that takes more than {MEMORY >> 20} MiB of memory")))
     gc.disable()  # millions of objects are created, and none is garbage
     try:
-        write_outline(_read(run, name), Path(target), lambda done, total: send(Progress(done, total, "write")))
+        write_outline(_read(run, name), Path(target), lambda done, total: send(JobProgress(done, total, "write")))
     except ModuleNotFoundError as error:  # pickles of torch hold some values that only torch has
         expected, found = f"the package {error.name}, which made it", "no such package in this environment"
         raise FormatError(name, expected=expected, found=found, hint="Install it") from error

@@ -46,7 +46,7 @@ sys.exit(run_main(importlib.import_module(sys.argv[2]).main, sys.argv[3:]))
 # in the process -------------------------------------------------------------------------------------------------------
 
 
-class Progress(msgspec.Struct, tag="progress"):
+class JobProgress(msgspec.Struct, tag="progress"):
     """How far a process is."""
 
     done: int
@@ -105,7 +105,7 @@ class ReadPrinter:
 
     def print(self) -> None:
         """Prints the message."""
-        send(Progress(self._nbytes, shards=self.shards))
+        send(JobProgress(self._nbytes, shards=self.shards))
 
 
 def run_main(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> int:
@@ -164,7 +164,7 @@ class ProcessJob:
         seconds: after which it is killed; None for never.
     """
 
-    messages: ClassVar[msgspec.json.Decoder[Any]] = msgspec.json.Decoder(Progress | Failed)
+    messages: ClassVar[msgspec.json.Decoder[Any]] = msgspec.json.Decoder(JobProgress | Failed)
     task: ClassVar[str] = "does it"
     """What it does, in words."""
 
@@ -173,7 +173,7 @@ class ProcessJob:
         self.nbytes = nbytes
         self.state: JobState = "waiting"
         self.cancelled = False
-        self.at = Progress(0)
+        self.at = JobProgress(0)
         self.error: str | None = None
         self.started = self.ended = 0.0
         self.over = threading.Event()
@@ -215,7 +215,7 @@ class ProcessJob:
 
     def take(self, message: Any) -> None:
         """Takes a message of the process."""
-        if isinstance(message, Progress):
+        if isinstance(message, JobProgress):
             self.at = message
         elif isinstance(message, Failed):
             self.error = message.text

@@ -1,7 +1,7 @@
 """Which runs and checkpoints clients may request, and access to what they hold.
 
 Clients know runs and checkpoints by ids that are computed here from what a scan found: neither a path nor a part of one
-ever comes from a request. `watch` keeps the lists up to date, trees are read from tables (`index_reader`), and nothing
+ever comes from a request. `watch` keeps the lists up to date, trees are read from files (`index_reader`), and nothing
 in memory grows with the size of a checkpoint.
 """
 
@@ -334,7 +334,7 @@ class Library:
 
 
 class _SummaryCache:
-    """The cache that `catalog` uses. A large index is never decoded in the server: its summary is in its table.
+    """The cache that `catalog` uses. A large index is never decoded in the server: its summary is in its file.
 
     Timings are not only read for the duration of the save: they are reduced, and put into `reduced` by save id.
     """
@@ -351,8 +351,8 @@ class _SummaryCache:
             return found
         if key[1] != "summary" or not is_large(entry) or not entry.regular:
             return self._cache.get_or_read(key, entry, read)
-        from_table: Any = partial(self._read_summary, key[0], entry)
-        return self._cache.get_or_read(key, entry, from_table)
+        from_outline: Any = partial(self._read_summary, key[0], entry)
+        return self._cache.get_or_read(key, entry, from_outline)
 
     def _read_summary(self, url: str, entry: DirectoryEntry) -> catalog.Summary:
         folder = self._run.store.folder(PurePath(url).name)

@@ -56,8 +56,8 @@ def test_a_run_is_never_written_to(tmp_path):
 def test_the_least_used_tables_go_first(tmp_path):
     cache, index = Cache(tmp_path, limit=1), large_index(4)
     for n, key in enumerate("abc"):
-        write_outline(index, cache.table(key))
-        os.utime(cache.table(key), (n, n))
+        write_outline(index, cache.outline_path(key))
+        os.utime(cache.outline_path(key), (n, n))
     one = (cache.directory / "a.outline").stat().st_size
     for n, key in enumerate("abc"):
         os.utime(cache.directory / f"{key}.outline", (n, n))
