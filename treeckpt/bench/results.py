@@ -103,7 +103,7 @@ class TrialSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarize(trials: Iterable[Trial]) -> list[TrialSummary]:
-    """Returns a row for each scenario, phase and contender, in this order; phases as in `LIMITS`, others as first met."""
+    """Returns a row for each scenario, phase and contender, in this order; phases as in `LIMITS`, all else as met."""
     groups: dict[tuple[str, str, str], list[Trial]] = {}
     for trial in trials:
         groups.setdefault((trial.scenario, trial.phase, trial.contender), []).append(trial)
