@@ -121,6 +121,11 @@ def test_links_and_pictures_exist(page: str) -> None:
     assert not missing
 
 
+def test_labels_that_name_a_test_module_name_the_one_they_lead_to() -> None:
+    labels = re.findall(r"\[(test_\w+)\]\(([^)#]+)", (ROOT / "tests/README.md").read_text())
+    assert len(labels) > 20 and [label for label, target in labels if Path(target).stem != label] == []
+
+
 def test_the_readme_is_short() -> None:
     assert len(README.encode()) <= 12_000
 
