@@ -103,12 +103,13 @@ class TrialSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarize(trials: Iterable[Trial]) -> list[TrialSummary]:
-    """Returns a row for each scenario, phase and contender; each of the three in the order of its first trial."""
+    """Returns a row for each scenario, phase and contender, in this order; phases as in `LIMITS`, all else as met."""
     groups: dict[tuple[str, str, str], list[Trial]] = {}
     for trial in trials:
         groups.setdefault((trial.scenario, trial.phase, trial.contender), []).append(trial)
-    orders = [{name: place for place, name in enumerate(dict.fromkeys(names))} for names in zip(*groups, strict=True)]
-    keys = sorted(groups, key=lambda key: [order[name] for order, name in zip(orders, key, strict=True)])
+    scenarios, phases, contenders = ([*dict.fromkeys(key[part] for key in groups)] for part in range(3))
+    phases = [*LIMITS, *phases]
+    keys = sorted(groups, key=lambda key: (scenarios.index(key[0]), phases.index(key[1]), contenders.index(key[2])))
     return [_row(groups[key]) for key in keys]
 
 
