@@ -12,6 +12,7 @@ from tests.helpers.large import write_many
 from tests.helpers.memory_run import MemoryRun
 from tests.helpers.samples import gpt_state, write_checkpoint, write_mixed_run, write_run
 from treeckpt.core.format.file_names import PIN_NAME
+from treeckpt.io.storage.store import StoreTraits
 from treeckpt.runs.policy_text import parse_keep
 from treeckpt_dashboard.runs.model import ListQuery, run_page, runs_page
 from treeckpt_dashboard.store.library import Library
@@ -127,7 +128,9 @@ def test_pages_of_many_checkpoints_are_quick_to_sort(many):
     library.watches[run.id].refresh(wait=300)
     info = library.watches[run.id].infos[0]
     named = {f"step_{n:08d}": msgspec.structs.replace(info, name=f"step_{n:08d}", step=n) for n in range(10_000)}
-    store = SimpleNamespace(names=lambda: list(named), folder=lambda name: SimpleNamespace(name=name))
+    store = SimpleNamespace(
+        traits=StoreTraits(), names=lambda: list(named), folder=lambda name: SimpleNamespace(name=name)
+    )
     library.watches[run.id] = RunWatcher(store, lambda f: DirectoryState(named[f.name], 1), clock=lambda: 0.0)
     library.watches[run.id].refresh(wait=300)
     run_page(library, run.id)
