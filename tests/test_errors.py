@@ -488,7 +488,7 @@ def test_shards_of_other_ranks_are_refused(saved: Path) -> None:
 def test_unknown_versions_are_refused_by_name(saved: Path) -> None:
     reseal(saved, lambda document: document.update(version=VERSION + 1))
     error = load_fails(saved, tc.FormatError, name=INDEX_NAME)
-    assert f"version 1 to {VERSION}" in error.expected and f"version {VERSION + 1}" in error.found
+    assert f"index version {VERSION}" in error.expected and f"version {VERSION + 1}" in error.found
     reseal(saved, lambda document: document.update(version=1, format="other"))
     load_fails(saved, tc.FormatError, name=INDEX_NAME)
     reseal(saved, lambda document: document.update(format="treeckpt"))
