@@ -1,4 +1,4 @@
-"""Calls functions at the end of a process, also of one that multiprocessing has forked.
+"""Calls functions at the end of a process, also of one that multiprocessing has forked, and at the begin of forks.
 
 The function that was registered last is called first. One that is to be called after the others, whichever of them is
 needed first, is registered when its module is imported.
@@ -7,11 +7,13 @@ needed first, is registered when its module is imported.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 _registered: set[Callable[[], object]] = set()
 _finalizers: set[Callable[[], object]] = set()
@@ -64,5 +66,21 @@ def _forget() -> None:
     _called.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+def call_in_forks(function: Callable[[], object]) -> None:
+    """Has a function called in each child that is forked from this process: memory is inherited, and no thread is."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=function)
+
+
+call_in_forks(_forget)
+
+
+def call_before_threads_end(function: Callable[[], object]) -> None:
+    """Has a function called before the end of the interpreter waits for threads, which is before `call_at_end`.
+
+    Where the end has begun, or the interpreter has no such hook, it is not called.
+    """
+    register: Any = getattr(threading, "_register_atexit", None)
+    with contextlib.suppress(RuntimeError):  # the interpreter is ending
+        if register is not None:
+            register(function)

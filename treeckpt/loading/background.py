@@ -5,7 +5,6 @@ The end of the interpreter does not wait for a load whose result nobody has: its
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import threading
@@ -16,6 +15,7 @@ import msgspec
 
 from ..errors import CheckpointError
 from ..io.background_call import BackgroundCall
+from ..io.process_end import call_before_threads_end
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.counting_store import CountingStore
 from ..io.storage.far_store import for_reading
@@ -80,11 +80,7 @@ def _device_setter() -> Callable[[], None]:
 
 @functools.cache
 def _watch_exit() -> None:
-    """Has `_EXITING` set before the interpreter waits for threads, which is before the handlers of `atexit`."""
-    register: Any = getattr(threading, "_register_atexit", None)
-    with contextlib.suppress(RuntimeError):  # the interpreter is ending
-        if register is not None:
-            register(_EXITING.set)
+    call_before_threads_end(_EXITING.set)
 
 
 def _stopped_at_exit(path: Any) -> Any:

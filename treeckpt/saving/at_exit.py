@@ -18,7 +18,7 @@ import weakref
 from typing import Protocol
 
 from ..errors import visible
-from ..io.process_end import call_at_end, is_ending
+from ..io.process_end import call_at_end, call_in_forks, is_ending
 from .future import Pending
 
 QUIET_SECONDS = 1.0
@@ -93,8 +93,7 @@ def _after_fork() -> None:
         each.after_fork()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+call_in_forks(_after_fork)
 
 
 def _finish() -> None:

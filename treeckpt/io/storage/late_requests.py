@@ -7,7 +7,6 @@ nothing: the next clean-up removes the records and leases of a process that has 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 import time
@@ -15,7 +14,7 @@ from collections.abc import Callable
 
 from ...errors import visible
 from ...threads import start_thread
-from ..process_end import call_at_end
+from ..process_end import call_at_end, call_in_forks
 
 QUIET = 1.0
 LIMIT = 30.0
@@ -87,5 +86,4 @@ def _forget() -> None:
     _being_deleted.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+call_in_forks(_forget)
