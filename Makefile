@@ -20,7 +20,7 @@ MUTATIONS ?= 60
 MUTATE_SECONDS ?= 1800
 MUTATE_ARGS ?=
 # What `make docs` describes, besides the packages that these hold; errors and formats are pages of their own.
-DOCS := treeckpt treeckpt.training treeckpt.convert treeckpt.dcp treeckpt.loading.transforms treeckpt.core.analysis.retention_policy \
+DOCS := treeckpt treeckpt.training treeckpt.convert treeckpt.dcp treeckpt.testing treeckpt.loading.transforms treeckpt.core.analysis.retention_policy \
   treeckpt.integrations.transformers treeckpt.errors treeckpt.core.format
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
@@ -125,7 +125,7 @@ check: $(STAMP) ## the static checks only: format, lint, types, floors
 	$(call say,import-linter)
 	@$(BIN)/lint-imports --no-logo --no-cache
 
-bench: $(STAMP) ## run the benchmarks
+bench: $(STAMP) ## measure speed and scale, for an hour; `treeckpt bench` is a part of it
 	$(call say,Running the benchmarks)
 	@$(BIN)/python -m tests.bench
 

@@ -33,7 +33,7 @@ def contracts() -> list[dict]:
 
 def test_the_root_holds_the_public_functions_errors_and_reports_alone():
     there = {path.name for path in FOLDERS["treeckpt"].glob("*.py")}
-    assert there == {"__init__.py", "__main__.py", "api.py", "errors.py", "reports.py"}
+    assert there == {"__init__.py", "__main__.py", "api.py", "errors.py", "reports.py", "testing.py"}
 
 
 def test_every_room_stands_in_the_order_and_no_imports_form_a_circle(contracts):
@@ -57,6 +57,63 @@ def test_a_class_name_is_defined_once():
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(name)
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+STORE_BASES = {"Store", "RunStore", "Writer", "ObjectBucket"}
+STORE_MEMBERS = {"ordered", "fetch", "mapped", "map", "rename", "compare_and_swap", "delete_if", "read_version"}
+STORE_MEMBERS |= {"request_nbytes", "sizes", "entries", "folder", "folders", "directory", "live", "address", "traits"}
+
+
+def store_classes() -> set[str]:
+    """The classes of stores, runs of stores and what belongs to them, by inheritance."""
+    bases = {
+        node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
+        for _, _, tree in MODULES
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    found = set(STORE_BASES)
+    while more := {name for name, above in bases.items() if above & found} - found:
+        found |= more
+    return found
+
+
+def store_kind_checks(tree: ast.Module, classes: set[str]) -> Iterator[int]:
+    """Lines that ask for the class of a store, or whether it has a member."""
+
+    def names(node: ast.AST) -> set[str]:
+        inner = list(ast.walk(node))
+        return {one.id for one in inner if isinstance(one, ast.Name)} | {
+            one.attr for one in inner if isinstance(one, ast.Attribute)
+        }
+
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name("isinstance" | "issubclass"), args=[_, kind]) if names(kind) & classes:
+                yield node.lineno
+            case ast.Call(func=ast.Name("getattr" | "hasattr"), args=[_, ast.Constant(value), *_]) if (
+                value in STORE_MEMBERS
+            ):
+                yield node.lineno
+            case ast.Compare(left=ast.Call(func=ast.Name("type")), comparators=others) if any(
+                names(one) & classes for one in others
+            ):
+                yield node.lineno
+            case ast.MatchClass(cls=kind) if names(kind) & classes:
+                yield node.lineno
+
+
+def test_outside_of_io_nothing_asks_for_the_kind_of_a_store():
+    """What differs between stores is in their `traits`."""
+    classes = store_classes()
+    assert {"LocalStore", "MemoryStore", "ObjectStore", "CountingStore", "ForeignStore", "ObjectRun"} <= classes
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for name, path, tree in MODULES
+        if not name.startswith("treeckpt.io")
+        for line in store_kind_checks(tree, classes)
+    ]
+    assert found == []
 
 
 def documented(tree: ast.Module) -> Iterator[tuple[int, str]]:

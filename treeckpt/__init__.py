@@ -26,6 +26,7 @@ The package, from top to bottom; imports only go down, and each package says in 
     dcp                                 the interface of torch.distributed.checkpoint
     integrations                        other libraries' objects in terms of the public names
     runs  training  trees               Manager and retention; models and optimizers as trees; operations on trees
+    testing                             the suite that every store passes, for stores of one's own
     api                                 save, save_async, load, load_into, inspect, read_file, verify
     saving | loading                    tree to committed checkpoint | bytes to tree, verify, repair, load rules
     foreign                             files of other programs, read in place

@@ -9,15 +9,16 @@ from __future__ import annotations
 import msgspec
 
 from treeckpt.core.text import visible
-from treeckpt.io.storage.run_store import Folder, LocalFolder
+from treeckpt.io.storage.store import Store
 from treeckpt.runs.checkpoint_info import CheckpointInfo
 from treeckpt.runs.verification import DamagedPart, Verification, fingerprint_of, found_part, this_user
 
 from ..pages.checkpoints import CheckpointRow, checkpoint_row
 from ..store import jobs
 from ..store.cache import Cache
+from ..store.index_reader import place_for_process
 from ..store.jobs import BytesRead, JobQueue, JobState, ProcessJob, Unreadable
-from ..store.library import Library, NotFound, Run
+from ..store.library import Library, NotFound
 from .leaf_numbers import ContentsSummary, summary_of
 from .verify_process import Found, Message
 
@@ -62,8 +63,7 @@ class VerifyPage(msgspec.Struct, frozen=True):
 
 
 class _Job(ProcessJob):
-    def __init__(self, cache: Cache, run: Run, info: CheckpointInfo, folder: Folder) -> None:
-        place = ["", folder.url] if isinstance(folder, LocalFolder) else [run.url, info.name]
+    def __init__(self, cache: Cache, place: tuple[str, str], info: CheckpointInfo, folder: Store) -> None:
         super().__init__(PROGRAM, [*place, str(cache.shared)], info.nbytes or 0)
         self.folder, self._cache, self.save_id = folder, cache, info.save_id or ""
         self.fingerprint = fingerprint_of(folder.entries(), self.save_id)
@@ -141,9 +141,9 @@ class VerifyJobs(JobQueue[_Job]):
         folder = run.store.folder(info.name)
         if info.save_id is None or info.leaves is None:
             raise NotFound(f"There is nothing to verify: {info.error or 'it has no index'}")
-        if not isinstance(folder, LocalFolder) and ("://" not in run.url or run.url.startswith("memory://")):
+        if (place := place_for_process(run.url, folder)) is None:
             raise NotFound("This store is in the memory of this process: no other one can read it.")
-        self.add(checkpoint_id, lambda: _Job(self._library.cache, run, info, folder))
+        self.add(checkpoint_id, lambda: _Job(self._library.cache, place, info, folder))
 
     def page(self, checkpoint_id: str) -> VerifyPage:
         """Returns what is known of a checkpoint's bytes.

@@ -15,7 +15,7 @@ from treeckpt.errors import TreeckptError
 from treeckpt.io.storage.counting_store import CountingStore
 from treeckpt.io.storage.far_store import for_reading
 from treeckpt.io.storage.open import open_run
-from treeckpt.io.storage.run_store import LocalFolder
+from treeckpt.io.storage.store import LocalStore
 from treeckpt.reports import Problem
 from treeckpt.runs.statistics_store import StatisticsStore
 from treeckpt.runs.verification import DamagedPart, Verification, shown_parts, this_user, verify_folder
@@ -59,15 +59,15 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which kills this process
     printer = _Printer()
     try:
-        folder = open_run(run).folder(name) if run else LocalFolder(name)
-        store = CountingStore(for_reading(folder.store), printer.add)
+        folder = open_run(run).folder(name) if run else LocalStore(name)
+        folder = CountingStore(for_reading(folder), printer.add)
         by, statistics = this_user("dashboard"), StatisticsStore(Path(cache))
-        report, verification = verify_folder(folder, store, by, on_shard=printer.add_shard, statistics=statistics)
+        report, verification = verify_folder(folder, by, on_shard=printer.add_shard, statistics=statistics)
         send(Result(verification))
         if report.unread:
             first, more = report.unread[0], ". ".join(report.notes)
             send(Unreadable(f"{report.state}, first {first.file}: {first.text}. {more}"))
-        if verification.ok and statistics.find(folder.url, verification.save_id) is None:
+        if verification.ok and statistics.find(folder.place, verification.save_id) is None:
             send(Unreadable("the statistics of its arrays could not be written to the cache"))
     except (TreeckptError, OSError) as error:
         send(Unreadable(f"{error}"))

@@ -15,7 +15,7 @@ from treeckpt.errors import TreeckptError
 from treeckpt.io.storage.counting_store import CountingStore
 from treeckpt.io.storage.far_store import for_reading
 from treeckpt.io.storage.open import open_run
-from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder
+from treeckpt.io.storage.store import DirectoryEntry, LocalStore, Store
 from treeckpt.loading.compare import measured_pairs
 from treeckpt.loading.one_checkpoint import opened
 from treeckpt.runs.change_store import ChangeStore, ComparedSave
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         folders = [_folder(run_a, name_a), _folder(run_b, name_b)]
         before = [folder.listed().entries() for folder in folders]
-        first, second = (CountingStore(for_reading(folder.store), printer.add) for folder in folders)
+        first, second = (CountingStore(for_reading(folder), printer.add) for folder in folders)
         with opened(first) as a, opened(second) as b:
             a.check_against_files()
             b.check_against_files()
@@ -52,9 +52,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _save(folder: Folder, entries: Mapping[str, DirectoryEntry], save_id: str) -> ComparedSave:
-    return ComparedSave(folder.url, save_id, fingerprint_of(entries, save_id))
+def _save(folder: Store, entries: Mapping[str, DirectoryEntry], save_id: str) -> ComparedSave:
+    return ComparedSave(folder.place, save_id, fingerprint_of(entries, save_id))
 
 
-def _folder(run: str, name: str) -> Folder:
-    return open_run(run).folder(name) if run else LocalFolder(name)
+def _folder(run: str, name: str) -> Store:
+    return open_run(run).folder(name) if run else LocalStore(name)

@@ -17,13 +17,13 @@ import numpy as np
 from treeckpt.core.analysis.outline import Outline, words_in
 from treeckpt.core.numbers.layer_changes import LayerChange, layer_changes, relative_changes
 from treeckpt.core.text import json_number, visible
-from treeckpt.io.storage.run_store import LocalFolder
 from treeckpt.runs.change_store import ComparedSave
 from treeckpt.runs.checkpoint_info import CheckpointInfo
 from treeckpt.runs.verification import fingerprint_of
 
 from ..pages.checkpoints import PAGE, CheckpointRow, next_start, shorten
 from ..store import jobs
+from ..store.index_reader import place_for_process
 from ..store.jobs import BytesRead, JobQueue, ProcessJob, Unreadable
 from ..store.library import Library, NotFound, Run
 from .diff import find_both
@@ -199,16 +199,14 @@ class ChangeJobs(JobQueue[_ChangeJob]):
     def _save(self, checkpoint_id: str, info: CheckpointInfo) -> ComparedSave:
         run = self._library.checkpoint(checkpoint_id)[0]
         folder, save_id = run.store.folder(info.name), info.save_id or ""
-        return ComparedSave(folder.url, save_id, fingerprint_of(folder.entries(), save_id))
+        return ComparedSave(folder.place, save_id, fingerprint_of(folder.entries(), save_id))
 
 
 def _place(run: Run, info: CheckpointInfo) -> list[str]:
     folder = run.store.folder(info.name)
-    if isinstance(folder, LocalFolder):
-        return ["", folder.url]
-    if "://" not in run.url or run.url.startswith("memory://"):
+    if (place := place_for_process(run.url, folder)) is None:
         raise NotFound("This store is in the memory of this process: no other one can read it.")
-    return [run.url, info.name]
+    return [*place]
 
 
 def changes_page(

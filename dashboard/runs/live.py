@@ -160,7 +160,7 @@ def _save_row(
 def _ranks(run: Run, info: CheckpointInfo, save: SaveUnderWay) -> list[Progress]:
     folder = run.store.folder(info.name)
     with contextlib.suppress(TreeckptError, OSError):
-        return [one for one in read_progress(folder.store, folder.entries()) if one.save_id == save.save_id]
+        return [one for one in read_progress(folder, folder.entries()) if one.save_id == save.save_id]
     return []
 
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from treeckpt.io.storage.run_store import DirectoryEntry
+from treeckpt.io.storage.store import DirectoryEntry
 from treeckpt.runs.change_store import ChangeStore
 from treeckpt.runs.index_summary import Summary
 from treeckpt.runs.stat_cache import LruStatCache

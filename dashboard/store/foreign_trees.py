@@ -16,8 +16,8 @@ from treeckpt.errors import FormatError, StoreError
 from treeckpt.io.os_errors import shows_damage, wrap_read_error
 from treeckpt.io.storage.foreign_formats import DCP_METADATA, TORCH_SUFFIXES, describe_foreign
 from treeckpt.io.storage.local_read import follows_links
-from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder, LocalRun
-from treeckpt.io.storage.store import Store
+from treeckpt.io.storage.run_store import LocalRun
+from treeckpt.io.storage.store import DirectoryEntry, LocalStore, Store
 from treeckpt.runs.checkpoint_info import CheckpointInfo
 
 MAX_METADATA = 64 << 20
@@ -31,12 +31,12 @@ class ForeignInfo(CheckpointInfo, frozen=True):
     """What it is, in words."""
 
 
-class ForeignFile(LocalFolder):
+class ForeignFile(LocalStore):
     """One file of another program, in place of a folder."""
 
     def modified_ns(self) -> int | None:
         try:
-            return self.path.stat().st_mtime_ns
+            return self.directory.stat().st_mtime_ns
         except OSError as error:
             if not shows_damage(error):
                 raise wrap_read_error(error, self.url) from error
@@ -49,9 +49,9 @@ class RunWithFiles(LocalRun):
     def names(self) -> list[str]:
         return sorted({*super().names(), *self.modified_times()})
 
-    def folder(self, name: str) -> LocalFolder:
+    def folder(self, name: str) -> LocalStore:
         path = self.path / name
-        return ForeignFile(path) if path.suffix in TORCH_SUFFIXES and path.is_file() else LocalFolder(path)
+        return ForeignFile(path) if path.suffix in TORCH_SUFFIXES and path.is_file() else LocalStore(path)
 
     def is_checkpoint_file(self, entry: os.DirEntry[str], at: os.stat_result) -> bool:
         if not entry.name.endswith(TORCH_SUFFIXES) or entry.is_symlink() or not stat.S_ISREG(at.st_mode):
@@ -75,20 +75,24 @@ def is_foreign(path: Path) -> bool:
     return path.is_file() or not any(is_step_name(child.name) for child in path.iterdir() if child.is_dir())
 
 
-def look_at_foreign(folder: Folder, info: CheckpointInfo, inside: Path | None) -> CheckpointInfo:
+def look_at_foreign(folder: Store, info: CheckpointInfo, inside: Path | None) -> CheckpointInfo:
     """Returns what a folder without a checkpoint of ours is: its own description, or that of another program's.
 
     Args:
         inside: the directory of the run, which links in the folder must not leave; None for a path that a person gave.
     """
-    if not isinstance(folder, LocalFolder) or (found := describe_foreign(folder.url)) is None:
+    if (path := folder.traits.local_path) is None or (found := describe_foreign(str(path))) is None:
         return info
-    if inside is not None and not follows_links(None) and (link := _link_out(folder, inside.resolve())) is not None:
+    if (
+        inside is not None
+        and not follows_links(None)
+        and (link := _link_out(folder, path, inside.resolve())) is not None
+    ):
         error = f"{found[0]} with a link out of the run, {link}, which is not followed; open it by itself"
         return msgspec.structs.replace(info, error=error)
     error = f"{found[0]}, not of treeckpt"
     return ForeignInfo(
-        info.name, info.path, "foreign", info.step, disk_nbytes=_disk_nbytes(folder.path), error=error, format=found[0]
+        info.name, info.path, "foreign", info.step, disk_nbytes=_disk_nbytes(path), error=error, format=found[0]
     )
 
 
@@ -101,9 +105,9 @@ def _disk_nbytes(path: Path) -> int:
     return nbytes
 
 
-def _link_out(folder: LocalFolder, root: Path) -> str | None:
+def _link_out(folder: Store, path: Path, root: Path) -> str | None:
     names = (name for name, entry in folder.entries().items() if not entry.regular)
-    return next((name for name in names if not (folder.path / name).resolve().is_relative_to(root)), None)
+    return next((name for name in names if not (path / name).resolve().is_relative_to(root)), None)
 
 
 def foreign_store(info: ForeignInfo) -> Store:
@@ -126,7 +130,7 @@ def foreign_version(info: ForeignInfo) -> DirectoryEntry:
         FormatError: its metadata are too large to be read for a page.
     """
     path = Path(info.path)
-    files = LocalFolder(path).entries() if path.is_dir() else {}
+    files = LocalStore(path).entries() if path.is_dir() else {}
     metadata = files.get(DCP_METADATA)
     if metadata is not None and metadata.nbytes > MAX_METADATA:
         expected, found = f"metadata of at most {bytes_text(MAX_METADATA)}", bytes_text(metadata.nbytes)

@@ -35,7 +35,7 @@ from treeckpt.foreign.files import foreign_at
 from treeckpt.io.os_errors import shows_damage
 from treeckpt.io.storage import metadata_files
 from treeckpt.io.storage.open import open_run
-from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder
+from treeckpt.io.storage.store import DirectoryEntry, LocalStore, Store
 from treeckpt.threads import start_thread
 
 from .cache import Cache, key_of
@@ -169,6 +169,20 @@ def _unreadable(name: str, found: str) -> TreeckptError:
     return StoreError(name, expected="a tree that can be read within the limits of this page", found=found, hint=hint)
 
 
+def place_for_process(run: str, folder: Store) -> tuple[str, str] | None:
+    """Returns how another process opens a folder; None where only this process can.
+
+    Args:
+        run: the URL of the folder's run; empty for a local run.
+
+    Returns:
+        The URL of the run and the name of the folder in it; without a URL the path of the folder.
+    """
+    if folder.traits.local_path is not None:
+        return "", folder.place
+    return (run, folder.name) if "://" in run and not run.startswith("memory://") else None
+
+
 class IndexReader:
     """The tables of the indexes of folders; a table that does not exist yet is built."""
 
@@ -183,7 +197,7 @@ class IndexReader:
         """Errors by key, and until when they hold, by the monotonic clock: damage as long as the file is the same."""
         self._processes: dict[str, _ReadProcess] = {}
 
-    def outline(self, run: str, folder: Folder, entry: DirectoryEntry) -> StoredOutline:
+    def outline(self, run: str, folder: Store, entry: DirectoryEntry) -> StoredOutline:
         """Returns the tree of the index in a folder.
 
         Args:
@@ -195,16 +209,14 @@ class IndexReader:
             CheckpointError: it is damaged.
             StoreError: it could not be read.
         """
-        key = key_of(folder.url, entry)
+        key = key_of(folder.place, entry)
         if (found := self._known(key)) is not None:
             return found
         if entry.nbytes > MAX_INDEX:
             found = f"{entry.nbytes} bytes"
-            raise CorruptError(folder.url, expected=f"an index of at most {MAX_INDEX} bytes", found=found)
-        reachable = isinstance(folder, LocalFolder) or ("://" in run and not run.startswith("memory://"))
-        if is_large(entry) and reachable:  # another process can open the folder
-            name = folder.name if run else folder.url
-            raise StillReading(folder.url, self._process(key, run, name).progress)
+            raise CorruptError(folder.place, expected=f"an index of at most {MAX_INDEX} bytes", found=found)
+        if is_large(entry) and (place := place_for_process(run, folder)) is not None:
+            raise StillReading(folder.place, self._process(key, *place).progress)
         return self._build(key, folder)
 
     def foreign_outline(self, path: str, version: DirectoryEntry) -> StoredOutline:
@@ -254,11 +266,11 @@ class IndexReader:
                 self._opened.popitem(last=False)
         return outline
 
-    def _build(self, key: str, folder: Folder) -> StoredOutline:
+    def _build(self, key: str, folder: Store) -> StoredOutline:
         with self._building:
             if (found := self._open_table(key)) is None:
                 try:
-                    build_table(metadata_files.read_index(folder.store), self._cache.table(key))
+                    build_table(metadata_files.read_index(folder), self._cache.table(key))
                 except TreeckptError as error:
                     self._fail(key, error)
                     raise
@@ -342,9 +354,9 @@ def _read(run: str, name: str) -> Index:
         assert source is not None, "it was there just now"
         index: Any = ForeignCheckpoint(source).index
         return with_found_chunks(index)
-    folder = open_run(run).folder(name) if run else LocalFolder(name)
+    folder = open_run(run).folder(name) if run else LocalStore(name)
     _send(_Progress("read", 0, folder.entries()[INDEX_NAME].nbytes))
-    return metadata_files.read_index(folder.store)
+    return metadata_files.read_index(folder)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -26,8 +26,8 @@ from treeckpt.core.format.timings import timings_name
 from treeckpt.core.text import visible
 from treeckpt.errors import CheckpointNotFound, StoreError
 from treeckpt.io.storage.open import open_run
-from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder, RunStore
-from treeckpt.io.storage.store import Store
+from treeckpt.io.storage.run_store import RunStore
+from treeckpt.io.storage.store import DirectoryEntry, LocalStore, Store
 from treeckpt.runs import catalog
 from treeckpt.runs.checkpoint_info import CheckpointInfo, with_verification
 from treeckpt.runs.stat_cache import LruStatCache, StatCache
@@ -67,24 +67,30 @@ class Run(msgspec.Struct, frozen=True, eq=False):
     store: RunStore
     url: str
     """The URL with which another process opens it; empty for a local run, whose folders are opened by path."""
+    single: bool = False
+    """Whether it is one checkpoint that was given by itself."""
 
 
-class _SingleCheckpoint:
+class _SingleCheckpoint(RunStore):
     """A checkpoint that was given by itself, as a run of one. Symbolic links to it are followed."""
 
     def __init__(self, path: Path) -> None:
-        self.url, self._path = str(path), path
+        self._path = path
+
+    @property
+    def url(self) -> str:
+        return str(self._path)
 
     def names(self) -> list[str]:
         return [self._path.name] if self._path.exists() else []
 
-    def folder(self, name: str) -> LocalFolder:
-        return ForeignFile(self._path) if self._path.is_file() else LocalFolder(self._path)
+    def folder(self, name: str) -> LocalStore:
+        return ForeignFile(self._path) if self._path.is_file() else LocalStore(self._path)
 
 
-def _unread(folder: Folder) -> UnreadInfo:
+def _unread(folder: Store) -> UnreadInfo:
     text = "its index is being read for the first time"
-    return UnreadInfo(folder.name, folder.url, "partial", step_of(folder.name), error=text)
+    return UnreadInfo(folder.name, folder.place, "partial", step_of(folder.name), error=text)
 
 
 def _id(*parts: str) -> str:
@@ -98,8 +104,9 @@ def _run(given: str | Path | RunStore) -> Run:
         name = store.url.rstrip("/").rpartition("/")[2] or store.url
         return Run(_id(store.url), visible(name), Path(store.url), store, store.url)
     path = Path(given).absolute()
-    store = _SingleCheckpoint(path) if catalog.is_checkpoint(path) or is_foreign(path) else RunWithFiles(path)
-    return Run(_id(str(path)), visible(path.name or str(path)), path, store, "")
+    single = catalog.is_checkpoint(path) or is_foreign(path)
+    store = _SingleCheckpoint(path) if single else RunWithFiles(path)
+    return Run(_id(str(path)), visible(path.name or str(path)), path, store, "", single)
 
 
 def _with_own_names(runs: tuple[Run, ...]) -> tuple[Run, ...]:
@@ -151,7 +158,7 @@ class Library:
         self._reduced: dict[str, dict[str, ReducedTimings]] = {run.id: {} for run in self.runs}
         self._lists: dict[str, tuple[list[CheckpointInfo], list[tuple[str, CheckpointInfo]]]] = {}
 
-    def inspect_directory(self, run: Run, folder: Folder) -> DirectoryState:
+    def inspect_directory(self, run: Run, folder: Store) -> DirectoryState:
         """Returns what a directory is; a large index that was not read before is given to another process."""
         name = folder.name
         self._directories[_id(str(run.path), name)] = (run, name)
@@ -162,9 +169,9 @@ class Library:
             return DirectoryState(_unread(folder), None, folder)
         except (OSError, StoreError) as error:  # of a mounted or remote store
             problem = f"it could not be read: {error}"
-            return DirectoryState(CheckpointInfo(name, folder.url, "unread", step_of(name), error=problem), None)
+            return DirectoryState(CheckpointInfo(name, folder.place, "unread", step_of(name), error=problem), None)
 
-    def _look(self, run: Run, folder: Folder) -> CheckpointInfo:
+    def _look(self, run: Run, folder: Store) -> CheckpointInfo:
         info = catalog.read_info_or_unread(folder, cache=self.summary_cache(run), follow=not self.is_run(run))
         if info.status == "foreign" and (not folder.is_link or not self.is_run(run)):
             return look_at_foreign(folder, info, run.path if self.is_run(run) else None)
@@ -247,11 +254,11 @@ class Library:
                 return checkpoint_id, run, _unread(folder)
         raise NotFound("This checkpoint is gone.")
 
-    def _folder_of(self, info: CheckpointInfo) -> tuple[Run | None, Folder]:
+    def _folder_of(self, info: CheckpointInfo) -> tuple[Run | None, Store]:
         for run in self.runs:
             if (folder := run.store.folder(info.name)).url == info.path:
                 return run, folder
-        return None, LocalFolder(info.path)
+        return None, LocalStore(info.path)
 
     def outline(self, info: CheckpointInfo) -> Outline:
         """Returns the tree of a checkpoint.
@@ -265,7 +272,7 @@ class Library:
         run, folder = self._folder_of(info)
         entry = folder.entries().get(INDEX_NAME)
         if entry is None:
-            raise CheckpointNotFound(visible(folder.url), expected=f"a checkpoint ({INDEX_NAME})", found="none")
+            raise CheckpointNotFound(visible(folder.place), expected=f"a checkpoint ({INDEX_NAME})", found="none")
         return self._reader.outline(run.url if run else "", folder, entry)
 
     def store(self, info: CheckpointInfo) -> Store:
@@ -274,7 +281,7 @@ class Library:
         Raises:
             CheckpointError: another program wrote it, and it is gone.
         """
-        return foreign_store(info) if isinstance(info, ForeignInfo) else self._folder_of(info)[1].store
+        return foreign_store(info) if isinstance(info, ForeignInfo) else self._folder_of(info)[1]
 
     def study(self, info: CheckpointInfo) -> TimingReport:
         """Returns the timings of a checkpoint, with what is computed from them.
@@ -286,7 +293,7 @@ class Library:
         if info.save_id is None or info.leaves is None:
             return TimingReport(catalog.read_timings(folder))
         entry = folder.entries().get(timings_name(info.save_id), DirectoryEntry(-1, 0))
-        key = (folder.url, info.save_id)
+        key = (folder.place, info.save_id)
         return self._studies.get_or_read(
             key, entry, lambda: TimingReport(catalog.read_timings(folder, save_id=info.save_id))
         )
@@ -294,7 +301,7 @@ class Library:
     @staticmethod
     def is_run(run: Run) -> bool:
         """Whether it is a run, and not a checkpoint that was given by itself."""
-        return not isinstance(run.store, _SingleCheckpoint)
+        return not run.single
 
     def summary_cache(self, run: Run) -> StatCache:
         """Returns the cache with which `catalog` inspects directories of a run."""

@@ -22,7 +22,7 @@ from treeckpt.core.format.timings import Host
 from treeckpt.core.sharding.int_runs import decode_runs
 from treeckpt.core.text import visible
 from treeckpt.errors import CorruptError
-from treeckpt.io.storage.run_store import Folder
+from treeckpt.io.storage.store import Store
 from treeckpt.runs import catalog
 
 MAX_PHASES = 16
@@ -95,7 +95,7 @@ def _shared(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(map(sys.intern, names))
 
 
-def read_reduced(folder: Folder, name: str) -> ReducedTimings:
+def read_reduced(folder: Store, name: str) -> ReducedTimings:
     """Reads and reduces the timings in a file.
 
     Raises:
@@ -105,7 +105,7 @@ def read_reduced(folder: Folder, name: str) -> ReducedTimings:
     try:
         return reduce_timings(TimingReport(timings))
     except (ArithmeticError, LookupError) as error:
-        raise CorruptError(visible(f"{folder.url}/{name}"), expected="spans of a save", found=f"{error}") from error
+        raise CorruptError(visible(f"{folder.place}/{name}"), expected="spans of a save", found=f"{error}") from error
 
 
 def reduce_timings(study: TimingReport) -> ReducedTimings:

@@ -23,7 +23,8 @@ import msgspec
 from treeckpt.core.format.file_names import step_of
 from treeckpt.core.text import visible
 from treeckpt.errors import TreeckptError
-from treeckpt.io.storage.run_store import Folder, RunStore, SupportsBulkListing, modified_times
+from treeckpt.io.storage.run_store import RunStore
+from treeckpt.io.storage.store import Store
 from treeckpt.runs.catalog import CONCURRENT_READS
 from treeckpt.runs.checkpoint_info import CheckpointInfo, in_listing_order
 
@@ -58,7 +59,7 @@ class DirectoryState(msgspec.Struct, frozen=True, gc=False):
 
     info: CheckpointInfo
     modified_ns: int | None
-    unread: Folder | None = None
+    unread: Store | None = None
     """The folder as it was listed, if `info` waits for another process."""
 
 
@@ -97,13 +98,13 @@ class RunWatcher:
     def __init__(
         self,
         store: RunStore,
-        inspect: Callable[[Folder], DirectoryState],
+        inspect: Callable[[Store], DirectoryState],
         *,
         clock: Callable[[], float] = time.monotonic,
         on_scanned: Callable[[], None] = lambda: None,
     ) -> None:
         self._store, self._inspect, self._clock, self._on_scanned = store, inspect, clock, on_scanned
-        self._remote = store if isinstance(store, SupportsBulkListing) else None
+        self._remote = store.traits.far
         self._lock = threading.Lock()
         self._known: dict[str, DirectoryState] = {}
         self._names: list[str] = []
@@ -136,7 +137,7 @@ class RunWatcher:
         wait = max(wait, SOON)
         if wait <= SOON and (self._slow or not self.progress.complete):
             wait = 0.0 if self._slow or running.enough.is_set() else HARDLY
-            first = self._remote is not None and not self.progress.complete
+            first = self._remote and not self.progress.complete
             running.enough.wait(running.started + (REMOTE_SOON if first else SOON) - time.monotonic())
         running.done.wait(wait)
 
@@ -156,7 +157,7 @@ class RunWatcher:
             with self._lock:
                 self.version += problem != self.progress.problem
                 self.progress = msgspec.structs.replace(self.progress, problem=problem)
-                listed_all = self._remote is not None and problem is None
+                listed_all = self._remote and problem is None
                 self._fresh_until = self._clock() + (max(FRESH, REMOTE_FRESH * took) if listed_all else FRESH)
                 self._slow = self.progress.complete and took > SOON / 4
                 self._running = None
@@ -167,7 +168,7 @@ class RunWatcher:
         names = self._update_names(dict.fromkeys(self._store.names()))
         self.progress = ScanProgress(0, len(names), False)
 
-        def look(folder: Folder) -> None:
+        def look(folder: Store) -> None:
             self._update(folder)
             with self._lock:
                 seen = self.progress.seen + 1
@@ -175,7 +176,7 @@ class RunWatcher:
             if seen == ENOUGH:
                 scan.enough.set()
 
-        if self._remote is None:
+        if not self._remote:
             patience = PATIENCE
             for start in range(0, len(names), BATCH):
                 batch = partial(self._look_at_local, names[start : start + BATCH], look)
@@ -186,19 +187,19 @@ class RunWatcher:
                 else:
                     turn.result()
         else:
-            self._look_at_remote(self._remote, names, look)
+            self._look_at_remote(names, look)
         self.progress = ScanProgress(len(names), len(names), True)
         with self._lock:  # pages no longer show the progress
             self.version += 1
 
-    def _look_at_local(self, names: Sequence[str], look: Callable[[Folder], None]) -> None:
+    def _look_at_local(self, names: Sequence[str], look: Callable[[Store], None]) -> None:
         for name in names:
             look(self._store.folder(name))
 
-    def _look_at_remote(self, run: SupportsBulkListing, names: Sequence[str], look: Callable[[Folder], None]) -> None:
+    def _look_at_remote(self, names: Sequence[str], look: Callable[[Store], None]) -> None:
         """Looks at all folders: at those of the first page before the listing of the whole run has ended."""
         with ThreadPoolExecutor(CONCURRENT_READS, "treeckpt-watch") as pool:
-            listing = pool.submit(run.folders) if len(names) > ENOUGH else None
+            listing = pool.submit(self._store.folders) if len(names) > ENOUGH else None
             for _ in pool.map(lambda name: look(self._store.folder(name).listed()), names[:ENOUGH]):
                 pass
             listed = {folder.name: folder for folder in listing.result()} if listing is not None else {}
@@ -206,10 +207,10 @@ class RunWatcher:
                 pass
 
     def _scan_again(self, scan: _Scan) -> None:
-        if self._remote is None:
-            changes, folder_of = modified_times(self._store), self._store.folder
+        if not self._remote:
+            changes, folder_of = self._store.modified_times(), self._store.folder
         else:
-            listed = {folder.name: folder for folder in self._remote.folders()}
+            listed = {folder.name: folder for folder in self._store.folders()}
             changes, folder_of = {name: folder.modified_ns() for name, folder in listed.items()}, listed.__getitem__
         names = self._update_names(changes)
         self._update_all(folder_of(name) for name in names if name not in self._known)
@@ -229,8 +230,8 @@ class RunWatcher:
         self._update_all(map(folder_of, changed))
         self.progress = ScanProgress(len(names), len(names), True, self.progress.problem)
 
-    def _update_all(self, folders: Iterable[Folder]) -> None:
-        if self._remote is None:
+    def _update_all(self, folders: Iterable[Store]) -> None:
+        if not self._remote:
             for folder in folders:
                 self._update(folder)
             return
@@ -250,7 +251,7 @@ class RunWatcher:
             self.version += bool(gone)
         return names
 
-    def _update(self, folder: Folder) -> None:
+    def _update(self, folder: Store) -> None:
         name = folder.name
         before, now = self._known.get(name), self._inspect(folder)
         if before is None or before != now:

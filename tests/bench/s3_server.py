@@ -33,6 +33,7 @@ import re
 import ssl
 import sys
 import time
+from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
 from email.utils import formatdate
 from typing import Any
@@ -145,7 +146,7 @@ class S3Server:
         try:
             if headers.get("expect", "").lower() == "100-continue":
                 writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            body = await self._receive(reader, int(headers.get("content-length", 0)))
+            body = await self._receive(reader, headers)
             self._find_trouble(request)
             await self._wait(request)
             answer = self._answer(request, body)
@@ -155,16 +156,22 @@ class S3Server:
             self.busy -= 1
             row["ended"] = time.monotonic()
 
-    async def _receive(self, reader: asyncio.StreamReader, nbytes: int) -> S3Segment:
+    async def _receive(self, reader: asyncio.StreamReader, headers: dict[str, str]) -> S3Segment:
         file = io.FileIO(os.memfd_create("object"), "r+")
         begin, taken = time.monotonic(), 0
-        while taken < nbytes:
-            data = await reader.read(min(nbytes - taken, 1 << 20))
-            if not data:
-                raise ConnectionError("the body ended")
+        pieces = _body(reader, int(headers.get("content-length", 0)))
+        if headers.get("transfer-encoding", "").lower() == "chunked":
+            pieces = _chunks(reader)
+        if "aws-chunked" in headers.get("content-encoding", ""):  # whose trailer is not looked at
+            inner = asyncio.StreamReader()
+            async for data in pieces:
+                inner.feed_data(data)
+            inner.feed_eof()
+            pieces = _chunks(inner)
+        async for data in pieces:
             taken += file.write(data) or 0
             await self._pace(begin, taken)
-        return S3Segment(file, nbytes)
+        return S3Segment(file, taken)
 
     async def _pace(self, begin: float, nbytes: int) -> None:
         if self.settings.rate:
@@ -355,6 +362,25 @@ class S3Server:
             return answer
         del self.uploads[number]
         return _xml(f"<CompleteMultipartUploadResult><ETag>{escape(new.etag)}</ETag></CompleteMultipartUploadResult>")
+
+
+async def _body(reader: asyncio.StreamReader, nbytes: int) -> AsyncIterator[bytes]:
+    """Yields so many bytes as they arrive."""
+    while nbytes:
+        data = await reader.read(min(nbytes, 1 << 20))
+        if not data:
+            raise ConnectionError("the body ended")
+        yield data
+        nbytes -= len(data)
+
+
+async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Yields the chunks of a body without its length; those of aws-chunked have the same form."""
+    while size := int((await reader.readline()).partition(b";")[0], 16):
+        yield await reader.readexactly(size)
+        await reader.readexactly(2)
+    while (await reader.readline()).strip():  # trailers
+        pass
 
 
 def _xml(text: str) -> S3Answer:

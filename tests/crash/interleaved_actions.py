@@ -93,7 +93,7 @@ def delete(run: str, action: Action) -> dict[str, Any]:
 
 def careless(run: str, action: Action) -> dict[str, Any]:
     """A deletion that looks, and then removes an index whatever it is by then."""
-    store = open_run(run).folder(step_name(action.step)).store
+    store = open_run(run).folder(step_name(action.step))
     removed = read_index(store).save_id
     store.delete("index.json")
     return {"removed": [removed]}

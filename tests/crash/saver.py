@@ -20,7 +20,7 @@ import numpy as np
 
 import treeckpt as tc
 from treeckpt.core.format.file_names import step_of
-from treeckpt.io.storage.open import open_folder, open_store
+from treeckpt.io.storage.open import open_store
 from treeckpt.io.storage.reader_leases import hold_lease
 
 NBYTES = 1 << 20
@@ -94,7 +94,7 @@ def save(path: str, how: str, seed: int) -> None:
         tc.save_async(path, tree_of(seed), overwrite=True).wait_staged()
         die()
     if how == "reading":
-        with hold_lease(open_folder(path)):
+        with hold_lease(open_store(path)):
             die()
     if how != "well":
         Ending(store, how)

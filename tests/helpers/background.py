@@ -21,8 +21,8 @@ import pytest
 
 import treeckpt as tc
 from treeckpt.io.comm.comm import Comm
-from treeckpt.io.storage.run_store import LocalFolder, LocalRun
-from treeckpt.io.storage.store import Writer
+from treeckpt.io.storage.run_store import LocalRun, RunStore
+from treeckpt.io.storage.store import LocalStore, Writer
 from treeckpt.saving.session import Session, session_of
 
 __all__ = [
@@ -118,6 +118,8 @@ def _hooked(directory: Path, log: Path, at: int | None, act: str, after: bool, h
 
 
 class _HookedWriter:
+    ordered = False
+
     def __init__(self, inner: Writer, store: Hooked, name: str) -> None:
         self.inner, self.store, self.name = inner, store, name
 
@@ -242,18 +244,22 @@ class Gate:
         self.reached = threading.Event()
 
 
-class GatedRun:
+class GatedRun(RunStore):
     """A run whose saves go through a gate. It writes from a thread: gates are not shared with processes."""
 
     def __init__(self, path: Path, gate: Gate) -> None:
-        self.inner, self.gate, self.url = LocalRun(path), gate, str(path)
+        self.inner, self.gate = LocalRun(path), gate
+
+    @property
+    def url(self) -> str:
+        return self.inner.url
 
     def names(self) -> list[str]:
         return self.inner.names()
 
-    def folder(self, name: str) -> LocalFolder:
+    def folder(self, name: str) -> LocalStore:
         folder = self.inner.folder(name)
-        create, gate = folder.store.create, self.gate
+        create, gate = folder.create, self.gate
 
         def gated(file: str, nbytes: int) -> Any:
             gate.reached.set()
@@ -262,7 +268,7 @@ class GatedRun:
                 raise OSError(28, "No space left on device")
             return create(file, nbytes)
 
-        folder.store.create = gated  # pyright: ignore[reportAttributeAccessIssue]
+        folder.create = gated  # pyright: ignore[reportAttributeAccessIssue]
         return folder
 
 

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.bench import s3_server
 from tests.helpers.large import write_many
 from tests.helpers.s3 import BUCKET, S3, started, wait_for_late_requests
+
+ROOT = Path(__file__).parents[2]
 
 
 class FarS3(S3):
@@ -38,7 +39,7 @@ class FarS3(S3):
 @contextmanager
 def far_s3_server() -> Iterator[FarS3]:
     """Starts a server, ends it again."""
-    with started(s3_server.__file__) as port:
+    with started("-m", "tests.bench.s3_server", cwd=ROOT) as port:
         yield FarS3(port, port)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
-from treeckpt.io.storage.run_store import DirectoryEntry, Folder
-from treeckpt.io.storage.store import MemoryStore, Writer
+from treeckpt.io.storage.run_store import RunStore
+from treeckpt.io.storage.store import DirectoryEntry, MemoryStore, Store, Writer
 
 __all__ = ["MemoryRun"]
 
@@ -14,10 +15,23 @@ __all__ = ["MemoryRun"]
 class _TimedStore(MemoryStore):
     """A memory store that records when its files were written."""
 
-    def __init__(self, name: str, clock: Callable[[], int]) -> None:
-        super().__init__(name)
-        self.clock, self.times = clock, dict[str, int]()
+    def __init__(self, run: MemoryRun, name: str) -> None:
+        super().__init__(f"{run.url.partition('://')[2]}/{name}")
+        self.run, self.clock, self.times = run, run.clock, dict[str, int]()
         self.changed_ns: int | None = None
+
+    def modified_ns(self) -> int | None:
+        return self.changed_ns
+
+    def entries(self) -> dict[str, DirectoryEntry]:
+        found, times = list(self.files.items()), self.times
+        return {name: DirectoryEntry(len(data), times[name], times[name]) for name, data in found}
+
+    def remove_directory(self) -> bool:
+        if self.files:
+            return False
+        self.run.stores.pop(self.name, None)
+        return True
 
     def prepare(self) -> None:
         self.changed_ns = self.changed_ns or self.clock()
@@ -27,46 +41,28 @@ class _TimedStore(MemoryStore):
         self.times[name] = self.changed_ns = self.clock()
         return writer
 
-    def publish(self, name: str, data: bytes, *, replace: bool) -> None:
-        super().publish(name, data, replace=replace)
+    def publish(self, name: str, data: bytes, **options: Any) -> None:
+        super().publish(name, data, **options)
         self.times[name] = self.changed_ns = self.clock()
 
-    def delete(self, name: str) -> None:
-        super().delete(name)
+    def delete(self, name: str, **options: Any) -> None:
+        super().delete(name, **options)
         self.changed_ns = self.clock()
 
 
-class MemoryFolder(Folder):
-    """The folder of one store of a `MemoryRun`."""
-
-    def __init__(self, run: MemoryRun, name: str) -> None:
-        new = _TimedStore(f"{run.url.partition('://')[2]}/{name}", run.clock)
-        self._run, self._timed = run, run.stores.setdefault(name, new)
-        super().__init__(self._timed)
-
-    def modified_ns(self) -> int | None:
-        return self._timed.changed_ns
-
-    def entries(self) -> dict[str, DirectoryEntry]:
-        sizes, times = self._timed.sizes(), self._timed.times
-        return {name: DirectoryEntry(nbytes, times[name], times[name]) for name, nbytes in sizes.items()}
-
-    def remove(self) -> bool:
-        if self._timed.files:
-            return False
-        self._run.stores.pop(self.name, None)
-        return True
-
-
-class MemoryRun:
+class MemoryRun(RunStore):
     """A run in this process's memory."""
 
     def __init__(self, name: str = "run", *, clock: Callable[[], int] = time.time_ns) -> None:
-        self.url, self.clock = f"memory://{name}", clock
+        self._name, self.clock = name, clock
         self.stores: dict[str, _TimedStore] = {}
+
+    @property
+    def url(self) -> str:
+        return f"memory://{self._name}"
 
     def names(self) -> list[str]:
         return sorted(name for name, store in self.stores.items() if store.changed_ns is not None)
 
-    def folder(self, name: str) -> MemoryFolder:
-        return MemoryFolder(self, name)
+    def folder(self, name: str) -> Store:
+        return self.stores.setdefault(name, _TimedStore(self, name))

@@ -17,7 +17,7 @@ from tests.helpers.elsewhere import elsewhere
 from tests.helpers.world import shards_of
 from treeckpt.core.format.file_names import step_name
 from treeckpt.core.format.index import INDEX_NAME
-from treeckpt.io.storage.run_store import LocalFolder, LocalRun
+from treeckpt.io.storage.run_store import LocalRun
 from treeckpt.io.storage.store import LocalStore
 from treeckpt.loading.consistent_reads import TRIES
 
@@ -179,10 +179,8 @@ class RacedRun(LocalRun):
 
     store: Raced | None = None
 
-    def folder(self, name: str) -> LocalFolder:
-        folder = super().folder(name)
-        folder.store = self.store or folder.store
-        return folder
+    def folder(self, name: str) -> LocalStore:
+        return self.store or super().folder(name)
 
 
 @pytest.mark.parametrize("after", [1, 2, 3, 4])

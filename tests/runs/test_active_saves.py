@@ -12,7 +12,7 @@ import treeckpt as tc
 from tests.helpers.world import Faulty, Switch
 from treeckpt.cli.main import main
 from treeckpt.core.format.save_progress import Progress, encode_progress, progress_name
-from treeckpt.io.storage.run_store import LocalFolder
+from treeckpt.io.storage.store import LocalStore
 from treeckpt.runs.active_saves import saves_under_way, under_way_text
 from treeckpt.runs.catalog import read_info, scan
 
@@ -26,7 +26,7 @@ def put(path, rank, *, phase="write", written=30, planned=100, updated=NOW, save
 
 
 def found(path):
-    folder = LocalFolder(path)
+    folder = LocalStore(path)
     return saves_under_way(folder, folder.entries())
 
 

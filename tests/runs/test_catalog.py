@@ -19,7 +19,7 @@ from treeckpt.core.sharding.int_runs import decode_runs
 from treeckpt.core.sharding.placements import MeshLayout, Replicate, Shard
 from treeckpt.core.tree.flatten import PerRank
 from treeckpt.errors import CheckpointNotFound, CorruptError, TreeckptError
-from treeckpt.io.storage.run_store import DirectoryEntry
+from treeckpt.io.storage.store import DirectoryEntry
 from treeckpt.runs import catalog
 from treeckpt.runs.stat_cache import LruStatCache
 

@@ -64,7 +64,7 @@ def listed(run: Any) -> list[int | None]:
 
 
 def store_of(run: Any, step: int) -> Any:
-    return open_run(run).folder(step_name(step)).store
+    return open_run(run).folder(step_name(step))
 
 
 # what is newest ------------------------------------------------------------------------------------------------------

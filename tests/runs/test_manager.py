@@ -22,6 +22,7 @@ from treeckpt.core.format.shard_header import shard_name
 from treeckpt.io.comm.comm import thread_comms
 from treeckpt.io.storage.open import open_run
 from treeckpt.io.storage.reader_leases import hold_lease
+from treeckpt.io.storage.run_store import RunStore
 from treeckpt.io.timing import steady_clock
 from treeckpt.runs.catalog import scan
 from treeckpt.runs.run import RunDirectory
@@ -353,8 +354,8 @@ def test_a_reader_that_comes_between_decision_and_deletion_keeps_the_shards(run,
     made, keeper, held = fill(run, [1, 2]), RunDirectory(run), []
     folder = made.directory.folder(1)
 
-    store = type(folder.store)
-    call = call_that_removes_the_index(folder.store)
+    store = type(folder)
+    call = call_that_removes_the_index(folder)
     real = getattr(store, call)
 
     def delete(self, name, *aside, **options):
@@ -404,8 +405,8 @@ def test_a_pin_between_decision_and_deletion_wins(tmp_path, monkeypatch):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_pin_beside_the_deletion_of_the_index_keeps_the_step_or_is_an_error(run, monkeypatch, when):
     made = fill(run, [1, 2])
-    folder = type(open_run(run).folder(step_name(1)).store)
-    call = call_that_removes_the_index(open_run(run).folder(step_name(1)).store)
+    folder = type(open_run(run).folder(step_name(1)))
+    call = call_that_removes_the_index(open_run(run).folder(step_name(1)))
     real, told = getattr(folder, call), []
 
     def delete(store, name, *aside, **options):
@@ -489,11 +490,15 @@ def test_a_run_that_cannot_be_written_is_read_all_the_same(tmp_path, caplog):
     assert "could not be cleaned away" in caplog.text
 
 
-class ReadOnly:
+class ReadOnly(RunStore):
     """A run whose file system takes no changes; permissions would not stop root."""
 
     def __init__(self, inner):
-        self.inner, self.url = inner, inner.url
+        self.inner = inner
+
+    @property
+    def url(self):
+        return self.inner.url
 
     def names(self):
         return self.inner.names()
@@ -505,7 +510,7 @@ class ReadOnly:
             raise OSError(30, "Read-only file system")
 
         for name in ("publish", "delete", "create", "rename"):
-            setattr(folder.store, name, refuse)
+            setattr(folder, name, refuse)
         return folder
 
 

@@ -14,6 +14,7 @@ import torch
 import treeckpt as tc
 from tests.helpers.world import errors_of, on_ranks, shards_of
 from treeckpt.core.format.file_names import step_name
+from treeckpt.io.storage import metadata_files
 
 
 class Job:
@@ -304,3 +305,12 @@ def test_a_first_resume_takes_what_a_save_with_pickles_takes(tmp_path: Path) -> 
     assert job.resume(extra=extra) is None
     with pytest.raises(tc.TreeckptError, match="extra/args"):
         job.resume(extra={"args": lambda: 0})
+
+
+def test_each_index_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Job(tmp_path).train(2)
+    decoded, real = list[str](), metadata_files.decode_index
+    monkeypatch.setattr(metadata_files, "decode_index", lambda data, name: decoded.append(name) or real(data, name))
+    report = Job(tmp_path).resume()
+    assert report is not None and report.step == 2
+    assert len(decoded) == len(set(decoded)) == 2

@@ -74,7 +74,7 @@ manager = tc.Manager(path + "/run", keep=2)
 manager.save(1, {"w": np.ones(5)})
 manager.wait()
 real = manager.directory.folder
-manager.directory.folder = lambda step: type("F", (), {"store": Held(real(step).url), "url": real(step).url})()
+manager.directory.folder = lambda step: Held(real(step).url)
 manager.options = msgspec.structs.replace(manager.options, writer="thread")
 held = manager.save(2, {"w": np.ones(5)})
 manager.directory.folder = real

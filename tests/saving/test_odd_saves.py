@@ -14,6 +14,7 @@ import pytest
 import treeckpt as tc
 from tests.helpers.background import arenas_open, files_open
 from tests.helpers.world import errors_of, on_ranks
+from treeckpt.io.comm import rounds
 from treeckpt.io.comm.comm import SoloComm
 from treeckpt.saving import background
 from treeckpt.saving.session import session_of
@@ -225,3 +226,15 @@ def test_files_that_are_no_mapping_are_refused(tmp_path: Path, given: Any) -> No
     with pytest.raises(tc.TreeError, match=r"files: expected contents or paths by name") as caught:
         tc.save(tmp_path / "c", TREE, files=given)
     assert type(given).__name__ in caught.value.found and caught.value.hint
+
+
+def test_a_rank_alone_opens_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("a round was opened")
+
+    monkeypatch.setattr(rounds.Round, "__init__", fail)
+    tc.save(tmp_path / "a", TREE)
+    tc.save_async(tmp_path / "b", TREE, writer="thread").result(60)
+    with pytest.raises(tc.CheckpointExists):
+        tc.save(tmp_path / "a", TREE)
+    assert [np.array_equal(tc.load(tmp_path / name)["a"], TREE["a"]) for name in "ab"] == [True, True]

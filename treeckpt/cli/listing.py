@@ -15,7 +15,7 @@ from ..core.format.file_names import is_step_name
 from ..core.text import ago_text, bytes_text, count_text, json_number, seconds_text, time_text
 from ..io.storage.bucket import local_path
 from ..io.storage.foreign_formats import describe_foreign
-from ..io.storage.open import open_folder, open_run
+from ..io.storage.open import open_run, open_store
 from ..report.terminal import print_json, print_line, print_table
 from ..runs import catalog
 from ..runs.active_saves import under_way_text
@@ -73,7 +73,7 @@ def _ls(options: argparse.Namespace) -> int:
             runs |= _runs_among(infos)
             others |= _others_among(run, infos)
     known = VerificationStore(cache_directory())
-    found = [with_verification(info, open_folder(info.path), known) for info in found]
+    found = [with_verification(info, open_store(info.path), known) for info in found]
     if options.json:
         print_json([_json_of(info) for info in found])
         return 0

@@ -34,7 +34,7 @@ from ..core.tree.spec import ArraySpec
 from ..errors import CorruptError, FormatError, LayoutError, TreeckptError
 from ..io.storage.local_read import read_head
 from ..io.storage.metadata_files import NewestIndex
-from ..io.storage.open import open_folder
+from ..io.storage.open import open_store
 from ..loading.one_checkpoint import opened
 from ..loading.transforms import decode, parse
 from ..loading.transforms.rules import Rule
@@ -63,8 +63,7 @@ def add_show(commands: Commands) -> None:
 
 def _show(options: argparse.Namespace) -> int:
     with stores_bar("reading the index", shown=progress_of(options)) as counted:
-        read, folder = NewestIndex(local=True), open_folder(options.checkpoint)
-        folder.store = counted(folder.store)
+        read, folder = NewestIndex(local=True), counted(open_store(options.checkpoint))
         info = catalog.read_info(folder, follow=True, newest=read)
         if info.status == "partial" and not options.json:
             print_saves_under_way(info)

@@ -15,7 +15,7 @@ from ..core.numbers.unusual import reason_of
 from ..core.text import bytes_text, count_text, json_number, number_text, seconds_text
 from ..errors import CheckpointNotFound, CorruptError, FormatError, StoreError
 from ..io.storage.metadata_files import read_index_bytes
-from ..io.storage.open import open_folder, open_store
+from ..io.storage.open import open_store
 from ..io.storage.store import Store
 from ..report.terminal import print_json, print_line, print_table
 from ..reports import Problem, VerifyReport
@@ -60,11 +60,11 @@ def add_verify(commands: Commands) -> None:
 def _verify(options: argparse.Namespace) -> int:
     shown, path = progress_of(options), options.checkpoint
     alone = options.repair or options.statistics
-    if not alone and (not catalog.is_checkpoint(path) or catalog.has_steps(open_folder(path))):
+    if not alone and (not catalog.is_checkpoint(path) or catalog.has_steps(open_store(path))):
         found = catalog.scan(path) if catalog.run_exists(path) else []
         if any(info.status not in ("partial", "foreign") for info in found):
             return _verify_run(options, found)
-    info = None if shown is False else catalog.read_info_or_unread(open_folder(path), follow=True)
+    info = None if shown is False else catalog.read_info_or_unread(open_store(path), follow=True)
     with stores_bar("verifying", info.nbytes if info else None, shown=shown) as counted:
         report = _verified(path, options, counted)
     rows = _statistics(path) if options.statistics and report.ok else None
@@ -144,8 +144,8 @@ def _verify_run(options: argparse.Namespace, infos: Sequence[CheckpointInfo]) ->
 
 def _left_out(infos: Sequence[CheckpointInfo], verified: Collection[str]) -> dict[str, list[CheckpointInfo]]:
     """Returns the steps of a run that were not verified, by the reason."""
-    steps = [(info, open_folder(info.path)) for info in infos if is_step_name(info.name)]
-    links = [info for info, folder in steps if folder.is_link and not folder.follow_links]
+    steps = [(info, open_store(info.path)) for info in infos if is_step_name(info.name)]
+    links = [info for info, folder in steps if folder.is_link and not folder.traits.follow_links]
     whole = [info for info in infos if info.status not in ("partial", "foreign")]
     return {
         "no index": [info for info in infos if info.status == "partial"],
@@ -156,18 +156,18 @@ def _left_out(infos: Sequence[CheckpointInfo], verified: Collection[str]) -> dic
 
 def _verified(path: str, options: argparse.Namespace, counted: Callable[[Store], Store]) -> VerifyReport:
     """Verifies a checkpoint, and keeps the result for the dashboard and for `ls`, damage also for clean-ups."""
-    by, folder = this_user("treeckpt verify"), open_folder(path)
-    store = counted(open_store(path))
+    by, folder = this_user("treeckpt verify"), open_store(path)
+    store = counted(folder)
     try:
         if options.repair:
             report = api.verify(store, repair=True)
-            save_id, index = api.inspect(path).save_id, read_index_bytes(folder.store)
+            save_id, index = api.inspect(path).save_id, read_index_bytes(folder)
             entries = folder.listed().entries()  # as the repair left them
             verification = verification_of(report, save_id, fingerprint_of(entries, save_id), by, index=index)
         else:
             cache = cache_directory() if options.statistics else None
             statistics = StatisticsStore(cache) if cache is not None else None
-            report, verification = verify_folder(folder, store, by, statistics=statistics)
+            report, verification = verify_folder(store, by, statistics=statistics)
     except StoreError as error:
         return VerifyReport(path, 0, 0, (), 0.0, unread=(Problem(INDEX_NAME, f"{error}"),))
     failed = VerificationStore(cache_directory()).record(folder, verification, beside=True)
@@ -195,7 +195,7 @@ def _statistics(checkpoint: str) -> list[StatisticsRow]:
     index, cache = api.inspect(checkpoint), cache_directory()
     if cache is None:
         raise OSError(f"the statistics could not be kept: {NO_CACHE}")
-    found = StatisticsStore(cache).find(open_folder(checkpoint).url, index.save_id)
+    found = StatisticsStore(cache).find(open_store(checkpoint).url, index.save_id)
     if found is None:
         raise OSError(f"the statistics could not be written to {cache}; name another directory in TREECKPT_CACHE")
     rows: list[StatisticsRow] = []

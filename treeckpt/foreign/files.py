@@ -29,11 +29,10 @@ from ..core.sharding.region import Region, any_overlap, c_strides, flat_regions,
 from ..core.tree.spec import ArraySpec
 from ..errors import CheckpointNotFound, CorruptError
 from ..io.os_errors import shows_damage, wrap_read_error
-from ..io.storage.bucket import is_url, local_path
 from ..io.storage.foreign_formats import HEAD, PADDLE_METADATA, format_of_head, format_of_names
 from ..io.storage.local_read import LocalReader, read_head
-from ..io.storage.open import open_store
-from ..io.storage.store import LocalStore, Store
+from ..io.storage.open import local_directory, open_store
+from ..io.storage.store import DirectoryEntry, LocalStore, Store, StoreTraits
 
 ReadComputed = Callable[[int, memoryview], object]
 """Fills memory with bytes of an array that is in no file as such, from an offset on."""
@@ -107,12 +106,18 @@ class ForeignStore(LocalStore):
         self.computed: dict[str, ReadComputed] = {}
         """Arrays that are read as if they were files, by a name that no file has: odd strides, values in a pickle."""
 
-    def sizes(self) -> dict[str, int]:
+    @property
+    def traits(self) -> StoreTraits:
+        """As those of a directory, but for its path, which would lead around `computed`."""
+        return msgspec.structs.replace(super().traits, local_path=None)
+
+    def scan(self) -> dict[str, DirectoryEntry]:
         try:
             paths = [self.directory / self.only] if self.only else self.directory.iterdir()
-            return {path.name: path.stat().st_size for path in paths if path.is_file()}
+            found = {path.name: path.stat() for path in paths if path.is_file()}
         except (FileNotFoundError, NotADirectoryError):
             return {}
+        return {name: DirectoryEntry(at.st_size, at.st_mtime_ns, at.st_ino) for name, at in found.items()}
 
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
         if name in self.computed:
@@ -140,8 +145,7 @@ class ForeignStore(LocalStore):
 
     def modified_ns(self) -> int:
         """Returns the time at which the newest file was changed, in nanoseconds; 0 if there is none."""
-        paths = [self.directory / name for name in self.sizes()]
-        return max((path.stat().st_mtime_ns for path in paths), default=0)
+        return max((entry.modified_ns for entry in self.scan().values()), default=0)
 
     def read(self, name: str, *, limit: int) -> bytes:
         return super().read(self._resolved(name), limit=limit)
@@ -158,7 +162,7 @@ class ForeignStore(LocalStore):
 def open_foreign(path: str | os.PathLike[str] | Store) -> Store:
     """Returns the store of a directory of another program."""
     store = open_store(path)
-    return ForeignStore(store.directory) if type(store) is LocalStore else store
+    return store if (place := store.traits.local_path) is None else ForeignStore(place)
 
 
 def store_window(store: Store, name: str, sizes: dict[str, int] | None = None) -> FileRange:
@@ -179,11 +183,7 @@ def foreign_at(path: Any) -> FileRange | ForeignStore | None:
     Raises:
         StoreError: it could not be read, so that this is not known.
     """
-    if type(path) is LocalStore:
-        place = path.directory
-    elif isinstance(path, (str, os.PathLike)) and os.fspath(path) and not is_url(os.fspath(path)):
-        place = Path(local_path(os.fspath(path)))
-    else:
+    if (place := local_directory(path)) is None:
         return None
     try:
         if place.is_file():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -49,10 +49,9 @@ class ForeignCheckpoint(Checkpoint):
 
     def __init__(self, source: FileRange | ForeignStore) -> None:
         store = source.store if isinstance(source, FileRange) else source
-        assert isinstance(store, ForeignStore), "as `foreign_at` gives it"
         super().__init__(store)
         self._source: FileRange | ForeignStore = source
-        self._files = store
+        self._files = cast(ForeignStore, store)  # as `foreign_at` gives it
         self.url = source.label if isinstance(source, FileRange) else source.url
         self._storages = ArchiveStorages(alone=False)
 

@@ -56,8 +56,8 @@ def on_versions(
             called again if it failed and a version was replaced meanwhile.
         together: the ranks read together, and learn together that a version was replaced.
         is_suspect: whether a result may come from a replaced version, as a report of damage may.
-        known: the index of the first checkpoint, where it has just been read: it is not read again unless the version
-            was replaced.
+        known: the index of the first checkpoint, where it has just been read: it is not decoded again unless the
+            version was replaced, and from a far store not read again.
 
     Raises:
         MismatchError: of `act`, with the paths of the checkpoints added, as they were given.
@@ -77,10 +77,10 @@ def on_versions(
             versions.append(opened)
         for _ in range(TRIES):
             checkpoints = [opened() for opened in versions]
-            if known is not None:
-                checkpoints[0].index_bytes, checkpoints[0].index = known.data, known.index
-                known = None
             try:
+                if known is not None:
+                    before, known = known, None
+                    _take_known(checkpoints[0], before)
                 found = act(checkpoints[0] if bank is None else bank.opened(checkpoints))
                 if not is_suspect(found) or not any(one.is_replaced() for one in checkpoints):
                     return found
@@ -99,6 +99,14 @@ def on_versions(
         found=f"another save in its place, {TRIES} times",
         hint="Read it when nobody saves there, or save each step at a path of its own",
     )
+
+
+def _take_known(checkpoint: Checkpoint, known: KnownIndex) -> None:
+    """Has a checkpoint take an index that has just been read, if it still is its own."""
+    if checkpoint.store.traits.far:  # it takes a round trip to read it again
+        checkpoint.index_bytes = known.data
+    if checkpoint.index_bytes == known.data:
+        checkpoint.index = known.index
 
 
 def _are_replaced(checkpoints: Sequence[Checkpoint], error: Exception) -> bool:

@@ -192,13 +192,13 @@ def plan_reads(
         New arrays, boxes, contiguous memory, each by file and place. One for new arrays may have any size: see
         `cut_memory`.
     """
-    new = [read for read in wanted if type(read.destinations[0]) is NewArray]
-    boxes = [read for read in wanted if type(read.destinations[0]) is BoxDestination]
-    contiguous = [read for read in wanted if type(read.destinations[0]) is ContiguousMemory]
-    tiles = [tile for read in boxes for tile in _tiles(read, limit, gap)]
-    planned = list(_join(new, gap))
+    kinds: dict[Any, list[Read]] = {NewArray: [], BoxDestination: [], ContiguousMemory: []}
+    for read in wanted:
+        kinds[type(read.destinations[0])].append(read)
+    tiles = [tile for read in kinds[BoxDestination] for tile in _tiles(read, limit, gap)]
+    planned = list(_join(kinds[NewArray], gap))
     planned += map(_shared_if_sparse, _join(tiles, gap, limit))
-    planned += [part for read in _join(contiguous, gap) for part in _cut(read, size)]
+    planned += [part for read in _join(kinds[ContiguousMemory], gap) for part in _cut(read, size)]
     return [rounded_out(read, steps.get(read.file.name, 1)) for read in planned]
 
 
@@ -223,9 +223,10 @@ def _join(reads: Sequence[Read], gap: int, limit: int | None = None) -> Iterator
     if len(reads) <= 1:
         yield from reads
         return
-    files = {(read.file.rank, read.file.part): read.file for read in reads}
-    numbers = {key: number for number, key in enumerate(sorted(files))}
-    ranges = [(numbers[read.file.rank, read.file.part], read.start, read.nbytes) for read in reads]
+    files = {read.file.name: read.file for read in reads}
+    order = sorted(files.values(), key=attrgetter("rank", "part"))
+    numbers = {file.name: number for number, file in enumerate(order)}
+    ranges = [(numbers[read.file.name], read.start, read.stop - read.start) for read in reads]
     some = any(map(attrgetter("shared"), reads))
     for run in plan_contiguous_reads(ranges, gap=gap, limit=limit):
         inside = [reads[member] for member in run.members]

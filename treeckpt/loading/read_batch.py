@@ -106,6 +106,8 @@ class ReadBatch:
         self.nbytes = self.read_nbytes = 0
         self._wanted: list[Read] = []
         """Each with one destination."""
+        self._file: File | None = None
+        """Where the last array was found."""
         self._checked: set[tuple[str, str]] = set()
         """Kinds and dtypes of new arrays whose library is there."""
         self._first: ReadBatch | None = None
@@ -144,11 +146,21 @@ class ReadBatch:
             self._checked.add((spec.kind, spec.dtype))
         placeholder, nbytes = LeafPlaceholder(), size * dtype.itemsize
         shared = bool(self._others) and self._is_shared(leaf, None)
-        file, start = place_of(self._index, path, chunk, nbytes)
+        file, start = self._locate(path, chunk, nbytes)
         array = NewArray(start, start + nbytes, placeholder, spec)
-        self._wanted.append(Read(file, start, start + nbytes, (array,), shared=shared))
+        self._wanted.append(Read(file, start, start + nbytes, (array,), None, shared))
         self.nbytes += nbytes
         return placeholder
+
+    def _locate(self, path: str, chunk: Chunk | WholeChunk, nbytes: int) -> tuple[File, int]:
+        """Does what `place_of` does; most arrays lie in the file of the one before."""
+        file = self._file
+        if file is not None and file.rank == chunk.rank:
+            start = chunk.start - file.stream
+            if start >= 0 and start + nbytes <= file.nbytes:
+                return file, start
+        self._file, start = place_of(self._index, path, chunk, nbytes)
+        return self._file, start
 
     def add_target(self, path: str, leaf: Leaf, target: ArrayTarget) -> LeafPlaceholder:
         """Adds the regions of a target, into which a saved array is copied.
@@ -203,9 +215,9 @@ class ReadBatch:
             return False
         nbytes = math.prod(spec.shape) * memory.itemsize
         self.nbytes += nbytes
-        file, start = place_of(self._index, path, record.chunks, nbytes)
+        file, start = self._locate(path, record.chunks, nbytes)
         where = ContiguousMemory(start, start + nbytes, memory.address, memory)
-        self._wanted.append(Read(file, start, start + nbytes, (where,), shared=shared))
+        self._wanted.append(Read(file, start, start + nbytes, (where,), None, shared))
         return True
 
     def _add_pieces(self, path: str, leaf: Leaf, pieces: Sequence[TargetPiece], *, shared: bool) -> None:

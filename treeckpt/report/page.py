@@ -27,7 +27,7 @@ from ..core.text import (
 )
 from ..errors import CheckpointNotFound, TreeckptError
 from ..io.storage.metadata_files import NewestIndex
-from ..io.storage.open import open_folder
+from ..io.storage.open import open_store
 from ..runs import catalog
 from ..runs.checkpoint_info import CheckpointInfo, with_verification
 from ..runs.notebook import COLUMNS, checkpoint_rows
@@ -97,7 +97,7 @@ def run_page(path: str | os.PathLike[str], *, on_read: catalog.OnRead | None = N
 
 
 def _verified(info: CheckpointInfo, known: VerificationStore) -> CheckpointInfo:
-    return with_verification(info, open_folder(info.path), known)
+    return with_verification(info, open_store(info.path), known)
 
 
 def _document(title: str, parts: list[Html]) -> str:

@@ -18,7 +18,7 @@ import msgspec
 from ..core.format.save_progress import Progress, SavePhase, fraction_of, parse_progress_name, progress_name
 from ..core.text import bytes_text, count_text, seconds_text
 from ..io.storage.progress_file import is_alive, read_progress
-from ..io.storage.run_store import DirectoryEntry, Folder
+from ..io.storage.store import DirectoryEntry, Store
 
 STALLED = 60.0
 """Seconds without a change of its record after which a rank counts as hanging or gone."""
@@ -70,7 +70,7 @@ class SaveUnderWay(msgspec.Struct, frozen=True):
 
 
 def saves_under_way(
-    folder: Folder, files: Mapping[str, DirectoryEntry], *, committed: str | None = None
+    folder: Store, files: Mapping[str, DirectoryEntry], *, committed: str | None = None
 ) -> tuple[SaveUnderWay, ...]:
     """Returns the saves that have records among these files, in the order of their start.
 
@@ -79,7 +79,7 @@ def saves_under_way(
     """
     found: dict[str, list[Progress]] = {}
     names = [name for name in files if (parsed := parse_progress_name(name)) and parsed[1] != committed]
-    for record in read_progress(folder.store, names):
+    for record in read_progress(folder, names):
         found.setdefault(record.save_id, []).append(record)
     return tuple(sorted((_merge_records(records) for records in found.values()), key=lambda save: save.started_ns))
 

@@ -31,9 +31,10 @@ from ..io.os_errors import shows_damage, wrap_read_error
 from ..io.storage import metadata_files
 from ..io.storage.bucket import is_url, local_path
 from ..io.storage.metadata_files import NewestIndex
-from ..io.storage.open import open_folder, open_run
-from ..io.storage.run_store import DirectoryEntry, Folder, LocalFolder, RunStore, SupportsBulkListing, all_folders
+from ..io.storage.open import open_run, open_store
+from ..io.storage.run_store import RunStore
 from ..io.storage.shard_reader import check_missing
+from ..io.storage.store import DirectoryEntry, Store
 from ..threads import ThreadPool
 from .active_saves import saves_under_way
 from .checkpoint_info import CheckpointInfo, in_listing_order, lost_index_text
@@ -51,7 +52,7 @@ Files = dict[str, DirectoryEntry]
 """The regular files of a directory, by name."""
 
 
-def read_timings(path: str | os.PathLike[str] | Folder, *, save_id: str | None = None) -> Timings:
+def read_timings(path: str | os.PathLike[str] | Store, *, save_id: str | None = None) -> Timings:
     """Reads the timings of a checkpoint: of the save that its index names, else of the newest save that wrote some.
 
     Args:
@@ -62,17 +63,17 @@ def read_timings(path: str | os.PathLike[str] | Folder, *, save_id: str | None =
         CheckpointError: it is damaged.
         StoreError: it could not be read.
     """
-    folder = path if not isinstance(path, (str, os.PathLike)) else open_folder(path)
+    folder = path if not isinstance(path, (str, os.PathLike)) else open_store(path)
     if save_id is None:
         with contextlib.suppress(TreeckptError):
-            save_id = metadata_files.read_index(folder.store).save_id
+            save_id = metadata_files.read_index(folder).save_id
     return read_timings_file(folder, _timings_file(folder, _regular(folder.entries()), save_id))
 
 
-def _timings_file(folder: Folder, files: Files, save_id: str | None) -> str:
+def _timings_file(folder: Store, files: Files, save_id: str | None) -> str:
     names = [n for n in files if (k := parse_file_name(n)) and k.kind == "timings" and save_id in (None, k.save_id)]
     if not names:
-        label, expected = visible(folder.url), "the timings of a save"
+        label, expected = visible(folder.place), "the timings of a save"
         if not any(map(_is_checkpoint_file, files)):
             raise CheckpointNotFound(label, expected="a checkpoint", found="none", hint="Check the path")
         if INDEX_NAME not in files:
@@ -83,15 +84,15 @@ def _timings_file(folder: Folder, files: Files, save_id: str | None) -> str:
     return max(names, key=lambda name: (files[name].modified_ns, name))
 
 
-def read_timings_file(folder: Folder, name: str) -> Timings:
+def read_timings_file(folder: Store, name: str) -> Timings:
     """Reads the timings in a file of a folder.
 
     Raises:
         CheckpointNotFound, CheckpointError: as for `read_timings`.
     """
-    label = visible(f"{folder.url}/{name}")
+    label = visible(f"{folder.place}/{name}")
     try:
-        timings = metadata_files.read_timings(folder.store, name.split(".")[1])
+        timings = metadata_files.read_timings(folder, name.split(".")[1])
     except OSError as error:
         raise wrap_read_error(error, label, kind=CorruptError) from error
     if timings is None:
@@ -114,7 +115,7 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
         StoreError: it could not be read.
     """
     if is_url(text := os.fspath(path)):
-        entries = open_folder(text).entries()
+        entries = open_store(text).entries()
         return any(map(_is_checkpoint_file, _regular(entries))) or INDEX_NAME in entries
     try:
         with os.scandir(local_path(text)) as found:  # a run may have thousands of directories: none is opened
@@ -134,7 +135,7 @@ def run_exists(run: str) -> bool:
         StoreError: an object store cannot be reached, or refuses.
     """
     if is_url(run):
-        return bool(open_run(run).names() or open_folder(run).entries())
+        return bool(open_run(run).names() or open_store(run).entries())
     return Path(local_path(run)).is_dir()
 
 
@@ -163,7 +164,7 @@ def scan(
     """
     cache = cache or LruStatCache(0)
     if isinstance(run, (str, os.PathLike)) and is_checkpoint(run):
-        folder = open_folder(run).listed()
+        folder = open_store(run).listed()
         one = read_info_or_unread(folder, cache=cache, follow=True, newest=newest)
         if not has_steps(folder):
             return [one]
@@ -173,7 +174,7 @@ def scan(
     return in_listing_order(info for _, info in found)
 
 
-def has_steps(folder: Folder) -> bool:
+def has_steps(folder: Store) -> bool:
     """Whether directories named as steps are below a directory; False where that could not be read."""
     with contextlib.suppress(StoreError):
         return any(is_step_name(name) and not entry.regular for name, entry in folder.entries().items())
@@ -182,7 +183,7 @@ def has_steps(folder: Folder) -> bool:
 
 def runs_below(run: RunStore) -> list[str]:
     """Returns the paths of the directories of a run that are runs themselves."""
-    return [folder.url for folder in all_folders(run) if has_steps(folder)]
+    return [folder.place for folder in run.folders() if has_steps(folder)]
 
 
 def read_infos(
@@ -193,7 +194,7 @@ def read_infos(
     timings: bool = True,
     newest: NewestIndex | None = None,
     on_read: OnRead | None = None,
-) -> list[tuple[Folder, CheckpointInfo]]:
+) -> list[tuple[Store, CheckpointInfo]]:
     """Returns every folder of a run with its description.
 
     Args:
@@ -208,12 +209,10 @@ def read_infos(
     return _for_each_folder(run, one, on_read)
 
 
-def _for_each_folder(
-    run: RunStore, one: Callable[[Folder], T], on_read: OnRead | None = None
-) -> list[tuple[Folder, T]]:
-    folders = all_folders(run)
-    threads = _threads_for(folders) if isinstance(run, SupportsBulkListing) else 0
-    found: list[tuple[Folder, T]] = []
+def _for_each_folder(run: RunStore, one: Callable[[Store], T], on_read: OnRead | None = None) -> list[tuple[Store, T]]:
+    folders = run.folders()
+    threads = _threads_for(folders) if run.traits.far else 0
+    found: list[tuple[Store, T]] = []
     with ThreadPool(threads, "treeckpt-catalog") if threads else contextlib.nullcontext() as pool:
         for folder, result in zip(folders, (pool.map if pool else map)(one, folders), strict=True):
             found.append((folder, result))
@@ -222,7 +221,7 @@ def _for_each_folder(
     return found
 
 
-def _threads_for(folders: Sequence[Folder]) -> int:
+def _threads_for(folders: Sequence[Store]) -> int:
     largest = max((index.nbytes for folder in folders if (index := folder.entry(INDEX_NAME))), default=0)
     return max(1, min(CONCURRENT_READS, READ_MEMORY // max(largest, 1)))
 
@@ -236,8 +235,8 @@ def read_marks(run: RunStore, cache: StatCache) -> list[SavedCheckpoint]:
     return [mark for _, mark in _for_each_folder(run, partial(_read_mark, cache=cache)) if mark is not None]
 
 
-def _read_mark(folder: Folder, cache: StatCache) -> SavedCheckpoint | None:
-    shown = is_step_name(folder.name) and (folder.follow_links or not folder.is_link)
+def _read_mark(folder: Store, cache: StatCache) -> SavedCheckpoint | None:
+    shown = is_step_name(folder.name) and (folder.traits.follow_links or not folder.is_link)
     index = folder.entry(INDEX_NAME) if shown else None
     with contextlib.suppress(TreeckptError):
         summary = read_summary(folder, index, cache) if index is not None else None
@@ -247,7 +246,7 @@ def _read_mark(folder: Folder, cache: StatCache) -> SavedCheckpoint | None:
 
 
 def read_info_or_unread(
-    folder: Folder,
+    folder: Store,
     *,
     cache: StatCache | None = None,
     follow: bool = False,
@@ -261,13 +260,13 @@ def read_info_or_unread(
     try:
         return read_info(folder, cache=cache, follow=follow, timings=timings, newest=newest)
     except StoreError as error:
-        if not isinstance(folder, LocalFolder):
+        if folder.traits.local_path is None:
             raise
-        return CheckpointInfo(folder.name, folder.url, "unread", step_of(folder.name), error=str(error))
+        return CheckpointInfo(folder.name, folder.place, "unread", step_of(folder.name), error=str(error))
 
 
 def read_info(
-    path: str | os.PathLike[str] | Folder,
+    path: str | os.PathLike[str] | Store,
     *,
     cache: StatCache | None = None,
     follow: bool = False,
@@ -285,10 +284,10 @@ def read_info(
         StoreError: it cannot be reached, or refuses to be read, so that nothing is known about the checkpoint.
     """
     cache = cache or LruStatCache(0)
-    folder = open_folder(path) if isinstance(path, (str, os.PathLike)) else path
+    folder = open_store(path) if isinstance(path, (str, os.PathLike)) else path
     name = folder.name
-    if folder.is_link and not (follow or folder.follow_links):
-        return CheckpointInfo(name, folder.url, "foreign", error="a symbolic link, which is not followed")
+    if folder.is_link and not (follow or folder.traits.follow_links):
+        return CheckpointInfo(name, folder.place, "foreign", error="a symbolic link, which is not followed")
     entries = folder.entries()
     files = _regular(entries)
     if (index := entries.get(INDEX_NAME)) is not None:
@@ -300,7 +299,7 @@ def read_info(
             nbytes = sum(files[one].nbytes for one in files if parse_shard_name(one) is not None)
             return CheckpointInfo(
                 name,
-                folder.url,
+                folder.place,
                 "corrupt",
                 step_of(name),
                 nbytes=nbytes,
@@ -309,7 +308,7 @@ def read_info(
             )
         for one, _ in (*summary.sizes, *summary.sidecars):
             if one not in files and one in entries:
-                check_missing(folder.store, one)
+                check_missing(folder, one)
         info = _with_index(folder, summary, files, cache if timings else None)
         if info.status == "corrupt" and (now := folder.listed()).entries().get(INDEX_NAME, index) != index:
             # another save has replaced it since the listing
@@ -320,7 +319,7 @@ def read_info(
         return _without_index(folder, files, cache)
     absent = "not a directory" if step_of(name) is None else f"no checkpoint of step {step_of(name)}"
     error = "no checkpoint: neither an index nor shards" if exists else absent
-    return CheckpointInfo(name, folder.url, "foreign", error=error)
+    return CheckpointInfo(name, folder.place, "foreign", error=error)
 
 
 class SaveDuration(msgspec.Struct, frozen=True, gc=False):
@@ -331,21 +330,21 @@ class SaveDuration(msgspec.Struct, frozen=True, gc=False):
     error: str | None
 
 
-def _read_duration(folder: Folder, name: str) -> SaveDuration:
+def _read_duration(folder: Store, name: str) -> SaveDuration:
     timings = read_timings_file(folder, name)
     try:
         profile = profile_of(timings)
         return SaveDuration(profile.seconds, profile.blocked_seconds, timings.error)
     except (ArithmeticError, LookupError) as error:  # the times and parents of spans are not checked before
-        raise CorruptError(visible(f"{folder.url}/{name}"), expected="spans of a save", found=f"{error}") from error
+        raise CorruptError(visible(f"{folder.place}/{name}"), expected="spans of a save", found=f"{error}") from error
 
 
-def _save_duration(folder: Folder, files: Files, save_id: str | None, cache: StatCache) -> SaveDuration:
+def _save_duration(folder: Store, files: Files, save_id: str | None, cache: StatCache) -> SaveDuration:
     name = _timings_file(folder, files, save_id)
-    return cache.get_or_read((f"{folder.url}/{name}", "took"), files[name], partial(_read_duration, folder, name))
+    return cache.get_or_read((f"{folder.place}/{name}", "took"), files[name], partial(_read_duration, folder, name))
 
 
-def _with_index(folder: Folder, summary: Summary, files: Files, durations: StatCache | None) -> CheckpointInfo:
+def _with_index(folder: Store, summary: Summary, files: Files, durations: StatCache | None) -> CheckpointInfo:
     took = None
     with contextlib.suppress(TreeckptError):  # a checkpoint is complete without timings
         if durations is not None:
@@ -353,7 +352,7 @@ def _with_index(folder: Folder, summary: Summary, files: Files, durations: StatC
     problem = _problem("shards", summary.sizes, files)
     return CheckpointInfo(
         name=folder.name,
-        path=folder.url,
+        path=folder.place,
         status="complete" if problem is None else "corrupt",
         step=summary.step if summary.step is not None else step_of(folder.name),
         save_id=summary.save_id,
@@ -383,13 +382,13 @@ def _problem(what: str, sizes: Sequence[tuple[str, int]], files: Files) -> str |
     return f"{len(bad)} of {len(sizes)} {what} are not as saved: {name} {now}"
 
 
-def _without_index(folder: Folder, files: Files, cache: StatCache) -> CheckpointInfo:
+def _without_index(folder: Store, files: Files, cache: StatCache) -> CheckpointInfo:
     shards = {n: parsed for n in files if (parsed := parse_shard_name(n)) is not None}
     newest = max(shards, key=lambda n: files[n].modified_ns, default=None)
     text, seconds, saving = "no index: the save is under way, or never finished", None, saves_under_way(folder, files)
     world = saves_of_all_ranks(shards).get(shards[newest][0]) if newest else None
     if world and all(save.alive is False for save in saving):
-        text = lost_index_text(folder.url, world)
+        text = lost_index_text(folder.place, world)
     with contextlib.suppress(TreeckptError):
         took = _save_duration(folder, files, None, cache)
         seconds = took.seconds
@@ -401,7 +400,7 @@ def _without_index(folder: Folder, files: Files, cache: StatCache) -> Checkpoint
     begun += [entry.modified_ns for name, entry in files.items() if parse_progress_name(name) is None]
     return CheckpointInfo(
         name=folder.name,
-        path=folder.url,
+        path=folder.place,
         status="partial",
         step=step_of(folder.name),
         save_id=shards[newest][0] if newest else None,

@@ -11,7 +11,7 @@ from ..core.analysis.retention_policy import StepInfo
 from ..core.format.file_names import is_step_name, step_of
 from ..core.format.lineage import Lineage, LineageOrder, LineagePosition, SavedCheckpoint
 from ..core.text import visible
-from ..io.storage.run_store import Folder
+from ..io.storage.store import Store
 from .active_saves import SaveUnderWay
 from .verification import Verification, VerificationStore
 
@@ -125,7 +125,7 @@ def _sort_key(placed: tuple[CheckpointInfo, LineagePosition | None]) -> tuple[An
     return *kind, -sequence, -step, -(info.created_ns or 0), info.name
 
 
-def with_verification(info: CheckpointInfo, folder: Folder, known: VerificationStore) -> CheckpointInfo:
+def with_verification(info: CheckpointInfo, folder: Store, known: VerificationStore) -> CheckpointInfo:
     """Returns the same with what is known of the bytes of a complete checkpoint in a folder."""
     if info.status != "complete":
         return info

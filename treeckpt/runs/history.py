@@ -67,7 +67,7 @@ class SaveHistory:
             folder = self.directory.folder(step)
             if PIN_NAME in folder.entries():
                 text = "is pinned, and this save replaces it: a pin keeps a checkpoint from clean-ups only"
-                self._warn(folder.url, f"{text}. overwrite=False of the Manager refuses to replace steps")
+                self._warn(folder.place, f"{text}. overwrite=False of the Manager refuses to replace steps")
 
     def lineage(
         self, step: int, note: _HistoryEntry, before: tuple[_HistoryEntry, ...], save_id: str, *, pin: bool

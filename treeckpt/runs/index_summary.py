@@ -14,7 +14,7 @@ from ..core.format.sidecars import stored_name
 from ..core.tree.value_codec import Value, decode_value
 from ..errors import TreeckptError
 from ..io.storage.metadata_files import KnownIndex, NewestIndex, decode_and_check, read_index_bytes
-from ..io.storage.run_store import DirectoryEntry, Folder
+from ..io.storage.store import DirectoryEntry, Store
 from .stat_cache import StatCache
 
 METRICS = "metrics"
@@ -39,7 +39,7 @@ class Summary(msgspec.Struct, frozen=True, gc=False):
     """Every sidecar file, by its name in the directory, and its size."""
 
 
-def read_summary(folder: Folder, index: DirectoryEntry, cache: StatCache, newest: NewestIndex | None = None) -> Summary:
+def read_summary(folder: Store, index: DirectoryEntry, cache: StatCache, newest: NewestIndex | None = None) -> Summary:
     """Returns the summary of a folder's index.
 
     Args:
@@ -51,13 +51,13 @@ def read_summary(folder: Folder, index: DirectoryEntry, cache: StatCache, newest
     """
 
     def read() -> Summary:
-        data = read_index_bytes(folder.store)
-        found = decode_and_check(folder.store, data)
-        if newest is not None and (newest.local or folder.store.traits.far):
-            newest.offer(KnownIndex(folder.url, data, found))
+        data = read_index_bytes(folder)
+        found = decode_and_check(folder, data)
+        if newest is not None and (newest.local or folder.traits.far):
+            newest.offer(KnownIndex(folder.place, data, found))
         return summarize_index(found)
 
-    return cache.get_or_read((folder.url, "summary"), index, read)
+    return cache.get_or_read((folder.place, "summary"), index, read)
 
 
 def summarize_index(index: Index) -> Summary:

@@ -324,7 +324,7 @@ class Manager:
         # before the save, so that no clean-up removes the step in between
         pinned = pin and self._from_rank0(f"pin step {step}", partial(self.directory.put_pin, step), bool)
         unpin = partial(self._undo_pin, step, pinned)
-        store, save = self.directory.folder(step).store, save_async_tree if self._background else save_tree
+        store, save = self.directory.folder(step), save_async_tree if self._background else save_tree
         try:
             lineage = self._history.next_save(step, pin=pin)
             result = save(store, tree, self._saving_comm, options, metadata, lineage, files)

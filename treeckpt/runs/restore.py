@@ -86,7 +86,7 @@ class Restorer:
         self._comm, self._load_comm = comm, load_comm
         self._chosen: CheckpointInfo | None = None
         self._known: KnownIndex | None = None
-        """Its index, if that was read in an object store to choose it; elsewhere it is read again under the lease."""
+        """Its index, if that was read to choose it; near, its bytes are read again under the lease, and compared."""
 
     def restore(
         self, call: RestoreCall, step: int | None, options: Mapping[str, Any], *, fills: bool, whole: bool = False
@@ -200,7 +200,7 @@ class Restorer:
         *,
         whole: bool,
     ) -> tuple[Any, Exception | None]:
-        store = self.directory.folder(found).store
+        store = self.directory.folder(found)
         known, self._known = self._known, None
         bar = reading_bar(store, f"restoring step {found}", choice.nbytes if self._comm.size == 1 and whole else None)
         read = options.get("read") or usual_read(self._load_comm, store)

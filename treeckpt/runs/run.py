@@ -45,9 +45,10 @@ from ..io.storage.leftovers import (
     remove_leftovers,
 )
 from ..io.storage.metadata_files import NewestIndex
-from ..io.storage.open import open_folder, open_run
+from ..io.storage.open import open_run, open_store
 from ..io.storage.reader_leases import has_readers
-from ..io.storage.run_store import Folder, LocalRun, RunStore
+from ..io.storage.run_store import RunStore
+from ..io.storage.store import Store
 from ..io.timing import steady_clock
 from .catalog import OnRead, read_info, read_info_or_unread, read_infos, read_marks
 from .checkpoint_info import CheckpointInfo, in_listing_order, loadable_text, with_verification
@@ -129,12 +130,12 @@ class RunDirectory:
     ) -> None:
         self.store = open_run(run, follow_links=follow_links or None)
         self.url = self.store.url
-        if isinstance(self.store, LocalRun):
+        if self.store.traits.local_path is not None:
             refuse_file(self.url)
         self._cache, self._clock = cache or LruStatCache(), clock or steady_clock()
         self._verifications = verifications
 
-    def folder(self, step: int) -> Folder:
+    def folder(self, step: int) -> Store:
         """Returns the directory of a step, whether or not it exists."""
         return self.store.folder(step_name(check_step(step)))
 
@@ -154,7 +155,7 @@ class RunDirectory:
 
     def _read_infos(
         self, newest: NewestIndex | None = None, *, report_errors: bool
-    ) -> list[tuple[Folder, CheckpointInfo]]:
+    ) -> list[tuple[Store, CheckpointInfo]]:
         seen = read_infos(self.store, self._cache, report_errors=report_errors, timings=False, newest=newest)
         folders = {folder.name: folder for folder, _ in seen}
         ours = in_listing_order(
@@ -204,18 +205,18 @@ class RunDirectory:
     def put_pin(self, step: int) -> bool:
         """Pins a step that may not be saved yet; returns whether the pin is new."""
         folder = self.folder(step)
-        with _wrapped_os_errors(folder.url):
-            folder.store.prepare()
+        with _wrapped_os_errors(folder.place):
+            folder.prepare()
             new = PIN_NAME not in folder.entries()
-            folder.store.publish(PIN_NAME, msgspec.json.encode({"pinned_ns": self._clock()}), replace=True)
+            folder.publish(PIN_NAME, msgspec.json.encode({"pinned_ns": self._clock()}), replace=True)
         return new
 
     def take_pin_back(self, step: int) -> None:
         """Undoes `put_pin` after the save has failed."""
         folder = self.folder(step)
-        with _wrapped_os_errors(folder.url):
-            folder.store.delete(PIN_NAME)
-            folder.remove()
+        with _wrapped_os_errors(folder.place):
+            folder.delete(PIN_NAME)
+            folder.remove_directory()
 
     def unpin(self, step: int) -> None:
         """Removes the pin of a step, if there is one.
@@ -226,8 +227,8 @@ class RunDirectory:
         folder = self.folder(step)
         if folder.modified_ns() is None:
             raise self._not_found(step, "no such directory")
-        with _wrapped_os_errors(folder.url):
-            folder.store.delete(PIN_NAME)
+        with _wrapped_os_errors(folder.place):
+            folder.delete(PIN_NAME)
             folder.sync()
 
     # cleaning ------------------------------------------------------------------------------------------------
@@ -298,7 +299,7 @@ class RunDirectory:
         """
         _, removal = self.plan_deletion(step, force=force, grace=grace)
         folder, why = self.folder(step), ""
-        with claim(folder.name) as free, _wrapped_os_errors(folder.url), contextlib.suppress(FileNotFoundError):
+        with claim(folder.name) as free, _wrapped_os_errors(folder.place), contextlib.suppress(FileNotFoundError):
             why = self.remove_directory(removal, grace) if free else "it is being saved"
         if why and (removal.what == "leftovers" or self.folder(step).entries().keys() & {INDEX_NAME}):
             raise _held(folder, why)
@@ -324,12 +325,12 @@ class RunDirectory:
             raise _held(folder, plan.why)
         return info, plan
 
-    def _fact(self, info: CheckpointInfo, folder: Folder, *, force: bool = False) -> StepDirectory:
+    def _fact(self, info: CheckpointInfo, folder: Store, *, force: bool = False) -> StepDirectory:
         step = step_of(info.name)
         assert step is not None and info.status != "foreign", "_read_infos returns only these"
         save_id = info.save_id if info.status != "partial" else None
         if info.status == "unread" and not force:
-            return StepDirectory(info.name, step, "unread", 0, (), problem=info.error or "", path=folder.url)
+            return StepDirectory(info.name, step, "unread", 0, (), problem=info.error or "", path=folder.place)
         return StepDirectory(
             name=info.name,
             step=step,
@@ -343,7 +344,7 @@ class RunDirectory:
             sequence=info.sequence,
             abandoned=info.abandoned,
             damaged=info.damaged,
-            path=folder.url,
+            path=folder.place,
         )
 
     def remove_directory(self, removal: Removal, grace: float) -> str:
@@ -359,26 +360,26 @@ class RunDirectory:
         mark = deleted_name(removal.save_id or "", secrets.token_hex(8))
         why = ""
         try:
-            with hold_lock(folder.store, "deleting"):
+            with hold_lock(folder, "deleting"):
                 why = self._take_index(folder, removal, grace, mark)
             if not why:
                 marks = (removal.files[-1], mark)
-                delete_files(folder.store, [*removal.files[1:-1], *marks], order=lambda name: name in marks)
+                delete_files(folder, [*removal.files[1:-1], *marks], order=lambda name: name in marks)
                 folder.sync()
         finally:
             # of several clean-ups at once, the one that is the last to delete its last file finds no other
             if removal.directory and not why:
                 with contextlib.suppress(OSError, StoreError):
-                    folder.remove()
+                    folder.remove_directory()
         return why
 
-    def _take_index(self, folder: Folder, removal: Removal, grace: float, mark: str) -> str:
+    def _take_index(self, folder: Store, removal: Removal, grace: float, mark: str) -> str:
         """Takes the index of a checkpoint away, under a lock; says why not, if that may not be.
 
         Raises:
             FileNotFoundError: another process has deleted it.
         """
-        store, taken = folder.store, False
+        store, taken = folder, False
         assert removal.save_id is not None, "a checkpoint is removed by its save id"
         if not store.traits.renames:
             store.publish(mark, b"{}", replace=True)
@@ -394,7 +395,7 @@ class RunDirectory:
                 index = 0 if info.status == "unread" else index_state(store) or 0
             if index is None:
                 if folder.entry(INDEX_NAME) is None:
-                    raise FileNotFoundError(f"{folder.url}/{INDEX_NAME}")
+                    raise FileNotFoundError(f"{folder.place}/{INDEX_NAME}")
                 return why or _REPLACED
             take_index(store, mark, holds=(lambda found: found == index) if isinstance(index, bytes) else None)
             taken = True
@@ -414,7 +415,7 @@ class RunDirectory:
             if not taken and not store.traits.renames:
                 store.delete(mark)
 
-    def _reason_to_keep(self, info: CheckpointInfo, folder: Folder, grace: float, *, force: bool) -> str:
+    def _reason_to_keep(self, info: CheckpointInfo, folder: Store, grace: float, *, force: bool) -> str:
         """Returns why a checkpoint must be kept after all: it was pinned, or is being read or written; else ""."""
         if info.pinned:
             return "it has been pinned meanwhile"
@@ -430,10 +431,10 @@ def clean_checkpoint(path: str | os.PathLike[str], *, grace: float = GRACE, dry_
     Args:
         grace, dry_run: same as for `RunDirectory.clean`.
     """
-    folder = open_folder(path)
+    folder = open_store(path)
     others = foreign_files(name for name, entry in folder.entries().items() if entry.regular)
     foreign = {folder.name: others} if others else {}
-    report = CleanReport(folder.url, {}, (), (), dry_run=dry_run, foreign=foreign)
+    report = CleanReport(folder.place, {}, (), (), dry_run=dry_run, foreign=foreign)
     found = plan_removal(folder, time.time_ns(), grace)
     if found is None:
         return report
@@ -450,10 +451,10 @@ def clean_checkpoint(path: str | os.PathLike[str], *, grace: float = GRACE, dry_
     return msgspec.structs.replace(report, removed=(found,))
 
 
-def _held(folder: Folder, why: str) -> CheckpointError:
+def _held(folder: Store, why: str) -> CheckpointError:
     held = why.removeprefix("no policy keeps it, but ")
     hint = "Unpin it first" if "pinned" in why else "Delete it when that has ended"
-    return CheckpointError(folder.url, expected="a checkpoint that nothing holds", found=held, hint=hint)
+    return CheckpointError(folder.place, expected="a checkpoint that nothing holds", found=held, hint=hint)
 
 
 def _checked(info: CheckpointInfo) -> CheckpointInfo:

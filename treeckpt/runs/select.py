@@ -18,8 +18,6 @@ from ..errors import CheckpointNotFound, StoreError, TreeckptError
 from ..io.storage.bucket import is_url
 from ..io.storage.foreign_formats import describe_foreign
 from ..io.storage.metadata_files import KnownIndex, NewestIndex
-from ..io.storage.object_store import ObjectRun
-from ..io.storage.run_store import linked_names
 from .checkpoint_info import CheckpointInfo, step_info, with_verification
 from .run import RunDirectory
 from .verification import (
@@ -42,7 +40,7 @@ class CheckpointSelector:
         self.directory = run
         self._logged: set[tuple[str, str]] = set()
         self._read = NewestIndex()
-        """Is offered every index that is read; what is in the cache was offered before."""
+        """Is offered every index that is read, a local one only by `choose`; what the cache has was offered before."""
 
     def warn_once(self, path: str, what: str) -> None:
         """Logs a warning about a path, unless it was logged before."""
@@ -64,7 +62,7 @@ class CheckpointSelector:
         run, url = self.directory.store, self.directory.url
         if infos:
             return infos
-        if INDEX_NAME in run.own_entries() if isinstance(run, ObjectRun) else (Path(url) / INDEX_NAME).is_file():
+        if run.holds(INDEX_NAME):
             above = url.rpartition("/")[0] if is_url(url) else Path(url).parent
             raise CheckpointNotFound(
                 url,
@@ -131,11 +129,11 @@ class CheckpointSelector:
         for info in infos[infos.index(found) + 1 :] if found is not None else ():
             if info.status in ("corrupt", "unread") and info.save_id is None:
                 yield info.path, f"{info.status}, and perhaps saved after step {step}: {info.error}"
-        for name in linked_names(self.directory.store):
+        for name in self.directory.store.linked_names():
             folder = self.directory.store.folder(name)
-            followed = folder.follow_links and folder.modified_ns() is not None
+            followed = folder.traits.follow_links and folder.modified_ns() is not None
             if is_step_name(name) and (step_of(name) or 0) > step and not followed:
-                yield folder.url, "a symbolic link, which is not followed"
+                yield folder.place, "a symbolic link, which is not followed"
 
     def _problem(self, info: CheckpointInfo) -> str:
         """Returns what is wrong with a checkpoint, as all of it shows; keeps damage beside it, for clean-ups to know.
@@ -147,7 +145,7 @@ class CheckpointSelector:
         if before is not None and before.beside and not before.changed:
             return f"a verification has found {count_text(before.total, 'problem')}, first {before.problems[0].text}"
         try:
-            report, verification = verify_folder(folder, folder.store, this_user("Manager.latest"))
+            report, verification = verify_folder(folder, this_user("Manager.latest"))
         except StoreError:
             raise
         except TreeckptError as error:
@@ -201,6 +199,7 @@ class CheckpointSelector:
             CheckpointNotFound: there is none of that step, only such as cannot be loaded, or something else.
             CheckpointError: the step is corrupt.
         """
+        self._read.local = True
         if step is not None:
             try:
                 return self.directory.checkpoint(step, newest=self._read)
@@ -221,6 +220,6 @@ class CheckpointSelector:
         return found
 
     def take_index(self, info: CheckpointInfo) -> KnownIndex | None:
-        """Returns the index of a checkpoint in an object store if it was the newest of those read; forgets it."""
+        """Returns the index of a checkpoint if it was the newest of those read; forgets it."""
         found, self._read = self._read.found, NewestIndex()
         return found if found and (found.url, found.index.save_id) == (info.path, info.save_id) else None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from ..errors import StoreError, TreeckptError
-from ..io.storage.run_store import DirectoryEntry
+from ..io.storage.store import DirectoryEntry
 
 T = TypeVar("T")
 

@@ -31,8 +31,7 @@ from ..core.format.sidecars import checksum
 from ..core.text import visible
 from ..errors import TreeckptError
 from ..io.storage.checkpoint import Checkpoint
-from ..io.storage.run_store import DirectoryEntry, Folder
-from ..io.storage.store import Store
+from ..io.storage.store import DirectoryEntry, Store
 from ..loading.consistent_reads import on_one_version
 from ..loading.leaf_moments import LeafMoments
 from ..loading.verify import verify_checkpoint
@@ -143,8 +142,7 @@ def fingerprint_of(entries: Mapping[str, DirectoryEntry], save_id: str) -> str:
 
 
 def verify_folder(
-    folder: Folder,
-    store: Store,
+    folder: Store,
     by: str,
     *,
     on_shard: OnShard | None = None,
@@ -153,7 +151,6 @@ def verify_folder(
     """Verifies a checkpoint; see `treeckpt.verify`.
 
     Args:
-        store: reads the files of the folder.
         by: as in `Verification`.
         statistics: where the statistics of all arrays are kept, computed from the same bytes; only if all are intact.
 
@@ -166,12 +163,12 @@ def verify_folder(
         moments = LeafMoments(one.index) if statistics is not None else None
         return verify_checkpoint(one, on_shard=on_shard, moments=moments), one, moments
 
-    report, checkpoint, moments = on_one_version(store, verify, is_suspect=lambda found: found[0].problems)
+    report, checkpoint, moments = on_one_version(folder, verify, is_suspect=lambda found: found[0].problems)
     index = checkpoint.index
     fingerprint = fingerprint_of(entries, index.save_id)
     found = verification_of(report, index.save_id, fingerprint, by, index=checkpoint.index_bytes)
     if statistics is not None and moments is not None and found.ok:
-        statistics.record(folder.url, index, found.fingerprint, found.ended_ns, moments.found())
+        statistics.record(folder.place, index, found.fingerprint, found.ended_ns, moments.found())
     return report, found
 
 
@@ -232,14 +229,14 @@ class VerificationStore:
         self._names: set[str] = set()
         self._read: dict[str, Verification | None] = {}
 
-    def find(self, folder: Folder, save_id: str | None, *, beside: bool) -> Verification | None:
+    def find(self, folder: Store, save_id: str | None, *, beside: bool) -> Verification | None:
         """Returns what is known of a save's bytes in a folder; None if that is nothing, or no longer holds.
 
         Args:
             beside: whether the folder has a file that says that the save is damaged: only then is it read. It counts,
                 unless this user's cache has a later verification that found all intact, and could not remove it.
         """
-        found = self._find(_name(folder.url, save_id)) if save_id is not None else None
+        found = self._find(_name(folder.place, save_id)) if save_id is not None else None
         if save_id is None or found is None or found.save_id != save_id or (found.beside and not beside):
             found = None
         if beside and save_id is not None:
@@ -275,7 +272,7 @@ class VerificationStore:
                 self._read[name] = _decode(self.directory / name)
             return self._read[name]
 
-    def record(self, folder: Folder, verification: Verification, *, beside: bool) -> list[str]:
+    def record(self, folder: Store, verification: Verification, *, beside: bool) -> list[str]:
         """Keeps a verification; returns what could not be kept, and why.
 
         One that was incomplete replaces no known damage of the same files, and is kept only for what it found.
@@ -285,7 +282,7 @@ class VerificationStore:
         """
         if not verification.complete and not verification.total:
             return []
-        name, save_id, failed = _name(folder.url, verification.save_id), verification.save_id, list[str]()
+        name, save_id, failed = _name(folder.place, verification.save_id), verification.save_id, list[str]()
         entries, before = dict[str, DirectoryEntry](), None
         try:
             entries = folder.listed().entries()
@@ -319,15 +316,15 @@ def _decode(path: Path) -> Verification | None:
     return None
 
 
-def _keep_beside(folder: Folder, verification: Verification) -> list[str]:
+def _keep_beside(folder: Store, verification: Verification) -> list[str]:
     """Writes or removes the file beside a checkpoint that says that it is damaged; returns why that failed."""
     name = verdict_name(verification.save_id)
     try:
         if verification.total:
             data = msgspec.json.encode(msgspec.structs.replace(verification, beside=True))
-            folder.store.publish(name, data, replace=True)
+            folder.publish(name, data, replace=True)
         else:
-            folder.store.delete(name)
+            folder.delete(name)
             folder.sync()
     except (OSError, TreeckptError) as error:
         if verification.total:
@@ -338,14 +335,14 @@ def _keep_beside(folder: Folder, verification: Verification) -> list[str]:
     return []
 
 
-def _read_beside(folder: Folder, save_id: str) -> Verification | None:
+def _read_beside(folder: Store, save_id: str) -> Verification | None:
     """Reads the file beside a checkpoint that says that it is damaged; None if it was removed meanwhile.
 
     Its name says that: where it could not be read, or was changed, that stands in the place of the problems.
     """
     name = verdict_name(save_id)
     try:
-        found = _DECODER.decode(folder.store.read(name, limit=MAX_RECORD))
+        found = _DECODER.decode(folder.read(name, limit=MAX_RECORD))
     except FileNotFoundError:
         return None
     except (OSError, TreeckptError, msgspec.MsgspecError) as error:
@@ -363,14 +360,14 @@ def _read_beside(folder: Folder, save_id: str) -> Verification | None:
     )
 
 
-def _is_written_since(folder: Folder, name: str, verdict: Verification) -> bool:
+def _is_written_since(folder: Store, name: str, verdict: Verification) -> bool:
     """Whether a file of a save is newer than the verdict beside it, or the index is another one."""
     entries = folder.entries()
     since = entries[name].modified_ns if name in entries else 0
     if any(entry.modified_ns > since for _, entry in _files_of(entries, verdict.save_id)):
         return True
     with contextlib.suppress(OSError, TreeckptError):
-        return verdict.index_xxh3 not in ("", checksum(folder.store.read(INDEX_NAME, limit=MAX_INDEX)))
+        return verdict.index_xxh3 not in ("", checksum(folder.read(INDEX_NAME, limit=MAX_INDEX)))
     return False
 
 

@@ -6,7 +6,6 @@ were saved; arrays are filled in place at the end. A tree in memory provides onl
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cached_property, reduce
 from typing import Any, Protocol
@@ -38,6 +37,7 @@ from ..core.tree.structure import (
 from ..errors import MismatchError
 from ..io.comm.comm import Comm, global_rank
 from ..io.storage.checkpoint import Checkpoint
+from ..io.storage.open import is_path_or_store
 from ..loading.aliasing import are_equal, identity_of
 from ..loading.match import Load, LoadOptions
 from ..loading.overlay import Bank, From, as_bank, open_members, own_globs
@@ -590,7 +590,7 @@ def missing_part(part: str, how: str, parts: Iterable[object], *, in_memory: boo
 
 def is_stored(given: Any) -> bool:
     """Whether a source is a path, a store, or several of them, and no tree in memory."""
-    return isinstance(given, (str, os.PathLike, Checkpoint)) or hasattr(given, "sizes") or as_bank(given) is not None
+    return is_path_or_store(given) or isinstance(given, Checkpoint) or as_bank(given) is not None
 
 
 def open_source(given: Any, comm: Comm, options: LoadOptions, *, from_root: bool = False) -> RestoreSource:

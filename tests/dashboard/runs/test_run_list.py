@@ -112,7 +112,7 @@ def test_an_answer_that_has_not_changed_is_not_made_again(serve, tmp_path):
 def test_runs_of_other_stores_are_shown_too(serve):
     run = MemoryRun("elsewhere")
     folder = run.folder("step_00000001")
-    folder.store.publish("note.txt", b"hello", replace=True)
+    folder.publish("note.txt", b"hello", replace=True)
     library = Library([run])
     part = runs_page(library).runs[0]
     assert (part.name, part.path, [row.status for row in part.checkpoints]) == (

@@ -7,7 +7,7 @@ import pytest
 from tests.dashboard.helpers import client_of
 from tests.helpers.large import large_index
 from tests.helpers.samples import write_run
-from treeckpt.io.storage.run_store import DirectoryEntry
+from treeckpt.io.storage.store import DirectoryEntry
 from treeckpt.runs.verification import cache_directory
 from treeckpt_dashboard.store.cache import Cache, key_of
 from treeckpt_dashboard.store.index_table import build_table

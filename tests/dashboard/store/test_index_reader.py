@@ -13,7 +13,7 @@ from tests.helpers.samples import gpt_state, write_checkpoint, write_run
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.errors import CorruptError, StoreError
 from treeckpt.io.storage import metadata_files
-from treeckpt.io.storage.run_store import DirectoryEntry, LocalFolder
+from treeckpt.io.storage.store import DirectoryEntry, LocalStore
 from treeckpt_dashboard.store import index_reader
 from treeckpt_dashboard.store.cache import Cache
 from treeckpt_dashboard.store.library import Library
@@ -108,7 +108,7 @@ def test_a_second_start_reads_no_index_again(tmp_path, monkeypatch):
 def test_what_the_other_process_cannot_read_is_told(tmp_path, capfd):
     assert index_reader.main(["", str(tmp_path / "nothing"), str(tmp_path / "t")]) == 0
     assert '"error"' in capfd.readouterr().out and not (tmp_path / "t").exists()
-    folder = LocalFolder(tmp_path)
+    folder = LocalStore(tmp_path)
     with pytest.raises(CorruptError, match="at most"):
         index_reader.IndexReader(Cache(tmp_path / "cache")).outline("", folder, DirectoryEntry(1 << 40, 0))
 
@@ -124,7 +124,7 @@ def test_an_index_that_could_not_be_read_is_tried_again_and_not_called_damaged(t
 
     read_index = metadata_files.read_index
     monkeypatch.setattr(metadata_files, "read_index", read)
-    reader, folder = index_reader.IndexReader(Cache(tmp_path / "cache")), LocalFolder(tmp_path / "run/step_00000001")
+    reader, folder = index_reader.IndexReader(Cache(tmp_path / "cache")), LocalStore(tmp_path / "run/step_00000001")
     entry = folder.entries()[INDEX_NAME]
     monkeypatch.setattr(index_reader, "RETRY", 0.5)
     with pytest.raises(StoreError, match="Too many open files"):

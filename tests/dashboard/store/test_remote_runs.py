@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.background import until
 from tests.helpers.far_s3 import FarS3, far_s3_server, lists, put_many, rounds
 from treeckpt.io.storage.object_store import ObjectRun
-from treeckpt.io.storage.run_store import Folder
+from treeckpt.io.storage.store import Store
 from treeckpt.runs.catalog import scan
 from treeckpt_dashboard.runs.model import runs_page
 from treeckpt_dashboard.store.cache import Cache
@@ -75,7 +75,7 @@ def test_a_page_shows_what_is_known_while_the_rest_is_read(server: FarS3, url: s
     library, gate = opened(server, url, tmp_path), threading.Event()
     [run] = library.runs
 
-    def look(folder: Folder) -> DirectoryState:
+    def look(folder: Store) -> DirectoryState:
         if folder.name <= f"step_{(COUNT - ENOUGH) * 100:08d}":
             gate.wait(300)
         return library.inspect_directory(run, folder)

@@ -10,7 +10,8 @@ from tests.helpers.background import until
 from tests.helpers.large import write_many
 from tests.helpers.memory_run import MemoryRun
 from treeckpt.core.format.file_names import PIN_NAME
-from treeckpt.io.storage.run_store import LocalFolder, LocalRun, modified_times
+from treeckpt.io.storage.run_store import LocalRun
+from treeckpt.io.storage.store import LocalStore
 from treeckpt.runs import catalog
 from treeckpt_dashboard.runs.model import runs_page
 from treeckpt_dashboard.store.library import Library
@@ -148,14 +149,14 @@ def test_changes_of_a_run_are_those_of_its_folders(tmp_path, kind):
         run = LocalRun(tmp_path / "run")
     else:
         run = MemoryRun("changes")
-        run.folder("a").store.publish("x", b"1", replace=True)
-    assert modified_times(run) == {name: run.folder(name).modified_ns() for name in run.names()} != {}
+        run.folder("a").publish("x", b"1", replace=True)
+    assert run.modified_times() == {name: run.folder(name).modified_ns() for name in run.names()} != {}
 
 
 def test_a_list_never_calls_a_checkpoint_corrupt_that_is_replaced_while_it_is_looked_at(tmp_path, monkeypatch):
     path = tmp_path / "step_00000001"
     tc.save(path, {"w": np.ones(1000)})
-    entries, times = LocalFolder.entries, [1]
+    entries, times = LocalStore.entries, [1]
 
     def replaced(self):
         found = entries(self)
@@ -164,5 +165,5 @@ def test_a_list_never_calls_a_checkpoint_corrupt_that_is_replaced_while_it_is_lo
             tc.save(path, {"w": np.zeros(1000)}, overwrite=True)
         return found
 
-    monkeypatch.setattr(LocalFolder, "entries", replaced)
+    monkeypatch.setattr(LocalStore, "entries", replaced)
     assert catalog.read_info(path).status == "complete"

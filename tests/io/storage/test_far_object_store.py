@@ -19,10 +19,10 @@ import treeckpt as tc
 from tests.helpers.elsewhere import elsewhere
 from tests.helpers.far_s3 import FarS3, far_s3_server
 from tests.helpers.s3 import MIB, QUICK, array, same
-from treeckpt.io.storage import checkpoint as checkpoint_module
 from treeckpt.io.storage import object_store, obstore, upload_window
 from treeckpt.io.storage.counting_store import CountingStore
 from treeckpt.io.storage.request_depth import RequestDepth
+from treeckpt.loading import read_batch
 from treeckpt.runs import catalog
 from treeckpt.runs.restore import Restorer
 from treeckpt.saving import shard_files
@@ -184,7 +184,7 @@ def test_a_restore_after_latest_waits_only_for_a_listing_and_the_data(far: FarS3
 def test_a_step_that_is_saved_again_after_latest_is_restored_as_it_is_now(far: FarS3, run: tc.ObjectRun) -> None:
     with tc.Manager(run, comm="alone", background=False) as manager:
         assert manager.latest() == 2
-        tc.save(run.folder("step_00000002").store, {"w": array(20) + 1}, step=2, overwrite=True)
+        tc.save(run.folder("step_00000002"), {"w": array(20) + 1}, step=2, overwrite=True)
         assert np.array_equal(manager.restore()["w"], array(20) + 1)
 
 
@@ -256,7 +256,7 @@ def test_a_shard_that_is_not_as_saved_is_named_before_a_target_is_written(
 def test_blocks_of_another_size_are_compared_too(far: FarS3, monkeypatch: pytest.MonkeyPatch) -> None:
     store, tree = far.store(), {"w": array(3), "b": np.arange(10.0)}
     tc.save(store, tree)
-    monkeypatch.setattr(checkpoint_module, "BLOCK", 64 << 10)  # what reads are listed for
+    monkeypatch.setattr(read_batch, "BLOCK", 64 << 10)  # what reads are planned for
     assert same(store, tree)
     target = {name: np.zeros_like(w) for name, w in tree.items()}
     tc.load_into(store, target)

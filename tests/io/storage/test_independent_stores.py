@@ -86,9 +86,7 @@ def test_a_manager_keeps_what_its_policy_keeps(place: Place) -> None:
 def test_a_long_run_is_listed_by_pages(place: Place) -> None:
     run = tc.ObjectRun(place[0], **place[1])
     with ThreadPoolExecutor(8) as pool:
-        list(
-            pool.map(lambda n: run.folder(f"step_{n:08}").store.publish("index.json", b"x", replace=True), range(1010))
-        )
+        list(pool.map(lambda n: run.folder(f"step_{n:08}").publish("index.json", b"x", replace=True), range(1010)))
     assert run.names() == [folder.name for folder in run.folders()] == [f"step_{n:08}" for n in range(1010)]
 
 

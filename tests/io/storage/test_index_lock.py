@@ -24,7 +24,6 @@ from treeckpt.io.storage import index_lock, obstore, progress_file
 from treeckpt.io.storage.index_lock import IndexLock, held_locks, hold_for_repair, hold_lock, index_state, replace_index
 from treeckpt.io.storage.leftovers import file_facts
 from treeckpt.io.storage.metadata_files import read_index
-from treeckpt.io.storage.object_store import ObjectFolder
 from treeckpt.io.storage.process_owner import this_process
 from treeckpt.io.storage.progress_file import LAPSE, ProgressRecorder
 from treeckpt.io.storage.store import LocalStore
@@ -107,7 +106,7 @@ def test_what_cannot_be_read_is_held_and_alive(s3: S3, answer: str) -> None:
         s3.rules({"match": "GET .*progress", "do": answer, "times": 99})
         with pytest.raises(tc.CheckpointError, match=f"save {'a' * 16} is under way"), hold_for_repair(store):
             pass
-        (fact,) = file_facts(ObjectFolder(store), now, committed=None)
+        (fact,) = file_facts(store, now, committed=None)
         assert fact.alive is True
     finally:
         s3.rules()
@@ -263,9 +262,8 @@ def test_a_deletion_that_was_stopped_between_its_look_and_its_rename_puts_the_in
     for step in (1, 2):
         tc.save(tmp_path / step_name(step), {"n": step}, step=step)
     run = RunDirectory(tmp_path)
-    folder = run.store.folder(step_name(1))
-    folder.store = Stopped(tmp_path / step_name(1))
-    run.store.folder = lambda name: folder if name == step_name(1) else type(folder)(tmp_path / name)  # pyright: ignore
+    folder = Stopped(tmp_path / step_name(1))
+    run.store.folder = lambda name: folder if name == step_name(1) else LocalStore(tmp_path / name)  # pyright: ignore
     report = run.clean([Last(1)])
     assert [left.why for left in report.left] == ["another save has been committed there meanwhile"]
     assert tc.load(tmp_path / step_name(1)) == {"n": 10} and tc.verify(tmp_path / step_name(1)).ok

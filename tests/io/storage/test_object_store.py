@@ -29,7 +29,7 @@ from treeckpt.io.storage import object_store as objects_module
 from treeckpt.io.storage.bucket import ObjectListing
 from treeckpt.io.storage.memory import aligned_buffer
 from treeckpt.io.storage.request_depth import RequestDepth
-from treeckpt.io.storage.run_store import DirectoryEntry
+from treeckpt.io.storage.store import DirectoryEntry
 from treeckpt.io.storage.upload_window import UploadWindow
 from treeckpt.runs import catalog
 from treeckpt.runs.run import RunDirectory

@@ -16,7 +16,6 @@ from treeckpt.core.format.file_names import lease_name
 from treeckpt.io.storage import leftovers, reader_leases
 from treeckpt.io.storage.process_owner import this_process
 from treeckpt.io.storage.reader_leases import has_readers, hold_lease, read_lease
-from treeckpt.io.storage.run_store import Folder
 from treeckpt.io.storage.store import Store
 from treeckpt.runs.run import RunDirectory
 
@@ -24,7 +23,7 @@ NAME = lease_name("0" * 16)
 
 
 @pytest.fixture(params=["local", "s3", "memory"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     """The folder of a checkpoint, on a disk and in buckets."""
     run = request.getfixturevalue("s3").url() if request.param == "s3" else f"{tmp_path}/run"
     run = f"memory://{run}" if request.param == "memory" else run
@@ -33,21 +32,21 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
     return RunDirectory(run).folder(1)
 
 
-def test_a_lease_of_this_process_is_held_until_its_reader_ends(folder: Folder) -> None:
+def test_a_lease_of_this_process_is_held_until_its_reader_ends(folder: Store) -> None:
     with hold_lease(folder):
         [name] = [name for name in folder.entries() if name.startswith("lease.")]
-        assert read_lease(folder.store, name) == (this_process(), True) and has_readers(folder, time.time_ns())
+        assert read_lease(folder, name) == (this_process(), True) and has_readers(folder, time.time_ns())
     assert not has_readers(folder, time.time_ns()), "whether its file is deleted by now or not"
 
 
-def test_a_lease_that_is_being_deleted_is_no_leftover(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_that_is_being_deleted_is_no_leftover(folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease in a bucket is deleted by a thread, for which neither a reader nor a clean-up waits."""
     asked, deleted = threading.Event(), threading.Event()
     delete = reader_leases._Lease._delete
 
     def late(self: reader_leases._Lease, keeper: threading.Thread) -> None:
         asked.set()
-        if folder.store.url.startswith(("s3:", "memory:")):
+        if folder.url.startswith(("s3:", "memory:")):
             deleted.wait(60)
         delete(self, keeper)
 
@@ -55,16 +54,16 @@ def test_a_lease_that_is_being_deleted_is_no_leftover(folder: Folder, monkeypatc
     with hold_lease(folder):
         pass
     assert asked.wait(60)
-    report = RunDirectory(folder.store.url.rpartition("/")[0]).clean([Last(1)])
+    report = RunDirectory(folder.url.rpartition("/")[0]).clean([Last(1)])
     deleted.set()
     assert not report.removed and not report.left
 
 
 def test_a_lease_deleted_since_it_was_listed_is_neither_held_nor_a_leftover(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
+    folder: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder.store.publish(NAME, msgspec.json.encode(this_process()), replace=True)
-    run = RunDirectory(folder.store.url.rpartition("/")[0])
+    folder.publish(NAME, msgspec.json.encode(this_process()), replace=True)
+    run = RunDirectory(folder.url.rpartition("/")[0])
     read = leftovers.read_lease
 
     def deleted(store: Store, name: str) -> Any:
@@ -74,10 +73,10 @@ def test_a_lease_deleted_since_it_was_listed_is_neither_held_nor_a_leftover(
     for module in (leftovers, reader_leases):
         monkeypatch.setattr(module, "read_lease", deleted)
     assert not run.clean([Last(1)]).removed
-    folder.store.publish(NAME, msgspec.json.encode(this_process()), replace=True)
+    folder.publish(NAME, msgspec.json.encode(this_process()), replace=True)
     assert not has_readers(folder, time.time_ns())
 
 
-def test_a_lease_that_names_no_process_may_be_held(folder: Folder) -> None:
-    folder.store.publish(NAME, b"{", replace=True)
-    assert read_lease(folder.store, NAME) == (None, None) and has_readers(folder, time.time_ns())
+def test_a_lease_that_names_no_process_may_be_held(folder: Store) -> None:
+    folder.publish(NAME, b"{", replace=True)
+    assert read_lease(folder, NAME) == (None, None) and has_readers(folder, time.time_ns())

@@ -24,190 +24,14 @@ from treeckpt.io.storage.local_read import LocalReader
 from treeckpt.io.storage.memory import aligned_buffer
 from treeckpt.io.storage.open import open_store
 from treeckpt.io.storage.store import LocalStore, MemoryStore, Store
+from treeckpt.testing import StoreSuite, write_file
 
-SIZES = [0, 1, 4095, 4096, 4097, 3 * (1 << 20) + 5]
 MEMORY_DISK = Path("/dev/shm")
 BLOCK = 1 << 20
 
 
 def pattern(nbytes: int) -> bytes:
     return bytes(range(251)) * (nbytes // 251) + bytes(range(nbytes % 251))
-
-
-def write(store: Store, name: str, data: bytes, *, commit: bool = True) -> Any:
-    """Writes blocks in falling order, unless it is an upload: a store must not rely on any."""
-    writer = store.create(name, len(data))
-    starts = range(0, len(data), BLOCK)
-    for start in starts if getattr(writer, "ordered", False) else reversed(starts):
-        block = data[start : start + BLOCK]
-        buffer = aligned_buffer(len(block))
-        buffer[:] = block
-        writer.write(start, buffer)
-    if commit:
-        writer.commit()
-    return writer
-
-
-def read(store: Store, name: str, start: int, stop: int) -> bytes:
-    out = aligned_buffer(stop - start)[: stop - start]
-    store.read_into(name, start, out)
-    return bytes(out)
-
-
-class StoreSuite:
-    """What every Store promises; subclasses give one that is empty."""
-
-    maps = True
-
-    @pytest.fixture
-    def store(self) -> Iterator[Store]:
-        raise NotImplementedError
-
-    def test_nothing_is_there_before_anything_was_written(self, store: Store) -> None:
-        assert store.sizes() == {}
-        with pytest.raises(FileNotFoundError):
-            store.read("index.json", limit=10)
-        with pytest.raises(FileNotFoundError):
-            store.read_into("a", 0, aligned_buffer(1))
-
-    @pytest.mark.parametrize("nbytes", SIZES)
-    def test_what_was_written_is_read_back(self, store: Store, nbytes: int) -> None:
-        store.prepare()
-        data = pattern(nbytes)
-        write(store, "a", data)
-        assert store.sizes() == {"a": nbytes}
-        assert store.read("a", limit=nbytes) == data
-        assert read(store, "a", 0, nbytes) == data
-        for start, stop in ((0, 1), (1, 2), (4090, 4100), (4096, 8192), (nbytes - 1, nbytes), (nbytes, nbytes)):
-            if 0 <= start <= stop <= nbytes:
-                assert read(store, "a", start, stop) == data[start:stop]
-                if self.maps:
-                    assert bytes(store.map("a", start, stop - start)) == data[start:stop]
-        store.close()
-        assert read(store, "a", 0, nbytes) == data, "a store can be used again once it was closed"
-
-    def test_reading_past_the_end_is_an_error(self, store: Store) -> None:
-        store.prepare()
-        write(store, "a", pattern(5000))
-        for start, stop in ((0, 5001), (4999, 5001), (5000, 5001), (4096, 8192), (1 << 40, (1 << 40) + 1)):
-            with pytest.raises(tc.CorruptError, match="a: expected"):
-                read(store, "a", start, stop)
-            with pytest.raises(tc.CorruptError if self.maps else tc.StoreError, match="a: expected"):
-                store.map("a", start, stop - start)
-        with pytest.raises(tc.CorruptError, match="a: expected at most 4999 bytes"):
-            store.read("a", limit=4999)
-
-    def test_pieces_of_memory_are_filled_one_after_the_other_or_not_at_all(self, store: Store) -> None:
-        store.prepare()
-        data = pattern(9000)
-        write(store, "a", data)
-        read(store, "a", 0, 9000)
-        for start, lengths in ((0, [9000]), (100, [1, 4096, 0, 3]), (4096, [1] * 1000), (9000, [])):
-            parts = [memoryview(bytearray(length)) for length in lengths]
-            done = store.read_parts("a", start, parts)
-            stop = start + sum(lengths)
-            assert b"".join(parts) == (data[start:stop] if done else bytes(stop - start))
-        try:
-            assert not store.read_parts("a", 8000, [memoryview(bytearray(2000))])
-        except tc.CorruptError as error:
-            assert "a: expected" in str(error)
-
-    def test_an_aborted_file_is_gone(self, store: Store) -> None:
-        store.prepare()
-        writer = write(store, "a", pattern(5000), commit=False)
-        writer.abort()
-        writer.abort()
-        assert store.sizes() == {}
-        write(store, "a", b"x")
-        assert store.read("a", limit=1) == b"x"
-
-    def test_aborting_after_commit_does_nothing(self, store: Store) -> None:
-        store.prepare()
-        write(store, "a", b"x").abort()
-        assert store.sizes() == {"a": 1}
-
-    def test_a_file_is_never_created_twice(self, store: Store) -> None:
-        store.prepare()
-        write(store, "a", b"first")
-        with pytest.raises(FileExistsError):
-            write(store, "a", b"new")
-        assert store.read("a", limit=5) == b"first"
-
-    def test_publishing_replaces_only_if_told(self, store: Store) -> None:
-        store.prepare()
-        store.publish("index.json", b"one", replace=False)
-        with pytest.raises(tc.CheckpointExists, match=r"index\.json: expected no such file, found one"):
-            store.publish("index.json", b"two", replace=False)
-        assert store.read("index.json", limit=9) == b"one"
-        store.publish("index.json", b"three", replace=True)
-        assert store.read("index.json", limit=9) == b"three"
-        store.publish("other", b"", replace=True)
-        assert store.sizes() == {"index.json": 5, "other": 0}, "nothing temporary is left"
-
-    def test_of_concurrent_publishers_exactly_one_wins(self, store: Store) -> None:
-        store.prepare()
-        won: list[bytes] = []
-        start = threading.Barrier(8)
-
-        def publish(number: int) -> None:
-            data = bytes([number]) * 100_000
-            start.wait()
-            try:
-                store.publish("index.json", data, replace=False)
-                won.append(data)
-            except tc.CheckpointExists:
-                pass
-
-        threads = [threading.Thread(target=publish, args=(n,)) for n in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert [store.read("index.json", limit=1 << 20)] == won
-        assert list(store.sizes()) == ["index.json"]
-
-    def test_a_reader_sees_the_old_or_the_new_file(self, store: Store) -> None:
-        store.prepare()
-        contents = {bytes([n]) * 50_000 for n in range(30)}
-        store.publish("index.json", bytes(50_000), replace=True)
-        done = threading.Event()
-        torn: list[bytes] = []
-
-        def look() -> None:
-            while not done.is_set():
-                data = store.read("index.json", limit=1 << 20)
-                if data not in contents:
-                    torn.append(data)
-
-        thread = threading.Thread(target=look)
-        thread.start()
-        for data in contents:
-            store.publish("index.json", data, replace=True)
-        done.set()
-        thread.join()
-        assert not torn
-
-    def test_deleting_twice_is_no_error(self, store: Store) -> None:
-        store.prepare()
-        write(store, "a", b"x")
-        store.delete("a")
-        store.delete("a")
-        store.delete("never there")
-        assert store.sizes() == {}
-
-    def test_preparing_twice_is_no_error(self, store: Store) -> None:
-        store.prepare()
-        write(store, "a", b"x")
-        store.prepare()
-        assert store.sizes() == {"a": 1}
-
-    def test_a_checkpoint_goes_through(self, store: Store) -> None:
-        np = pytest.importorskip("numpy")
-        tree = {"w": np.arange(100_000), "small": np.arange(3, dtype="u1"), "none": np.empty((0, 2)), "v": 1}
-        tc.save(store, tree)
-        back = tc.load(store)
-        assert all(np.array_equal(back[key], tree[key]) for key in tree)
-        assert tc.verify(store).ok
 
 
 class TestMemoryStore(StoreSuite):
@@ -322,7 +146,7 @@ class TestLocalStoreBuffered(StoreSuite):
 
     def test_the_fallback_is_what_was_tested(self, store: Store) -> None:
         store.prepare()
-        write(store, "a", pattern(5000))
+        write_file(store, "a", pattern(5000))
         assert store_module.os.refused > 0  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -485,7 +309,7 @@ def test_a_short_write_is_taken_up_again(tmp_path: Path, monkeypatch: pytest.Mon
         os, "pwrite", lambda fd, data, at: real(fd, data[: max(4096, len(data) // 2 // 4096 * 4096)], at)
     )
     store = LocalStore(tmp_path)
-    write(store, "a", pattern(300_001))
+    write_file(store, "a", pattern(300_001))
     assert store.read("a", limit=1 << 20) == pattern(300_001)
 
 
@@ -525,7 +349,7 @@ def test_a_full_disk_is_named_with_its_file(tmp_path: Path, monkeypatch: pytest.
     store = LocalStore(tmp_path)
     monkeypatch.setattr(os, call, full)
     with pytest.raises(OSError, match=r"No space left on device: .*/shard"):
-        write(store, "shard", b"x" * BLOCK)
+        write_file(store, "shard", b"x" * BLOCK)
 
 
 def test_a_disk_that_takes_nothing_is_an_error_and_no_endless_loop(
@@ -533,7 +357,7 @@ def test_a_disk_that_takes_nothing_is_an_error_and_no_endless_loop(
 ) -> None:
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: 0)
     with pytest.raises(OSError, match="the disk wrote nothing"):
-        write(LocalStore(tmp_path), "a", pattern(10))
+        write_file(LocalStore(tmp_path), "a", pattern(10))
 
 
 def test_reading_leaves_no_file_open(tmp_path: Path) -> None:
@@ -547,7 +371,7 @@ def test_reading_leaves_no_file_open(tmp_path: Path) -> None:
 
 
 def test_a_store_that_is_dropped_closes_its_files(tmp_path: Path) -> None:
-    write(LocalStore(tmp_path), "a", pattern(100_000))
+    write_file(LocalStore(tmp_path), "a", pattern(100_000))
     store = LocalStore(tmp_path)
     store.read_into("a", 0, aligned_buffer(4096))
     assert files_open(tmp_path) == [str(tmp_path / "a")]

@@ -18,7 +18,7 @@ from ...errors import StoreError
 from .bucket import FetchFailure, ObjectListing, RangeResponse, VersionTag, missing_extra
 from .conditional_put import Condition, no_conditional_writes, takes_conditions
 from .request_depth import first_depth
-from .run_store import DirectoryEntry
+from .store import DirectoryEntry
 
 _TIMES = ("mtime", "modified", "LastModified", "last_modified", "updated", "created")
 

@@ -29,17 +29,14 @@ from ...core.format.index import INDEX_NAME
 from ...core.format.save_progress import Owner, parse_progress_name
 from ...errors import CheckpointError, CheckpointExists, CheckpointNotFound, TreeckptError
 from ...reports import Leftover
-from .far_store import FarStore
 from .index_lock import held_locks, hold_lock, read_lock
 from .late_requests import names_being_deleted
 from .many_files import for_each
 from .metadata_files import decode_and_check, read_index, read_index_bytes, read_timings, taken_index
-from .object_store import ObjectFolder, ObjectStore
 from .process_owner import is_running
 from .progress_file import LAPSE, is_alive, read_record
 from .reader_leases import LEASE, read_lease
-from .run_store import DirectoryEntry, Folder, LocalFolder
-from .store import LocalStore, Store
+from .store import DirectoryEntry, Store
 
 GRACE = 3600.0
 """Seconds after which files of an unfinished save are removed, where nothing shows whether the save is alive."""
@@ -50,7 +47,7 @@ def deletion_times(now_ns: int, grace: float = GRACE) -> CleanupTimes:
     return CleanupTimes(now_ns, int(grace * 1e9), int(LEASE * 1e9))
 
 
-def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[FileInfo, ...]:
+def file_facts(folder: Store, now_ns: int, *, committed: str | None) -> tuple[FileInfo, ...]:
     """Returns the files of a directory, and whether their processes are alive; `committed` is the save of the index."""
     gone = names_being_deleted()
     found = folder.entries()
@@ -63,7 +60,7 @@ def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[F
         if (kind := parse_file_name(name))
         and (kind.kind in ("lease", "deleting", "repairing") or parse_progress_name(final_name(name)))
     ]
-    states = for_each(folder.store, lambda name: _owner_state(folder.store, name, entries[name], now_ns), owned)
+    states = for_each(folder, lambda name: _owner_state(folder, name, entries[name], now_ns), owned)
     for name, state in zip(owned, states, strict=True):
         if state is None:
             del entries[name]
@@ -77,7 +74,7 @@ def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[F
             alive.setdefault(name, False)
     for name in _timings_without_record(entries, committed):
         with contextlib.suppress(TreeckptError, OSError):
-            timings = read_timings(folder.store, name.split(".")[1])
+            timings = read_timings(folder, name.split(".")[1])
             alive[name] = False if timings is not None and timings.error is not None else None
     # where a link is deleted, what it leads to stays
     return tuple(
@@ -117,38 +114,38 @@ def _timings_without_record(names: Iterable[str], committed: str | None) -> list
     return [name for name, kind in kinds.items() if kind.kind == "timings" and kind.save_id in unrecorded]
 
 
-def committed_save_id(folder: Folder) -> str | None:
+def committed_save_id(folder: Store) -> str | None:
     """Returns the id of the save that the index names; None if there is no index or it cannot be read."""
     try:
-        return read_index(folder.store).save_id
+        return read_index(folder).save_id
     except CheckpointError:
         return None
 
 
-def index_of_save(folder: Folder, save_id: str) -> bytes | None:
+def index_of_save(folder: Store, save_id: str) -> bytes | None:
     """Returns the content of the index if it names this save; None if not, or if it cannot be read."""
     with contextlib.suppress(CheckpointError):
-        data = read_index_bytes(folder.store)
-        return data if decode_and_check(folder.store, data).save_id == save_id else None
+        data = read_index_bytes(folder)
+        return data if decode_and_check(folder, data).save_id == save_id else None
     return None
 
 
-def _folder_fact(folder: Folder, now_ns: int) -> StepDirectory:
+def _folder_fact(folder: Store, now_ns: int) -> StepDirectory:
     """Returns the files and state of a directory that is not part of a run."""
     files = file_facts(folder, now_ns, committed=None)
     status, save_id, problem = "complete", None, ""
     try:
-        save_id = read_index(folder.store).save_id
+        save_id = read_index(folder).save_id
     except CheckpointNotFound:
         status = "partial"
     except CheckpointError as error:
         status, problem = "corrupt", str(error)
     return StepDirectory(
-        folder.name, 0, status, folder.modified_ns() or 0, files, save_id, problem=problem, path=folder.url
+        folder.name, 0, status, folder.modified_ns() or 0, files, save_id, problem=problem, path=folder.place
     )
 
 
-def plan_removal(folder: Folder, now_ns: int, grace: float = GRACE) -> Removal | RetainedDirectory | None:
+def plan_removal(folder: Store, now_ns: int, grace: float = GRACE) -> Removal | RetainedDirectory | None:
     """Returns the leftovers to remove from a directory, or why they stay; None if there are none."""
     return plan_leftovers(_folder_fact(folder, now_ns), deletion_times(now_ns, grace))
 
@@ -165,29 +162,29 @@ def list_leftovers(store: Store, names: Iterable[str], *, known: str) -> tuple[L
     if not _has_other_saves(names, known):
         return ()
     now = time.time_ns()
-    fact = _folder_fact(_folder_of(store), now)
+    fact = _folder_fact(store, now)
     sizes = {file.name: file.nbytes for file in fact.files}
     found = leftovers_of(fact, deletion_times(now))
     return tuple(Leftover(name, sizes[name], why) for name, why in sorted(found.items()))
 
 
-def remove_leftovers(folder: Folder, removal: Removal) -> str:
+def remove_leftovers(folder: Store, removal: Removal) -> str:
     """Removes leftovers; returns why not, if something has changed since the removal was planned."""
     kinds = [kind for name in removal.files if (kind := parse_file_name(name)) is not None]
     saves = {kind.save_id for kind in kinds if kind.kind in ("shard", "sidecar", "timings")}
     if removal.files:
-        with hold_lock(folder.store, "deleting") as own:
-            locks = held_locks(folder.store, folder.store.sizes().keys() - {own}) if saves else {}
+        with hold_lock(folder, "deleting") as own:
+            locks = held_locks(folder, folder.sizes().keys() - {own}) if saves else {}
             if any(name.startswith("repairing") for name in locks):
                 return "it is being repaired"
-            if restore_index(folder.store):
+            if restore_index(folder):
                 return "its index was taken away by a deletion of another save, and is back"
             if saves and committed_save_id(folder) in saves:
                 return "it has been committed meanwhile"
-            delete_files(folder.store, removal.files)
+            delete_files(folder, removal.files)
         folder.sync()
     if removal.directory:
-        folder.remove()
+        folder.remove_directory()
     return ""
 
 
@@ -237,14 +234,6 @@ def clear_leftovers(store: Store, names: Iterable[str], *, known: str) -> None:
     if not _has_other_saves(names, known):
         return
     with contextlib.suppress(Exception):
-        folder = _folder_of(store)
-        found = plan_removal(folder, time.time_ns())
+        found = plan_removal(store, time.time_ns())
         if isinstance(found, Removal):
-            remove_leftovers(folder, msgspec.structs.replace(found, directory=False))
-
-
-def _folder_of(store: Store) -> Folder:
-    """Returns the directory of a checkpoint's store."""
-    if type(store) is LocalStore or isinstance(store, FarStore):
-        return LocalFolder(store.directory, follow_links=store.follow_links)
-    return ObjectFolder(store) if type(store) is ObjectStore else Folder(store)
+            remove_leftovers(store, msgspec.structs.replace(found, directory=False))

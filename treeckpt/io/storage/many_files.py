@@ -9,7 +9,8 @@ from ...threads import ThreadPool
 from .store import Store
 
 AT_A_TIME = 64
-"""Calls at a time, each of which waits for one answer of the store or a few."""
+"""Calls at a time, each of which waits for one answer of the store or a few: at 40 ms an answer the headers of 100
+shards are read, and their index is made, in 0.35 s, and one after the other in 4.5 s."""
 T = TypeVar("T")
 F = TypeVar("F")
 

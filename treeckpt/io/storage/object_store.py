@@ -28,8 +28,9 @@ from .multipart import SINGLE_PUT_LIMIT, MultipartWriter, SinglePutWriter
 from .obstore import ObstoreBucket
 from .range_fetcher import RangeFetcher
 from .request_depth import RequestDepth
-from .run_store import Folder
+from .run_store import RunStore
 from .store import DirectoryEntry, PickledCall, Store, StoreTraits, VersionTag, Writer, exists_error
+from .wrapped_store import ListedStore
 
 HEAD = 64 << 10
 """Bytes fetched by the first small read at the beginning of an object: a header comes together with its length."""
@@ -239,6 +240,9 @@ class ObjectStore(Store):
         except FileExistsError as error:
             raise exists_error(self, name) from error
 
+    def listed(self) -> ListedStore:
+        return ListedStore(self, self.entries())
+
     def remove_directory(self) -> bool:
         """Removes the directory of the prefix if it is empty (fsspec has some); returns whether it is empty."""
         try:
@@ -250,30 +254,7 @@ class ObjectStore(Store):
         return True
 
 
-class ObjectFolder(Folder):
-    """A prefix of a run, as a directory; without `entries`, from a listing of the run, it is listed on each call."""
-
-    has_directory = False
-
-    def __init__(self, store: ObjectStore, entries: dict[str, DirectoryEntry] | None = None) -> None:
-        super().__init__(store)
-        self._objects, self._entries = store, entries
-
-    def modified_ns(self) -> int | None:
-        return max((entry.modified_ns for entry in self.entries().values()), default=None)
-
-    def entries(self) -> dict[str, DirectoryEntry]:
-        return self._objects.entries() if self._entries is None else self._entries
-
-    def listed(self) -> ObjectFolder:
-        return ObjectFolder(self._objects, self._objects.entries())
-
-    def remove(self) -> bool:
-        """Returns whether the prefix is empty: then there is no directory."""
-        return self._objects.remove_directory()
-
-
-class ObjectRun:
+class ObjectRun(RunStore):
     """A run of checkpoints under a prefix, as `s3://bucket/run`; options as for `ObjectStore`.
 
     >>> with tc.Manager(tc.ObjectRun("memory://bucket/run"), background=False) as manager:
@@ -284,28 +265,34 @@ class ObjectRun:
 
     def __init__(self, url: str, **options: Any) -> None:
         self._bucket, self._prefix = open_bucket(url, options)
-        self.url = f"{self._bucket.url}/{self._prefix}".rstrip("/")
+
+    @property
+    def traits(self) -> StoreTraits:
+        return StoreTraits(far=True)
+
+    @property
+    def url(self) -> str:
+        return f"{self._bucket.url}/{self._prefix}".rstrip("/")
 
     def names(self) -> list[str]:
         found = self._bucket.list(self._prefix).folders
         names = (key[len(self._prefix) :].strip("/") for key in found if _is_below(key, self._prefix))
         return sorted(name for name in names if _is_plain(name) and not name.startswith("."))
 
-    def folder(self, name: str) -> ObjectFolder:
+    def folder(self, name: str) -> ObjectStore:
         if not _is_plain(name):
             raise StoreError(
                 f"{self.url}/{name!r:.80}", expected="the plain name of a directory", found="something else"
             )
-        return ObjectFolder(self._store(name))
+        return self._store(name)
 
     def _store(self, name: str) -> ObjectStore:
         return ObjectStore._within(self._bucket, f"{self._prefix}/{name}".lstrip("/"))
 
-    def own_entries(self) -> dict[str, DirectoryEntry]:
-        """Returns what lies at the prefix itself."""
-        return ObjectStore._within(self._bucket, self._prefix).entries()
+    def holds(self, name: str) -> bool:
+        return name in ObjectStore._within(self._bucket, self._prefix).entries()
 
-    def folders(self) -> list[ObjectFolder]:
+    def folders(self) -> list[ListedStore]:
         """Returns all directories with their content, by one listing of the whole run."""
         entries: dict[str, dict[str, DirectoryEntry]] = {}
         for key, entry in self._bucket.walk(self._prefix):
@@ -315,7 +302,7 @@ class ObjectRun:
             if rest and _is_plain(name) and not name.startswith("."):
                 inner, _, deeper = rest.partition("/")
                 entries.setdefault(name, {})[inner] = DirectoryEntry(0, 0, regular=False) if deeper else entry
-        return [ObjectFolder(self._store(name), entries[name]) for name in sorted(entries)]
+        return [ListedStore(self._store(name), entries[name]) for name in sorted(entries)]
 
 
 def _open_with_environment(url: str, options: Mapping[str, Any], env: Mapping[str, str]) -> ObjectStore:

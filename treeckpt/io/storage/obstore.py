@@ -36,7 +36,7 @@ from .obstore_errors import (
     to_store_error,
 )
 from .request_depth import first_depth
-from .run_store import DirectoryEntry
+from .store import DirectoryEntry
 from .upload_window import MOST, UploadWindow
 
 T = TypeVar("T")

@@ -1,14 +1,15 @@
-"""Opens a path or URL as the store of a checkpoint, as its directory, or as a run."""
+"""Opens a path or URL as the store of a checkpoint, or as a run."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
 from .bucket import is_url, local_path
-from .object_store import ObjectFolder, ObjectRun, ObjectStore
-from .run_store import Folder, LocalFolder, LocalRun, RunStore
+from .object_store import ObjectRun, ObjectStore
+from .run_store import LocalRun, RunStore
 from .store import LocalStore, Store
 
 
@@ -22,6 +23,11 @@ def following(path: Any, follow_links: bool) -> Any:
     return LocalStore(local_path(os.fspath(path)), follow_links=True) if is_path else path
 
 
+def is_path_or_store(given: object) -> bool:
+    """Whether `open_store` takes it."""
+    return isinstance(given, (str, os.PathLike, Store))
+
+
 def open_store(path: str | os.PathLike[str] | Store) -> Store:
     """Returns the store of a path or URL; a store is returned as it is.
 
@@ -32,7 +38,7 @@ def open_store(path: str | os.PathLike[str] | Store) -> Store:
     if isinstance(path, (str, os.PathLike)):
         text = os.fspath(path)
         return ObjectStore(text) if is_url(text) else LocalStore(local_path(text))
-    if not hasattr(path, "sizes"):
+    if not isinstance(path, Store):
         raise CheckpointError(
             "path",
             expected="a path, a URL or a store",
@@ -45,19 +51,21 @@ def open_store(path: str | os.PathLike[str] | Store) -> Store:
 def open_run(run: str | os.PathLike[str] | RunStore, *, follow_links: bool | None = None) -> RunStore:
     """Returns the run of a path or URL; a run is returned as it is. Raises as `open_store`."""
     if not isinstance(run, (str, os.PathLike)):
-        if hasattr(run, "folder"):
+        if isinstance(run, RunStore):
             return run
         raise CheckpointError(
             "run",
             expected="the path or URL of a run, or an ObjectRun",
             found=type(run).__qualname__,
-            hint="A store holds one checkpoint; a run is the directory of several" if hasattr(run, "sizes") else "",
+            hint="A store holds one checkpoint; a run is the directory of several" if isinstance(run, Store) else "",
         )
     text = os.fspath(run)
     return ObjectRun(text) if is_url(text) else LocalRun(local_path(text), follow_links=follow_links)
 
 
-def open_folder(path: str | os.PathLike[str]) -> Folder:
-    """Returns the directory of a checkpoint's path or URL; raises as `open_store`."""
-    text = os.fspath(path)
-    return ObjectFolder(ObjectStore(text)) if is_url(text) else LocalFolder(local_path(text))
+def local_directory(path: Any) -> Path | None:
+    """Returns the local path that a path leads to, or in which a store has its files; None for anything else."""
+    if isinstance(path, Store):
+        return path.traits.local_path
+    is_path = isinstance(path, (str, os.PathLike)) and os.fspath(path) and not is_url(os.fspath(path))
+    return Path(local_path(os.fspath(path))) if is_path else None

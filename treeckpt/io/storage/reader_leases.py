@@ -25,7 +25,6 @@ from ...errors import StoreError, TreeckptError
 from ...threads import start_thread
 from .late_requests import delete_late
 from .process_owner import is_running, this_process
-from .run_store import Folder
 from .store import Store
 
 _log = logging.getLogger("treeckpt")
@@ -40,7 +39,7 @@ _held: set[str] = set()
 
 
 @contextlib.contextmanager
-def hold_lease(folder: Folder, *, renew: float = RENEW, ahead: bool = False) -> Iterator[bool]:
+def hold_lease(folder: Store, *, renew: float = RENEW, ahead: bool = False) -> Iterator[bool]:
     """Holds a lease while the body runs, renewed every `renew` seconds; gives False where none can be written.
 
     Args:
@@ -49,11 +48,11 @@ def hold_lease(folder: Folder, *, renew: float = RENEW, ahead: bool = False) -> 
 
     In an object store the end of the body does not wait until the lease is deleted; the end of the process does.
     """
-    if folder.has_directory and not folder.entries():  # a lease would create it again
+    if folder.traits.has_directory and not folder.entries():  # a lease would create it again
         yield False
         return
-    far = folder.store.traits.far
-    lease = _Lease(folder.store, renew)
+    far = folder.traits.far
+    lease = _Lease(folder, renew)
     held = (far and ahead) or lease.write()
     if held:
         lease.start()
@@ -112,12 +111,12 @@ class _Lease:
                 self._store.delete(self._name)
 
 
-def has_readers(folder: Folder, now_ns: int) -> bool:
+def has_readers(folder: Store, now_ns: int) -> bool:
     """Whether a reader holds a valid lease."""
     entries = folder.entries().items()
     leases = [(name, entry) for name, entry in entries if (kind := parse_file_name(name)) and kind.kind == "lease"]
     recent = [name for name, entry in leases if now_ns - entry.modified_ns < LEASE * 1e9]
-    return any(_may_be_held(folder.store, name) for name in recent)
+    return any(_may_be_held(folder, name) for name in recent)
 
 
 def _may_be_held(store: Store, name: str) -> bool:

@@ -445,7 +445,8 @@ class LocalStore(Store):
     def prepare(self) -> None:
         make_directory(self.directory)
 
-    def _scan(self) -> dict[str, DirectoryEntry]:
+    def scan(self) -> dict[str, DirectoryEntry]:
+        """Returns all entries by name; raises OSError if they could not be read."""
         found: dict[str, DirectoryEntry] = {}
         try:
             with os.scandir(self.directory) as entries:
@@ -465,7 +466,7 @@ class LocalStore(Store):
     def entries(self) -> dict[str, DirectoryEntry]:
         """Returns all entries by name; raises StoreError if they could not be read."""
         try:
-            return self._scan()
+            return self.scan()
         except OSError as error:
             raise wrap_read_error(error, self.place) from error
 
@@ -479,7 +480,7 @@ class LocalStore(Store):
 
     def sizes(self) -> dict[str, int]:
         """Returns the files that can be read and their sizes; raises OSError if they could not be listed."""
-        return {name: entry.nbytes for name, entry in self._scan().items() if entry.regular}
+        return {name: entry.nbytes for name, entry in self.scan().items() if entry.regular}
 
     def modified_ns(self) -> int | None:
         try:

@@ -55,6 +55,10 @@ class WrappedStore(Store):
     def modified_ns(self) -> int | None:
         return self.inner.modified_ns()
 
+    def listed(self) -> Store:
+        found = self.inner.listed()
+        return self if found is self.inner else ListedStore(self, found.entries())
+
     def remove_directory(self) -> bool:
         return self.inner.remove_directory()
 
