@@ -466,7 +466,7 @@ class Manager:
         folder = self.directory.folder(step)
         with hold_lease(folder):
             self.directory.checkpoint(step)
-            yield folder.store
+            yield folder
 
     # listing --------------------------------------------------------------------------------------------------
 
