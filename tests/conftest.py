@@ -110,7 +110,7 @@ def cache_directory(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         directory = tmp_path_factory.mktemp("cache")
         patch.setenv("TREECKPT_CACHE", str(directory))
-        patch.setattr("treeckpt_dashboard.store.watch.SOON", 60.0)
+        patch.setattr("treeckpt_dashboard.store.watch.FIRST_WAIT_SECONDS", 60.0)
         yield directory
 
 

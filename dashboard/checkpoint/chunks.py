@@ -12,7 +12,7 @@ from treeckpt.core.format.records import AliasRecord, Index, Leaf
 from treeckpt.core.sharding.region import Region
 from treeckpt.core.text import region_text
 
-from ..pages.checkpoints import PAGE, next_start
+from ..pages.checkpoints import PAGE_ROWS, next_start
 from ..store.library import NotFound
 
 MAX_CHUNKS = 1 << 18
@@ -132,6 +132,6 @@ def chunks_page(index: Index, leaf: Leaf, start: int, region: Region | None = No
             start=at.start,
             stop=at.stop,
         )
-        for at in located[start : start + PAGE]
+        for at in located[start : start + PAGE_ROWS]
     ]
     return ChunksPage(start, len(located), next_start(start, len(located)), rows)

@@ -16,7 +16,7 @@ from treeckpt.core.numbers.unusual import reason_of
 from treeckpt.core.text import shape_text
 from treeckpt.runs.statistics_store import LeafStatistics
 
-from ..pages.checkpoints import PAGE, CheckpointRow, OpenTree, next_start, shorten
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, OpenTree, next_start, shorten
 from ..store.library import Library
 from .leaf_numbers import ContentsSummary, LeafNumbers, leaf_numbers, statistics_of, summarize
 from .verify_jobs import VerifyJob
@@ -68,7 +68,7 @@ def contents_page(
     order = _order(found, sort) if found is not None else np.empty(0, np.int64)
     if found is not None and q.strip():
         order = order[np.isin(found.columns["leaf"][order], np.fromiter(outline.matches(q), np.int64))]
-    numbers = order[start : start + PAGE].tolist()
+    numbers = order[start : start + PAGE_ROWS].tolist()
     return ContentsPage(
         checkpoint=tree.row,
         running=job is not None and job.open,

@@ -18,7 +18,7 @@ from treeckpt.io.storage.checkpoint import Checkpoint
 from treeckpt.io.storage.shard_reader import verify_shard
 from treeckpt.io.storage.store import Store
 
-from ..pages.checkpoints import PAGE, CheckpointRow, next_start, shorten
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, next_start, shorten
 from ..store.library import NotFound
 
 PART = 64 << 20
@@ -138,7 +138,7 @@ def files_page(checkpoint: CheckpointRow, outline: Outline, start: int) -> Files
     by_rank, mean = _rank_nbytes(files)
     most = max(by_rank, key=lambda rank: (by_rank[rank], -rank), default=None)
     largest = max((file.nbytes for file in files), default=0)
-    rows = [_file_row(n, file, largest, checkpoint) for n, file in enumerate(files[start : start + PAGE], start)]
+    rows = [_file_row(n, file, largest, checkpoint) for n, file in enumerate(files[start : start + PAGE_ROWS], start)]
     return FilesPage(
         checkpoint=checkpoint,
         total=len(files),
@@ -177,7 +177,7 @@ def file_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: i
     extents = _extents(index, file)
     rows = [
         ExtentRow(e.leaf, shorten(index.entries[e.leaf].path), region_text(e.region), e.start, e.stop)
-        for e in extents[start : start + PAGE]
+        for e in extents[start : start + PAGE_ROWS]
     ]
     following = next_start(start, len(extents))
     largest = max(f.nbytes for f in index.file_list)

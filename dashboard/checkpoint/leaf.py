@@ -28,7 +28,7 @@ from treeckpt.io.storage.store import Store
 from treeckpt.loading.peek import MAX_NBYTES, peek_blob
 from treeckpt.runs.statistics_store import LeafStatistics
 
-from ..pages.checkpoints import PAGE, CheckpointRow, shorten
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, shorten
 from .chunks import MAX_HOLDERS, NO_FILE, ChunksPage, chunks_page, leaf_of, parse_region, stored_leaf
 from .leaf_file import FileForm, file_forms
 from .leaf_numbers import LeafNumbers, leaf_numbers
@@ -206,7 +206,7 @@ def _values(leaf: Leaf) -> list[Fact]:
     if isinstance(record, ValueRecord):
         return [Fact("", value_type(record.value), value_text(record.value, 20_000))]
     if isinstance(record, PerRankValues):
-        ranks = decode_runs(leaf.ranks or ()).tolist()[:PAGE]
+        ranks = decode_runs(leaf.ranks or ()).tolist()[:PAGE_ROWS]
         return [
             Fact(f"rank {rank}", value_type(value), value_text(value, 1000))
             for rank, value in zip(ranks, record.values, strict=False)

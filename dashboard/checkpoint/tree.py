@@ -13,7 +13,7 @@ from treeckpt.core.format.records import Index, Leaf
 from treeckpt.core.text import value_text, value_type
 from treeckpt.runs.checkpoint_info import CheckpointInfo
 
-from ..pages.checkpoints import PAGE, CheckpointRow, checkpoint_row, next_start, per_rank_keyword, shorten
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, checkpoint_row, next_start, per_rank_keyword, shorten
 from ..store.library import Library
 from .leaf_numbers import ContentsSummary, summary_of
 
@@ -138,7 +138,7 @@ def tree_page(outline: Outline, name: str, start: int) -> TreePage:
         MismatchError: there is no such node.
     """
     *above, node = outline.way(name)
-    rows = outline.children(node, start=start, count=PAGE)
+    rows = outline.children(node, start=start, count=PAGE_ROWS)
     if node.kind == "leaf" and not name:  # the whole tree is one leaf
         rows = [node]
     following = next_start(start, node.children)
@@ -159,7 +159,7 @@ def search_page(outline: Outline, query: str, start: int, dtype: str = "", large
     """
     index = outline.index
     if not dtype and not larger:
-        leaves, following = outline.search(query, start=start, count=PAGE)
+        leaves, following = outline.search(query, start=start, count=PAGE_ROWS)
         return SearchPage(query, start, following, [_found_row(index, leaf) for leaf in leaves])
     rows = []
     following: int | None = start
@@ -168,7 +168,7 @@ def search_page(outline: Outline, query: str, start: int, dtype: str = "", large
         for leaf in leaves:
             if leaf.spec is None or (dtype and leaf.spec.dtype != dtype) or leaf.nbytes < larger:
                 continue
-            if len(rows) == PAGE:
+            if len(rows) == PAGE_ROWS:
                 return SearchPage(query, start, leaf.number, rows)
             rows.append(_found_row(index, leaf))
     return SearchPage(query, start, following, rows)
@@ -196,7 +196,7 @@ def checkpoint_page(library: Library, checkpoint_id: str, node: str, query: str,
     if not row.readable and row.format is None:
         return CheckpointPage(row, None, None, None, [], [], None, None, None)
     outline = library.outline(found)
-    metadata = list(outline.index.metadata.items())[:PAGE]
+    metadata = list(outline.index.metadata.items())[:PAGE_ROWS]
     return CheckpointPage(
         checkpoint=row,
         files=len(outline.index.file_list),

@@ -19,13 +19,13 @@ from treeckpt.core.text import json_number, visible
 from treeckpt.runs.change_store import ComparedSave
 from treeckpt.runs.verification import fingerprint_of
 
-from ..pages.checkpoints import PAGE, CheckpointRow, next_start, shorten
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, next_start, shorten
 from ..store.jobs import JobQueue, ProcessJob, place_of
 from ..store.library import Library, NotFound, OpenCheckpoint
 from .diff import OpenPair
 
 ChangesBy = Literal["array", "layer"]
-KEPT = 4
+KEPT_COMPARISONS = 4
 """Comparisons whose order stays in memory."""
 
 
@@ -173,7 +173,7 @@ class ChangeJobs(JobQueue[_ChangeJob]):
             if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(outline.index.entries):
                 return None  # a damaged file of the cache
         ranked = self._ranked[key] = _Ranked(columns, first, second)
-        while len(self._ranked) > KEPT:
+        while len(self._ranked) > KEPT_COMPARISONS:
             self._ranked.popitem(last=False)
         return ranked
 
@@ -195,12 +195,12 @@ def changes_page(changes: ChangeJobs, pair: OpenPair, *, by: ChangesBy, q: str, 
     if ranked is not None and by == "array":
         matching = ranked.order(q)
         total = len(matching)
-        rows = [ranked.array_row(row) for row in matching[start : start + PAGE].tolist()]
+        rows = [ranked.array_row(row) for row in matching[start : start + PAGE_ROWS].tolist()]
     elif ranked is not None:
         holds = words_in(q)
         layers = [one for one in ranked.layers if holds(one.layer.casefold())]
         total = len(layers)
-        rows = [_layer_row(one) for one in layers[start : start + PAGE]]
+        rows = [_layer_row(one) for one in layers[start : start + PAGE_ROWS]]
     return ChangesPage(
         a=pair.row_a,
         b=pair.row_b,

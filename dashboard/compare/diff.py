@@ -27,7 +27,7 @@ from treeckpt.io.storage.open import open_store
 from treeckpt.loading.compare import delta_of, verdict_of
 from treeckpt.loading.read_batch import read_arrays
 
-from ..pages.checkpoints import PAGE, CheckpointRow, checkpoint_row, shorten
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, checkpoint_row, shorten
 from ..store.library import Library, NotFound, OpenCheckpoint
 
 MAX_READ = 64 << 20
@@ -36,7 +36,7 @@ MAX_COMPARED = 2000
 """Arrays whose checksums are compared for one page."""
 MAX_CHUNKS = 4096
 """Chunks of an array; with more of them it has too many headers to read for a page."""
-SMALL = 256 << 10
+MAX_READ_NBYTES = 256 << 10
 """Bytes of an array that is read where checksums cannot compare it."""
 AHEAD = 64
 """Pairs of arrays that are compared at once."""
@@ -89,7 +89,7 @@ class DiffPage(msgspec.Struct, frozen=True):
     same: int
     """Leaves without a difference in the indexes."""
     also: list[str]
-    """What differs beside the leaves: custom metadata and sidecar files by name, and containers; the first PAGE."""
+    """What differs beside the leaves: custom metadata and files by name, and containers; the first `PAGE_ROWS`."""
     more: int
     """How many more there are of these."""
     arrays: int
@@ -148,7 +148,7 @@ class Comparison:
 
     def _is_small(self, number: int) -> bool:
         x, y = self.pairs[number]
-        return x.ranks is None and x.nbytes <= SMALL and max(chunk_count(x), chunk_count(y)) <= MAX_CHUNKS
+        return x.ranks is None and x.nbytes <= MAX_READ_NBYTES and max(chunk_count(x), chunk_count(y)) <= MAX_CHUNKS
 
     def _by_bytes(self, numbers: Sequence[int]) -> dict[int, str]:
         """Reads small arrays: they share their blocks of checksums with others, which therefore cannot tell."""
@@ -276,8 +276,8 @@ def diff_page(
         next=following,
         counts=comparison.counts,
         same=comparison.found.same,
-        also=[shorten(name) for name in also[:PAGE]],
-        more=max(0, len(also) - PAGE),
+        also=[shorten(name) for name in also[:PAGE_ROWS]],
+        more=max(0, len(also) - PAGE_ROWS),
         arrays=len(comparison.pairs),
         known=comparison.known,
         rows=found,
@@ -320,7 +320,7 @@ def _page(comparison: Comparison, show: Show, q: str, start: int, readable: int)
     rows: list[DiffRow] = []
     compared = 0
     for at in range(start, len(changes) + len(pairs)):
-        if len(rows) == PAGE or compared == MAX_COMPARED:
+        if len(rows) == PAGE_ROWS or compared == MAX_COMPARED:
             return rows, at
         if at < len(changes):
             row = _change_row(comparison, changes[at]) if show in ("different", "structure", "all") else None

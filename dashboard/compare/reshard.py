@@ -10,7 +10,7 @@ from treeckpt.core.analysis.reshard_preview import RankReads, ReshardPlan, parse
 from treeckpt.core.sharding.placements import Mesh
 from treeckpt.errors import TreeckptError
 
-from ..pages.checkpoints import PAGE, CheckpointRow, next_start
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, next_start
 from .presets import Preset, default_rule, presets_of
 
 MAX_CELLS = 20_000
@@ -111,7 +111,7 @@ def reshard_page(
         files=files,
         start=start,
         next=next_start(start, len(plan.ranks)),
-        rows=[_row(target, rank, plan) for rank in plan.ranks[start : start + PAGE]],
+        rows=[_row(target, rank, plan) for rank in plan.ranks[start : start + PAGE_ROWS]],
         cells=cells,
         ranks=ranks,
     )

@@ -23,7 +23,7 @@ from ..store.foreign_trees import ForeignInfo
 from ..store.index_reader import ReadProgress
 from ..store.library import Library, NotFound, OpenCheckpoint, Run, UnreadInfo
 
-PAGE = 100
+PAGE_ROWS = 100
 """Rows of one page."""
 MAX_METRICS = 32
 """Metrics of one checkpoint that are shown."""
@@ -116,7 +116,7 @@ class LoadingPage(msgspec.Struct, frozen=True):
     progress: ReadProgress
 
 
-def next_start(start: int, total: int, count: int = PAGE) -> int | None:
+def next_start(start: int, total: int, count: int = PAGE_ROWS) -> int | None:
     """Returns the first row of the page after the one from `start` on; None if that is the last."""
     return start + count if start + count < total else None
 

@@ -14,7 +14,7 @@ from treeckpt.io.storage.progress_file import FAR_PAUSE, read_progress
 from treeckpt.runs.active_saves import SaveState, SaveUnderWay, waits_for_text
 from treeckpt.runs.checkpoint_info import CheckpointInfo
 
-from ..pages.checkpoints import PAGE, next_start
+from ..pages.checkpoints import PAGE_ROWS, next_start
 from ..store.library import Library, Run
 
 SHOWN_RANKS = 12
@@ -114,7 +114,7 @@ def live_page(library: Library, rates: SaveRates, start: int, *, now_ns: int) ->
         for save in info.saving
     ]
     found.sort(key=lambda one: -one[3].started_ns)
-    rows = [_save_row(*one, rates, now_ns) for one in found[start : start + PAGE]]
+    rows = [_save_row(*one, rates, now_ns) for one in found[start : start + PAGE_ROWS]]
     saving = sum(save.state == "in_progress" for *_, save in found)
     return LivePage(rows, saving, start, next_start(start, len(found)))
 

@@ -15,7 +15,7 @@ from treeckpt.core.text import json_number, visible
 from treeckpt.runs.checkpoint_info import CheckpointInfo
 from treeckpt.runs.policy_text import keep_text
 
-from ..pages.checkpoints import PAGE, CheckpointRow, Status, checkpoint_row, next_start, shorten, status_of
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, Status, checkpoint_row, next_start, shorten, status_of
 from ..store.last_result import LastResult
 from ..store.library import Library, Listed, Run
 from ..store.watch import ScanProgress
@@ -143,7 +143,7 @@ def runs_page(library: Library, q: str = "") -> RunsPage:
 
     A run whose newest good checkpoint is late has `late` in its state.
     """
-    count, words = PAGE if len(library.runs) == 1 else FIRST, q.casefold().split()
+    count, words = PAGE_ROWS if len(library.runs) == 1 else FIRST, q.casefold().split()
     library.start_scans(library.runs)
     parts = [_run_part(library, run, ListQuery(), count)[0] for run in library.runs]
     return RunsPage(q, len(parts), [part for part in parts if all(word in _text_of_run(part) for word in words)])
@@ -166,7 +166,7 @@ def run_page(library: Library, run_id: str, query: ListQuery | None = None) -> R
         KeepError, CursorError: the query is not valid.
     """
     run, query = library.run(run_id), query or ListQuery()
-    part, summary = _run_part(library, run, query, PAGE)
+    part, summary = _run_part(library, run, query, PAGE_ROWS)
     return RunPage(part, resume_panel(library, run, summary.resume))
 
 

@@ -15,7 +15,7 @@ from treeckpt.runs.checkpoint_info import CheckpointInfo
 from treeckpt.runs.policy_text import keep_text
 from treeckpt.runs.run import CleanReport, RunDirectory
 
-from ..pages.checkpoints import PAGE, next_start, status_of
+from ..pages.checkpoints import PAGE_ROWS, next_start, status_of
 from ..store.foreign_trees import ForeignInfo
 from ..store.library import Library, Run
 from .summary import policies_of, reasons_of, sum_nbytes
@@ -135,9 +135,9 @@ def _usage_row(
         reasons=_reasons(infos, policies),
         freed=freed,
         removals=len(removed),
-        rows=[_removal_row(one) for one in removed[start : start + PAGE]],
+        rows=[_removal_row(one) for one in removed[start : start + PAGE_ROWS]],
         next=next_start(start, len(removed)),
-        left=[_removal_row(one) for one in (report.left if report else ())[:PAGE]],
+        left=[_removal_row(one) for one in (report.left if report else ())[:PAGE_ROWS]],
         disk_free=free,
         disk_total=disk,
         per_day=growth.nbytes_per_day if growth else None,

@@ -31,7 +31,7 @@ from treeckpt.runs.verification import VerificationStore, cache_directory
 from .outline_file import VERSION
 from .reduced_timings import ReducedTimings
 
-LIMIT = 8 << 30
+MAX_CACHE_NBYTES = 8 << 30
 """Bytes of the files of all indexes."""
 MAX_SUMMARIES = 512 << 20
 """Bytes of the database of summaries; a larger one is deleted, for rows of files that are gone are never searched."""
@@ -56,7 +56,7 @@ class Cache:
         limit: bytes of the files of all indexes; beyond it the least recently used are deleted.
     """
 
-    def __init__(self, directory: str | os.PathLike[str] | None = None, *, limit: int = LIMIT) -> None:
+    def __init__(self, directory: str | os.PathLike[str] | None = None, *, limit: int = MAX_CACHE_NBYTES) -> None:
         given = Path(directory) if directory is not None else cache_directory()
         wanted = given.absolute() if given is not None else None
         self.directory = self._usable(wanted / f"dashboard-{VERSION}" if wanted is not None else None)

@@ -32,7 +32,7 @@ from .cache import Cache, key_of
 from .jobs import KILLED, Failed, JobProgress, JobQueue, ProcessJob, folder_at, limit_resources, line_of, place_of, send
 from .outline_file import StoredOutline, write_outline
 
-LARGE = 1 << 20
+LARGE_INDEX_NBYTES = 1 << 20
 """Bytes from which an index is read by another process."""
 MAX_INDEX = 512 << 20
 """Bytes beyond which an index is not read at all."""
@@ -44,7 +44,7 @@ FOREIGN_SECONDS = 60
 """Seconds of computing after which a process that reads files of another program is killed."""
 MEMORY = 4 << 30
 """Bytes of address space that a process may take beyond what it has at its start."""
-WAIT = 1.0
+REQUEST_WAIT_SECONDS = 1.0
 """Seconds for which a request waits for the process: most files are read by then, and their page needs no other."""
 MAX_OPEN = 8
 """Tables that stay open."""
@@ -158,7 +158,7 @@ class IndexReader:
         if (found := self._known(key)) is not None:
             return found
         job = self._job(key, ["", path])
-        job.over.wait(WAIT)
+        job.over.wait(REQUEST_WAIT_SECONDS)
         if (found := self._known(key)) is None:
             raise StillReading(path, job.progress)
         return found
@@ -229,7 +229,7 @@ class IndexReader:
 
 def is_large(entry: DirectoryEntry) -> bool:
     """Whether an index is decoded by another process."""
-    return entry.nbytes >= LARGE
+    return entry.nbytes >= LARGE_INDEX_NBYTES
 
 
 def _read(run: str, name: str) -> Index:

@@ -38,7 +38,7 @@ After a scan that failed, the next one may start as soon as that of a local run.
 RECHECKED = 64
 ENOUGH = 100
 """Inspected directories after which a request hardly waits for the first scan: they fill a page."""
-SOON = 0.3
+FIRST_WAIT_SECONDS = 0.3
 """Seconds from the start of a scan for which requests wait, if they give no `wait`; then they get what is known."""
 REMOTE_SOON = 1.0
 """The same for the first scan of a remote run: its first page takes a few requests in a row."""
@@ -48,7 +48,7 @@ HARDLY = 0.08
 """Seconds for which a request waits for a scan that has enough to show: the scan may be about to end."""
 
 
-PATIENCE = 2.0
+TURN_SECONDS = 2.0
 """Seconds for which a batch waits for its turn, once a scan: a file system that hangs must not hold up other runs."""
 _turns = ThreadPoolExecutor(1, "treeckpt-watch")
 """Inspects the batches of all first scans of local runs in turn: several at once take as long, and delay requests."""
@@ -128,17 +128,17 @@ class RunWatcher:
             return self._running
 
     def refresh(self, *, wait: float = 0.0) -> None:
-        """Starts a scan unless the last one is fresh, and waits for it up to `wait` or SOON seconds.
+        """Starts a scan unless the last one is fresh, and waits for it up to `wait` or FIRST_WAIT_SECONDS seconds.
 
         If scans of this run are slow, it waits only for the new directories, or for the first page of them.
         """
         if (running := self.start()) is None:
             return
-        wait = max(wait, SOON)
-        if wait <= SOON and (self._slow or not self.progress.complete):
+        wait = max(wait, FIRST_WAIT_SECONDS)
+        if wait <= FIRST_WAIT_SECONDS and (self._slow or not self.progress.complete):
             wait = 0.0 if self._slow or running.enough.is_set() else HARDLY
             first = self._remote and not self.progress.complete
-            running.enough.wait(running.started + (REMOTE_SOON if first else SOON) - time.monotonic())
+            running.enough.wait(running.started + (REMOTE_SOON if first else FIRST_WAIT_SECONDS) - time.monotonic())
         running.done.wait(wait)
 
     def _run(self, scan: _Scan) -> None:
@@ -159,7 +159,7 @@ class RunWatcher:
                 self.progress = msgspec.structs.replace(self.progress, problem=problem)
                 listed_all = self._remote and problem is None
                 self._fresh_until = self._clock() + (max(FRESH, REMOTE_FRESH * took) if listed_all else FRESH)
-                self._slow = self.progress.complete and took > SOON / 4
+                self._slow = self.progress.complete and took > FIRST_WAIT_SECONDS / 4
                 self._running = None
             scan.enough.set()
             scan.done.set()
@@ -177,7 +177,7 @@ class RunWatcher:
                 scan.enough.set()
 
         if not self._remote:
-            patience = PATIENCE
+            patience = TURN_SECONDS
             for start in range(0, len(names), BATCH):
                 batch = partial(self._look_at_local, names[start : start + BATCH], look)
                 turn = _turns.submit(batch)

@@ -21,13 +21,13 @@ from ..store.reduced_timings import host_names
 
 SAVES = 20
 """Saves before this one that it is compared with."""
-LEAST = 3
+MIN_SAVES = 3
 """Saves below which there is nothing to compare with."""
 USUAL = 1.5
 """The multiple of the median, or its inverse, up to which a duration is as usual."""
-SMALL = 0.01
+MIN_SHOWN_SHARE = 0.01
 """The share of a save below which its parts are shown as one."""
-MOST = 0.7
+NAMED_RANK_SHARE = 0.7
 """The share of a phase's time from which a rank alone is named for it."""
 
 
@@ -44,7 +44,7 @@ class PartRow(msgspec.Struct, frozen=True):
 
 
 class RestRow(msgspec.Struct, frozen=True):
-    """The parts that each take less than SMALL of the save."""
+    """The parts that each take less than MIN_SHOWN_SHARE of the save."""
 
     parts: int
     seconds: float
@@ -68,7 +68,7 @@ def critical_parts(
         for (rank, phase), ns in found.items()
     ]
     rows.sort(key=lambda row: -row.seconds)
-    shown = [row for row in rows if row.share >= SMALL]
+    shown = [row for row in rows if row.share >= MIN_SHOWN_SHARE]
     rest = rows[len(shown) :]
     if not rest:
         return shown, None
@@ -101,7 +101,7 @@ def _beside(info: CheckpointInfo, saves: Sequence[CheckpointInfo], seconds: floa
     if info.created_ns is None:
         return ""
     before = [other.seconds for other in saves_before(info, saves) if other.seconds]
-    if len(before) < LEAST or not (usual := median(before)):
+    if len(before) < MIN_SAVES or not (usual := median(before)):
         return f"{seconds_text(seconds)}, with too few saves before it to compare with"
     times = seconds / usual
     what = f"the median of the last {len(before)} saves, {seconds_text(usual)}"
@@ -123,6 +123,6 @@ def _longest(parts: Sequence[PartRow], late_call: str) -> str:
     ranks = [part for part in parts if part.phase == phase]
     first = ranks[0]
     where = f"rank {first.rank}" + (f" (host {first.host})" if first.host else "")
-    if first.share < MOST * phases[phase]:
+    if first.share < NAMED_RANK_SHARE * phases[phase]:
         where = f"{len(ranks)} ranks, the longest on {where}"
     return f"{phases[phase]:.0%} of it is {visible(phase)} on {where}".replace("%", " %")

@@ -11,7 +11,7 @@ import msgspec
 from treeckpt.core.text import seconds_text, visible
 
 from ..store.reduced_timings import ReducedTimings, SlowRank
-from .diagnosis import LEAST, SAVES, USUAL
+from .diagnosis import MIN_SAVES, SAVES, USUAL
 
 TimedSave = tuple[str, int, ReducedTimings]
 """The id, step and timings of a checkpoint."""
@@ -98,7 +98,7 @@ def _offender(saves: Sequence[TimedSave], rank: int, seen: list[tuple[int, SlowR
 def trend_text(reduced: Sequence[ReducedTimings], hosts: Sequence[HostRow]) -> str:
     """Says how long the last saves took beside those before them, which phase changed the most, and who stood out."""
     last, before = reduced[-SAVES:], reduced[-SAVES - BEFORE : -SAVES]
-    if len(before) < LEAST:
+    if len(before) < MIN_SAVES:
         return ""
     now, then = (median(one.seconds for one in saves) for saves in (last, before))
     text = f"The last {len(last)} saves took {seconds_text(now)} in the median"
@@ -138,7 +138,7 @@ def repeated(save: ReducedTimings, before: Sequence[ReducedTimings]) -> str:
     the save took longer than usual.
     """
     before = before[-SAVES:]
-    if len(before) < LEAST:
+    if len(before) < MIN_SAVES:
         return ""
     phase = save.longest_phase
     if save.slow:

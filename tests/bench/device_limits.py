@@ -12,7 +12,7 @@ import torch
 
 from tests.bench.states import SpeedTask, synchronize
 from treeckpt.bench.measure import Measurement
-from treeckpt.bench.raw_limits import LARGEST, LEAST
+from treeckpt.bench.raw_limits import LARGEST, MIN_RATED_NBYTES
 from treeckpt.bench.results import Limit
 from treeckpt.bench.states import shapes_bytes
 
@@ -29,7 +29,7 @@ class DeviceLimits:
     """
 
     def __init__(self, device: str, nbytes: int) -> None:
-        self._nbytes = min(max(nbytes, LEAST), LARGEST)
+        self._nbytes = min(max(nbytes, MIN_RATED_NBYTES), LARGEST)
         self._there = torch.ones(self._nbytes, dtype=torch.uint8, device=device)
         self._host = torch.ones(self._nbytes, dtype=torch.uint8, pin_memory=self._there.is_cuda)
 
@@ -54,7 +54,7 @@ class DeviceMeasurement(Measurement):
     def __init__(self, task: SpeedTask) -> None:
         nbytes = shapes_bytes(task.shapes)
         super().__init__(task, nbytes)
-        self._device = DeviceLimits(task.device, nbytes) if nbytes >= LEAST else None
+        self._device = DeviceLimits(task.device, nbytes) if nbytes >= MIN_RATED_NBYTES else None
 
     def limits(self, names: Sequence[Limit]) -> dict[str, float]:
         rates = super().limits(names)

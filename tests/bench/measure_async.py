@@ -24,7 +24,7 @@ from tests.bench.ranks import do_task
 from tests.bench.results import AsyncTrial
 from tests.bench.states import SpeedTask, synchronize
 from treeckpt.bench.meter import release_memory
-from treeckpt.bench.raw_limits import LEAST, RawLimits
+from treeckpt.bench.raw_limits import MIN_RATED_NBYTES, RawLimits
 from treeckpt.bench.states import make_state, shapes_bytes
 
 TICK = 0.001
@@ -85,7 +85,7 @@ class _AsyncMeasurement:
         self.device = task.device
         self.state = {name: leaf.to(task.device) for name, leaf in make_state(task.shapes).items()}
         self.directory = task.path / "beside"
-        large = self.nbytes >= LEAST
+        large = self.nbytes >= MIN_RATED_NBYTES
         self._raw = RawLimits(task.path / "raw.bin", self.nbytes) if large and not task.scenario.device else None
         self._limits = DeviceLimits(task.device, self.nbytes) if large and task.scenario.device else None
 

@@ -119,7 +119,7 @@ def test_filters_and_orders_are_in_the_address(watched, serve, tmp_path):
 
 
 def test_a_large_index_shows_that_it_is_loading_and_then_its_tree(watched, serve, tmp_path, monkeypatch):
-    monkeypatch.setattr(index_reader, "LARGE", 25_000)
+    monkeypatch.setattr(index_reader, "LARGE_INDEX_NBYTES", 25_000)
     go_on = hold_readers(monkeypatch, tmp_path / "go on")
     write_large_checkpoint(tmp_path / "run" / "step_00000005", leaves=5_000, step=5)
     page = watched(serve(tmp_path / "run"))

@@ -48,7 +48,7 @@ def run(tmp_path):
 @pytest.fixture
 def errors_of(run, monkeypatch):
     """Runs a command whose bar has no patience; returns what it writes to a stream of errors."""
-    monkeypatch.setattr(progress_bar, "PATIENCE", 0)
+    monkeypatch.setattr(progress_bar, "BAR_DELAY_SECONDS", 0)
 
     def call(stream, *command):
         with monkeypatch.context() as patch:

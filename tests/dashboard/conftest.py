@@ -24,7 +24,7 @@ def one_event_loop():
 def pages_of_foreign_trees_wait():
     """Has a request wait until another program's files are read, however long the machine takes to start a process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_reader, "WAIT", 300)
+        patch.setattr(index_reader, "REQUEST_WAIT_SECONDS", 300)
         yield
 
 

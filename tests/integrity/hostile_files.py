@@ -226,7 +226,7 @@ def _dashboard(path: Path, good: Path) -> float:
     from treeckpt_dashboard.store import watch
     from treeckpt_dashboard.web.app import create_app
 
-    watch.SOON = 600.0  # no page is shown before its runs were looked at
+    watch.FIRST_WAIT_SECONDS = 600.0  # no page is shown before its runs were looked at
     slowest = 0.0
     os.environ["TREECKPT_CACHE"] = str(path.parents[1] / "cache")
     with TestClient(create_app([path.parent]), base_url="http://127.0.0.1") as client:

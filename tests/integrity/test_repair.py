@@ -244,7 +244,7 @@ def locks_of(store: Any) -> list[str]:
 def test_a_shard_is_copied_before_the_lock_is_taken(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[list[str]] = []
     monkeypatch.setattr(object_store, "SINGLE_PUT_LIMIT", 1 << 20)
-    monkeypatch.setattr(repair, "STEP", 1 << 20)
+    monkeypatch.setattr(repair, "COPIED_NBYTES", 1 << 20)
 
     class Local(tc.LocalStore):
         def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:

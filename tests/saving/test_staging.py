@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.io.storage.memory import PAGE
+from treeckpt.io.storage.memory import PAGE_NBYTES
 from treeckpt.saving import staging as arena_module
 from treeckpt.saving.process_channel import ProcessChannel, WriterGone
 from treeckpt.saving.staging import Arena, ArenaPool, area_offsets, map_arena
@@ -20,13 +20,15 @@ from treeckpt.saving.staging import Arena, ArenaPool, area_offsets, map_arena
 def test_areas_are_on_pages_and_apart(sizes: list[int]) -> None:
     offsets, total = area_offsets(sizes)
     ends = [*offsets[1:], total][: len(sizes)]
-    assert len(offsets) == len(sizes) and all(at % PAGE == 0 for at in (*offsets, total))
-    assert all(start + size <= end < start + size + PAGE for start, size, end in zip(offsets, sizes, ends, strict=True))
+    assert len(offsets) == len(sizes) and all(at % PAGE_NBYTES == 0 for at in (*offsets, total))
+    assert all(
+        start + size <= end < start + size + PAGE_NBYTES for start, size, end in zip(offsets, sizes, ends, strict=True)
+    )
 
 
 def test_an_arena_is_aligned_and_the_same_memory_everywhere() -> None:
     arena = Arena(3_000_000)
-    assert arena.nbytes >= 3_000_000 and arena.address % PAGE == 0
+    assert arena.nbytes >= 3_000_000 and arena.address % PAGE_NBYTES == 0
     other = map_arena(arena.fd, arena.nbytes)
     arena.memory[123] = 7
     other[2_999_999] = 9

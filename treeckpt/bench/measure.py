@@ -9,7 +9,7 @@ from functools import partial
 
 from .checkpointers import SyncCheckpointer
 from .meter import Meter, Usage, cached_fraction, drop_cache, files_of, fill_cache, pretouch_memory, release_memory
-from .raw_limits import LEAST, RawLimits
+from .raw_limits import MIN_RATED_NBYTES, RawLimits
 from .results import HUGE, LIMITS, BenchError, Limit, Trial
 from .states import BenchTask, State, different_leaf, make_state, shapes_bytes, sum_bytes, touch
 
@@ -27,7 +27,7 @@ class Measurement:
     def __init__(self, task: BenchTask, nbytes: int) -> None:
         self.scenario, self.nbytes = task.name, nbytes
         self.directory = task.path / "checkpoint"
-        self._raw = RawLimits(task.path / "raw.bin", nbytes) if nbytes >= LEAST else None
+        self._raw = RawLimits(task.path / "raw.bin", nbytes) if nbytes >= MIN_RATED_NBYTES else None
 
     def limits(self, names: Sequence[Limit]) -> dict[str, float]:
         """Measures raw rates; none of a state that is too small for them."""

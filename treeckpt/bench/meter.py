@@ -21,7 +21,7 @@ import numpy as np
 
 from ..io.storage.memory import advise_huge_pages
 
-PAGE = mmap.PAGESIZE
+SYSTEM_PAGE = mmap.PAGESIZE
 SAMPLE = 0.002
 """Seconds between samples of the memory, where the kernel's mark cannot be set back."""
 
@@ -102,7 +102,7 @@ def _status(name: str) -> int:
 
 def _resident() -> int:
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+        return int(Path("/proc/self/statm").read_text().split()[1]) * SYSTEM_PAGE
     except OSError:  # not Linux
         return 0
 
@@ -130,9 +130,9 @@ def pretouch_memory(nbytes: int) -> None:
     a load, which the first contender would pay for all. After this call every contender, and the raw limit, starts
     alike.
     """
-    memory = mmap.mmap(-1, max(nbytes, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, max(nbytes, SYSTEM_PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     advise_huge_pages(memory)
-    np.frombuffer(memory, np.uint8)[::PAGE] = 1
+    np.frombuffer(memory, np.uint8)[::SYSTEM_PAGE] = 1
     memory.close()
 
 
@@ -182,7 +182,7 @@ def cached_fraction(directory: Path) -> float:
             continue
         with opened(path) as fd, mmap.mmap(fd, size, prot=mmap.PROT_READ) as mapped:
             view = np.frombuffer(mapped, np.uint8)
-            marks = np.zeros(-(-size // PAGE), np.uint8)
+            marks = np.zeros(-(-size // SYSTEM_PAGE), np.uint8)
             if libc.mincore(view.ctypes.data, size, marks.ctypes.data) != 0:
                 raise OSError(ctypes.get_errno(), "mincore", str(path))
             there, total = there + int((marks & 1).sum()), total + len(marks)

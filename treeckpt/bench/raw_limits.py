@@ -27,7 +27,7 @@ BLOCK = 8 << 20
 THREADS = (1, 2)
 LARGEST = 1 << 30
 """Bytes of the file, at most."""
-LEAST = BLOCK
+MIN_RATED_NBYTES = BLOCK
 """Bytes below which a rate says nothing."""
 
 
@@ -40,7 +40,7 @@ class RawLimits:
     """
 
     def __init__(self, path: Path, nbytes: int) -> None:
-        self.nbytes = min(max(nbytes, LEAST), LARGEST) // BLOCK * BLOCK
+        self.nbytes = min(max(nbytes, MIN_RATED_NBYTES), LARGEST) // BLOCK * BLOCK
         self._path = path
         self._memory = aligned_buffer(self.nbytes)
         self._array = np.frombuffer(self._memory, np.uint8)

@@ -19,8 +19,8 @@ State = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
 
 WIDTH, LAYERS, VOCABULARY, CONTEXT = 768, 12, 50257, 1024
-PAGE = 4096
-SMALL = 64 << 10
+PAGE_NBYTES = 4096
+SUMMED_TOGETHER_NBYTES = 64 << 10
 """Leaves below this are put together before they are summed: a call for each would take longer than the load."""
 
 
@@ -136,7 +136,7 @@ def _words(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     large: list[torch.Tensor] = []
     small: list[torch.Tensor] = []
     for leaf in leaves:
-        (small if leaf.numel() * leaf.element_size() < SMALL else large).append(leaf)
+        (small if leaf.numel() * leaf.element_size() < SUMMED_TOGETHER_NBYTES else large).append(leaf)
     if small:
         large.append(torch.cat([leaf if leaf.ndim == 1 else leaf.reshape(-1) for leaf in small]))
     return [leaf.reshape(-1).view(torch.uint8) for leaf in large]
@@ -145,7 +145,7 @@ def _words(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def touch(state: State) -> int:
     """Reads a byte of every page, so that nothing is left to be read later; returns their sum."""
     words = _words(state.values())
-    return sum(int((data.numpy() if data.is_cpu else data)[::PAGE].sum()) for data in words)
+    return sum(int((data.numpy() if data.is_cpu else data)[::PAGE_NBYTES].sum()) for data in words)
 
 
 def sum_bytes(state: State) -> int:

@@ -16,7 +16,7 @@ from ..runs import catalog
 
 _ARGUMENT = re.compile(r"(?<![\w/'])([a-z_]+)=(?:True)?(?=[ ,;]|\. |\.?$)(?! \(--)")
 """An argument in a hint, as `overwrite=True` or `select=`, without the option behind it in brackets."""
-SHOWN = 12
+SHOWN_NAMES = 12
 """Names that an error lists, at most."""
 UNREAD = 3
 """The exit code of `verify` where something could not be read, and nothing is damaged."""
@@ -84,7 +84,7 @@ def no_such_run(run: str) -> str:
         return f"{run}: no such directory{f': it is {what}' * path.exists()}. {hint}"
     parent = run.rstrip("/").rpartition("/")[0]
     beside = open_run(parent).names() if parent.count("/") >= 2 else []
-    names = ", ".join(beside[:SHOWN]) + f" and {len(beside) - SHOWN} more" * (len(beside) > SHOWN)
+    names = ", ".join(beside[:SHOWN_NAMES]) + f" and {len(beside) - SHOWN_NAMES} more" * (len(beside) > SHOWN_NAMES)
     known = f". Below {parent} there are: {names}" if beside else ""
     return f"{run}: no such directory: no object has this prefix{known}"
 

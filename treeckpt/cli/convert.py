@@ -15,7 +15,7 @@ from ..runs.progress_bar import counting_bar
 from .command import Commands, progress_of
 
 FORMATS = ("treeckpt", "torch", "dcp", "safetensors")
-SHOWN = 12
+SHOWN_FINDINGS = 12
 """How many findings of each kind are printed, at most."""
 
 
@@ -75,10 +75,10 @@ def _print_report(report: Any, options: argparse.Namespace) -> None:
         print_json(report)
         return
     for word, findings, style in (("lost", report.losses, "red"), ("note", report.notes, "dim")):
-        for finding in findings[:SHOWN]:
+        for finding in findings[:SHOWN_FINDINGS]:
             print_line(f"{word}: {finding}", style)
-        if len(findings) > SHOWN:
-            print_line(f"{word}: ... and {len(findings) - SHOWN} more; --json gives all", style)
+        if len(findings) > SHOWN_FINDINGS:
+            print_line(f"{word}: ... and {len(findings) - SHOWN_FINDINGS} more; --json gives all", style)
     what = f"{count_text(report.leaves, 'leaf', 'leaves')}, {bytes_text(report.nbytes)}"
     kinds = f"{report.source_format} to {report.format}"
     if report.dry_run:

@@ -25,7 +25,7 @@ from ..runs.checkpoint_info import CheckpointInfo, loadable_text
 from ..runs.policy_text import parse_best
 from ..runs.progress_bar import counting_bar
 from ..runs.run import GRACE, CleanReport, RunDirectory, clean_checkpoint
-from .command import SHOWN, Commands, no_such_run, progress_of, usage_error
+from .command import SHOWN_NAMES, Commands, no_such_run, progress_of, usage_error
 
 
 def add_commands(commands: Commands) -> None:
@@ -156,8 +156,8 @@ def _no_runs(path: str, run: RunDirectory) -> str:
     runs = [name for name in names if any(map(is_step_name, open_run(run.store.folder(name).url).names()))]
     if not runs:
         return ""
-    more = f" and {len(runs) - SHOWN} more" * (len(runs) > SHOWN)
-    return f"{path}: a directory of runs, not a run. Name one of them: {', '.join(runs[:SHOWN])}{more}"
+    more = f" and {len(runs) - SHOWN_NAMES} more" * (len(runs) > SHOWN_NAMES)
+    return f"{path}: a directory of runs, not a run. Name one of them: {', '.join(runs[:SHOWN_NAMES])}{more}"
 
 
 def _rm(options: argparse.Namespace) -> int:

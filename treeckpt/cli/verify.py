@@ -35,7 +35,7 @@ from ..runs.verification import (
 from .command import UNREAD, Commands, progress_of
 from .show import index_summary
 
-SHOWN = 20
+SHOWN_LINES = 20
 _LEFT_OUT = {
     "no index": "have no index",
     "symbolic link": "are symbolic links",
@@ -80,7 +80,7 @@ def _verify(options: argparse.Namespace) -> int:
         print_line(f"  {problem.file}: {problem.text}", "yellow")
     for note in report.notes:
         print_line(f"  {note}", "yellow")
-    for one in report.leftovers[:SHOWN]:
+    for one in report.leftovers[:SHOWN_LINES]:
         print_line(f"  {one.file}: {bytes_text(one.nbytes)} {one.why}", "yellow")
     if report.leftovers:
         nbytes = sum(one.nbytes for one in report.leftovers)
@@ -88,8 +88,8 @@ def _verify(options: argparse.Namespace) -> int:
         text = f"{files} of {bytes_text(nbytes)}: the next save there removes what is dead"
         print_line(f"  left over: {text}, and so does treeckpt gc {path}", "yellow")
     if options.repair and report.lost:
-        more = f" and {len(report.lost) - SHOWN} more; --json gives all" if len(report.lost) > SHOWN else ""
-        print_line(f"  lost: {', '.join(path or '<root>' for path in report.lost[:SHOWN])}{more}", "red")
+        more = f" and {len(report.lost) - SHOWN_LINES} more; --json gives all" if len(report.lost) > SHOWN_LINES else ""
+        print_line(f"  lost: {', '.join(path or '<root>' for path in report.lost[:SHOWN_LINES])}{more}", "red")
     if rows is not None:
         _print_statistics(rows)
     return _exit_code([report])
@@ -137,7 +137,7 @@ def _verify_run(options: argparse.Namespace, infos: Sequence[CheckpointInfo]) ->
     for why, some in left_out.items():
         if some:
             print_line(f"not verified, as they {_LEFT_OUT[why]}: {', '.join(info.name for info in some)}", "yellow")
-    for info in left_out["no index"][:SHOWN]:
+    for info in left_out["no index"][:SHOWN_LINES]:
         print_line(f"  {info.name}: {info.error}", "yellow")
     return _exit_code(reports.values())
 
@@ -221,11 +221,11 @@ def _print_statistics(rows: list[StatisticsRow]) -> None:
             str(row.infinite),
             *("-" if n is None else number_text(n) for n in (row.norm, row.mean, row.deviation, row.low, row.high)),
         )
-        for row in rows[:SHOWN]
+        for row in rows[:SHOWN_LINES]
     ]
     print_table(columns, shown, right=columns[2:])
-    if len(rows) > SHOWN:
-        print_line(f"  and {count_text(len(rows) - SHOWN, 'more array')}; --json gives all", "dim")
+    if len(rows) > SHOWN_LINES:
+        print_line(f"  and {count_text(len(rows) - SHOWN_LINES, 'more array')}; --json gives all", "dim")
 
 
 def add_rebuild_index(commands: Commands) -> None:

@@ -45,7 +45,7 @@ from .transform import cast_floats, transform
 FORMATS = ("treeckpt", "torch", "dcp", "safetensors")
 """Formats that can be written."""
 MEMORY = 64 << 20
-LEAST = 4 << 20
+MIN_BUFFER_NBYTES = 4 << 20
 SAVING = 56 << 20
 """Bytes that a save of ours takes: its own buffers, and what is read into them."""
 SHARD = 5_000_000_000
@@ -263,7 +263,7 @@ def _format(destination: str, to: str | None) -> tuple[str, bool]:
 def _sizes(to: str, directory: bool, memory: int | str, max_shard_size: int | str | None) -> tuple[int, int | None]:
     """Returns the bytes of buffers, and of a file."""
     budget = _bytes(memory, "memory")
-    least = SAVING if to == "treeckpt" else LEAST
+    least = SAVING if to == "treeckpt" else MIN_BUFFER_NBYTES
     if budget < least:
         raise MismatchError("memory", expected=f"at least {least} bytes, for {to}", found=f"{budget}")
     if max_shard_size is None:

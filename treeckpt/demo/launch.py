@@ -23,7 +23,7 @@ import msgspec
 
 from .tasks import Outcome, Task, outcome_path
 
-PATIENCE = 600.0  # seconds for a whole task: many times what a slow machine takes
+MAX_TASK_SECONDS = 600.0  # seconds for a whole task: many times what a slow machine takes
 TAIL = 40  # lines of output to show of a job that failed
 
 OnStep = Callable[[int], None]
@@ -33,7 +33,9 @@ class JobFailed(Exception):
     """A task's processes failed; the message ends with what they said last."""
 
 
-def run_job(task: Task, on_step: OnStep, *, environment: Mapping[str, str], patience: float = PATIENCE) -> Outcome:
+def run_job(
+    task: Task, on_step: OnStep, *, environment: Mapping[str, str], patience: float = MAX_TASK_SECONDS
+) -> Outcome:
     """Runs a task in fresh processes and waits for it.
 
     Raises:

@@ -25,7 +25,7 @@ from .torch_read import read_torch
 METADATA = DCP_METADATA
 _MODULE = "torch.distributed.checkpoint.metadata"
 _INFO = "torch.distributed.checkpoint.filesystem _StorageInfo"
-KEPT = 4096
+REMEMBERED_ARCHIVES = 4096
 """Archives of chunks whose place in the file is remembered."""
 
 
@@ -81,7 +81,7 @@ class DcpDirectory:
                 raise FormatError(self.label, expected="names that are texts", found=brief(name))
             self.places[place_key(name, None if offset is None else sizes_of(offset, self.label))] = info
         # a chunk is read box by box: its archive is looked through once
-        self._chunk = lru_cache(maxsize=KEPT)(self._read_chunk)
+        self._chunk = lru_cache(maxsize=REMEMBERED_ARCHIVES)(self._read_chunk)
 
     def _fields(self, node: Any, name: str, *names: str) -> list[Any]:
         state = _state_of(node, f"{_MODULE} {name}", dict, self.label)

@@ -17,7 +17,7 @@ from ..io.comm.comm import launched_rank
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.far_store import for_reading
 from ..io.storage.foreign_formats import describe_foreign, names_text
-from ..io.storage.memory import PAGE
+from ..io.storage.memory import PAGE_NBYTES
 from ..io.storage.open import open_store
 from ..io.storage.shard_reader import OpenedShard
 from ..io.storage.store import Store
@@ -112,7 +112,7 @@ class ForeignCheckpoint(Checkpoint):
 
     def shard(self, file: File, *, whole: bool = True) -> OpenedShard:
         return OpenedShard(
-            file, (), PAGE, self.index, checks=_EntryChecks(self._storages, f"{self.store.url}/{file.name}")
+            file, (), PAGE_NBYTES, self.index, checks=_EntryChecks(self._storages, f"{self.store.url}/{file.name}")
         )
 
     def is_open(self, file: File, *, whole: bool) -> bool:

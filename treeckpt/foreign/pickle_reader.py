@@ -33,7 +33,7 @@ from .files import FileRange
 
 MAX_PICKLE = 1 << 30
 """The largest pickle of a checkpoint in bytes, without the byte strings that stay in the file."""
-LONG = 4 << 10
+MIN_LEFT_IN_FILE = 4 << 10
 """Bytes from which a byte string stays in the file."""
 BUFFER = 1 << 20
 SHORT = 8
@@ -236,7 +236,7 @@ class _PickleStream:
         return self._at
 
     def read(self, count: int) -> Any:
-        if count >= LONG and self._opcode in b"B\x8e":
+        if count >= MIN_LEFT_IN_FILE and self._opcode in b"B\x8e":
             blob = FileBytes(self._window.within(self._at, count))
             self._at += count
             return blob
@@ -263,8 +263,8 @@ class _PickleStream:
     def readline(self) -> bytes:
         line = bytearray()
         while not line.endswith(b"\n") and self._at < self._window.size:
-            if len(line) > LONG:
-                raise ValueError(f"a line of more than {LONG} bytes")
+            if len(line) > MIN_LEFT_IN_FILE:
+                raise ValueError(f"a line of more than {MIN_LEFT_IN_FILE} bytes")
             line += self.read(1)
         return bytes(line)
 

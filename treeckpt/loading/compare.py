@@ -25,9 +25,9 @@ from ..errors import MismatchError
 from ..io.storage.checkpoint import Checkpoint
 from .read_batch import read_arrays, read_region
 
-PART = 16 << 20
+READ_NBYTES = 16 << 20
 """Bytes of each side that are read at a time."""
-MANY = 4096
+MAX_ARRAYS_AT_ONCE = 4096
 """Arrays that are read at a time, at most."""
 BATCH = 1 << 17
 """Elements that are compared at a time: as float64 they stay in a processor's cache."""
@@ -121,7 +121,7 @@ def delta_of(a: Checkpoint, x: Leaf, b: Checkpoint, y: Leaf, *, cap: int | None 
     left = elements * len(ranks) if cap is None else cap // (2 * itemsize)
     sums = _Sums()
     for rank, other in zip(ranks, others, strict=False):
-        step = max(1, PART // itemsize)
+        step = max(1, READ_NBYTES // itemsize)
         for start in range(0, min(elements, left), step):
             for region in flat_regions(x.spec.shape, start, min(start + step, elements, left)):
                 sums.add(read_region(a, x, region, rank=rank), read_region(b, y, region, rank=other), x.spec)
@@ -145,12 +145,12 @@ def measured_pairs(
         equal = verdict_of(a, x, b, y) == "equal"
         if equal and not equal_too:
             continue
-        if x.ranks is not None or x.nbytes > PART:
+        if x.ranks is not None or x.nbytes > READ_NBYTES:
             yield x, y, delta_of(a, x, a if equal else b, x if equal else y)
             continue
         batch.append((x, y, equal))
         nbytes += x.nbytes
-        if nbytes > PART or len(batch) == MANY:
+        if nbytes > READ_NBYTES or len(batch) == MAX_ARRAYS_AT_ONCE:
             yield from _measured_batch(a, b, batch)
             batch, nbytes = [], 0
     yield from _measured_batch(a, b, batch)

@@ -18,7 +18,7 @@ from ..arrays.threads import WorkerThreads
 from ..core.format.records import File
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.mapped_read import LEAST_MAPPED
-from ..io.storage.memory import PAGE, aligned_buffer
+from ..io.storage.memory import PAGE_NBYTES, aligned_buffer
 from ..io.storage.shard_reader import OpenedShard, check_blocks, check_parts
 from ..io.timing import Recorder
 from .plan import ContiguousMemory, Read, copy_contiguous, parts_of
@@ -57,7 +57,7 @@ class Buffers:
 
     def take(self) -> memoryview:
         """Returns a buffer; waits until one was given back if all are taken."""
-        return self._free.get() or aligned_buffer(-(-self._nbytes // PAGE) * PAGE, huge=True)
+        return self._free.get() or aligned_buffer(-(-self._nbytes // PAGE_NBYTES) * PAGE_NBYTES, huge=True)
 
     def give_back(self, buffer: memoryview) -> None:
         self._free.put(buffer)

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..arrays.base import HostArray, TargetPiece, raw_dtype
 from ..core.format.records import AliasRecord, Index, Leaf
-from ..core.format.shard_header import BLOCK, PAGE
+from ..core.format.shard_header import BLOCK, DATA_ALIGNMENT
 from ..core.planning.load_plan import READ_LIMIT
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, intersect
@@ -29,9 +29,9 @@ MAX_NBYTES = 64 << 20
 """Bytes that one peek may show."""
 ROUNDING = 4
 """Times of what is shown that may be read to compare checksums."""
-FEW = 4 * BLOCK
+MIN_COMPARED_NBYTES = 4 * BLOCK
 """Bytes that are read to compare checksums, however little is shown."""
-GAP = 512
+MAX_ROW_GAP = 512
 """Unneeded bytes between two rows that are rather read than skipped."""
 MAX_READS = 1 << 16
 
@@ -72,7 +72,7 @@ def peek(store: Store, index: Index, leaf: Leaf, region: Region, *, rank: int | 
     wanted = [
         read_for(index, leaf.path, chunk, piece, box, itemsize) for chunk, box in chunks if box is not None and box.size
     ]
-    reads = plan_reads(wanted, {}, limit=READ_LIMIT, size=READ_LIMIT, gap=GAP)
+    reads = plan_reads(wanted, {}, limit=READ_LIMIT, size=READ_LIMIT, gap=MAX_ROW_GAP)
     if len(reads) > MAX_READS:
         raise LayoutError(leaf.path, expected=f"rows that lie in at most {MAX_READS} places", found=f"{len(reads)}")
     copied = sum(box.size for _, box in chunks if box is not None)
@@ -114,8 +114,8 @@ def _read(store: Store, index: Index, path: str, reads: Sequence[Read], shown: i
                 hint="Load it",
             )
     whole = [rounded_out(read, fronts[read.file.name][0].block) for read in reads] if fronts else reads
-    verify = bool(fronts) and sum(read.nbytes for read in whole) <= max(ROUNDING * shown, FEW)
-    total = sum(min(PAGE, shard.file.header) for shard, _ in fronts.values())
+    verify = bool(fronts) and sum(read.nbytes for read in whole) <= max(ROUNDING * shown, MIN_COMPARED_NBYTES)
+    total = sum(min(DATA_ALIGNMENT, shard.file.header) for shard, _ in fronts.values())
     for read in whole if verify else reads:
         out = np.empty(read.nbytes, np.uint8)
         store.read_into(read.file.name, read.file.header + read.start, out.data)

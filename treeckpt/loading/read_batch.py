@@ -29,7 +29,7 @@ from ..core.sharding.region import Region, any_overlap, coalesce, intersect, is_
 from ..core.tree.spec import ArraySpec
 from ..errors import FormatError, TreeckptError
 from ..io.storage.checkpoint import Checkpoint
-from ..io.storage.memory import PAGE, aligned_buffer
+from ..io.storage.memory import PAGE_NBYTES, aligned_buffer
 from ..io.storage.page_cache import available_memory
 from ..io.timing import Recorder
 from .execute_local import READERS, ReadRun, execute_local
@@ -321,12 +321,12 @@ class ReadBatch:
         for name, file in files.items():
             later = self._far and ahead and not self.checkpoint.is_open(file, whole=self.whole)
             block = BLOCK if later else self._run.shard(file).block
-            steps[name] = block if verify else PAGE
+            steps[name] = block if verify else PAGE_NBYTES
         return steps
 
     def _map_arrays(self, wanted: Sequence[Read]) -> None:
         """Maps arrays copy-on-write: bytes are read when they are touched, and never compared with checksums."""
-        pages = {read.file.name: PAGE for read in wanted}
+        pages = {read.file.name: PAGE_NBYTES for read in wanted}
         for read in plan_reads(wanted, pages, limit=READ_LIMIT, size=READ_LIMIT):
             position = read.file.header + read.start
             wrap_new_arrays(read, self.checkpoint.store.map(read.file.name, position, read.nbytes))

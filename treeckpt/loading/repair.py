@@ -48,7 +48,7 @@ from ..io.storage.store import DirectoryEntry, Store, Writer
 from ..reports import Repair, VerifyReport
 from .verify import survey_shard, verify_checkpoint
 
-STEP = 8 << 20
+COPIED_NBYTES = 8 << 20
 
 
 def repair_store(store: Store) -> VerifyReport:
@@ -252,8 +252,8 @@ def _copied(store: Store, source: str, target: str, nbytes: int, header: bytes =
             first = aligned_buffer(len(header))
             first[:] = header
             writer.write(0, first)
-        for at in range(len(header), nbytes, STEP):
-            part = aligned_buffer(min(STEP, nbytes - at))  # an upload may still be sending the one before
+        for at in range(len(header), nbytes, COPIED_NBYTES):
+            part = aligned_buffer(min(COPIED_NBYTES, nbytes - at))  # an upload may still be sending the one before
             store.read_into(source, at, part)
             writer.write(at, part)
     except BaseException:

@@ -39,8 +39,8 @@ from ..threads import ThreadPool
 from .leaf_moments import LeafMoments
 
 _log = logging.getLogger("treeckpt")
-SHOWN = 5
-STEP = 8 << 20
+SHOWN_LEAVES = 5
+READ_NBYTES = 8 << 20
 """Bytes that are read at a time."""
 
 Survey = tuple[OpenedShard | None, list[BadBytes]]
@@ -109,8 +109,8 @@ def verify_checkpoint(
 
 def _problem(index: Index, bad: BadBytes) -> Problem:
     leaves = tuple(sorted({d.path for damaged in damaged_leaves(index, [bad]).values() for d in damaged}))
-    more = f" and {len(leaves) - SHOWN} more" if len(leaves) > SHOWN else ""
-    of = f" of {', '.join(path or '<root>' for path in leaves[:SHOWN])}{more}" if leaves else ""
+    more = f" and {len(leaves) - SHOWN_LEAVES} more" if len(leaves) > SHOWN_LEAVES else ""
+    of = f" of {', '.join(path or '<root>' for path in leaves[:SHOWN_LEAVES])}{more}" if leaves else ""
     return Problem(bad.file, f"bytes {bad.start}:{bad.stop}{of}: {bad.why}", bad.start, bad.stop, leaves)
 
 
@@ -372,7 +372,7 @@ def _read_steps(store: Store, opened: OpenedShard, there: int) -> Iterator[tuple
 
 def _step(opened: OpenedShard) -> int:
     """Returns the bytes of a shard that are read at a time: whole blocks with checksums."""
-    return max(STEP // opened.block, 1) * opened.block
+    return max(READ_NBYTES // opened.block, 1) * opened.block
 
 
 def _unlike(opened: OpenedShard, at: int, nbytes: int) -> BadBytes:

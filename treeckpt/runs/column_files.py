@@ -21,7 +21,7 @@ from ..io.storage.bucket import is_url, local_path
 
 MAX_LINE = 1 << 16
 """Bytes of the line of JSON."""
-LIMIT = 1 << 30
+MAX_DIRECTORY_NBYTES = 1 << 30
 """Bytes of all files of a directory; beyond that the oldest are deleted."""
 
 
@@ -63,7 +63,12 @@ def read_columns(path: Path, kinds: Mapping[str, str], head: type[C]) -> tuple[C
 
 
 def write_columns(
-    path: Path, kinds: Mapping[str, str], head: Columns, columns: Mapping[str, np.ndarray], *, limit: int = LIMIT
+    path: Path,
+    kinds: Mapping[str, str],
+    head: Columns,
+    columns: Mapping[str, np.ndarray],
+    *,
+    limit: int = MAX_DIRECTORY_NBYTES,
 ) -> bool:
     """Writes a file, and deletes the oldest ones beside it beyond a limit; returns whether it could be written.
 

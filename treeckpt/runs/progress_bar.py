@@ -23,7 +23,7 @@ from ..threads import start_thread
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-PATIENCE = 1.0
+BAR_DELAY_SECONDS = 1.0
 """Seconds before a bar or the first line appears."""
 LINE_INTERVAL = 5.0
 """Seconds between the lines."""
@@ -38,7 +38,7 @@ def reading_bar(
     Args:
         text: the description of the bar.
         total: bytes to be read, None if not known.
-        patience: seconds before the bar appears, by default `PATIENCE`.
+        patience: seconds before the bar appears, by default `BAR_DELAY_SECONDS`.
         stream: by default stderr; a bar appears only if it is a terminal.
     """
     with stores_bar(text, total, patience=patience, stream=stream) as counted:
@@ -93,7 +93,7 @@ def _shown_bar(
     if stream is None or not (stream.isatty() if shown is None else shown):
         yield None
         return
-    patience = PATIENCE if patience is None else patience
+    patience = BAR_DELAY_SECONDS if patience is None else patience
     bar = (_Bar if stream.isatty() else _Lines)(text, total, of_bytes, stream)
     over = threading.Event()
     if patience:  # a request that takes long has a bar before it has any bytes

@@ -14,7 +14,7 @@ from msgspec.structs import asdict
 from ..core.format.records import Index
 from ..core.numbers.moments import Moments
 from ..core.numbers.unusual import Ranking, rank_unusual
-from .column_files import LIMIT, Columns, key_of_parts, place_of, read_columns, write_columns
+from .column_files import MAX_DIRECTORY_NBYTES, Columns, key_of_parts, place_of, read_columns, write_columns
 
 MOMENTS = ("count", "nan", "infinite", "low", "high", "mean", "spread", "norm")
 COLUMNS = (
@@ -80,7 +80,7 @@ class StatisticsStore:
         limit: bytes of all files.
     """
 
-    def __init__(self, cache: Path, limit: int = LIMIT) -> None:
+    def __init__(self, cache: Path, limit: int = MAX_DIRECTORY_NBYTES) -> None:
         self.directory = cache / "statistics-1"
         self._limit = limit
 

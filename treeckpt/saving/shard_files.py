@@ -40,7 +40,7 @@ from ..core.format.shard_header import (
 from ..core.planning.save_plan import FilePlan, PlannedEntry
 from ..core.sharding.region import Region, tiles
 from ..errors import CheckpointError, StoreError
-from ..io.storage.memory import PAGE, aligned_buffer
+from ..io.storage.memory import PAGE_NBYTES, aligned_buffer
 from ..io.storage.progress_file import ProgressRecorder
 from ..io.storage.store import Store, Writer
 from ..io.timing import Recorder
@@ -278,7 +278,7 @@ class BufferedWriter:
             self._append_bytes(part)
 
     def _append_bytes(self, data: np.ndarray) -> None:
-        if self._filled == 0 and len(data) >= BUFFER and data.ctypes.data % PAGE == 0:
+        if self._filled == 0 and len(data) >= BUFFER and data.ctypes.data % PAGE_NBYTES == 0:
             data = self._write_in_place(data)
         if len(data) < BUFFER - self._filled:
             self._bytes[self._filled : self._filled + len(data)] = data

@@ -32,7 +32,7 @@ from ..arrays.base import Box, HostArray, HostMemory, SourcePiece
 from ..arrays.threads import WorkerThreads
 from ..core.planning.save_plan import FilePlan, PlannedEntry
 from ..core.sharding.region import Region
-from ..io.storage.memory import PAGE, advise_huge_pages, madvise_populate
+from ..io.storage.memory import PAGE_NBYTES, advise_huge_pages, madvise_populate
 from ..threads import ThreadPool
 from .plan_cache import GlobalPlan
 from .shard_files import MEMMOVE_LIMIT, ShardSource, append_entry, piece_of
@@ -54,7 +54,7 @@ PinMemory = Callable[[int, int], Callable[[], None]]
 
 def area_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Returns where in an arena the data areas of files of these sizes start, each on a page; and the bytes of all."""
-    ends = list(itertools.accumulate((-(-nbytes // PAGE) * PAGE for nbytes in sizes), initial=0))
+    ends = list(itertools.accumulate((-(-nbytes // PAGE_NBYTES) * PAGE_NBYTES for nbytes in sizes), initial=0))
     return ends[:-1], ends[-1]
 
 
@@ -141,7 +141,7 @@ def _release(fd: int, unpin: Callable[[], None] | None, owner: int) -> None:
 
 def _populate(part: np.ndarray) -> None:
     if not madvise_populate(int(part.__array_interface__["data"][0]), len(part)):
-        part[::PAGE] = 0
+        part[::PAGE_NBYTES] = 0
 
 
 class Lease:

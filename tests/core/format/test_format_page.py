@@ -175,5 +175,5 @@ def test_the_page_names_every_key_kind_and_dtype() -> None:
     dtypes = {d.name for d in DTYPES if not numbered.fullmatch(d.name)}
     assert [d for d in dtypes - named if not any(re.fullmatch(p, d) for p in patterns)] == []
     assert {d.tag for d in DTYPES if d.tag[0] not in "UI"} | {"U8", "U32", "I64"} <= named
-    assert {str(shard_header.PAGE), f"{shard_header.BLOCK:,}"} <= set(re.findall(r"[\d,]+\d", PAGE))
+    assert {str(shard_header.DATA_ALIGNMENT), f"{shard_header.BLOCK:,}"} <= set(re.findall(r"[\d,]+\d", PAGE))
     assert f"version {index_module.VERSION}" in PAGE and set(KINDS) <= named

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treeckpt.core.format.shard_header import (
-    PAGE,
+    DATA_ALIGNMENT,
     ShardEntry,
     ShardHeader,
     decode_front,
@@ -39,7 +39,7 @@ def header():
 
 
 def test_the_first_page_of_a_shard(header):
-    front, hashes = decode_front(header[:PAGE], "f")
+    front, hashes = decode_front(header[:DATA_ALIGNMENT], "f")
     assert (front.save_id, front.rank, front.part, front.stream) == ("0123456789abcdef", 3, 1, 4096)
     assert header_nbytes(header, "f") == len(header) and front.block == 1 << 18
     start, stop, skip = hash_text_range(3, 2)
@@ -50,14 +50,14 @@ def test_what_is_no_shard_is_refused(header):
     for bad in (
         b"",
         header[:7],
-        bytes(PAGE),
+        bytes(DATA_ALIGNMENT),
         header.replace(b'"treeckpt"', b'"whatever"'),
         header.replace(b'"1","save', b'"9","save'),
     ):
         with pytest.raises((FormatError, CorruptError)):
-            decode_front(bad[:PAGE], "f")
+            decode_front(bad[:DATA_ALIGNMENT], "f")
     with pytest.raises(FormatError):
-        decode_front(header.replace(b'"262144"', b'"000001"')[:PAGE], "f")
+        decode_front(header.replace(b'"262144"', b'"000001"')[:DATA_ALIGNMENT], "f")
     with pytest.raises(CorruptError):
         decode_hashes(b"????", 0, 1, "f")
     with pytest.raises(CorruptError):

@@ -29,7 +29,7 @@ def test_the_order_of_entries_stays():
 
 
 def test_sizes_of_headers_and_documents_stay():
-    assert (shard_header.BLOCK, shard_header.PAGE) == (256 << 10, 4096)
+    assert (shard_header.BLOCK, shard_header.DATA_ALIGNMENT) == (256 << 10, 4096)
     assert (shard_header.MAX_HEADER, shard_header.MAX_BLOCK, index.MAX_INDEX) == (1 << 30, 64 << 20, 1 << 30)
     assert (save_progress.MAX_PROGRESS, file_names.MAX_STEP) == (4096, 10**18 - 1)
 

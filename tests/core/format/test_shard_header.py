@@ -12,7 +12,7 @@ from tests.helpers.saves import SAVE_ID, saves, small
 from tests.helpers.strategies import keys, regions, shapes
 from treeckpt.core.format.shard_header import (
     BLOCK,
-    PAGE,
+    DATA_ALIGNMENT,
     ShardEntry,
     ShardHeader,
     block_count,
@@ -47,7 +47,7 @@ def headers(draw):
         nbytes = region.size * dtype_of(dtype).itemsize
         entries.append(ShardEntry(path, dtype, shape, region, at, nbytes))
         at += nbytes
-    block = draw(st.sampled_from([PAGE, BLOCK]))
+    block = draw(st.sampled_from([DATA_ALIGNMENT, BLOCK]))
     hashes = draw(
         st.lists(st.integers(0, (1 << 64) - 1), min_size=block_count(at, block), max_size=block_count(at, block))
     )
@@ -61,7 +61,7 @@ def headers(draw):
 @given(headers())
 def test_headers_come_back(header):
     data = encode_header(header)
-    assert len(data) % PAGE == 0
+    assert len(data) % DATA_ALIGNMENT == 0
     assert header_nbytes(data[:8], "f") == len(data)
     assert decode_header(data, "f") == header
     assert decode_header(memoryview(data), "f") == header
@@ -166,7 +166,7 @@ def test_other_bytes_are_no_header(data):
         read(data)
 
 
-@pytest.mark.parametrize("length", [0, 1, PAGE, 1 << 40, (1 << 64) - 8, (1 << 64) - 1])
+@pytest.mark.parametrize("length", [0, 1, DATA_ALIGNMENT, 1 << 40, (1 << 64) - 8, (1 << 64) - 1])
 def test_lengths_that_no_header_has_are_refused(length):
     with pytest.raises(CorruptError):
         header_nbytes(length.to_bytes(8, "little"), "f")
@@ -303,9 +303,9 @@ def is_refused(**fields):
         ({"part": 0}, {"part": -1}),
         ({"stream": (1 << 62) - 1}, {"stream": 1 << 62}),
         ({"stream": 0}, {"stream": -1}),
-        ({"block": PAGE}, {"block": PAGE // 2}),
-        ({"block": 64 << 20}, {"block": (64 << 20) + PAGE}),
-        ({"block": 3 * PAGE}, {"block": PAGE + 1}),
+        ({"block": DATA_ALIGNMENT}, {"block": DATA_ALIGNMENT // 2}),
+        ({"block": 64 << 20}, {"block": (64 << 20) + DATA_ALIGNMENT}),
+        ({"block": 3 * DATA_ALIGNMENT}, {"block": DATA_ALIGNMENT + 1}),
     ],
 )
 def test_numbers_of_a_header_have_limits(good, bad):
@@ -327,8 +327,8 @@ def test_a_header_has_at_most_a_gibibyte():
     def length(nbytes):
         return header_nbytes((nbytes - 8).to_bytes(8, "little"), "f")
 
-    assert length(PAGE) == PAGE and length(1 << 30) == 1 << 30
-    for nbytes in ((1 << 30) + PAGE, PAGE + 8):
+    assert length(DATA_ALIGNMENT) == DATA_ALIGNMENT and length(1 << 30) == 1 << 30
+    for nbytes in ((1 << 30) + DATA_ALIGNMENT, DATA_ALIGNMENT + 8):
         with pytest.raises(CorruptError, match=f"found {nbytes}"):
             length(nbytes)
     with pytest.raises(CorruptError, match="found a file of 7 bytes"):

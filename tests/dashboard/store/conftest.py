@@ -8,4 +8,4 @@ from treeckpt_dashboard.store import index_reader
 @pytest.fixture
 def low_bar(monkeypatch):
     """Makes an index of a few thousand leaves a large one."""
-    monkeypatch.setattr(index_reader, "LARGE", 200_000)
+    monkeypatch.setattr(index_reader, "LARGE_INDEX_NBYTES", 200_000)

@@ -142,7 +142,7 @@ def test_a_want_of_memory_says_nothing_of_the_checkpoint(tmp_path, monkeypatch):
         want = "import treeckpt_dashboard.store.index_reader as r\ndef fail(*_): raise MemoryError\n"
         want += "r.limit_resources = fail\n"
         patch.setattr(jobs, "PROGRAM", jobs.PROGRAM.replace("sys.exit(", want + "sys.exit("))
-        patch.setattr(index_reader, "WAIT", 60.0)
+        patch.setattr(index_reader, "REQUEST_WAIT_SECONDS", 60.0)
         with pytest.raises(StoreError, match="of memory"):
             reader.foreign_outline(str(tmp_path / "x.pt"), version)
     [(error, until)] = reader._failed.values()

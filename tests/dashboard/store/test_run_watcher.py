@@ -60,7 +60,7 @@ def test_the_first_look_shows_how_far_it_is_and_does_not_block(tmp_path, monkeyp
 
     library.watches[run.id] = RunWatcher(run.store, look)
     with monkeypatch.context() as patch:
-        patch.setattr("treeckpt_dashboard.store.watch.SOON", 0.3)
+        patch.setattr("treeckpt_dashboard.store.watch.FIRST_WAIT_SECONDS", 0.3)
         runs_page(library)
         assert until(lambda: len(seen) > 10)  # and now it stands still
         part = runs_page(library).runs[0]
@@ -103,7 +103,7 @@ def test_a_run_whose_file_system_hangs_does_not_hold_up_the_others(tmp_path, mon
         waits.append(seconds)
         return futures.wait(turns, seconds)
 
-    monkeypatch.setattr("treeckpt_dashboard.store.watch.PATIENCE", 0.05)
+    monkeypatch.setattr("treeckpt_dashboard.store.watch.TURN_SECONDS", 0.05)
     monkeypatch.setattr("treeckpt_dashboard.store.watch.wait_for", counted)
     for name in ("hangs", "works"):
         write_many(tmp_path / name, 30)

@@ -28,7 +28,7 @@ FIRST = int(os.environ.get("TREECKPT_MUTATED_FIRST", "0"))
 
 
 def test_a_file_is_read_by_another_process_while_pages_answer(tmp_path, monkeypatch):
-    monkeypatch.setattr(index_reader, "WAIT", 0.0)
+    monkeypatch.setattr(index_reader, "REQUEST_WAIT_SECONDS", 0.0)
     go_on = hold_readers(monkeypatch, tmp_path / "go on")
     (tmp_path / "run").mkdir()
     write_bomb(tmp_path / "run" / "bomb.pt", BOMBS["a tuple of tuples in a set"])

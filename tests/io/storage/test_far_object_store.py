@@ -576,7 +576,7 @@ if case.startswith("interrupted"):
         print("interrupted")
         time.sleep(2)
 elif case == "stalled":
-    late_requests.LIMIT = 1.5
+    late_requests.MAX_WAIT_SECONDS = 1.5
     tc.save(url, tree)
     print("saved")
 else:

@@ -57,7 +57,7 @@ def test_a_save_is_committed_once_the_lock_is_gone(tmp_path: Path) -> None:
 
 
 def test_a_save_beside_an_endless_deletion_fails_and_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_lock, "WAIT", 0.05)
+    monkeypatch.setattr(index_lock, "LOCK_WAIT_SECONDS", 0.05)
     file = write_lock(tmp_path, ELSEWHERE)
     with pytest.raises(tc.CheckpointError, match=f"process 1 on another host deletes it.*delete {file.name}"):
         tc.save(tmp_path, {"n": 1})

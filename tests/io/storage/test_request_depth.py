@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 import treeckpt as tc
-from treeckpt.io.storage.request_depth import MOST, RequestDepth, first_depth
+from treeckpt.io.storage.request_depth import MAX_REQUESTS, RequestDepth, first_depth
 from treeckpt.io.storage.upload_window import UploadWindow
 
 
@@ -50,7 +50,7 @@ def test_the_depth_that_is_found_gives_nearly_the_best_rate(
     def rate(depth: int) -> float:  # in requests of 8 MiB, 100 of which `rated` takes for one
         return 100 * min(depth / (latency + (8 << 20) / of_connection), of_link / (8 << 20))
 
-    assert rate(rated(RequestDepth(), rate, 20)[-1]) > 0.85 * max(rate(depth) for depth in range(1, MOST + 1))
+    assert rate(rated(RequestDepth(), rate, 20)[-1]) > 0.85 * max(rate(depth) for depth in range(1, MAX_REQUESTS + 1))
 
 
 def test_the_depth_stays_where_more_requests_gain_nothing() -> None:

@@ -9,7 +9,7 @@ from ..sharding.int_runs import decode_runs
 from ..text import seconds_text, visible
 from .profile import RankTime, SaveProfile
 
-LEAST = 0.1
+MIN_WAIT_SHARE = 0.1
 """The share of a save below which the wait for the last call is not worth a sentence."""
 
 
@@ -20,7 +20,7 @@ def late_call_text(profile: SaveProfile, hosts: Sequence[Host]) -> str:
     """
     calls = sorted(profile.ranks, key=lambda one: (one.start_ns, -one.rank))
     wait = calls[-1].start_ns - profile.start_ns if calls else 0
-    if wait <= LEAST * (profile.stop_ns - profile.start_ns):
+    if wait <= MIN_WAIT_SHARE * (profile.stop_ns - profile.start_ns):
         return ""
     on_time = [one for one in calls if 2 * (one.start_ns - profile.start_ns) < wait]
     last = _rank_text(calls[-1], hosts)

@@ -29,7 +29,7 @@ from .seals import check_seal, sealed
 VERSION = 1
 BLOCK = 256 << 10
 """Bytes of the data area under one checksum."""
-PAGE = 4096
+DATA_ALIGNMENT = 4096
 MAX_HEADER = 1 << 30
 MAX_BLOCK = 64 << 20
 """Larger blocks are refused, because a reader allocates whole blocks."""
@@ -204,7 +204,7 @@ def encode_header(header: ShardHeader) -> bytes:
         manifest=header.manifest or "",
     )
     text = msgspec.json.encode({"__metadata__": metadata, **tensors})
-    padded = -(-(8 + len(text)) // PAGE) * PAGE
+    padded = -(-(8 + len(text)) // DATA_ALIGNMENT) * DATA_ALIGNMENT
     text = text.ljust(padded - 8)
     return sealed(len(text).to_bytes(8, "little") + text)
 
@@ -234,10 +234,10 @@ def header_nbytes(prefix: bytes | bytearray | memoryview, name: str) -> int:
         CorruptError: the length is none of a header.
     """
     length = int.from_bytes(prefix[:8], "little") + 8
-    if len(prefix) < 8 or length % PAGE or not 0 < length <= MAX_HEADER:
+    if len(prefix) < 8 or length % DATA_ALIGNMENT or not 0 < length <= MAX_HEADER:
         raise CorruptError(
             name,
-            expected=f"a header of a multiple of {PAGE} bytes, at most {MAX_HEADER}",
+            expected=f"a header of a multiple of {DATA_ALIGNMENT} bytes, at most {MAX_HEADER}",
             found=f"{length}" if len(prefix) >= 8 else f"a file of {len(prefix)} bytes",
         )
     return length
@@ -309,7 +309,7 @@ def _header_of(metadata: _FrontMetadata, name: str) -> ShardHeader:
 
 
 def decode_front(data: bytes | bytearray, name: str) -> tuple[ShardHeader, int]:
-    """Decodes the first PAGE bytes of the file called `name`, without the seal, which is that of the whole header.
+    """Decodes the first `DATA_ALIGNMENT` bytes of a file, without the seal, which is that of the whole header.
 
     The header of a shard of 100 GB holds 4 MB of checksums. They are base64 text at an offset that the first page
     gives, so those of a few blocks are found by arithmetic: see `hash_text_range`.
@@ -398,10 +398,14 @@ def _check_origin(header: ShardHeader, name: str) -> None:
             expected="the save id, rank and part of a shard",
             found=f"{header.save_id:.40}, rank {header.rank} of {header.world}, part {header.part}"[:200],
         )
-    if not PAGE <= header.block <= MAX_BLOCK or header.block % PAGE or not 0 <= header.stream < MAX_NBYTES:
+    if (
+        not DATA_ALIGNMENT <= header.block <= MAX_BLOCK
+        or header.block % DATA_ALIGNMENT
+        or not 0 <= header.stream < MAX_NBYTES
+    ):
         raise FormatError(
             name,
-            expected=f"blocks of {PAGE} to {MAX_BLOCK} bytes, in pages",
+            expected=f"blocks of {DATA_ALIGNMENT} to {MAX_BLOCK} bytes, in pages",
             found=f"{header.block} from {header.stream}"[:200],
         )
 

@@ -37,7 +37,7 @@ from .placements import (
 )
 from .region import Region, earlier_overlaps, intersect, subtract
 
-SMALL = 64 << 10
+UNCUT_NBYTES = 64 << 10
 """Bytes up to which an array is never cut."""
 MIN_QUOTA = 1 << 20
 """Bytes for which one more replica does not write: a smaller quota costs more than it saves."""
@@ -135,7 +135,7 @@ def _assign_stream(leaves: Sequence[ArrayLeaf], members: list[int], assignments:
         # borders between quotas strictly inside this array
         low, high = start * parts // total, -(-(start + n) * parts // total)
         inside = [total * k // parts - start for k in range(low + 1, high)]
-        if n <= SMALL or not inside or not shape:
+        if n <= UNCUT_NBYTES or not inside or not shape:
             assignments[i] = ReplicaSplit(0, (), (writer[min((start + n // 2) * parts // total, parts - 1)],))
         else:
             assignments[i] = _split_at_borders(shape, n, inside, writer[low:high], total // parts)
@@ -149,7 +149,7 @@ def _split_at_borders(
 
     If a holder has several cells, `nbytes` in all, each is cut alike, so a row is that row of all of them.
     """
-    grain = max(quota // 16, SMALL)
+    grain = max(quota // 16, UNCUT_NBYTES)
     dim = next((d for d, n in enumerate(shape) if nbytes <= n * grain), shape.index(max(shape)))
     rows = shape[dim]
     cuts: list[int] = []

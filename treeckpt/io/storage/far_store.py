@@ -18,7 +18,7 @@ from .bucket import FetchFailure, RangeResponse
 from .fetching import Consume, FileRange
 from .local_read import LocalReader
 from .mapped_read import file_system
-from .memory import PAGE, aligned_buffer
+from .memory import PAGE_NBYTES, aligned_buffer
 from .page_cache import is_cached
 from .range_fetcher import RangeFetcher
 from .request_depth import RequestDepth
@@ -119,7 +119,7 @@ class FarStore(LocalStore):
         with self._reader(name) as reader:
             size = os.fstat(reader.fd).st_size
             nbytes = max(min(nbytes, size - offset), 0)
-            out = aligned_buffer(-(-nbytes // PAGE) * PAGE, huge=True)[:nbytes]
+            out = aligned_buffer(-(-nbytes // PAGE_NBYTES) * PAGE_NBYTES, huge=True)[:nbytes]
             if shared or is_cached(reader.fd, offset, nbytes):
                 reader.read_into(offset, out, shared=True)
             else:

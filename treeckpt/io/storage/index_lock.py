@@ -55,7 +55,7 @@ from .metadata_files import replaced_meanwhile
 from .progress_file import is_alive, read_record
 from .store import Store, exists_error
 
-WAIT = 60.0
+LOCK_WAIT_SECONDS = 60.0
 """Seconds that a save waits for locks."""
 FIRST_PAUSE, LAST_PAUSE = 0.01, 1.0
 """Seconds between looks at a lock that is waited for: twice as long each time."""
@@ -126,19 +126,19 @@ def unlocked_sizes(store: Store) -> dict[str, int]:
     """Returns the files and their sizes once no lock is held; for a save whose record can be seen.
 
     Raises:
-        CheckpointError: a lock is held for longer than `WAIT`.
+        CheckpointError: a lock is held for longer than `LOCK_WAIT_SECONDS`.
     """
     begin, pause = time.monotonic(), FIRST_PAUSE
     while True:
         sizes, held = sizes_and_locks(store)
         if not held:
             return sizes
-        if time.monotonic() - begin > WAIT:
+        if time.monotonic() - begin > LOCK_WAIT_SECONDS:
             name, owner = next(iter(held.items()))
             raise CheckpointError(
                 store.url,
                 expected="that nothing deletes or repairs the checkpoint at the path of the save",
-                found=f"{_who(name, owner)} since {WAIT:.0f} s or longer",
+                found=f"{_who(name, owner)} since {LOCK_WAIT_SECONDS:.0f} s or longer",
                 hint=f"Save again when that has ended; if there is no such process, delete {name}",
             )
         time.sleep(pause)

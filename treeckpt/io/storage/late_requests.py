@@ -1,7 +1,7 @@
 """Requests to an object store for which no caller waits: they remove small files, and complete timings.
 
-The end of the process waits for them, `LIMIT` seconds at most, and says so after `QUIET`. What does not arrive harms
-nothing: the next clean-up removes the records and leases of a process that has ended.
+The end of the process waits for them, `MAX_WAIT_SECONDS` at most, and says so after `SILENT_SECONDS`. What does not
+arrive harms nothing: the next clean-up removes the records and leases of a process that has ended.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ...errors import visible
 from ...threads import start_thread
 from ..process_end import call_at_end, call_in_forks
 
-QUIET = 1.0
-LIMIT = 30.0
+SILENT_SECONDS = 1.0
+MAX_WAIT_SECONDS = 30.0
 
 _running: dict[threading.Event, str] = {}
 """Set when the request is over, with the URL of its store."""
@@ -70,14 +70,14 @@ def _finish() -> None:
     begin, waiting = time.monotonic(), dict(_running)
     with contextlib.suppress(KeyboardInterrupt):
         for over, url in waiting.items():
-            if over.wait(max(0.0, begin + QUIET - time.monotonic())):
+            if over.wait(max(0.0, begin + SILENT_SECONDS - time.monotonic())):
                 continue
             if sys.stderr is not None:
-                text = f"treeckpt: waiting for the last requests to {url}, for at most {LIMIT:.0f} s"
+                text = f"treeckpt: waiting for the last requests to {url}, for at most {MAX_WAIT_SECONDS:.0f} s"
                 print(visible(text), file=sys.stderr, flush=True)
             break
         for over in waiting:
-            over.wait(max(0.0, begin + LIMIT - time.monotonic()))
+            over.wait(max(0.0, begin + MAX_WAIT_SECONDS - time.monotonic()))
 
 
 def _forget() -> None:

@@ -27,10 +27,10 @@ from .page_cache import is_cached
 
 FOLLOW_LINKS = "TREECKPT_FOLLOW_LINKS"
 """The variable of the environment by which all stores of a process, and of those it starts, follow links."""
-PAGE = 4096
+DIRECT_IO_ALIGNMENT = 4096
 VECTORS = 256
 """Buffers that one call fills, at most."""
-MOST = 128
+MAX_OPEN_FILES = 128
 """Files of a directory that stay open, with two descriptors each; the usual limit of a process is 1,024."""
 DIRECT = 64 << 10
 """Bytes below which a read uses the page cache: the device would not be faster."""
@@ -210,8 +210,12 @@ class LocalReader:
 
     def _from_device(self, offset: int, out: memoryview) -> int:
         """Reads whole pages past the page cache, as far as alignment allows; returns the number of bytes read."""
-        start, stop = 0, len(out) // PAGE * PAGE
-        if offset % PAGE or np.frombuffer(out, np.uint8).ctypes.data % PAGE or (fd := self._direct_fd()) < 0:
+        start, stop = 0, len(out) // DIRECT_IO_ALIGNMENT * DIRECT_IO_ALIGNMENT
+        if (
+            offset % DIRECT_IO_ALIGNMENT
+            or np.frombuffer(out, np.uint8).ctypes.data % DIRECT_IO_ALIGNMENT
+            or (fd := self._direct_fd()) < 0
+        ):
             return 0
         while start < stop:
             try:
@@ -221,7 +225,7 @@ class LocalReader:
                     break
                 raise
             start += max(count, 0)
-            if count <= 0 or count % PAGE:
+            if count <= 0 or count % DIRECT_IO_ALIGNMENT:
                 break
         return start
 
@@ -250,7 +254,7 @@ class LocalReader:
 
 
 class ReaderCache:
-    """Keeps files open by name, for several threads; past `MOST` files the least recently used idle ones are closed."""
+    """Keeps files open by name, for several threads; past `MAX_OPEN_FILES` the least recently used are closed."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -266,7 +270,7 @@ class ReaderCache:
             reader = self._open.pop(name, None)
             if reader is None:
                 idle = [other for other, opened in self._open.items() if not opened.users]
-                for other in idle[: max(len(self._open) - MOST + 1, 0)]:
+                for other in idle[: max(len(self._open) - MAX_OPEN_FILES + 1, 0)]:
                     self._open.pop(other).close()
                 reader = LocalReader(path, links)
             self._open[name] = reader  # the newest is the last one

@@ -7,7 +7,7 @@ import errno
 import os
 from pathlib import Path
 
-from .memory import PAGE, aligned_buffer
+from .memory import PAGE_NBYTES, aligned_buffer
 from .os_files import BINARY, fcntl, sync_file, write_at
 
 DIRECTORY_TRIES = 5
@@ -79,9 +79,9 @@ class LocalWriter:
                     raise
 
     def write(self, offset: int, data: memoryview) -> None:
-        if self.direct and len(data) % PAGE:
+        if self.direct and len(data) % PAGE_NBYTES:
             # the end of the file: the block is padded to a page, and `commit` truncates the file to its size
-            padded = aligned_buffer(-(-len(data) // PAGE) * PAGE)
+            padded = aligned_buffer(-(-len(data) // PAGE_NBYTES) * PAGE_NBYTES)
             padded[: len(data)] = data
             data = padded
         written = 0

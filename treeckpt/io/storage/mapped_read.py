@@ -32,7 +32,7 @@ from .os_files import fcntl
 from .page_cache import is_cached
 
 _leases: Any = fcntl if hasattr(fcntl, "F_SETLEASE") else None
-PAGE = mmap.PAGESIZE
+SYSTEM_PAGE = mmap.PAGESIZE
 POPULATE_READ = 22
 """MADV_POPULATE_READ: makes pages present, or fails."""
 LEAST_MAPPED = 64 << 10
@@ -87,7 +87,7 @@ class MappedReader:
             if (cached or (fetch and nbytes >= HUGE)) and self.take(holder):
                 mapped = self._map(offset, nbytes, cached)
             if mapped is not None:
-                memory = memoryview(mapped)[offset % PAGE :]
+                memory = memoryview(mapped)[offset % SYSTEM_PAGE :]
             yield memory
         finally:
             try:
@@ -101,7 +101,7 @@ class MappedReader:
     def _map(self, offset: int, nbytes: int, cached: bool) -> mmap.mmap | None:
         if (fd := self.fd) < 0:  # closed by another thread; mmap with fd -1 would be anonymous memory full of zeros
             return None
-        low = offset // PAGE * PAGE
+        low = offset // SYSTEM_PAGE * SYSTEM_PAGE
         private = {"flags": mmap.MAP_PRIVATE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
         try:
             mapped = mmap.mmap(fd, offset + nbytes - low, offset=low, **private)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...threads import start_thread
 
-PAGE = 4096
+PAGE_NBYTES = 4096
 HUGE = 2 << 20
 """Bytes of a huge page."""
 SLAB = 64 << 20
@@ -38,7 +38,7 @@ def aligned_buffer(nbytes: int, *, huge: bool = False) -> memoryview:
     """
     # private: huge pages are mostly switched off for shared memory, which is the default of mmap
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-    memory = mmap.mmap(-1, max(nbytes, PAGE), **private)
+    memory = mmap.mmap(-1, max(nbytes, PAGE_NBYTES), **private)
     if huge and nbytes >= HUGE:
         advise_huge_pages(memory)
     return memoryview(memory)[:nbytes]
@@ -79,7 +79,7 @@ def populating(memories: Sequence[memoryview]) -> Iterator[threading.Event]:
 def _populate(memory: memoryview) -> bool:
     """Gives memory its pages, without Python's global lock; returns whether the system can (Linux 5.14 and later)."""
     address = np.frombuffer(memory, np.uint8).ctypes.data
-    low = address // PAGE * PAGE
+    low = address // PAGE_NBYTES * PAGE_NBYTES
     return madvise_populate(low, address + len(memory) - low)
 
 

@@ -37,7 +37,7 @@ from .obstore_errors import (
 )
 from .request_depth import first_depth
 from .store import DirectoryEntry
-from .upload_window import MOST, UploadWindow
+from .upload_window import MAX_PARTS_IN_FLIGHT, UploadWindow
 
 T = TypeVar("T")
 
@@ -333,7 +333,7 @@ class ObstoreBucket:
         def put() -> None:
             # closed: an error that is kept would keep the part that is not complete
             with contextlib.closing(self._window.stream(counted(), part)) as parts:
-                self._obstore.put(self._uploads.get(), key, parts, chunk_size=part, max_concurrency=MOST)
+                self._obstore.put(self._uploads.get(), key, parts, chunk_size=part, max_concurrency=MAX_PARTS_IN_FLIGHT)
 
         try:
             self._retry("write", key, put, unless=lambda: taken > 0)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-PAGE = mmap.PAGESIZE
+SYSTEM_PAGE = mmap.PAGESIZE
 CACHESTAT = 451
 """The number of the system call cachestat, the same on all architectures of `has_cachestat`."""
 has_cachestat = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64", "riscv64", "ppc64le", "s390x")
@@ -46,9 +46,9 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
     """Whether all pages of a byte range are in memory; False if that cannot be known."""
     if nbytes <= 0 or (libc := _libc()) is None:
         return False
-    low = offset // PAGE * PAGE
+    low = offset // SYSTEM_PAGE * SYSTEM_PAGE
     length = offset + nbytes - low
-    pages = -(-length // PAGE)
+    pages = -(-length // SYSTEM_PAGE)
     count = _count(libc, fd, low, length)
     return count >= pages if count is not None else _all_in_core(libc, fd, low, length)
 
@@ -75,7 +75,7 @@ def _all_in_core(libc: Any, fd: int, low: int, length: int) -> bool:
         mapped = mmap.mmap(fd, length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=low)
     except (OSError, ValueError):  # past the end of the file, or a file system that does not map
         return False
-    pages = np.zeros(-(-length // PAGE), np.uint8)
+    pages = np.zeros(-(-length // SYSTEM_PAGE), np.uint8)
     address = np.frombuffer(mapped, np.uint8).ctypes.data
     found = libc.mincore(address, length, pages.ctypes.data)
     mapped.close()

@@ -1,8 +1,8 @@
 """Keeps the progress record of a save in the checkpoint's directory, see `kept_file`.
 
-While bytes are written a record is renewed, from `PATIENCE` seconds on, at most every `PAUSE` seconds (`FAR_PAUSE` in
-an object store), and in any case every `BEAT` seconds. An error in renewing it never makes the save fail. A save whose
-coordinator cannot write the first one fails: deletions would not see it, see `index_lock`.
+While bytes are written a record is renewed, from `FIRST_RENEWAL_SECONDS` on, at most every `PAUSE` seconds
+(`FAR_PAUSE` in an object store), and in any case every `BEAT` seconds. An error in renewing it never makes the save
+fail. A save whose coordinator cannot write the first one fails: deletions would not see it, see `index_lock`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .many_files import for_each
 from .process_owner import is_running, this_process
 from .store import Store
 
-PATIENCE = 0.5
+FIRST_RENEWAL_SECONDS = 0.5
 """Seconds that a save takes before its record is renewed at all."""
 PAUSE = 0.25
 """Seconds between renewals."""
@@ -75,7 +75,7 @@ class ProgressRecorder:
 
     The record of rank 0 exists from the agreement, before any rank creates a shard and before the path is looked at,
     until the save has ended: it proves that the save is alive, and, once its process has ended, that the save is dead.
-    The other ranks write theirs once the save has taken `PATIENCE` seconds. All are renewed.
+    The other ranks write theirs once the save has taken `FIRST_RENEWAL_SECONDS` seconds. All are renewed.
 
     Args:
         first: the record at the start of the save.
@@ -156,7 +156,7 @@ class ProgressRecorder:
     def _renew(self, now: float, *, last: bool = False) -> None:
         if self._on_progress is not None:
             self._on_progress(self._record.written)
-        if now - self.started >= PATIENCE and (last or now - self._written_at >= self._pause):
+        if now - self.started >= FIRST_RENEWAL_SECONDS and (last or now - self._written_at >= self._pause):
             self._written_at = now
             self._record = msgspec.structs.replace(self._record, updated_ns=time.time_ns())
             if last and self._pause:  # the commit goes on meanwhile; `end` waits. Without a thread: it is removed soon

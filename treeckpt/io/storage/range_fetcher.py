@@ -26,14 +26,14 @@ from .bucket import FetchFailure, RangeResponse
 from .fetching import Consume, FileRange
 from .request_depth import RequestDepth, first_depth
 
-SMALL = 4096
+SMALL_REQUEST_DIVISOR = 4096
 """A request for less than one part of so many of the memory, as for a header or the end of a shard, takes no place of
 large ones, and no memory: the last of 64 would wait for it, and be late by a round trip."""
 SAMPLES = 16
 """Requests that must have ended before a slow one is known to be slow."""
-SLOW = 1.5
+SLOW_FACTOR = 1.5
 """A request is sent again after so many times the 99th percentile of the others."""
-LEAST = 0.2
+MIN_SLOW_SECONDS = 0.2
 """Seconds below which no request is slow."""
 HEDGED = 20
 """One of so many requests may be sent again for being slow."""
@@ -63,7 +63,7 @@ class RequestTimes:
         """The seconds after which a request is slow; None while too few are known."""
         if len(self._sorted) < SAMPLES:
             return None
-        return max(SLOW * self._sorted[-(-99 * len(self._sorted) // 100) - 1], LEAST)
+        return max(SLOW_FACTOR * self._sorted[-(-99 * len(self._sorted) // 100) - 1], MIN_SLOW_SECONDS)
 
 
 class _CutShort(StoreError):
@@ -203,7 +203,7 @@ class _Run:
         return depth + min(self._small, self._large, depth)
 
     def _is_small(self, number: int) -> bool:
-        return self._requests[number][2] < self._memory // SMALL
+        return self._requests[number][2] < self._memory // SMALL_REQUEST_DIVISOR
 
     def _held_by(self, number: int) -> int:
         """Returns the memory that is counted for a request, in bytes."""

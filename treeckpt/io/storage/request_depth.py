@@ -12,13 +12,13 @@ PER_CPU = 16
 """Requests in flight at first for each processor, up to `START`: one sends or receives less than 1 GB/s. More of them
 fill the buffers of the sockets: two processors read 0.54 GB in 0.59 s with 32 and in 0.73 s with 64, and sent them in
 0.65 s and in 0.75 s."""
-MOST = 192
+MAX_REQUESTS = 192
 """Requests in flight, at most."""
 WINDOW = 0.25
 """Seconds over which a rate is measured, at least."""
 GAIN = 1.1
 """Part by which the rate must rise for more requests in flight to stay."""
-KEPT = 0.95
+ENOUGH_RATE_SHARE = 0.95
 """Part of the rate that fewer requests in flight must reach to be enough."""
 FEWEST = 8
 """Requests in flight below which none is tried to be saved."""
@@ -38,7 +38,7 @@ class RequestDepth:
     gets slower with too many.
     """
 
-    def __init__(self, depth: int = START, *, most: int = MOST) -> None:
+    def __init__(self, depth: int = START, *, most: int = MAX_REQUESTS) -> None:
         self.depth, self._most = depth, most
         self._begin, self._nbytes, self._ended = 0.0, 0, 0
         self._known: tuple[int, float] | None = None
@@ -74,7 +74,7 @@ class RequestDepth:
             self.depth = min(self.depth * 3 // 2, self._most)
             if self.depth == self._known[0]:
                 self._trying = "none"
-        elif self._trying == "more" or rate >= best * KEPT:
+        elif self._trying == "more" or rate >= best * ENOUGH_RATE_SHARE:
             enough = before if self._trying == "more" else self.depth
             self._known = enough, best
             self.depth = max(enough * 2 // 3, min(FEWEST, enough))

@@ -12,7 +12,7 @@ from ...core.format.damage import leaves_in_range
 from ...core.format.records import File, Index
 from ...core.format.seals import check_no_zeros
 from ...core.format.shard_header import (
-    PAGE,
+    DATA_ALIGNMENT,
     ShardHeader,
     block_count,
     decode_front,
@@ -181,7 +181,7 @@ def open_front(store: Store, index: Index, file: File, size: int | None) -> tupl
         CorruptError: as `open_shard`.
     """
     _checked_size(store, index, file, size, whole=True)
-    data, label = bytearray(min(PAGE, file.header)), f"{store.url}/{file.name}"
+    data, label = bytearray(min(DATA_ALIGNMENT, file.header)), f"{store.url}/{file.name}"
     with _naming_leaves(store, index, file):
         store.read_into(file.name, 0, memoryview(data))
         found, at = decode_front(data, label)

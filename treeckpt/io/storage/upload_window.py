@@ -17,7 +17,7 @@ import numpy as np
 
 from .request_depth import FEWEST, START, RequestDepth, first_depth
 
-MOST = 128
+MAX_PARTS_IN_FLIGHT = 128
 """Parts in flight, at most. obstore looks for parts that failed when so many have been started, and at the end."""
 LATE, LATE_SECONDS = 4.0, 1.0
 """A part is late that takes so many times as long as the fastest of about its size, and so many seconds longer: it was
@@ -26,7 +26,7 @@ parts of 5 MiB take 15 s with half as many in flight after each late one, and 58
 NEAR, NEAR_PER_CPU = 0.006, 4
 """Seconds within which an answer is that of a store so near that few parts in flight, for each processor, keep it busy:
 537 MB at 1 ms and 1,000 MB/s a connection took two of them 0.57 s with 32 and 0.54 s with 8."""
-FAR = 0.1
+FAR_ANSWER_SECONDS = 0.1
 """Seconds after which an answer is that of a store so far away that processors wait even with `START` parts in flight:
 537 MB at 150 ms and 30 MB/s a connection took two of them 1.9 s with 32 and 1.5 s with 64."""
 
@@ -63,7 +63,7 @@ class UploadWindow:
     """Counts the parts in flight of all uploads to one bucket."""
 
     def __init__(self) -> None:
-        self.depth = RequestDepth(first_depth(), most=MOST)
+        self.depth = RequestDepth(first_depth(), most=MAX_PARTS_IN_FLIGHT)
         # an RLock: the last reference to a piece may end in a thread that holds the lock
         self.changed = threading.Condition(threading.RLock())
         self.in_flight = 0
@@ -73,9 +73,9 @@ class UploadWindow:
     def expect(self, seconds: float) -> None:
         """Takes how long a small request took; before the first part it says how many to begin with."""
         with self.changed:
-            if not self._fastest and not self.in_flight and not NEAR < seconds < FAR:
-                depth = START if seconds >= FAR else first_depth(NEAR_PER_CPU)
-                self.depth = RequestDepth(depth, most=MOST)
+            if not self._fastest and not self.in_flight and not NEAR < seconds < FAR_ANSWER_SECONDS:
+                depth = START if seconds >= FAR_ANSWER_SECONDS else first_depth(NEAR_PER_CPU)
+                self.depth = RequestDepth(depth, most=MAX_PARTS_IN_FLIGHT)
 
     def stream(self, blocks: Iterable[memoryview], part_nbytes: int) -> Generator[np.ndarray]:
         """Yields the blocks, uint8[n], cut where a part ends; waits before each part until it may be in flight."""

@@ -18,7 +18,7 @@ from .patterns import Binding, Pattern, bound_numbers, compile_pattern, expand, 
 from .reshape_rules import NOWHERE, ArrayRule
 from .rules import Copy, Drop, Fill, Keep, OneRule, Rename, Renames, Rule
 
-SHOWN = 8
+SHOWN_NAMES = 8
 """Names that an error lists."""
 
 
@@ -108,11 +108,11 @@ class RuleContext:
             hint: what to do, where that is known.
         """
         names = list(self.items)
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
         return MismatchError(
             f"rule {self.label}",
             expected=expected,
-            found=f"no such leaf: there are {', '.join(names[:SHOWN])[:400] or 'none'}{more}",
+            found=f"no such leaf: there are {', '.join(names[:SHOWN_NAMES])[:400] or 'none'}{more}",
             hint=hint or "Look at the names with treeckpt show (below a dotted name is `a.*`), or pass optional=True",
         )
 
