@@ -20,8 +20,8 @@ MUTATIONS ?= 60
 MUTATE_SECONDS ?= 1800
 MUTATE_ARGS ?=
 # What `make docs` describes, besides the packages that these hold; errors and formats are pages of their own.
-DOCS := treeckpt treeckpt.training treeckpt.convert treeckpt.dcp treeckpt.testing treeckpt.loading.transforms treeckpt.core.analysis.retention_policy \
-  treeckpt.integrations.transformers treeckpt.errors treeckpt.core.format
+DOCS := treeckpt treeckpt.training treeckpt.convert treeckpt.dcp treeckpt.testing treeckpt.rules treeckpt.policy \
+  treeckpt.integrations.transformers treeckpt.errors treeckpt._core.format
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
@@ -110,7 +110,7 @@ fuzz: $(STAMP) ## fuzz every decoder for FUZZ_SECONDS each, 60 unless told; with
 	$(call say,Fuzzing)
 	@$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
 
-mutate: $(STAMP) ## change the code of treeckpt/core in MUTATIONS places, and see that tests notice it, for MUTATE_SECONDS at most
+mutate: $(STAMP) ## change the code of treeckpt/_core in MUTATIONS places, and see that tests notice it, for MUTATE_SECONDS at most
 	$(call say,Mutation testing)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[mutate]'
 	@$(BIN)/python -m tests.mutate --count $(MUTATIONS) --seconds $(MUTATE_SECONDS) --jobs $(JOBS) $(MUTATE_ARGS)

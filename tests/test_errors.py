@@ -26,7 +26,7 @@ from tests.helpers.world import (
     small_tree,
     whole_tree,
 )
-from treeckpt.core.format.index import INDEX_NAME, VERSION
+from treeckpt._core.format.index import INDEX_NAME, VERSION
 
 
 class Unknown:

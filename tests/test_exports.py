@@ -14,7 +14,7 @@ import pytest
 
 import treeckpt as tc
 from treeckpt import reports
-from treeckpt.runs.run import CleanReport
+from treeckpt._runs.run import CleanReport
 
 NAMES = [
     "ArraySpec",
@@ -133,7 +133,7 @@ def test_what_needs_torch_says_so_where_it_is_not_installed(tmp_path: Path) -> N
         "tc.save(path, {'w': np.ones(3), 'v': 1}, overwrite=True)",
         "os.unlink(path + '/index.json'); tc.rebuild_index(path)",
         "tc.abstract({'w': np.ones(3)})",
-        "import treeckpt.cli.main, treeckpt.runs.catalog",
+        "import treeckpt._cli.main, treeckpt._runs.catalog",
         "try: tc.load(path + '/none')\nexcept tc.CheckpointNotFound: pass",
     ],
     ids=["import", "inspect", "verify", "load", "save", "rebuild_index", "abstract", "cli", "error"],

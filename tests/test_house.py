@@ -110,7 +110,7 @@ def test_outside_of_io_nothing_asks_for_the_kind_of_a_store():
     found = [
         f"{path.relative_to(ROOT)}:{line}"
         for name, path, tree in MODULES
-        if not name.startswith("treeckpt.io")
+        if not name.startswith("treeckpt._io")
         for line in store_kind_checks(tree, classes)
     ]
     assert found == []

@@ -17,7 +17,7 @@ import pytest
 import treeckpt as tc
 from tests.helpers.notebooks import NOTEBOOKS, ROOT, run_in_kernel, run_quickly, sources_of, text_of
 from tests.helpers.samples import write_checkpoint
-from treeckpt.runs.catalog import read_timings
+from treeckpt._runs.catalog import read_timings
 from treeckpt_dashboard.runs import metrics
 
 STEMS = [path.stem for path in NOTEBOOKS]

@@ -130,7 +130,7 @@ def test_a_save_over_another_one_that_dies_leaves_neither_with_dcp(tmp_path: Pat
         PEERS[name].save(old, tmp_path / name)
     with monkeypatch.context() as patch:
         patch.setattr(dcp.FileSystemWriter, "finish", die)
-        patch.setattr("treeckpt.saving.shard_writer.publish_index", die)
+        patch.setattr("treeckpt._saving.shard_writer.publish_index", die)
         with pytest.raises((KeyboardInterrupt, dcp.CheckpointException)):
             dcp.save(new, checkpoint_id=tmp_path / "DCP")
         with pytest.raises(KeyboardInterrupt):

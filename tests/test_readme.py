@@ -14,14 +14,14 @@ import torch
 
 import treeckpt as tc
 from tests.helpers.world import errors_of, on_ranks
-from treeckpt.cli import main
-from treeckpt.cli.command import EXIT_CODES
-from treeckpt.convert import FORMATS, SOURCES, conversion
-from treeckpt.core.format import shard_header
-from treeckpt.io.comm.comm import Comm
-from treeckpt.io.storage import obstore
-from treeckpt.io.storage.request_depth import PER_CPU, START
-from treeckpt.saving import shard_files
+from treeckpt._cli import main
+from treeckpt._cli.command import EXIT_CODES
+from treeckpt._core.format import shard_header
+from treeckpt._io.comm.comm import Comm
+from treeckpt._io.storage import obstore
+from treeckpt._io.storage.request_depth import PER_CPU, START
+from treeckpt._saving import shard_files
+from treeckpt.convert import FORMATS, SOURCES, _conversion
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -172,7 +172,7 @@ def test_the_dependencies_are_those_that_are_installed() -> None:
 
 
 def test_figures_are_those_of_the_code() -> None:
-    assert f"`memory=` ({conversion.MEMORY >> 20} MiB)" in FORMATS_PAGE
+    assert f"`memory=` ({_conversion.MEMORY >> 20} MiB)" in FORMATS_PAGE
     assert f"Every {shard_header.BLOCK >> 10} KiB has a checksum" in " ".join(README.split())
     assert obstore.PART == 8 << 20 and obstore.LARGE_PART == 64 << 20 and (PER_CPU, START) == (16, 64)
     guide = " ".join(GUIDES[ROOT / "notebooks/07_buckets.ipynb"].split())

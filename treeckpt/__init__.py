@@ -8,8 +8,8 @@
 Importing it, reading an index and the command line import no torch.
 
 `make docs` renders these pages: `treeckpt.training`, `treeckpt.convert`, `treeckpt.dcp`, `treeckpt.trees`, load rules
-(`treeckpt.loading.transforms`), retention policies (`treeckpt.core.analysis.retention_policy`), names of the hub
-(`treeckpt.integrations.transformers`), errors (`treeckpt.errors`), and the format of files (`treeckpt.core.format`).
+(`treeckpt.rules`), retention policies (`treeckpt.policy`), names of the hub
+(`treeckpt.integrations.transformers`), errors (`treeckpt.errors`), and the format of files (`treeckpt._core.format`).
 
 The examples in docstrings are run by the tests, each in an empty directory after these lines:
 
@@ -40,8 +40,8 @@ import importlib
 import importlib.metadata
 from typing import Any
 
-from . import trees
-from .api import (
+from . import policy, rules, trees
+from ._api import (
     abstract,
     inspect,
     load,
@@ -55,15 +55,20 @@ from .api import (
     save_async,
     verify,
 )
-from .arrays.sharded import Sharded
-from .core.analysis import retention_policy as policy
-from .core.format.records import Index
-from .core.sharding.region import Region
-from .core.tree.containers import FromRank
-from .core.tree.flatten import PerRank
-from .core.tree.keyed_table import KeyedTable
-from .core.tree.path_text import path_keys, path_text
-from .core.tree.spec import ArraySpec
+from ._arrays.sharded import Sharded
+from ._core.format.records import Index
+from ._core.sharding.region import Region
+from ._core.tree.containers import FromRank
+from ._core.tree.flatten import PerRank
+from ._core.tree.keyed_table import KeyedTable
+from ._core.tree.path_text import path_keys, path_text
+from ._core.tree.spec import ArraySpec
+from ._io.storage.object_store import ObjectRun, ObjectStore
+from ._io.storage.store import LocalStore, MemoryStore
+from ._loading.background import PendingLoad
+from ._loading.overlay import Bank, From
+from ._runs.manager import Manager
+from ._saving.future import Pending
 from .errors import (
     CheckpointError,
     CheckpointExists,
@@ -77,14 +82,7 @@ from .errors import (
     TreeckptError,
     TreeError,
 )
-from .io.storage.object_store import ObjectRun, ObjectStore
-from .io.storage.store import LocalStore, MemoryStore
-from .loading import transforms as rules
-from .loading.background import PendingLoad
-from .loading.overlay import Bank, From
 from .reports import LoadReport, SaveReport, VerifyReport
-from .runs.manager import Manager
-from .saving.future import Pending
 
 __all__ = [
     "ArraySpec",

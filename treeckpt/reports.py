@@ -6,10 +6,10 @@ from typing import Literal
 
 import msgspec
 
-from .core.format.damage import DamagedLeaf
-from .core.format.timings import Span
-from .core.html import el, facts, joined, table
-from .core.text import bytes_text, count_text, rate_text, seconds_text
+from ._core.format.damage import DamagedLeaf
+from ._core.format.timings import Span
+from ._core.html import el, facts, joined, table
+from ._core.text import bytes_text, count_text, rate_text, seconds_text
 from .errors import visible
 
 __all__ = ["Leftover", "LoadReport", "SaveReport", "VerifyReport"]

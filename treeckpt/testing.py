@@ -1,4 +1,4 @@
-"""Tests for stores of one's own: `StoreSuite` is what each `treeckpt.io.storage.store.Store` must pass, with pytest.
+"""Tests for stores of one's own: `StoreSuite` is what each `treeckpt._io.storage.store.Store` must pass, with pytest.
 
 It is the suite that the stores of treeckpt themselves pass.
 """
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from .api import load, save, verify
+from ._api import load, save, verify
+from ._io.storage.memory import aligned_buffer
+from ._io.storage.store import Store, Writer
 from .errors import CheckpointExists, CorruptError, StoreError
-from .io.storage.memory import aligned_buffer
-from .io.storage.store import Store, Writer
 
 __all__ = ["StoreSuite", "read_range", "write_file"]
 

@@ -7,10 +7,10 @@ import re
 
 import msgspec
 
-from treeckpt.core.format.byte_map import ChunkLocation, chunk_count, holders_of, layout_of, locate_chunks
-from treeckpt.core.format.records import AliasRecord, Index, Leaf
-from treeckpt.core.sharding.region import Region
-from treeckpt.core.text import region_text
+from treeckpt._core.format.byte_map import ChunkLocation, chunk_count, holders_of, layout_of, locate_chunks
+from treeckpt._core.format.records import AliasRecord, Index, Leaf
+from treeckpt._core.sharding.region import Region
+from treeckpt._core.text import region_text
 
 from ..pages.checkpoints import PAGE_ROWS, next_start
 from ..store.library import NotFound

@@ -10,11 +10,11 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.format.records import Index
-from treeckpt.core.numbers.unusual import reason_of
-from treeckpt.core.text import shape_text
-from treeckpt.runs.statistics_store import LeafStatistics
+from treeckpt._core.format.records import Index
+from treeckpt._core.text import shape_text
+from treeckpt._inspect.outline import Outline
+from treeckpt._inspect.unusual import reason_of
+from treeckpt._runs.statistics_store import LeafStatistics
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, OpenTree, next_start, shorten
 from ..store.library import Library

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.format.byte_map import Extent, extents_in_file
-from treeckpt.core.format.records import File, Index
-from treeckpt.core.format.sidecars import Sidecar
-from treeckpt.core.text import region_text, visible
+from treeckpt._core.format.byte_map import Extent, extents_in_file
+from treeckpt._core.format.records import File, Index
+from treeckpt._core.format.sidecars import Sidecar
+from treeckpt._core.text import region_text, visible
+from treeckpt._inspect.outline import Outline
+from treeckpt._io.os_errors import shows_damage
+from treeckpt._io.storage.checkpoint import Checkpoint
+from treeckpt._io.storage.shard_reader import verify_shard
+from treeckpt._io.storage.store import Store
 from treeckpt.errors import LayoutError, TreeckptError
-from treeckpt.io.os_errors import shows_damage
-from treeckpt.io.storage.checkpoint import Checkpoint
-from treeckpt.io.storage.shard_reader import verify_shard
-from treeckpt.io.storage.store import Store
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, next_start, shorten
 from ..store.library import NotFound

@@ -6,10 +6,10 @@ from collections.abc import Hashable
 
 import msgspec
 
-from treeckpt.core.analysis.diff import leaf_text
-from treeckpt.core.analysis.outline import Outline, OutlineRow
-from treeckpt.core.analysis.repeated_blocks import RepeatedBlocks, find_repeated_blocks
-from treeckpt.core.tree.spec import BLOB_KINDS
+from treeckpt._core.tree.spec import BLOB_KINDS
+from treeckpt._inspect.diff import leaf_text
+from treeckpt._inspect.outline import Outline, OutlineRow
+from treeckpt._inspect.repeated_blocks import RepeatedBlocks, find_repeated_blocks
 
 MAX_CHILDREN = 5000
 """Children of a node; with more of them nothing is folded."""

@@ -6,9 +6,8 @@ import math
 
 import msgspec
 
-from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.format.byte_map import chunk_count, layout_of
-from treeckpt.core.format.records import (
+from treeckpt._core.format.byte_map import chunk_count, layout_of
+from treeckpt._core.format.records import (
     AliasRecord,
     BlobRecord,
     Index,
@@ -18,15 +17,16 @@ from treeckpt.core.format.records import (
     PerRankValues,
     ValueRecord,
 )
-from treeckpt.core.sharding.dtypes import dtype_of
-from treeckpt.core.sharding.int_runs import decode_runs
-from treeckpt.core.sharding.placements import MeshLayout, mesh_ranks
-from treeckpt.core.sharding.region import Region
-from treeckpt.core.text import blob_text, count_text, layout_text, placement_text, value_text, value_type
-from treeckpt.core.tree.spec import ArraySpec
-from treeckpt.io.storage.store import Store
-from treeckpt.loading.peek import MAX_NBYTES, peek_blob
-from treeckpt.runs.statistics_store import LeafStatistics
+from treeckpt._core.sharding.dtypes import dtype_of
+from treeckpt._core.sharding.int_runs import decode_runs
+from treeckpt._core.sharding.placements import MeshLayout, mesh_ranks
+from treeckpt._core.sharding.region import Region
+from treeckpt._core.text import blob_text, count_text, layout_text, placement_text, value_text, value_type
+from treeckpt._core.tree.spec import ArraySpec
+from treeckpt._inspect.outline import Outline
+from treeckpt._io.storage.store import Store
+from treeckpt._loading.peek import MAX_NBYTES, peek_blob
+from treeckpt._runs.statistics_store import LeafStatistics
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, shorten
 from .chunks import MAX_HOLDERS, NO_FILE, ChunksPage, chunks_page, leaf_of, parse_region, stored_leaf

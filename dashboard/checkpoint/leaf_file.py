@@ -8,15 +8,15 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.format.records import Index
-from treeckpt.core.sharding.dtypes import dtype_of, numpy_dtype
-from treeckpt.core.sharding.region import Region
-from treeckpt.core.text import bytes_text, region_text
-from treeckpt.core.tree.spec import ArraySpec
-from treeckpt.foreign.safetensors_read import TAGS
-from treeckpt.io.storage.store import Store
-from treeckpt.loading.peek import MAX_NBYTES, peek
+from treeckpt._core.format.records import Index
+from treeckpt._core.sharding.dtypes import dtype_of, numpy_dtype
+from treeckpt._core.sharding.region import Region
+from treeckpt._core.text import bytes_text, region_text
+from treeckpt._core.tree.spec import ArraySpec
+from treeckpt._foreign.safetensors_read import TAGS
+from treeckpt._inspect.outline import Outline
+from treeckpt._io.storage.store import Store
+from treeckpt._loading.peek import MAX_NBYTES, peek
 
 from ..store.library import NotFound
 from .chunks import parse_region
@@ -83,7 +83,7 @@ def _npy(data: np.ndarray, spec: ArraySpec) -> bytes:
 
 
 def _safetensors(data: np.ndarray, spec: ArraySpec, path: str, region: str) -> bytes:
-    from treeckpt.convert.safetensors_write import encode_safetensors_header  # not for the start of the server
+    from treeckpt.convert._safetensors_write import encode_safetensors_header  # not for the start of the server
 
     head, _ = encode_safetensors_header([(path, spec)], {"format": "pt", "region": region})
     return head + data.tobytes()

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from treeckpt.core.numbers.moments import Moments
-from treeckpt.core.text import json_number
-from treeckpt.runs.checkpoint_info import CheckpointInfo
-from treeckpt.runs.statistics_store import LeafStatistics
+from treeckpt._core.text import json_number
+from treeckpt._inspect.moments import Moments
+from treeckpt._runs.checkpoint_info import CheckpointInfo
+from treeckpt._runs.statistics_store import LeafStatistics
 
 from ..store.library import Library, Run
 

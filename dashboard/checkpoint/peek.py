@@ -8,17 +8,17 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.format.records import AliasRecord, Index, Leaf, PerRankArrays
-from treeckpt.core.numbers.element_stats import element_stats, element_texts
-from treeckpt.core.numbers.number_image import number_image
-from treeckpt.core.sharding.dtypes import dtype_of
-from treeckpt.core.sharding.int_runs import decode_runs
-from treeckpt.core.sharding.region import Region
-from treeckpt.core.text import number_text, region_text
-from treeckpt.core.tree.spec import ArraySpec
-from treeckpt.io.storage.store import Store
-from treeckpt.loading.peek import MAX_NBYTES, Peek, peek
+from treeckpt._core.format.records import AliasRecord, Index, Leaf, PerRankArrays
+from treeckpt._core.sharding.dtypes import dtype_of
+from treeckpt._core.sharding.int_runs import decode_runs
+from treeckpt._core.sharding.region import Region
+from treeckpt._core.text import number_text, region_text
+from treeckpt._core.tree.spec import ArraySpec
+from treeckpt._inspect.element_stats import element_stats, element_texts
+from treeckpt._inspect.number_image import number_image
+from treeckpt._inspect.outline import Outline
+from treeckpt._io.storage.store import Store
+from treeckpt._loading.peek import MAX_NBYTES, Peek, peek
 
 from ..store.library import NotFound
 from .chunks import leaf_of

@@ -12,10 +12,10 @@ import msgspec
 from fastapi import Query, Request
 from fastapi.responses import RedirectResponse, Response
 
-from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.analysis.treemap import TreemapKey
+from treeckpt._inspect.outline import Outline
+from treeckpt._inspect.treemap import TreemapKey
+from treeckpt._io.storage.store import Store
 from treeckpt.errors import CheckpointError
-from treeckpt.io.storage.store import Store
 
 from ..pages.answers import PageRouter, Start, Words, check_same_site, file_response, library_of
 from ..pages.checkpoints import OpenTree, open_checkpoint, open_tree

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from treeckpt.core.format.byte_map import ChunkLocation, chunk_count, locate_chunks
-from treeckpt.core.format.records import Index, Leaf, PerRankArrays
-from treeckpt.core.sharding.region import Region
+from treeckpt._core.format.byte_map import ChunkLocation, chunk_count, locate_chunks
+from treeckpt._core.format.records import Index, Leaf, PerRankArrays
+from treeckpt._core.sharding.region import Region
 
 from .chunks import NO_FILE, file_numbers, holders, locate, stored_leaf
 

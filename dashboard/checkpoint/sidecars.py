@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.format.sidecars import Sidecar
-from treeckpt.io.storage.metadata_files import read_sidecar
-from treeckpt.io.storage.store import Store
+from treeckpt._core.format.sidecars import Sidecar
+from treeckpt._inspect.outline import Outline
+from treeckpt._io.storage.metadata_files import read_sidecar
+from treeckpt._io.storage.store import Store
 
 from ..pages.checkpoints import CheckpointRow
 from ..store.library import NotFound

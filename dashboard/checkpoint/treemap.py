@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.analysis.treemap import TreemapKey, treemap_of
+from treeckpt._inspect.outline import Outline
+from treeckpt._inspect.treemap import TreemapKey, treemap_of
 
 
 class TreemapPage(msgspec.Struct, frozen=True):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from treeckpt.core.text import visible
-from treeckpt.runs.verification import DamagedPart, Verification, fingerprint_of, found_part, this_user
+from treeckpt._core.text import visible
+from treeckpt._runs.verification import DamagedPart, Verification, fingerprint_of, found_part, this_user
 
 from ..pages.checkpoints import CheckpointRow, checkpoint_row
 from ..store.cache import Cache

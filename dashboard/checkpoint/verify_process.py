@@ -10,11 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from treeckpt.io.storage.counting_store import CountingStore
-from treeckpt.io.storage.far_store import for_reading
+from treeckpt._io.storage.counting_store import CountingStore
+from treeckpt._io.storage.far_store import for_reading
+from treeckpt._runs.statistics_store import StatisticsStore
+from treeckpt._runs.verification import DamagedPart, Verification, shown_parts, this_user, verify_folder
 from treeckpt.reports import Problem
-from treeckpt.runs.statistics_store import StatisticsStore
-from treeckpt.runs.verification import DamagedPart, Verification, shown_parts, this_user, verify_folder
 
 from ..store.jobs import Failed, JobProgress, ReadPrinter, folder_at, send
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from treeckpt.core.analysis.diff import comparable, diff
-from treeckpt.core.tree.spec import BLOB_KINDS
-from treeckpt.io.storage.counting_store import CountingStore
-from treeckpt.io.storage.far_store import for_reading
-from treeckpt.io.storage.store import DirectoryEntry, Store
-from treeckpt.loading.compare import measured_pairs
-from treeckpt.loading.one_checkpoint import opened
-from treeckpt.runs.change_store import ChangeStore, ComparedSave
-from treeckpt.runs.verification import fingerprint_of
+from treeckpt._core.tree.spec import BLOB_KINDS
+from treeckpt._inspect.diff import comparable, diff
+from treeckpt._io.storage.counting_store import CountingStore
+from treeckpt._io.storage.far_store import for_reading
+from treeckpt._io.storage.store import DirectoryEntry, Store
+from treeckpt._loading.compare import measured_pairs
+from treeckpt._loading.one_checkpoint import opened
+from treeckpt._runs.change_store import ChangeStore, ComparedSave
+from treeckpt._runs.verification import fingerprint_of
 
 from ..store.jobs import Failed, ReadPrinter, folder_at, send
 

@@ -13,11 +13,11 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from treeckpt.core.analysis.outline import Outline, words_in
-from treeckpt.core.numbers.layer_changes import LayerChange, layer_changes, relative_changes
-from treeckpt.core.text import json_number, visible
-from treeckpt.runs.change_store import ComparedSave
-from treeckpt.runs.verification import fingerprint_of
+from treeckpt._core.text import json_number, visible
+from treeckpt._inspect.layer_changes import LayerChange, layer_changes, relative_changes
+from treeckpt._inspect.outline import Outline, words_in
+from treeckpt._runs.change_store import ComparedSave
+from treeckpt._runs.verification import fingerprint_of
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, next_start, shorten
 from ..store.jobs import JobQueue, ProcessJob, place_of

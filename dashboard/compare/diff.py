@@ -16,16 +16,16 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from treeckpt.core.analysis.diff import Added, Change, Changed, Moved, Removed, comparable, diff
-from treeckpt.core.analysis.outline import words_in
-from treeckpt.core.format.byte_map import chunk_count
-from treeckpt.core.format.records import Index
-from treeckpt.core.text import json_number, visible
+from treeckpt._core.format.byte_map import chunk_count
+from treeckpt._core.format.records import Index
+from treeckpt._core.text import json_number, visible
+from treeckpt._inspect.diff import Added, Change, Changed, Moved, Removed, comparable, diff
+from treeckpt._inspect.outline import words_in
+from treeckpt._io.storage.checkpoint import Checkpoint
+from treeckpt._io.storage.open import open_store
+from treeckpt._loading.compare import delta_of, verdict_of
+from treeckpt._loading.read_batch import read_arrays
 from treeckpt.errors import TreeckptError
-from treeckpt.io.storage.checkpoint import Checkpoint
-from treeckpt.io.storage.open import open_store
-from treeckpt.loading.compare import delta_of, verdict_of
-from treeckpt.loading.read_batch import read_arrays
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, checkpoint_row, shorten
 from ..store.library import Library, NotFound, OpenCheckpoint

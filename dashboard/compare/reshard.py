@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.analysis.reshard_preview import RankReads, ReshardPlan, parse_mesh, parse_rules, plan_reshard
-from treeckpt.core.sharding.placements import Mesh
+from treeckpt._core.sharding.placements import Mesh
+from treeckpt._inspect.outline import Outline
+from treeckpt._inspect.reshard_preview import RankReads, ReshardPlan, parse_mesh, parse_rules, plan_reshard
 from treeckpt.errors import TreeckptError
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, next_start

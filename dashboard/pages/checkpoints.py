@@ -13,11 +13,11 @@ from typing import Literal
 
 import msgspec
 
-from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.text import json_number, visible
-from treeckpt.runs.active_saves import SaveUnderWay, waits_for_text
-from treeckpt.runs.checkpoint_info import CheckpointInfo
-from treeckpt.runs.verification import DamagedPart, Verification, VerificationResult
+from treeckpt._core.text import json_number, visible
+from treeckpt._inspect.outline import Outline
+from treeckpt._runs.active_saves import SaveUnderWay, waits_for_text
+from treeckpt._runs.checkpoint_info import CheckpointInfo
+from treeckpt._runs.verification import DamagedPart, Verification, VerificationResult
 
 from ..store.foreign_trees import ForeignInfo
 from ..store.index_reader import ReadProgress

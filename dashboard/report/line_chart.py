@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from treeckpt.core.html import Html, el
+from treeckpt._core.html import Html, el
 
 WIDTH = 1000
 

@@ -12,15 +12,11 @@ from typing import Any
 
 import msgspec
 
-from treeckpt import api
-from treeckpt.core.analysis.diff import leaf_text
-from treeckpt.core.analysis.outline import Outline, OutlineRow
-from treeckpt.core.analysis.timing_report import TimingReport
-from treeckpt.core.analysis.treemap import TreemapKey
-from treeckpt.core.format.byte_map import chunk_count, layout_of
-from treeckpt.core.format.records import AliasRecord, ArrayRecord, Index
-from treeckpt.core.html import Child, Html, el, facts, table
-from treeckpt.core.text import (
+from treeckpt import _api
+from treeckpt._core.format.byte_map import chunk_count, layout_of
+from treeckpt._core.format.records import AliasRecord, ArrayRecord, Index
+from treeckpt._core.html import Child, Html, el, facts, table
+from treeckpt._core.text import (
     bytes_text,
     count_text,
     layout_text,
@@ -30,13 +26,17 @@ from treeckpt.core.text import (
     time_text,
     value_text,
 )
+from treeckpt._inspect.diff import leaf_text
+from treeckpt._inspect.outline import Outline, OutlineRow
+from treeckpt._inspect.timing_report import TimingReport
+from treeckpt._inspect.treemap import TreemapKey
+from treeckpt._io.storage.metadata_files import NewestIndex
+from treeckpt._io.storage.open import open_store
+from treeckpt._runs import catalog
+from treeckpt._runs.checkpoint_info import CheckpointInfo, with_verification
+from treeckpt._runs.notebook import COLUMNS, checkpoint_rows
+from treeckpt._runs.verification import VerificationStore, cache_directory
 from treeckpt.errors import CheckpointNotFound, TreeckptError
-from treeckpt.io.storage.metadata_files import NewestIndex
-from treeckpt.io.storage.open import open_store
-from treeckpt.runs import catalog
-from treeckpt.runs.checkpoint_info import CheckpointInfo, with_verification
-from treeckpt.runs.notebook import COLUMNS, checkpoint_rows
-from treeckpt.runs.verification import VerificationStore, cache_directory
 
 from ..checkpoint.shard_map import map_page
 from ..checkpoint.treemap import treemap_page
@@ -172,7 +172,7 @@ def _checkpoint(
     state = el("p", info.state_and_problem, class_="dim")
     timing = _timing(path, info.save_id if info.leaves is not None else None, drawings)
     try:
-        index = index or api.inspect(path)
+        index = index or _api.inspect(path)
     except TreeckptError as error:
         return [state, el("p", f"{error}", class_="bad"), *timing]
     outline = Outline.of(index)

@@ -9,9 +9,9 @@ from typing import Literal
 
 import msgspec
 
-from treeckpt.core.text import visible
+from treeckpt._core.text import visible
+from treeckpt._runs.checkpoint_info import CheckpointInfo
 from treeckpt.errors import TreeckptError
-from treeckpt.runs.checkpoint_info import CheckpointInfo
 
 from ..pages.checkpoints import shorten, status_of
 from ..store.index_reader import StillReading

@@ -7,12 +7,12 @@ from collections import OrderedDict, deque
 
 import msgspec
 
-from treeckpt.core.format.save_progress import Progress
-from treeckpt.core.text import visible
+from treeckpt._core.format.save_progress import Progress
+from treeckpt._core.text import visible
+from treeckpt._io.storage.progress_file import FAR_PAUSE, read_progress
+from treeckpt._runs.active_saves import SaveState, SaveUnderWay, waits_for_text
+from treeckpt._runs.checkpoint_info import CheckpointInfo
 from treeckpt.errors import TreeckptError
-from treeckpt.io.storage.progress_file import FAR_PAUSE, read_progress
-from treeckpt.runs.active_saves import SaveState, SaveUnderWay, waits_for_text
-from treeckpt.runs.checkpoint_info import CheckpointInfo
 
 from ..pages.checkpoints import PAGE_ROWS, next_start
 from ..store.library import Library, Run

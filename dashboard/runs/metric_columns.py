@@ -7,8 +7,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from treeckpt.core.analysis.retention_policy import Best, Policy
-from treeckpt.runs.checkpoint_info import CheckpointInfo
+from treeckpt._runs.checkpoint_info import CheckpointInfo
+from treeckpt.policy import Best, Policy
 
 COLUMNS = 4
 """Metrics that have a column in a list of checkpoints."""

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from treeckpt.core.text import json_number, visible
-from treeckpt.runs.checkpoint_info import CheckpointInfo
-from treeckpt.runs.policy_text import keep_text
+from treeckpt._core.text import json_number, visible
+from treeckpt._runs.checkpoint_info import CheckpointInfo
+from treeckpt._runs.policy_text import keep_text
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, Status, checkpoint_row, next_start, shorten, status_of
 from ..store.last_result import LastResult

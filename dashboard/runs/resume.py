@@ -10,10 +10,10 @@ from typing import Literal
 
 import msgspec
 
-from treeckpt.core.analysis.retention_policy import Best, Policy
-from treeckpt.core.format.lineage import SequenceRanges
-from treeckpt.core.text import json_number
-from treeckpt.runs.checkpoint_info import CheckpointInfo, mark_of
+from treeckpt._core.format.lineage import SequenceRanges
+from treeckpt._core.text import json_number
+from treeckpt._runs.checkpoint_info import CheckpointInfo, mark_of
+from treeckpt.policy import Best, Policy
 
 from ..pages.checkpoints import CheckpointRow, checkpoint_row, iso_time, per_rank_keyword, shorten, status_of
 from ..store.library import Library, Listed, Run

@@ -8,10 +8,10 @@ from functools import lru_cache
 
 import msgspec
 
-from treeckpt.core.analysis.retention_policy import Policy, kept
-from treeckpt.core.format.file_names import step_name, step_of
-from treeckpt.runs.checkpoint_info import CheckpointInfo, step_info
-from treeckpt.runs.policy_text import parse_keep
+from treeckpt._core.format.file_names import step_name, step_of
+from treeckpt._runs.checkpoint_info import CheckpointInfo, step_info
+from treeckpt._runs.policy_text import parse_keep
+from treeckpt.policy import Policy, kept
 
 from ..pages.checkpoints import status_of
 from ..store.foreign_trees import ForeignInfo

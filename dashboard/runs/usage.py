@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from treeckpt.core.analysis.deletion import Removal, RetainedDirectory
-from treeckpt.core.analysis.retention_policy import All, Policy
-from treeckpt.core.text import visible
+from treeckpt._core.text import visible
+from treeckpt._inspect.deletion import Removal, RetainedDirectory
+from treeckpt._runs.checkpoint_info import CheckpointInfo
+from treeckpt._runs.policy_text import keep_text
+from treeckpt._runs.run import CleanReport, RunDirectory
 from treeckpt.errors import TreeckptError
-from treeckpt.runs.checkpoint_info import CheckpointInfo
-from treeckpt.runs.policy_text import keep_text
-from treeckpt.runs.run import CleanReport, RunDirectory
+from treeckpt.policy import All, Policy
 
 from ..pages.checkpoints import PAGE_ROWS, next_start, status_of
 from ..store.foreign_trees import ForeignInfo

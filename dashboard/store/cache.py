@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from treeckpt.io.storage.store import DirectoryEntry
-from treeckpt.runs.change_store import ChangeStore
-from treeckpt.runs.index_summary import Summary
-from treeckpt.runs.stat_cache import LruStatCache
-from treeckpt.runs.statistics_store import StatisticsStore
-from treeckpt.runs.verification import VerificationStore, cache_directory
+from treeckpt._io.storage.store import DirectoryEntry
+from treeckpt._runs.change_store import ChangeStore
+from treeckpt._runs.index_summary import Summary
+from treeckpt._runs.stat_cache import LruStatCache
+from treeckpt._runs.statistics_store import StatisticsStore
+from treeckpt._runs.verification import VerificationStore, cache_directory
 
 from .outline_file import VERSION
 from .reduced_timings import ReducedTimings

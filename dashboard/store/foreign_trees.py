@@ -10,15 +10,15 @@ from pathlib import Path
 
 import msgspec
 
-from treeckpt.core.format.file_names import is_step_name
-from treeckpt.core.text import bytes_text, visible
+from treeckpt._core.format.file_names import is_step_name
+from treeckpt._core.text import bytes_text, visible
+from treeckpt._io.os_errors import shows_damage, wrap_read_error
+from treeckpt._io.storage.foreign_formats import DCP_METADATA, TORCH_SUFFIXES, describe_foreign
+from treeckpt._io.storage.local_read import follows_links
+from treeckpt._io.storage.run_store import LocalRun
+from treeckpt._io.storage.store import DirectoryEntry, LocalStore, Store
+from treeckpt._runs.checkpoint_info import CheckpointInfo
 from treeckpt.errors import FormatError, StoreError
-from treeckpt.io.os_errors import shows_damage, wrap_read_error
-from treeckpt.io.storage.foreign_formats import DCP_METADATA, TORCH_SUFFIXES, describe_foreign
-from treeckpt.io.storage.local_read import follows_links
-from treeckpt.io.storage.run_store import LocalRun
-from treeckpt.io.storage.store import DirectoryEntry, LocalStore, Store
-from treeckpt.runs.checkpoint_info import CheckpointInfo
 
 MAX_METADATA = 64 << 20
 """Bytes of the metadata of torch.distributed.checkpoint beyond which they are not read here."""
@@ -116,7 +116,7 @@ def foreign_store(info: ForeignInfo) -> Store:
     Raises:
         FormatError: it is none any more.
     """
-    from treeckpt.foreign.files import FileRange, foreign_at
+    from treeckpt._foreign.files import FileRange, foreign_at
 
     if (found := foreign_at(info.path)) is None:
         raise FormatError(visible(info.path), expected=info.format, found="other files")

@@ -20,13 +20,13 @@ from typing import Any
 
 import msgspec
 
-from treeckpt.core.format.index import INDEX_NAME
-from treeckpt.core.format.records import Index
+from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._core.format.records import Index
+from treeckpt._foreign.files import foreign_at
+from treeckpt._io.os_errors import shows_damage
+from treeckpt._io.storage import metadata_files
+from treeckpt._io.storage.store import DirectoryEntry, Store
 from treeckpt.errors import CorruptError, FormatError, StoreError, TreeckptError
-from treeckpt.foreign.files import foreign_at
-from treeckpt.io.os_errors import shows_damage
-from treeckpt.io.storage import metadata_files
-from treeckpt.io.storage.store import DirectoryEntry, Store
 
 from .cache import Cache, key_of
 from .jobs import KILLED, Failed, JobProgress, JobQueue, ProcessJob, folder_at, limit_resources, line_of, place_of, send
@@ -234,8 +234,8 @@ def is_large(entry: DirectoryEntry) -> bool:
 
 def _read(run: str, name: str) -> Index:
     if not run and foreign_at(name) is not None:
-        from treeckpt.foreign.foreign_checkpoint import ForeignCheckpoint  # not for the start of the server
-        from treeckpt.foreign.foreign_index import with_found_chunks
+        from treeckpt._foreign.foreign_checkpoint import ForeignCheckpoint  # not for the start of the server
+        from treeckpt._foreign.foreign_index import with_found_chunks
 
         limit_resources(MEMORY, FOREIGN_SECONDS)
         send(JobProgress(0, phase="read"))

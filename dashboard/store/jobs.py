@@ -23,10 +23,10 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 import msgspec
 
 from treeckpt import errors
+from treeckpt._io.storage.open import open_run
+from treeckpt._io.storage.store import LocalStore, Store
+from treeckpt._threads import start_thread
 from treeckpt.errors import CorruptError, StoreError, TreeckptError
-from treeckpt.io.storage.open import open_run
-from treeckpt.io.storage.store import LocalStore, Store
-from treeckpt.threads import start_thread
 
 JobState = Literal["waiting", "running", "ended", "cancelled", "failed"]
 MAX_ENDED = 256

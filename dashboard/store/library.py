@@ -17,20 +17,20 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.analysis.retention_policy import Policy
-from treeckpt.core.analysis.timing_report import TimingReport
-from treeckpt.core.format.file_names import step_of
-from treeckpt.core.format.index import INDEX_NAME
-from treeckpt.core.format.timings import timings_name
-from treeckpt.core.text import visible
+from treeckpt._core.format.file_names import step_of
+from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._core.format.timings import timings_name
+from treeckpt._core.text import visible
+from treeckpt._inspect.outline import Outline
+from treeckpt._inspect.timing_report import TimingReport
+from treeckpt._io.storage.open import open_run
+from treeckpt._io.storage.run_store import RunStore
+from treeckpt._io.storage.store import DirectoryEntry, LocalStore, Store
+from treeckpt._runs import catalog
+from treeckpt._runs.checkpoint_info import CheckpointInfo, with_verification
+from treeckpt._runs.stat_cache import LruStatCache, StatCache
 from treeckpt.errors import CheckpointNotFound, StoreError
-from treeckpt.io.storage.open import open_run
-from treeckpt.io.storage.run_store import RunStore
-from treeckpt.io.storage.store import DirectoryEntry, LocalStore, Store
-from treeckpt.runs import catalog
-from treeckpt.runs.checkpoint_info import CheckpointInfo, with_verification
-from treeckpt.runs.stat_cache import LruStatCache, StatCache
+from treeckpt.policy import Policy
 
 from .cache import Cache
 from .foreign_trees import (

@@ -1,6 +1,6 @@
 """The file of an index, so that a checkpoint of a million leaves is browsed with little memory.
 
-`write_outline` writes one file: a head in JSON, the columns of the tree (`core.analysis.outline`), the records of
+`write_outline` writes one file: a head in JSON, the columns of the tree (`_inspect.outline`), the records of
 leaves in blocks, and the structure. It is written under a temporary name and renamed, never changed afterwards, and may
 be deleted at any time. A `StoredOutline` maps it: memory grows with the size of a result, not with the number of
 leaves.
@@ -18,12 +18,12 @@ from typing import Any, overload
 import msgspec
 import numpy as np
 
-from treeckpt.core.analysis.outline import Outline, OutlineColumns, outline_columns
-from treeckpt.core.format.records import Index, Leaf, LeafRecord, specs_of
-from treeckpt.core.sharding.int_runs import Runs
-from treeckpt.core.tree.structure import Structure
-from treeckpt.foreign.foreign_records import ForeignIndex
-from treeckpt.runs.index_summary import Summary, summarize_index
+from treeckpt._core.format.records import Index, Leaf, LeafRecord, specs_of
+from treeckpt._core.sharding.int_runs import Runs
+from treeckpt._core.tree.structure import Structure
+from treeckpt._foreign.foreign_records import ForeignIndex
+from treeckpt._inspect.outline import Outline, OutlineColumns, outline_columns
+from treeckpt._runs.index_summary import Summary, summarize_index
 
 VERSION = "7"
 """Version of this format, in the name of the cache directory: other versions use other directories."""

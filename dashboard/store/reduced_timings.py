@@ -14,16 +14,16 @@ from functools import lru_cache
 import msgspec
 import numpy as np
 
-from treeckpt.core.analysis.critical_path import CriticalSegment
-from treeckpt.core.analysis.profile import RankTime
-from treeckpt.core.analysis.stragglers import Straggler
-from treeckpt.core.analysis.timing_report import TimingReport
-from treeckpt.core.format.timings import Host
-from treeckpt.core.sharding.int_runs import decode_runs
-from treeckpt.core.text import visible
+from treeckpt._core.format.timings import Host
+from treeckpt._core.sharding.int_runs import decode_runs
+from treeckpt._core.text import visible
+from treeckpt._inspect.critical_path import CriticalSegment
+from treeckpt._inspect.profile import RankTime
+from treeckpt._inspect.stragglers import Straggler
+from treeckpt._inspect.timing_report import TimingReport
+from treeckpt._io.storage.store import Store
+from treeckpt._runs import catalog
 from treeckpt.errors import CorruptError
-from treeckpt.io.storage.store import Store
-from treeckpt.runs import catalog
 
 MAX_PHASES = 16
 """Phases that are kept of a save, those with the longest times; the others are added up under OTHER."""

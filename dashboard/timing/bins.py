@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from treeckpt.core.text import visible
+from treeckpt._core.text import visible
 
 from ..store.reduced_timings import OTHER, ReducedTimings
 

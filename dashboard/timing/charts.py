@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from treeckpt.core.analysis.profile import WAITING_PHASES
-from treeckpt.core.analysis.stragglers import RankGrouping
-from treeckpt.core.analysis.timing_report import TimingReport
+from treeckpt._inspect.profile import WAITING_PHASES
+from treeckpt._inspect.stragglers import RankGrouping
+from treeckpt._inspect.timing_report import TimingReport
 
 from .model import group_rows
 

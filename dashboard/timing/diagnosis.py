@@ -11,11 +11,11 @@ from statistics import median
 
 import msgspec
 
-from treeckpt.core.analysis.critical_path import CriticalSegment
-from treeckpt.core.analysis.profile import LATE_CALL
-from treeckpt.core.format.timings import Host
-from treeckpt.core.text import seconds_text, visible
-from treeckpt.runs.checkpoint_info import CheckpointInfo
+from treeckpt._core.format.timings import Host
+from treeckpt._core.text import seconds_text, visible
+from treeckpt._inspect.critical_path import CriticalSegment
+from treeckpt._inspect.profile import LATE_CALL
+from treeckpt._runs.checkpoint_info import CheckpointInfo
 
 from ..store.reduced_timings import host_names
 

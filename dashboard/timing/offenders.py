@@ -8,7 +8,7 @@ from statistics import median
 
 import msgspec
 
-from treeckpt.core.text import seconds_text, visible
+from treeckpt._core.text import seconds_text, visible
 
 from ..store.reduced_timings import ReducedTimings, SlowRank
 from .diagnosis import MIN_SAVES, SAVES, USUAL

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from fastapi import Query, Request
 from fastapi.responses import Response
 
-from treeckpt.core.analysis.perfetto import encode_trace
-from treeckpt.core.analysis.timing_report import TimingReport
+from treeckpt._inspect.perfetto import encode_trace
+from treeckpt._inspect.timing_report import TimingReport
 
 from ..pages.answers import PageRouter, Start, library_of
 from ..store.library import NotFound, OpenCheckpoint

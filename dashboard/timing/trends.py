@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from treeckpt.core.text import json_number, visible
+from treeckpt._core.text import json_number, visible
 
 from ..pages.checkpoints import next_start
 from ..store.last_result import LastResult

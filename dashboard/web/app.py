@@ -14,11 +14,11 @@ from fastapi.responses import RedirectResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
-from treeckpt.core.analysis.retention_policy import Policy
+from treeckpt._io.storage.bucket import check_path
+from treeckpt._runs.policy_text import KeepError
+from treeckpt._runs.verification import cache_directory
 from treeckpt.errors import TreeckptError
-from treeckpt.io.storage.bucket import check_path
-from treeckpt.runs.policy_text import KeepError
-from treeckpt.runs.verification import cache_directory
+from treeckpt.policy import Policy
 
 from ..checkpoint import routes as checkpoint_routes
 from ..checkpoint.verify_jobs import VerifyJobs

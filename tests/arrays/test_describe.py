@@ -4,13 +4,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from treeckpt.arrays.describe import content_digests, describe_tree, piece_digests
-from treeckpt.arrays.samples import SMALL_LEAF_NBYTES
-from treeckpt.core.planning.rank_trees import piece_key
-from treeckpt.core.sharding.int_runs import encode_runs
-from treeckpt.core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
-from treeckpt.core.sharding.region import Region
-from treeckpt.core.tree.keyed_table import KeyedTable
+from treeckpt._arrays.describe import content_digests, describe_tree, piece_digests
+from treeckpt._arrays.samples import SMALL_LEAF_NBYTES
+from treeckpt._core.planning.rank_trees import piece_key
+from treeckpt._core.sharding.int_runs import encode_runs
+from treeckpt._core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
+from treeckpt._core.sharding.region import Region
+from treeckpt._core.tree.keyed_table import KeyedTable
 
 SMALL = SMALL_LEAF_NBYTES // 4
 

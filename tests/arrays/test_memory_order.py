@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import treeckpt as tc
-from treeckpt.core.format.index import decode_index
+from treeckpt._core.format.index import decode_index
 
 BASE = torch.arange(24.0).reshape(2, 3, 4)
 CHANNELS_LAST: Any = {"memory_format": torch.channels_last}
@@ -124,7 +124,7 @@ def test_an_index_with_another_order_is_refused(tmp_path: Path) -> None:
     tc.save(tmp_path / "a", {"w": torch.randn(3, 4).t()})
     data = (tmp_path / "a" / "index.json").read_bytes()
     assert b'"order":[1,0]' in data
-    from treeckpt.core.format.seals import sealed
+    from treeckpt._core.format.seals import sealed
 
     plain = data.replace(data[data.index(b'"seal":"') + 8 :][:16], b"0" * 16, 1)
     for bad in (b"[1,1]", b"[1]", b"[0,7]"):
@@ -202,7 +202,7 @@ def test_files_of_torch_save_are_read_and_written_in_their_order(tmp_path: Path)
 
 
 def test_show_prints_the_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from treeckpt.cli.main import main
+    from treeckpt._cli.main import main
 
     tc.save(tmp_path / "a", {"w": torch.randn(2, 3, 4, 5).to(**CHANNELS_LAST)})
     main(["show", str(tmp_path / "a"), "w"])

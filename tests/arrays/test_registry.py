@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
-from treeckpt.arrays import numpy, registry
-from treeckpt.arrays.base import ArraySource, ArrayTarget, HostArray, SourcePiece, local_pieces, local_shape_of
-from treeckpt.core.sharding.region import Region
-from treeckpt.core.tree.spec import ArraySpec
-from treeckpt.core.tree.value_codec import TypedValue
+from treeckpt._arrays import numpy, registry
+from treeckpt._arrays.base import ArraySource, ArrayTarget, HostArray, SourcePiece, local_pieces, local_shape_of
+from treeckpt._core.sharding.region import Region
+from treeckpt._core.tree.spec import ArraySpec
+from treeckpt._core.tree.value_codec import TypedValue
 
 
 class PlainArray:
@@ -77,7 +77,7 @@ def decode(value):
 def adapter(monkeypatch):
     own = (abstract, source, target, empty, like, wrap, encode, decode)
     shared = {"known_dtype": numpy.known_dtype, "cast": numpy.cast, "mark_written": numpy.mark_written}
-    module = ModuleType("treeckpt.arrays.plain")
+    module = ModuleType("treeckpt._arrays.plain")
     vars(module).update({function.__name__: function for function in own}, **shared)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     array = f"{__name__}.PlainArray"
@@ -123,7 +123,7 @@ def test_arrays_are_cast_and_sliced(tmp_path, array):
 
 def test_a_library_that_is_not_there_is_named(tmp_path, array, monkeypatch):
     tc.save(tmp_path / "c", {"a": array, "unit": Unit()})
-    monkeypatch.delitem(sys.modules, "treeckpt.arrays.plain")
+    monkeypatch.delitem(sys.modules, "treeckpt._arrays.plain")
     registry._module.cache_clear()
     with pytest.raises(tc.MismatchError, match=r"a: expected plain, to load a plain, found no plain in this"):
         tc.load(tmp_path / "c", {"a": ArraySpec((3, 4), "float32", kind="plain"), "unit": ...})

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 import treeckpt as tc
 from tests.helpers.world import LONG, errors_of, on_ranks
-from treeckpt.arrays.base import FlatRangeArray, HostArray
-from treeckpt.core.sharding.int_runs import encode_runs
-from treeckpt.core.sharding.placements import BoxLayout, Mesh, MeshLayout, Replicate, Shard, held_by, layout_of_group
-from treeckpt.core.sharding.region import Region
-from treeckpt.io.comm.comm import thread_comms
+from treeckpt._arrays.base import FlatRangeArray, HostArray
+from treeckpt._core.sharding.int_runs import encode_runs
+from treeckpt._core.sharding.placements import BoxLayout, Mesh, MeshLayout, Replicate, Shard, held_by, layout_of_group
+from treeckpt._core.sharding.region import Region
+from treeckpt._io.comm.comm import thread_comms
 
 FULL = torch.arange(60.0).reshape(5, 4, 3)
 

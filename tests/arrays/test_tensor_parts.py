@@ -18,7 +18,7 @@ from torch import nn
 
 import treeckpt as tc
 from tests.helpers.world import LONG, errors_of, on_ranks
-from treeckpt.io.comm.comm import thread_comms
+from treeckpt._io.comm.comm import thread_comms
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Sparse .* tensor support is in beta", "ignore:.*nested tensors.*:UserWarning"

@@ -13,8 +13,8 @@ import torch
 from torch.nn import Buffer, Parameter
 
 import treeckpt as tc
-from treeckpt.arrays.torch import dtype_name, torch_dtype
-from treeckpt.core.format.records import AliasRecord, ArrayRecord
+from treeckpt._arrays.torch import dtype_name, torch_dtype
+from treeckpt._core.format.records import AliasRecord, ArrayRecord
 
 DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import treeckpt
-from treeckpt.bench import checkpointers as bench
-from treeckpt.bench.checkpointers import (
+from treeckpt._bench import checkpointers as bench
+from treeckpt._bench.checkpointers import (
     SyncCheckpointer,
     SyncDcp,
     SyncSafetensors,
@@ -21,8 +21,8 @@ from treeckpt.bench.checkpointers import (
     SyncTreeckpt,
     is_installed,
 )
-from treeckpt.bench.meter import sync_files
-from treeckpt.bench.states import State
+from treeckpt._bench.meter import sync_files
+from treeckpt._bench.states import State
 
 
 class RankTreeckpt(SyncTreeckpt):

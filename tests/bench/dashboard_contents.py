@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from tests.helpers.samples import write_checkpoint
-from treeckpt.bench.raw_limits import RawLimits
-from treeckpt.io.storage.checkpoint import Checkpoint
-from treeckpt.io.storage.open import open_store
-from treeckpt.loading.leaf_moments import LeafMoments
-from treeckpt.loading.verify import verify_checkpoint
+from treeckpt._bench.raw_limits import RawLimits
+from treeckpt._io.storage.checkpoint import Checkpoint
+from treeckpt._io.storage.open import open_store
+from treeckpt._loading.leaf_moments import LeafMoments
+from treeckpt._loading.verify import verify_checkpoint
 
 Serving = Callable[[Path, Path], AbstractContextManager[Any]]
 """Starts a server of a run with a cache directory."""

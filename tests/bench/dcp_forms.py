@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import treeckpt.dcp
 from tests.bench.async_checkpointers import AsyncCheckpointer, AsyncDcp
-from treeckpt.bench.checkpointers import SyncCheckpointer, SyncDcp
-from treeckpt.bench.states import State
+from treeckpt._bench.checkpointers import SyncCheckpointer, SyncDcp
+from treeckpt._bench.states import State
 
 
 class SyncDcpSave(SyncCheckpointer):

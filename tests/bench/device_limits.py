@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 
 from tests.bench.states import SpeedTask, synchronize
-from treeckpt.bench.measure import Measurement
-from treeckpt.bench.raw_limits import LARGEST, MIN_RATED_NBYTES
-from treeckpt.bench.results import Limit
-from treeckpt.bench.states import shapes_bytes
+from treeckpt._bench.measure import Measurement
+from treeckpt._bench.raw_limits import LARGEST, MIN_RATED_NBYTES
+from treeckpt._bench.results import Limit
+from treeckpt._bench.states import shapes_bytes
 
 TIMES = 3
 """Copies, of which the fastest counts."""

@@ -23,9 +23,9 @@ from tests.bench.device_limits import DeviceLimits
 from tests.bench.ranks import do_task
 from tests.bench.results import AsyncTrial
 from tests.bench.states import SpeedTask, synchronize
-from treeckpt.bench.meter import release_memory
-from treeckpt.bench.raw_limits import MIN_RATED_NBYTES, RawLimits
-from treeckpt.bench.states import make_state, shapes_bytes
+from treeckpt._bench.meter import release_memory
+from treeckpt._bench.raw_limits import MIN_RATED_NBYTES, RawLimits
+from treeckpt._bench.states import make_state, shapes_bytes
 
 TICK = 0.001
 STEP = 0.02

@@ -33,13 +33,13 @@ from tests.bench.results import (
     with_remote_limits,
 )
 from tests.bench.states import SpeedTask
-from treeckpt.bench.checkpointers import is_installed
-from treeckpt.bench.measure import Difference, measure_work
-from treeckpt.bench.meter import pretouch_memory, release_memory
-from treeckpt.bench.results import BenchError
-from treeckpt.bench.states import State, different_leaf, make_state, shapes_bytes
+from treeckpt._bench.checkpointers import is_installed
+from treeckpt._bench.measure import Difference, measure_work
+from treeckpt._bench.meter import pretouch_memory, release_memory
+from treeckpt._bench.results import BenchError
+from treeckpt._bench.states import State, different_leaf, make_state, shapes_bytes
+from treeckpt._report.terminal import print_line
 from treeckpt.demo.launch import started, worker_environment
-from treeckpt.report.terminal import print_line
 
 PATIENCE = 60.0
 """Seconds for one operation. After that the server lets it end as fast as it can."""

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tests.bench.results import RAW, SERVER_LINK, RemoteSummary
-from treeckpt.bench.results import TrialSummary
+from treeckpt._bench.results import TrialSummary
 
 OWN, OTHER, LINE, INK, FAINT = "#0f766e", "#c3c9d1", "#b45309", "#1f2937", "#6b7280"
 LIMIT_TEXTS = {

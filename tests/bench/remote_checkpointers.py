@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import treeckpt
 from tests.bench.results import RAW
-from treeckpt.bench.checkpointers import is_installed
-from treeckpt.bench.states import State
-from treeckpt.io.storage.memory import aligned_buffer
+from treeckpt._bench.checkpointers import is_installed
+from treeckpt._bench.states import State
+from treeckpt._io.storage.memory import aligned_buffer
 
 CONNECTIONS = (16, 32, 64, 128)
 RANGE = 8 << 20

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from treeckpt.bench.results import Trial, TrialSummary, median_of_known, summarize
+from treeckpt._bench.results import Trial, TrialSummary, median_of_known, summarize
 
 REMOTE_LIMITS = {
     "save remote": "put",

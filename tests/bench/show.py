@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tests.bench.results import RAW, REMOTE_PHASES, AsyncSummary, AsyncTrial, RemoteSummary
 from tests.bench.targets import BenchTarget
-from treeckpt.report.terminal import print_line, print_table
+from treeckpt._report.terminal import print_line, print_table
 
 MIB = 1 << 20
 

@@ -10,10 +10,10 @@ import torch
 
 import treeckpt
 from tests.bench.states import SpeedTask
-from treeckpt.bench.checkpointers import SyncCheckpointer, SyncSafetensors, SyncTorchSave, SyncTreeckpt
-from treeckpt.bench.measure import Measurement
-from treeckpt.bench.results import Trial
-from treeckpt.bench.states import State, different_leaf, make_leaf, shapes_bytes
+from treeckpt._bench.checkpointers import SyncCheckpointer, SyncSafetensors, SyncTorchSave, SyncTreeckpt
+from treeckpt._bench.measure import Measurement
+from treeckpt._bench.results import Trial
+from treeckpt._bench.states import State, different_leaf, make_leaf, shapes_bytes
 
 LoadRows = Callable[[Path, str, tuple[int, ...], int, int], torch.Tensor]
 """Returns rows from a start to before a stop of a leaf of a shape."""

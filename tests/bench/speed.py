@@ -38,13 +38,13 @@ from tests.bench.slices import run_slice
 from tests.bench.states import SCENARIOS, SpeedTask
 from tests.bench.tables import run_table
 from tests.bench.targets import BenchTarget, compare_async_with_targets, compare_with_targets
-from treeckpt.bench import Report, add_options, check_space, run_in_directory, sizes, write_report
-from treeckpt.bench.machine import describe_machine
-from treeckpt.bench.measure import run_alone, run_turns
-from treeckpt.bench.results import BenchError, Trial, summarize
-from treeckpt.bench.show import print_rows, trials_line
-from treeckpt.bench.states import make_state, shapes_bytes
-from treeckpt.report.terminal import fail, print_line
+from treeckpt._bench import Report, add_options, check_space, run_in_directory, sizes, write_report
+from treeckpt._bench.machine import describe_machine
+from treeckpt._bench.measure import run_alone, run_turns
+from treeckpt._bench.results import BenchError, Trial, summarize
+from treeckpt._bench.show import print_rows, trials_line
+from treeckpt._bench.states import make_state, shapes_bytes
+from treeckpt._report.terminal import fail, print_line
 
 NAMES = [scenario.name for scenario in SCENARIOS]
 
@@ -119,7 +119,7 @@ def _run(tasks: Sequence[SpeedTask], options: argparse.Namespace, output: TextIO
     bars = [*compare_with_targets(rows), *compare_async_with_targets(async_rows)]
     print_targets(bars, tasks[0].scale)
     report = SpeedReport(
-        "treeckpt.bench/4",
+        "treeckpt._bench/4",
         tasks[0].scale,
         tasks[0].repetitions,
         describe_machine(),

@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from tests.bench.results import HOST, LINKS, Link
-from treeckpt.bench import states as bench
-from treeckpt.bench.states import BenchTask, Scenario, Shapes, State, first_rows, gpt2, make_leaf, tiny
+from treeckpt._bench import states as bench
+from treeckpt._bench.states import BenchTask, Scenario, Shapes, State, first_rows, gpt2, make_leaf, tiny
 
 
 def weights(scale: float) -> Shapes:

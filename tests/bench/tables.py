@@ -15,10 +15,10 @@ import torch
 
 import treeckpt
 from tests.bench.states import SpeedTask
-from treeckpt.bench.checkpointers import SyncTreeckpt
-from treeckpt.bench.measure import Measurement
-from treeckpt.bench.results import Trial
-from treeckpt.bench.states import State, make_state, shapes_bytes
+from treeckpt._bench.checkpointers import SyncTreeckpt
+from treeckpt._bench.measure import Measurement
+from treeckpt._bench.results import Trial
+from treeckpt._bench.states import State, make_state, shapes_bytes
 
 
 class DenseCheckpoint(SyncTreeckpt):

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from tests.bench.results import HOST, RAW, REMOTE_PHASES, AsyncSummary, Link, RemoteSummary
-from treeckpt.bench.results import TrialSummary
+from treeckpt._bench.results import TrialSummary
 
 MEMORY = 96 << 20
 """Bytes of memory that a save, or a load beyond its destination, may take."""

@@ -15,13 +15,13 @@ from tests.bench.states import SCENARIOS
 from tests.bench.targets import FAR, NEAR, compare_async_with_targets, compare_with_targets
 from tests.helpers.background import until
 from tests.helpers.bench_trials import trial
-from treeckpt import bench
-from treeckpt.bench import measure, raw_limits, states
-from treeckpt.bench.checkpointers import SyncCheckpointer
-from treeckpt.bench.meter import Meter, cached_fraction, drop_cache, fill_cache, sync_files
-from treeckpt.bench.results import LIMITS, BenchError, Limit, Trial, summarize
-from treeckpt.bench.states import BenchTask, different_leaf, make_state, shapes_bytes, sum_bytes, touch
-from treeckpt.cli.main import main as command_line
+from treeckpt import _bench
+from treeckpt._bench import measure, raw_limits, states
+from treeckpt._bench.checkpointers import SyncCheckpointer
+from treeckpt._bench.meter import Meter, cached_fraction, drop_cache, fill_cache, sync_files
+from treeckpt._bench.results import LIMITS, BenchError, Limit, Trial, summarize
+from treeckpt._bench.states import BenchTask, different_leaf, make_state, shapes_bytes, sum_bytes, touch
+from treeckpt._cli.main import main as command_line
 
 PHASES = tuple(LIMITS)
 
@@ -83,7 +83,7 @@ def test_warm_files_are_in_the_page_cache(report):
 
 
 def test_a_run_computes_the_bars_of_its_scenarios(report):
-    assert report["format"] == "treeckpt.bench/4"
+    assert report["format"] == "treeckpt._bench/4"
     states = {(bar["scenario"], bar["text"]): bar["state"] for bar in report["bars"]}
     for (scenario, text), state in states.items():
         if scenario in ("gpt2", "tiny", "slice"):
@@ -248,7 +248,7 @@ def test_a_scenario_that_fails_does_not_lose_the_others(tmp_path, monkeypatch, c
 
 
 def test_no_room_is_said_before_anything_is_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "MARGIN", 1 << 60)
+    monkeypatch.setattr(_bench, "MARGIN", 1 << 60)
     assert speed.main(["--scale", "0.01", "--dir", str(tmp_path)]) == 1
     assert "of free space, found" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -285,7 +285,7 @@ def test_full_sizes_are_those_that_are_told():
     assert len(sizes["tiny"]) == 20_000 and shapes_bytes(sizes["tiny"]) == 80_000
     assert all(round(shapes_bytes(sizes[f"host-{n}"]) / 1e6) == 498 for n in (2, 4, 8))
     assert shapes_bytes(sizes["one"]) == 2e9 and shapes_bytes(sizes["slice"]) == 512e6
-    assert {s.name for s in states.SCENARIOS} == set(bench.NAMES)
+    assert {s.name for s in states.SCENARIOS} == set(_bench.NAMES)
 
 
 def test_states_come_out_the_same_and_differences_are_seen():
@@ -351,7 +351,7 @@ def test_the_command_measures_what_a_user_compares(tmp_path, capsys):
     assert command_line(["bench", *options]) == 0
     out, err = capsys.readouterr()
     report = json.loads(out)
-    assert report["format"] == "treeckpt.bench/4" and report["machine"]["packages"]["treeckpt"]
+    assert report["format"] == "treeckpt._bench/4" and report["machine"]["packages"]["treeckpt"]
     assert {t["contender"] for t in report["trials"]} == {"treeckpt", "torch.save", "safetensors", "dcp", "dcp-4"}
     assert [row["phase"] for row in report["rows"] if row["contender"] == "treeckpt"] == list(PHASES)
     assert "20,000 tensors of one element" in err and list(tmp_path.iterdir()) == []

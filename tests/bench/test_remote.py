@@ -16,8 +16,8 @@ from tests.bench.results import RAW, REMOTE_PHASES, Link, summarize_all, summari
 from tests.bench.show import print_remote
 from tests.bench.states import SpeedTask
 from tests.helpers.bench_trials import trial
-from treeckpt.bench.results import BenchError
-from treeckpt.bench.states import State
+from treeckpt._bench.results import BenchError
+from treeckpt._bench.states import State
 
 CONNECTIONS = {f"{RAW} {number}" for number in remote_checkpointers.CONNECTIONS}
 NEAR = Link(1, 1000)

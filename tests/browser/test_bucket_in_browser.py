@@ -6,7 +6,7 @@ import pytest
 
 from tests.browser.helpers import SCHEMES
 from tests.helpers.far_s3 import far_s3_server, put_many
-from treeckpt.io.storage.object_store import ObjectRun
+from treeckpt._io.storage.object_store import ObjectRun
 from treeckpt_dashboard.store import watch
 
 expect = pytest.importorskip("playwright.sync_api").expect

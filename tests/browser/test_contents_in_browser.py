@@ -7,7 +7,7 @@ import pytest
 
 from tests.browser.helpers import expect_colours, expect_phone_width
 from tests.helpers.samples import write_checkpoint
-from treeckpt.cli.main import main
+from treeckpt._cli.main import main
 
 expect = pytest.importorskip("playwright.sync_api").expect
 

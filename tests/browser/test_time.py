@@ -8,9 +8,9 @@ import pytest
 from tests.browser.helpers import SCHEMES, expect_colours, expect_phone_width
 from tests.helpers.large import write_timed
 from tests.helpers.samples import START_NS, write_checkpoint
-from treeckpt.core.format.timings import BLOCKING, Host, Span, Timings, encode_timings, timings_name
-from treeckpt.core.sharding.int_runs import encode_runs
-from treeckpt.report import report
+from treeckpt._core.format.timings import BLOCKING, Host, Span, Timings, encode_timings, timings_name
+from treeckpt._core.sharding.int_runs import encode_runs
+from treeckpt._report import report
 
 expect = pytest.importorskip("playwright.sync_api").expect
 WORLD = 400

@@ -13,8 +13,8 @@ import pytest
 import treeckpt as tc
 from tests.helpers.corruption import flip
 from tests.helpers.world import reseal, shards_of
-from treeckpt.cli.main import main
-from treeckpt.core.format.index import INDEX_NAME
+from treeckpt._cli.main import main
+from treeckpt._core.format.index import INDEX_NAME
 
 
 @pytest.fixture

@@ -22,11 +22,11 @@ import treeckpt as tc
 from tests.crash.disks import fill, small_disk
 from tests.helpers.corruption import flip
 from tests.helpers.samples import gpt_state, write_checkpoint, write_mixed_run
-from treeckpt.cli.command import EXIT_CODES
-from treeckpt.cli.listing import LEFT_OUT_FIRST
-from treeckpt.cli.main import main, new_parser
-from treeckpt.core.format.index import INDEX_NAME
-from treeckpt.runs.verification import VerificationStore, this_user
+from treeckpt._cli.command import EXIT_CODES
+from treeckpt._cli.listing import LEFT_OUT_FIRST
+from treeckpt._cli.main import main, new_parser
+from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._runs.verification import VerificationStore, this_user
 from treeckpt_dashboard.web.server import _announce
 
 
@@ -383,7 +383,7 @@ def named(tmp_path_factory):
 
 
 def run_process(*arguments, **options):
-    command = [sys.executable, "-m", "treeckpt.cli.main", *map(str, arguments)]
+    command = [sys.executable, "-m", "treeckpt._cli.main", *map(str, arguments)]
     return subprocess.run(command, check=False, stderr=subprocess.PIPE, timeout=60, **options)
 
 
@@ -619,8 +619,8 @@ def test_dashboard_serves_on_a_free_port_and_says_where(run):
 def test_neither_the_command_line_nor_the_dashboard_imports_torch(run):
     code = f"""
 import sys
-from treeckpt.cli.command import EXIT_CODES
-from treeckpt.cli.main import main, new_parser
+from treeckpt._cli.command import EXIT_CODES
+from treeckpt._cli.main import main, new_parser
 one, two = {str(run / "step_00000100")!r}, {str(run / "step_00000200")!r}
 for command in (["ls", {str(run)!r}], ["show", one], ["verify", one], ["diff", one, two]):
     assert main(command) == 0

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 import treeckpt as tc
-from treeckpt.cli.main import main
-from treeckpt.runs.run import RunDirectory
+from treeckpt._cli.main import main
+from treeckpt._runs.run import RunDirectory
 
 ODD = ["\x1b[2J", "\x1b]0;t\x07", "\r", "\n", "\x85", "\x9b31m", "\u202e", "\u2066", "\u2028", "\x7f", "\u200f", "\t"]
 NAMES = st.lists(st.sampled_from([*ODD, "a", "é", "字", "~"]), min_size=1, max_size=6).map("".join)

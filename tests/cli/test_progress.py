@@ -10,10 +10,10 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.samples import gpt_state, write_checkpoint
-from treeckpt.cli.main import main
-from treeckpt.core.format.index import INDEX_NAME
-from treeckpt.core.text import bytes_text
-from treeckpt.runs import progress_bar
+from treeckpt._cli.main import main
+from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._core.text import bytes_text
+from treeckpt._runs import progress_bar
 
 COMMANDS = [
     ("reading", "ls", "RUN"),

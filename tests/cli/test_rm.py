@@ -14,9 +14,9 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.s3 import S3
-from treeckpt.cli.main import main
-from treeckpt.core.format.file_names import step_name
-from treeckpt.runs.run import RunDirectory
+from treeckpt._cli.main import main
+from treeckpt._core.format.file_names import step_name
+from treeckpt._runs.run import RunDirectory
 
 
 def step_at(run: Path, step: int) -> Path:

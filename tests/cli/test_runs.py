@@ -9,9 +9,9 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.corruption import flip
-from treeckpt.cli.main import main
-from treeckpt.core.format.file_names import step_name
-from treeckpt.core.format.shard_header import shard_name
+from treeckpt._cli.main import main
+from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.shard_header import shard_name
 
 
 @pytest.fixture
@@ -198,7 +198,5 @@ def test_no_torch_is_imported(run):
     import subprocess
     import sys
 
-    code = (
-        f"import sys; from treeckpt.cli.main import main; main(['gc', {str(run)!r}]); assert 'torch' not in sys.modules"
-    )
+    code = f"import sys; from treeckpt._cli.main import main; main(['gc', {str(run)!r}]); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

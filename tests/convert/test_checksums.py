@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import treeckpt as tc
 from tests.helpers.torch_storages import STORAGE_TREES, W, flip_in_file
-from treeckpt.foreign.checksums import EntryChecksum, combine_crcs
-from treeckpt.foreign.files import file_window
+from treeckpt._foreign.checksums import EntryChecksum, combine_crcs
+from treeckpt._foreign.files import file_window
 
 convert = tc.convert.convert
 

@@ -20,7 +20,7 @@ import treeckpt as tc
 from tests.helpers.background import files_open
 from tests.helpers.training_trees import assert_same, training_tree
 from tests.helpers.world import small_tree
-from treeckpt.cli.main import main
+from treeckpt._cli.main import main
 
 convert, detect = tc.convert.convert, tc.convert.detect
 ROOT = Path(__file__).parent.parent.parent

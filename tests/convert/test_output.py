@@ -19,7 +19,7 @@ import torch
 import treeckpt as tc
 from tests.helpers.training_trees import assert_same, training_tree
 from tests.helpers.world import errors_of, on_ranks
-from treeckpt.convert import output
+from treeckpt.convert import _output
 
 convert = tc.convert.convert
 TARGETS = ("torch", "dcp", "safetensors", "treeckpt")
@@ -58,14 +58,14 @@ def test_one_rank_that_fails_ends_it_for_all_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.save(_big(), tmp_path / "in.pt")
-    original = output.write_part
+    original = _output.write_part
 
     def fails(fd: int, part: Any, tile: int) -> None:
         if part.path == "b":
             raise OSError(28, "No space left on device")
         original(fd, part, tile)
 
-    monkeypatch.setattr(output, "write_part", fails)
+    monkeypatch.setattr(_output, "write_part", fails)
     outcomes = on_ranks(2, lambda comm: convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", comm=comm))
     for error in errors_of(outcomes):
         assert isinstance(error, tc.RankError) and len(error.ranks) == 1

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treeckpt as tc
-from treeckpt.foreign.files import file_window
-from treeckpt.foreign.pickle_reader import UnbuiltObject, read_pickle
-from treeckpt.foreign.pickle_values import PLAIN, build_tree
+from treeckpt._foreign.files import file_window
+from treeckpt._foreign.pickle_reader import UnbuiltObject, read_pickle
+from treeckpt._foreign.pickle_values import PLAIN, build_tree
 
 MARK = "treeckpt_was_here"
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import treeckpt as tc
 from tests.helpers.training_trees import assert_same, training_tree
-from treeckpt.core.sharding.region import Region
-from treeckpt.foreign.files import read_strided
+from treeckpt._core.sharding.region import Region
+from treeckpt._foreign.files import read_strided
 
 convert = tc.convert.convert
 

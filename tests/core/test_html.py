@@ -2,7 +2,7 @@
 
 import pytest
 
-from treeckpt.core.html import Html, el, facts, joined, table
+from treeckpt._core.html import Html, el, facts, joined, table
 
 
 def test_strings_are_escaped_and_markup_is_not():

@@ -7,7 +7,7 @@ import pkgutil
 
 import msgspec
 
-import treeckpt.core
+import treeckpt._core
 
 BUILDERS = {"FlattenedContainer"}
 """Passed from one function to another and kept by none."""
@@ -15,7 +15,7 @@ BUILDERS = {"FlattenedContainer"}
 
 def test_structs_and_dataclasses_are_frozen():
     changing = set()
-    for module in pkgutil.walk_packages(treeckpt.core.__path__, "treeckpt.core."):
+    for module in pkgutil.walk_packages(treeckpt._core.__path__, "treeckpt._core."):
         for name, kind in vars(importlib.import_module(module.name)).items():
             if not inspect.isclass(kind) or kind.__module__ != module.name or name.startswith("_"):
                 continue

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.sharding.int_runs import encode_runs
-from treeckpt.core.sharding.placements import BoxLayout, Mesh, MeshLayout, Replicate, Shard, StridedShard
-from treeckpt.core.sharding.region import Region
-from treeckpt.core.text import (
+from treeckpt._core.sharding.int_runs import encode_runs
+from treeckpt._core.sharding.placements import BoxLayout, Mesh, MeshLayout, Replicate, Shard, StridedShard
+from treeckpt._core.sharding.region import Region
+from treeckpt._core.text import (
     bytes_text,
     count_text,
     layout_text,
@@ -26,7 +26,7 @@ from treeckpt.core.text import (
     value_type,
     visible,
 )
-from treeckpt.core.tree.value_codec import TypedValue, encode_value
+from treeckpt._core.tree.value_codec import TypedValue, encode_value
 
 
 class Color(enum.Enum):

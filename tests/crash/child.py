@@ -14,8 +14,8 @@ from pathlib import Path
 import treeckpt as tc
 from tests.crash.kills import killed, switched
 from tests.helpers.world import Faulty, Switch, errors_of, on_ranks, small_tree
-from treeckpt.io.storage import local_write, os_files
-from treeckpt.io.storage import store as store_module
+from treeckpt._io.storage import local_write, os_files
+from treeckpt._io.storage import store as store_module
 
 WORLD = 2
 SYSTEM_CALLS = ("open", "pwrite", "ftruncate", "fsync", "link", "replace", "unlink", "posix_fallocate")

@@ -16,13 +16,13 @@ from pathlib import Path
 import treeckpt as tc
 from tests.crash.kills import killed, switched
 from tests.helpers.world import Switch, whole_tree
-from treeckpt.core.analysis.retention_policy import Last
-from treeckpt.core.format.file_names import deleted_name, step_name
-from treeckpt.core.format.shard_header import shard_name
-from treeckpt.io.storage import kept_file, local_write, os_files
-from treeckpt.io.storage import run_store as runs_module
-from treeckpt.io.storage import store as store_module
-from treeckpt.runs.run import RunDirectory
+from treeckpt._core.format.file_names import deleted_name, step_name
+from treeckpt._core.format.shard_header import shard_name
+from treeckpt._io.storage import kept_file, local_write, os_files
+from treeckpt._io.storage import run_store as runs_module
+from treeckpt._io.storage import store as store_module
+from treeckpt._runs.run import RunDirectory
+from treeckpt.policy import Last
 
 SYSTEM_CALLS = ("open", "fsync", "link", "rename", "replace", "unlink", "rmdir")
 CRASHED, HALF = "c" * 16, "a" * 16

@@ -13,12 +13,12 @@ import msgspec
 import numpy as np
 
 import treeckpt as tc
-from treeckpt.cli.main import main as command
-from treeckpt.core.analysis.retention_policy import All, Last
-from treeckpt.core.format.file_names import is_step_name, parse_file_name, step_name, step_of
-from treeckpt.io.storage.metadata_files import read_index
-from treeckpt.io.storage.open import open_run
-from treeckpt.runs.run import RunDirectory
+from treeckpt._cli.main import main as command
+from treeckpt._core.format.file_names import is_step_name, parse_file_name, step_name, step_of
+from treeckpt._io.storage.metadata_files import read_index
+from treeckpt._io.storage.open import open_run
+from treeckpt._runs.run import RunDirectory
+from treeckpt.policy import All, Last
 
 __all__ = ["Action", "act"]
 

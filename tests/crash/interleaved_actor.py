@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from tests.crash.interleaved_actions import Action, act
-from treeckpt.io.timing import steady_clock
+from treeckpt._io.timing import steady_clock
 
 __all__ = ["EVENTS", "SLEEP", "Clock", "Line", "changes", "serve"]
 

@@ -24,8 +24,8 @@ from tests.crash.kills import impatient_once
 from tests.crash.mined import Mined
 from tests.helpers.background import calls_of, gone, until
 from tests.helpers.world import LONG, small_tree
-from treeckpt.core.format.file_names import step_name
-from treeckpt.io.comm.comm import TorchComm, default_comm
+from treeckpt._core.format.file_names import step_name
+from treeckpt._io.comm.comm import TorchComm, default_comm
 
 SILENT = 3.0
 """Seconds after which a rank counts as silent once one is dead: those that live on are to learn of it."""

@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import Any
 
 from tests.helpers.world import Switch
-from treeckpt.io.comm import waiting as waiting_rules
-from treeckpt.io.comm.comm import Comm
+from treeckpt._io.comm import waiting as waiting_rules
+from treeckpt._io.comm.comm import Comm
 
 __all__ = ["impatient_once", "killed", "switched"]
 

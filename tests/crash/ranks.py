@@ -20,7 +20,7 @@ import treeckpt as tc
 from tests.crash.kills import impatient_once
 from tests.helpers.background import Hooked, calls_of, gone, until
 from tests.helpers.world import LONG, small_tree
-from treeckpt.io.comm.comm import TorchComm, default_comm
+from treeckpt._io.comm.comm import TorchComm, default_comm
 
 WORLD = 2
 CALLS = ("create", "write", "write", "commit", "publish")

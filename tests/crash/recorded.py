@@ -11,10 +11,10 @@ from pathlib import Path
 
 import treeckpt as tc
 from tests.helpers.world import errors_of, on_ranks, small_tree
-from treeckpt.core.analysis.retention_policy import Last
-from treeckpt.core.format.file_names import step_name
-from treeckpt.io.storage import local_write
-from treeckpt.runs.run import RunDirectory
+from treeckpt._core.format.file_names import step_name
+from treeckpt._io.storage import local_write
+from treeckpt._runs.run import RunDirectory
+from treeckpt.policy import Last
 
 WORLD = 2
 

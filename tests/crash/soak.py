@@ -19,7 +19,7 @@ from typing import Any
 import treeckpt as tc
 from tests.helpers.background import session, writer_pid
 from tests.helpers.world import assert_equal, errors_of, on_ranks, small_tree
-from treeckpt.io.comm.comm import Comm, thread_comms
+from treeckpt._io.comm.comm import Comm, thread_comms
 
 WORLDS = (1, 2, 3)
 KEEP = 3

@@ -17,8 +17,8 @@ import pytest
 import treeckpt as tc
 from tests.helpers.background import ROOT, Hooked, calls_of, gone, run_program, session, until, writer_pid
 from tests.helpers.world import LONG, assert_holds, errors_of, on_ranks, small_tree
-from treeckpt.core.format.index import INDEX_NAME
-from treeckpt.io.comm.comm import Comm, SoloComm, thread_comms
+from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._io.comm.comm import Comm, SoloComm, thread_comms
 
 # the interpreter ends -------------------------------------------------------------------------------------------------
 START = """
@@ -173,8 +173,8 @@ def test_the_writer_ends_with_its_parent(tmp_path: Path, number: signal.Signals)
     end = """
 import os, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in a background job
-from treeckpt.saving.session import session_of
-from treeckpt.io.comm.comm import default_comm
+from treeckpt._saving.session import session_of
+from treeckpt._io.comm.comm import default_comm
 writer = session_of(default_comm()).writer.pid
 if os.fork() == 0:
     for stream in (0, 1, 2):

@@ -12,8 +12,8 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.world import assert_holds, whole_tree
-from treeckpt.core.format.index import INDEX_NAME
-from treeckpt.core.format.shard_header import parse_shard_name
+from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._core.format.shard_header import parse_shard_name
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import treeckpt as tc
 from tests.helpers.world import assert_equal, whole_tree
-from treeckpt.core.analysis.retention_policy import Last
-from treeckpt.core.format.file_names import step_name, step_of
-from treeckpt.runs.catalog import scan
-from treeckpt.runs.run import RunDirectory
+from treeckpt._core.format.file_names import step_name, step_of
+from treeckpt._runs.catalog import scan
+from treeckpt._runs.run import RunDirectory
+from treeckpt.policy import Last
 
 ROOT = Path(__file__).parents[2]
 

@@ -23,18 +23,18 @@ from tests.crash.syscalls import why_not
 from tests.helpers.background import until
 from tests.helpers.layout_cases import on_ranks
 from tests.helpers.s3 import S3
-from treeckpt.core.format.file_names import parse_file_name, step_name
-from treeckpt.core.format.lineage import Lineage
-from treeckpt.core.format.save_progress import parse_progress_name
-from treeckpt.io.comm.comm import SoloComm, ThreadComm
-from treeckpt.io.storage.store import LocalStore
-from treeckpt.runs.run import RunDirectory
-from treeckpt.saving.options import SaveOptions
-from treeckpt.saving.save import save_tree
+from treeckpt._core.format.file_names import parse_file_name, step_name
+from treeckpt._core.format.lineage import Lineage
+from treeckpt._core.format.save_progress import parse_progress_name
+from treeckpt._io.comm.comm import SoloComm, ThreadComm
+from treeckpt._io.storage.store import LocalStore
+from treeckpt._runs.run import RunDirectory
+from treeckpt._saving.options import SaveOptions
+from treeckpt._saving.save import save_tree
 
 ROOT = Path(__file__).parents[2]
 DELETERS = {
-    "gc": "from treeckpt.cli.main import main; assert main(['gc', RUN, '--keep-last', '1']) == 0",
+    "gc": "from treeckpt._cli.main import main; assert main(['gc', RUN, '--keep-last', '1']) == 0",
     "delete": """
 import treeckpt as tc
 try:
@@ -140,8 +140,8 @@ def test_the_record_of_a_save_stands_before_another_rank_creates_a_shard(tmp_pat
 
 CLEAN_UPS = """
 import json, os
-from treeckpt.core.analysis.retention_policy import Last
-from treeckpt.runs.run import RunDirectory
+from treeckpt.policy import Last
+from treeckpt._runs.run import RunDirectory
 ready, go = os.pipe()
 for _ in range(3):
     if not os.fork():

@@ -23,17 +23,17 @@ from tests.crash.saver import NBYTES, tree_of
 from tests.helpers.background import until
 from tests.helpers.s3 import S3
 from tests.helpers.world import assert_equal
-from treeckpt.cli.main import main
-from treeckpt.core.analysis.retention_policy import Last
-from treeckpt.core.format.file_names import step_name
-from treeckpt.core.format.save_progress import Owner, Progress, encode_progress, progress_name
-from treeckpt.core.format.shard_header import shard_name
-from treeckpt.core.format.sidecars import stored_name
-from treeckpt.io.storage import progress_file
-from treeckpt.io.storage.kept_file import LAPSE
-from treeckpt.io.storage.open import open_store
-from treeckpt.io.storage.process_owner import this_process
-from treeckpt.runs.run import RunDirectory
+from treeckpt._cli.main import main
+from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.save_progress import Owner, Progress, encode_progress, progress_name
+from treeckpt._core.format.shard_header import shard_name
+from treeckpt._core.format.sidecars import stored_name
+from treeckpt._io.storage import progress_file
+from treeckpt._io.storage.kept_file import LAPSE
+from treeckpt._io.storage.open import open_store
+from treeckpt._io.storage.process_owner import this_process
+from treeckpt._runs.run import RunDirectory
+from treeckpt.policy import Last
 
 ROOT = Path(__file__).parents[2]
 KILLS = ("kill", "publish", "committed")

@@ -16,9 +16,9 @@ import treeckpt as tc
 from tests.crash import soak
 from tests.helpers.background import gone, until
 from tests.helpers.world import assert_holds
-from treeckpt.core.analysis.retention_policy import Last
-from treeckpt.core.format.file_names import step_name
-from treeckpt.runs.run import RunDirectory
+from treeckpt._core.format.file_names import step_name
+from treeckpt._runs.run import RunDirectory
+from treeckpt.policy import Last
 
 ROOT = Path(__file__).parents[2]
 MEMORY = 24 << 20

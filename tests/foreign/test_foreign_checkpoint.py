@@ -20,7 +20,7 @@ from tests.helpers.hfai_parts import trained, write_parts
 from tests.helpers.torch_storages import STORAGE_TREES, W, flip_in_file
 from tests.helpers.training_trees import assert_same, training_tree
 from tests.helpers.world import on_ranks
-from treeckpt.cli.main import main
+from treeckpt._cli.main import main
 
 convert = tc.convert.convert
 GOLDEN = Path(__file__).parents[1] / "golden"

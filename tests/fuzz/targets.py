@@ -26,19 +26,19 @@ from hypothesis import strategies as st
 
 import treeckpt as tc
 from tests.helpers.world import on_ranks, small_tree
-from treeckpt.arrays.registry import decode
-from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.format.byte_map import extents_in_file, locate_chunks
-from treeckpt.core.format.index import INDEX_NAME, decode_index
-from treeckpt.core.format.save_progress import Progress, decode_progress, encode_progress
-from treeckpt.core.format.seals import sealed
-from treeckpt.core.format.shard_header import decode_header, header_nbytes
-from treeckpt.core.format.timings import Span, Timings, decode_timings, encode_timings
-from treeckpt.core.tree.structure import Structure, paths_of, tables_of
-from treeckpt.core.tree.value_codec import Value
-from treeckpt.foreign.files import file_window
-from treeckpt.foreign.pickle_reader import read_pickle
-from treeckpt.foreign.pickle_values import PLAIN, build_tree
+from treeckpt._arrays.registry import decode
+from treeckpt._core.format.byte_map import extents_in_file, locate_chunks
+from treeckpt._core.format.index import INDEX_NAME, decode_index
+from treeckpt._core.format.save_progress import Progress, decode_progress, encode_progress
+from treeckpt._core.format.seals import sealed
+from treeckpt._core.format.shard_header import decode_header, header_nbytes
+from treeckpt._core.format.timings import Span, Timings, decode_timings, encode_timings
+from treeckpt._core.tree.structure import Structure, paths_of, tables_of
+from treeckpt._core.tree.value_codec import Value
+from treeckpt._foreign.files import file_window
+from treeckpt._foreign.pickle_reader import read_pickle
+from treeckpt._foreign.pickle_values import PLAIN, build_tree
+from treeckpt._inspect.outline import Outline
 
 __all__ = ["TARGETS"]
 

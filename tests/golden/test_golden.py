@@ -9,11 +9,11 @@ import treeckpt as tc
 from tests.golden.content import BUCKETS, IDS, WORLD, arrays, blob_tree, end_to_end, slots, table_tree, values
 from tests.helpers.strategies import same
 from tests.helpers.world import errors_of, on_ranks, shards_of
-from treeckpt.core.format import index as index_module
-from treeckpt.core.format.index import VERSION, decode_index, encode_index, rebuild
-from treeckpt.core.format.records import AliasRecord, PerRankValues, ValueRecord
-from treeckpt.core.format.shard_header import decode_header, header_nbytes
-from treeckpt.core.sharding.int_runs import decode_runs
+from treeckpt._core.format import index as index_module
+from treeckpt._core.format.index import VERSION, decode_index, encode_index, rebuild
+from treeckpt._core.format.records import AliasRecord, PerRankValues, ValueRecord
+from treeckpt._core.format.shard_header import decode_header, header_nbytes
+from treeckpt._core.sharding.int_runs import decode_runs
 
 GOLDEN = Path(__file__).parent
 FIRST = GOLDEN / "version_1"

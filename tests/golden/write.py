@@ -12,8 +12,8 @@ from typing import Any
 
 import treeckpt as tc
 from tests.golden.content import RANGES, WORLD, blob_tree, ranges_tree, table_tree, tree
-from treeckpt.core.format import index
-from treeckpt.io.comm.comm import thread_comms
+from treeckpt._core.format import index
+from treeckpt._io.comm.comm import thread_comms
 
 TREES: dict[str, tuple[Callable[[int], Any], int]] = {
     "version_1": (tree, WORLD),

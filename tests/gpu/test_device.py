@@ -20,7 +20,7 @@ from tests.bench.device_limits import DeviceLimits
 from tests.bench.states import synchronize
 from tests.helpers.devices import CUDA_MARKS, DEVICES
 from treeckpt import training
-from treeckpt.saving.staging import Arena, cuda_pinning
+from treeckpt._saving.staging import Arena, cuda_pinning
 
 QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 DTYPES = [

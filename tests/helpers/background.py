@@ -20,10 +20,10 @@ import msgspec
 import pytest
 
 import treeckpt as tc
-from treeckpt.io.comm.comm import Comm
-from treeckpt.io.storage.run_store import LocalRun, RunStore
-from treeckpt.io.storage.store import LocalStore, Writer
-from treeckpt.saving.session import Session, session_of
+from treeckpt._io.comm.comm import Comm
+from treeckpt._io.storage.run_store import LocalRun, RunStore
+from treeckpt._io.storage.store import LocalStore, Writer
+from treeckpt._saving.session import Session, session_of
 
 __all__ = [
     "Hooked",
@@ -138,7 +138,7 @@ def calls_of(log: Path) -> list[str]:
 
 
 def session(comm: Comm | None = None) -> Session:
-    from treeckpt.io.comm.comm import default_comm
+    from treeckpt._io.comm.comm import default_comm
 
     return session_of(comm or default_comm())
 

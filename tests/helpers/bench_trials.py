@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.bench.results import REMOTE_LIMITS, RemoteTrial
-from treeckpt.bench.results import LIMITS, Trial
+from treeckpt._bench.results import LIMITS, Trial
 
 
 def trial(contender: str = "treeckpt", phase: Any = "save", seconds: float = 1.0, **changes: Any) -> Trial:

@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.helpers.world import LONG
-from treeckpt.io.comm.comm import Comm, TorchComm
-from treeckpt.io.comm.rounds import Round
+from treeckpt._io.comm.comm import Comm, TorchComm
+from treeckpt._io.comm.rounds import Round
 
 
 def hash_comms(size: int, timeout: float, tiers: tuple[int, ...] = ()) -> list[TorchComm]:

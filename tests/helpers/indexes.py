@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from treeckpt.core.format.records import FileTable, Index, LeafRecord, file_table
-from treeckpt.core.tree.spec import ArraySpec
-from treeckpt.core.tree.structure import DictNode
+from treeckpt._core.format.records import FileTable, Index, LeafRecord, file_table
+from treeckpt._core.tree.spec import ArraySpec
+from treeckpt._core.tree.structure import DictNode
 
 ONE_FILE_EACH = ((0, 0, 0, 4096, 512), (1, 0, 0, 4096, 256))
 """Rows of the table of files: rank, part, stream, nbytes, header."""

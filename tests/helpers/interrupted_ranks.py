@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 import treeckpt as tc
-from treeckpt.io.comm import abandoned, rounds, waiting
-from treeckpt.io.comm.collective import Conclusion, Exchange
-from treeckpt.io.comm.comm import CommState
+from treeckpt._io.comm import abandoned, rounds, waiting
+from treeckpt._io.comm.collective import Conclusion, Exchange
+from treeckpt._io.comm.comm import CommState
 
 TIMEOUT = 600.0
 LONGEST = 15.0

@@ -14,17 +14,17 @@ from typing import Any
 import msgspec
 
 from tests.helpers.samples import START_NS
-from treeckpt.core.format.chunks import GridChunks, WholeChunk
-from treeckpt.core.format.index import INDEX_NAME, encode_index
-from treeckpt.core.format.records import ArrayRecord, Index, LeafRecord, ValueRecord, file_table
-from treeckpt.core.format.shard_header import BLOCK, ShardEntry, ShardHeader, encode_header, hash_block
-from treeckpt.core.format.timings import Host, Span, Timings, encode_timings, timings_name
-from treeckpt.core.sharding.int_runs import encode_runs
-from treeckpt.core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
-from treeckpt.core.sharding.region import Region
-from treeckpt.core.tree.spec import ArraySpec
-from treeckpt.core.tree.structure import DictNode, Structure
-from treeckpt.core.tree.value_codec import Value, encode_value
+from treeckpt._core.format.chunks import GridChunks, WholeChunk
+from treeckpt._core.format.index import INDEX_NAME, encode_index
+from treeckpt._core.format.records import ArrayRecord, Index, LeafRecord, ValueRecord, file_table
+from treeckpt._core.format.shard_header import BLOCK, ShardEntry, ShardHeader, encode_header, hash_block
+from treeckpt._core.format.timings import Host, Span, Timings, encode_timings, timings_name
+from treeckpt._core.sharding.int_runs import encode_runs
+from treeckpt._core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
+from treeckpt._core.sharding.region import Region
+from treeckpt._core.tree.spec import ArraySpec
+from treeckpt._core.tree.structure import DictNode, Structure
+from treeckpt._core.tree.value_codec import Value, encode_value
 
 __all__ = [
     "hold_readers",

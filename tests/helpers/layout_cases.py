@@ -19,10 +19,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import treeckpt as tc
 from tests.helpers import strategies
-from treeckpt.core.sharding import placements as core
-from treeckpt.core.sharding.placements import MeshLayout, held_by, local_shape, mesh_ranks
-from treeckpt.core.sharding.region import Region
-from treeckpt.io.comm.comm import ThreadComm, thread_comms
+from treeckpt._core.sharding import placements as core
+from treeckpt._core.sharding.placements import MeshLayout, held_by, local_shape, mesh_ranks
+from treeckpt._core.sharding.region import Region
+from treeckpt._io.comm.comm import ThreadComm, thread_comms
 
 T = TypeVar("T")
 

@@ -68,7 +68,7 @@ def address_space() -> int:
 
 def _acts(path: str, out: Path) -> dict[str, Callable[[], Any]]:
     import treeckpt as tc
-    from treeckpt.cli.main import main
+    from treeckpt._cli.main import main
 
     def show() -> None:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -99,7 +99,7 @@ def _assert_equal(one: Any, other: Any) -> None:
     import numpy as np
     import torch
 
-    from treeckpt.core.tree.flatten import flatten
+    from treeckpt._core.tree.flatten import flatten
 
     pairs = [flatten(tree)[1] for tree in (one, other)]
     assert [path for path, _ in pairs[0]] == [path for path, _ in pairs[1]], "a conversion keeps the paths"
@@ -156,12 +156,12 @@ def main() -> None:
     """Answers each line."""
     import torch.distributed.checkpoint  # noqa: F401  (in the parent, once)
 
-    import treeckpt.cli.main
-    import treeckpt.cli.show
-    import treeckpt.convert.conversion
-    import treeckpt.foreign.foreign_checkpoint
-    import treeckpt.foreign.foreign_index
-    import treeckpt.loading.load  # noqa: F401
+    import treeckpt._cli.main
+    import treeckpt._cli.show
+    import treeckpt._foreign.foreign_checkpoint
+    import treeckpt._foreign.foreign_index
+    import treeckpt._loading.load  # noqa: F401
+    import treeckpt.convert._conversion
 
     for line in sys.stdin:
         path, out, acts = json.loads(line)

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from treeckpt.io.storage.run_store import RunStore
-from treeckpt.io.storage.store import DirectoryEntry, MemoryStore, Store, Writer
+from treeckpt._io.storage.run_store import RunStore
+from treeckpt._io.storage.store import DirectoryEntry, MemoryStore, Store, Writer
 
 __all__ = ["MemoryRun"]
 

@@ -9,28 +9,28 @@ import msgspec
 from hypothesis import strategies as st
 
 from tests.helpers.strategies import layouts, shapes, trees
-from treeckpt.core.format.build_index import build_index
-from treeckpt.core.format.index import encode_manifest
-from treeckpt.core.format.records import FileTable, Index, file_table
-from treeckpt.core.format.shard_header import ShardEntry, ShardHeader, block_count, encode_header
-from treeckpt.core.planning.rank_trees import Inventory, LeafSpec, RankClass, array_leaves, merge_rank_trees
-from treeckpt.core.planning.save_plan import assign_offsets, plan_save
-from treeckpt.core.sharding.int_runs import decode_runs, encode_runs
-from treeckpt.core.sharding.placements import (
+from treeckpt._core.format.build_index import build_index
+from treeckpt._core.format.index import encode_manifest
+from treeckpt._core.format.records import FileTable, Index, file_table
+from treeckpt._core.format.shard_header import ShardEntry, ShardHeader, block_count, encode_header
+from treeckpt._core.planning.rank_trees import Inventory, LeafSpec, RankClass, array_leaves, merge_rank_trees
+from treeckpt._core.planning.save_plan import assign_offsets, plan_save
+from treeckpt._core.sharding.int_runs import decode_runs, encode_runs
+from treeckpt._core.sharding.placements import (
     BoxLayout,
     Layout,
     Mesh,
     MeshLayout,
     Shard,
 )
-from treeckpt.core.sharding.region import Region
-from treeckpt.core.sharding.write_assignment import (
+from treeckpt._core.sharding.region import Region
+from treeckpt._core.sharding.write_assignment import (
     BoxOwners,
     assign_writers,
 )
-from treeckpt.core.tree.flatten import PerRank, flatten
-from treeckpt.core.tree.spec import ArraySpec, StridedView
-from treeckpt.core.tree.value_codec import encode_value
+from treeckpt._core.tree.flatten import PerRank, flatten
+from treeckpt._core.tree.spec import ArraySpec, StridedView
+from treeckpt._core.tree.value_codec import encode_value
 
 SAVE_ID = "0123456789abcdef"
 DTYPES = ["float32", "bfloat16", "uint8", "bool", "complex64", "complex128", "str3", "bytes5", "datetime64[ns]", "int3"]
@@ -121,7 +121,7 @@ def save(tree, world, *, max_shard_bytes=1 << 62, metadata=None):
 
 def small():
     """A save that is quick to take apart byte by byte, with a record of every kind."""
-    from treeckpt.core.sharding.region import Region
+    from treeckpt._core.sharding.region import Region
 
     grid = MeshLayout(Mesh((2,), encode_runs([0, 1])), (Shard(0),))
     pieces = ((0, Region((0, 0), (2, 2))), (1, Region((0, 2), (2, 1))), (1, Region((2, 0), (1, 3))))

@@ -1,4 +1,4 @@
-"""Reads a checkpoint by treeckpt/core/format/FORMAT.md alone, with json, numpy and xxhash and without treeckpt.
+"""Reads a checkpoint by treeckpt/_core/format/FORMAT.md alone, with json, numpy and xxhash and without treeckpt.
 
 `read` returns the tree in dicts, lists and tuples: a container with named fields and a table become dicts, `per_rank` a
 dict by rank, a value of a kind that is not in `KINDS` a `(kind, items)`.

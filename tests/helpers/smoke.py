@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import treeckpt as tc
-from treeckpt.cli.main import main
+from treeckpt._cli.main import main
 from treeckpt.convert import convert
 
 ELEMENTS = 1_500_001

@@ -22,8 +22,8 @@ import optree
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from treeckpt.core.sharding.int_runs import encode_runs
-from treeckpt.core.sharding.placements import (
+from treeckpt._core.sharding.int_runs import encode_runs
+from treeckpt._core.sharding.placements import (
     BoxLayout,
     Layout,
     Mesh,
@@ -33,9 +33,9 @@ from treeckpt.core.sharding.placements import (
     Shard,
     StridedShard,
 )
-from treeckpt.core.sharding.region import Region, flat_regions
-from treeckpt.core.sharding.write_assignment import ArrayLeaf
-from treeckpt.core.tree.flatten import PerRank
+from treeckpt._core.sharding.region import Region, flat_regions
+from treeckpt._core.sharding.write_assignment import ArrayLeaf
+from treeckpt._core.tree.flatten import PerRank
 
 __all__ = [
     "Branch",

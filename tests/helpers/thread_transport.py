@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treeckpt.io.comm.comm import ThreadComm
-from treeckpt.trees.transport import Transfer
+from treeckpt._io.comm.comm import ThreadComm
+from treeckpt.trees._transport import Transfer
 
 
 class ThreadTransport:

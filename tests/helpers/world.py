@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 
 import treeckpt as tc
-from treeckpt.core.format.index import INDEX_NAME
-from treeckpt.core.format.seals import sealed
-from treeckpt.io.comm.comm import Comm, thread_comms
-from treeckpt.io.storage.store import DirectoryEntry, Store, VersionTag, Writer
+from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._core.format.seals import sealed
+from treeckpt._io.comm.comm import Comm, thread_comms
+from treeckpt._io.storage.store import DirectoryEntry, Store, VersionTag, Writer
 
 __all__ = [
     "LONG",

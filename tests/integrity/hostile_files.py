@@ -22,7 +22,7 @@ import numpy as np
 
 import treeckpt as tc
 from tests.helpers.world import reseal, shards_of
-from treeckpt.core.format.index import INDEX_NAME
+from treeckpt._core.format.index import INDEX_NAME
 
 __all__ = ["CASES", "REFUSED", "WAYS", "measure"]
 
@@ -152,7 +152,7 @@ def _timed(path: Path) -> None:
     file = _timings(path)
     import msgspec
 
-    from treeckpt.core.format.seals import sealed
+    from treeckpt._core.format.seals import sealed
 
     document = msgspec.json.decode(file.read_bytes())
     document["timings"] |= {"world": 1 << 24, "hosts": [["x", [[0, 1, 1 << 24]]]]}
@@ -187,7 +187,7 @@ CASES: dict[str, Callable[[Path], None]] = {
 
 # what reads them ------------------------------------------------------------------------------------------------------
 def _cli(*arguments: str) -> None:
-    from treeckpt.cli.main import main
+    from treeckpt._cli.main import main
 
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

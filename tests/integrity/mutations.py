@@ -29,7 +29,7 @@ import treeckpt as tc
 from tests.helpers.hfai_parts import trained, write_parts
 from tests.helpers.mutations import part_at, places_in
 from tests.helpers.world import on_ranks, reseal, reseal_shard, shards_of, small_tree
-from treeckpt.cli.main import main as command_line
+from treeckpt._cli.main import main as command_line
 from treeckpt.convert import convert
 
 __all__ = ["FORMATS", "SLOW", "outcome"]

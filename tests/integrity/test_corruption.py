@@ -12,8 +12,8 @@ import pytest
 import treeckpt as tc
 from tests.helpers.corruption import CHANGES, TREES, drop, flip, swap, zero
 from tests.helpers.world import assert_equal, assert_holds, errors_of, on_ranks, small_tree, whole_tree
-from treeckpt.core.format.index import INDEX_NAME
-from treeckpt.core.format.shard_header import BLOCK, parse_shard_name
+from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._core.format.shard_header import BLOCK, parse_shard_name
 
 WORLD = 2
 

@@ -16,10 +16,10 @@ import pytest
 import treeckpt as tc
 from tests.helpers.corruption import flip
 from tests.helpers.world import assert_equal, errors_of, on_ranks, shards_of
-from treeckpt.core.format.index import INDEX_NAME
-from treeckpt.core.format.shard_header import BLOCK, parse_shard_name
-from treeckpt.io.storage import local_read, mapped_read
-from treeckpt.runs import catalog
+from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._core.format.shard_header import BLOCK, parse_shard_name
+from treeckpt._io.storage import local_read, mapped_read
+from treeckpt._runs import catalog
 
 WORLD = 2
 N = BLOCK // 8

@@ -14,7 +14,7 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.world import assert_equal, on_ranks, reseal, reseal_shard, shards_of, small_tree, whole_tree
-from treeckpt.core.format.index import INDEX_NAME
+from treeckpt._core.format.index import INDEX_NAME
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ import torch
 
 import treeckpt as tc
 from tests.helpers.world import reseal
-from treeckpt.arrays.registry import resolve
-from treeckpt.cli import main
+from treeckpt._arrays.registry import resolve
+from treeckpt._cli import main
 from treeckpt.convert import convert
 
 CALLS: list[str] = []
@@ -127,9 +127,9 @@ def test_names_of_a_file_import_nothing() -> None:
     """torch makes some of its modules when they are asked for, hundreds of others with them."""
     lines = [
         "import sys, torch, numpy, treeckpt",
-        "from treeckpt.core.tree.value_codec import TypedValue",
-        "from treeckpt.arrays.registry import decode, resolve",
-        "from treeckpt.arrays.torch import torch_dtype",
+        "from treeckpt._core.tree.value_codec import TypedValue",
+        "from treeckpt._arrays.registry import decode, resolve",
+        "from treeckpt._arrays.torch import torch_dtype",
         "before = set(sys.modules)",
         "def attempt(act):",
         "    try: act()",

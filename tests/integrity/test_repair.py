@@ -23,11 +23,11 @@ from tests.helpers.world import (
     small_tree,
     whole_tree,
 )
-from treeckpt.core.format.file_names import parse_file_name
-from treeckpt.core.format.index import INDEX_NAME
-from treeckpt.core.format.shard_header import BLOCK
-from treeckpt.io.storage import object_store
-from treeckpt.loading import repair
+from treeckpt._core.format.file_names import parse_file_name
+from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._core.format.shard_header import BLOCK
+from treeckpt._io.storage import object_store
+from treeckpt._loading import repair
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 import treeckpt as tc
 from tests.helpers.corruption import flip
 from tests.helpers.world import assert_equal, errors_of, on_ranks, shards_of, small_tree, whole_tree
-from treeckpt.core.format.shard_header import BLOCK
+from treeckpt._core.format.shard_header import BLOCK
 
 N = BLOCK // 8
 LEAVES = {f"layer{n}": np.arange(N, dtype=np.int64) + n for n in range(4)}

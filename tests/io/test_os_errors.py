@@ -20,10 +20,10 @@ import torch
 import treeckpt as tc
 from tests.helpers.background import files_open
 from tests.helpers.world import on_ranks
-from treeckpt.io.os_errors import read_failure, shows_damage
-from treeckpt.io.storage import local_read as reader_module
-from treeckpt.io.storage.store import LocalStore
-from treeckpt.runs.catalog import scan
+from treeckpt._io.os_errors import read_failure, shows_damage
+from treeckpt._io.storage import local_read as reader_module
+from treeckpt._io.storage.store import LocalStore
+from treeckpt._runs.catalog import scan
 
 REFUSALS = [errno.EACCES, errno.EMFILE, errno.ESTALE, errno.EIO]
 

@@ -15,9 +15,9 @@ from torch.nn import Parameter
 
 import treeckpt as tc
 from tests.helpers.world import on_ranks
-from treeckpt.arrays import overlaps
-from treeckpt.arrays.base import HostArray, StridedMemory
-from treeckpt.loading import aliasing
+from treeckpt._arrays import overlaps
+from treeckpt._arrays.base import HostArray, StridedMemory
+from treeckpt._loading import aliasing
 
 A = torch.arange(6.0).view(2, 3)
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import treeckpt as tc
-from treeckpt.cli.main import main
-from treeckpt.core.format.index import INDEX_NAME
-from treeckpt.io.storage import metadata_files
-from treeckpt.io.storage.store import LocalStore
+from treeckpt._cli.main import main
+from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._io.storage import metadata_files
+from treeckpt._io.storage.store import LocalStore
 
 
 class CountingStore(LocalStore):

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import treeckpt as tc
 from tests.helpers.world import errors_of, on_ranks
-from treeckpt.core.format.shard_header import BLOCK
-from treeckpt.core.planning.load_plan import READ_GAP
+from treeckpt._core.format.shard_header import BLOCK
+from treeckpt._core.planning.load_plan import READ_GAP
 
 IDS = st.one_of(st.integers(-(1 << 63), (1 << 63) - 1), st.integers(-20, 20))
 

@@ -7,14 +7,14 @@ import pytest
 
 import treeckpt
 from tests.helpers.samples import MESH, BFloat16, gpt_state, write_checkpoint
-from treeckpt.cli.main import main
-from treeckpt.core.analysis.diff import comparable, diff
-from treeckpt.core.sharding.placements import MeshLayout, Replicate, Shard
-from treeckpt.core.tree.flatten import PerRank
+from treeckpt._cli.main import main
+from treeckpt._core.sharding.placements import MeshLayout, Replicate, Shard
+from treeckpt._core.tree.flatten import PerRank
+from treeckpt._inspect.diff import comparable, diff
+from treeckpt._io.storage.checkpoint import Checkpoint
+from treeckpt._io.storage.store import LocalStore
+from treeckpt._loading.compare import delta_of, measured_pairs, value_changes, verdict_of
 from treeckpt.errors import CorruptError
-from treeckpt.io.storage.checkpoint import Checkpoint
-from treeckpt.io.storage.store import LocalStore
-from treeckpt.loading.compare import delta_of, measured_pairs, value_changes, verdict_of
 
 
 def sides(tmp_path, *trees, **options):

@@ -15,11 +15,11 @@ import torch
 import treeckpt as tc
 from tests.helpers.elsewhere import elsewhere
 from tests.helpers.world import shards_of
-from treeckpt.core.format.file_names import step_name
-from treeckpt.core.format.index import INDEX_NAME
-from treeckpt.io.storage.run_store import LocalRun
-from treeckpt.io.storage.store import LocalStore
-from treeckpt.loading.consistent_reads import TRIES
+from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._io.storage.run_store import LocalRun
+from treeckpt._io.storage.store import LocalStore
+from treeckpt._loading.consistent_reads import TRIES
 
 N = 20_000
 WRITER = """

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import treeckpt as tc
-from treeckpt.core.sharding.region import Region
-from treeckpt.io.comm.comm import thread_comms
-from treeckpt.io.storage.store import MemoryStore
-from treeckpt.loading.plan import Read, in_turns
+from treeckpt._core.sharding.region import Region
+from treeckpt._io.comm.comm import thread_comms
+from treeckpt._io.storage.store import MemoryStore
+from treeckpt._loading.plan import Read, in_turns
 
 MIB = 1 << 20
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import treeckpt as tc
 from tests.helpers.world import errors_of, on_ranks
 from treeckpt import rules as R
-from treeckpt.arrays.base import Box
-from treeckpt.arrays.table_columns import SelectedRowsWriter
+from treeckpt._arrays.base import Box
+from treeckpt._arrays.table_columns import SelectedRowsWriter
 
 ODD = [-(1 << 63), (1 << 63) - 1, -1, 0, 1, 65_535, 65_536]
 Ids = st.sets(st.sampled_from(ODD) | st.integers(-20, 20), max_size=12)
@@ -61,8 +61,8 @@ def saved(tree: Any) -> tc.MemoryStore:
 
 
 def owned_by(ids: Iterable[int], owner: tuple[int, int], parting: tuple[str, int]) -> list[int]:
-    from treeckpt.core.tree.row_order import buckets_of
-    from treeckpt.core.tree.spec import TableSpec
+    from treeckpt._core.tree.row_order import buckets_of
+    from treeckpt._core.tree.spec import TableSpec
 
     listed = np.array(list(ids), np.int64)
     buckets = buckets_of(listed, TableSpec(parting[0], 1, parting[1]))

@@ -12,9 +12,9 @@ import torch
 
 import treeckpt as tc
 from tests.helpers.world import errors_of, on_ranks, reseal, shards_of
-from treeckpt.core.format.shard_header import BLOCK
-from treeckpt.core.tree.spec import TableSpec
-from treeckpt.io.comm.comm import thread_comms
+from treeckpt._core.format.shard_header import BLOCK
+from treeckpt._core.tree.spec import TableSpec
+from treeckpt._io.comm.comm import thread_comms
 
 ODD = [-(1 << 63), (1 << 63) - 1, -1, 0, 1, 1 << 52, (1 << 52) + 12_345, 65_535, 65_536]
 Oracle = dict[int, tuple[list[float], list[float]]]
@@ -430,7 +430,7 @@ def test_a_group_of_ranks_saves_a_table_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_tables_record_says_how_it_is_parted(tmp_path: Path) -> None:
-    from treeckpt.core.analysis.outline import Outline
+    from treeckpt._inspect.outline import Outline
 
     save_by(tmp_path, make_oracle(9), 1)
     index = tc.inspect(tmp_path)
@@ -454,8 +454,8 @@ def test_a_table_is_converted_as_it_is_or_into_a_dict_and_that_is_said(tmp_path:
 
 def test_a_table_taken_apart_and_put_together_again_is_as_before() -> None:
     """What the union of several loaded trees is made of."""
-    from treeckpt.arrays.registry import resolve
-    from treeckpt.core.tree.flatten import flatten, unflatten
+    from treeckpt._arrays.registry import resolve
+    from treeckpt._core.tree.flatten import flatten, unflatten
 
     store = tc.MemoryStore("c")
     save_by(store, make_oracle(9), 1)
@@ -483,7 +483,7 @@ def test_what_works_on_trees_refuses_tables() -> None:
 
 
 def test_two_checkpoints_differ_in_their_rows() -> None:
-    from treeckpt.core.analysis.diff import diff
+    from treeckpt._inspect.diff import diff
 
     stores = [tc.MemoryStore("a"), tc.MemoryStore("b")]
     for store, rows in zip(stores, (10, 11), strict=True):

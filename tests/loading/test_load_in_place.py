@@ -14,9 +14,9 @@ import torch
 
 import treeckpt as tc
 from tests.helpers.world import Faulty, Switch, assert_equal, shards_of, small_tree, whole_tree
-from treeckpt.core.format.index import INDEX_NAME
-from treeckpt.io.storage import local_read, mapped_read
-from treeckpt.io.storage.store import LocalStore, MemoryStore
+from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._io.storage import local_read, mapped_read
+from treeckpt._io.storage.store import LocalStore, MemoryStore
 
 N = 1 << 20
 

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.samples import BFloat16, gpt_state, mesh_layout, write_checkpoint
-from treeckpt.core.format.chunks import WholeChunk
-from treeckpt.core.format.records import ArrayRecord, Index, file_table
-from treeckpt.core.format.shard_header import BLOCK, ShardEntry, ShardHeader, encode_header, hash_block, shard_name
-from treeckpt.core.sharding.region import Region
-from treeckpt.core.tree.spec import ArraySpec
-from treeckpt.core.tree.structure import DictNode
+from treeckpt._core.format.chunks import WholeChunk
+from treeckpt._core.format.records import ArrayRecord, Index, file_table
+from treeckpt._core.format.shard_header import BLOCK, ShardEntry, ShardHeader, encode_header, hash_block, shard_name
+from treeckpt._core.sharding.region import Region
+from treeckpt._core.tree.spec import ArraySpec
+from treeckpt._core.tree.structure import DictNode
+from treeckpt._io.storage.store import LocalStore
+from treeckpt._loading.peek import MAX_NBYTES, peek
 from treeckpt.errors import CorruptError, LayoutError, MismatchError
-from treeckpt.io.storage.store import LocalStore
-from treeckpt.loading.peek import MAX_NBYTES, peek
 
 
 @pytest.fixture(scope="module")

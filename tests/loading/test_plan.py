@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 import treeckpt as tc
 from tests.helpers import strategies
-from treeckpt.arrays.base import HostMemory, TargetPiece
-from treeckpt.core.format.records import File
-from treeckpt.core.format.shard_header import BLOCK, hash_block, hash_parts
-from treeckpt.core.planning.load_plan import Chunk, split_at_multiples
-from treeckpt.core.sharding.region import Region
-from treeckpt.io.storage.store import LocalStore
-from treeckpt.loading.plan import ContiguousMemory, Read, copy_contiguous, parts_of, plan_reads, read_for
+from treeckpt._arrays.base import HostMemory, TargetPiece
+from treeckpt._core.format.records import File
+from treeckpt._core.format.shard_header import BLOCK, hash_block, hash_parts
+from treeckpt._core.planning.load_plan import Chunk, split_at_multiples
+from treeckpt._core.sharding.region import Region
+from treeckpt._io.storage.store import LocalStore
+from treeckpt._loading.plan import ContiguousMemory, Read, copy_contiguous, parts_of, plan_reads, read_for
 
 
 class _OneFile:

@@ -29,10 +29,10 @@ from tests.helpers.layout_cases import (
     cases,
     on_ranks,
 )
-from treeckpt.core.sharding import placements as core
-from treeckpt.core.sharding.placements import MeshLayout
-from treeckpt.core.sharding.region import Region
-from treeckpt.io.comm.comm import ThreadComm
+from treeckpt._core.sharding import placements as core
+from treeckpt._core.sharding.placements import MeshLayout
+from treeckpt._core.sharding.region import Region
+from treeckpt._io.comm.comm import ThreadComm
 
 # how an array lies on the ranks ---------------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import treeckpt as tc
 from tests.helpers.background import Hooked, writer_pid
-from treeckpt.io.comm.comm import default_comm
-from treeckpt.training.guard import guard
+from treeckpt._io.comm.comm import default_comm
+from treeckpt.training._guard import guard
 
 from .layouts import bits, build
 from .registry import Rank, case

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import treeckpt as tc
-from treeckpt.saving import background
+from treeckpt._saving import background
 
 
 def main(arguments: list[str]) -> int:

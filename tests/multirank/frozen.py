@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 import treeckpt as tc
-from treeckpt.io.comm.comm import TorchComm
+from treeckpt._io.comm.comm import TorchComm
 
 
 def main(host: str, port: int, rank: int, timeout: float, run: str) -> None:

@@ -19,8 +19,8 @@ from torch.distributed.tensor import Shard
 
 import treeckpt as tc
 from tests.helpers.far_s3 import FarS3
-from treeckpt.bench.meter import Meter, cached_fraction, drop_cache
-from treeckpt.io.comm.comm import default_comm
+from treeckpt._bench.meter import Meter, cached_fraction, drop_cache
+from treeckpt._io.comm.comm import default_comm
 
 from .layouts import difference, distribute, mesh_of, seeded
 from .registry import Case, Phases, Rank

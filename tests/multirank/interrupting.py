@@ -39,7 +39,7 @@ def saver(how: str, port: int, rank: int, world: int, run: str) -> Callable[[str
     if how in ("gloo", "async"):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     else:
-        from treeckpt.io.comm.comm import TorchComm
+        from treeckpt._io.comm.comm import TorchComm
 
         comm = TorchComm(store, rank, world)
     tree = tree_of(comm, rank, world)

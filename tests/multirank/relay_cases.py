@@ -14,8 +14,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 import treeckpt as tc
 from tests.helpers.elsewhere import elsewhere
-from treeckpt.io.comm.comm import SoloComm, default_comm
-from treeckpt.io.storage.store import LocalStore
+from treeckpt._io.comm.comm import SoloComm, default_comm
+from treeckpt._io.storage.store import LocalStore
 
 from .layouts import difference, distribute, mesh_of, seeded
 from .registry import Rank, case

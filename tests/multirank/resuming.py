@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import treeckpt as tc
-from treeckpt.io.comm.comm import default_comm
+from treeckpt._io.comm.comm import default_comm
 
 
 def build(rank: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:

@@ -16,7 +16,7 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.forked_process import ForkedProcess
-from treeckpt.io.comm import message_store
+from treeckpt._io.comm import message_store
 
 from . import frozen
 

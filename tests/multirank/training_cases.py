@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import treeckpt as tc
-from treeckpt.core.sharding.placements import MeshLayout
+from treeckpt._core.sharding.placements import MeshLayout
 
 from .layouts import bits, mesh_of
 from .registry import Rank, case

@@ -19,7 +19,7 @@ from tests.training.fused_jobs import job as fused_job
 from tests.training.fused_jobs import step as fused_step
 from tests.training.odd_optimizers import KINDS
 from treeckpt import training
-from treeckpt.training.optimizers import optimizer_chain
+from treeckpt.training._optimizers import optimizer_chain
 
 from .layouts import bits, distribute, mesh_of
 from .registry import Case, Rank

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from treeckpt.io.comm.comm import TorchComm, default_comm
+from treeckpt._io.comm.comm import TorchComm, default_comm
 
 from .layouts import forget_made
 from .registry import Case, Phases, Rank

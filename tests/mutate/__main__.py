@@ -1,4 +1,4 @@
-"""Mutation testing of `treeckpt/core`: small changes to its code, drawn at random, that the tests should notice.
+"""Mutation testing of `treeckpt/_core`: small changes to its code, drawn at random, that the tests should notice.
 
 `python -m tests.mutate` (`make mutate`) lists all mutations that cosmic-ray knows, draws `--count` of them by `--seed`,
 no two on one line, and runs the tests against each in a copy of the checkout: first the test module named after the
@@ -37,7 +37,7 @@ INTEGRATION = (
     "tests/test_roundtrip.py",
     "tests/loading/test_reshard.py",
     "tests/loading/test_keyed_tables.py",
-    "tests/loading/transforms/test_apply_rules.py",
+    "tests/rules/test_apply_rules.py",
     "tests/io/comm/test_failures.py",
     "tests/runs/test_manager.py",
     "tests/integrity/test_hostile.py",
@@ -203,17 +203,17 @@ def run(drawn: Sequence[tuple[Mutation, str]], jobs: int, until: float) -> dict[
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutate", description="Mutation testing of treeckpt/core.")
+    parser = argparse.ArgumentParser(prog="python -m tests.mutate", description="Mutation testing of treeckpt/_core.")
     parser.add_argument("--count", type=int, default=60, help="mutations to try (default: 60)")
     parser.add_argument("--seconds", type=float, default=1800, help="no new one is begun after these (default: 1800)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (default: 0)")
     parser.add_argument("--jobs", type=int, default=2, help="at the same time (default: 2)")
     parser.add_argument("--least", type=float, default=0.95, help="part that must be noticed (default: 0.95)")
-    parser.add_argument("--only", default="*", metavar="GLOB", help="of modules' names below treeckpt/core")
+    parser.add_argument("--only", default="*", metavar="GLOB", help="of modules' names below treeckpt/_core")
     options = parser.parse_args()
     until = time.monotonic() + options.seconds
     modules = [
-        path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "treeckpt/core").rglob(f"{options.only}.py"))
+        path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "treeckpt/_core").rglob(f"{options.only}.py"))
     ]
     every = [mutation for module in modules for mutation in mutations_of(module)]
     random.Random(options.seed).shuffle(every)

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 import treeckpt as tc
 from tests.helpers.corruption import flip
 from tests.helpers.samples import write_checkpoint, write_mixed_run, write_run
-from treeckpt.cli.main import main
-from treeckpt.core.html import el, joined, table
-from treeckpt.core.text import bytes_text
+from treeckpt._cli.main import main
+from treeckpt._core.html import el, joined, table
+from treeckpt._core.text import bytes_text
+from treeckpt._io.storage import metadata_files
+from treeckpt._report import report
+from treeckpt._runs.catalog import scan
 from treeckpt.errors import CheckpointNotFound
-from treeckpt.io.storage import metadata_files
-from treeckpt.report import report
-from treeckpt.runs.catalog import scan
 from treeckpt_dashboard.report.page import CHILDREN, NODES
 
 ATTACK = "</script><img src=x onerror=alert(1)>\u202e"
@@ -126,7 +126,7 @@ def test_a_report_stays_small_whatever_is_in_the_checkpoint(tmp_path):
 
 def test_a_report_needs_neither_torch_nor_what_serves_the_dashboard(run):
     code = (
-        "import sys\nfrom treeckpt.report import report\n"
+        "import sys\nfrom treeckpt._report import report\n"
         f"assert len(report({str(run)!r})) > 10_000\n"
         "assert not {'torch', 'jinja2', 'fastapi'} & set(sys.modules)"
     )

@@ -11,8 +11,8 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.world import errors_of, on_ranks
-from treeckpt.core.format.file_names import step_name
-from treeckpt.io.storage.store import LocalStore
+from treeckpt._core.format.file_names import step_name
+from treeckpt._io.storage.store import LocalStore
 
 
 def test_a_step_is_deleted_on_request_and_the_others_stay(tmp_path: Path) -> None:

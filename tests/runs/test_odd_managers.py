@@ -12,11 +12,11 @@ import torch
 
 import treeckpt as tc
 from tests.helpers.background import Gate, GatedRun
-from treeckpt.cli.main import main
-from treeckpt.core.analysis.retention_policy import Best, EveryPeriod, EverySteps, Last, Steps
-from treeckpt.core.format.file_names import step_name
-from treeckpt.loading import keywords
-from treeckpt.runs import options as manager_options
+from treeckpt._cli.main import main
+from treeckpt._core.format.file_names import step_name
+from treeckpt._loading import keywords
+from treeckpt._runs import options as manager_options
+from treeckpt.policy import Best, EveryPeriod, EverySteps, Last, Steps
 
 
 def manager(run: Any, **options: Any) -> tc.Manager:

@@ -10,8 +10,8 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.background import until
-from treeckpt.runs import progress_bar
-from treeckpt.runs.progress_bar import reading_bar, stores_bar
+from treeckpt._runs import progress_bar
+from treeckpt._runs.progress_bar import reading_bar, stores_bar
 
 
 class Terminal(io.StringIO):

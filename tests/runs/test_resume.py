@@ -13,8 +13,8 @@ import torch
 
 import treeckpt as tc
 from tests.helpers.world import errors_of, on_ranks, shards_of
-from treeckpt.core.format.file_names import step_name
-from treeckpt.io.storage import metadata_files
+from treeckpt._core.format.file_names import step_name
+from treeckpt._io.storage import metadata_files
 
 
 class Job:

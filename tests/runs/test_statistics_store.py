@@ -1,8 +1,8 @@
 """Statistics are kept by save and place, within a limit; a damaged file is none."""
 
 from tests.helpers.samples import write_checkpoint
-from treeckpt.core.numbers.moments import Moments
-from treeckpt.runs.statistics_store import StatisticsStore
+from treeckpt._inspect.moments import Moments
+from treeckpt._runs.statistics_store import StatisticsStore
 
 
 def test_what_is_kept_comes_back_and_a_damaged_file_is_none(tmp_path):

@@ -21,12 +21,12 @@ from tests.crash.syscalls import why_not
 from tests.helpers.background import descriptors_left, in_child
 from tests.helpers.corruption import flip
 from tests.helpers.world import on_ranks
-from treeckpt.cli.main import main
-from treeckpt.core.format.file_names import step_name, verdict_name
-from treeckpt.loading import verify as verify_module
-from treeckpt.runs.catalog import scan
-from treeckpt.runs.run import RunDirectory
-from treeckpt.runs.verification import VerificationStore
+from treeckpt._cli.main import main
+from treeckpt._core.format.file_names import step_name, verdict_name
+from treeckpt._loading import verify as verify_module
+from treeckpt._runs.catalog import scan
+from treeckpt._runs.run import RunDirectory
+from treeckpt._runs.verification import VerificationStore
 
 UNREAD = 3
 NOBODY = 65534

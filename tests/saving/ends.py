@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import treeckpt as tc
-from treeckpt.io.comm.comm import SoloComm
+from treeckpt._io.comm.comm import SoloComm
 
 TREE = {"w": np.arange(100_000), "n": 1}
 kept: list[Any] = []

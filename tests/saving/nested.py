@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 import treeckpt as tc
-from treeckpt.io.comm.comm import SoloComm
+from treeckpt._io.comm.comm import SoloComm
 
 HANGS = 120.0
 """Seconds after which a call counts as hanging."""

@@ -11,7 +11,7 @@ import os, sys, threading
 import msgspec
 import numpy as np
 import treeckpt as tc
-from treeckpt.io.comm.comm import SoloComm
+from treeckpt._io.comm.comm import SoloComm
 
 path = sys.argv[1]
 gate = threading.Event()
@@ -102,7 +102,7 @@ def test_a_forked_child_does_not_speak_for_the_rank_that_forked_it(tmp_path: Pat
 import torch.distributed as dist
 from datetime import timedelta
 dist.init_process_group("gloo", store=dist.FileStore(path + "/store", 1), rank=0, world_size=1)
-from treeckpt.io.comm.comm import TorchComm
+from treeckpt._io.comm.comm import TorchComm
 comm = TorchComm(dist.HashStore(), 0, 2)
 
 def act():
@@ -131,7 +131,7 @@ def test_the_writer_process_that_is_kept_is_ended_and_its_socket_closed() -> Non
 import tempfile, warnings
 import numpy as np
 import treeckpt as tc
-from treeckpt.io.comm.comm import SoloComm
+from treeckpt._io.comm.comm import SoloComm
 
 warnings.simplefilter("always")
 with tempfile.TemporaryDirectory() as path:

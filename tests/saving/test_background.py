@@ -40,12 +40,12 @@ from tests.helpers.world import (
     on_ranks,
     small_tree,
 )
-from treeckpt.core.format.index import INDEX_NAME
-from treeckpt.core.format.shard_header import parse_shard_name
-from treeckpt.io.comm.comm import Comm, SoloComm, TorchComm, members_of, thread_comms
-from treeckpt.saving import background as background_module
-from treeckpt.saving.staging import ArenaPool
-from treeckpt.training.guard import guard
+from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._core.format.shard_header import parse_shard_name
+from treeckpt._io.comm.comm import Comm, SoloComm, TorchComm, members_of, thread_comms
+from treeckpt._saving import background as background_module
+from treeckpt._saving.staging import ArenaPool
+from treeckpt.training._guard import guard
 
 WRITERS = ["process", "thread"]
 
@@ -330,7 +330,7 @@ def test_the_guard_holds_the_step_until_everything_is_copied(tmp_path: Path, com
 
 
 def test_a_step_waits_only_while_it_is_guarded() -> None:
-    from treeckpt.saving.future import Pending
+    from treeckpt._saving.future import Pending
 
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
@@ -358,10 +358,10 @@ def test_a_copy_that_fails_stops_neither_training_nor_later_saves(tmp_path: Path
         def read(self, box: Any) -> np.ndarray:
             raise ValueError("the device fell off")
 
-    from treeckpt.arrays import numpy as adapter
+    from treeckpt._arrays import numpy as adapter
 
     def source(leaf: Any, path: str, rank: int) -> Any:
-        from treeckpt.arrays.base import ArraySource, SourcePiece
+        from treeckpt._arrays.base import ArraySource, SourcePiece
 
         found = real(leaf, path, rank)
         return ArraySource(found.spec, found.layout, (SourcePiece(found.pieces[0].region, Broken()),))
@@ -632,7 +632,7 @@ def test_the_writer_imports_no_torch_and_gives_way(tmp_path: Path, fresh: Comm) 
     comm = fresh
     tc.save_async(tmp_path / "c", {"w": torch.ones(5)}, comm=comm).result(60)
     modules = session(comm).writer.modules()
-    assert "treeckpt.saving.writer_server" in modules and not {"torch", "optree", "treeckpt.api", "tests"} & set(
+    assert "treeckpt._saving.writer_server" in modules and not {"torch", "optree", "treeckpt._api", "tests"} & set(
         modules
     )
     pid = writer_pid(comm)

@@ -14,11 +14,11 @@ import pytest
 import treeckpt as tc
 from tests.helpers.background import arenas_open, files_open
 from tests.helpers.world import errors_of, on_ranks
-from treeckpt.io.comm import rounds
-from treeckpt.io.comm.comm import SoloComm
-from treeckpt.saving import background
-from treeckpt.saving.session import session_of
-from treeckpt.saving.staging import Arena
+from treeckpt._io.comm import rounds
+from treeckpt._io.comm.comm import SoloComm
+from treeckpt._saving import background
+from treeckpt._saving.session import session_of
+from treeckpt._saving.staging import Arena
 
 TREE = {"a": np.arange(1000)}
 

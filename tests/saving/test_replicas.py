@@ -9,7 +9,7 @@ import torch
 
 import treeckpt as tc
 from tests.helpers.world import LONG, errors_of, on_ranks
-from treeckpt.io.comm.comm import thread_comms
+from treeckpt._io.comm.comm import thread_comms
 
 LARGE = 300_000
 

@@ -18,7 +18,7 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.background import ROOT
-from treeckpt.io.comm.comm import SoloComm
+from treeckpt._io.comm.comm import SoloComm
 
 INSIDE = {"save", "save_async", "thread", "foreground", "background", "load", "load_into", "verify", "restore"}
 """The outer calls that last so long that most moments are inside of them."""

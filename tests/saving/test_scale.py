@@ -14,9 +14,9 @@ from tests.bench.scale.report import CHUNK_NBYTES, growth, judge
 from tests.bench.scale.simulate import Figures, simulate
 from tests.bench.scale.traffic import Talk
 from tests.helpers.world import on_ranks
-from treeckpt.core.format import index
-from treeckpt.io.comm.comm import Comm, thread_comms
-from treeckpt.io.comm.rounds import Round
+from treeckpt._core.format import index
+from treeckpt._io.comm.comm import Comm, thread_comms
+from treeckpt._io.comm.rounds import Round
 
 MODEL = msgspec.structs.replace(MODELS["llama 8B"], layers=8)
 EXPERTS = msgspec.structs.replace(MODELS["mixtral 8x22B"], layers=2)

@@ -15,10 +15,10 @@ from torch.nn import Buffer, Parameter
 
 import treeckpt as tc
 from tests.helpers.world import on_ranks
-from treeckpt.arrays import describe, plain_tensor, torch_memory
-from treeckpt.arrays import torch as torch_leaves
-from treeckpt.arrays.base import ArraySource, HostArray, HostMemory
-from treeckpt.loading import plan, read_batch
+from treeckpt._arrays import describe, plain_tensor, torch_memory
+from treeckpt._arrays import torch as torch_leaves
+from treeckpt._arrays.base import ArraySource, HostArray, HostMemory
+from treeckpt._loading import plan, read_batch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.int16)
 
@@ -81,7 +81,7 @@ def test_a_common_tensor_is_described_as_any_other(tensor: torch.Tensor) -> None
 
 
 def _raw(itemsize: int) -> np.dtype[Any]:
-    from treeckpt.arrays.base import raw_dtype
+    from treeckpt._arrays.base import raw_dtype
 
     return raw_dtype(itemsize)
 
@@ -141,7 +141,7 @@ def mixed(seed: int) -> dict[str, Any]:
 
 
 def texts(tree: Any) -> list[tuple[str, str]]:
-    from treeckpt.core.tree.flatten import flatten
+    from treeckpt._core.tree.flatten import flatten
 
     return [(path, f"{leaf!r} {getattr(leaf, 'dtype', '')}") for path, leaf in flatten(tree)[1]]
 

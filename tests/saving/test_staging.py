@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.io.storage.memory import PAGE_NBYTES
-from treeckpt.saving import staging as arena_module
-from treeckpt.saving.process_channel import ProcessChannel, WriterGone
-from treeckpt.saving.staging import Arena, ArenaPool, area_offsets, map_arena
+from treeckpt._io.storage.memory import PAGE_NBYTES
+from treeckpt._saving import staging as arena_module
+from treeckpt._saving.process_channel import ProcessChannel, WriterGone
+from treeckpt._saving.staging import Arena, ArenaPool, area_offsets, map_arena
 
 
 @given(st.lists(st.integers(0, 1 << 40), max_size=20))

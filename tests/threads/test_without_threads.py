@@ -13,8 +13,8 @@ import pytest
 import treeckpt as tc
 from tests.helpers.background import no_threads, run_program
 from tests.helpers.s3 import S3
-from treeckpt.io.comm.comm import SoloComm
-from treeckpt.threads import ThreadPool, call_in_thread, start_thread
+from treeckpt._io.comm.comm import SoloComm
+from treeckpt._threads import ThreadPool, call_in_thread, start_thread
 
 TREE = {"w": np.arange(3_000_000), "b": np.arange(5 << 20, dtype=np.int32)[::-1], "n": 1}
 
@@ -93,7 +93,7 @@ AT_THE_LIMIT = """
 import os, resource, sys
 import numpy as np
 import treeckpt as tc
-from treeckpt.io.comm.comm import SoloComm
+from treeckpt._io.comm.comm import SoloComm
 
 path, tree = sys.stdin.readline().strip(), {"w": np.arange(300_000), "n": 1}
 tc.save_async(path + "/first", tree, writer="thread", comm=SoloComm()).result(60)

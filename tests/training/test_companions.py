@@ -13,7 +13,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 import treeckpt as tc
 from treeckpt import training
-from treeckpt.training.moments import expected_moments
+from treeckpt.training._moments import expected_moments
 
 from .jobs import net, run, same_tensors, stepped
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import treeckpt as tc
 from tests.helpers.world import errors_of, on_ranks
-from treeckpt.io.comm.comm import thread_comms
+from treeckpt._io.comm.comm import thread_comms
 from treeckpt.training import load, save
 
 from .jobs import net, run, same_tensors, stepped

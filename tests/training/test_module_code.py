@@ -491,7 +491,7 @@ def test_what_hangs_on_a_parameter_is_put_back_too(tmp_path: Path) -> None:
 
 
 def test_tensors_too_large_to_keep_copies_of_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treeckpt.training.module_loads.MOST_KEPT", 20)
+    monkeypatch.setattr("treeckpt.training._module_loads.MOST_KEPT", 20)
     tc.save(tmp_path / "c", training.state(Attached(), rng=False))
     fresh = Attached()
     fresh.fails = True

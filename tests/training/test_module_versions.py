@@ -14,12 +14,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import treeckpt as tc
 from tests.helpers.world import errors_of, on_ranks
+from treeckpt._io.comm.comm import SoloComm
+from treeckpt._loading.consistent_reads import on_versions
+from treeckpt._loading.match import LoadOptions
 from treeckpt.errors import MismatchError, TreeError
-from treeckpt.io.comm.comm import SoloComm
-from treeckpt.loading.consistent_reads import on_versions
-from treeckpt.loading.match import LoadOptions
-from treeckpt.loading.transforms import as_rules
-from treeckpt.training.sources import open_source, saved_metadata
+from treeckpt.rules import as_rules
+from treeckpt.training._sources import open_source, saved_metadata
 
 
 class Scaled(nn.Module):

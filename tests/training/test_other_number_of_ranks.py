@@ -12,7 +12,7 @@ import torch
 import treeckpt as tc
 from tests.helpers.world import errors_of, on_ranks
 from treeckpt import training
-from treeckpt.io.comm.comm import thread_comms
+from treeckpt._io.comm.comm import thread_comms
 
 
 class Reader:

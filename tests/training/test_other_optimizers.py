@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import treeckpt as tc
-from treeckpt.training.moments import TORCH_MOMENTS
+from treeckpt.training._moments import TORCH_MOMENTS
 
 Job = tuple[nn.Module, Any]
 

@@ -22,8 +22,8 @@ from tests.helpers.world import errors_of, on_ranks
 from tests.helpers.wrapped_moments import coded
 from tests.training.jobs import same_tensors
 from treeckpt import training
-from treeckpt.core.sharding.int_runs import encode_runs
-from treeckpt.core.sharding.placements import Mesh
+from treeckpt._core.sharding.int_runs import encode_runs
+from treeckpt._core.sharding.placements import Mesh
 
 ROWS, TINY = 8, 2
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import treeckpt as tc
 from treeckpt import training
-from treeckpt.training.hfai import load, save
+from treeckpt.training._hfai import load, save
 
 from .jobs import net, run, same_tensors, stepped
 from .odd_optimizers import KINDS, Counting, Lookahead, Slow, Wrapper

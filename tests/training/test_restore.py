@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import treeckpt as tc
 from treeckpt import training
-from treeckpt.io.storage.counting_store import CountingStore
+from treeckpt._io.storage.counting_store import CountingStore
 
 from .jobs import net, run, same_tensors, stepped
 
@@ -624,7 +624,7 @@ _PEAK = """
 import sys, torch, treeckpt as tc
 from torch import nn
 from treeckpt import training
-from treeckpt.io.comm.comm import SoloComm, thread_comms
+from treeckpt._io.comm.comm import SoloComm, thread_comms
 def memory(name):  # of this process alone: ru_maxrss outlives exec
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(name))
 path, world = sys.argv[1], int(sys.argv[2])
@@ -726,7 +726,7 @@ def test_the_work_grows_with_the_number_of_parameters_and_not_faster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The saved structure is walked once, and alike parameters of a fresh optimizer take one step for all."""
-    from treeckpt.training import optimizer_plan, sources
+    from treeckpt.training import _optimizer_plan, _sources
 
     count = 300
     model = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(count)])
@@ -735,7 +735,7 @@ def test_the_work_grows_with_the_number_of_parameters_and_not_faster(
         parameter.grad = torch.ones(2)
     optimizer.step()
     tc.save(tmp_path / "c", training.state(model, optimizer))
-    keys_of, walked = sources.keys_of, 0
+    keys_of, walked = _sources.keys_of, 0
 
     def counted(node: Any, path: str) -> Any:
         nonlocal walked
@@ -743,13 +743,13 @@ def test_the_work_grows_with_the_number_of_parameters_and_not_faster(
         walked += len(found)
         return found
 
-    monkeypatch.setattr(sources, "keys_of", counted)
-    expected_moments, steps = optimizer_plan.expected_moments, []
+    monkeypatch.setattr(_sources, "keys_of", counted)
+    expected_moments, steps = _optimizer_plan.expected_moments, []
 
     def stepped_once(*given: Any) -> Any:
         steps.append(given)
         return expected_moments(*given)
 
-    monkeypatch.setattr(optimizer_plan, "expected_moments", stepped_once)
+    monkeypatch.setattr(_optimizer_plan, "expected_moments", stepped_once)
     training.restore(tmp_path / "c", model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     assert 0 < walked < 10 * count and len(steps) == 1

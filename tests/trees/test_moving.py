@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.nn import Buffer, Parameter
 
 import treeckpt as tc
-from treeckpt.trees import offloading
+from treeckpt.trees import _offloading
 
 BASE = torch.arange(24.0).reshape(4, 6)
 
@@ -311,7 +311,7 @@ def test_two_offloads_do_not_share_memory() -> None:
     first = tc.trees.offload({"w": BASE}, memory="shared")
     tc.trees.offload({"w": BASE + 1}, memory="shared")
     assert torch.equal(first["w"], BASE)
-    assert "ALIGN" in vars(offloading)
+    assert "ALIGN" in vars(_offloading)
 
 
 # copy_into ------------------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@
 .. include:: FORMATS.md
 """
 
-from .contents import ConvertReport, Finding
-from .conversion import (
+from ._contents import ConvertReport, Finding
+from ._conversion import (
     FORMATS,
     convert,
     detect,
@@ -16,7 +16,7 @@ from .conversion import (
     to_torch_file,
     to_treeckpt,
 )
-from .sources import SOURCES
+from ._sources import SOURCES
 
 __all__ = [
     "FORMATS",

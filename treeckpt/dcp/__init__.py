@@ -4,23 +4,23 @@
 `load`. `Writer` and `Reader` are DCP's storage interfaces on treeckpt's format, for programs that take a storage, and
 `install` puts them in the place of DCP's own. All other names are those of torch.distributed.checkpoint.
 
-It may import everything below `runs`, and is the one package on top that imports torch at once.
+It may import everything below `_runs`, and is the one package on top that imports torch at once.
 
 .. include:: DIFFERENCES.md
 """
 
 from typing import Any
 
-from ..arrays.registry import needs_torch
+from .._arrays.registry import needs_torch
 
 with needs_torch(__name__):
     import torch.distributed.checkpoint as _torch_dcp
 
-    from .install import install, uninstall
-    from .load import load
-    from .reader import DcpReader as Reader
-    from .save import async_save, save
-    from .writer import DcpWriter as Writer
+    from ._install import install, uninstall
+    from ._load import load
+    from ._reader import DcpReader as Reader
+    from ._save import async_save, save
+    from ._writer import DcpWriter as Writer
 
 __all__ = ["Reader", "Writer", "async_save", "install", "load", "save", "uninstall"]
 

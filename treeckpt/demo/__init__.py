@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..report.terminal import print_json
+from .._report.terminal import print_json
 from .launch import JobFailed, run_job
 from .report import LOSS_TOLERANCE, DemoComparison, build_table, compare_runs
 from .tasks import LAYOUTS, RANKS, Outcome, Resume, Resumed, Task, Train, Trained

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from ..core.text import count_text
+from .._core.text import count_text
 from .tasks import LAYOUTS, RANKS, Digests, Layout, Resume, Resumed, Saved, Trained
 
 LOSS_TOLERANCE = 1e-4

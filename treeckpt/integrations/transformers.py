@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import ArraySpec, Index, MismatchError, rules
-from .conversion_ops import NamedArray, RecordedOperation, RuleRecorder
+from ._conversion_ops import NamedArray, RecordedOperation, RuleRecorder
 
 Leaves = Index | Mapping[str, ArraySpec | None] | None
 """An index, or specs by path."""

@@ -34,16 +34,16 @@ State saved under one parallelism is restored into any other. This package impor
   frozen here.
 """
 
-from ..arrays.registry import needs_torch
-from ..trees.per_rank_state import Merge, Policy
+from .._arrays.registry import needs_torch
+from ..trees._per_rank_state import Merge, Policy
 
 with needs_torch(__name__):
-    from .capture import state
-    from .guard import Guard, guard
-    from .hfai import load, save
-    from .report import RestoreReport
-    from .restore import restore
-    from .rng import rng_state, set_rng_state
+    from ._capture import state
+    from ._guard import Guard, guard
+    from ._hfai import load, save
+    from ._report import RestoreReport
+    from ._restore import restore
+    from ._rng import rng_state, set_rng_state
 
 __all__ = [
     "Guard",

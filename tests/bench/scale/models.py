@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import msgspec
 
-from treeckpt.core.sharding.int_runs import encode_runs
-from treeckpt.core.sharding.placements import Mesh, MeshLayout, Replicate, Shard, StridedShard
-from treeckpt.core.sharding.region import flat_regions
-from treeckpt.core.tree.spec import ArraySpec
+from treeckpt._core.sharding.int_runs import encode_runs
+from treeckpt._core.sharding.placements import Mesh, MeshLayout, Replicate, Shard, StridedShard
+from treeckpt._core.sharding.region import flat_regions
+from treeckpt._core.tree.spec import ArraySpec
 
 __all__ = ["MODELS", "Array", "Grid", "Model", "arrays_of", "flat_pieces"]
 

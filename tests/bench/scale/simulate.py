@@ -14,24 +14,24 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from treeckpt.bench.meter import Meter
-from treeckpt.core.format.index import INDEX_NAME, decode_index
-from treeckpt.core.format.records import Index
-from treeckpt.core.format.shard_header import shard_name
-from treeckpt.core.format.timings import Span, timings_name
-from treeckpt.core.planning.load_plan import ReadBlock, WantedRegion, plan_load
-from treeckpt.core.planning.rank_trees import Inventory, LeafSpec, RankClass, digest_of, merge_rank_trees
-from treeckpt.core.planning.save_plan import assign_offsets
-from treeckpt.core.sharding.dtypes import dtype_of
-from treeckpt.core.sharding.int_runs import encode_runs
-from treeckpt.core.sharding.placements import BoxLayout, Layout, MeshLayout, held_by, replica_offsets
-from treeckpt.core.sharding.region import Region, coalesce
-from treeckpt.core.tree.flatten import flatten
-from treeckpt.io.comm.collective import decode_each
-from treeckpt.io.comm.fanout import GROUP_SIZES, group_sizes_for
-from treeckpt.io.storage.store import MemoryStore
-from treeckpt.io.timing import Recorder
-from treeckpt.saving.messages import (
+from treeckpt._bench.meter import Meter
+from treeckpt._core.format.index import INDEX_NAME, decode_index
+from treeckpt._core.format.records import Index
+from treeckpt._core.format.shard_header import shard_name
+from treeckpt._core.format.timings import Span, timings_name
+from treeckpt._core.planning.load_plan import ReadBlock, WantedRegion, plan_load
+from treeckpt._core.planning.rank_trees import Inventory, LeafSpec, RankClass, digest_of, merge_rank_trees
+from treeckpt._core.planning.save_plan import assign_offsets
+from treeckpt._core.sharding.dtypes import dtype_of
+from treeckpt._core.sharding.int_runs import encode_runs
+from treeckpt._core.sharding.placements import BoxLayout, Layout, MeshLayout, held_by, replica_offsets
+from treeckpt._core.sharding.region import Region, coalesce
+from treeckpt._core.tree.flatten import flatten
+from treeckpt._io.comm.collective import decode_each
+from treeckpt._io.comm.fanout import GROUP_SIZES, group_sizes_for
+from treeckpt._io.storage.store import MemoryStore
+from treeckpt._io.timing import Recorder
+from treeckpt._saving.messages import (
     Decision,
     MergedTree,
     RankProposal,
@@ -41,9 +41,9 @@ from treeckpt.saving.messages import (
     plan_key,
     representatives,
 )
-from treeckpt.saving.options import CommonOptions
-from treeckpt.saving.plan_cache import GlobalPlan, compute_plan
-from treeckpt.saving.shard_writer import CommitResult, InlineWriter, SaveInfo, WriteReport
+from treeckpt._saving.options import CommonOptions
+from treeckpt._saving.plan_cache import GlobalPlan, compute_plan
+from treeckpt._saving.shard_writer import CommitResult, InlineWriter, SaveInfo, WriteReport
 
 from .models import Array, Grid, Layouts, Model, arrays_of, flat_pieces
 from .traffic import Load, Talk

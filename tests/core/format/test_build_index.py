@@ -1,14 +1,14 @@
 """The index of a save repeats no spec and no layout, and names for each leaf what the save placed."""
 
 from tests.helpers.saves import Array, save
-from treeckpt.core.format.build_index import build_index
-from treeckpt.core.format.chunks import GridChunks, NoChunks, WholeChunk
-from treeckpt.core.format.records import AliasRecord, ArrayRecord, FileTable, PerRankArrays, PerRankValues, ValueRecord
-from treeckpt.core.planning.rank_trees import Inventory, LeafSpec, RankClass, merge_rank_trees
-from treeckpt.core.sharding.int_runs import encode_runs
-from treeckpt.core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
-from treeckpt.core.tree.flatten import PerRank, flatten
-from treeckpt.core.tree.spec import ArraySpec, StridedView
+from treeckpt._core.format.build_index import build_index
+from treeckpt._core.format.chunks import GridChunks, NoChunks, WholeChunk
+from treeckpt._core.format.records import AliasRecord, ArrayRecord, FileTable, PerRankArrays, PerRankValues, ValueRecord
+from treeckpt._core.planning.rank_trees import Inventory, LeafSpec, RankClass, merge_rank_trees
+from treeckpt._core.sharding.int_runs import encode_runs
+from treeckpt._core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
+from treeckpt._core.tree.flatten import PerRank, flatten
+from treeckpt._core.tree.spec import ArraySpec, StridedView
 
 MESH = Mesh((2,), encode_runs([0, 1]))
 ROWS, COLUMNS = MeshLayout(MESH, (Shard(0),)), MeshLayout(MESH, (Shard(1),))

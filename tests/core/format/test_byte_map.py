@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 from tests.helpers.indexes import index_of
 from tests.helpers.saves import ranks_of, saves, small
 from tests.helpers.strategies import mesh_layouts, regions, shapes
-from treeckpt.core.format.byte_map import (
+from treeckpt._core.format.byte_map import (
     chunk_count,
     extents_in_file,
     holders_of,
     layout_of,
     locate_chunks,
 )
-from treeckpt.core.format.chunks import BoxChunks, GridChunks, NoChunks, WholeChunk
-from treeckpt.core.format.records import AliasRecord, ArrayRecord, PerRankArrays, ValueRecord
-from treeckpt.core.sharding.int_runs import decode_runs, encode_runs
-from treeckpt.core.sharding.placements import BoxLayout, Mesh, MeshLayout, Replicate, Shard, StridedShard, held_by
-from treeckpt.core.sharding.region import Region, intersect
-from treeckpt.core.tree.spec import ArraySpec
-from treeckpt.core.tree.structure import DictNode, PerRankNode
+from treeckpt._core.format.chunks import BoxChunks, GridChunks, NoChunks, WholeChunk
+from treeckpt._core.format.records import AliasRecord, ArrayRecord, PerRankArrays, ValueRecord
+from treeckpt._core.sharding.int_runs import decode_runs, encode_runs
+from treeckpt._core.sharding.placements import BoxLayout, Mesh, MeshLayout, Replicate, Shard, StridedShard, held_by
+from treeckpt._core.sharding.region import Region, intersect
+from treeckpt._core.tree.spec import ArraySpec
+from treeckpt._core.tree.structure import DictNode, PerRankNode
 from treeckpt.errors import FormatError, LayoutError
 
 FEWER = settings(max_examples=15)

@@ -5,10 +5,10 @@ import pytest
 
 from tests.helpers.indexes import index_of
 from tests.helpers.saves import small
-from treeckpt.core.format.check_index import check_against_files, check_index, needs_file_sizes
-from treeckpt.core.format.chunks import BoxChunks, GridChunks, WholeChunk
-from treeckpt.core.format.index import encode_manifest
-from treeckpt.core.format.records import (
+from treeckpt._core.format.check_index import check_against_files, check_index, needs_file_sizes
+from treeckpt._core.format.chunks import BoxChunks, GridChunks, WholeChunk
+from treeckpt._core.format.index import encode_manifest
+from treeckpt._core.format.records import (
     AliasRecord,
     ArrayRecord,
     FileTable,
@@ -17,9 +17,9 @@ from treeckpt.core.format.records import (
     PerRankValues,
     ValueRecord,
 )
-from treeckpt.core.sharding.placements import BoxLayout, Mesh, MeshLayout, Replicate, Shard, StridedShard
-from treeckpt.core.tree.spec import ArraySpec, StridedView
-from treeckpt.core.tree.structure import DictNode, PerRankNode
+from treeckpt._core.sharding.placements import BoxLayout, Mesh, MeshLayout, Replicate, Shard, StridedShard
+from treeckpt._core.tree.spec import ArraySpec, StridedView
+from treeckpt._core.tree.structure import DictNode, PerRankNode
 from treeckpt.errors import CorruptError, FormatError
 
 

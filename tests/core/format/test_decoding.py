@@ -8,12 +8,12 @@ import sys
 import msgspec
 import pytest
 
-from treeckpt.core.format.decoding import decode_json, decode_msgpack
+from treeckpt._core.format.decoding import decode_json, decode_msgpack
 
 PROGRAM = """
 import sys, threading
 import msgspec
-from treeckpt.core.format.decoding import decode_json, decode_msgpack
+from treeckpt._core.format.decoding import decode_json, decode_msgpack
 
 sys.setswitchinterval(1e-6)
 CODECS = ((msgspec.json.encode, decode_json), (msgspec.msgpack.encode, decode_msgpack))

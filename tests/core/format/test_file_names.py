@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.format.file_names import (
+from treeckpt._core.format.file_names import (
     CheckpointFile,
     check_step,
     damaged_name,
@@ -20,9 +20,9 @@ from treeckpt.core.format.file_names import (
     verdict_name,
     writer_tag,
 )
-from treeckpt.core.format.shard_header import shard_name
-from treeckpt.core.format.sidecars import stored_name
-from treeckpt.core.format.timings import timings_name
+from treeckpt._core.format.shard_header import shard_name
+from treeckpt._core.format.sidecars import stored_name
+from treeckpt._core.format.timings import timings_name
 from treeckpt.errors import TreeError
 
 ID = "0123456789abcdef"

@@ -8,8 +8,8 @@ from tests.helpers.large import write_many
 PROGRAM = """
 import sys, threading
 from pathlib import Path
-from treeckpt.core.format.index import decode_index
-from treeckpt.core.format.timings import decode_timings
+from treeckpt._core.format.index import decode_index
+from treeckpt._core.format.timings import decode_timings
 
 index, timings = (Path(path).read_bytes() for path in sys.argv[1:])
 sys.setswitchinterval(1e-6)

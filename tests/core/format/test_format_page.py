@@ -22,13 +22,13 @@ from tests.helpers.samples import gpt_state, write_checkpoint
 from tests.helpers.second_reader import KINDS, column, read, value
 from tests.helpers.strategies import Registered, same, trees
 from tests.helpers.world import errors_of, on_ranks
-from treeckpt.core.format import index as index_module
-from treeckpt.core.format import packed_index, records, shard_header
-from treeckpt.core.sharding.dtypes import DTYPES
-from treeckpt.core.tree import structure, value_codec
+from treeckpt._core.format import index as index_module
+from treeckpt._core.format import packed_index, records, shard_header
+from treeckpt._core.sharding.dtypes import DTYPES
+from treeckpt._core.tree import structure, value_codec
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = (ROOT / "treeckpt/core/format/FORMAT.md").read_text()
+PAGE = (ROOT / "treeckpt/_core/format/FORMAT.md").read_text()
 GOLDEN = ROOT / "tests/golden"
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.format.shard_header import (
+from treeckpt._core.format.shard_header import (
     DATA_ALIGNMENT,
     ShardEntry,
     ShardHeader,
@@ -17,7 +17,7 @@ from treeckpt.core.format.shard_header import (
     hash_text_range,
     header_nbytes,
 )
-from treeckpt.core.sharding.region import Region
+from treeckpt._core.sharding.region import Region
 from treeckpt.errors import CorruptError, FormatError
 
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from tests.helpers.saves import SAVE_ID, Array, ranks_of, save, saves, small
 from tests.helpers.strategies import regions
-from treeckpt.core.format.chunks import WholeChunk
-from treeckpt.core.format.index import decode_index, encode_index, rebuild
-from treeckpt.core.format.records import AliasRecord, ArrayRecord, PerRankArrays
-from treeckpt.core.format.shard_header import decode_header, encode_header, sealed, shard_name
-from treeckpt.core.sharding.int_runs import decode_runs, encode_runs
-from treeckpt.core.tree.flatten import PerRank
-from treeckpt.core.tree.spec import ArraySpec
+from treeckpt._core.format.chunks import WholeChunk
+from treeckpt._core.format.index import decode_index, encode_index, rebuild
+from treeckpt._core.format.records import AliasRecord, ArrayRecord, PerRankArrays
+from treeckpt._core.format.shard_header import decode_header, encode_header, sealed, shard_name
+from treeckpt._core.sharding.int_runs import decode_runs, encode_runs
+from treeckpt._core.tree.flatten import PerRank
+from treeckpt._core.tree.spec import ArraySpec
 from treeckpt.errors import CorruptError, FormatError, MismatchError
 
 FEWER = settings(max_examples=20)
@@ -106,7 +106,7 @@ def test_bytes_in_no_file_are_refused(extent):
 
 
 def test_a_regular_sharding_costs_a_few_bytes_per_leaf_at_any_world_size():
-    from treeckpt.core.sharding.placements import Mesh, MeshLayout, Shard
+    from treeckpt._core.sharding.placements import Mesh, MeshLayout, Shard
 
     sizes = []
     for side in (4, 32):
@@ -390,7 +390,7 @@ def test_the_unchanged_index_is_not_refused():
 
 
 def test_a_deep_value_is_refused_when_it_is_read():
-    from treeckpt.core.tree.value_codec import decode_value
+    from treeckpt._core.tree.value_codec import decode_value
 
     index = decode_index(resealed(giant_value))
     with pytest.raises(FormatError):

@@ -1,6 +1,6 @@
 """Numbers that a writer of one version and a reader of another must agree on: to change one changes the format."""
 
-from treeckpt.core.format import (
+from treeckpt._core.format import (
     check_index,
     file_names,
     index,
@@ -10,9 +10,9 @@ from treeckpt.core.format import (
     shard_header,
     timings,
 )
-from treeckpt.core.planning import save_plan
-from treeckpt.core.sharding import int_runs, region
-from treeckpt.core.tree import row_order, shared_subtrees, structure, value_codec
+from treeckpt._core.planning import save_plan
+from treeckpt._core.sharding import int_runs, region
+from treeckpt._core.tree import row_order, shared_subtrees, structure, value_codec
 
 
 def test_versions_stay():

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.format.lineage import MAX_SEQUENCE, Lineage, LineageOrder, SavedCheckpoint, next_lineage
+from treeckpt._core.format.lineage import MAX_SEQUENCE, Lineage, LineageOrder, SavedCheckpoint, next_lineage
 
 SAVE, BACK, DELETE = "save", "back", "delete"
 EVENTS = st.lists(

@@ -16,19 +16,19 @@ import pytest
 from hypothesis import given, settings
 
 from tests.helpers.saves import Array, Saved, save, saves
-from treeckpt.core.format import index as index_module
-from treeckpt.core.format.chunks import BoxChunks
-from treeckpt.core.format.index import decode_index, encode_index, rebuild
-from treeckpt.core.format.packed_index import MAX_LEAVES_PER_RANGE, MAX_NUMBERS, pack, unpack
-from treeckpt.core.format.records import ArrayRecord, Leaf
-from treeckpt.core.format.shard_header import sealed
-from treeckpt.core.sharding.int_runs import encode_runs
-from treeckpt.core.sharding.placements import BoxLayout, Mesh, MeshLayout, Shard
-from treeckpt.core.sharding.region import Region, flat_regions
-from treeckpt.core.tree.flatten import PerRank
-from treeckpt.core.tree.shared_subtrees import expand_shared_subtrees, extract_shared_subtrees
-from treeckpt.core.tree.spec import ArraySpec
-from treeckpt.core.tree.structure import DictNode, ListNode, leaf_count
+from treeckpt._core.format import index as index_module
+from treeckpt._core.format.chunks import BoxChunks
+from treeckpt._core.format.index import decode_index, encode_index, rebuild
+from treeckpt._core.format.packed_index import MAX_LEAVES_PER_RANGE, MAX_NUMBERS, pack, unpack
+from treeckpt._core.format.records import ArrayRecord, Leaf
+from treeckpt._core.format.shard_header import sealed
+from treeckpt._core.sharding.int_runs import encode_runs
+from treeckpt._core.sharding.placements import BoxLayout, Mesh, MeshLayout, Shard
+from treeckpt._core.sharding.region import Region, flat_regions
+from treeckpt._core.tree.flatten import PerRank
+from treeckpt._core.tree.shared_subtrees import expand_shared_subtrees, extract_shared_subtrees
+from treeckpt._core.tree.spec import ArraySpec
+from treeckpt._core.tree.structure import DictNode, ListNode, leaf_count
 from treeckpt.errors import FormatError
 
 

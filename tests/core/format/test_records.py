@@ -3,8 +3,8 @@
 import pytest
 
 from tests.helpers.indexes import index_of
-from treeckpt.core.format.chunks import BoxChunks, GridChunks, WholeChunk
-from treeckpt.core.format.records import (
+from treeckpt._core.format.chunks import BoxChunks, GridChunks, WholeChunk
+from treeckpt._core.format.records import (
     AliasRecord,
     ArrayRecord,
     FileTable,
@@ -14,12 +14,12 @@ from treeckpt.core.format.records import (
     ValueRecord,
     file_table,
 )
-from treeckpt.core.format.shard_header import shard_name
-from treeckpt.core.planning.load_plan import Chunk
-from treeckpt.core.sharding.int_runs import decode_runs
-from treeckpt.core.sharding.region import Region
-from treeckpt.core.tree.spec import ArraySpec, StridedView, TableSpec
-from treeckpt.core.tree.structure import DictNode, PerRankNode, TableNode
+from treeckpt._core.format.shard_header import shard_name
+from treeckpt._core.planning.load_plan import Chunk
+from treeckpt._core.sharding.int_runs import decode_runs
+from treeckpt._core.sharding.region import Region
+from treeckpt._core.tree.spec import ArraySpec, StridedView, TableSpec
+from treeckpt._core.tree.structure import DictNode, PerRankNode, TableNode
 from treeckpt.errors import FormatError, MismatchError
 
 FILES = [(0, 0, 0, 64, 500), (0, 1, 64, 0, 600), (0, 2, 64, 32, 700), (2, 0, 0, 16, 800)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.saves import SAVE_ID, saves, small
 from tests.helpers.strategies import keys, regions, shapes
-from treeckpt.core.format.shard_header import (
+from treeckpt._core.format.shard_header import (
     BLOCK,
     DATA_ALIGNMENT,
     ShardEntry,
@@ -25,9 +25,9 @@ from treeckpt.core.format.shard_header import (
     shard_name,
     with_hashes,
 )
-from treeckpt.core.sharding.dtypes import dtype_of
-from treeckpt.core.sharding.region import Region
-from treeckpt.core.tree.structure import key_text
+from treeckpt._core.sharding.dtypes import dtype_of
+from treeckpt._core.sharding.region import Region
+from treeckpt._core.tree.structure import key_text
 from treeckpt.errors import CorruptError, FormatError, TreeckptError
 
 FEWER = settings(max_examples=20)

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.format.index import decode_index, encode_index
-from treeckpt.core.format.records import FileTable, Index, ValueRecord
-from treeckpt.core.format.sidecars import (
+from treeckpt._core.format.index import decode_index, encode_index
+from treeckpt._core.format.records import FileTable, Index, ValueRecord
+from treeckpt._core.format.sidecars import (
     MAX_SIDECAR_NBYTES,
     MAX_SIDECARS,
     Sidecar,

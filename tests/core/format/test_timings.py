@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.format.shard_header import sealed
-from treeckpt.core.format.timings import Host, Span, Timings, decode_timings, encode_timings, timings_name
+from treeckpt._core.format.shard_header import sealed
+from treeckpt._core.format.timings import Host, Span, Timings, decode_timings, encode_timings, timings_name
 from treeckpt.errors import CorruptError, FormatError
 
 SAVE_ID = "0123456789abcdef"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.planning.load_plan import (
+from treeckpt._core.planning.load_plan import (
     BoxCopy,
     Chunk,
     ContiguousRead,
@@ -15,7 +15,7 @@ from treeckpt.core.planning.load_plan import (
     plan_load,
     split_at_multiples,
 )
-from treeckpt.core.sharding.region import Region
+from treeckpt._core.sharding.region import Region
 
 
 def reads_of(*chunks, **options):

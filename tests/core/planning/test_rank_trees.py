@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from treeckpt.core.planning.rank_trees import (
+from treeckpt._core.planning.rank_trees import (
     GlobalTree,
     Inventory,
     LeafSpec,
@@ -16,11 +16,11 @@ from treeckpt.core.planning.rank_trees import (
     overlapping_pieces,
     piece_key,
 )
-from treeckpt.core.sharding.int_runs import decode_runs, encode_runs
-from treeckpt.core.sharding.placements import BoxLayout, Layout, Mesh, MeshLayout, Replicate, Shard, replicated_layout
-from treeckpt.core.sharding.region import Region
-from treeckpt.core.tree.spec import ArraySpec, StridedView
-from treeckpt.core.tree.structure import DictNode, OrderedDictNode, PerRankNode
+from treeckpt._core.sharding.int_runs import decode_runs, encode_runs
+from treeckpt._core.sharding.placements import BoxLayout, Layout, Mesh, MeshLayout, Replicate, Shard, replicated_layout
+from treeckpt._core.sharding.region import Region
+from treeckpt._core.tree.spec import ArraySpec, StridedView
+from treeckpt._core.tree.structure import DictNode, OrderedDictNode, PerRankNode
 from treeckpt.errors import LayoutError, MismatchError, TreeError
 
 SPEC = ArraySpec((4, 2), "float32")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from treeckpt.arrays.numpy import dtype_name
-from treeckpt.core.sharding.dtypes import dtype_of, normalize_dtype
+from treeckpt._arrays.numpy import dtype_name
+from treeckpt._core.sharding.dtypes import dtype_of, normalize_dtype
 from treeckpt.errors import FormatError, MismatchError
 
 WIDTHS = {

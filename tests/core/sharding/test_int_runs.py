@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.sharding.int_runs import (
+from treeckpt._core.sharding.int_runs import (
     MAX_LENGTH,
     check_runs,
     decode_runs,

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.strategies import box_layouts, flat_layouts, mesh_layouts, shapes
-from treeckpt.core.sharding.int_runs import encode_runs
-from treeckpt.core.sharding.placements import (
+from treeckpt._core.sharding.int_runs import encode_runs
+from treeckpt._core.sharding.placements import (
     BoxLayout,
     Mesh,
     MeshLayout,
@@ -29,7 +29,7 @@ from treeckpt.core.sharding.placements import (
     replicas_of,
     replicated_layout,
 )
-from treeckpt.core.sharding.region import Region
+from treeckpt._core.sharding.region import Region
 from treeckpt.errors import LayoutError
 
 

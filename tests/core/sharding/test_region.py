@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.helpers.strategies import regions, shapes
-from treeckpt.core.sharding.region import (
+from treeckpt._core.sharding.region import (
     Region,
     any_overlap,
     byte_runs,

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import treeckpt.core.sharding.write_assignment as assign_module
+import treeckpt._core.sharding.write_assignment as assign_module
 from tests.helpers.saves import pieces_of
 from tests.helpers.strategies import array_leaves
-from treeckpt.core.sharding.int_runs import encode_runs
-from treeckpt.core.sharding.placements import (
+from treeckpt._core.sharding.int_runs import encode_runs
+from treeckpt._core.sharding.placements import (
     BoxLayout,
     Mesh,
     MeshLayout,
@@ -21,8 +21,8 @@ from treeckpt.core.sharding.placements import (
     held_by,
     replicated_layout,
 )
-from treeckpt.core.sharding.region import Region
-from treeckpt.core.sharding.write_assignment import (
+from treeckpt._core.sharding.region import Region
+from treeckpt._core.sharding.write_assignment import (
     ArrayLeaf,
     BoxOwners,
     ReplicaSplit,

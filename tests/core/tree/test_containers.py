@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import treeckpt as tc
-from treeckpt.core.tree.containers import (
+from treeckpt._core.tree.containers import (
     flatten_one_level,
     is_leaf_type,
     is_plain_dataclass,

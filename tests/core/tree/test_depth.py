@@ -22,11 +22,11 @@ from torch import nn
 import treeckpt as tc
 from tests.helpers.world import on_ranks, reseal
 from treeckpt import training
+from treeckpt._core.tree.structure import MAX_DEPTH
+from treeckpt._inspect.outline import Outline
+from treeckpt._inspect.treemap import treemap_of
+from treeckpt._report import report
 from treeckpt.convert import convert
-from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.analysis.treemap import treemap_of
-from treeckpt.core.tree.structure import MAX_DEPTH
-from treeckpt.report import report
 from treeckpt_dashboard.checkpoint.folds import folds_page
 from treeckpt_dashboard.store.outline_file import StoredOutline, write_outline
 
@@ -281,7 +281,7 @@ def test_containers_that_hold_themselves_are_refused_soon(tmp_path: Path) -> Non
 
 _COMMANDS = """
 import json, sys
-from treeckpt.cli.main import main
+from treeckpt._cli.main import main
 for command in json.load(sys.stdin):
     assert main(command) == 0, command
     print("end of the command")
@@ -382,7 +382,7 @@ class Raw:
 
 
 def _write_sealed(path: Path, data: bytes) -> None:
-    from treeckpt.core.format.shard_header import sealed
+    from treeckpt._core.format.shard_header import sealed
 
     at = data.index(b'"seal":"') + 8
     path.write_bytes(sealed(data[:at] + b"0" * 16 + data[at + 16 :]))

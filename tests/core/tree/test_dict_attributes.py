@@ -8,18 +8,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from treeckpt.core.sharding.int_runs import encode_runs
-from treeckpt.core.tree.dict_attributes import (
+from treeckpt._core.sharding.int_runs import encode_runs
+from treeckpt._core.tree.dict_attributes import (
     DictAttributes,
     ModuleMetadata,
     metadata_of,
     renamed_modules,
     take_metadata,
 )
-from treeckpt.core.tree.flatten import flatten, replace_leaves, unflatten
-from treeckpt.core.tree.in_place import update_metadata
-from treeckpt.core.tree.merge import merge, merge_sources
-from treeckpt.core.tree.structure import OrderedDictNode, Structure, paths_of
+from treeckpt._core.tree.flatten import flatten, replace_leaves, unflatten
+from treeckpt._core.tree.in_place import update_metadata
+from treeckpt._core.tree.merge import merge, merge_sources
+from treeckpt._core.tree.structure import OrderedDictNode, Structure, paths_of
 from treeckpt.errors import FormatError, MismatchError, TreeError
 
 

@@ -6,9 +6,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from treeckpt.core.tree.flatten import PerRank
-from treeckpt.core.tree.in_place import update_in_place
-from treeckpt.core.tree.keyed_table import KeyedTable
+from treeckpt._core.tree.flatten import PerRank
+from treeckpt._core.tree.in_place import update_in_place
+from treeckpt._core.tree.keyed_table import KeyedTable
 
 OLD, NEW = np.zeros(2), np.ones(2)
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import treeckpt as tc
-from treeckpt.core.tree.keyed_table import OwnedRows, columns_of, restore_table, row_starts
-from treeckpt.core.tree.row_order import bucket_range
+from treeckpt._core.tree.keyed_table import OwnedRows, columns_of, restore_table, row_starts
+from treeckpt._core.tree.row_order import bucket_range
 from treeckpt.errors import LayoutError, MismatchError
 
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import treeckpt as tc
-from treeckpt.core.tree.flatten import flatten, unflatten
-from treeckpt.core.tree.mappings import MARK, mapping_base, new_mapping
-from treeckpt.core.tree.structure import CustomNode
-from treeckpt.core.tree.value_codec import encode_value
+from treeckpt._core.tree.flatten import flatten, unflatten
+from treeckpt._core.tree.mappings import MARK, mapping_base, new_mapping
+from treeckpt._core.tree.structure import CustomNode
+from treeckpt._core.tree.value_codec import encode_value
 
 _calls: list[str] = []
 

@@ -4,9 +4,9 @@ import collections
 
 import pytest
 
-from treeckpt.core.tree.flatten import PerRank, flatten
-from treeckpt.core.tree.merge import merge, with_ranks
-from treeckpt.core.tree.structure import DefaultDictNode, DictNode, ListNode, OrderedDictNode, PerRankNode
+from treeckpt._core.tree.flatten import PerRank, flatten
+from treeckpt._core.tree.merge import merge, with_ranks
+from treeckpt._core.tree.structure import DefaultDictNode, DictNode, ListNode, OrderedDictNode, PerRankNode
 from treeckpt.errors import MismatchError
 
 FIRST, SECOND, BOTH = ((0,),), ((1,),), ((0, 1, 2),)

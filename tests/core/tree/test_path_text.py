@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import treeckpt as tc
-from treeckpt.core.tree.flatten import flatten
+from treeckpt._core.tree.flatten import flatten
 
 SCALARS = st.one_of(
     st.text(st.characters(codec="utf-8")),

@@ -14,8 +14,8 @@ import torch
 from hypothesis import example, given
 
 from tests.helpers.strategies import Access, Branch, Color, Level, resolve, same, values
-from treeckpt.core.tree.spec import ArraySpec
-from treeckpt.core.tree.value_codec import TypedValue, Value, decode_value, encode_value, type_name
+from treeckpt._core.tree.spec import ArraySpec
+from treeckpt._core.tree.value_codec import TypedValue, Value, decode_value, encode_value, type_name
 from treeckpt.errors import FormatError, MismatchError, TreeError
 
 

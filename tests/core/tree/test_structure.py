@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.strategies import keys, trees
-from treeckpt.core.sharding.int_runs import decode_runs, encode_runs
-from treeckpt.core.tree.flatten import PerRank, flatten
-from treeckpt.core.tree.merge import merge, with_ranks
-from treeckpt.core.tree.structure import (
+from treeckpt._core.sharding.int_runs import decode_runs, encode_runs
+from treeckpt._core.tree.flatten import PerRank, flatten
+from treeckpt._core.tree.merge import merge, with_ranks
+from treeckpt._core.tree.structure import (
     MAX_DEPTH,
     DictNode,
     ListNode,
@@ -21,7 +21,7 @@ from treeckpt.core.tree.structure import (
     paths_of,
     rank_key,
 )
-from treeckpt.core.tree.value_codec import TypedValue
+from treeckpt._core.tree.value_codec import TypedValue
 from treeckpt.errors import FormatError, MismatchError, TreeError
 
 

@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from treeckpt.core.tree.flatten import flatten
-from treeckpt.core.tree.value_codec import (
+from treeckpt._core.tree.flatten import flatten
+from treeckpt._core.tree.value_codec import (
     TypedValue,
     Value,
     check_hash_collisions,

@@ -5,8 +5,8 @@ import pytest
 
 from tests.dashboard.helpers import number_of
 from tests.helpers.samples import write_checkpoint
-from treeckpt.core.sharding.placements import BoxLayout
-from treeckpt.core.sharding.region import Region
+from treeckpt._core.sharding.placements import BoxLayout
+from treeckpt._core.sharding.region import Region
 from treeckpt_dashboard.checkpoint.shard_map import overlaps_of
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.dashboard.helpers import client_of
 from tests.helpers.background import until
 from tests.helpers.samples import write_checkpoint
-from treeckpt.cli.main import main
+from treeckpt._cli.main import main
 from treeckpt_dashboard.checkpoint import verify_jobs
 from treeckpt_dashboard.store import jobs
 

@@ -5,11 +5,11 @@ import pytest
 
 from tests.helpers.large import large_index
 from tests.helpers.samples import write_checkpoint
-from treeckpt.api import inspect as read_index
-from treeckpt.core.analysis import reshard_preview
-from treeckpt.core.analysis.reshard_preview import parse_mesh, parse_rules, plan_reshard
-from treeckpt.core.sharding.int_runs import encode_runs
-from treeckpt.core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
+from treeckpt._api import inspect as read_index
+from treeckpt._core.sharding.int_runs import encode_runs
+from treeckpt._core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
+from treeckpt._inspect import reshard_preview
+from treeckpt._inspect.reshard_preview import parse_mesh, parse_rules, plan_reshard
 from treeckpt.errors import LayoutError
 
 

@@ -5,7 +5,7 @@ import pytest
 from tests.dashboard.helpers import under_way
 from tests.helpers.large import write_large_checkpoint, write_many
 from tests.helpers.samples import write_metrics
-from treeckpt.core.format.index import INDEX_NAME
+from treeckpt._core.format.index import INDEX_NAME
 from treeckpt_dashboard.pages.render import sparkline
 from treeckpt_dashboard.runs import finder
 

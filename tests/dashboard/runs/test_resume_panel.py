@@ -11,11 +11,11 @@ from tests.dashboard.helpers import page
 from tests.helpers.large import write_many
 from tests.helpers.samples import write_metrics, write_mixed_run
 from tests.helpers.world import on_ranks
-from treeckpt.core.analysis.retention_policy import Best
-from treeckpt.core.format.lineage import Lineage
-from treeckpt.runs.checkpoint_info import CheckpointInfo
-from treeckpt.runs.policy_text import parse_keep
-from treeckpt.runs.verification import Verification
+from treeckpt._core.format.lineage import Lineage
+from treeckpt._runs.checkpoint_info import CheckpointInfo
+from treeckpt._runs.policy_text import parse_keep
+from treeckpt._runs.verification import Verification
+from treeckpt.policy import Best
 from treeckpt_dashboard.runs.resume import resume_facts, save_pace, shell_quoted
 
 SECOND, NOW = 10**9, 2 * 10**18

@@ -9,7 +9,7 @@ import pytest
 from tests.dashboard.helpers import page, under_way
 from tests.helpers.large import write_many
 from tests.helpers.samples import FILES, START_NS, write_checkpoint, write_mixed_run
-from treeckpt.core.text import bytes_text
+from treeckpt._core.text import bytes_text
 from treeckpt_dashboard.pages.checkpoints import Status
 from treeckpt_dashboard.pages.render import days_text, span_text
 from treeckpt_dashboard.runs.usage import Growth, days_until, growth_of

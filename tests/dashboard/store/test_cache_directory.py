@@ -7,8 +7,8 @@ import pytest
 from tests.dashboard.helpers import client_of
 from tests.helpers.large import large_index
 from tests.helpers.samples import write_run
-from treeckpt.io.storage.store import DirectoryEntry
-from treeckpt.runs.verification import cache_directory
+from treeckpt._io.storage.store import DirectoryEntry
+from treeckpt._runs.verification import cache_directory
 from treeckpt_dashboard.store.cache import Cache, key_of
 from treeckpt_dashboard.store.outline_file import write_outline
 from treeckpt_dashboard.web.app import create_app

@@ -10,10 +10,10 @@ from tests.dashboard.helpers import client_of, get_when_read
 from tests.helpers.background import no_threads
 from tests.helpers.large import hold_readers, write_large_checkpoint
 from tests.helpers.samples import gpt_state, write_checkpoint, write_run
-from treeckpt.core.format.index import INDEX_NAME
+from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._io.storage import metadata_files
+from treeckpt._io.storage.store import DirectoryEntry, LocalStore
 from treeckpt.errors import CorruptError, StoreError
-from treeckpt.io.storage import metadata_files
-from treeckpt.io.storage.store import DirectoryEntry, LocalStore
 from treeckpt_dashboard.store import index_reader, jobs
 from treeckpt_dashboard.store.cache import Cache
 from treeckpt_dashboard.store.library import Library
@@ -97,9 +97,9 @@ def test_a_second_start_reads_no_index_again(tmp_path, monkeypatch):
     before = [info for _, info in library.checkpoints(library.runs[0])]
     library.close()
 
-    monkeypatch.setattr("treeckpt.io.storage.metadata_files.read_index", lambda store: pytest.fail("read again"))
+    monkeypatch.setattr("treeckpt._io.storage.metadata_files.read_index", lambda store: pytest.fail("read again"))
     monkeypatch.setattr(
-        "treeckpt.io.storage.metadata_files.read_timings", lambda store, save: pytest.fail("read again")
+        "treeckpt._io.storage.metadata_files.read_timings", lambda store, save: pytest.fail("read again")
     )
     library = Library([tmp_path / "run"], cache=Cache(tmp_path / "cache"))
     assert [info for _, info in library.checkpoints(library.runs[0])] == before and len(before) == 2

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from tests.helpers.large import large_index
 from tests.helpers.samples import gpt_state, write_checkpoint
-from treeckpt.api import inspect as read_index
-from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.analysis.treemap import treemap_of
-from treeckpt.core.format.byte_map import extents_in_file, layout_of, locate_chunks
-from treeckpt.core.format.records import AliasRecord
-from treeckpt.core.tree.flatten import PerRank
+from treeckpt._api import inspect as read_index
+from treeckpt._core.format.byte_map import extents_in_file, layout_of, locate_chunks
+from treeckpt._core.format.records import AliasRecord
+from treeckpt._core.tree.flatten import PerRank
+from treeckpt._inspect.outline import Outline
+from treeckpt._inspect.treemap import treemap_of
+from treeckpt._runs.index_summary import summarize_index
 from treeckpt.errors import FormatError, MismatchError
-from treeckpt.runs.index_summary import summarize_index
 from treeckpt_dashboard.store.outline_file import StoredOutline, write_outline
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from tests.dashboard.helpers import client_of
 from tests.helpers.large import spans_of_ranks, write_timed
-from treeckpt.core.analysis.timing_report import TimingReport
-from treeckpt.core.format.timings import Host, Span, Timings
-from treeckpt.core.sharding.int_runs import encode_runs
-from treeckpt.runs import catalog
+from treeckpt._core.format.timings import Host, Span, Timings
+from treeckpt._core.sharding.int_runs import encode_runs
+from treeckpt._inspect.timing_report import TimingReport
+from treeckpt._runs import catalog
 from treeckpt_dashboard.store.reduced_timings import MAX_LINES, MAX_PHASES, MAX_SLOW, MAX_TEXT, OTHER, reduce_timings
 
 SAVE_ID = "00000000000000aa"

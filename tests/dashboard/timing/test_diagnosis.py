@@ -5,9 +5,9 @@ import json
 import pytest
 
 from tests.helpers.samples import START_NS, write_checkpoint
-from treeckpt.cli.main import main
-from treeckpt.core.format.timings import Host, Span, Timings, encode_timings, timings_name
-from treeckpt.core.sharding.int_runs import encode_runs
+from treeckpt._cli.main import main
+from treeckpt._core.format.timings import Host, Span, Timings, encode_timings, timings_name
+from treeckpt._core.sharding.int_runs import encode_runs
 
 MS = 1_000_000
 

@@ -7,10 +7,10 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.samples import START_NS, write_checkpoint
-from treeckpt.core.format.timings import BLOCKING, Host, Span, Timings, encode_timings, timings_name
-from treeckpt.core.sharding.int_runs import encode_runs
-from treeckpt.io.storage.metadata_files import read_timings
-from treeckpt.io.storage.store import LocalStore
+from treeckpt._core.format.timings import BLOCKING, Host, Span, Timings, encode_timings, timings_name
+from treeckpt._core.sharding.int_runs import encode_runs
+from treeckpt._io.storage.metadata_files import read_timings
+from treeckpt._io.storage.store import LocalStore
 
 
 def test_timing_names_the_slow_rank_and_nests_spans(client, newest):

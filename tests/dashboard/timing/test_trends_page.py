@@ -4,7 +4,7 @@ import pytest
 
 from tests.helpers.large import spans_of_ranks, write_timed
 from tests.helpers.samples import START_NS, write_run
-from treeckpt.core.format.timings import Span
+from treeckpt._core.format.timings import Span
 
 
 def test_trends_are_the_complete_checkpoints_by_step(client, serve, tmp_path, run):

@@ -69,7 +69,7 @@ class Server:
     """A server in a process of its own."""
 
     def __init__(self, run, cache):
-        command = [sys.executable, "-m", "treeckpt.cli.main", "dashboard", str(run), "--port", "0", "--json"]
+        command = [sys.executable, "-m", "treeckpt._cli.main", "dashboard", str(run), "--port", "0", "--json"]
         environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env=environment, cwd=Path(__file__).parents[3]

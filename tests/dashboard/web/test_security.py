@@ -308,8 +308,8 @@ def test_directories_with_names_that_are_no_unicode_are_listed(serve, tmp_path):
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "garbage", "deep", "timings"])
 def test_damaged_files_never_break_a_page(serve, tmp_path, damage):
-    from treeckpt.core.format.index import INDEX_NAME
-    from treeckpt.core.format.timings import timings_name
+    from treeckpt._core.format.index import INDEX_NAME
+    from treeckpt._core.format.timings import timings_name
 
     index = write_checkpoint(tmp_path / "run" / "step_00000001", gpt_state(layers=1), step=1)
     write_checkpoint(tmp_path / "run" / "step_00000002", gpt_state(layers=1), step=2)
@@ -328,7 +328,7 @@ def test_an_index_with_hostile_columns_never_breaks_a_page(serve, tmp_path):
     """A sealed index may still claim bytes and ranks that are nowhere."""
     import msgspec
 
-    from treeckpt.core.format.index import INDEX_NAME, encode_index
+    from treeckpt._core.format.index import INDEX_NAME, encode_index
 
     directory = tmp_path / "run" / "step_00000001"
     index = write_checkpoint(directory, gpt_state(layers=1), step=1)

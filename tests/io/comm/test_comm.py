@@ -17,8 +17,8 @@ import treeckpt as tc
 from tests.helpers.background import until
 from tests.helpers.comms import ended, file_comms, hash_comms, talk, tcp_comms
 from tests.helpers.world import LONG, Faulty, Patient, Switch, errors_of, on_ranks
-from treeckpt.io.comm.comm import Comm, SoloComm, TorchComm, default_comm, thread_comms
-from treeckpt.io.comm.rounds import Round
+from treeckpt._io.comm.comm import Comm, SoloComm, TorchComm, default_comm, thread_comms
+from treeckpt._io.comm.rounds import Round
 
 Make = Callable[..., Sequence[Any]]
 

@@ -28,12 +28,12 @@ from tests.helpers.world import (
     small_tree,
     whole_tree,
 )
-from treeckpt.core.format.index import INDEX_NAME
-from treeckpt.core.format.shard_header import parse_shard_name
-from treeckpt.core.format.timings import decode_timings
-from treeckpt.core.text import seconds_text
-from treeckpt.io.comm.comm import Comm, thread_comms
-from treeckpt.io.storage.store import LocalStore, MemoryStore
+from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._core.format.shard_header import parse_shard_name
+from treeckpt._core.format.timings import decode_timings
+from treeckpt._core.text import seconds_text
+from treeckpt._io.comm.comm import Comm, thread_comms
+from treeckpt._io.storage.store import LocalStore, MemoryStore
 
 WORLD = 3
 CHANGING = ("prepare", "create", "write", "commit", "publish")
@@ -279,7 +279,7 @@ def test_an_array_that_cannot_be_read_is_named_before_anything_is_written() -> N
 
 
 def test_a_rank_that_fails_to_plan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from treeckpt.saving import agree
+    from treeckpt._saving import agree
 
     store, real = MemoryStore(), agree.get_plan
 
@@ -408,7 +408,7 @@ def test_without_a_verdict_no_file_is_deleted(fails: bool) -> None:
     def act(comm: Comm) -> None:
         save(Faulty(store, Switch(0, names=("commit",))) if fails and comm.rank == 2 else store, comm, 1)
 
-    from treeckpt.io.comm import rounds
+    from treeckpt._io.comm import rounds
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "LAST_READ_TIMEOUT", 0.2)

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 import treeckpt as tc
 from tests.helpers.comms import ended, talk, tcp_comms
 from tests.helpers.world import LONG, assert_holds, errors_of, on_ranks, small_tree
-from treeckpt.io.comm import message_store
-from treeckpt.io.comm.comm import Comm, TorchComm, thread_comms
-from treeckpt.io.comm.fanout import GROUP_SIZES, TREE_ABOVE, bundle, children_of, group_sizes_for, parent_of, unbundle
-from treeckpt.io.comm.message_store import LeaderStore, TorchMessageStore
-from treeckpt.io.comm.rounds import Round
-from treeckpt.io.storage.store import MemoryStore
+from treeckpt._io.comm import message_store
+from treeckpt._io.comm.comm import Comm, TorchComm, thread_comms
+from treeckpt._io.comm.fanout import GROUP_SIZES, TREE_ABOVE, bundle, children_of, group_sizes_for, parent_of, unbundle
+from treeckpt._io.comm.message_store import LeaderStore, TorchMessageStore
+from treeckpt._io.comm.rounds import Round
+from treeckpt._io.storage.store import MemoryStore
 
 TIERS = (2, 4)
 """Of eight ranks: 1 speaks to 0, 3 to 2, 2 to 0, 5 to 4, 7 to 6, 6 to 4 and 4 to 0."""

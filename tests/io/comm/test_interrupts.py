@@ -14,7 +14,7 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.interrupted_ranks import LONGEST, TIMEOUT, World, clock, save
-from treeckpt.io.comm.collective import ending_together, from_rank0
+from treeckpt._io.comm.collective import ending_together, from_rank0
 
 __all__ = ["clock"]
 

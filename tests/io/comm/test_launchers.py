@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
+from treeckpt._io.comm.comm import TorchComm, launched_rank, ranks_of_host, thread_comms
 from treeckpt.convert import convert
-from treeckpt.io.comm.comm import TorchComm, launched_rank, ranks_of_host, thread_comms
 
 TREE = {"w": np.arange(5), "own": tc.PerRank(7)}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}

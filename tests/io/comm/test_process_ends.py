@@ -11,7 +11,7 @@ import pytest
 import treeckpt as tc
 from tests.helpers.background import run_program
 from tests.helpers.interrupted_ranks import World, clock, save
-from treeckpt.io.comm import abandoned, rounds
+from treeckpt._io.comm import abandoned, rounds
 
 __all__ = ["clock"]
 
@@ -22,9 +22,9 @@ handlers = []
 atexit.register(lambda: [handler() for handler in handlers])  # before the import, so after the handlers of the package
 import numpy as np
 import treeckpt as tc
-from treeckpt.io.comm import rounds
-from treeckpt.io.comm.comm import TorchComm
-from treeckpt.saving import shard_writer
+from treeckpt._io.comm import rounds
+from treeckpt._io.comm.comm import TorchComm
+from treeckpt._saving import shard_writer
 
 class Files:
     def __init__(self, path):

@@ -17,10 +17,10 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.world import LONG, Faulty, Switch, errors_of, on_ranks
+from treeckpt._io.comm import waiting
+from treeckpt._io.comm.comm import Comm, thread_comms
+from treeckpt._io.comm.termination import TERMINATION, Termination
 from treeckpt.convert import convert
-from treeckpt.io.comm import waiting
-from treeckpt.io.comm.comm import Comm, thread_comms
-from treeckpt.io.comm.termination import TERMINATION, Termination
 
 TREE = {"w": np.arange(5)}
 
@@ -94,7 +94,7 @@ def test_a_plain_script_shows_the_word_on_stderr(tmp_path: Path) -> None:
 import os, sys
 import torch.distributed as dist
 import treeckpt as tc
-from treeckpt.io.comm import waiting
+from treeckpt._io.comm import waiting
 waiting.SLOW_WAIT = 0.2
 other = os.fork()
 dist.init_process_group("gloo", store=dist.FileStore({str(tmp_path / "store")!r}, 2), rank=not other, world_size=2)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.far_s3 import FarS3, far_s3_server
 from tests.helpers.s3 import MIB
-from treeckpt.io.storage import object_store, obstore
+from treeckpt._io.storage import object_store, obstore
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import treeckpt as tc
 from tests.helpers.elsewhere import elsewhere
 from tests.helpers.far_s3 import FarS3
 from tests.helpers.s3 import ONCE, array
-from treeckpt.io.storage import object_store
+from treeckpt._io.storage import object_store
 
 _buckets = itertools.count()
 

@@ -19,13 +19,13 @@ import treeckpt as tc
 from tests.helpers.elsewhere import elsewhere
 from tests.helpers.far_s3 import FarS3
 from tests.helpers.s3 import MIB, QUICK, array, same
-from treeckpt.io.storage import object_store, obstore, upload_window
-from treeckpt.io.storage.counting_store import CountingStore
-from treeckpt.io.storage.request_depth import RequestDepth
-from treeckpt.loading import read_batch
-from treeckpt.runs import catalog
-from treeckpt.runs.restore import Restorer
-from treeckpt.saving import shard_files
+from treeckpt._io.storage import object_store, obstore, upload_window
+from treeckpt._io.storage.counting_store import CountingStore
+from treeckpt._io.storage.request_depth import RequestDepth
+from treeckpt._loading import read_batch
+from treeckpt._runs import catalog
+from treeckpt._runs.restore import Restorer
+from treeckpt._saving import shard_files
 
 NEAR: dict[str, Any] = {
     "latency": 0.0,
@@ -564,7 +564,7 @@ def test_the_record_of_a_committed_save_is_no_save_under_way(far: FarS3, monkeyp
 LATE_CHILD = """
 import os, signal, sys, threading, time
 import numpy as np, treeckpt as tc
-from treeckpt.io.storage import late_requests
+from treeckpt._io.storage import late_requests
 case, url = sys.argv[1:]
 tree = {f"w{i}": np.arange((20 if case == "interrupted, one shard" else 8) << 17) for i in range(4)}
 if case.startswith("interrupted"):

@@ -23,12 +23,12 @@ import pytest
 import treeckpt as tc
 from tests.helpers.s3 import MIB, array
 from tests.helpers.samples import write_checkpoint
-from treeckpt.io.storage import far_store
-from treeckpt.io.storage.counting_store import CountingStore
-from treeckpt.io.storage.far_store import START, DirectChoice, FarStore, for_reading
-from treeckpt.io.storage.local_read import LocalReader
-from treeckpt.io.storage.mapped_read import file_system
-from treeckpt.io.storage.store import LocalStore
+from treeckpt._io.storage import far_store
+from treeckpt._io.storage.counting_store import CountingStore
+from treeckpt._io.storage.far_store import START, DirectChoice, FarStore, for_reading
+from treeckpt._io.storage.local_read import LocalReader
+from treeckpt._io.storage.mapped_read import file_system
+from treeckpt._io.storage.store import LocalStore
 
 SFTP = next(filter(os.path.exists, ("/usr/lib/openssh/sftp-server", "/usr/libexec/openssh/sftp-server")), None)
 RELAY = Path(__file__).parents[2] / "helpers" / "delayed_pipe.py"

@@ -18,8 +18,8 @@ import treeckpt as tc
 from tests.helpers import other_stores
 from tests.helpers.elsewhere import elsewhere
 from tests.helpers.s3 import array, same
-from treeckpt.runs import catalog
-from treeckpt.saving import shard_writer
+from treeckpt._runs import catalog
+from treeckpt._saving import shard_writer
 
 _numbers = itertools.count()
 Place = tuple[str, dict[str, Any]]

@@ -16,19 +16,19 @@ import treeckpt as tc
 from tests.crash.disks import remount, small_disk
 from tests.helpers.background import until
 from tests.helpers.s3 import ONCE, QUICK, S3
-from treeckpt.core.analysis.retention_policy import Last
-from treeckpt.core.format.file_names import damaged_name, deleted_name, lock_name, step_name
-from treeckpt.core.format.index import INDEX_NAME
-from treeckpt.core.format.save_progress import Owner, Progress
-from treeckpt.io.storage import index_lock, obstore, progress_file
-from treeckpt.io.storage.index_lock import held_locks, hold_for_repair, hold_lock, index_state, replace_index
-from treeckpt.io.storage.kept_file import LAPSE, Claim
-from treeckpt.io.storage.leftovers import file_facts
-from treeckpt.io.storage.metadata_files import read_index
-from treeckpt.io.storage.process_owner import this_process
-from treeckpt.io.storage.progress_file import ProgressRecorder
-from treeckpt.io.storage.store import LocalStore
-from treeckpt.runs.run import RunDirectory
+from treeckpt._core.format.file_names import damaged_name, deleted_name, lock_name, step_name
+from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._core.format.save_progress import Owner, Progress
+from treeckpt._io.storage import index_lock, obstore, progress_file
+from treeckpt._io.storage.index_lock import held_locks, hold_for_repair, hold_lock, index_state, replace_index
+from treeckpt._io.storage.kept_file import LAPSE, Claim
+from treeckpt._io.storage.leftovers import file_facts
+from treeckpt._io.storage.metadata_files import read_index
+from treeckpt._io.storage.process_owner import this_process
+from treeckpt._io.storage.progress_file import ProgressRecorder
+from treeckpt._io.storage.store import LocalStore
+from treeckpt._runs.run import RunDirectory
+from treeckpt.policy import Last
 
 ENDED = msgspec.structs.replace(this_process(), started=this_process().started + 1)
 ELSEWHERE = Owner("another host", 1, "another boot", 1)

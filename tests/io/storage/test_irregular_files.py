@@ -13,8 +13,8 @@ import treeckpt as tc
 _CALLS = """
 import os, sys, traceback
 import treeckpt as tc
-from treeckpt.cli.main import main
-from treeckpt.runs.run import RunDirectory
+from treeckpt._cli.main import main
+from treeckpt._runs.run import RunDirectory
 
 other, *paths = sys.argv[1:]
 path = ''

@@ -15,10 +15,10 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.background import descriptors_left, in_child
-from treeckpt.cli.main import main
-from treeckpt.core.format.file_names import step_name
-from treeckpt.runs.catalog import scan
-from treeckpt.runs.run import RunDirectory
+from treeckpt._cli.main import main
+from treeckpt._core.format.file_names import step_name
+from treeckpt._runs.catalog import scan
+from treeckpt._runs.run import RunDirectory
 
 TREE = {"w": np.arange(5000.0), "n": 1}
 

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 import treeckpt as tc
-from treeckpt.io.storage import mapped_read
-from treeckpt.io.storage.local_read import LocalReader
-from treeckpt.io.storage.mapped_read import MappedReader
-from treeckpt.io.storage.memory import HUGE
-from treeckpt.io.storage.page_cache import is_cached
-from treeckpt.io.storage.store import LocalStore
+from treeckpt._io.storage import mapped_read
+from treeckpt._io.storage.local_read import LocalReader
+from treeckpt._io.storage.mapped_read import MappedReader
+from treeckpt._io.storage.memory import HUGE
+from treeckpt._io.storage.page_cache import is_cached
+from treeckpt._io.storage.store import LocalStore
 
 PAGE = mmap.PAGESIZE
 NBYTES = 1 << 20
@@ -180,7 +180,7 @@ def test_threads_that_borrow_all_the_time_do_not_starve_who_would_write(file: Pa
 def test_files_of_others_are_not_lent(file: Path, lender: MappedReader) -> None:
     code = f"""
 import os
-from treeckpt.io.storage.mapped_read import MappedReader
+from treeckpt._io.storage.mapped_read import MappedReader
 fd = os.open({str(file)!r}, os.O_RDONLY)
 os.setresuid(65534, 65534, 65534)
 lender = MappedReader(fd)

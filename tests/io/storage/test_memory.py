@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from treeckpt.io.storage import memory
-from treeckpt.io.storage.memory import HUGE, SLAB, SlabAllocator
+from treeckpt._io.storage import memory
+from treeckpt._io.storage.memory import HUGE, SLAB, SlabAllocator
 
 
 def address(piece: memoryview) -> int:

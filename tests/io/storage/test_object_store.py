@@ -20,20 +20,20 @@ from tests.helpers.background import until
 from tests.helpers.elsewhere import elsewhere
 from tests.helpers.s3 import BUCKET, MIB, ONCE, QUICK, S3, array, same
 from tests.helpers.world import LONG, assert_equal, errors_of, on_ranks, small_tree, whole_tree
-from treeckpt.cli.main import main
-from treeckpt.core.analysis.retention_policy import Last
-from treeckpt.core.format.file_names import step_name
-from treeckpt.core.format.shard_header import parse_shard_name
-from treeckpt.io.storage import multipart
-from treeckpt.io.storage import object_store as objects_module
-from treeckpt.io.storage.bucket import ObjectListing
-from treeckpt.io.storage.memory import aligned_buffer
-from treeckpt.io.storage.request_depth import RequestDepth
-from treeckpt.io.storage.store import DirectoryEntry
-from treeckpt.io.storage.upload_window import UploadWindow
-from treeckpt.runs import catalog
-from treeckpt.runs.run import RunDirectory
-from treeckpt.saving import shard_writer
+from treeckpt._cli.main import main
+from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.shard_header import parse_shard_name
+from treeckpt._io.storage import multipart
+from treeckpt._io.storage import object_store as objects_module
+from treeckpt._io.storage.bucket import ObjectListing
+from treeckpt._io.storage.memory import aligned_buffer
+from treeckpt._io.storage.request_depth import RequestDepth
+from treeckpt._io.storage.store import DirectoryEntry
+from treeckpt._io.storage.upload_window import UploadWindow
+from treeckpt._runs import catalog
+from treeckpt._runs.run import RunDirectory
+from treeckpt._saving import shard_writer
+from treeckpt.policy import Last
 
 # what goes over the wire ---------------------------------------------------------------------------------------------
 
@@ -76,8 +76,8 @@ def test_memory_stays_bounded_whatever_the_size(s3: S3) -> None:
     # arrays that take no memory themselves, in a process whose peak only a save of half the size has raised
     program = """
 import sys, numpy as np, treeckpt as tc
-from treeckpt.io.storage import obstore
-from treeckpt.saving import shard_files
+from treeckpt._io.storage import obstore
+from treeckpt._saving import shard_files
 shard_files.BUFFER = 1 << 20
 obstore.PART, shard_files.COPIES = 5 << 20, 10 << 20
 row = np.arange(1 << 17)

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from tests.helpers.other_systems import run_on
+from treeckpt._io.storage import os_files
+from treeckpt._io.storage.local_read import open_regular
 from treeckpt.errors import CorruptError
-from treeckpt.io.storage import os_files
-from treeckpt.io.storage.local_read import open_regular
 
 
 @pytest.mark.parametrize("system", ["windows", pytest.param("macos", marks=pytest.mark.slow)])

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from treeckpt.io.storage import page_cache
-from treeckpt.io.storage.page_cache import is_cached
+from treeckpt._io.storage import page_cache
+from treeckpt._io.storage.page_cache import is_cached
 
 PAGE = mmap.PAGESIZE
 PAGES = 64
@@ -71,7 +71,7 @@ def test_a_file_of_somebody_else_is_never_taken_for_cached(file: Path, answers: 
     """The kernel may say that all of it is, to tell nothing: each load would go through the page cache."""
     code = f"""
 import os
-from treeckpt.io.storage import page_cache as residency
+from treeckpt._io.storage import page_cache as residency
 residency.has_cachestat &= {answers}
 fd = os.open({str(file)!r}, os.O_RDONLY)
 os.seteuid(65534)

@@ -14,13 +14,13 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.background import Hooked, session, until, writer_pid
-from treeckpt.core.format.save_progress import Progress, encode_progress, parse_progress_name, progress_name
-from treeckpt.core.format.shard_header import parse_shard_name
-from treeckpt.io.comm.comm import SoloComm
-from treeckpt.io.storage import kept_file
-from treeckpt.io.storage.progress_file import read_progress
-from treeckpt.io.storage.store import LocalStore, MemoryStore
-from treeckpt.runs import catalog
+from treeckpt._core.format.save_progress import Progress, encode_progress, parse_progress_name, progress_name
+from treeckpt._core.format.shard_header import parse_shard_name
+from treeckpt._io.comm.comm import SoloComm
+from treeckpt._io.storage import kept_file
+from treeckpt._io.storage.progress_file import read_progress
+from treeckpt._io.storage.store import LocalStore, MemoryStore
+from treeckpt._runs import catalog
 
 
 class Slow(tc.LocalStore):

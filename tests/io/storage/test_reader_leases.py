@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 import treeckpt as tc
-from treeckpt.core.analysis.retention_policy import Last
-from treeckpt.core.format.file_names import lease_name
-from treeckpt.io.storage import kept_file, leftovers, reader_leases
-from treeckpt.io.storage.process_owner import this_process
-from treeckpt.io.storage.reader_leases import has_readers, hold_lease, read_lease
-from treeckpt.io.storage.store import Store
-from treeckpt.runs.run import RunDirectory
+from treeckpt._core.format.file_names import lease_name
+from treeckpt._io.storage import kept_file, leftovers, reader_leases
+from treeckpt._io.storage.process_owner import this_process
+from treeckpt._io.storage.reader_leases import has_readers, hold_lease, read_lease
+from treeckpt._io.storage.store import Store
+from treeckpt._runs.run import RunDirectory
+from treeckpt.policy import Last
 
 NAME = lease_name("0" * 16)
 

@@ -13,12 +13,12 @@ import treeckpt as tc
 from tests.helpers.background import session
 from tests.helpers.s3 import PAGE, QUICK, S3, array, same
 from tests.helpers.world import assert_equal, small_tree, whole_tree
-from treeckpt.cli.main import main
-from treeckpt.core.analysis.retention_policy import Last
-from treeckpt.core.format.file_names import step_name
-from treeckpt.io.comm.comm import SoloComm
-from treeckpt.io.storage.object_store import open_bucket
-from treeckpt.runs.run import RunDirectory
+from treeckpt._cli.main import main
+from treeckpt._core.format.file_names import step_name
+from treeckpt._io.comm.comm import SoloComm
+from treeckpt._io.storage.object_store import open_bucket
+from treeckpt._runs.run import RunDirectory
+from treeckpt.policy import Last
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.slow)])

@@ -17,13 +17,13 @@ import pytest
 import treeckpt as tc
 from tests.helpers.background import files_open
 from tests.helpers.s3 import S3
-from treeckpt.io.storage import local_write
-from treeckpt.io.storage import store as store_module
-from treeckpt.io.storage.far_store import FarStore
-from treeckpt.io.storage.local_read import LocalReader
-from treeckpt.io.storage.memory import aligned_buffer
-from treeckpt.io.storage.open import open_store
-from treeckpt.io.storage.store import LocalStore, MemoryStore, Store
+from treeckpt._io.storage import local_write
+from treeckpt._io.storage import store as store_module
+from treeckpt._io.storage.far_store import FarStore
+from treeckpt._io.storage.local_read import LocalReader
+from treeckpt._io.storage.memory import aligned_buffer
+from treeckpt._io.storage.open import open_store
+from treeckpt._io.storage.store import LocalStore, MemoryStore, Store
 from treeckpt.testing import StoreSuite, write_file
 
 MEMORY_DISK = Path("/dev/shm")
@@ -132,8 +132,8 @@ class TestLocalStoreBuffered(StoreSuite):
 
     @pytest.fixture(params=["at open", "at first use"])
     def store(self, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-        from treeckpt.io.storage import local_read as reader_module
-        from treeckpt.io.storage import os_files
+        from treeckpt._io.storage import local_read as reader_module
+        from treeckpt._io.storage import os_files
 
         fake = _NoDirect(at_open=request.param == "at open")
         monkeypatch.setattr(store_module, "os", fake)

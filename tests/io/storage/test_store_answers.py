@@ -15,7 +15,7 @@ import treeckpt as tc
 from tests.helpers.background import until
 from tests.helpers.far_s3 import FarS3
 from tests.helpers.s3 import MIB, array, same
-from treeckpt.io.storage import obstore
+from treeckpt._io.storage import obstore
 
 ADVICE = {
     (400, "ExpiredToken"): "credentials have expired: renew",

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.background import until
-from treeckpt.io.storage import upload_window
-from treeckpt.io.storage.obstore import MAX_PARTS, PART, PARTS, part_nbytes
-from treeckpt.io.storage.request_depth import START, RequestDepth, first_depth
-from treeckpt.io.storage.upload_window import NEAR_PER_CPU, UploadWindow
+from treeckpt._io.storage import upload_window
+from treeckpt._io.storage.obstore import MAX_PARTS, PART, PARTS, part_nbytes
+from treeckpt._io.storage.request_depth import START, RequestDepth, first_depth
+from treeckpt._io.storage.upload_window import NEAR_PER_CPU, UploadWindow
 
 MIB = 1 << 20
 

@@ -1,0 +1,224 @@
+"""Retention: what stays, why, and that deciding again changes nothing."""
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treeckpt.errors import TreeckptError
+from treeckpt.policy import (
+    All,
+    Best,
+    EveryPeriod,
+    EverySteps,
+    Last,
+    StepInfo,
+    Steps,
+    best_of,
+    check_policies,
+    kept,
+    unmeasured,
+)
+
+
+@st.composite
+def runs(draw):
+    steps = sorted(draw(st.sets(st.integers(0, 200), max_size=12)))
+    at, infos = 0, []
+    for step in steps:
+        at += draw(st.integers(0, 5) | st.integers(-1000, 1000)) * 10**9  # clocks jump
+        metrics = draw(st.dictionaries(st.sampled_from(["loss", "accuracy"]), st.floats() | st.just(1.0)))
+        infos.append(StepInfo(step, at, metrics, draw(st.integers(0, 9)) == 0))
+    return infos
+
+
+VALID = [All(), Last(1), EverySteps(1), Steps((0, 7)), EveryPeriod(0), EveryPeriod(3600.5), Best("loss", 2, "max")]
+INVALID = {
+    "a count of 1 or more": [Last(0), Last(True), Best("loss", 0)],
+    "the name of a metric": [Best("")],
+    "a number of steps, 1 or more": [EverySteps(0)],
+    "steps, each 0 or more": [Steps((-1,)), Steps((True,))],
+    "a number of seconds": [EveryPeriod(-1.0), EveryPeriod(math.inf), EveryPeriod(math.nan)],
+    "policies that keep something": [Steps(())],
+    "policies, or a number of checkpoints": [3],
+}
+
+
+@pytest.mark.parametrize("policy", VALID, ids=str)
+def test_a_valid_policy_is_accepted_alone_and_beside_one_that_keeps_nothing(policy):
+    check_policies([policy])
+    check_policies([policy, Steps(())])
+
+
+@pytest.mark.parametrize(
+    ("expected", "policy"), [(text, policy) for text, found in INVALID.items() for policy in found]
+)
+def test_an_invalid_policy_is_refused_with_what_it_should_have(expected, policy):
+    with pytest.raises(TreeckptError) as caught:
+        check_policies([All(), policy] if policy != Steps(()) else [policy])
+    assert caught.value.expected == expected
+
+
+POLICIES = st.one_of(
+    st.builds(Last, st.integers(-1, 4)),
+    st.builds(EverySteps, st.integers(0, 50)),
+    st.builds(EveryPeriod, st.floats(0, 10)),
+    st.builds(Steps, st.lists(st.integers(0, 200), max_size=3).map(tuple)),
+    st.just(All()),
+    st.builds(Best, st.sampled_from(["loss", "accuracy", "none"]), st.integers(1, 3), st.sampled_from(["min", "max"])),
+)
+
+
+@given(runs(), st.lists(POLICIES, max_size=3), st.randoms())
+def test_deciding_again_after_deleting_changes_nothing(infos, policies, order):
+    stays = kept(infos, policies)
+    rest = [info for info in infos if info.step in stays]
+    order.shuffle(rest)
+    assert kept(rest, policies) == stays
+
+
+@given(runs(), st.lists(POLICIES, max_size=3), POLICIES)
+def test_one_more_policy_never_deletes_more(infos, policies, more):
+    assert kept(infos, policies).keys() <= kept(infos, [*policies, more]).keys()
+
+
+@given(runs(), st.lists(POLICIES, max_size=3))
+def test_the_newest_and_the_pinned_always_stay_and_everything_has_a_reason(infos, policies):
+    stays = kept(infos, policies)
+    assert all(info.step in stays for info in infos if info.pinned)
+    assert not infos or "newest" in stays[infos[-1].step]
+    assert list(stays) == sorted(stays)
+    assert all(stays.values())
+
+
+STEPS = [
+    StepInfo(step, step * 10**9, {"loss": loss})
+    for step, loss in [(0, 5.0), (10, 1.0), (20, math.nan), (30, 1.0), (40, 3.0)]
+]
+
+
+@pytest.mark.parametrize(
+    ("policy", "steps"),
+    [
+        (Last(2), [30, 40]),
+        (Last(0), [40]),
+        (Last(-1), [40]),
+        (EverySteps(20), [0, 20, 40]),
+        (EveryPeriod(15), [0, 20, 40]),
+        (EveryPeriod(25), [0, 30, 40]),
+        (Best("loss"), [30, 40]),
+        (Best("loss", 2), [10, 30, 40]),
+        (Best("loss", 2, "max"), [0, 40]),
+        (Best("loss", 9), [0, 10, 30, 40]),
+        (Best("none"), [0, 10, 20, 30, 40]),
+    ],
+)
+def test_each_policy_keeps_what_it_says(policy, steps):
+    assert list(kept(STEPS, [policy])) == steps
+
+
+@given(runs(), st.lists(POLICIES, max_size=3), st.data())
+def test_damaged_ones_stay_and_change_nothing_about_the_others(infos, policies, data):
+    bad = data.draw(st.sets(st.sampled_from([info.step for info in infos]))) if infos else set()
+    marked = [msgspec.structs.replace(info, damaged=info.step in bad) for info in infos]
+    stays = kept(marked, policies)
+    sound = [info for info in infos if info.step not in bad]
+    assert {step: why for step, why in stays.items() if step not in bad} == kept(sound, policies)
+    assert all("counts for no policy" in stays[step][-1] for step in bad)
+
+
+def test_reasons_are_named():
+    infos = [*STEPS, StepInfo(41, 41, pinned=True)]
+    assert kept(infos, [Last(1), Best("loss"), EverySteps(41)]) == {
+        0: ("a multiple of 41 steps",),
+        30: ("one of the best 1 by loss",),
+        41: ("pinned", "newest", "one of the last 1", "a multiple of 41 steps"),
+    }
+
+
+def test_a_metric_that_no_checkpoint_has_keeps_all_until_one_has_it():
+    infos = [StepInfo(1, 0), StepInfo(2, 0, {"loss": math.nan}), StepInfo(3, 0)]
+    reason = "all are kept, as none has the metric 'loss'"
+    assert kept(infos, [Last(1), Best("loss")]) == {
+        1: (reason,),
+        2: (reason,),
+        3: ("newest", "one of the last 1", reason),
+    }
+    assert list(kept([*infos, StepInfo(4, 0, {"loss": 1.0})], [Last(1), Best("loss")])) == [4]
+
+
+def test_it_is_named_where_something_stays_for_it_alone():
+    infos = [StepInfo(1, 0, {"loss": 2.0, "acc": 0.5}), StepInfo(2, 0, {"loss": 1.0}), StepInfo(3, 0)]
+    assert unmeasured(infos, [Last(1), Best("los"), Best("loss"), Best("ac", 2)]) == ["los", "ac"]
+    assert unmeasured(infos, [Last(3), Best("los")]) == [], "they stay anyhow: it may still come"
+    assert unmeasured(infos, [Best("acc")]) == unmeasured([], [Best("los")]) == []
+
+
+def test_no_checkpoints_need_no_decision():
+    assert kept([], [Last(3)]) == {}
+
+
+@given(runs(), st.integers(1, 5), st.integers(-(10**12), 10**12))
+def test_a_period_is_decided_once_whatever_comes_later_and_wherever_the_clock_jumps(infos, more, jump):
+    policy = EveryPeriod(7)
+    last = infos[-1] if infos else StepInfo(-1, 0)
+    later = [StepInfo(last.step + n, last.created_ns + jump + n) for n in range(1, more + 1)]
+    assert by_period([*infos, *later], policy)[: len(before := by_period(infos, policy))] == before
+
+
+def by_period(infos, policy):
+    return [s for s, why in kept(infos, [policy]).items() if any("first in" in reason for reason in why)]
+
+
+def test_after_the_clock_was_set_back_counting_starts_anew():
+    infos = [StepInfo(s, at * 10**9) for s, at in [(1, 1000), (2, 1005), (3, 10), (4, 15), (5, 20), (6, 21)]]
+    assert list(kept(infos, [EveryPeriod(10)])) == [1, 3, 5, 6]
+
+
+def test_all_and_named_steps_stay():
+    assert list(kept(STEPS, [All()])) == [0, 10, 20, 30, 40]
+    assert kept(STEPS, [Steps((10, 11))]) == {10: ("asked for by number",), 40: ("newest",)}
+
+
+def test_the_best_come_in_order_and_infinity_is_a_number():
+    infos = [StepInfo(1, 0, {"a": math.inf}), StepInfo(2, 0, {"a": 3.0}), StepInfo(3, 0, {"a": 3.0}), StepInfo(4, 0)]
+    assert [info.step for info in best_of(infos, Best("a"))] == [3, 2, 1]
+    assert [info.step for info in best_of(infos, Best("a", mode="max"))] == [1, 3, 2]
+
+
+@st.composite
+def branched(draw):
+    """Checkpoints in any order of saving, some of them on abandoned branches."""
+    infos = draw(runs())
+    order = draw(st.permutations(range(len(infos))))
+    left = draw(st.lists(st.booleans(), min_size=len(infos), max_size=len(infos)))
+    return [
+        StepInfo(i.step, i.created_ns, i.metrics, i.pinned, 1000 + number, gone)
+        for i, number, gone in zip(infos, order, left, strict=True)
+    ]
+
+
+@given(branched(), st.lists(POLICIES, max_size=3), st.randoms())
+def test_with_branches_deciding_again_changes_nothing_and_the_newest_stays(infos, policies, order):
+    stays = kept(infos, policies)
+    rest = [info for info in infos if info.step in stays]
+    order.shuffle(rest)
+    assert kept(rest, policies) == stays
+    present = [info for info in infos if not info.abandoned] or infos
+    assert not infos or "newest" in stays[max(present, key=lambda info: info.sequence or 0).step]
+
+
+@given(branched(), st.integers(1, 12))
+def test_the_last_are_those_saved_last_and_abandoned_branches_come_behind(infos, count):
+    last = {step for step, why in kept(infos, [Last(count)]).items() if f"one of the last {count}" in why}
+    assert len(last) == min(count, len(infos))
+    dropped = [info for info in infos if info.step not in last]
+    assert all(one.age > other.age for one in infos if one.step in last for other in dropped)
+    assert not any(info.abandoned for info in infos if info.step in last) or all(info.abandoned for info in dropped)
+
+
+def test_of_equal_metrics_the_one_saved_later_is_the_best():
+    infos = [StepInfo(30, 0, {"loss": 1.0}, sequence=30, abandoned=True), StepInfo(21, 0, {"loss": 1.0}, sequence=31)]
+    assert [info.step for info in best_of(infos, Best("loss"))] == [21, 30]

@@ -1,0 +1,411 @@
+"""The public functions: save, save_async, prewarm, load, load_into, inspect, read_file, verify and others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, Unpack, cast
+
+from ._arrays.expanded_tree import state_tree
+from ._arrays.samples import Comparison
+from ._core.format.file_names import check_step
+from ._core.tree.flatten import flatten, replace_leaves
+from ._core.tree.leaf_differences import Strict
+from ._io.comm.collective import ending_together
+from ._io.comm.comm import Comm, as_comm, background_comm, global_rank
+from ._io.public_calls import call_back, check_options, checks_options, saves, takes_no_save
+from ._io.storage.open import following, open_store
+from ._io.storage.store import Store
+from ._loading.background import PendingLoad, start_load
+from ._loading.keywords import LoadAsyncKeywords, LoadKeywords
+from ._loading.match import LoadOptions
+from ._loading.one_checkpoint import CheckpointPath, inspect, read_file, rebuild_index, verify
+from ._loading.overlay import Bank, Selection, globs_of
+from ._loading.read_batch import Verify
+from ._loading.run_load import run_load, run_load_into
+from ._saving.background import prewarm_tree, save_async_tree
+from ._saving.future import Pending
+from ._saving.options import BusyPolicy, SaveOptions, StagingMode, WriterKind, shard_limit
+from ._saving.save import save_tree
+from ._saving.sidecar_files import SidecarContent
+from .errors import MismatchError
+from .reports import LoadReport, SaveReport
+from .rules import Renaming, Transforms, as_rules
+
+__all__ = [
+    "abstract",
+    "inspect",
+    "load",
+    "load_abstract",
+    "load_async",
+    "load_into",
+    "prewarm",
+    "read_file",
+    "rebuild_index",
+    "save",
+    "save_async",
+    "verify",
+]
+
+SavePath = str | os.PathLike[str] | Store
+_DROPPED = "This rank's tree, if it was loaded, is dropped"
+AnyComm = Any  # a Comm, a torch.distributed process group, "alone", or None for the default one
+
+
+@checks_options
+@saves
+def save(
+    path: SavePath,
+    tree: object,
+    *,
+    step: int | None = None,
+    comm: AnyComm = None,
+    custom_metadata: Mapping[str, Any] | None = None,
+    files: Mapping[str, SidecarContent] | None = None,
+    overwrite: bool = False,
+    verify_replicas: Comparison = "sample",
+    allow_pickle: bool = False,
+    max_shard_bytes: int | None = None,
+    namespace: str = "",
+) -> SaveReport:
+    """Saves a tree; returns when it is durable and committed. Call it on every rank.
+
+    >>> tc.save("run/step_00000200", {"w": np.zeros((2, 3)), "step": 200}, step=200).nbytes
+    48
+
+    Args:
+        path: a directory, created if needed; its name is the checkpoint's. Or a URL (`s3://bucket/run/step_00000100`,
+            `gs://`, `az://`, those of fsspec), or a store, as everywhere.
+        tree: containers of any depth with arrays and Python values as leaves. Plain arrays and values on several
+            ranks are replicas: written once, and compared if small. Mark what each rank has of its own with
+            `PerRank`, and pieces of one array with `Sharded`; the pieces of a DTensor are known. An object with
+            `state_dict` and `load_state_dict` stands for the result of `state_dict`.
+        step: of training, 0 or more, kept in the index.
+        comm: which ranks save: a process group of torch.distributed (they talk over its Store, without a collective),
+            or a `Comm`; by default the default group, if that is up. "alone" saves in this process without talking.
+        custom_metadata: values kept in the index: rank 0's, to which what other ranks give must be equal.
+        files: small files that belong to the checkpoint, by plain names, as {"config.json": path or bytes}: up to 1,000
+            of 64 MiB each, 256 MiB together; rank 0's, which alone reads paths. `read_file` reads one.
+        overwrite: replaces a checkpoint at `path`, which stays valid until the new one is committed.
+        verify_replicas: how what several ranks hold is compared: values, and arrays and pieces of up to 64 KiB, always
+            as a whole; larger ones by samples, 1 KiB of each 256 KiB ("sample", which finds an array that differs all
+            along any 256 KiB), by all bytes (True), or not at all (False). Of an array that differs where it is not
+            compared, each part comes from one of the ranks that hold it.
+        allow_pickle: stores values of unknown kinds as pickles; load reads them with `allow_pickle=True` only.
+        max_shard_bytes: a rank starts another file after this many bytes of data, 1 or more; None writes one file.
+        namespace: of optree's registry of node classes.
+
+    Raises:
+        TreeError: a leaf, key or container that cannot be stored, or a file of `files` that cannot be read.
+        LayoutError: pieces that do not make up their array.
+        CheckpointExists: there is one, and `overwrite` is not given.
+        MismatchError: ranks contradict each other.
+        RankError: ranks failed or fell silent; raised on every rank.
+        StoreError: an object store cannot be reached, or refuses.
+    """
+    options = SaveOptions(
+        step=None if step is None else check_step(step),
+        overwrite=overwrite,
+        verify_replicas=verify_replicas,
+        allow_pickle=allow_pickle,
+        max_shard_bytes=shard_limit(max_shard_bytes),
+        namespace=namespace,
+    )
+    return save_tree(open_store(path), tree, as_comm(comm), options, custom_metadata, files=files)
+
+
+@checks_options
+@saves
+def save_async(
+    path: SavePath,
+    tree: object,
+    *,
+    step: int | None = None,
+    comm: AnyComm = None,
+    custom_metadata: Mapping[str, Any] | None = None,
+    files: Mapping[str, SidecarContent] | None = None,
+    overwrite: bool = False,
+    verify_replicas: Comparison = "sample",
+    allow_pickle: bool = False,
+    max_shard_bytes: int | None = None,
+    namespace: str = "",
+    staging: StagingMode = "copy",
+    writer: WriterKind = "process",
+    busy: BusyPolicy = "wait",
+    timeout: float | None = None,
+) -> Pending:
+    """Saves a tree in the background. Call it on every rank.
+
+    It returns when the ranks have agreed and the bytes that this rank writes are copied into memory that is kept for
+    the next save; after that the tree may be changed. They are written and committed in the background. An error in the
+    call (there is a checkpoint already, ranks contradict each other) is raised here; a later one by `Pending.result`,
+    or, if that is not called, by the next save.
+
+    >>> tc.save_async("run/step_00000200", model.state_dict()).result().nbytes
+    40
+
+    Args:
+        staging: "copy" copies before it returns. "lazy" returns at once and copies beside the next forward and
+            backward, which must not change the tree: let `training.guard` hold the optimizer's step until it is
+            copied, or call `Pending.wait_staged` before anything changes. It saves time where a step's forward and
+            backward take longer than the copy and leave memory bandwidth free, as on a GPU; on a CPU that trains on
+            all its cores it only moves the time.
+        writer: "process" writes from a process of its own, started once and kept, so that the training's interpreter
+            is not slowed down; "thread" from this one. A store in this process's memory is written by the thread.
+        busy: what to do where an earlier save is still under way on any rank: "wait" for it; "skip" this one; or raise
+            an "error".
+        timeout: seconds to wait for another rank, for the writer to write some more, and for an earlier save; by
+            default the comm's, and for as long as an earlier save takes. More than 0.
+
+    See `save` for the other arguments and errors.
+
+    Raises:
+        CheckpointError: an earlier background save failed, and its result was not requested; or one is still running,
+            and `busy` is "error".
+    """
+    options = SaveOptions(
+        step=None if step is None else check_step(step),
+        overwrite=overwrite,
+        verify_replicas=verify_replicas,
+        allow_pickle=allow_pickle,
+        max_shard_bytes=shard_limit(max_shard_bytes),
+        namespace=namespace,
+        busy=busy,
+        staging=staging,
+        writer=writer,
+        timeout=timeout,
+    )
+    return save_async_tree(open_store(path), tree, as_comm(comm), options, custom_metadata, files=files)
+
+
+@saves
+def prewarm(tree: object, *, writer: WriterKind = "process", comm: AnyComm = None) -> None:
+    """Prepares for background saves of trees like this one, so that the first save takes no longer than others.
+
+    Starts the writer, computes the plan, and allocates the memory for staging. Call it on every rank.
+
+    >>> tc.prewarm(model.state_dict())
+
+    Raises:
+        TreeckptError: the tree cannot be saved.
+    """
+    prewarm_tree(tree, as_comm(comm), writer)
+
+
+@checks_options
+@takes_no_save
+def load(
+    path: CheckpointPath | Bank | Sequence[Any],
+    like: Any = None,
+    *,
+    select: Selection = None,
+    exclude: Selection = None,
+    rename: Renaming = None,
+    transforms: Transforms = None,
+    strict: Strict = True,
+    ids: Any = None,
+    cast: bool = False,
+    device: str | None = None,
+    verify: Verify = True,
+    on_corrupt: Literal["error", "skip"] = "error",
+    per_rank: Literal["error", "take"] = "error",
+    copy: bool = False,
+    mmap: bool = False,
+    read: Literal["each", "once"] = "each",
+    memory: int | None = None,
+    allow_pickle: bool = False,
+    comm: AnyComm = None,
+    namespace: str = "",
+    together: bool = False,
+    follow_links: bool = False,
+    on_report: Callable[[LoadReport], None] | None = None,
+) -> Any:
+    """Loads a checkpoint as a new tree; dense arrays have like's order of dimensions in memory, else the saved one.
+
+    It holds no lease: where a `Manager` may delete the checkpoint, load with `Manager.restore` or in `Manager.reading`.
+
+    >>> tree = tc.load("run/step_00000100", {"model": {"weight": torch.empty(2, 4), "bias": ...}, "step": 0})
+
+    Args:
+        path, follow_links: as for save, or of other programs; a `Bank` or list: later ones win; with links out of it.
+        like: tensors, DTensors, `ArraySpec`s, anything with shape and dtype, `...` for no leaf. None: as saved, whole.
+        select, exclude: globs over paths, or a path as keys, and what is below; the rest is as in like, else `...`.
+        rename, transforms: {"h.$L.*": "layers.$L.*"}, then rules or statements of `treeckpt.rules`: as if saved so.
+        strict: like and checkpoint have the same leaves, rules match; "missing": like's are there; False: one in both.
+        ids: the rows to load of each `KeyedTable`, in this order; int64[N], or a dict of it by path; see there.
+        cast, device: converts dtypes instead of refusing them; where new tensors go, "original" for where each was.
+        verify: compares checksums of all that is read; "first" matters to `load_into` alone.
+        on_corrupt, on_report: "skip" salvages, on all ranks, no Bank: what is damaged is `...`; gets the `LoadReport`.
+        per_rank: in another world size, refuse `PerRank` state, or take that of rank modulo the old world.
+        copy: gives each array memory of its own, where whole ones are views of what a range of a file was read into.
+        mmap: maps whole arrays, in C order: bytes come when touched, without checksums, from a file that has to stay.
+        read: "once" has what several ranks of a host want read by one and handed on; every rank has to call.
+        memory: bytes of buffers, at least 1 MiB; None is 64 MiB, 512 MiB from object stores and network file systems.
+        allow_pickle: unpickles values that were saved so, which can run any code: only for files you trust.
+        comm, together: this rank, of how many, as for `save` or by the launcher; all call, what fails fails on all.
+
+    Raises:
+        CheckpointNotFound, CorruptError, FormatError, MismatchError: the state of the files, or what is wanted.
+    """
+    with _ending(comm := as_comm(comm, sends_messages=together), path, together=together, hint=_DROPPED):
+        options = LoadOptions(globs_of(select), strict, cast, device, verify, per_rank, copy, mmap, allow_pickle,
+            namespace, read, memory, globs_of(exclude, "exclude"), as_rules(rename, transforms), ids=ids)  # fmt: skip
+        tree, report = run_load(following(path, follow_links), like, comm, options, on_corrupt)
+    if on_report is not None:
+        call_back(on_report, report)
+    return tree
+
+
+@takes_no_save
+def load_abstract(
+    path: CheckpointPath | Bank | Sequence[Any],
+    *,
+    select: Selection = None,
+    exclude: Selection = None,
+    rename: Renaming = None,
+    transforms: Transforms = None,
+    per_rank: Literal["error", "take"] = "take",
+    allow_pickle: bool = False,
+    comm: AnyComm = None,
+    namespace: str = "",
+    follow_links: bool = False,
+) -> Any:
+    """The tree of a checkpoint with its values, and an `ArraySpec` in the place of each array; it reads no array.
+
+    It is what `load` takes as `like` to load the same; `treeckpt show --structure` prints it. The specs name no device.
+
+    >>> tc.load_abstract("run/step_00000100")["model"]["bias"].shape
+    (2,)
+
+    Args:
+        path, select, exclude, rename, transforms, allow_pickle, namespace, follow_links: as for `load`.
+        per_rank: in another world size, take `PerRank` state of rank modulo the old world, or refuse it.
+        comm: which rank this is, as for `load`.
+
+    Raises:
+        CheckpointNotFound, CorruptError, FormatError: the state of the files.
+        MismatchError: a glob means nothing, or a class is not in this program.
+    """
+    options = LoadOptions(
+        globs_of(select), per_rank=per_rank, allow_pickle=allow_pickle, namespace=namespace,
+        exclude=globs_of(exclude, "exclude"), rules=as_rules(rename, transforms), specs_only=True,
+    )  # fmt: skip
+    return run_load(following(path, follow_links), None, as_comm(comm, sends_messages=False), options, "error")[0]
+
+
+@checks_options
+@takes_no_save
+def load_into(
+    path: CheckpointPath | Bank | Sequence[Any],
+    tree: Any,
+    *,
+    select: Selection = None,
+    exclude: Selection = None,
+    rename: Renaming = None,
+    transforms: Transforms = None,
+    strict: Strict = True,
+    cast: bool = False,
+    verify: Verify = True,
+    on_corrupt: Literal["error", "skip"] = "error",
+    per_rank: Literal["error", "take"] = "error",
+    read: Literal["each", "once"] = "each",
+    memory: int | None = None,
+    allow_pickle: bool = False,
+    comm: AnyComm = None,
+    namespace: str = "",
+    together: bool = False,
+    follow_links: bool = False,
+) -> LoadReport:
+    """Fills the arrays of a tree in place, and puts values where their containers can change.
+
+    Keys, shapes, dtypes, layouts and files are checked before the first byte is written. Checksums are compared as the
+    bytes are put in place, in one pass: a changed byte then leaves the tree partly filled, and the error says so, and
+    which arrays may have changed. Values and objects follow when all arrays are in place. `verify="first"` compares all
+    checksums before the first byte is written, at the price of reading twice, the second time from the page cache
+    where there is room; each block is compared again when it is put in place, in case the file changes meanwhile.
+    Arrays of the tree that share memory (ties, views) take arrays that are one in the checkpoint, or whose bytes agree.
+    Keys of dicts are matched by name, also under `strict=False`; the report lists what is `missing` then. A list or
+    tuple that holds values only is one value: one of another length takes the whole saved content, a list in place; a
+    tuple is replaced in what holds it. Objects with `load_state_dict` are given their state after all else. With
+    `on_corrupt="skip"` what is damaged stays as it was, an object of which a value would be missing as a whole.
+
+    See `load` for the arguments and errors.
+
+    >>> print(tc.load_into("run/step_00000100", {"model": model, "step": 0}).loaded)
+    3
+    """
+    comm = as_comm(comm, sends_messages=together)
+    with _ending(comm, path, together=together, hint="What was to be filled may be filled on some ranks only"):
+        options = LoadOptions(globs_of(select), strict, cast, None, verify, per_rank, True, False, allow_pickle,
+            namespace, read, memory, globs_of(exclude, "exclude"), as_rules(rename, transforms))  # fmt: skip
+        return run_load_into(following(path, follow_links), tree, comm, options, on_corrupt)
+
+
+def _ending(comm: Comm, path: Any, *, together: bool, hint: str) -> AbstractContextManager[None]:
+    """Returns the context in which a rank loads: with `together` its end is that of all ranks."""
+    if not isinstance(together, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise MismatchError("together", expected="True or False", found=f"{together!r:.60}")
+    return ending_together(comm, "load", f"{getattr(path, 'url', path)}", hint=hint) if together else nullcontext()
+
+
+def load_async(
+    path: CheckpointPath | Bank | Sequence[Any], like: Any = None, **options: Unpack[LoadAsyncKeywords]
+) -> PendingLoad:
+    """Loads a checkpoint as a new tree in a thread, beside what a program does at its start.
+
+    `result()` waits for the tree; what fails is raised there. `like` must not be changed before. The end of the process
+    does not wait for a load: nothing is read any more. CUDA's current device is that of the calling thread.
+
+    >>> tc.load_async("run/step_00000100").result()["step"]
+    100
+
+    Args:
+        path, like, options: as for `load`. Ranks may exchange messages for `together` alone, beside other loads and
+            saves: call it on every rank in the same order then, and `result` raises the same on all. `read="once"`, and
+            to salvage on several ranks, is refused. `on_report` is called in the thread.
+
+    Raises:
+        MismatchError: an option with which ranks would exchange messages.
+        TypeError: `load` has no such option.
+    """
+    check_options(options, LoadAsyncKeywords.__optional_keys__, "load_async, nor of load")
+    together = options.pop("together", False)
+    comm = as_comm(options.pop("comm", None), sends_messages=together)
+    for name, alone in (("read", "each"), ("on_corrupt", "error")):
+        if comm.size > 1 and options.get(name, alone) != alone:
+            raise MismatchError(
+                name,
+                expected=f"{alone!r}, in the background on {comm.size} ranks",
+                found=f"{options.get(name)!r:.60}, for which the ranks exchange messages while they load",
+                hint="Use load, on every rank",
+            )
+    talk = background_comm(comm) if together else comm
+    ending = _ending(talk, path, together=together, hint=_DROPPED)
+    path, own = following(path, options.pop("follow_links", False)), cast(LoadKeywords, options)
+
+    def run(source: Any) -> Any:
+        with ending:
+            return load(source, like, comm=comm, **own)
+
+    return start_load(path, run)
+
+
+def abstract(tree: Any, *, comm: AnyComm = None, namespace: str = "") -> Any:
+    """The tree with an `ArraySpec` in the place of each array: a target for `load` that holds no data.
+
+    Of a DTensor it also says which regions this rank holds. An object with `state_dict` and `load_state_dict` stands
+    for what the first gives.
+
+    >>> tc.abstract({"w": np.zeros((2, 3)), "step": 1})["w"].shape
+    (2, 3)
+    """
+    from ._arrays.registry import abstract_of
+
+    comm = as_comm(comm, sends_messages=False)
+    here = global_rank(comm)
+    tree = state_tree(tree, rank=comm.rank, namespace=namespace)
+    _, leaves = flatten(tree, rank=comm.rank, namespace=namespace)
+    specs = [abstract_of(leaf, path, here) for path, leaf in leaves]
+    new = (leaf if spec is None else spec for (_, leaf), spec in zip(leaves, specs, strict=True))
+    return replace_leaves(tree, new, namespace=namespace)

@@ -1,0 +1,392 @@
+"""Finds the adapter of a leaf by the module name of its class, without importing a library.
+
+An adapter's module is imported when the first leaf of its library is found, so a program without torch never imports
+it. Of a library only the name is known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from types import ModuleType
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+
+from .._core.sharding.dtypes import dtype_of, normalize_dtype
+from .._core.tree.keyed_table import TableColumn
+from .._core.tree.spec import ArraySpec
+from .._core.tree.tensor_parts import TensorParts
+from .._core.tree.value_codec import TypedValue, Value, decode_value, encode_value
+from ..errors import FormatError, MismatchError, TreeError
+from .base import Adapter, Allocate, ArraySource, ArrayTarget, raw_dtype
+from .lazy import LazyArray, lazy_source
+
+_LIBRARIES = {"torch": "torch.Tensor", "numpy": "numpy.ndarray"}
+"""Adapters of libraries, and the class of their arrays.
+
+The name of an adapter is that of its module in this package, the `ArraySpec.kind` of its arrays, and what the kinds of
+its stored values begin with. The kinds of arrays without an adapter of their name are torch's.
+"""
+_ADAPTERS = {array: name for name, array in _LIBRARIES.items()} | {
+    "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "sharded_tensor",
+    f"{__package__}.sharded.Sharded": "sharded",
+}
+"""Classes of arrays, and the module that is their adapter."""
+
+
+@lru_cache(maxsize=8)
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{__package__}.{name}")
+
+
+@lru_cache(maxsize=1024)
+def adapter_of(kind: type) -> Adapter | None:
+    """Returns the adapter of a class of arrays; None for other classes."""
+    names = (_ADAPTERS.get(f"{base.__module__}.{base.__qualname__}") for base in kind.__mro__)
+    name = next(filter(None, names), None)
+    return None if name is None else cast(Adapter, _module(name))
+
+
+@lru_cache(maxsize=1024)
+def _libraries(kind: type) -> frozenset[str]:
+    """Returns the libraries that define a class or its base classes."""
+    packages = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    return frozenset(name for name, array in _LIBRARIES.items() if array.partition(".")[0] in packages)
+
+
+# tensors that are made of others --------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def _is_torch(kind: type) -> bool:
+    return adapter_of(kind) is not None and "torch" in _libraries(kind)
+
+
+def parts_adapter() -> Any:
+    """Returns `_arrays.tensor_parts`, which imports torch."""
+    return _module("tensor_parts")
+
+
+def any_in_parts(nodes: Sequence[object]) -> bool:
+    """Returns whether a tensor among objects is made of others; see `_arrays.tensor_parts`."""
+    return any(parts_adapter().any_in_parts(kind, nodes) for kind in set(map(type, nodes)) if _is_torch(kind))
+
+
+def take_apart(leaf: object, path: str) -> TensorParts | None:
+    """Returns a tensor that is made of others in parts; None for another leaf.
+
+    Raises:
+        TreeError: its class keeps what cannot be stored beside its tensors.
+    """
+    return parts_adapter().take_apart(leaf, path) if _is_torch(type(leaf)) else None
+
+
+def build_tensor(made: TensorParts, path: str) -> Any:
+    """Returns the tensor of its parts, or the parts; see `_arrays.tensor_parts.build`."""
+    return parts_adapter().build(made, path) if "torch" in sys.modules else made
+
+
+# leaves ---------------------------------------------------------------------------------------------------------------
+
+
+_PLAIN_VALUES = frozenset((int, float, bool, str, type(None), bytes, complex))
+
+
+def source_of(leaf: object, path: str, rank: int) -> ArraySource | None:
+    """Describes an array to save; returns None for a value.
+
+    Raises:
+        TreeError, LayoutError: an array that cannot be saved.
+    """
+    kind = type(leaf)
+    if kind in _PLAIN_VALUES:
+        return None
+    if (adapter := adapter_of(kind)) is not None:
+        return adapter.source(leaf, path, rank)
+    if isinstance(leaf, TableColumn):
+        raise TreeError(
+            path,
+            expected="arrays and values",
+            found="a KeyedTable",
+            hint="Tables are saved and loaded; other operations take their arrays",
+        )
+    if isinstance(leaf, LazyArray):
+        return lazy_source(leaf)
+    if isinstance(leaf, ArraySpec) or leaf is ...:
+        raise TreeError(
+            path, expected="a leaf with data", found=f"{leaf!r:.60}", hint="Such leaves are for like= of load"
+        )
+    return None
+
+
+def abstract_of(leaf: object, path: str, rank: int) -> ArraySpec | None:
+    """Returns the spec of an array; None for a value."""
+    if (adapter := adapter_of(type(leaf))) is not None:
+        return adapter.abstract(leaf, path, rank)
+    if isinstance(leaf, ArraySpec):
+        return leaf
+    if isinstance(leaf, TableColumn) and leaf.kind != "offsets":
+        return abstract_of(leaf.array, path, rank)
+    return None
+
+
+def library_of(spec: ArraySpec) -> Adapter:
+    """Returns the adapter that creates arrays of the spec's kind."""
+    return cast(Adapter, _module(_name_of(spec)))
+
+
+def _name_of(spec: ArraySpec) -> str:
+    return spec.kind if spec.kind in _LIBRARIES else "torch"
+
+
+def target_of(leaf: object, path: str, rank: int) -> ArrayTarget | None:
+    """Describes an array to fill in place; returns None for a value."""
+    adapter = adapter_of(type(leaf))
+    return None if adapter is None else adapter.target(leaf, path, rank)
+
+
+def mark_written(leaves: Iterable[object]) -> None:
+    """Tells the libraries of arrays that these were written to without their functions."""
+    found: dict[Adapter, list[object]] = {}
+    for leaf in leaves:
+        if (adapter := adapter_of(type(leaf))) is not None:
+            found.setdefault(adapter, []).append(leaf)
+    for adapter, arrays in found.items():
+        adapter.mark_written(arrays)
+
+
+def like_of(
+    leaf: object, path: str, rank: int, device: str | None, *, allocate: Allocate | None = None
+) -> ArrayTarget | None:
+    """Creates an array as a leaf describes it: an array, an `ArraySpec`, or anything with shape and dtype.
+
+    Returns None for a leaf that describes no array.
+    """
+    if isinstance(leaf, ArraySpec):
+        return new_array(leaf, path, device or leaf.device, allocate=allocate)
+    if (adapter := adapter_of(type(leaf))) is not None:
+        return adapter.like(leaf, path, rank, device, allocate=allocate)
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if shape is None or dtype is None or encodable(leaf):
+        return None
+    return new_array(_foreign_spec(tuple(int(n) for n in shape), dtype, path), path, device, allocate=allocate)
+
+
+def encodable(leaf: object) -> bool:
+    """Returns whether the leaf is a value that can be stored; numpy scalars, which have a shape, are such values."""
+    try:
+        encode(leaf, "", allow_pickle=False)
+    except TreeError:
+        return False
+    return True
+
+
+def is_value(leaf: object) -> bool:
+    """Returns whether the leaf is a Python value, and not `...`, an array, or an object of an unknown kind."""
+    return leaf is not ... and (type(leaf) in _PLAIN_VALUES or encodable(leaf))
+
+
+def _foreign_spec(shape: tuple[int, ...], dtype: Any, path: str) -> ArraySpec:
+    kind = "tensor" if type(dtype).__module__.partition(".")[0] == "torch" else "numpy"
+    try:
+        if kind == "tensor" or isinstance(dtype, (np.dtype, type)):
+            name = normalize_dtype(dtype)
+        else:  # of another library, by its own name
+            name = dtype_of(str(getattr(dtype, "name", None) or str(dtype).rpartition(".")[2])).name
+        return ArraySpec(shape, name, kind=kind)
+    except (FormatError, MismatchError) as error:
+        raise MismatchError(path, expected="a known dtype", found=f"{dtype!r:.60}") from error
+
+
+@lru_cache(maxsize=1024)
+def _cast_error(kind: str, saved: str, wanted: str) -> MismatchError | None:
+    """Returns why elements of one dtype cannot be converted to another, found by converting a one; None if they can."""
+    raw = raw_dtype(dtype_of(saved).itemsize)
+    try:
+        library_of(ArraySpec((), wanted, kind=kind)).cast(
+            np.ones(1, dtype_of(saved).numpy or raw).view(raw), saved, wanted
+        )
+    except MismatchError as error:
+        return error
+    return None
+
+
+def check_cast(spec: ArraySpec, saved: str, path: str) -> None:
+    """Checks that elements can be cast to a spec's dtype, before anything is read.
+
+    Raises:
+        MismatchError: neither the library nor ml_dtypes can cast them.
+    """
+    error = _cast_error(_name_of(spec), saved, spec.dtype)
+    if error is not None:
+        raise MismatchError(path, expected=error.expected, found=error.found, hint=error.hint) from error
+
+
+def check_library(spec: ArraySpec, path: str) -> Adapter:
+    """Returns the adapter that creates arrays of a spec's kind and dtype.
+
+    Raises:
+        MismatchError: the library is not installed, or lacks the dtype.
+    """
+    try:
+        adapter = library_of(spec)
+        adapter.known_dtype(spec.dtype)
+    except ImportError as error:
+        name = _name_of(spec)
+        raise MismatchError(
+            path,
+            expected=f"{name}, to load a {spec.kind}",
+            found=f"no {name} in this environment",
+            hint=f"Install treeckpt[{name}], or pass like= with numpy arrays",
+        ) from error
+    except MismatchError as error:
+        raise MismatchError(path, expected=error.expected, found=error.found, hint=error.hint) from error
+    return adapter
+
+
+@contextlib.contextmanager
+def needs_torch(package: str) -> Iterator[None]:
+    """The body imports the modules of a package that needs torch.
+
+    Raises:
+        ModuleNotFoundError: torch is not installed; it names the extra to install.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        text = f"{package} needs torch, which is not installed: pip install 'treeckpt[torch]'"
+        raise ModuleNotFoundError(text, name="torch") from error
+
+
+def new_array(spec: ArraySpec, path: str, device: str | None, *, allocate: Allocate | None = None) -> ArrayTarget:
+    """Creates an array of the library that the spec's kind names.
+
+    Raises:
+        MismatchError: the library is not installed.
+    """
+    return check_library(spec, path).empty(spec, path, device, allocate=allocate)
+
+
+def encode(value: object, path: str, *, allow_pickle: bool) -> Value:
+    """Returns the stored form of a value, of any known library.
+
+    Raises:
+        TreeError: a value of an unknown kind; with `allow_pickle` only if it cannot be pickled.
+    """
+    try:
+        return encode_value(value, path, encode_of_library)
+    except TreeError:
+        if not allow_pickle or _libraries(type(value)):
+            raise
+    import base64
+    import pickle
+
+    try:
+        return TypedValue("pickle", (base64.b64encode(pickle.dumps(value)).decode(),))
+    except Exception as error:
+        raise TreeError(path, expected="a value that pickle takes", found=f"{value!r:.60} ({error})") from error
+
+
+def is_same_value(first: object, second: object, path: str = "") -> bool:
+    """Whether two values have the same stored form; Python's own comparison takes 1, 1.0 and True for the same.
+
+    Raises:
+        TreeError: a value of an unknown kind.
+    """
+    stored = [msgspec.json.encode(encode(value, path, allow_pickle=False)) for value in (first, second)]
+    return stored[0] == stored[1]
+
+
+def encode_of_library(value: object) -> TypedValue | None:
+    """Stores a value of a library whose adapter has `encode` and `decode`."""
+    found = (getattr(_module(name), "encode", None) for name in _libraries(type(value)))
+    return next((stored for encode in found if encode and (stored := encode(value)) is not None), None)
+
+
+def decode(value: Value, path: str, *, allow_pickle: bool) -> object:
+    """Returns the value of a stored form.
+
+    Raises:
+        MismatchError: it is a pickle and `allow_pickle` is not given.
+    """
+    if not isinstance(value, TypedValue):
+        return value
+
+    def extra(typed: TypedValue) -> object:
+        if typed.kind == "pickle":
+            return _unpickle(typed, path, allow_pickle)
+        if typed.kind == "refused":
+            raise _refused(typed, path)
+        return decode_of_library(typed)
+
+    return decode_value(value, path, resolve=resolve, extra=extra)
+
+
+def decode_of_library(typed: TypedValue) -> Any:
+    """Returns the value of a library whose adapter has `encode` and `decode`; raises LookupError for other kinds."""
+    name = typed.kind.partition(".")[0]
+    restore = getattr(_module(name), "decode", None) if name in _LIBRARIES else None
+    if restore is None:
+        raise LookupError(typed.kind)
+    return restore(typed)
+
+
+def _refused(typed: TypedValue, path: str) -> TreeError:
+    """Returns the error for an object in a foreign file that only its own code could make."""
+    what, why = typed.items
+    return TreeError(
+        path,
+        expected="tensors, arrays, containers and plain values",
+        found=f"{what}",
+        hint=f"{why}. Leave it out (exclude={path!r}, or `...` in like), or have the program that wrote it save plain "
+        "values; of a module or optimizer, its state_dict()",
+    )
+
+
+def _unpickle(typed: TypedValue, path: str, allow_pickle: bool) -> object:
+    if not allow_pickle:
+        raise MismatchError(
+            path,
+            expected="a value that loads without running code",
+            found="a pickled object",
+            hint="If you trust whoever wrote this checkpoint, pass allow_pickle=True",
+        )
+    import base64
+    import pickle
+
+    try:
+        return pickle.loads(base64.b64decode(str(typed.items[0]), validate=True))
+    except Exception as error:
+        raise MismatchError(
+            path,
+            expected="a pickle that this program can load",
+            found=f"{type(error).__name__}: {error}"[:200],
+            hint="Import what it needs, or leave this leaf out with `...` in like",
+        ) from error
+
+
+def resolve(name: str) -> type:
+    """Returns the class `module:qualname`, if its module is imported already; imports and calls nothing.
+
+    Only entries of the module's own dict, or of a class's, are found, not attributes that a module or a metaclass
+    computes on access.
+
+    Raises:
+        LookupError: there is no such class in this process.
+    """
+    module, _, qualname = name.partition(":")
+    found: Any = sys.modules.get(module)
+    known: Any = object.__getattribute__(found, "__dict__") if issubclass(type(found), ModuleType) else {}
+    for part in qualname.split("."):
+        found = known.get(part)
+        if not issubclass(type(found), type):
+            raise LookupError(name)
+        known = type.__getattribute__(found, "__dict__")
+    return found

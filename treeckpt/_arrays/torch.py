@@ -1,0 +1,465 @@
+"""The adapter of torch: Tensor, Parameter, Buffer, and DTensor on any mesh.
+
+A CPU tensor is addressed in place through numpy, whatever its strides. Tensors on other devices, and conjugate or
+negative views, are read and written box by box. A DTensor's pieces are computed from its mesh and placements.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch.nn import Buffer, Parameter, UninitializedBuffer, UninitializedParameter
+
+from .._core.sharding.placements import BoxLayout, MeshLayout, held_by, local_shape
+from .._core.sharding.region import Region, memory_order, strides_in
+from .._core.tree.spec import ArraySpec
+from .._core.tree.value_codec import TypedValue
+from ..errors import FormatError, LayoutError, MismatchError, TreeError
+from .base import (
+    Allocate,
+    ArraySource,
+    ArrayTarget,
+    PartsNeeded,
+    SourcePiece,
+    Storage,
+    TargetPiece,
+    local_pieces,
+    local_shape_of,
+    overlaps_itself,
+)
+from .dtensor import (
+    DescribedTensor,
+    described,
+    describing,
+    is_dtensor,
+    layout_of,
+    like_described,
+    local_of,
+    part_of,
+    same_dtensor,
+)
+from .numpy import cast as cast_as_numpy
+from .plain_tensor import PLAIN_CLASSES, PLAIN_DTYPES, dtype_name, is_plain, kind_of, plain_info, plain_memory
+from .torch_memory import TensorData, raw_array, signed_dtype, tensor_data
+
+
+@lru_cache(maxsize=256)
+def torch_dtype(name: str, path: str = "") -> torch.dtype:
+    """Returns the torch dtype of a name.
+
+    Raises:
+        MismatchError: this version of torch has none.
+    """
+    dtype = vars(torch).get(name)  # getattr imports modules that torch loads lazily
+    if not isinstance(dtype, torch.dtype):
+        raise MismatchError(
+            path, expected="a dtype that torch has", found=name, hint="Load it as a numpy array, with like="
+        )
+    return dtype
+
+
+known_dtype = torch_dtype
+
+
+def _check(leaf: torch.Tensor, path: str) -> None:
+    """Refuses tensors without bytes of their own, and those whose bytes depend on more than dtype and shape."""
+    if is_dtensor(leaf):
+        leaf = part_of(leaf)
+    kind = type(leaf)
+    reason, refused = None, TreeError
+    if leaf.is_nested:
+        reason, refused = "a nested tensor", PartsNeeded
+    elif isinstance(leaf, (UninitializedParameter, UninitializedBuffer)):
+        reason = "a parameter that is not initialised yet"
+    elif leaf.layout is not torch.strided:
+        reason, refused = f"a tensor of layout {leaf.layout}", PartsNeeded
+    elif leaf.is_quantized:
+        reason = f"a quantised tensor ({leaf.dtype})"
+    elif kind not in PLAIN_CLASSES:
+        reason = f"the tensor subclass {kind.__module__}.{kind.__qualname__}"
+    if reason is not None:
+        raise refused(
+            path,
+            expected="a dense tensor or DTensor",
+            found=reason,
+            hint="Save its parts (indices and values, int_repr and scale, ...) as leaves of their own",
+        )
+    try:
+        dtype_name(leaf.dtype)
+    except FormatError as error:
+        raise TreeError(
+            path,
+            expected="a dtype with portable bytes",
+            found=str(leaf.dtype),
+            hint="View it as an integer dtype of the same width (tensor.view)",
+        ) from error
+
+
+def _spec(leaf: torch.Tensor) -> ArraySpec:
+    device = None if leaf.is_cpu or leaf.is_meta else str(leaf.device)
+    shape, order = tuple(leaf.shape), order_of(leaf)
+    return ArraySpec(shape, dtype_name(leaf.dtype), None, device, leaf.requires_grad, kind_of(leaf), order)
+
+
+def _check_chunks(held: DescribedTensor, path: str) -> None:
+    """Refuses chunks that are no plain tensors, or of several dtypes."""
+    for _, tensor in held.chunks:
+        _check(tensor, path)
+    dtypes = {tensor.dtype: None for _, tensor in held.chunks}
+    if len(dtypes) > 1:
+        raise LayoutError(path, expected="chunks of one dtype", found=", ".join(map(str, dtypes)))
+
+
+def _described_spec(leaf: torch.Tensor, held: DescribedTensor) -> ArraySpec:
+    """Returns the spec of a tensor that describes itself: dtype, device and order of what it holds, if it does."""
+    shape, dtype, kind = held.shape, leaf.dtype, kind_of(leaf)
+    if not held.chunks:
+        return ArraySpec(shape, dtype_name(dtype), requires_grad=leaf.requires_grad, kind=kind)
+    _, first = held.chunks[0]
+    device = None if first.is_cpu or first.is_meta else str(first.device)
+    order = memory_order(first.shape, first.stride())
+    return ArraySpec(shape, dtype_name(first.dtype), None, device, leaf.requires_grad, kind, order)
+
+
+def order_of(leaf: torch.Tensor) -> tuple[int, ...] | None:
+    """Returns the order of a tensor's dimensions in memory: of a DTensor in that of its local part, if it has one."""
+    if is_dtensor(leaf) and (part := part_of(leaf)).numel() and part.ndim == leaf.ndim:
+        return memory_order(part.shape, part.stride())
+    return memory_order(leaf.shape, leaf.stride())
+
+
+def source(leaf: torch.Tensor, path: str, rank: int) -> ArraySource:
+    """Describes a tensor to save."""
+    if is_plain(leaf):
+        common = plain_info(leaf)
+        if (memory := plain_memory(leaf, common)) is not None:
+            return ArraySource(
+                common.spec, None, (SourcePiece(common.whole, memory),), Storage(memory.address, common.nbytes, None)
+            )
+    if (held := described(leaf, path)) is not None:
+        _check_chunks(held, path)
+        parts = [source(tensor, path, rank) for _, tensor in held.chunks]
+        layout = BoxLayout(tuple((rank, region) for region, _ in held.chunks))
+        pieces = [SourcePiece(r, part.pieces[0].data) for (r, _), part in zip(held.chunks, parts, strict=True)]
+        return ArraySource(_described_spec(leaf, held), layout, pieces, parts[0].storage if len(parts) == 1 else None)
+    _check(leaf, path)
+    if leaf.is_meta:
+        raise TreeError(
+            path,
+            expected="a tensor with data",
+            found="one on the meta device",
+            hint="Materialise the module before saving (to_empty, then load or initialise)",
+        )
+    spec = _spec(leaf)
+    if type(leaf) not in PLAIN_CLASSES and is_dtensor(leaf):
+        layout, local = local_of(leaf, path, rank)
+        storage = _storage(local, path)
+        pieces = [SourcePiece(*piece) for piece in _pieces(layout, local, spec.shape, rank)]
+        return ArraySource(spec, layout, pieces, storage)
+    tensor = leaf.detach() if spec.requires_grad else leaf
+    storage = _storage(tensor, path)
+    return ArraySource(spec, None, (SourcePiece(Region.whole(spec.shape), tensor_data(tensor)),), storage)
+
+
+_NUMPY = {name: np.dtype(name) for name in ("float32", "float64", "float16", "int64", "int32", "uint8", "bool")}
+"""The plain dtypes that numpy has too."""
+
+
+def _pieces(
+    layout: MeshLayout, local: torch.Tensor, shape: tuple[int, ...], rank: int
+) -> list[tuple[Region, TensorData]]:
+    """Returns the regions of a DTensor that a rank holds, with the memory of each in its local tensor."""
+    return [
+        (held.region, tensor_data(local[Region(held.local, held.region.shape).slices()]))
+        for held in held_by(layout, shape, rank)
+    ]
+
+
+def _storage(tensor: torch.Tensor, path: str) -> Storage | None:
+    """Returns the memory of a tensor.
+
+    Raises:
+        TreeError: more than its storage has.
+    """
+    if not tensor.numel():
+        return None
+    strides, itemsize = None, tensor.dtype.itemsize
+    nbytes = tensor.nbytes
+    if not tensor.is_contiguous():
+        strides = tensor.stride()
+        nbytes = (sum((n - 1) * step for n, step in zip(tensor.shape, strides, strict=True)) + 1) * itemsize
+    there = tensor.untyped_storage().nbytes()
+    if tensor.storage_offset() * itemsize + nbytes > there:
+        raise TreeError(
+            path,
+            expected=f"a tensor with all its memory, {nbytes} bytes",
+            found=f"a storage of {there} bytes",
+            hint="Its storage was resized, as some wrappers do to free memory; save it while it is materialised",
+        )
+    address = tensor.data_ptr()
+    return None if not address or tensor.is_conj() or tensor.is_neg() else Storage(address, nbytes, strides)
+
+
+def abstract(leaf: torch.Tensor, path: str, rank: int) -> ArraySpec:
+    """Returns the spec of a tensor; for a DTensor with the regions that this rank holds."""
+    if is_plain(leaf):
+        return plain_info(leaf).spec
+    if (held := described(leaf, path)) is not None:
+        _check_chunks(held, path)
+        return msgspec.structs.replace(_described_spec(leaf, held), regions=tuple(region for region, _ in held.chunks))
+    _check(leaf, path)
+    spec = _spec(leaf)
+    if not is_dtensor(leaf):
+        return spec
+    layout = layout_of(leaf, path)
+    regions = tuple(h.region for h in held_by(layout, spec.shape, rank))
+    if not regions and (shape := local_shape(layout, spec.shape, rank)) is not None:
+        regions = (Region((0,) * len(shape), shape),)  # empty, but of the local tensor's shape
+    return msgspec.structs.replace(spec, regions=regions)
+
+
+def target(leaf: torch.Tensor, path: str, rank: int) -> ArrayTarget:
+    """Describes a tensor to fill in place."""
+    if is_plain(leaf):
+        common = plain_info(leaf)
+        if (memory := plain_memory(leaf, common)) is not None:
+            return ArrayTarget(common.spec, leaf, (TargetPiece(common.whole, memory),))
+    if (held := described(leaf, path)) is not None:
+        _check_chunks(held, path)
+        pieces = [TargetPiece(region, target(tensor, path, rank).pieces[0].data) for region, tensor in held.chunks]
+        return ArrayTarget(abstract(leaf, path, rank), leaf, pieces)
+    _check(leaf, path)
+    if leaf.device.type == "meta":
+        raise MismatchError(
+            path, expected="a tensor with memory", found="one on the meta device", hint="Use load(path, like=tree)"
+        )
+    if is_dtensor(leaf):
+        layout, local = local_of(leaf, path, rank)
+        _check_memory(local, path)
+        pieces = [TargetPiece(*piece) for piece in _pieces(layout, local, tuple(leaf.shape), rank)]
+        return ArrayTarget(_spec(leaf), leaf, pieces, layout)
+    tensor = leaf.detach()
+    _check_memory(tensor, path)
+    return ArrayTarget(_spec(leaf), leaf, (TargetPiece(Region.whole(tuple(leaf.shape)), tensor_data(tensor)),))
+
+
+def _check_memory(tensor: torch.Tensor, path: str) -> None:
+    """Refuses tensors to fill that have not memory of its own for each element.
+
+    Raises:
+        MismatchError: more elements than their storage has, or several in one place.
+    """
+    try:
+        _storage(tensor, path)
+    except TreeError as error:
+        raise MismatchError(path, expected=error.expected, found=error.found, hint=error.hint) from error
+    if overlaps_itself(tensor.shape, tensor.stride()):
+        raise MismatchError(
+            path,
+            expected="a tensor with memory for each element",
+            found=f"strides {tensor.stride()} for shape {tuple(tensor.shape)}",
+            hint="Use load(path, like=tree), which makes new tensors",
+        )
+
+
+def like(
+    leaf: torch.Tensor, path: str, rank: int, device: str | None, *, allocate: Allocate | None = None
+) -> ArrayTarget:
+    """Creates a tensor of the leaf's shape, dtype, device and layout; on the host where the leaf is on meta."""
+    if describing(leaf) is not None:
+        made = like_described(leaf, _device(device, path), path)
+        return target(as_kind(made, abstract(leaf, path, rank)), path, rank)
+    _check(leaf, path)
+    where = _device(device, path) or leaf.device
+    spec = _spec(leaf)
+    if is_dtensor(leaf):
+        return _like_dtensor(leaf, spec, path, rank, where, allocate)
+    host = torch.device("cpu")
+    tensor = _new(spec.shape, leaf.dtype, host if where.type == "meta" else where, allocate, spec.order)
+    return ArrayTarget(spec, as_kind(tensor, spec), (TargetPiece(Region.whole(spec.shape), tensor_data(tensor)),))
+
+
+def _new(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    allocate: Allocate | None,
+    order: tuple[int, ...] | None,
+) -> torch.Tensor:
+    """Creates a tensor; `order` of its dimensions in memory is not that of a flat one, which holds other boxes."""
+    nbytes, strides = math.prod(shape) * dtype.itemsize, None
+    if order is not None and len(order) == len(shape):
+        strides = strides_in(shape, order, 1)
+    if allocate is None or device.type != "cpu" or not nbytes:
+        if strides is not None:
+            return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device)
+    flat = _from_buffer(allocate(nbytes), dtype, 0, math.prod(shape))
+    return flat.view(shape) if strides is None else flat.as_strided(shape, strides)
+
+
+def _like_dtensor(
+    leaf: Any, spec: ArraySpec, path: str, rank: int, where: torch.device, allocate: Allocate | None
+) -> ArrayTarget:
+    layout = layout_of(leaf, path)
+    shape = local_shape(layout, spec.shape, rank)
+    device = torch.device(leaf.device_mesh.device_type) if where.type == "meta" else where
+    local = _new(shape if shape is not None else (0,), leaf.dtype, device, allocate, spec.order)
+    pieces = [TargetPiece(*p) for p in _pieces(layout, local, spec.shape, rank)] if shape is not None else ()
+    return ArrayTarget(spec, as_kind(same_dtensor(leaf, local), spec), pieces, layout)
+
+
+def in_order(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
+    """Returns a new tensor of the same shape, dtype, device and placements.
+
+    Args:
+        order: of its dimensions in memory, from the outermost to the innermost; None for C order.
+    """
+    if not is_dtensor(tensor):
+        return _new(tuple(tensor.shape), tensor.dtype, tensor.device, None, order)
+    from torch.distributed.tensor import DTensor
+
+    given: Any = tensor
+    part, spec = part_of(given), copy.copy(given._spec)
+    spec.tensor_meta = spec.tensor_meta._replace(stride=strides_in(tuple(tensor.shape), order, 1))
+    return DTensor(_new(tuple(part.shape), part.dtype, part.device, None, order), spec, requires_grad=False)
+
+
+def _device(device: str | None, path: str) -> torch.device | None:
+    """Returns the device that was passed to load; None where each tensor keeps its own."""
+    if device in (None, "original"):
+        return None
+    where = _checked_device(str(device), "device")
+    if where.type == "meta":
+        raise MismatchError(
+            path,
+            expected="a device with memory",
+            found="the meta device",
+            hint="treeckpt.inspect tells what a checkpoint holds without loading it",
+        )
+    return where
+
+
+@lru_cache(maxsize=64)
+def _checked_device(device: str, path: str) -> torch.device:
+    """Returns a device of this machine.
+
+    Raises:
+        MismatchError: there is no such device.
+    """
+    try:
+        where = torch.device(device)
+        torch.empty(0, device=where)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch without CUDA raises an AssertionError
+        raise MismatchError(
+            path,
+            expected=f'a device of torch that is here, as "{_device_names()[-1]}"',
+            found=f"{device!r:.60}, with {', '.join(_device_names())} here",
+            hint=f"{error!s:.300}",
+        ) from error
+    return where
+
+
+def _device_names() -> list[str]:
+    """Returns the names of the devices of this machine, at most eight of a kind."""
+    kinds = [
+        kind for kind in ("cuda", "xpu", "mps") if (module := getattr(torch, kind, None)) and module.is_available()
+    ]
+    return ["cpu", *(f"{kind}:{i}" for kind in kinds for i in range(min(8, getattr(torch, kind).device_count())))]
+
+
+def as_kind(tensor: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
+    """Returns the tensor as the kind that the spec names. Its memory is filled later, which autograd does not record.
+
+    Raises:
+        FormatError: the spec requires gradients, and its dtype cannot have any.
+    """
+    if spec.requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise FormatError(
+            spec.kind, expected="a dtype that can have gradients", found=f"{spec.dtype} with requires_grad"
+        )
+    if spec.kind == "parameter":
+        return Parameter(tensor, requires_grad=spec.requires_grad)
+    if spec.kind == "buffer":
+        return Buffer(tensor.requires_grad_(spec.requires_grad))
+    return tensor.requires_grad_() if spec.requires_grad else tensor
+
+
+def empty(spec: ArraySpec, path: str, device: str | None, *, allocate: Allocate | None = None) -> ArrayTarget:
+    """Creates a tensor from a spec: for its regions, or for the whole array; on the host unless `device` is given."""
+    where = _checked_device(spec.device or "cpu", path) if device == "original" else _device(device, path)
+    shape, dtype = local_shape_of(spec), torch_dtype(spec.dtype, path)
+    tensor = _new(shape, dtype, where or torch.device("cpu"), allocate, spec.order)
+    return ArrayTarget(spec, as_kind(tensor, spec), local_pieces(spec, lambda box: tensor_data(tensor[box])))
+
+
+def wrap(spec: ArraySpec, memory: memoryview, offset: int) -> torch.Tensor:
+    """Returns a tensor that uses `memory` from byte `offset` on, without a copy."""
+    if (known := _NUMPY.get(spec.dtype)) is not None:  # takes half the time of frombuffer and view
+        tensor = torch.from_numpy(np.ndarray(spec.shape, known, memory, offset))
+    else:
+        tensor = _from_buffer(memory, torch_dtype(spec.dtype), offset, math.prod(spec.shape))
+        tensor = tensor if tensor.shape == spec.shape else tensor.view(spec.shape)
+    if spec.order is not None:
+        tensor = tensor.as_strided(spec.shape, strides_in(spec.shape, spec.order, 1))
+    return as_kind(tensor, spec)
+
+
+def _from_buffer(memory: memoryview, dtype: torch.dtype, offset: int, size: int) -> torch.Tensor:
+    if dtype in PLAIN_DTYPES:
+        return torch.frombuffer(memory, dtype=dtype, count=size, offset=offset)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=size * dtype.itemsize, offset=offset).view(dtype)
+
+
+def view(base: torch.Tensor, spec: ArraySpec, offset: int, strides: tuple[int, ...]) -> torch.Tensor:
+    """Returns a strided view, in elements of its memory, of a dense tensor."""
+    return as_kind(torch.as_strided(base.detach(), spec.shape, strides, offset), spec)
+
+
+def mark_written(leaves: Sequence[torch.Tensor]) -> None:
+    """Raises the version counters: a backward that needs the old content raises, as after `copy_`."""
+    chunks = [held.chunks for leaf in leaves if type(leaf) not in PLAIN_CLASSES and (held := described(leaf, ""))]
+    torch.autograd.graph.increment_version([*leaves, *(tensor for found in chunks for _, tensor in found)])
+
+
+def encode(value: Any) -> TypedValue | None:
+    """Returns the stored form of a torch.Size, dtype, device, layout or memory format."""
+    if type(value) is torch.Size:
+        return TypedValue("torch.Size", tuple(value))
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        return TypedValue(f"torch.{type(value).__name__}", (str(value).removeprefix("torch."),))
+    if isinstance(value, torch.device):
+        return TypedValue("torch.device", (str(value),))
+    return None
+
+
+def decode(value: TypedValue) -> Any:
+    """Returns the value of a stored form."""
+    kind, items = value.kind.removeprefix("torch."), value.items
+    if not value.kind.startswith("torch."):
+        raise LookupError(value.kind)
+    if kind == "Size":
+        return torch.Size(items)  # pyright: ignore[reportArgumentType]
+    if kind == "device":
+        return torch.device(*items)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    classes = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+    found = vars(torch).get(str(items[0]))
+    if kind not in classes or not isinstance(found, classes[kind]):
+        raise LookupError(value.kind)
+    return found
+
+
+def cast(data: np.ndarray, saved: str, wanted: str) -> np.ndarray:
+    """Converts elements of raw dtype from one dtype to another as torch does, else as ml_dtypes does."""
+    try:
+        part = torch.from_numpy(np.ascontiguousarray(data).view(signed_dtype(data.itemsize))).view(torch_dtype(saved))
+        return raw_array(part.to(torch_dtype(wanted)))
+    except (MismatchError, NotImplementedError):  # torch has no such dtype, or cannot convert it
+        return cast_as_numpy(data, saved, wanted)

@@ -1,0 +1,104 @@
+"""The command `convert`: converts a checkpoint to another format. Under torchrun the ranks share the work."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from .._core.text import bytes_text, count_text, seconds_text
+from .._io.comm.waiting import log_if_slow
+from .._report.terminal import print_json, print_line
+from .._runs.progress_bar import counting_bar
+from .command import Commands, progress_of
+
+FORMATS = ("treeckpt", "torch", "dcp", "safetensors")
+SHOWN_FINDINGS = 12
+"""How many findings of each kind are printed, at most."""
+
+
+def add_convert(commands: Commands) -> None:
+    """Adds `convert`."""
+    parser = commands.add(
+        "convert",
+        _convert,
+        "write a checkpoint in another format: torch.save, DCP, safetensors, or ours",
+        progress=True,
+    )
+    parser.add_argument("source", metavar="SRC", help="also of hfai or Paddle; its format is found by looking")
+    parser.add_argument("destination", metavar="DST", help="appears when it is whole")
+    parser.add_argument("--to", choices=FORMATS, help="default: what DST's suffix says, and treeckpt without one")
+    parser.add_argument("--dtype", help="cast arrays of floating point, e.g. to bfloat16")
+    parser.add_argument("--max-shard-size", metavar="BYTES", help="start another file past this, e.g. 5GB")
+    parser.add_argument("--memory", default="64MiB", metavar="BYTES", help="buffers, at most (default: 64MiB)")
+    parser.add_argument("--select", action="append", metavar="GLOB", help="only these paths, and what is below them")
+    parser.add_argument("--exclude", action="append", metavar="GLOB", help="not these paths, and what is below them")
+    parser.add_argument("--subtree", default="", metavar="PATH", help="what is below this path is the tree")
+    parser.add_argument("--lossy", action="store_true", help="go without what the format cannot hold")
+    parser.add_argument("--overwrite", action="store_true", help="replace a file, or a treeckpt checkpoint")
+    parser.add_argument("--step", type=int, help="of training, to be kept in a treeckpt checkpoint")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be lost, and what changes its form")
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from ..convert import convert
+
+    with (
+        _ranks() as rank,
+        counting_bar("converting", of_bytes=True, shown=False if rank else progress_of(options)) as count,
+    ):
+        report = convert(
+            options.source,
+            options.destination,
+            to=options.to,
+            dtype=options.dtype,
+            max_shard_size=options.max_shard_size,
+            memory=options.memory,
+            select=options.select,
+            exclude=options.exclude,
+            subtree=options.subtree,
+            lossy=options.lossy,
+            dry_run=options.dry_run,
+            overwrite=options.overwrite,
+            step=options.step,
+            on_read=count,
+        )
+    if rank == 0:
+        _print_report(report, options)
+    return 0
+
+
+def _print_report(report: Any, options: argparse.Namespace) -> None:
+    if options.json:
+        print_json(report)
+        return
+    for word, findings, style in (("lost", report.losses, "red"), ("note", report.notes, "dim")):
+        for finding in findings[:SHOWN_FINDINGS]:
+            print_line(f"{word}: {finding}", style)
+        if len(findings) > SHOWN_FINDINGS:
+            print_line(f"{word}: ... and {len(findings) - SHOWN_FINDINGS} more; --json gives all", style)
+    what = f"{count_text(report.leaves, 'leaf', 'leaves')}, {bytes_text(report.nbytes)}"
+    kinds = f"{report.source_format} to {report.format}"
+    if report.dry_run:
+        print_line(f"{report.destination}: nothing written; would be {what}, {kinds}")
+    else:
+        print_line(f"{report.destination}: {what}, {kinds}, in {seconds_text(report.seconds)}")
+
+
+@contextlib.contextmanager
+def _ranks() -> Iterator[int]:
+    """Gives the rank of this process; under torchrun with a process group, so that the ranks share the work."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        yield 0
+        return
+    import torch.distributed as dist
+
+    rank = int(os.environ.get("RANK", "0"))
+    with log_if_slow(rank, "treeckpt convert; a process without WORLD_SIZE in its environment converts alone"):
+        dist.init_process_group("gloo")
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,300 @@
+"""The commands that change a run: `gc`, `rm`, `pin` and `unpin`. Each prints what it did to which step, and why.
+
+`gc` deletes no checkpoint unless a policy is given: without one it only removes files that crashed saves left, in a run
+or in the directory of one checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from .._core.format.file_names import MAX_STEP, is_step_name, step_name, step_of
+from .._core.text import bytes_text, count_text
+from .._inspect.deletion import Removal, RetainedDirectory
+from .._io.storage.open import open_run
+from .._report.terminal import fail, print_json, print_line, print_table
+from .._runs.catalog import is_checkpoint, scan
+from .._runs.checkpoint_info import CheckpointInfo, loadable_text
+from .._runs.policy_text import parse_best
+from .._runs.progress_bar import counting_bar
+from .._runs.run import GRACE, CleanReport, RunDirectory, clean_checkpoint
+from ..errors import CheckpointError, CheckpointNotFound, TreeckptError
+from ..policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps
+from .command import SHOWN_NAMES, Commands, no_such_run, progress_of, usage_error
+
+
+def add_commands(commands: Commands) -> None:
+    """Adds `gc`, `rm`, `pin` and `unpin`."""
+    gc = commands.add("gc", _gc, "delete what no policy keeps, and what crashed saves left behind", progress=True)
+    gc.add_argument("run_path", metavar="RUN", help="or a single checkpoint, beside which only leftovers go")
+    gc.add_argument("--keep-last", type=_count, metavar="N", help="keep the newest N checkpoints")
+    gc.add_argument("--every", type=_count, metavar="K", help="keep each step that is a multiple of K")
+    gc.add_argument("--period", type=_seconds, metavar="S", help="keep the first checkpoint of every S seconds")
+    gc.add_argument("--steps", type=_steps, metavar="A,B,...", help="keep these steps, each of which must be there")
+    gc.add_argument(
+        "--best",
+        type=_best,
+        action="append",
+        default=[],
+        metavar="METRIC[:min|max][:N]",
+        help="keep the best N by a metric (default: the smallest one)",
+    )
+    gc.add_argument(
+        "--grace",
+        type=_seconds,
+        default=GRACE,
+        metavar="S",
+        help=f"leave files of unfinished saves that may be alive alone for S seconds (default: {GRACE:g})",
+    )
+    gc.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    rm = commands.add("rm", _rm, "delete steps of a run, also those that are corrupt or were never finished")
+    assert rm.description is not None, "each command has one"
+    rm.description += (
+        " Asks before it does on a terminal. Nothing goes if one of the steps is not there, pinned, being read or "
+        "being written. Of a step that is a link, the link goes."
+    )
+    rm.add_argument("run_path", metavar="RUN")
+    rm.add_argument("steps", metavar="STEP", type=_step, nargs="+")
+    rm.add_argument("--yes", action="store_true", help="do not ask; a must where the input is no terminal")
+    rm.add_argument(
+        "--grace",
+        type=_seconds,
+        default=GRACE,
+        metavar="S",
+        help=f"take a save of which nothing shows whether it is alive for dead after S seconds (default: {GRACE:g})",
+    )
+    for name, act, text in (
+        ("pin", partial(_pin, pinned=True), "keep a step, whatever the policies say"),
+        ("unpin", partial(_pin, pinned=False), "let the policies decide about a step again"),
+    ):
+        pin = commands.add(name, act, text)
+        pin.add_argument("run_path", metavar="RUN")
+        pin.add_argument("step", metavar="STEP", type=_step)
+
+
+def _number(text: str, kind: type[int] | type[float], least: float, what: str) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not least <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value
+
+
+def _count(text: str) -> int:
+    return _number(text, int, 1, "a number from 1 on")
+
+
+def _seconds(text: str) -> float:
+    return _number(text, float, 0, "a number of seconds")
+
+
+def _step(text: str) -> int:
+    step = _number(text.removeprefix("step_"), int, 0, "a step")
+    if step > MAX_STEP:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a step: the highest is {MAX_STEP}")
+    return step
+
+
+def _steps(text: str) -> tuple[int, ...]:
+    return tuple(_step(part) for part in text.split(","))
+
+
+def _best(text: str) -> Best:
+    try:
+        return parse_best(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _policies(options: argparse.Namespace) -> list[Policy]:
+    named: list[Policy] = [*options.best]
+    if options.keep_last is not None:
+        named.append(Last(options.keep_last))
+    if options.every is not None:
+        named.append(EverySteps(options.every))
+    if options.period is not None:
+        named.append(EveryPeriod(options.period))
+    if options.steps is not None:
+        named.append(Steps(options.steps))
+    return named or [All()]
+
+
+def _gc(options: argparse.Namespace) -> int:
+    if problem := no_such_run(options.run_path):
+        return usage_error(problem)
+    run, alone = RunDirectory(options.run_path), is_checkpoint(options.run_path)
+    alone = alone and not run.checkpoints()
+    policies = _policies(options)
+    problem = _no_run(options.run_path, run, policies) if alone else _no_runs(options.run_path, run)
+    if problem := problem or _misses(run, options):
+        return usage_error(problem)
+    if alone:
+        report = clean_checkpoint(options.run_path, grace=options.grace, dry_run=options.dry_run)
+    else:
+        what = "reading" if options.dry_run else "deleting from"
+        with counting_bar(f"{what} {options.run_path}", shown=progress_of(options)) as count:
+            report = run.clean(policies, grace=options.grace, dry_run=options.dry_run, on_removal=count)
+    if options.json:
+        print_json(report)
+    else:
+        _print_report(report, alone=alone)
+    return 1 if report.failed else 0
+
+
+def _no_runs(path: str, run: RunDirectory) -> str:
+    """Returns the error where a directory of runs is named in place of one of them, empty if it is none."""
+    names = run.store.names()
+    if any(map(is_step_name, names)):
+        return ""
+    runs = [name for name in names if any(map(is_step_name, open_run(run.store.folder(name).url).names()))]
+    if not runs:
+        return ""
+    more = f" and {len(runs) - SHOWN_NAMES} more" * (len(runs) > SHOWN_NAMES)
+    return f"{path}: a directory of runs, not a run. Name one of them: {', '.join(runs[:SHOWN_NAMES])}{more}"
+
+
+def _rm(options: argparse.Namespace) -> int:
+    run = RunDirectory(options.run_path)
+    if problem := no_such_run(options.run_path) or _no_runs(options.run_path, run):
+        return usage_error(problem)
+    planned, problems, absent = list[tuple[CheckpointInfo, Removal]](), list[str](), False
+    for step in dict.fromkeys(options.steps):
+        try:
+            planned.append(run.plan_deletion(step, force=True, grace=options.grace))
+        except CheckpointError as error:
+            problems.append(f"{error}")
+            absent = absent or isinstance(error, CheckpointNotFound)
+    for problem in problems:
+        fail(f"treeckpt: {problem}")
+    if problems:
+        return 2 if absent else 1
+    if not options.json or not options.yes:
+        rows = [
+            (
+                info.name,
+                "link" if run.folder(step_of(info.name) or 0).is_link else info.status_text,
+                bytes_text(removal.nbytes),
+                info.error or "",
+            )
+            for info, removal in planned
+        ]
+        print_table(("step", "status", "size", "problem"), rows, right=("size",))
+    if not options.yes and not _confirmed(count_text(len(planned), "step")):
+        return 2
+    gone, failed = list[tuple[CheckpointInfo, Removal]](), list[RetainedDirectory]()
+    for info, removal in planned:
+        try:
+            run.delete(step_of(info.name) or 0, force=True, grace=options.grace)
+        except (OSError, TreeckptError) as error:
+            failed.append(RetainedDirectory(info.name, f"{type(error).__name__}: {error}"))
+        else:
+            gone.append((info, removal))
+    if options.json:
+        removed = [{"name": info.name, "status": info.status, "nbytes": removal.nbytes} for info, removal in gone]
+        print_json({"run": run.url, "removed": removed, "failed": failed})
+    else:
+        freed = bytes_text(sum(removal.nbytes for _, removal in gone))
+        names = f" ({', '.join(info.name for info, _ in gone)})" if failed and gone else ""
+        print_line(f"{count_text(len(gone), 'step')} removed{names}, {freed} freed", "dim")
+    for one in failed:
+        fail(f"treeckpt: {one.name} was not removed, or not all of it: {one.why}")
+    return 1 if failed else 0
+
+
+def _confirmed(what: str) -> bool:
+    """Asks on a terminal whether so many steps are to be deleted; without a terminal, says what is missing."""
+    if not sys.stdin.isatty():
+        fail("treeckpt: nothing was removed: --yes is needed where the input is no terminal")
+        return False
+    sys.stderr.write(f"Delete {what}? [y/N] ")
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() in ("y", "yes"):
+        return True
+    fail("treeckpt: nothing was removed")
+    return False
+
+
+def _no_run(path: str, run: RunDirectory, policies: Sequence[Policy]) -> str:
+    """Returns the error where policies are given for a checkpoint in place of its run, empty if there is none."""
+    if policies == [All()]:
+        return ""
+    return f"{path}: a checkpoint, not a run. Name the run that it is in: {run.url.rstrip('/').rpartition('/')[0]}"
+
+
+def no_checkpoint(options: argparse.Namespace) -> str:
+    """Returns the error where a run is named in place of one of its checkpoints, empty if there is none."""
+    for path in (getattr(options, name, None) for name in ("checkpoint", "first", "second")):
+        if path is None or is_checkpoint(path):
+            continue
+        newest = next((info.path for info in scan(path) if info.status != "foreign" and is_step_name(info.name)), None)
+        if newest is not None:
+            return f"{path}: a run, not a checkpoint. Name one that it has, as {newest}; treeckpt ls {path} lists all"
+    return ""
+
+
+def _misses(run: RunDirectory, options: argparse.Namespace) -> str:
+    """Returns the error where steps or a metric are named that no checkpoint has, empty if there is none."""
+    if not options.steps and not options.best:
+        return ""
+    infos = run.checkpoints()
+    return _no_steps(run, infos, options.steps or ()) or _no_metric(run, infos, options.best)
+
+
+def _no_steps(run: RunDirectory, infos: Sequence[CheckpointInfo], steps: Sequence[int]) -> str:
+    """Returns the error, with the steps that can be loaded, where steps are named that the run has not."""
+    there = {step_of(info.name) for info in infos if info.status in ("complete", "corrupt")}
+    absent = [str(step) for step in steps if step not in there]
+    if not absent:
+        return ""
+    word = "step" if len(absent) == 1 else "steps"
+    return f"--steps: {run.url} has no {word} {', '.join(absent)}. {loadable_text(infos, int(absent[0]))}"
+
+
+def _no_metric(run: RunDirectory, infos: Sequence[CheckpointInfo], policies: Sequence[Best]) -> str:
+    """Returns the error, with the known metrics, where a metric is named that no checkpoint has; empty otherwise."""
+    infos = [info for info in infos if info.status == "complete"] if policies else []
+    there = {name for info in infos for name in info.metrics}
+    unknown = [policy.metric for policy in policies if policy.metric not in there]
+    if not infos or not unknown:
+        return ""
+    names = f"there are: {', '.join(sorted(there))}" if there else "none has any"
+    hint = ". Behind a metric come :min or :max, and :N" if ":" in unknown[0] else ""
+    return f"--best: no checkpoint of {run.url} has the metric {unknown[0]!r}; {names}{hint}"
+
+
+def _print_report(report: CleanReport, *, alone: bool) -> None:
+    rows = [("kept", step_name(step), "", report.why(step)) for step in report.kept]
+    word = "would go" if report.dry_run else "removed"
+    for one in report.removed:
+        files = count_text(len(one.files), "file") if one.files else "directory"
+        what = "checkpoint" if one.what == "checkpoint" else files
+        rows.append((word, one.name, bytes_text(one.nbytes), f"{what}: {one.reason}"))
+    rows += [("left", one.name, "", one.why) for one in report.left]
+    rows += [("failed", one.name, "", one.why) for one in report.failed]
+    for name, files in report.foreign.items():
+        rows.append(("left", name, "", f"files of others: {', '.join(files[:8])}{' ...' if len(files) > 8 else ''}"))
+    if rows:
+        print_table(("what", "step", "size", "why"), rows, right=("size",))
+    for warning in report.warnings:
+        print_line(warning, "yellow")
+    freed = "would be freed" if report.dry_run else "freed"
+    gone = sum(len(one.files) for one in report.removed)
+    what = f"{count_text(gone, 'file')} {word}" if alone else f"{len(report.kept)} kept, {len(report.removed)} {word}"
+    print_line(f"{what}, {bytes_text(report.nbytes)} {freed}", "dim")
+
+
+def _pin(options: argparse.Namespace, *, pinned: bool) -> int:
+    run = RunDirectory(options.run_path)
+    (run.pin if pinned else run.unpin)(options.step)
+    if options.json:
+        print_json({"run": options.run_path, "step": options.step, "pinned": pinned})
+    else:
+        print_line(f"{run.folder(options.step).url} is {'' if pinned else 'no longer '}pinned")
+    return 0

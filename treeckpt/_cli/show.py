@@ -1,0 +1,278 @@
+"""The command `show`: prints what a checkpoint holds, one part of it, or what load rules produce from it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .. import _api
+from .._core.format.byte_map import layout_of, locate_chunks
+from .._core.format.chunks import DeferredChunks, NoChunks
+from .._core.format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
+from .._core.sharding.int_runs import length_of
+from .._core.text import (
+    bytes_text,
+    count_text,
+    json_number,
+    layout_text,
+    number_text,
+    region_text,
+    shape_text,
+    time_text,
+    value_text,
+    value_type,
+)
+from .._core.tree.globs import similar_paths
+from .._core.tree.spec import ArraySpec
+from .._inspect.diff import leaf_text
+from .._inspect.outline import Outline, OutlineRow
+from .._inspect.structure_text import structure_lines, structure_rows
+from .._io.storage.local_read import read_head
+from .._io.storage.metadata_files import NewestIndex
+from .._io.storage.open import open_store
+from .._loading.one_checkpoint import opened
+from .._report.terminal import fail, print_facts, print_json, print_line, print_table
+from .._runs import catalog
+from .._runs.progress_bar import stores_bar
+from ..errors import CorruptError, FormatError, LayoutError, TreeckptError
+from ..rules import decode, parse
+from ..rules._rules import Rule
+from ..rules._view import View, view_of
+from .command import Commands, progress_of
+from .listing import print_saves_under_way
+from .values import LeafValues, read_values
+
+MAX_RULES = 16 << 20
+"""Bytes of a file of rules that are read, at most."""
+MAX_ROWS = 1000
+
+
+def add_show(commands: Commands) -> None:
+    """Adds `show`."""
+    show = commands.add("show", _show, "show what a checkpoint holds, or one part of it", progress=True)
+    show.add_argument("checkpoint", metavar="CKPT")
+    show.add_argument("leaf", metavar="PATH", nargs="?", default="", help="of a leaf or of a node of the tree")
+    show.add_argument("--rules", metavar="FILE", help="show what load rules (JSON, or statements) make of it")
+    show.add_argument("--structure", action="store_true", help="print the whole tree: values, and shapes of arrays")
+    show.add_argument("--depth", type=int, default=2, help="levels of the tree to print (default: 2)")
+
+
+def _show(options: argparse.Namespace) -> int:
+    with stores_bar("reading the index", shown=progress_of(options)) as counted:
+        read, folder = NewestIndex(local=True), counted(open_store(options.checkpoint))
+        info = catalog.read_info(folder, follow=True, newest=read)
+        if info.status == "partial" and not options.json:
+            print_saves_under_way(info)
+        index = read.found.index if read.found is not None else _api.inspect(options.checkpoint)
+    if options.rules:
+        return _show_rules(index, options)
+    outline = Outline.of(index)
+    row = outline.node_at(options.leaf)
+    if options.structure and row is not None:
+        return _show_structure(index, options)
+    if row is None:
+        fail(f"treeckpt: {options.leaf}: no such path in {options.checkpoint}")
+        similar = similar_paths(options.leaf, (leaf.path for leaf in index.entries))
+        hits = [leaf.path for leaf in outline.search(options.leaf.rpartition("/")[2], count=5)[0]]
+        for path in dict.fromkeys(similar + hits):
+            fail(f"  there is {path}")
+        return 2
+    if row.kind == "leaf":
+        return _show_leaf(index, index.entries[row.first], options)
+    rows = _rows_below(outline, row, options.depth)
+    if options.json:
+        print_json({**index_summary(index), "pinned": info.pinned, "saving": info.saving, "rows": rows})
+        return 0
+    if not options.leaf:
+        print_facts([(name, str(fact)) for name, fact in _summary_texts(index)] + [("pinned", "yes")] * info.pinned)
+        print_saves_under_way(info)
+        print_line("")
+    depth = options.leaf.count("/") + bool(options.leaf)
+    texts = [_row_texts(index, r, r.node.count(".") + 1 - depth) for r in rows]
+    print_table(("path", "is", "leaves", "size"), texts, right=("leaves", "size"))
+    return 0
+
+
+def _show_structure(index: Index, options: argparse.Namespace) -> int:
+    rows = structure_rows(index, options.leaf)
+    if options.json:
+        print_json(rows)
+        return 0
+    for line in structure_lines(rows):
+        print_line(line)
+    return 0
+
+
+def index_summary(index: Index) -> dict[str, Any]:
+    """Returns the facts about a checkpoint that `--json` prints."""
+    return {
+        "save_id": index.save_id,
+        "step": index.step,
+        "created_ns": index.created_ns,
+        "world": index.world,
+        "leaves": len(index.leaves),
+        "nbytes": index.nbytes,
+        "files": len(index.file_list),
+        "sidecars": index.sidecars,
+        "metadata": index.metadata,
+    }
+
+
+def _summary_texts(index: Index) -> list[tuple[str, object]]:
+    return [
+        ("step", index.step),
+        ("saved", time_text(index.created_ns, None)),
+        ("save id", index.save_id),
+        ("ranks", index.world),
+        ("leaves", len(index.leaves)),
+        ("size", f"{bytes_text(index.nbytes)} in {count_text(len(index.file_list), index.file_kind)}"),
+        *((f"file {one.name}", bytes_text(one.nbytes)) for one in index.sidecars),
+        *((f"metadata {name}", value_text(value)) for name, value in index.metadata.items()),
+    ]
+
+
+def _rows_below(outline: Outline, row: OutlineRow, depth: int) -> list[OutlineRow]:
+    found, waiting = list[OutlineRow](), [(row, 0)]
+    while waiting and len(found) <= MAX_ROWS:
+        node, level = waiting.pop()
+        found.append(node)
+        if level < max(depth, 1):
+            waiting += [(child, level + 1) for child in reversed(outline.children(node.node, count=MAX_ROWS))]
+    return found[1:]
+
+
+def _row_texts(index: Index, row: OutlineRow, level: int) -> tuple[str, str, str, str]:
+    what = leaf_text(index, index.entries[row.first]) if row.kind == "leaf" else row.cls or row.kind
+    size = bytes_text(row.nbytes) if row.nbytes else ""
+    return "  " * max(0, level - 1) + row.key, what, "" if row.kind == "leaf" else f"{row.leaves}", size
+
+
+def _show_leaf(index: Index, leaf: Leaf, options: argparse.Namespace) -> int:
+    chunks, values = locate_chunks(index, leaf), None
+    problem: TreeckptError | None = None
+    try:
+        with stores_bar("reading values", shown=progress_of(options)) as counted, opened(options.checkpoint) as found:
+            values = read_values(counted(found.store), index, leaf)
+    except TreeckptError as error:
+        problem = error
+    _print_leaf(index, leaf, chunks, values, options)
+    if problem is not None:
+        fail(f"treeckpt: {problem}")
+    # a LayoutError says that the values cannot be read in part, not that anything is wrong with them
+    return 0 if problem is None or isinstance(problem, LayoutError) else 1
+
+
+def _print_leaf(
+    index: Index, leaf: Leaf, chunks: Sequence[Any], values: LeafValues | None, options: argparse.Namespace
+) -> None:
+    if options.json:
+        layout = layout_of(index, leaf)
+        record = leaf.record
+        if isinstance(record, ArrayRecord) and isinstance(record.chunks, DeferredChunks):
+            record = msgspec.structs.replace(record, chunks=NoChunks())
+        known = {"path": leaf.path, "record": record, "spec": leaf.spec, "layout": layout, "chunks": chunks}
+        statistics = values.statistics if values else None
+        if values and statistics:
+            numbers = {name: json_number(value) for name, value in msgspec.structs.asdict(statistics).items()}
+            known["values"] = msgspec.structs.asdict(values) | {"statistics": numbers}
+        print_json({"values": values, **known})
+        return
+    print_facts(_leaf_facts(index, leaf) + (_value_facts(values) if values else []))
+    for line in values.text.splitlines() if values else ():
+        print_line(line)
+    if chunks:
+        print_line("")
+        rows = [
+            (region_text(c.region), f"{c.rank}", c.file.name, f"{c.start}:{c.stop}", bytes_text(c.stop - c.start))
+            for c in chunks[:MAX_ROWS]
+        ]
+        print_table(("region", "rank", "file", "bytes", "size"), rows, right=("rank", "size"))
+        if len(chunks) > MAX_ROWS:
+            print_line(f"... and {len(chunks) - MAX_ROWS} more; --json gives all")
+
+
+def _value_facts(values: LeafValues) -> list[tuple[str, str]]:
+    found, part, facts = values.statistics, values.sampled < values.elements, list[tuple[str, str]]()
+    if found is not None:
+        of = f"of the first {values.sampled:,} of {values.elements:,} elements: " if part else ""
+        numbers = ("minimum", "maximum", "mean", "deviation", "norm")
+        known = [(name, number) for name in numbers if (number := getattr(found, name)) is not None]
+        texts = [f"{name} {number_text(number, 6)}" for name, number in known]
+        texts += [
+            f"{n} {name}" for name, n in (("NaN", found.nan), ("infinite", found.infinite), ("zero", found.zero)) if n
+        ]
+        facts.append(("numbers", of + ", ".join(texts)))
+    where = f" of rank {values.rank}" * (values.rank is not None) + f" at {[*values.at]}" * bool(values.at)
+    checked = "match their checksums" if values.verified else "not compared with checksums"
+    return [*facts, ("values", f"{checked}{where}")]
+
+
+def _leaf_facts(index: Index, leaf: Leaf) -> list[tuple[str, str]]:
+    facts = [("path", leaf.path)]
+    record = leaf.record
+    if isinstance(record, ValueRecord):
+        return [*facts, ("type", value_type(record.value)), ("value", value_text(record.value, 2000))]
+    if isinstance(record, PerRankValues):
+        ranks = count_text(len(record.values), "rank")
+        return [*facts, ("values", f"one for each of {ranks}: {leaf_text(index, leaf)}")]
+    if leaf.spec is None:
+        assert leaf.stored is not None, "all other values are in the index"
+        kinds = {"type": leaf.stored.kind, "length": count_text(leaf.stored.nbytes, "byte")}
+        if isinstance(record, PerRankArrays):
+            kinds["length"] += f", on each of {count_text(length_of(leaf.ranks or ()), 'rank')}"
+        return [*facts, *kinds.items()]
+    facts += [("dtype", leaf.spec.dtype), ("shape", shape_text(leaf.spec.shape)), ("kind", leaf.spec.kind)]
+    if leaf.spec.order is not None:
+        order = ", ".join(map(str, leaf.spec.order))
+        facts.append(("memory", f"dimensions {order}, from the outermost to the innermost"))
+    if isinstance(record, AliasRecord):
+        return [*facts, ("shares", f"the storage of {index.entries[record.of].path}")]
+    if isinstance(record, PerRankArrays):
+        return [*facts, ("layout", f"one for each of {count_text(length_of(leaf.ranks or ()), 'rank')}")]
+    return [*facts, ("layout", layout_text(layout_of(index, leaf)))]
+
+
+def _read_rules(path: str) -> tuple[Rule, ...]:
+    """Reads the rules of a file: JSON, or statements.
+
+    Raises:
+        FormatError: it cannot be read, or contains neither.
+    """
+    try:
+        # a shell gives what a command prints as a pipe of this directory
+        data = Path(path).read_bytes() if path.startswith("/dev/fd/") else read_head(Path(path), MAX_RULES)
+        text = data.decode()
+    except (OSError, UnicodeDecodeError, CorruptError) as error:
+        raise FormatError(path, expected="a file of rules", found=f"{error}"[:200]) from error
+    return decode(text) if text.lstrip().startswith("[") else parse(text)
+
+
+def _show_rules(index: Index, options: argparse.Namespace) -> int:
+    """Prints the leaves that rules produce from an index on rank 0, at and below a path."""
+    with stores_bar("applying the rules", shown=progress_of(options)):
+        view = view_of(index, _read_rules(options.rules), source_rank=0, rank=0)
+    below = options.leaf.rstrip("/")
+    rows = [
+        _rule_row(view, path) for path in view.by_path if not below or path == below or path.startswith(below + "/")
+    ]
+    dropped = list(view.transformed.dropped)
+    if options.json:
+        print_json({"leaves": rows, "dropped": dropped})
+        return 0
+    specs = [f"{row['dtype']} {shape_text(row['shape'])}" if row["dtype"] else "value" for row in rows]
+    print_table(("path", "is", "how"), [(row["path"], spec, row["how"]) for row, spec in zip(rows, specs, strict=True)])
+    for path in dropped:
+        print_line(f"dropped  {path}", "dim")
+    return 0
+
+
+def _rule_row(view: View, path: str) -> dict[str, Any]:
+    spec = view.by_path[path][0].spec
+    array = spec if isinstance(spec, ArraySpec) else None
+    # the chain ends in the path itself, which is printed beside it
+    how = view.chain(path).removesuffix(path).rstrip()
+    return {"path": path, "dtype": array and array.dtype, "shape": array and array.shape, "how": how}

@@ -1,0 +1,308 @@
+"""Containers, one at a time: which classes are containers, their children, and how their structure node is built.
+
+Containers are dict (any insertion order, keys of str, int, bool, float, None, bytes and tuples of these), OrderedDict,
+defaultdict, list, tuple, namedtuple, struct sequence, deque, dataclass, `PerRank`, `KeyedTable`, `TensorParts`,
+mapping classes of other libraries (`_core.tree.mappings`), and every class registered with optree; but no instance of a
+class with `state_dict` and `load_state_dict`, which is saved by its state.
+Everything else is a leaf.
+
+optree's own flattening is not used: it sorts the keys of a dict unless a process-wide mode is set, and has no place for
+dataclasses that are not registered, fields of struct sequences that are not items, or errors that name the path.
+"""
+
+# A tree holds objects of any type.
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownParameterType=false
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import types
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, ClassVar
+
+import msgspec
+import optree
+
+from ...errors import TreeError
+from ..sharding.int_runs import encode_runs
+from .dict_attributes import encode_attributes
+from .keyed_table import KeyedTable, columns_of
+from .mappings import mapping_state
+from .structure import (
+    TABLE_KEYS,
+    AbsentNode,
+    CustomNode,
+    DataclassNode,
+    DefaultDictNode,
+    DequeNode,
+    DictNode,
+    ListNode,
+    NamedTupleNode,
+    Node,
+    OrderedDictNode,
+    PerRankNode,
+    StructSequenceNode,
+    Structure,
+    TableNode,
+    TupleNode,
+    key_text,
+)
+from .tensor_parts import TensorParts
+from .value_codec import Value, encode_value, refuse_hash_collisions, type_name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PerRank:
+    """Marks a subtree of which every rank has its own: an RNG state, a data loader's position. Nothing is compared.
+
+    >>> report = tc.save("run/step_00000200", {"seed": tc.PerRank(17)})
+    >>> tc.load("run/step_00000200")["seed"].value
+    17
+    """
+
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FromRank:
+    """Marks a subtree of which one rank's counts, whatever the others have; a load in any world gives it to all.
+
+        tree = {"model": model.state_dict(), "best": tc.FromRank(best)}  # only rank 0 knows the best
+
+    Only that rank's is looked at, compared and written. As a target of `load` it stands for its value.
+
+    >>> report = tc.save("run/step_00000200", {"best": tc.FromRank({"loss": 0.1})})
+    >>> tc.load("run/step_00000200")
+    {'best': {'loss': 0.1}}
+
+    Args:
+        value: of this rank; any tree, but no `PerRank` state.
+        rank: whose value counts.
+    """
+
+    value: Any
+    rank: int = 0
+    __treeckpt_leaf__: ClassVar[bool] = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AbsentSubtree:
+    """Stands for a subtree that another rank gives, see `FromRank`."""
+
+    rank: int
+    __treeckpt_leaf__: ClassVar[bool] = True
+
+
+DEFAULT_FACTORIES: dict[str, Callable[[], object]] = {
+    kind.__name__: kind
+    for kind in (
+        int,
+        float,
+        bool,
+        complex,
+        str,
+        bytes,
+        list,
+        tuple,
+        dict,
+        set,
+        frozenset,
+        collections.OrderedDict,
+    )
+}
+"""By name: the functions that the `default_factory` of a defaultdict can be."""
+
+
+_SCALARS = frozenset((type(None), bool, int, float, str, bytes))
+_ARRAY_MODULES = frozenset(("torch", "torch.nn.parameter", "numpy"))
+
+
+@lru_cache(maxsize=1024)
+def is_leaf_type(kind: type) -> bool:
+    """Returns whether a class is certainly a leaf, without a look into the registries."""
+    return kind in _SCALARS or kind.__module__ in _ARRAY_MODULES
+
+
+@lru_cache(maxsize=1024)
+def is_stateful_type(kind: type) -> bool:
+    """Returns whether instances of a class have a state that they return and take as a tree."""
+    if is_leaf_type(kind) or issubclass(kind, type):
+        return False
+    return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
+
+
+class FlattenedContainer(msgspec.Struct):
+    """One container flattened by one level: the constructor of its node, its keys and its children."""
+
+    build: Callable[[tuple[Structure, ...]], Node]
+    """Builds the container's node from its children's structures."""
+    keys: Sequence[object]
+    children: Sequence[object]
+
+    def has_only_leaves(self) -> bool:
+        """Returns whether the children are all leaves for certain."""
+        return all(map(is_leaf_type, map(type, self.children)))
+
+
+def flatten_one_level(tree: Any, path: str, namespace: str, rank: int) -> FlattenedContainer | None:
+    """Flattens one container by one level; None for a leaf.
+
+    Raises:
+        TreeError: the container, or one of its keys, cannot be stored.
+    """
+    kind = type(tree)
+    if kind is dict or kind is collections.OrderedDict:
+        keys = list(tree)
+        node = DictNode if kind is dict else partial(_ordered_dict_node, tree, path)
+        return FlattenedContainer(partial(_keyed_node, node, (), keys, path), keys, list(tree.values()))
+    if kind is collections.defaultdict:
+        return _flatten_defaultdict(tree, path)
+    if kind is list:
+        return FlattenedContainer(ListNode, range(len(tree)), tree)
+    if kind is tuple:
+        return FlattenedContainer(TupleNode, range(len(tree)), tree)
+    if kind is collections.deque:
+        return FlattenedContainer(partial(DequeNode, tree.maxlen), range(len(tree)), list(tree))
+    if kind is PerRank:
+        return FlattenedContainer(partial(PerRankNode, (encode_runs([rank]),)), (rank,), (tree.value,))
+    if kind is AbsentSubtree:
+        return FlattenedContainer(partial(AbsentNode, tree.rank), (), ())
+    if kind is TensorParts:
+        return FlattenedContainer(tree.node_of, tree.node.keys, list(tree.parts.values()))
+    if kind is KeyedTable:
+        return FlattenedContainer(partial(TableNode, tree.spec), TABLE_KEYS, columns_of(tree))
+    if is_leaf_type(kind) or is_stateful_type(kind):
+        return None  # decided without a look into the registries
+    entry = registry_entry(kind, namespace)
+    if entry is not None:
+        return _flatten_registered(tree, entry, path)
+    if isinstance(tree, tuple):
+        if optree.is_namedtuple(tree):
+            fields = tuple(kind._fields)
+            return FlattenedContainer(partial(NamedTupleNode, type_name(kind), fields), fields, list(tree))
+        if optree.is_structseq(tree):
+            items, hidden = struct_sequence_fields(kind)
+            fields, children = (*items, *hidden), (*tree, *(getattr(tree, field) for field in hidden))
+            return FlattenedContainer(partial(StructSequenceNode, type_name(kind), fields), fields, children)
+    if is_plain_dataclass(kind):
+        return _flatten_dataclass(tree, path)
+    found = mapping_state(tree, path)
+    return None if found is None else _flatten_mapping(tree, *found, path)
+
+
+def _keyed_node(
+    kind: Callable[..., Node],
+    fields: tuple[Value, ...],
+    keys: Sequence[object],
+    path: str,
+    children: tuple[Structure, ...],
+) -> Node:
+    """Builds a node of a class with `keys` and `children` after its other fields."""
+    encoded: list[Value] = []
+    for key in keys:
+        if type(key) is str and key.isascii():
+            encoded.append(key)
+        else:
+            key_text(key, path)  # raises for a key that has no text
+            encoded.append(encode_value(key, path))
+    if any(type(key) is not str for key in keys):
+        refuse_hash_collisions(keys, path)
+    return kind(*fields, tuple(encoded), children)
+
+
+def _ordered_dict_node(
+    tree: collections.OrderedDict[Any, Any], path: str, keys: tuple[Value, ...], children: tuple[Structure, ...]
+) -> OrderedDictNode:
+    return OrderedDictNode(encode_attributes(vars(tree), path), keys, children)
+
+
+def _flatten_defaultdict(tree: collections.defaultdict[Any, Any], path: str) -> FlattenedContainer:
+    factory = tree.default_factory
+    name = None if factory is None else getattr(factory, "__name__", "")
+    if factory is not None and DEFAULT_FACTORIES.get(name or "") is not factory:
+        raise TreeError(
+            path,
+            expected=f"a defaultdict whose default_factory is None or one of {', '.join(DEFAULT_FACTORIES)}",
+            found=f"{factory!r:.80}",
+            hint="A function cannot be stored; save dict(...) of it instead",
+        )
+    keys = list(tree)
+    return FlattenedContainer(partial(_keyed_node, DefaultDictNode, (name,), keys, path), keys, list(tree.values()))
+
+
+def _flatten_dataclass(tree: Any, path: str) -> FlattenedContainer:
+    name = type_name(type(tree))
+    fields = tuple(field.name for field in dataclasses.fields(tree))
+    missing = [field for field in fields if not hasattr(tree, field)]
+    if missing:
+        raise TreeError(path, expected=f"{name} with all its fields", found=f"no value for {missing[0]!r}")
+    children = [getattr(tree, field) for field in fields]
+    return FlattenedContainer(partial(DataclassNode, name, fields), fields, children)
+
+
+def _flatten_registered(tree: Any, entry: Any, path: str) -> FlattenedContainer:
+    """Flattens an instance of a class that is registered with optree."""
+    flat = entry.flatten_func(tree)
+    children, auxiliary = list(flat[0]), flat[1]
+    keys = list(flat[2]) if len(flat) > 2 and flat[2] is not None else list(range(len(children)))
+    fields = (type_name(type(tree)), encode_value(auxiliary, path))
+    if len({key_text(key, path) for key in keys}) != len(children) or len(keys) != len(children):
+        raise TreeError(
+            path,
+            expected=f"{fields[0]} to name each of its {len(children)} children once",
+            found=f"names {keys!r:.80}",
+            hint="Look at the flatten function that was registered with optree",
+        )
+    return FlattenedContainer(partial(_keyed_node, CustomNode, fields, keys, path), keys, children)
+
+
+def _flatten_mapping(tree: Any, items: dict[Any, Any], state: tuple[object, ...], path: str) -> FlattenedContainer:
+    """Flattens an instance of a mapping class of another library."""
+    keys, fields = list(items), (type_name(type(tree)), encode_value(state, path))
+    return FlattenedContainer(partial(_keyed_node, CustomNode, fields, keys, path), keys, list(items.values()))
+
+
+def registry_entry(kind: type, namespace: str) -> Any:
+    """Returns the entry of a class in optree's registry, None for a class without one of its own (any namedtuple)."""
+    find: Any = optree.register_pytree_node.get  # pyright: ignore[reportUnknownMemberType, reportFunctionMemberAccess]
+    entry: Any = find(kind, namespace=namespace)
+    return entry if entry is not None and entry.type is kind else None
+
+
+@lru_cache(maxsize=1024)
+def struct_sequence_fields(kind: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the fields of a struct sequence's class that are its items, each with a unique name, and the others.
+
+    os.stat_result has both kinds: three items without a name, and times that can only be read by name.
+    """
+    items = optree.structseq_fields(kind)
+    names = tuple(f"item {n}" if items.count(name) > 1 else name for n, name in enumerate(items))
+    members = (name for name, member in vars(kind).items() if isinstance(member, types.MemberDescriptorType))
+    return names, tuple(name for name in members if name not in items)
+
+
+def new_struct_sequence(kind: Any, children: Sequence[object]) -> object:
+    """Returns an instance of a struct sequence's class from its items and then its other fields."""
+    items, hidden = struct_sequence_fields(kind)
+    return kind(children[: len(items)], dict(zip(hidden, children[len(items) :], strict=True)))
+
+
+@lru_cache(maxsize=1024)
+def is_plain_dataclass(kind: type) -> bool:
+    """Returns whether a class is a dataclass without other state: no dict or enum, for example, and no marked leaf."""
+    others = (enum.Enum, type, BaseException, dict, list, tuple, set, frozenset, str, bytes, int, float)
+    known: Any = [type.__getattribute__(base, "__dict__") for base in type.__getattribute__(kind, "__mro__")]
+    found = any("__dataclass_fields__" in names for names in known)  # a metaclass may return anything from hasattr
+    return found and not issubclass(kind, others) and "__treeckpt_leaf__" not in known[0]
+
+
+def new_instance(kind: type, fields: Sequence[str], children: Sequence[object]) -> object:
+    """Returns an instance of a dataclass as copy and pickle create one: without __init__ and __post_init__."""
+    instance: object = object.__new__(kind)
+    for field, child in zip(fields, children, strict=True):
+        object.__setattr__(instance, field, child)
+    return instance

@@ -1,0 +1,281 @@
+"""Files of torch.save, read without torch.load: the pickle as data, the storages left in the file.
+
+A tensor becomes a lazy array over its storage's entry of the zip archive; tensors over one storage are found to be ties
+and views of each other by the address that the storage is given. Entries of the archive are not compressed, so each is
+a range of the file.
+"""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from .._arrays.lazy import LazyArray
+from .._core.sharding.dtypes import dtype_of, numpy_dtype
+from .._core.sharding.region import Region, memory_order
+from .._core.text import visible
+from .._core.tree.spec import ArraySpec
+from ..errors import CorruptError, FormatError
+from .checksums import ArchiveStorages, EntryChecksum
+from .files import FileRange, flat_of, strided_array, with_spec
+from .pickle_reader import Constructors, Symbol, UnbuiltObject, brief, read_pickle
+from .pickle_values import PLAIN, RefusedLeaf, build_tree, dtype_named
+
+MAX_ENTRIES = 1 << 22
+
+
+class _RangeFile:
+    """A window as zipfile reads it."""
+
+    def __init__(self, window: FileRange) -> None:
+        self._window, self._at = window, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = max(0, (0, self._at, self._window.size)[whence] + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, count: int = -1) -> bytes:
+        left = max(0, self._window.size - self._at)
+        count = left if count < 0 else min(count, left)
+        data = self._window.read(self._at, count).tobytes() if count else b""
+        self._at += count
+        return data
+
+
+class ZipEntry(msgspec.Struct, frozen=True):
+    """An entry of an archive that is read."""
+
+    window: FileRange
+    """Its contents."""
+    crc: int
+    """CRC-32 of these, as the archive's directory has it."""
+
+
+def find_entries(window: FileRange) -> dict[str, ZipEntry]:
+    """Finds the contents of a zip archive's entries, by name.
+
+    Raises:
+        FormatError: no zip archive, or one with compressed or encrypted entries.
+        CorruptError: entries that do not lie in it.
+    """
+    reader: Any = _RangeFile(window)
+    try:
+        with zipfile.ZipFile(reader) as archive:
+            infos = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, OverflowError, NotImplementedError, struct.error, EOFError) as error:
+        raise FormatError(
+            window.label,
+            expected="a zip archive, as torch.save writes it",
+            found=f"{error}"[:200] or "none",
+            hint="It is damaged, or older than torch 1.6: load it there and save it anew",
+        ) from error
+    if len(infos) > MAX_ENTRIES:
+        raise FormatError(window.label, expected=f"at most {MAX_ENTRIES} entries", found=f"{len(infos)}")
+    return {info.filename: ZipEntry(_contents(window, info), info.CRC) for info in infos}
+
+
+def _contents(window: FileRange, info: zipfile.ZipInfo) -> FileRange:
+    if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.compress_size != info.file_size:
+        raise FormatError(
+            window.label, expected="entries that are stored as they are", found=f"{info.filename[:80]!r}, packed"
+        )
+    head = window.read(info.header_offset, 30).tobytes()
+    if head[:4] != b"PK\3\4":
+        raise CorruptError(window.label, expected=f"entry {info.filename[:80]!r}", found="no such entry at its place")
+    name, extra = struct.unpack_from("<HH", head, 26)
+    return window.within(info.header_offset + 30 + name + extra, info.file_size)
+
+
+STORAGES = {
+    "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
+    "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}  # fmt: skip
+"""The classes of storages that have a dtype, as torch names them in files."""
+MAX_DIMS = 1000
+"""Dimensions of a tensor that are looked at; `check_shape` refuses fewer by the path of the leaf."""
+MAX_KEY = 1000
+"""Characters of the name of a storage."""
+
+
+class TorchFileStorage(msgspec.Struct, frozen=True):
+    """An entry of the archive with a storage's bytes. `dtype` is empty where the tensor has it."""
+
+    entry: EntryChecksum
+    dtype: str
+    size: int
+    """In elements, of bytes where there is no dtype."""
+    address: int
+
+    def __repr__(self) -> str:
+        return f"a storage of {self.dtype or 'bytes'}"
+
+
+class _TorchArchive:
+    """The entries and storages of one file."""
+
+    def __init__(self, window: FileRange, storages: ArchiveStorages) -> None:
+        self.storages = storages
+        self.entries = {
+            name: storages.sum_of(found.window, found.crc, name) for name, found in find_entries(window).items()
+        }
+        names = [name for name in self.entries if name.endswith("/data.pkl")]
+        if len(names) != 1 or any("/code/" in name or name.endswith("/constants.pkl") for name in self.entries):
+            raise FormatError(
+                window.label,
+                expected="a file of torch.save",
+                found="a TorchScript module" if names else "an archive of something else",
+                hint="Save the state dict with torch.save",
+            )
+        self.prefix = names[0].removesuffix("data.pkl")
+        self._storages: dict[str, TorchFileStorage] = {}
+        order = self.entries.get(f"{self.prefix}byteorder")
+        text = order.read(0, min(order.window.size, 16)).tobytes() if order is not None else b"little"
+        if text != b"little":
+            raise FormatError(
+                window.label,
+                expected="little-endian data",
+                found=f"{visible(text.decode('ascii', 'backslashreplace'))}-endian",
+                hint="Load it with torch and save it anew on a little-endian machine",
+            )
+
+    def storage(self, identity: Any) -> TorchFileStorage | UnbuiltObject:
+        """Resolves a persistent id; a storage of a class without a dense dtype is an `UnbuiltObject`."""
+        if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
+            raise ValueError(f"a persistent id {brief(identity)}")
+        _, kind, key, _, size = identity
+        module, _, name = kind.text.partition(" ") if isinstance(kind, Symbol) else ("", "", "")
+        dtype = STORAGES.get(name)
+        if (dtype is None and name != "UntypedStorage") or module not in ("torch", "torch.storage"):
+            named = kind.text if isinstance(kind, Symbol) else brief(kind)
+            return UnbuiltObject(named, (), why="a storage of no dtype that is known")
+        if not isinstance(key, str) or len(key) > MAX_KEY or type(size) is not int or size < 0:
+            raise ValueError(f"a storage {brief(key)} of {brief(size)} elements")
+        if key not in self._storages:
+            entry = self.entries.get(f"{self.prefix}data/{key}")
+            nbytes = size * (dtype_of(dtype).itemsize if dtype else 1)
+            if entry is None:
+                raise ValueError(f"a storage {key:.40} that is not in the file")
+            entry.window.within(0, nbytes)
+            self._storages[key] = TorchFileStorage(entry, dtype or "", size, self.storages.take_entry(entry))
+        found = self._storages[key]
+        if (found.dtype, found.size) != (dtype or "", size):
+            raise ValueError(f"storage {key:.40} with two sizes or dtypes")
+        return found
+
+
+def _tensor(
+    storage: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any = False, hooks: Any = None,
+    metadata: Any = None, *, dtype: str = "",
+) -> LazyArray:  # fmt: skip
+    """Returns a tensor over a storage; `dtype` for one of bytes."""
+    if not isinstance(storage, TorchFileStorage) or not (dtype or storage.dtype):
+        raise ValueError(f"a tensor over {storage!r:.80}")
+    listed = isinstance(shape, (tuple, list)) and isinstance(strides, (tuple, list)) and len(shape) <= MAX_DIMS
+    numbers = (offset, *shape, *strides) if listed and len(strides) <= MAX_DIMS else (None,)
+    if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers) or len(shape) != len(strides):
+        raise _misplaced(storage, f"a tensor of shape {brief(shape)}, strides {brief(strides)} at {brief(offset)}")
+    order = memory_order(shape, strides)
+    spec = ArraySpec(tuple(shape), dtype or storage.dtype, requires_grad=requires_grad is True, order=order)
+    itemsize = dtype_of(spec.dtype).itemsize
+    size = storage.entry.window.size // itemsize
+    reach = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    if 0 not in shape and offset + reach > size:
+        raise _misplaced(storage, f"a tensor of {reach} elements from {offset} on in a storage of {size}")
+    # an expanded tensor is written out in full: more than a row expanded to a batch is refused
+    if float(np.prod([float(n) for n in shape])) > 1024 * max(reach, 1 << 20):
+        raise _misplaced(storage, f"a tensor of shape {spec.shape} over {reach} elements")
+    entry = storage.entry
+    made = strided_array(spec, flat_of(entry, itemsize), offset, tuple(strides), storage.address, window=entry.window)
+    return _resolved(made, metadata) if metadata else made
+
+
+def _tensor_v3(
+    storage: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any, hooks: Any, dtype: Any,
+    metadata: Any = None,
+) -> LazyArray:  # fmt: skip
+    return _tensor(storage, offset, shape, strides, requires_grad, hooks, metadata, dtype=dtype_named(dtype))
+
+
+def _misplaced(storage: TorchFileStorage, found: str) -> CorruptError:
+    return CorruptError(
+        storage.entry.window.label,
+        expected="tensors that lie in their storages",
+        found=found,
+        hint="The file is damaged, or not what its name says",
+    )
+
+
+def _resolved(made: LazyArray, metadata: Any) -> LazyArray:
+    """Returns a conjugate or negative view with its elements computed."""
+    if not isinstance(metadata, dict) or set(metadata) - {"conj", "neg"}:
+        raise ValueError(f"a tensor with {brief(metadata)}")
+    element = numpy_dtype(made.spec.dtype)
+
+    def read(region: Region) -> np.ndarray:
+        raw = made.read(region)
+        data = np.ascontiguousarray(raw).view(element)
+        data = np.conj(data) if metadata.get("conj") else data
+        return np.ascontiguousarray(-data if metadata.get("neg") else data).view(raw.dtype).reshape(region.shape)
+
+    return LazyArray(made.spec, read)
+
+
+def _parameter(data: Any, requires_grad: Any = True, hooks: Any = None, state: Any = None) -> Any:
+    if not isinstance(data, LazyArray):
+        raise ValueError("a parameter that is no tensor")
+    return _with(data, kind="parameter", requires_grad=requires_grad is True)
+
+
+def _with(lazy: LazyArray, **changes: Any) -> LazyArray:
+    return with_spec(lazy, msgspec.structs.replace(lazy.spec, **changes))
+
+
+_REBUILD: Constructors = {
+    "torch._utils _rebuild_tensor": _tensor,
+    "torch._utils _rebuild_tensor_v2": _tensor,
+    "torch._utils _rebuild_tensor_v3": _tensor_v3,
+    "torch._utils _rebuild_parameter": _parameter,
+    "torch._utils _rebuild_parameter_with_state": _parameter,
+    "torch._utils _rebuild_device_tensor_from_cpu_tensor": lambda data, *_: data,
+}
+_CLASSES = ("torch Tensor", "torch.nn.parameter Parameter", "torch.nn.parameter Buffer")
+
+
+def _of_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    """Returns a tensor with attributes, such as a buffer; all but the kind are dropped."""
+    make = _REBUILD.get(function.text) if isinstance(function, Symbol) else None
+    named = kind.text if isinstance(kind, Symbol) else ""
+    if make is None or named not in _CLASSES:
+        raise ValueError(f"a tensor of the class {brief(named.replace(' ', '.') or kind)}")
+    made = make(*args)
+    buffer = isinstance(state, dict) and state.get("_is_buffer") is True
+    return _with(made, kind="buffer") if buffer and isinstance(made, LazyArray) else made
+
+
+_CONSTRUCTORS: Constructors = {**PLAIN, **_REBUILD, "torch._tensor _rebuild_from_type_v2": _of_type}
+
+
+def read_torch(window: FileRange, storages: ArchiveStorages, refused: list[RefusedLeaf] | None = None) -> Any:
+    """Returns the tree in a file of torch.save, with its tensors left in the file.
+
+    Raises:
+        FormatError, CorruptError: it is no such file, or damaged.
+        TreeError: it holds an object that only its own code could make; noted in `refused` if that is given.
+    """
+    archive = _TorchArchive(window, storages)
+    pickled = archive.entries[f"{archive.prefix}data.pkl"]
+    pickled.check()
+    read = read_pickle(pickled.window, _CONSTRUCTORS, persistent=archive.storage)
+    return build_tree(read, window.label, refused)

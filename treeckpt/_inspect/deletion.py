@@ -1,0 +1,395 @@
+"""Decides what of a run is deleted, and in which order, from a listing of its directories and the current time.
+
+1. The policies choose which complete checkpoints stay (`policy`). Any other is deleted as a
+   whole, unless a process is reading it or writing into its directory.
+2. Files of dead saves are deleted at once, both in a directory without an index and beside a committed checkpoint.
+   Files of live saves stay. Where it is not known whether a save is alive, its files are deleted once the newest of
+   them is older than the grace period.
+3. An interrupted deletion is recognized by its `deleted.<save id>.json`, and is finished at once.
+
+A save is alive while a process runs that keeps a progress record of it (`_core.format.save_progress`). It is dead in
+three cases: the process of its coordinator, which alone could commit it, has ended; or the coordinator has removed its
+record and the timings record a failure; or the coordinator has removed its record and an index was published after all
+shards of the save, so that another save has replaced it. Timings alone keep nothing from being deleted; those that
+record a failure stay for the grace period, or until a later save is committed. A reader is alive while its process runs
+and renews its lease.
+
+Never deleted: directories that are not named as steps, files that treeckpt did not write, those that could not be read,
+and pinned ones; unless forced, corrupt checkpoints and those in which a verification found damage (a person may still
+want to rescue what is in them). A file with a time in the future counts as new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+from .._core.format.file_names import CheckpointFile, deleted_name, final_name, is_undecided, parse_file_name
+from .._core.format.save_progress import parse_progress_name
+from .._core.format.shard_header import saves_of_all_ranks
+from .._core.text import visible
+from ..policy import Policy, StepInfo, kept, unmeasured, unmeasured_text
+
+INDEX = "index.json"
+_NO_SAVE = "0" * 16
+"""The save id in the mark of an index that no save can be told of."""
+_LOCKS = frozenset({"deleting", "repairing"})
+
+
+class FileInfo(msgspec.Struct, frozen=True):
+    """One file of a directory, as listed."""
+
+    name: str
+    nbytes: int
+    modified_ns: int
+    alive: bool | None = None
+    """For a progress record, a lease, a lock or a temporary file: whether its process may still be running, None where
+    that is not known. For timings: False where they record a failure of the save."""
+
+
+class StepDirectory(msgspec.Struct, frozen=True):
+    """One directory of a run that is named as a step, as listed."""
+
+    name: str
+    step: int
+    status: Literal["complete", "partial", "corrupt", "unread"]
+    """unread: it could not be read; nothing is known of it, and it stays."""
+    modified_ns: int
+    files: tuple[FileInfo, ...]
+    save_id: str | None = None
+    """The save id in the index; None where there is no index, or it cannot be read."""
+    created_ns: int = 0
+    metrics: dict[str, float] = {}
+    problem: str = ""
+    sequence: int | None = None
+    """As in `StepInfo`."""
+    abandoned: bool = False
+    damaged: bool = False
+    path: str = ""
+    """Its path or URL; empty where none is to be named."""
+
+
+class CleanupTimes(msgspec.Struct, frozen=True):
+    """The current time, and the periods to wait, in nanoseconds."""
+
+    now_ns: int
+    grace_ns: int
+    """Files of an unfinished save that were not modified for this long are left over."""
+    lease_ns: int
+    """A reader's lease is valid for this long after it was renewed."""
+
+
+class Removal(msgspec.Struct, frozen=True):
+    """Files to delete in one directory."""
+
+    name: str
+    """Name of the directory."""
+    what: Literal["checkpoint", "leftovers"]
+    reason: str
+    files: tuple[str, ...]
+    """In the order of their deletion. The index of a checkpoint is first; what proves that the save of other files has
+    ended comes behind these, see `proof_order`."""
+    nbytes: int
+    save_id: str | None = None
+    """For a checkpoint: the save id that its index must still have when it is deleted."""
+    directory: bool = False
+    """Whether the directory is removed too if it is empty then."""
+    force: bool = False
+    """Whether a checkpoint goes that is damaged, or has no index that can be read."""
+
+
+class RetainedDirectory(msgspec.Struct, frozen=True):
+    """A directory that stays though no policy keeps it."""
+
+    name: str
+    why: str
+
+
+class CleanupPlan(msgspec.Struct, frozen=True):
+    """The decision about every directory of a run."""
+
+    kept: dict[int, tuple[str, ...]]
+    """Steps that stay, with the reasons."""
+    removals: tuple[Removal, ...]
+    left: tuple[RetainedDirectory, ...]
+    warnings: tuple[str, ...] = ()
+    """Notes to the user about the policies."""
+    abandoned: tuple[int, ...] = ()
+    """Those steps of `kept` that are on abandoned branches."""
+    foreign: dict[str, tuple[str, ...]] = {}
+    """Files that treeckpt did not write, by the name of their directory; they stay."""
+
+
+def plan_cleanup(
+    folders: Iterable[StepDirectory],
+    policies: Sequence[Policy],
+    times: CleanupTimes,
+    *,
+    busy: frozenset[str] = frozenset(),
+) -> CleanupPlan:
+    """Decides about every directory of a run.
+
+    Args:
+        folders: the directories that are named as steps, each step once.
+        busy: names of directories in which the caller itself is saving.
+    """
+    seen = [_DirectoryState(folder, times) for folder in sorted(folders, key=lambda f: f.step)]
+    infos = [one.info for one in seen if one.folder.status == "complete"]
+    stays = kept(infos, policies)
+    removals: list[Removal] = []
+    left: list[RetainedDirectory] = []
+    for one in seen:
+        if one.folder.name in busy:
+            found: Removal | RetainedDirectory | None = RetainedDirectory(one.folder.name, "it is being saved")
+        elif one.folder.status == "complete" and one.folder.step not in stays:
+            found = one.unwanted()
+        else:
+            found = one.leftovers()
+        if isinstance(found, Removal):
+            removals.append(found)
+        elif found is not None:
+            left.append(found)
+    abandoned = tuple(info.step for info in infos if info.abandoned and info.step in stays)
+    warnings = tuple(
+        f"{unmeasured_text(metric, infos)}: all are kept until one has" for metric in unmeasured(infos, policies)
+    )
+    foreign = {
+        one.folder.name: names for one in seen if (names := foreign_files(file.name for file in one.folder.files))
+    }
+    return CleanupPlan(stays, tuple(removals), tuple(left), warnings, abandoned, foreign)
+
+
+def foreign_files(names: Iterable[str]) -> tuple[str, ...]:
+    """Returns the names of files that treeckpt did not write."""
+    return tuple(sorted(name for name in names if parse_file_name(name) is None))
+
+
+_PROOFS = {"temporary": -1, "progress": 1, "timings": 2, "deleted": 3}
+
+
+def proof_order(name: str) -> int:
+    """Returns 0 for most files, and a number that rises for those by which a clean-up knows that their save has ended.
+
+    Files are deleted in this order: where one cannot be deleted, the next clean-up knows it for what it is. Temporary
+    files are first: one may be the index of a save that was stopped for minutes, and goes on when its shards are gone.
+    """
+    owned = parse_file_name(name)
+    return 0 if owned is None else _PROOFS.get(owned.kind, 0)
+
+
+def plan_deletion(folder: StepDirectory, times: CleanupTimes, *, force: bool = False) -> Removal | RetainedDirectory:
+    """Decides about one directory that is to be deleted whatever the policies say.
+
+    Args:
+        force: also deletes what is no complete checkpoint; nothing of a save that may be alive, and nothing pinned.
+    """
+    found = _DirectoryState(folder, times)
+    if found.pinned:
+        return RetainedDirectory(folder.name, "it is pinned")
+    if not force and folder.status != "complete":
+        return RetainedDirectory(folder.name, f"it is {folder.status}")
+    return found.unwanted(force=force)
+
+
+def plan_leftovers(folder: StepDirectory, times: CleanupTimes) -> Removal | RetainedDirectory | None:
+    """Decides about the files of one directory that are no part of its checkpoint; the checkpoint stays."""
+    return _DirectoryState(folder, times).leftovers()
+
+
+def leftovers_of(folder: StepDirectory, times: CleanupTimes) -> dict[str, str]:
+    """Finds the files of a directory that belong neither to its checkpoint nor to a save that is known to be alive.
+
+    Returns:
+        The reason for each file, by name.
+    """
+    seen, found = _DirectoryState(folder, times), dict[str, str]()
+    stale = {file.name for file in seen.stale()}
+    alive = {owned.save_id for file, owned in seen.ours if owned.kind == "progress" and file.alive}
+    for file, owned in seen.ours:
+        if why := seen.dead.get(owned.save_id):
+            why = f"left over by a save that {why}"
+        if file.name in stale:
+            found[file.name] = why or "left over"
+        elif owned.kind in ("shard", "sidecar", "timings", "progress", "temporary") and owned.save_id not in {
+            *alive,
+            folder.save_id,
+        }:
+            found[file.name] = why or "left over, unless its save is under way"
+    return found
+
+
+class _DirectoryState:
+    """One directory with its files classified by save: dead, live, deleted, or read."""
+
+    def __init__(self, folder: StepDirectory, times: CleanupTimes) -> None:
+        self.folder, self.times = folder, times
+        self.ours: list[tuple[FileInfo, CheckpointFile]] = []
+        for file in folder.files:
+            if (owned := parse_file_name(file.name)) is not None:
+                self.ours.append((file, owned))
+        self.pinned = any(owned.kind == "pin" for _, owned in self.ours)
+        self.deleted = {owned.save_id for _, owned in self.ours if owned.kind == "deleted"}
+        locks = {owned.kind for file, owned in self.ours if owned.kind in _LOCKS and file.alive is not False}
+        self.taking, self.repairing = "deleting" in locks, "repairing" in locks
+        """Whether a process is about to take the index away, and may put it back, or to replace it."""
+        self.index_ns = max((file.modified_ns for file, owned in self.ours if owned.kind == "index"), default=None)
+        groups: dict[str | None, list[tuple[FileInfo, CheckpointFile]]] = {}
+        for file, owned in self.ours:
+            if owned.kind not in ("lease", "pin", "index", "verdict", *_LOCKS):
+                groups.setdefault(owned.save_id, []).append((file, owned))
+        self.dead = {save_id: why for save_id, files in groups.items() if (why := self._death(save_id, files))}
+        self.fresh: set[str | None] = set()
+        self.writing: set[str | None] = set()
+        """Those saves of `fresh` that have more than timings."""
+        for save_id, files in groups.items():
+            alive = any(file.alive for file, owned in files if owned.kind == "progress")
+            if alive or (save_id not in self.dead and any(self._is_young(file) for file, _ in files)):
+                self.fresh.add(save_id)
+                if any(owned.kind in ("shard", "sidecar", "progress", "temporary") for _, owned in files):
+                    self.writing.add(save_id)
+        leases = (file for file, owned in self.ours if owned.kind == "lease" and file.alive is not False)
+        self.readers = [file for file in leases if times.now_ns - file.modified_ns < times.lease_ns]
+
+    def _is_young(self, file: FileInfo) -> bool:
+        return self.times.now_ns - file.modified_ns < self.times.grace_ns
+
+    def _death(self, save_id: str | None, files: Sequence[tuple[FileInfo, CheckpointFile]]) -> str:
+        """Returns how a dead save ended; empty where the save is alive, or may be."""
+        named = ((parse_progress_name(final_name(file.name)), file) for file, _ in files)
+        records = [(parsed[0], file.alive) for parsed, file in named if parsed is not None]
+        if any(alive for _, alive in records):
+            return ""
+        if any(rank == 0 and alive is False for rank, alive in records):
+            return "was killed"
+        timings = [file for file, owned in files if owned.kind == "timings"]
+        if not timings or save_id == self.folder.save_id or any(rank == 0 for rank, _ in records):
+            return ""
+        if self._is_replaced([file for file, owned in files if owned.kind == "shard"] or timings):
+            return "was replaced"
+        return "failed" if any(file.alive is False for file in timings) else ""
+
+    def _is_replaced(self, files: Iterable[FileInfo]) -> bool:
+        """Returns whether a save was committed in the directory after all of these files were written."""
+        since = self.index_ns if self.folder.status == "complete" else None
+        return since is not None and all(file.modified_ns <= since for file in files)
+
+    @property
+    def info(self) -> StepInfo:
+        folder = self.folder
+        sequence, abandoned = folder.sequence, folder.abandoned
+        return StepInfo(
+            folder.step, folder.created_ns, folder.metrics, self.pinned, sequence, abandoned, folder.damaged
+        )
+
+    def stale(self) -> list[FileInfo]:
+        """Returns files that no save and no reader needs any more, without those of the committed save."""
+        found: list[FileInfo] = []
+        for file, owned in self.ours:
+            committed = owned.save_id is not None and owned.save_id == self.folder.save_id
+            if owned.kind == "lease":
+                gone = file not in self.readers
+            elif owned.kind in _LOCKS:
+                gone = file.alive is False
+            elif owned.kind == "temporary" and file.alive is False:
+                gone = True
+            elif (
+                owned.kind in ("pin", "index")
+                or (committed and owned.kind in ("shard", "sidecar", "timings", "damaged", "verdict"))
+                or (owned.kind == "damaged" and owned.save_id is None and self.folder.save_id is not None)
+            ):
+                gone = False
+            elif owned.save_id in self.deleted and not committed:
+                gone = not self.readers and not self.taking
+            elif owned.kind == "timings" and self.dead.get(owned.save_id) == "failed":
+                gone = self._is_replaced([file]) or not self._is_young(file)
+            elif owned.kind == "progress" and committed:
+                gone = True
+            else:
+                gone = owned.save_id not in self.fresh
+            if gone:
+                found.append(file)
+        return sorted(found, key=lambda f: (proof_order(f.name), f.name))
+
+    def leftovers(self) -> Removal | RetainedDirectory | None:
+        """Decides about the files that are no part of the checkpoint."""
+        if self.folder.status in ("corrupt", "unread"):
+            what = "corrupt" if self.folder.status == "corrupt" else "it could not be read"
+            return RetainedDirectory(self.folder.name, f"{what}: {self.folder.problem}")
+        if self.folder.status == "partial":
+            return self._without_index()
+        return self._leftovers(self.stale(), directory=False)
+
+    def _without_index(self) -> Removal | RetainedDirectory | None:
+        """Decides about a directory that holds no checkpoint."""
+        stale, name = self.stale(), self.folder.name
+        if self.pinned:
+            if not self.taking and any(is_undecided(file.name) for file in self.folder.files):
+                files = [f for f, o in self.ours if is_undecided(f.name) or (o.kind in _LOCKS and f.alive is False)]
+                return self._leftovers(files, directory=False)
+            return RetainedDirectory(
+                name, "pinned, though it has no index: rebuild the index, or unpin it to have it removed"
+            )
+        if not self.deleted and any(o.kind == "damaged" and o.save_id is None for _, o in self.ours):
+            return RetainedDirectory(name, "no index: its repair was cut short; repair it again")
+        # an empty directory may be that of a save that has just begun
+        rest = len(self.folder.files) - len(stale)
+        young = self.times.now_ns - self.folder.modified_ns < self.times.grace_ns and not self.dead
+        if stale:
+            ended = self.deleted or {owned.kind for _, owned in self.ours} & _LOCKS
+            return self._leftovers(stale, directory=not rest and (not young or bool(ended)))
+        if rest and self.fresh and not self.writing and not self.readers:
+            return RetainedDirectory(name, "no index: the timings of a save that failed stay for the grace period")
+        if rest and self.taking and self.deleted:
+            return RetainedDirectory(name, "it is being deleted")
+        if rest:
+            return RetainedDirectory(
+                name, "no index, and being read" if self.readers else "no index yet: a save may be under way"
+            )
+        if young:
+            return RetainedDirectory(name, "empty, and new: a save may be about to begin")
+        return Removal(name, "leftovers", "an empty directory", (), 0, directory=True)
+
+    def _leftovers(self, files: Sequence[FileInfo], *, directory: bool) -> Removal | None:
+        if not files:
+            return None
+        going = [owned for file, owned in self.ours if file in files]
+        age = min(self.times.now_ns - file.modified_ns for file in files) / 1e9
+        ends = sorted({self.dead[owned.save_id] for owned in going if owned.save_id in self.dead})
+        reason = f"left over, and not touched for {age:.0f} s"
+        if any(owned.save_id in self.deleted for owned in going):
+            reason = "a deletion was cut short"
+        elif ends:
+            reason = f"left over by a save that {' or '.join(ends)}"
+        names = tuple(file.name for file in files)
+        if self.folder.status == "partial" and saves_of_all_ranks(names).keys() - self.deleted - self.dead.keys():
+            path = visible(self.folder.path or self.folder.name)
+            reason += f", without an index, which treeckpt verify {path} --repair makes again if the shards are whole"
+        return Removal(self.folder.name, "leftovers", reason, names, sum(f.nbytes for f in files), directory=directory)
+
+    def unwanted(self, *, force: bool = False) -> Removal | RetainedDirectory:
+        """Decides about a checkpoint that no policy keeps; with `force` also about one that is not complete."""
+        folder = self.folder
+        if self.readers:
+            return RetainedDirectory(folder.name, "no policy keeps it, but it is being read")
+        writing = self.writing - self.deleted - {None, folder.save_id}
+        if force:  # a save that is under way has a record
+            records = [owned for file, owned in self.ours if owned.kind == "progress" and file.alive is not False]
+            writing &= {owned.save_id for owned in records}
+        if writing:
+            return RetainedDirectory(folder.name, "no policy keeps it, but another save may be writing there")
+        if self.repairing:
+            return RetainedDirectory(folder.name, "no policy keeps it, but its index is being repaired")
+        save_ids = [owned.save_id for _, owned in self.ours if owned.kind == "shard" and owned.save_id is not None]
+        save_id = folder.save_id or max(save_ids, default=_NO_SAVE)
+        mark = deleted_name(save_id)
+        held = {f.name for f, o in self.ours if o.kind in _LOCKS and f.alive is not False}
+        rest = sorted(f.name for f, o in self.ours if o.kind not in ("index", "pin") and f.name not in {mark, *held})
+        nbytes = sum(file.nbytes for file, _ in self.ours)
+        if folder.status == "partial":
+            names = tuple(sorted(rest, key=proof_order))
+            return Removal(folder.name, "leftovers", "it has no index", names, nbytes, directory=True, force=True)
+        reason = "no policy keeps it" + ", on an abandoned branch" * folder.abandoned
+        names = (INDEX, *rest, mark)
+        return Removal(folder.name, "checkpoint", reason, names, nbytes, save_id, directory=True, force=force)

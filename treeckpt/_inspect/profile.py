@@ -1,0 +1,262 @@
+"""Summarizes the spans of a save: the time of each phase on the ranks, the slowest rank, the bytes moved.
+
+Ranks are compared by the work that they have in common: time spent waiting for others does not count, nor does what
+only the coordinator does. Spans of a rank may overlap (threads), so durations are those of unions of intervals. Spans
+are stored as columns, so that the save of 16,384 ranks is summarized in a fraction of a second; their times are those
+of one clock, as `clocks` corrects them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from .._core.format.timings import BLOCKING, Span, Timings
+from .clocks import HostClock, ahead_by_rank, differing_clocks
+
+ROOT_SPAN = "save"
+"""The name of the span around all others."""
+LATE_CALL = "late call"
+"""The time from the first rank's call of save to another rank's. It is no span of a rank, but a phase of the save."""
+WAITING_PHASES = frozenset({"agree", "gather", "wait", "barrier", "broadcast", "open"})
+"""Phases in which a rank mostly waits for others."""
+COORDINATOR_PHASES = frozenset({"publish"})
+"""Phases of the coordinator alone."""
+COPYING_PHASES = frozenset({"stage"})
+"""Phases whose bytes are copied within memory: a later phase writes the same bytes, so those of a rank are without
+them."""
+
+
+class PhaseTime(msgspec.Struct, frozen=True):
+    """The time of one phase over all ranks that had it."""
+
+    name: str
+    ranks: int
+    spans: int
+    nbytes: int
+    median_ns: int
+    """Median over the ranks of a rank's time in the phase."""
+    longest_ns: int
+    slowest: int
+    """The rank with the longest time."""
+
+
+class RankTime(msgspec.Struct, frozen=True):
+    """One rank's time from its first span to its last, and the part that was work which other ranks have too."""
+
+    rank: int
+    start_ns: int
+    stop_ns: int
+    busy_ns: int
+    nbytes: int
+    """Bytes that it wrote."""
+    blocked_ns: int | None = None
+    """When the call of a background save returned; None for a save in the foreground."""
+
+
+class SaveProfile(msgspec.Struct, frozen=True):
+    """The summary of a save's spans."""
+
+    start_ns: int
+    stop_ns: int
+    phases: tuple[PhaseTime, ...]
+    """In the order in which they first began."""
+    ranks: tuple[RankTime, ...]
+    slowest: int | None
+    """The rank with the most work; None where there are no spans."""
+    slowdown: float
+    """Its work divided by the median rank's."""
+    median_ns: int = 0
+    """The median rank's work."""
+    blocked_ns: int | None = None
+    """When the call of the last rank returned; None for a save in the foreground."""
+
+    @property
+    def seconds(self) -> float:
+        return (self.stop_ns - self.start_ns) / 1e9
+
+    @property
+    def blocked_seconds(self) -> float:
+        """The time for which the training was blocked: all of a save in the foreground."""
+        return self.seconds if self.blocked_ns is None else (self.blocked_ns - self.start_ns) / 1e9
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the ranks wrote."""
+        return sum(rank.nbytes for rank in self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class SpanColumns:
+    """Spans as columns, sorted by rank and then as recorded; without the spans named BLOCKING."""
+
+    names: tuple[str, ...]
+    """In the order in which they first began."""
+    name: np.ndarray
+    """int64[n], as all columns below: position of the span's name in `names`."""
+    rank: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    nbytes: np.ndarray
+    depth: np.ndarray
+    """Number of spans around it."""
+    outermost: np.ndarray
+    """bool[n]: whether no span around it has bytes. Inner spans may count the same bytes again, so only these count."""
+    clocks: tuple[HostClock, ...] = ()
+    """The hosts whose times are corrected."""
+
+    @classmethod
+    def of(cls, timings: Timings) -> SpanColumns:
+        """Builds the columns of a save's spans."""
+        rank, start, stop, nbytes, parent = (
+            np.array([getattr(s, field) for s in timings.spans], np.int64)
+            for field in ("rank", "start_ns", "stop_ns", "nbytes", "parent")
+        )
+        numbers = {BLOCKING: -1}
+        name = np.array([numbers.setdefault(s.name, len(numbers) - 1) for s in timings.spans], np.int64)
+        if clocks := differing_clocks(timings):
+            ahead = ahead_by_rank(clocks)
+            behind = np.array([ahead.get(one, 0) for one in rank.tolist()], np.int64)
+            start, stop = start - behind, stop - behind
+        order = np.argsort(rank, kind="stable")
+        rank, start, stop, nbytes, parent, name = (c[order] for c in (rank, start, stop, nbytes, parent, name))
+        first = np.searchsorted(rank, rank)  # where the spans of its rank begin
+        depth, outermost = _nesting(np.where(parent < 0, -1, parent + first), nbytes)
+        work, texts = np.flatnonzero(name >= 0), list(numbers)[1:]
+        begun = np.full(len(texts), np.iinfo(np.int64).max)
+        np.minimum.at(begun, name[work], start[work])
+        by_time = sorted(range(len(texts)), key=lambda n: (int(begun[n]), n))
+        place = np.empty(len(texts), np.int64)
+        place[by_time] = np.arange(len(texts))
+        columns = (rank, start, stop, nbytes, depth, outermost)
+        names = tuple(texts[n] for n in by_time)
+        return cls(names, place[name[work]], *(column[work] for column in columns), clocks=clocks)
+
+    def among(self, names: frozenset[str]) -> np.ndarray:
+        """Returns bool[n]: which spans have one of these names."""
+        return np.array([name in names for name in self.names], bool)[self.name]
+
+
+def _nesting(parent: np.ndarray, nbytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the depth of each span, and whether no span around it has bytes.
+
+    Pointers to ancestors are doubled in each step, so that a chain of depth d takes log2(d) steps.
+    """
+    above = np.append(parent, -1)  # the last row stands for no parent
+    depth = (above >= 0).astype(np.int64)
+    moved = np.append(nbytes > 0, False)
+    counted = moved[above]
+    while (above >= 0).any():
+        depth += np.where(above >= 0, depth[above], 0)
+        counted |= counted[above]
+        above = np.where(above >= 0, above[above], -1)
+    return depth[:-1], ~counted[:-1]
+
+
+def covered_ns(group: np.ndarray, start: np.ndarray, stop: np.ndarray, count: int) -> np.ndarray:
+    """Computes the length that the union of each group's intervals covers.
+
+    Args:
+        group: int64[n], below `count`.
+        start, stop: int64[n], in nanoseconds.
+
+    Returns:
+        int64[count].
+    """
+    total = np.zeros(count, np.int64)
+    if not len(group):
+        return total
+    order = np.lexsort((start, group))
+    group, start, stop = group[order], start[order], stop[order]
+    # the latest stop so far, as a position among all stops: sums of stops and groups would overflow an int64
+    stops, place = np.unique(stop, return_inverse=True)
+    reach = stops[np.maximum.accumulate(group * len(stops) + place) % len(stops)]
+    begin = start.copy()
+    same = group[1:] == group[:-1]
+    begin[1:][same] = np.maximum(start[1:], reach[:-1])[same]
+    np.add.at(total, group, np.maximum(stop - begin, 0))
+    return total
+
+
+def profile_of(timings: Timings) -> SaveProfile:
+    """Summarizes the spans of a save."""
+    return profile_of_spans(timings, SpanColumns.of(timings))
+
+
+def profile_of_spans(timings: Timings, spans: SpanColumns) -> SaveProfile:
+    """Summarizes the spans of a save, whose columns are given."""
+    if not len(spans.rank):
+        return SaveProfile(0, 0, (), (), None, 1.0)
+    numbers, row = np.unique(spans.rank, return_inverse=True)
+    ahead = ahead_by_rank(spans.clocks)
+    returned = {s.rank: s.stop_ns - ahead.get(s.rank, 0) for s in timings.spans if s.name == BLOCKING}
+    ranks = _rank_times(spans, numbers, row, returned)
+    slowest = max(ranks, key=lambda r: (r.busy_ns, -r.rank))
+    median = sorted(r.busy_ns for r in ranks)[(len(ranks) - 1) // 2]
+    blocked = [r.blocked_ns for r in ranks if r.blocked_ns is not None]
+    return SaveProfile(
+        start_ns=min(r.start_ns for r in ranks),
+        stop_ns=max(r.stop_ns for r in ranks),
+        phases=_phases(spans, numbers, row),
+        ranks=ranks,
+        slowest=slowest.rank,
+        slowdown=slowest.busy_ns / median if median else 1.0,
+        median_ns=median,
+        blocked_ns=max(blocked, default=None),
+    )
+
+
+def _rank_times(
+    spans: SpanColumns, numbers: np.ndarray, row: np.ndarray, returned: dict[int, int]
+) -> tuple[RankTime, ...]:
+    count = len(numbers)
+    out = spans.among(WAITING_PHASES | COORDINATOR_PHASES)
+    busy = covered_ns(row, spans.start, spans.stop, count)
+    busy -= covered_ns(row[out], spans.start[out], spans.stop[out], count)
+    moved = np.zeros(count, np.int64)
+    np.add.at(moved, row, np.where(spans.outermost & ~spans.among(COPYING_PHASES), spans.nbytes, 0))
+    begin, end = np.full(count, np.iinfo(np.int64).max), np.full(count, np.iinfo(np.int64).min)
+    np.minimum.at(begin, row, spans.start)
+    np.maximum.at(end, row, spans.stop)
+    columns = zip(*(c.tolist() for c in (numbers, begin, end, busy, moved)), strict=True)
+    return tuple(RankTime(rank, b, e, work, nbytes, returned.get(rank)) for rank, b, e, work, nbytes in columns)
+
+
+def _phases(spans: SpanColumns, numbers: np.ndarray, row: np.ndarray) -> tuple[PhaseTime, ...]:
+    keys, group = np.unique(spans.name * len(numbers) + row, return_inverse=True)
+    times = covered_ns(group, spans.start, spans.stop, len(keys))
+    name, where = keys // len(numbers), keys % len(numbers)
+    counts = np.bincount(spans.name, minlength=len(spans.names)).tolist()
+    moved = np.zeros(len(spans.names), np.int64)
+    np.add.at(moved, spans.name, spans.nbytes)
+    found: list[PhaseTime] = []
+    edges = np.searchsorted(name, np.arange(len(spans.names) + 1)).tolist()
+    for number, text in enumerate(spans.names):
+        ours = times[edges[number] : edges[number + 1]]
+        if not len(ours):
+            continue
+        slowest = int(numbers[where[edges[number] + int(ours.argmax())]])
+        middle = int(np.partition(ours, (len(ours) - 1) // 2)[(len(ours) - 1) // 2])
+        longest = int(ours.max())
+        found.append(PhaseTime(text, len(ours), counts[number], int(moved[number]), middle, longest, slowest))
+    return tuple(found)
+
+
+def span_lanes(spans: Sequence[Span]) -> list[int]:
+    """Returns for each of one rank's spans the row to draw it in: below its parent, and in no row that it overlaps."""
+    lanes: list[int] = [0] * len(spans)
+    reach: list[int] = []
+    for at in sorted(range(len(spans)), key=lambda at: (spans[at].start_ns, -spans[at].stop_ns, at)):
+        span = spans[at]
+        if span.name == BLOCKING:  # drawn as a line, not as a bar
+            continue
+        lane = lanes[span.parent] + 1 if span.parent >= 0 else 0
+        while lane < len(reach) and reach[lane] > span.start_ns:
+            lane += 1
+        reach += [0] * (lane + 1 - len(reach))
+        reach[lane] = max(span.start_ns, span.stop_ns)
+        lanes[at] = lane
+    return lanes

@@ -1,0 +1,228 @@
+"""Treemaps of the bytes of a checkpoint: nested boxes by the tree, its parts, ranks, files or dtypes.
+
+A tree of a million leaves has more boxes than a screen has pixels. So the largest nodes are expanded first, until there
+are enough boxes; smaller nodes, and those beyond the limit, are merged into one box of their parent.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from .._core.format.chunks import BoxChunks, GridChunks, NoChunks, WholeChunk
+from .._core.format.records import ArrayRecord, Index, Leaf, PerRankArrays
+from .._core.sharding.dtypes import dtype_of
+from .._core.sharding.int_runs import Runs, decode_runs
+from .._core.tree.spec import BLOB_KINDS, ArraySpec
+from .outline import Outline, OutlineRow
+
+TreemapKey = Literal["tree", "part", "rank", "file", "dtype"]
+
+MIN_SHARE = 400_000
+"""A box with a share of less than 1 in this many is smaller than a pixel."""
+MAX_CHILDREN = 20_000
+"""Children of one node that are considered."""
+MAX_CHUNKS = 4_000_000
+"""With more chunks than this, ranks and files are shown without leaves."""
+
+
+class TreemapBox(msgspec.Struct, frozen=True):
+    """One box of a treemap."""
+
+    parent: int
+    """Position of the parent in the list of boxes, -1 for the root."""
+    name: str
+    nbytes: int
+    leaf: int = -1
+    """Number of the leaf that the box shows; -1 for none."""
+    node: str = ""
+    """Name of the node that the box shows, see `_inspect.outline`; empty for none."""
+    more: int = 0
+    """Number of smaller boxes that are merged in it."""
+
+
+def treemap_of(outline: Outline, by: TreemapKey, *, node: str = "", count: int = 20_000) -> list[TreemapBox]:
+    """Returns boxes, each after its parent; the first is the whole checkpoint or the given node.
+
+    Args:
+        node: the root of a map by the tree; the other maps show the whole checkpoint.
+        count: the most boxes.
+
+    Raises:
+        MismatchError: there is no such node.
+    """
+    if by == "tree":
+        return _by_tree(outline, outline.row(node), count)
+    shares = _by_writer(outline.index, by) if by in ("rank", "file") else _by_kind(outline, by)
+    return _by_group(outline, *shares, count)
+
+
+def _by_tree(outline: Outline, root: OutlineRow, count: int) -> list[TreemapBox]:
+    boxes = [_box(-1, root)]
+    smallest = root.nbytes / MIN_SHARE
+    heap = [(-root.nbytes, 0, root)]
+    while heap and len(boxes) < count - 1:
+        _, at, row = heapq.heappop(heap)
+        room = count - len(boxes) - 1
+        children = sorted(outline.children(row, count=MAX_CHILDREN), key=lambda child: -child.nbytes)
+        shown = [child for child in children[:room] if child.nbytes > smallest]
+        for child in shown:
+            if child.kind != "leaf":
+                heapq.heappush(heap, (-child.nbytes, len(boxes), child))
+            boxes.append(_box(at, child))
+        rest = row.nbytes - sum(child.nbytes for child in shown)
+        more = row.children - len(shown)
+        if rest > 0 and more > 0:
+            boxes.append(TreemapBox(at, "", rest, node=row.node, more=more))
+    return boxes
+
+
+def _box(parent: int, row: OutlineRow) -> TreemapBox:
+    return TreemapBox(parent, row.key, row.nbytes, row.first if row.kind == "leaf" else -1, row.node)
+
+
+def state_part(path: str) -> str:
+    """Returns the part of a training state that a leaf belongs to: its first key, and for deep paths also the last.
+
+    So each moment of an optimizer is a part: `optimizer … exp_avg`.
+    """
+    steps = path.split("/")
+    return steps[0] if len(steps) < 3 else f"{steps[0]} … {steps[-1]}"
+
+
+def _by_kind(outline: Outline, by: TreemapKey) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the names of groups, and for each share of a leaf in a group: number of the group, of the leaf, bytes."""
+    numbers: dict[str, int] = {}
+    nbytes, spec = outline.columns()
+    [shown] = np.nonzero((nbytes > 0) & (spec >= 0))
+    if by == "dtype":
+        names = [one.kind if one.kind in BLOB_KINDS else one.dtype for one in outline.index.specs]
+        of_spec = [numbers.setdefault(name, len(numbers)) for name in names]
+        group = np.array(of_spec, np.int64)[spec[shown]]
+    else:
+        names = map(state_part, outline.paths(shown.tolist()))
+        group = np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
+    return list(numbers), group, shown, nbytes[shown]
+
+
+def _by_writer(index: Index, by: TreemapKey) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the same as `_by_kind`."""
+    files = index.file_list
+    parts: list[_LeafChunks] = []
+    known: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+    chunks = 0
+    for entry in index.entries:
+        found = _leaf_chunks(entry, known)
+        if found is None:
+            continue
+        parts.append(found)
+        chunks += len(found.rank)
+        if chunks > MAX_CHUNKS:
+            sizes = np.array([file.nbytes for file in files], np.int64)
+            ranks = np.array([file.rank for file in files], np.int64)
+            group = ranks if by == "rank" else np.arange(len(files))
+            return _group_names(index, by), group, np.full(len(files), -1), sizes
+    if not parts:
+        none = np.empty(0, np.int64)
+        return [], none, none, none
+    leaf = np.repeat([part.leaf for part in parts], [len(part.rank) for part in parts])
+    rank, nbytes = np.concatenate([part.rank for part in parts]), np.concatenate([part.nbytes for part in parts])
+    if by == "rank":
+        group = rank
+    else:
+        group = _file_numbers(index, rank, np.concatenate([decode_runs(part.start) for part in parts]))
+    keys, where = np.unique(group * len(index.leaves) + leaf, return_inverse=True)
+    groups, leaves = np.divmod(keys, len(index.leaves))
+    return _group_names(index, by), groups, leaves, np.bincount(where, nbytes).astype(np.int64)
+
+
+def _group_names(index: Index, by: TreemapKey) -> list[str]:
+    if by == "rank":
+        return [f"rank {rank}" for rank in range(index.world)]
+    return [f"file {number}" for number in range(len(index.file_list))]
+
+
+class _LeafChunks(NamedTuple):
+    """A leaf's chunks as columns."""
+
+    leaf: int
+    rank: np.ndarray
+    start: Runs
+    """Start in the rank's stream."""
+    nbytes: np.ndarray
+
+
+def _leaf_chunks(leaf: Leaf, known: dict[object, tuple[np.ndarray, np.ndarray]]) -> _LeafChunks | None:
+    """Returns the chunks of a leaf, None if it has none.
+
+    Args:
+        known: a cache by form of cut, because most leaves are cut as others are.
+    """
+    record, spec = leaf.record, leaf.stored
+    if isinstance(record, PerRankArrays) and spec is not None:
+        ranks = decode_runs(leaf.ranks or ())
+        return _LeafChunks(leaf.number, ranks, record.start, np.full(len(ranks), spec.nbytes, np.int64))
+    if not isinstance(record, ArrayRecord) or spec is None or isinstance(record.chunks, NoChunks):
+        return None
+    chunks = record.chunks
+    if isinstance(chunks, BoxChunks):
+        return _LeafChunks(leaf.number, *_chunk_columns(spec, chunks))
+    key = record.spec, chunks.rank, chunks.cuts if isinstance(chunks, GridChunks) else ()
+    if key not in known:
+        ranks, _, sizes = _chunk_columns(spec, chunks)
+        known[key] = ranks, sizes
+    start = ((chunks.start,),) if isinstance(chunks, WholeChunk) else chunks.start
+    return _LeafChunks(leaf.number, known[key][0], start, known[key][1])
+
+
+def _chunk_columns(spec: ArraySpec, chunks: WholeChunk | GridChunks | BoxChunks) -> tuple[np.ndarray, Runs, np.ndarray]:
+    """Returns (rank, start, bytes) of each chunk."""
+    if isinstance(chunks, WholeChunk):
+        return np.array([chunks.rank]), ((chunks.start,),), np.array([spec.nbytes])
+    sizes = np.full(1, dtype_of(spec.dtype).itemsize)
+    if isinstance(chunks, BoxChunks):
+        sizes = sizes * np.prod([decode_runs(column) for column in chunks.shape], axis=0, dtype=np.int64)
+    else:
+        for cut in chunks.cuts:
+            sizes = (sizes[:, None] * np.diff(decode_runs(cut))).reshape(-1)
+    return decode_runs(chunks.rank), chunks.start, sizes
+
+
+def _file_numbers(index: Index, rank: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """Returns the numbers of the files that hold the given bytes of ranks' streams."""
+    ranks, streams = decode_runs(index.files.rank), decode_runs(index.files.stream)
+    # positions among all distinct starts: ranks and starts together would overflow an int64
+    distinct, place = np.unique(np.concatenate([streams, start]), return_inverse=True)
+    keys = np.concatenate([ranks, rank]) * len(distinct) + place
+    return np.searchsorted(keys[: len(ranks)], keys[len(ranks) :], side="right") - 1
+
+
+def _by_group(
+    outline: Outline, names: list[str], group: np.ndarray, leaf: np.ndarray, nbytes: np.ndarray, count: int
+) -> list[TreemapBox]:
+    total = int(nbytes.sum())
+    sums = np.bincount(group, nbytes, len(names)).astype(np.int64)
+    boxes = [TreemapBox(-1, "", total)]
+    order: list[int] = np.argsort(-sums, kind="stable").tolist()
+    largest = [at for at in order if sums[at]]
+    where: dict[int, int] = {}
+    for at in largest[: max(1, count // 2)]:
+        where[at] = len(boxes)
+        boxes.append(TreemapBox(0, names[at], int(sums[at])))
+    if rest := largest[len(where) :]:
+        boxes.append(TreemapBox(0, "", int(sums[rest].sum()), more=len(rest)))
+    left = {at: int(sums[at]) for at in where}
+    members: list[int] = np.bincount(group[leaf >= 0], minlength=len(names)).tolist()
+    shown = np.argsort(-nbytes, kind="stable")[: max(0, count - len(boxes) - len(where))]
+    shown = shown[(leaf[shown] >= 0) & (nbytes[shown] >= -(-total // MIN_SHARE)) & np.isin(group[shown], list(where))]
+    rising = np.sort(leaf[shown]).tolist()
+    paths = dict(zip(rising, outline.paths(rising), strict=True))
+    for at, number, size in zip(group[shown].tolist(), leaf[shown].tolist(), nbytes[shown].tolist(), strict=True):
+        boxes.append(TreemapBox(where[at], paths[number], size, number))
+        left[at] -= size
+        members[at] -= 1
+    boxes += [TreemapBox(where[at], "", rest, more=members[at]) for at, rest in left.items() if rest and members[at]]
+    return boxes

@@ -1,0 +1,176 @@
+"""Recognizes the formats of other programs' checkpoints by file names and first bytes; nothing else is read."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ..._core.format.file_names import is_step_name, parse_file_name
+from ..._core.format.index import INDEX_NAME
+from ..._core.text import count_text
+from ...errors import CheckpointNotFound, CorruptError, StoreError
+from ..os_errors import shows_damage, wrap_read_error
+from .local_read import kind_of_file, read_head
+
+DCP_METADATA, DCP_DATA = ".metadata", ".distcp"
+HFAI_PART = re.compile(r"PART_([0-9]+)\.pt")
+PADDLE_METADATA = re.compile(r"[0-9]+\.metadata")
+SAFETENSORS_INDEX = ".safetensors.index.json"
+TORCH_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
+"""Of the names that files of torch.save mostly have."""
+HEAD = 9
+"""How many first bytes of a file tell its format."""
+_TEXTS = {
+    "torch": "a file of torch.save",
+    "dcp": "a directory of torch.distributed.checkpoint",
+    "hfai": "a directory of hfai.checkpoint",
+    "paddle": "a checkpoint of Paddle",
+    "safetensors": "a safetensors file",
+    "pickle": "a bare pickle, as torch before 1.6 wrote it",
+}
+
+
+def format_of_names(names: Iterable[str]) -> str | None:
+    """Returns the format of a directory by its file names: "dcp", "hfai", "paddle", "safetensors", or None."""
+    names = set(names)
+    if DCP_METADATA in names:
+        return "dcp"
+    if any(map(HFAI_PART.fullmatch, names)):
+        return "hfai"
+    if any(map(PADDLE_METADATA.fullmatch, names)):
+        return "paddle"
+    if any(name.endswith((".safetensors", SAFETENSORS_INDEX)) for name in names):
+        return "safetensors"
+    return None
+
+
+def format_of_head(name: str, head: bytes) -> str | None:
+    """Returns the format of a file by its name and first bytes: "torch", "paddle", "safetensors", "pickle", or None."""
+    if PADDLE_METADATA.fullmatch(name):
+        return "paddle"
+    if name.endswith(DCP_DATA):  # tensors one after the other, each as a file of torch.save, of which one would be read
+        return None
+    if head[:4] == b"PK\3\4":
+        return "torch"
+    if head[8:HEAD] == b"{":
+        return "safetensors"
+    return "pickle" if head[:1] == b"\x80" else None
+
+
+def other_formats(names: Iterable[str], kind: str) -> list[str]:
+    """Returns, of the files in a directory of one format, the names that files of others have: these are not read."""
+    suffixes = TORCH_SUFFIXES if kind == "safetensors" else (".safetensors", *TORCH_SUFFIXES)
+    others = [
+        name for name in names if name.endswith(suffixes) or (kind != "paddle" and PADDLE_METADATA.fullmatch(name))
+    ]
+    return sorted(name for name in others if kind != "hfai" or not HFAI_PART.fullmatch(name))
+
+
+def names_text(names: Iterable[str]) -> str:
+    """Lists names: the first five, and how many more."""
+    names = list(names)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def describe_foreign(url: str) -> tuple[str, str] | None:
+    """Describes another program's checkpoint at a local path: (what it is, how to load it); None if there is none.
+
+    Raises:
+        StoreError: it could not be read, so that this is not known.
+    """
+    path = Path(url)
+    try:
+        if "://" in url:
+            return None
+        names = os.listdir(path) if path.is_dir() else None
+        if names is not None:
+            kind = format_of_names(names)
+        else:
+            kind = format_of_head(path.name, read_head(path, HEAD))
+    except CorruptError:
+        return None
+    except OSError as error:
+        if not shows_damage(error):
+            raise wrap_read_error(error, url) from error
+        return None
+    if kind is None:
+        return None
+    if kind == "pickle":
+        return _TEXTS[kind], "Load it with torch, in a place where its code may run, and save it anew"
+    found = "a directory of safetensors files" if kind == "safetensors" and names is not None else _TEXTS[kind]
+    unread = other_formats(names or (), kind)
+    return found + (f" (not read: {names_text(unread)})" if unread else ""), _as_it_is(url)
+
+
+def refuse_file(path: str) -> None:
+    """Refuses a file in place of a run.
+
+    Raises:
+        CheckpointNotFound: naming what the file is.
+    """
+    if Path(path).exists() and not Path(path).is_dir():
+        found, hint = describe_foreign(path) or describe_place(path)
+        expected = "a run, the directory that holds the checkpoints"
+        raise CheckpointNotFound(path, expected=expected, found=found, hint=hint)
+
+
+def _as_it_is(url: str) -> str:
+    return f"Read it as it is with treeckpt show or tc.load, or convert it: tc.convert.convert({url!r}, 'NEW')"
+
+
+def describe_place(url: str) -> tuple[str, str]:
+    """Describes a place without a checkpoint: (what is there, what to do). Only local paths are looked at."""
+    path, hint = Path(url), "Check the path"
+    try:
+        if "://" in url:
+            return "none", hint
+        if not path.exists():
+            near = next(parent for parent in path.parents if parent.exists())
+            return "nothing at this path", f"{hint}: {_meant(path, near)}{near} {_held(near)}"
+        if not path.is_dir() and not path.is_file():
+            return kind_of_file(path.stat().st_mode), f"{hint}: a checkpoint is a directory or a file"
+        steps = [name for name in os.listdir(path) if is_step_name(name)] if path.is_dir() else []
+        if path.name.endswith(DCP_DATA):
+            return "a data file of torch.distributed.checkpoint", f"Give its directory, {path.parent}"
+        if not steps and path.is_dir():
+            below = ", ".join(itertools.islice(_loadable_below(path, 3), 3))
+            return f"a directory that {_held(path)}", f"Give one of those below it: {below}" if below else hint
+        if not steps and parse_file_name(path.name) is not None:
+            return "a file of a checkpoint", f"Give the directory that holds it, {path.parent}"
+        if not steps:
+            return "a file of no known format", hint
+    except (OSError, StoreError):
+        return "none", hint
+    newest = path / max(steps, key=lambda name: (len(name), name))
+    found = f"a run of {count_text(len(steps), 'step')}"
+    return found, f"Load a step, as {newest}, or take tc.Manager({url!r}), which chooses the newest"
+
+
+def _loadable_below(path: Path, depth: int) -> Iterator[str]:
+    """Yields the paths of checkpoints, runs and files of other programs in a directory; looks at 30 names of each."""
+    for child in sorted(path.iterdir())[:30]:
+        names = os.listdir(child) if child.is_dir() and os.access(child, os.R_OK | os.X_OK) else []
+        if INDEX_NAME in names or any(map(is_step_name, names)) or describe_foreign(str(child)):
+            yield str(child)
+        elif names and depth > 1:
+            yield from _loadable_below(child, depth - 1)
+
+
+def _meant(path: Path, near: Path) -> str:
+    """Names the path with the most similar name in `near`, its last existing parent; empty if none is similar."""
+    wrong, *rest = path.relative_to(near).parts
+    names = [name for name in os.listdir(near)[:10_000] if name != wrong] if near.is_dir() else []
+    found = difflib.get_close_matches(wrong, names, n=1)
+    return f"near to it is {near.joinpath(*found, *rest)}. " if found else ""
+
+
+def _held(path: Path) -> str:
+    if not path.is_dir():
+        return "is a file"
+    names = sorted(os.listdir(path))
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"holds {', '.join(names[-5:])}{more}" if names else "is empty"

@@ -1,0 +1,344 @@
+"""Finds the rows of a saved table that this rank wants, and reads them.
+
+Rows are saved in the order of their buckets. Where the wanted table has the buckets of the saved one, a rank's rows are
+one range, given by two numbers of `offsets`. Where it has others (another function, another number of buckets), all ids
+are read, and the wanted rows of every slot are selected while the slot is read.
+
+Rows of a slot that come from another table than the ids, by rules or from another checkpoint, are joined to these by
+the ids of the table that they were saved with. An id that this table lacks is filled where the target has a fill
+value, and refused otherwise.
+
+A table is never loaded in part: a slot that is not in the checkpoint, or not selected, is filled where the target has a
+fill value, and refused otherwise, because its old rows are not those of the new ids.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from .._arrays.base import ArrayTarget, Box, HostArray, raw_dtype
+from .._arrays.registry import abstract_of, source_of
+from .._arrays.table_columns import check_order, read_ids
+from .._core.format.records import Leaf
+from .._core.sharding.dtypes import dtype_of
+from .._core.sharding.region import Region
+from .._core.tree.keyed_table import TableColumn
+from .._core.tree.row_order import buckets_of, owned_text
+from .._core.tree.spec import ArraySpec, TableSpec
+from .._core.tree.structure import TABLE_KEYS
+from ..errors import CorruptError, FormatError, MismatchError
+from ..rules._assemble import constant_write
+from ..rules._composed_array import Constant
+from .chosen_rows import find_chosen, row_pieces
+from .join_slots import (
+    Join,
+    Rows,
+    all_rows,
+    ids_beside,
+    ids_of,
+    ids_to_join,
+    join,
+    no_plain_rows,
+    read_now,
+)
+from .plan import LeafPlaceholder
+
+if TYPE_CHECKING:
+    from .match import Load
+
+OFFSETS = TABLE_KEYS[1]
+
+
+def find_column(job: Load, column: TableColumn, path: str) -> Leaf | None:
+    """Returns the saved leaf of a column; None where it stays as it is, or is filled.
+
+    Raises:
+        MismatchError: it would keep rows that are not those of the ids.
+    """
+    if column.kind == "offsets":
+        return None
+    if (giver := job.options.joined.get(path)) is not None:
+        return giver.find(path)
+    leaf = job.find(path) if job.selected(path) else None
+    ids = _prefix(column, path) + TABLE_KEYS[0]
+    if leaf is not None and not job.selected(ids):
+        raise MismatchError(
+            path,
+            expected="a slot together with the ids of its rows",
+            found="only the slot selected",
+            hint=f"Select {ids} too, or the whole table and exclude what is not wanted",
+        )
+    if leaf is not None or job.find(ids) is None or not job.selected(ids):
+        if leaf is None and job.selected(path):
+            job.missing.append(path)  # with all of its table
+        return leaf
+    if column.name in column.view.table.fill:
+        return None
+    if job.selected(path):
+        job.missing.append(path)
+        if job.options.strict:
+            return None
+    raise MismatchError(
+        path,
+        expected="each slot of the table, or what to fill it with",
+        found="not in the checkpoint" if job.selected(path) else "not selected",
+        hint=f"Pass fill={{{column.name!r}: 0.0}} to the KeyedTable in like, or leave the slot out of it",
+    )
+
+
+def column_slot(job: Load, column: TableColumn, path: str, leaf: Leaf | None) -> LeafPlaceholder:
+    """Adds the rows of a column to what is read, or fills them."""
+    ids_path = _prefix(column, path) + TABLE_KEYS[0]
+    ids = job.find(ids_path) if job.selected(ids_path) else None
+    if column.kind == "offsets" or ids is None:
+        return LeafPlaceholder(column)
+    table = column.view.table
+    if job.options.ids is not None and (chosen := job.options.ids.beside(ids_path)) is not None:
+        return _chosen_slot(job, column, path, leaf, (ids_path, ids), chosen)
+    rows = column.view.rows
+    if rows is None:
+        rows = column.view.rows = _find_rows(job, table.spec, table.owned, ids_path, ids)
+    wanted = _wanted(job, column, path)
+    if leaf is None:
+        return LeafPlaceholder(_filled(job, table.fill[column.name], wanted, rows.count, path).leaf)
+    giver = job.options.joined.get(path, job)
+    if column.kind == "slot" and (own := ids_to_join(giver, leaf, path, job, ids)) is not None:
+        found = column.view.joins.get((giver, own.number))
+        if found is None:
+            theirs = _find_rows(giver, table.spec, table.owned, ids_path, own)
+            found = join(ids_of(job, ids, ids_path, rows), ids_of(giver, own, ids_path, theirs), theirs)
+            column.view.joins[giver, own.number] = found
+        return _joined(job, giver, leaf, path, _with_rows(wanted, leaf), found, table.fill.get(column.name))
+    whole = msgspec.structs.replace(wanted, shape=(rows.saved, *wanted.shape[1:]))
+    if rows.picked is not None:
+        return _joined(job, job, leaf, path, whole, Join(rows.picked), None)
+    if rows.count < rows.saved:
+        row = whole.shape[1:]
+        region = Region((rows.start, *(0 for _ in row)), (rows.count, *row))
+        whole = msgspec.structs.replace(whole, regions=(region,))
+    slot = job.array(path, leaf, whole)
+    if column.kind == "ids":
+        job.batch.after.append(partial(_check, job, slot, rows, column, path))
+    return slot
+
+
+def _chosen_slot(
+    job: Load, column: TableColumn, path: str, leaf: Leaf | None, beside: tuple[str, Leaf], chosen: np.ndarray
+) -> LeafPlaceholder:
+    """Adds the rows of chosen ids to what is read, in the order of these.
+
+    Args:
+        beside: the path and the leaf of the ids of the table.
+    """
+    table, (ids_path, ids), wanted = column.view.table, beside, _wanted(job, column, path)
+    buckets = buckets_of(chosen, table.spec)
+    if (others := (buckets < table.owned[0]) | (buckets >= table.owned[1])).any():
+        raise MismatchError(
+            ids_path,
+            expected=f"{owned_text(table.spec, table.owned)}, as owned in like says",
+            found=f"{chosen[others][0]} among the chosen ids",
+            hint="Choose ids of this rank, or leave owned= out of the KeyedTable in like",
+        )
+    if column.kind == "ids":
+        if not table.slots:
+            _refuse_missing(job, find_chosen(job, ids, ids_path, chosen), path)
+        return _given_ids(job, wanted, chosen, path)
+    fill = table.fill.get(column.name)
+    if leaf is None:
+        return LeafPlaceholder(_filled(job, table.fill[column.name], wanted, len(chosen), path).leaf)
+    giver = job.options.joined.get(path, job)
+    found = find_chosen(giver, ids_to_join(giver, leaf, path, job, ids) or ids, ids_path, chosen)
+    return _joined(job, giver, leaf, path, _with_rows(wanted, leaf), found, fill)
+
+
+def _given_ids(job: Load, wanted: ArraySpec, chosen: np.ndarray, path: str) -> LeafPlaceholder:
+    """Returns new ids, the chosen ones."""
+    target = job.new(msgspec.structs.replace(wanted, shape=chosen.shape), path)
+    for piece in target.pieces if len(chosen) else ():
+        piece.data.write((slice(0, len(chosen)),), chosen.view(raw_dtype(8)))
+    job.loaded += 1
+    return LeafPlaceholder(target.leaf)
+
+
+def _refuse_missing(job: Load, found: Join, path: str) -> None:
+    """Refuses, by a MismatchError, chosen ids that a table lacks."""
+    if len(found.missing):
+        listed = ", ".join(map(str, found.missing[:5])) + (", ..." if len(found.missing) > 5 else "")
+        raise MismatchError(
+            path,
+            expected="the chosen ids in the table",
+            found=f"{len(found.missing)} that are not in {job.checkpoint.url}: {listed}",
+            hint="Pass like with a KeyedTable(..., fill={slot: 0.0}), whose slots are filled for these",
+        )
+
+
+def _prefix(column: TableColumn, path: str) -> str:
+    """What the paths of a table's columns begin with."""
+    steps = path.split("/")[: -1 if column.kind != "slot" else -2]
+    return "/".join([*steps, ""])
+
+
+def _wanted(job: Load, column: TableColumn, path: str) -> ArraySpec:
+    """What a column of the target says of kind, dtype and row shape; its number of rows says nothing."""
+    spec = abstract_of(column.array, path, job.here)
+    if spec is None or not spec.shape or spec.regions is not None:
+        raise MismatchError(
+            path,
+            expected="an array of rows, or an ArraySpec of one",
+            found=f"{type(column.array).__name__}",
+            hint='As in KeyedTable(tc.ArraySpec((0,), "int64"), {"embedding": tc.ArraySpec((0, 16), "float32")})',
+        )
+    if column.kind == "ids" and (spec.dtype, len(spec.shape)) != ("int64", 1):
+        raise MismatchError(
+            path,
+            expected="ids of int64[N]",
+            found=f"{spec.dtype} of shape {spec.shape}",
+            hint="As in np.empty(0, np.int64): an empty list alone becomes an array of float64",
+        )
+    return spec
+
+
+def _find_rows(job: Load, spec: TableSpec, owned: tuple[int, int], path: str, leaf: Leaf) -> Rows:
+    saved = job.index.tables.get(leaf.number)
+    if saved is None or leaf.spec is None or len(leaf.spec.shape) != 1:
+        raise MismatchError(
+            path, expected="a KeyedTable in the checkpoint", found="something else", hint="Load it as what it is"
+        )
+    rows, (start, stop) = leaf.spec.shape[0], owned
+    if saved != spec:
+        chosen = _Chosen(rows, spec, owned)
+        read_now(job, leaf, path, Region((0,), (rows,)), chosen)
+        picked = np.flatnonzero(chosen.mask)
+        return Rows(spec, rows, 0, len(picked), picked)
+    if (start, stop) == (0, saved.buckets):
+        return Rows(saved, rows, 0, rows)
+    if start == stop:
+        return Rows(saved, rows, 0, 0)
+    offsets_path = path[: -len(TABLE_KEYS[0])] + OFFSETS
+    offsets = job.index.entries[leaf.number + 1]  # they stand behind the ids
+    if offsets.spec is None or offsets.spec.shape != (saved.buckets,):
+        raise FormatError(offsets_path, expected=f"the first rows of {saved.buckets} buckets", found="none")
+    firsts = np.empty(min(stop + 1, saved.buckets) - start, np.int64)
+    read_now(job, offsets, offsets_path, Region((start,), firsts.shape), HostArray(firsts.view(raw_dtype(8))))
+    low, high = int(firsts[0]), int(firsts[stop - start]) if stop < saved.buckets else rows
+    if not 0 <= low <= high <= rows:
+        raise FormatError(offsets_path, expected=f"rising numbers up to {rows}", found=f"{low}, {high}")
+    return Rows(saved, rows, low, high - low)
+
+
+class _Chosen:
+    """Finds, while ids are read, which of them are in a range of buckets."""
+
+    def __init__(self, rows: int, spec: TableSpec, owned: tuple[int, int]) -> None:
+        self.mask, self._spec, self._owned = np.zeros(rows, bool), spec, owned
+
+    def write(self, box: Box, data: np.ndarray) -> None:
+        buckets = buckets_of(np.ascontiguousarray(data).view(np.int64), self._spec)
+        self.mask[box[0]] = (buckets >= self._owned[0]) & (buckets < self._owned[1])
+
+
+def _filled(job: Load, fill: float, wanted: ArraySpec, count: int, path: str) -> ArrayTarget:
+    """Returns a new slot that is filled with one number."""
+    spec = msgspec.structs.replace(wanted, shape=(count, *wanted.shape[1:]))
+    target = job.new(spec, path)
+    for piece in target.pieces:
+        constant_write(Constant(piece.region, float(fill), ()), piece, spec)()
+    return target
+
+
+def _check(job: Load, slot: LeafPlaceholder, rows: Rows, column: TableColumn, path: str) -> None:
+    """Checks that the loaded ids are in the buckets that they were loaded for."""
+    if not rows.count:
+        return
+    source = source_of(slot.leaf, path, job.here)
+    assert source is not None, "ids are an array"
+    if wrong := check_order(read_ids(source), rows.spec, column.view.table.owned):
+        raise CorruptError(
+            path,
+            expected=f"ids of buckets {column.view.table.owned} in rising order",
+            found=wrong,
+            hint="The table was changed after it was saved",
+        )
+
+
+# slots of another table than the ids ------------------------------------------------------------------------------
+def slot_as_saved(job: Load, leaf: Leaf) -> LeafPlaceholder | None:
+    """Adds a slot of a table whose ids come from another one, and the ids and slots of chosen rows; else None."""
+    path, spec = leaf.path, leaf.spec
+    is_ids = leaf.number in job.index.tables
+    ids_path = path if is_ids else ids_beside(path)
+    if ids_path is None or spec is None:
+        return None
+    home = job.options.joined.get(ids_path, job)
+    ids = home.find(ids_path) if home is not job or job.selected(ids_path) else None
+    if ids is None or ids.number not in home.index.tables:
+        return None
+    chosen = job.options.ids.beside(ids_path) if job.options.ids is not None else None
+    own = None if is_ids else ids_to_join(job, leaf, path, home, ids)
+    if chosen is None and own is None:
+        return None
+    wanted = spec if job.options.device == "original" else msgspec.structs.replace(spec, device=None)
+    if chosen is not None:
+        found = find_chosen(job, own or ids, ids_path, chosen)
+        _refuse_missing(job, found, ids_path)
+        return (
+            _given_ids(job, wanted, chosen, path)
+            if is_ids
+            else _joined(job, job, leaf, path, _with_rows(wanted, leaf), found, None)
+        )
+    assert own is not None, "else the rows are its own"
+    mine, theirs = (ids_of(x, one, ids_path, all_rows(x, one)) for x, one in ((home, ids), (job, own)))
+    return _joined(job, job, leaf, path, _with_rows(wanted, leaf), join(mine, theirs, all_rows(job, own)), None)
+
+
+def refuse_plain(job: Load, leaf: Leaf, path: str, wanted: Any) -> None:
+    """Refuses, by a MismatchError, to load a slot beside the ids of another table into plain arrays."""
+    ids_path = ids_beside(path)
+    ids = job.find(ids_path) if ids_path is not None and job.selected(ids_path) else None
+    if ids is not None and ids.number in job.index.tables and ids_to_join(job, leaf, path, job, ids) is not None:
+        raise no_plain_rows(path, wanted, job.checkpoint.url)
+
+
+def _with_rows(wanted: ArraySpec, leaf: Leaf) -> ArraySpec:
+    """Returns a spec with the rows of a saved slot."""
+    assert leaf.spec is not None, "slots are arrays"
+    return msgspec.structs.replace(wanted, shape=(leaf.spec.shape[0], *wanted.shape[1:]))
+
+
+def _joined(
+    job: Load, giver: Load, leaf: Leaf, path: str, whole: ArraySpec, found: Join, fill: float | None
+) -> LeafPlaceholder:
+    """Adds the rows of a column, each in its place in the table of `job`.
+
+    Args:
+        whole: what is wanted of kind, dtype and row shape, with all saved rows.
+    """
+    missing, count = found.missing, len(found.rows) + len(found.missing)
+    if len(missing) and fill is None:
+        raise MismatchError(
+            path,
+            expected=f"a row for each of the table's {count} ids",
+            found=f"none for {len(missing)} of them, as {missing[0]}, in the table of {giver.checkpoint.url}",
+            hint=f"Pass like with a KeyedTable(..., fill={{{path.rpartition('/')[2]!r}: 0.0}}), or leave the slot out",
+        )
+    giver.check(path, leaf, whole)
+    giver.claims.take(path, leaf)
+    if len(missing) and fill is not None:
+        own = _filled(job, fill, whole, count, path)
+    else:
+        own = job.new(msgspec.structs.replace(whole, shape=(count, *whole.shape[1:])), path)
+    assert leaf.spec is not None, "columns are arrays"
+    row = whole.shape[1:]
+    nbytes = math.prod(row) * dtype_of(leaf.spec.dtype).itemsize
+    pieces = [one for piece in own.pieces for one in row_pieces(piece.data, found, row, nbytes)]
+    batch = job.batch if giver is job else giver.new_batch()
+    job.loaded += 1
+    slot = batch.add_target(path, leaf, ArrayTarget(whole, own.leaf, pieces))
+    if giver is not job:
+        job.batch.after.append(partial(job.run_now, batch))
+    return slot

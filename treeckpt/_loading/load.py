@@ -1,0 +1,401 @@
+"""Loads a tree: matches what is wanted with what was saved, reads it, and builds the tree.
+
+Keys, kinds, shapes, dtypes and layouts are checked before memory is touched; then every needed shard is checked to be
+there, whole and of this save. Checksums are compared as the bytes are put in place, or all of them before. Ranks do not
+communicate, unless they share the reads: each reads the ranges that it wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+
+import msgspec
+
+from .._arrays.registry import abstract_of, build_tensor, is_same_value, is_value, library_of, resolve
+from .._core.format.records import AliasRecord, Leaf
+from .._core.sharding.int_runs import encode_runs
+from .._core.sharding.region import strides_in
+from .._core.tree.flatten import child_of_rank, flatten, replace_leaves, unflatten, without_left_out
+from .._core.tree.in_place import update_in_place, update_metadata
+from .._core.tree.keyed_table import TableColumn
+from .._core.tree.sequences import SequenceReplacement, differing_sequences
+from .._core.tree.spec import ArraySpec
+from .._core.tree.structure import PerRankNode, Structure, index_path
+from .._core.tree.tensor_parts import TensorParts, check_no_tensors, check_same_tensors
+from .._io.comm.comm import Comm
+from .._io.os_errors import wrap_read_error
+from .._io.storage.checkpoint import Checkpoint
+from ..errors import MismatchError, TreeckptError
+from ..reports import LoadReport
+from .aliasing import Wanted, check_ties, tied_to
+from .chosen_rows import check_tables
+from .execute_shared import open_relay, together
+from .keyed_tables import column_slot, find_column, refuse_plain, slot_as_saved
+from .match import Load, LoadOptions
+from .plan import LeafPlaceholder
+from .read_batch import ReadOptions, add_changed
+
+# without like ----------------------------------------------------------------------------------------------------
+
+
+class _SavedTree(msgspec.Struct):
+    """The structure of the tree as it was saved, and a placeholder for each leaf."""
+
+    job: Load
+    structure: Structure
+    slots: list[LeafPlaceholder]
+    tensors: dict[object, object] = {}
+    """Those that are made of others, by class and parts."""
+
+    def build(self) -> object:
+        """Returns the tree, once all is read."""
+        leaves = iter([slot.leaf for slot in self.slots])
+        options = self.job.options
+        return unflatten(
+            self.structure,
+            leaves,
+            resolve=resolve,
+            build=self._tensor,
+            rank=self.job.rank,
+            namespace=options.namespace,
+            refused=self.job.unmade if options.lenient else None,
+        )
+
+    def _tensor(self, made: TensorParts, path: str) -> object:
+        """Returns a tensor that is made of others, or its parts."""
+        known = made.node, tuple(map(id, made.parts.values()))
+        if known in self.tensors:
+            return self.tensors[known]  # tied when it was saved
+        found = self.tensors[known] = build_tensor(made, path)
+        if isinstance(found, dict) and not any(part is ... for part in made.parts.values()):
+            self.job.in_parts.append((path, made.node.cls))
+        return found
+
+
+def _match_saved(job: Load) -> _SavedTree:
+    """Adds the selected leaves of the saved tree to what is read; all others are `...`.
+
+    A container of a class of which nothing is loaded is `...` as a whole: its class may not be in this program.
+    """
+    job.view.check_fills()
+    job.options.check_used(lambda: job.view.names)
+    order = [leaf for leaf in job.view.entries if leaf.ranks is None or job.owns(leaf)]
+    taken = [leaf for leaf in order if job.selected(leaf.path) and leaf.number not in job.index.offsets]
+    job.read_blobs(taken)
+    found = _specs(job, taken) if job.options.specs_only else _arrays(job, taken)
+    structure = job.view.structure
+    if not job.options.rules and any(leaf.ranks is not None for leaf in order):
+        structure = _own_structure(structure, job)
+    left_out = LeafPlaceholder(...)
+    slots = [found.get(leaf.path, left_out) for leaf in order]
+    if job.options.is_part or job.damaged:
+        taken = [slot is not left_out for slot in slots]
+        structure, kept = without_left_out(structure, taken, job.selected)
+        slots = [left_out if number is None else slots[number] for number in kept]
+    return _SavedTree(job, structure, slots)
+
+
+def _specs(job: Load, taken: Sequence[Leaf]) -> dict[str, LeafPlaceholder]:
+    """Returns the values, and the specs of arrays, which name no device, so that they are wanted on any machine."""
+    return {
+        leaf.path: LeafPlaceholder(
+            job.value(leaf, leaf.path) if leaf.spec is None else msgspec.structs.replace(leaf.spec, device=None)
+        )
+        for leaf in taken
+    }
+
+
+def _arrays(job: Load, taken: Sequence[Leaf]) -> dict[str, LeafPlaceholder]:
+    """Returns the values, and a placeholder for each array, which is added to what is read."""
+    made: dict[int, LeafPlaceholder] = {}
+    found: dict[str, LeafPlaceholder] = {}
+    if job.index.tables and (job.options.rules or job.options.joined or job.options.ids is not None):
+        found = {leaf.path: slot for leaf in taken if (slot := slot_as_saved(job, leaf)) is not None}
+    plain = [leaf for leaf in taken if leaf.path not in found]
+    whole = {leaf.number for leaf in plain}
+    for leaf in plain:
+        if leaf.number in made:
+            continue  # a second name for it
+        if leaf.spec is None:
+            made[leaf.number] = LeafPlaceholder(job.value(leaf, leaf.path))
+        elif not (isinstance(leaf.record, AliasRecord) and leaf.record.of in whole):
+            spec = leaf.spec
+            if spec.device and job.options.device != "original":
+                spec = msgspec.structs.replace(spec, device=None)
+            if isinstance(leaf.record, AliasRecord) and leaf.record.view is not None:
+                job.claims.take_view(leaf.path, spec)
+            made[leaf.number] = job.array(leaf.path, leaf, spec)
+    for leaf in plain:
+        if leaf.number not in made:
+            made[leaf.number] = slot = LeafPlaceholder()
+            job.batch.after.append(partial(_tie, job, leaf, slot, made))
+        found[leaf.path] = made[leaf.number]
+    return found
+
+
+def _tie(job: Load, leaf: Leaf, slot: LeafPlaceholder, made: Mapping[int, LeafPlaceholder]) -> None:
+    """Puts the array in a slot that a leaf is tied to, or the view of it that the leaf is."""
+    record, spec = leaf.record, leaf.spec
+    assert isinstance(record, AliasRecord) and spec is not None, "only ties are left"
+    base, base_spec = made[record.of].leaf, job.index.entries[record.of].spec
+    job.loaded += 1
+    same = base_spec is not None and (base_spec.kind, base_spec.requires_grad) == (spec.kind, spec.requires_grad)
+    if record.view is None and same:
+        slot.leaf = base
+        return
+    if record.view is not None:
+        offset, strides = record.view.offset, record.view.strides
+    else:
+        there = abstract_of(base, leaf.path, job.here)  # mapped memory is in C order, whatever was saved
+        offset, strides = 0, strides_in(spec.shape, there.order if there is not None else None, 1)
+    slot.leaf = library_of(spec).view(base, spec, offset, strides)
+
+
+def _own_structure(structure: Structure, job: Load) -> Structure:
+    """Reduces each `PerRank` of a structure to the subtree of the source rank, as this rank's own."""
+    if structure is None:
+        return None
+    if isinstance(structure, PerRankNode):
+        own = child_of_rank(structure, job.source_rank, "")
+        return PerRankNode((encode_runs([job.rank]),), (own,))
+    children = list(structure.children)
+    for at, child in enumerate(children):
+        if child is not None:
+            children[at] = _own_structure(child, job)
+    return msgspec.structs.replace(structure, children=tuple(children))
+
+
+# with like -------------------------------------------------------------------------------------------------------
+
+
+def _is_array_like(leaf: object) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+class _MatchedTree(msgspec.Struct):
+    """The leaves of a tree, in order, and a placeholder for each."""
+
+    tree: object
+    namespace: str
+    leaves: list[object]
+    slots: list[LeafPlaceholder]
+    whole: frozenset[int]
+    """The ids of sequences of values that are leaves here, as they take the saved content whole."""
+    loaded: dict[str, bool]
+    """By path, whether each leaf is loaded."""
+
+    def build(self, leaves: Iterable[object] | None = None) -> object:
+        """Returns the tree with other leaves; by default with what was read."""
+        leaves = (slot.leaf for slot in self.slots) if leaves is None else leaves
+        return replace_leaves(self.tree, iter(leaves), namespace=self.namespace, whole=self.whole)
+
+
+def _match(job: Load, like: object, *, in_place: bool) -> _MatchedTree:
+    """Matches the leaves of a tree with saved ones; arrays are added to what is read, not yet read."""
+    structure, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace)
+    sequences = compare_containers(job, like, structure)
+    whole = frozenset(id(one.here) for one in sequences.values())
+    if sequences:
+        _, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace, whole=whole)
+    pairs: list[tuple[object, str, Leaf | None]] = []
+    for text, wanted in leaves:
+        path = index_path(text, job.rank)
+        leaf = None
+        if path in job.damaged and not in_place:
+            wanted = ...
+        if type(wanted) is TableColumn:
+            leaf = find_column(job, wanted, path)
+        elif wanted is not ... and not (id(wanted) in whole and path in sequences) and job.selected(path):
+            leaf = job.find(path)
+            if leaf is None:
+                leaf = job.view.filled(path, abstract_of(wanted, path, job.here))
+            if leaf is None:
+                _check_container(job, wanted, path)
+                job.missing.append(path)
+        pairs.append((wanted, path, leaf))
+    tied: dict[str, int] = {}
+    if missing := set(job.missing):  # unless it is one array with a leaf that was found
+        there = [(number, wanted) for number, (wanted, _, leaf) in enumerate(pairs) if leaf is not None and leaf.spec]
+        lacking = [(path, wanted) for wanted, path, _ in pairs if path in missing]
+        tied = tied_to(lacking, there, job.here, in_place=in_place)
+        job.missing = [path for path in job.missing if path not in tied]
+        check_no_tensors(job.missing, job.view.structure)
+    job.check_keys({path: wanted for wanted, path, _ in pairs}, sequences)
+    ties: dict[tuple[int, int], LeafPlaceholder] = {}
+    job.read_blobs(leaf for wanted, _, leaf in pairs if type(wanted) is not TableColumn)
+    slots = [
+        column_slot(job, wanted, path, leaf)
+        if type(wanted) is TableColumn
+        else LeafPlaceholder(_content(job, sequences[path]) if whole and path in sequences else wanted)
+        if leaf is None
+        else _slot(job, wanted, path, leaf, ties, in_place=in_place)
+        for wanted, path, leaf in pairs
+    ]
+    if tied and not in_place:
+        slots = [slots[tied.get(path, number)] for number, (_, path, _) in enumerate(pairs)]
+    loaded = {path: leaf is not None for _, path, leaf in pairs}
+    return _MatchedTree(like, job.options.namespace, [wanted for _, wanted in leaves], slots, whole, loaded)
+
+
+def compare_containers(job: Load, like: object, structure: Structure) -> dict[str, SequenceReplacement]:
+    """Returns the sequences of values in a tree that take the saved ones whole, by path.
+
+    Raises:
+        MismatchError: a tensor that is made of others, and another one was saved.
+    """
+    try:
+        if structure == job.view.structure:
+            return {}
+    except RecursionError:  # too deep for a comparison
+        pass
+    source_rank = job.rank if job.options.rules else job.source_rank
+    check_same_tensors(structure, job.view.structure, source_rank, job.view.by_path, job.options.selects)
+
+    def is_saved_value(path: str) -> bool:
+        return job.selected(path) and (leaf := job.find(path)) is not None and leaf.spec is None
+
+    return differing_sequences(
+        like,
+        job.view.structure,
+        is_value=is_value,
+        is_saved_value=is_saved_value,
+        rank=job.rank,
+        source_rank=source_rank,
+        namespace=job.options.namespace,
+    )
+
+
+def _content(job: Load, one: SequenceReplacement) -> object:
+    """Returns the saved content of a sequence of values."""
+    values = (job.value(leaf, path) for path in one.paths if (leaf := job.find(path)) is not None)
+    return one.content(values, resolve=resolve, namespace=job.options.namespace)
+
+
+def _check_container(job: Load, wanted: object, path: str) -> None:
+    """Refuses a container of a class that cannot be filled, where the checkpoint has leaves for it."""
+    if not isinstance(wanted, (Mapping, Sequence)) or isinstance(wanted, (str, bytes, bytearray, range)):
+        return
+    if any(other.startswith(f"{path}/" if path else "") for other in job.view.by_path):
+        raise MismatchError(
+            path,
+            expected="a container that can be filled, or `...`",
+            found=f"a {type(wanted).__module__}.{type(wanted).__qualname__}, and leaves below it in the checkpoint",
+            hint="Make it a dict or a list; a dict of a class of its own is filled where allow_pickle is not given",
+        )
+
+
+def _slot(
+    job: Load,
+    wanted: object,
+    path: str,
+    leaf: Leaf,
+    ties: dict[tuple[int, int], LeafPlaceholder],
+    *,
+    in_place: bool,
+) -> LeafPlaceholder:
+    if leaf.spec is None:
+        value = job.value(leaf, path)
+        if isinstance(wanted, ArraySpec) or (
+            _is_array_like(wanted) and job.target(wanted, path, in_place=in_place) is not None
+        ):
+            raise MismatchError(path, expected="an array", found=f"the value {value!r:.60} in the checkpoint")
+        return LeafPlaceholder(value)
+    if job.options.rules and job.index.tables:
+        refuse_plain(job, leaf, path, wanted)
+    record = leaf.record
+    base = record.of if isinstance(record, AliasRecord) and record.view is None else leaf.number
+    # leaves that are one object in like, and one array in the checkpoint, stay one object
+    slot = ties.get((id(wanted), base))
+    if slot is None:
+        slot = ties[id(wanted), base] = job.array(path, leaf, wanted, in_place=in_place)
+    return slot
+
+
+def load_tree(checkpoint: Checkpoint, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
+    """Loads a new tree; see `treeckpt.load`."""
+    relay = open_relay(comm, [checkpoint], options.read)
+    with together(relay):
+        job = Load(checkpoint, comm, options)
+        if options.ids is not None:
+            check_tables(job, options.ids)
+        found = _match_saved(job) if like is None else _match(job, like, in_place=False)
+    job.batch.run(ReadOptions(job.memory, options.verify, mapped=options.mmap, ahead=relay is None, relay=relay))
+    tree = found.build()
+    if isinstance(found, _MatchedTree):
+        _update_metadata(tree, job, found)
+    return tree, job.report()
+
+
+def _update_metadata(tree: object, job: Load, found: _MatchedTree) -> None:
+    structure, rank = job.view.structure, job.rank if job.options.rules else job.source_rank
+    update_metadata(tree, structure, found.loaded, rank=rank, namespace=job.options.namespace)
+
+
+def load_into_tree(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: object, comm: Comm) -> list[LoadReport]:
+    """Fills a tree in place from checkpoints, each of which gives other leaves of it; see `treeckpt.load_into`.
+
+    All checks of the sources come before the first byte, and all arrays before the first value.
+    """
+    options = sources[0][1]
+    relay = open_relay(comm, [checkpoint for checkpoint, _ in sources], options.read)
+    with together(relay):
+        new, jobs, matched = tree, list[Load](), list[_MatchedTree]()
+        for checkpoint, own in sources:
+            jobs.append(Load(checkpoint, comm, own))
+            matched.append(_match(jobs[-1], new, in_place=True))
+            new = _prepare_into(matched[-1], new)
+        check_ties([Wanted(job, one.path, one.target) for job in jobs for one in job.batch.filled])
+    reading = ReadOptions(
+        jobs[0].memory, options.verify, in_place=True, ahead=relay is None and len(jobs) == 1, relay=relay
+    )
+    batches = [job.batch for job in jobs]
+    for batch in batches:
+        batch.prepare(reading)
+    for batch in batches:
+        try:
+            batch.put(reading)
+        except OSError as error:
+            failed = wrap_read_error(error, batch.checkpoint.url)
+            add_changed(failed, batches)
+            raise failed from error
+        except Exception as error:
+            add_changed(error, batches)
+            raise
+    if new is not tree:
+        update_in_place(tree, new, is_value=is_value, namespace=options.namespace)
+    for job, found in zip(jobs, matched, strict=True):
+        _update_metadata(tree, job, found)
+    return [job.report() for job in jobs]
+
+
+def _prepare_into(matched: _MatchedTree, tree: object) -> object:
+    """Returns a tree that is filled in place with its new values, once each has a place."""
+    # what is equal already stays the very object, so that only real changes need a container that can change
+    kept = [
+        old if _is_same(old, slot.leaf) else slot.leaf for old, slot in zip(matched.leaves, matched.slots, strict=True)
+    ]
+    if all(old is leaf for old, leaf in zip(matched.leaves, kept, strict=True)):
+        return tree
+    new = matched.build(kept)
+    if stuck := update_in_place(tree, new, is_value=is_value, namespace=matched.namespace, dry=True):
+        path, value = stuck[0]
+        raise MismatchError(
+            path,
+            expected="a value that is as saved, or in a container that can change",
+            found=f"{value!r:.60} in the checkpoint",
+            hint="Use load(path, like=tree), which returns a new tree",
+        )
+    return new
+
+
+def _is_same(old: object, new: object) -> bool:
+    """Whether two values are stored alike; Python's own comparison takes 1, 1.0 and True for the same."""
+    if old is new or (type(old) is type(new) and type(old) in (int, bool, str) and old == new):
+        return True
+    if _is_array_like(old) or _is_array_like(new):
+        return False
+    try:
+        return is_same_value(old, new)
+    except TreeckptError:
+        return False

@@ -1,0 +1,369 @@
+"""Matches the saved leaves of a checkpoint with the wanted ones.
+
+Finds leaves by path and rank, decodes values, and adds arrays to what is read; compares keys, shapes and dtypes before
+any memory is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from .._arrays.base import ArrayTarget
+from .._arrays.blobs import Blob, blob_value
+from .._arrays.registry import abstract_of, check_cast, decode, like_of, target_of
+from .._core.format.damage import BadBytes, DamagedLeaf, damaged_leaves
+from .._core.format.records import Leaf, PerRankValues, ValueRecord
+from .._core.sharding.int_runs import decode_runs
+from .._core.sharding.region import Region, is_c_order
+from .._core.tree.globs import check_used, compile_globs
+from .._core.tree.leaf_differences import Strict, check_same, compare_leaves
+from .._core.tree.path_text import path_text
+from .._core.tree.sequences import SequenceReplacement
+from .._core.tree.spec import ArraySpec
+from .._io.comm.comm import Comm, global_rank, other_world_error, ranks_of_host
+from .._io.storage.checkpoint import Checkpoint
+from .._io.storage.fetching import FETCH_MEMORY
+from .._io.storage.memory import SlabAllocator
+from .._io.timing import Recorder
+from ..errors import MismatchError, TreeError
+from ..reports import LoadReport
+from ..rules._reshape_rules import check_scaled
+from ..rules._rules import Rule
+from ..rules._view import ComposedLeaf, view_of
+from .check_sizes import Claims
+from .chosen_ids import chosen_ids
+from .plan import LeafPlaceholder
+from .read_batch import ReadBatch, ReadOptions, Verify
+
+MEMORY = 64 << 20
+"""Bytes of buffers that a load from local files may take, by default; from other stores it is `FETCH_MEMORY`."""
+
+
+class LoadOptions(msgspec.Struct, frozen=True):
+    """The options of a load; see `treeckpt.load`."""
+
+    select: tuple[str, ...] | None = None
+    strict: Strict = True
+    cast: bool = False
+    device: str | None = None
+    verify: Verify = True
+    per_rank: Literal["error", "take"] = "error"
+    copy: bool = False
+    mmap: bool = False
+    allow_pickle: bool = False
+    namespace: str = ""
+    read: Literal["each", "once"] = "each"
+    memory: int | None = None
+    exclude: tuple[str, ...] | None = None
+    rules: tuple[Rule, ...] = ()
+    only: frozenset[str] | None = None
+    """Paths to load, of those that are selected."""
+    specs_only: bool = False
+    """Gives the specs of arrays in their place, without like."""
+    below: str = ""
+    """The path of a container: only what is in it is loaded, of what is selected."""
+    bad: tuple[BadBytes, ...] | None = None
+    """What is damaged: leaves with such bytes are not loaded, nor is a shard refused for them; None refuses."""
+    lenient: bool = False
+    """Gives `...`, without like, in the place of what cannot be made here, as of a class that this program lacks."""
+    ids: Any = None
+    """The rows of keyed tables to load, as `treeckpt.load` takes them, then `ChosenIds`; None for all owned ones."""
+    joined: Mapping[str, Load] = {}
+    """Columns of tables that another checkpoint gives, by path, and the load that sees it: with `like` slots of tables
+    whose ids come from here, without it the ids of tables that get slots from here."""
+
+    def __post_init__(self) -> None:
+        if self.ids is not None:
+            msgspec.structs.force_setattr(self, "ids", chosen_ids(self.ids))
+        for name, given, known in (
+            ("read", self.read, ("each", "once")),
+            ("per_rank", self.per_rank, ("error", "take")),
+            ("verify", self.verify, (True, False, "first", "stream")),
+            ("strict", self.strict, (True, False, "missing")),
+        ):
+            if given not in known:
+                raise MismatchError(name, expected=" or ".join(map(repr, known)), found=f"{given!r:.60}")
+
+    @property
+    def is_part(self) -> bool:
+        """Whether some of a checkpoint may be left out."""
+        return self.select is not None or self.exclude is not None or self.only is not None or bool(self.below)
+
+    def selects(self, path: str) -> bool:
+        """Whether a path is wanted: `select` names it or a path above it, and `exclude` does not."""
+        if self.select is not None and not compile_globs(self.select).match(path):
+            return False
+        if (self.only is not None and path not in self.only) or (
+            self.below and path != self.below and not path.startswith(f"{self.below}/")
+        ):
+            return False
+        return self.exclude is None or not compile_globs(self.exclude).match(path)
+
+    def check_used(self, saved: Callable[[], Iterable[str]], others: Callable[[], Iterable[str]] = tuple) -> None:
+        """Refuses globs that match nothing, under `strict`.
+
+        Args:
+            saved: returns the names that `select` may match.
+            others: returns further names that `exclude` may match.
+
+        Raises:
+            MismatchError: naming one.
+        """
+        if self.strict and (self.select or self.exclude):
+            names = list(saved())
+            for what, globs, known in (("select", self.select, names), ("exclude", self.exclude, [*names, *others()])):
+                try:
+                    check_used(what, globs, known)
+                except MismatchError as error:
+                    keys = tuple(globs or ())
+                    if len(keys) > 1 and any(f"{name}/".startswith(f"{path_text(keys)}/") for name in known):
+                        error.add_hint(f"A path as its keys is {what}=[{keys}]: a tuple of texts is several globs")
+                    raise
+
+
+class Load:
+    """One load on one rank."""
+
+    def __init__(self, checkpoint: Checkpoint, comm: Comm, options: LoadOptions) -> None:
+        self.options, self.rank, self.here = options, comm.rank, global_rank(comm)
+        self.recorder = Recorder(comm.rank)
+        self.checkpoint, self.index = checkpoint, checkpoint.index
+        default = FETCH_MEMORY if checkpoint.store.traits.far else MEMORY
+        self.memory = default if options.memory is None else options.memory
+        """Bytes of buffers, at most."""
+        self.source_rank = comm.rank % self.index.world
+        self.refuse_own = options.per_rank == "error" and comm.size != self.index.world
+        self._comm = comm
+        self.view = view_of(
+            self.index, options.rules, source_rank=self.source_rank, rank=comm.rank, strict=bool(options.strict)
+        )
+        self.take = None if options.copy else SlabAllocator().take
+        """Memory for new arrays; with `copy` each has its own."""
+        self.damaged = self._damaged()
+        readers = ranks_of_host(comm) if options.read == "each" else (self.here,)
+        self.batch = ReadBatch(
+            checkpoint, self.source_rank, self.recorder, whole=options.bad is None, here=(self.here, readers)
+        )
+        self.claims = Claims(checkpoint, whole=options.bad is None)
+        self.chosen_rows: dict[tuple[int, str], Any] = {}
+        """Where the rows of chosen ids are, by the number and path of the ids of a table."""
+        self.loaded = 0
+        self._blobs: dict[int, Blob] = {}
+        """By leaf number, values that were read from shards."""
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.in_parts: list[tuple[str, str]] = []
+        """(path, class) of tensors of which a dict of their parts was returned."""
+        self.unmade: list[str] = []
+        """The paths of what cannot be made here, and is `...` by `lenient`."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all leaves of the checkpoint, selected or not, after the rules."""
+        return self.view.names
+
+    def selected(self, path: str) -> bool:
+        """Whether a path is wanted, is not damaged, and no rule leaves it as it is."""
+        return self.options.selects(path) and path not in self.damaged and not self.view.is_kept(path)
+
+    def _damaged(self) -> dict[str, tuple[DamagedLeaf, ...]]:
+        """Returns the damaged parts of each leaf by path, for the rank whose state is loaded."""
+        if not self.options.bad:
+            return {}
+        damaged = damaged_leaves(self.index, self.options.bad, rank=self.source_rank)
+        found: dict[str, tuple[DamagedLeaf, ...]] = {}
+        for leaf in self.view.entries:
+            saved = [s.number for s in leaf.sources.values()] if isinstance(leaf, ComposedLeaf) else [leaf.number]
+            parts = [part for number in saved for part in damaged.get(number, ())]
+            if parts:
+                found[leaf.path] = tuple(msgspec.structs.replace(part, path=leaf.path) for part in parts)
+        return found
+
+    def find(self, path: str) -> Leaf | None:
+        """Returns the saved leaf at a path; under `PerRank` the one of the source rank."""
+        found = self.view.by_path.get(path)
+        if found is None:
+            return None
+        if found[0].ranks is None:
+            return found[0]
+        if self.refuse_own and self.selected(path):
+            others = "; or leave this leaf out with `...` in like"
+            take = "per_rank='take' (to Manager.resume: world_changed='take')"
+            raise other_world_error(path, self._comm, self.index.world, take=take, others=others)
+        for leaf in found:
+            if self.source_rank in decode_runs(leaf.ranks or ()):
+                return leaf
+        raise MismatchError(
+            path,
+            expected=f"state of rank {self.source_rank}",
+            found="state of other ranks only",
+            hint="Leave this leaf out with `...` in like",
+        )
+
+    def owns(self, leaf: Leaf) -> bool:
+        """Whether a leaf under `PerRank` is that of the source rank; refuses what `find` does."""
+        return self.source_rank in decode_runs(leaf.ranks or ()) and self.find(leaf.path) is leaf
+
+    def value(self, leaf: Leaf, path: str) -> object:
+        """Returns a saved value."""
+        record = leaf.record
+        if isinstance(record, PerRankValues):
+            stored = record.values[int(np.flatnonzero(decode_runs(leaf.ranks or ()) == self.source_rank)[0])]
+        elif leaf.stored is not None:
+            if leaf.number not in self._blobs:
+                self.read_blobs([leaf])
+            self.loaded += 1
+            return self._blobs.pop(leaf.number)
+        else:
+            assert isinstance(record, ValueRecord), "arrays are read, not decoded"
+            stored = record.value
+        try:
+            value = decode(stored, path, allow_pickle=self.options.allow_pickle)
+        except (MismatchError, TreeError):
+            if not self.options.lenient:
+                raise
+            self.unmade.append(path)
+            return ...
+        self.loaded += 1
+        return value
+
+    def read_blobs(self, leaves: Iterable[Leaf | None]) -> None:
+        """Reads the values among saved leaves whose bytes are in shards, so that `value` has them."""
+        blobs = [leaf for leaf in leaves if leaf is not None and leaf.spec is None and leaf.stored is not None]
+        if not blobs:
+            return
+        batch, found = self.new_batch(), dict[int, tuple[Leaf, np.ndarray]]()
+        for leaf in blobs:
+            if leaf.number in found or leaf.stored is None:
+                continue
+            self.claims.take(leaf.path, leaf)
+            found[leaf.number] = leaf, batch.add_region(leaf.as_array, Region.whole(leaf.stored.shape))
+        self.run_now(batch)
+        while found:
+            number, (leaf, memory) = found.popitem()
+            assert leaf.stored is not None, "blobs are stored"
+            self._blobs[number] = blob_value(memory.data, leaf.stored.kind, leaf.path)
+
+    def array(self, path: str, leaf: Leaf, wanted: object, *, in_place: bool = False) -> LeafPlaceholder:
+        """Adds an array to what is read.
+
+        Args:
+            wanted: what describes the array, or is filled itself.
+            in_place: fills `wanted`; otherwise a new array is filled, or becomes a view of what is read if possible.
+        """
+        self.loaded += 1
+        self.claims.take(path, leaf)
+        spec = None if in_place else abstract_of(wanted, path, self.here)
+        device = self.options.device
+        on_host = device == "cpu" or (spec is not None and spec.device is None and device in (None, "original"))
+        if spec is not None and on_host and not self.options.copy and spec.regions is None:
+            if spec is not leaf.spec:
+                self.check(path, leaf, spec)
+            if leaf.spec is not None and spec.dtype == leaf.spec.dtype:
+                if self.options.mmap and not is_c_order(spec.shape, spec.order):
+                    spec = msgspec.structs.replace(spec, order=None)  # what is mapped lies as in the file
+                slot = self.batch.add_new_array(path, leaf, spec)
+                if slot is not None:
+                    return slot
+        target = self.target(wanted, path, in_place=in_place)
+        if target is None:
+            raise MismatchError(
+                path,
+                expected="a value",
+                found=f"an array in the checkpoint, {leaf.spec and leaf.spec.dtype} of shape "
+                f"{leaf.spec and leaf.spec.shape}{self._chain(path)}",
+                hint="Put an array, a tc.ArraySpec or `...` there in like",
+            )
+        self.check(path, leaf, target.spec)
+        return self.batch.add_target(path, leaf, target)
+
+    def target(self, wanted: object, path: str, *, in_place: bool) -> ArrayTarget | None:
+        """Returns an array to fill: the wanted one itself, or a new one; None for a value."""
+        if in_place:
+            return target_of(wanted, path, self.here)
+        return like_of(wanted, path, self.here, self.options.device, allocate=self.take)
+
+    def new(self, spec: ArraySpec, path: str) -> ArrayTarget:
+        """Returns a new array, on the device of the options, or else of the spec."""
+        target = self.target(spec, path, in_place=False)
+        assert target is not None, "a spec describes an array"
+        return target
+
+    def new_batch(self) -> ReadBatch:
+        """Returns another batch of reads from the same checkpoint."""
+        return ReadBatch(self.checkpoint, self.source_rank, self.recorder, whole=self.batch.whole)
+
+    def run_now(self, batch: ReadBatch) -> None:
+        """Reads another batch at once, and counts its bytes among those of the load."""
+        batch.run(ReadOptions(self.memory, self.options.verify, ahead=True))
+        self.batch.nbytes += batch.nbytes
+        self.batch.read_nbytes += batch.read_nbytes
+
+    def check(self, path: str, leaf: Leaf, wanted: ArraySpec) -> None:
+        """Refuses a wanted shape or dtype that is not the saved one, by a MismatchError."""
+        saved = leaf.spec
+        assert saved is not None, "values are decoded, not read"
+        if wanted.shape != saved.shape:
+            raise MismatchError(
+                path,
+                expected=f"shape {wanted.shape}",
+                found=f"{saved.shape} in the checkpoint{self._chain(path)}",
+                hint="Ask for the saved shape, or leave the leaf out with `...`",
+            )
+        if wanted.regions == ():
+            return  # holds nothing, and does not know of what dtype
+        if wanted.dtype != saved.dtype and not self.options.cast:
+            raise MismatchError(
+                path,
+                expected=wanted.dtype,
+                found=f"{saved.dtype} in the checkpoint{self._chain(path)}",
+                hint="Pass cast=True to convert",
+            )
+        if wanted.dtype != saved.dtype:
+            check_cast(wanted, saved.dtype, path)
+            check_scaled(path, (saved.dtype, wanted.dtype), self.view.by_path)
+            for at, dtype in self.view.unscaled(leaf):
+                check_scaled(path, (dtype, wanted.dtype), self.index.by_path, at=at)
+
+    def _chain(self, path: str) -> str:
+        chain = self.view.chain(path)
+        return f", by the rules {chain}" if chain else ""
+
+    def check_keys(self, wanted: Mapping[str, object], whole: Mapping[str, SequenceReplacement]) -> None:
+        """Compares the wanted leaves with the saved ones.
+
+        Args:
+            wanted: by path.
+            whole: sequences that take the saved content whole, by path.
+
+        Raises:
+            MismatchError: by `strict`, naming what is missing and what is unexpected.
+        """
+        self.options.check_used(lambda: [*self.view.names, *wanted])
+        lacks = frozenset(self.missing).__contains__
+        found = compare_leaves(wanted, self.view.by_path, lacks=lacks, whole=whole, selects=self.selected)
+        self.unexpected = [*found.unexpected]
+        check_same(found, self.options.strict)
+
+    def report(self) -> LoadReport:
+        return LoadReport(
+            self.checkpoint.url,
+            self.batch.nbytes,
+            self.batch.read_nbytes,
+            self.loaded,
+            tuple(self.missing),
+            tuple(self.unexpected),
+            self.recorder.seconds,
+            self.view.transformed.dropped,
+            tuple((before, now) for before, now in self.view.renamed if self.selected(now)),
+            unverified_nbytes=self.batch.nbytes
+            if self.options.verify is False or self.options.mmap
+            else self.checkpoint.unverified(self.batch.nbytes),
+            in_parts=tuple(self.in_parts),
+            damaged=tuple(part for path, parts in self.damaged.items() if self.options.selects(path) for part in parts),
+            unmade=tuple(self.unmade),
+        )

@@ -1,0 +1,390 @@
+"""Verifies a checkpoint against its checksums and its index, and rebuilds a lost index.
+
+`survey_shard` finds all damaged bytes of a shard; `_io.storage.shard_reader` stops at the first of them. What could not
+be read, for want of descriptors, say, or because a disk failed, is told apart from damage (`_io.os_errors`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from .._core.format.damage import BadBytes, damaged_leaves
+from .._core.format.index import INDEX_NAME, rebuild
+from .._core.format.records import File, Index
+from .._core.format.shard_header import ShardHeader, decode_header
+from .._core.format.sidecars import stored_name
+from .._core.format.timings import timings_name
+from .._io.comm.collective import all_gather
+from .._io.comm.comm import Comm
+from .._io.os_errors import hint_for, read_failure
+from .._io.storage.checkpoint import Checkpoint
+from .._io.storage.fetching import FETCH_MEMORY
+from .._io.storage.index_lock import index_state, legible_save_id, replace_index
+from .._io.storage.leftovers import list_leftovers
+from .._io.storage.local_read import too_short
+from .._io.storage.many_files import for_each
+from .._io.storage.memory import aligned_buffer
+from .._io.storage.metadata_files import OnShardsRead, read_sidecar, read_timings, rebuild_from_shards
+from .._io.storage.shard_reader import ArrivingBlocks, OpenedShard, check_missing, matches, open_shard
+from .._io.storage.store import Store
+from .._io.timing import Recorder
+from .._threads import ThreadPool
+from ..errors import CheckpointError, CheckpointExists, StoreError, TreeckptError
+from ..reports import Leftover, Problem, VerifyReport
+from .leaf_moments import LeafMoments
+
+_log = logging.getLogger("treeckpt")
+SHOWN_LEAVES = 5
+READ_NBYTES = 8 << 20
+"""Bytes that are read at a time."""
+
+Survey = tuple[OpenedShard | None, list[BadBytes]]
+"""A shard, None if its header is bad or could not be read, and its bad bytes."""
+
+
+def verify_checkpoint(
+    checkpoint: Checkpoint,
+    *,
+    on_shard: Callable[[Sequence[Problem]], object] | None = None,
+    moments: LeafMoments | None = None,
+) -> VerifyReport:
+    """See `treeckpt.verify`.
+
+    Args:
+        on_shard: takes the problems of each shard, as soon as it was compared.
+        moments: takes all bytes that are compared.
+
+    Raises:
+        StoreError: the index or a listing could not be read, or an object store cannot be reached, or refuses.
+    """
+    recorder = Recorder(0)
+    checkpoint = checkpoint.own()
+    store, index, sizes = checkpoint.store, checkpoint.index, checkpoint.sizes
+    checkpoint.check_against_files()
+    problems, unread, notes = list[Problem](), list[Problem](), list[str]()
+    headers: list[tuple[int, ShardHeader]] = []
+    nbytes = 0
+    for file, (opened, bad) in zip(
+        index.file_list,
+        survey_shards(store, index, index.file_list, sizes, keep=True, moments=moments),
+        strict=True,
+    ):
+        own = [_problem(index, part) for part in bad if not part.unread]
+        problems += own
+        unread += [_problem(index, part) for part in bad if part.unread]
+        notes += [_advice(part) for part in bad if part.unread]
+        if on_shard is not None:
+            on_shard(own)
+        if opened is not None and not bad:
+            nbytes += file.nbytes
+            try:
+                headers.append((file.header, decode_header(opened.header, f"{store.url}/{file.name}")))
+            except TreeckptError as error:
+                problems.append(Problem(file.name, str(error), 0, file.header))
+    if not problems and not unread and (why := _index_difference(checkpoint, headers)):
+        problems.append(Problem(INDEX_NAME, why))
+    for problem, failure in _problems_of_others(checkpoint):
+        (unread if failure else problems).append(problem)
+    left: tuple[Leftover, ...] = ()
+    try:
+        left = list_leftovers(store, sizes, known=index.save_id)
+    except (TreeckptError, OSError) as error:
+        notes.append(f"Whether dead saves have left files there could not be found out: {error}")
+    return VerifyReport(
+        store.url,
+        len(index.file_list),
+        nbytes,
+        tuple(problems),
+        recorder.seconds,
+        leftovers=left,
+        unread=tuple(unread),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _problem(index: Index, bad: BadBytes) -> Problem:
+    leaves = tuple(sorted({d.path for damaged in damaged_leaves(index, [bad]).values() for d in damaged}))
+    more = f" and {len(leaves) - SHOWN_LEAVES} more" if len(leaves) > SHOWN_LEAVES else ""
+    of = f" of {', '.join(path or '<root>' for path in leaves[:SHOWN_LEAVES])}{more}" if leaves else ""
+    return Problem(bad.file, f"bytes {bad.start}:{bad.stop}{of}: {bad.why}", bad.start, bad.stop, leaves)
+
+
+def _index_difference(checkpoint: Checkpoint, headers: Sequence[tuple[int, ShardHeader]]) -> str:
+    """Returns how the index differs from what the headers of all shards describe; empty if it does not."""
+    try:
+        same = rebuild(headers, checkpoint.url) == checkpoint.index
+    except CheckpointError as error:
+        return str(error)
+    return "" if same else "it is not the index that the shards describe"
+
+
+def _advice(bad: BadBytes) -> str:
+    """Returns what to do about bytes that could not be read."""
+    return hint_for(OSError(getattr(errno, bad.unread, 0), bad.why))
+
+
+def _problems_of_others(checkpoint: Checkpoint) -> Iterator[tuple[Problem, str]]:
+    """Yields what is wrong with the timings and sidecar files, and `read_failure` of its error."""
+    store, index = checkpoint.store, checkpoint.index
+    try:
+        read_timings(store, index.save_id)
+    except (TreeckptError, OSError) as error:
+        yield Problem(timings_name(index.save_id), str(error)), read_failure(error)
+    for sidecar in index.sidecars:
+        name = stored_name(index.save_id, sidecar.name)
+        found = checkpoint.sizes.get(name)
+        try:
+            if found is not None and found > sidecar.nbytes:
+                yield Problem(name, f"the file goes on after byte {sidecar.nbytes}", sidecar.nbytes, found), ""
+            read_sidecar(store, index, sidecar.name)
+        except (TreeckptError, OSError) as error:
+            yield Problem(name, str(error), 0, sidecar.nbytes), read_failure(error)
+
+
+def publish_rebuilt(store: Store, *, replace: bool, on_read: OnShardsRead | None = None) -> Index:
+    """See `treeckpt.rebuild_index`."""
+    if not replace and INDEX_NAME in store.sizes():
+        raise CheckpointExists(
+            store.url, expected=f"no {INDEX_NAME}", found="one", hint="Pass replace=True to make it anew"
+        )
+    before = index_state(store)
+    try:  # the save of the index that is there: a later one beside it may never have been committed
+        index = rebuild_from_shards(store, save_id=legible_save_id(before), on_read=on_read)
+    except CheckpointError:
+        if legible_save_id(before) is None:
+            raise
+        index = rebuild_from_shards(store, on_read=on_read)
+    if aside := replace_index(store, before, index):
+        store.delete(aside)
+    return index
+
+
+# damaged bytes -------------------------------------------------------------------------------------------------------
+def survey_shards(
+    store: Store,
+    index: Index,
+    files: Sequence[File],
+    sizes: Mapping[str, int],
+    *,
+    keep: bool = False,
+    moments: LeafMoments | None = None,
+) -> Iterable[Survey]:
+    """Compares every checksum of several shards, and gives what `survey_shard` returns for each of them, in order.
+
+    A store that fetches has many requests in flight, over all shards.
+    """
+    if store.traits.far:
+        with contextlib.suppress(CheckpointError, OSError):
+            return _survey_fetched(store, index, files, sizes, keep, moments)
+        if moments is not None:
+            moments.clear()
+    # or a range cannot be read: this way finds out which
+    return (survey_shard(store, index, file, sizes.get(file.name), keep=keep, moments=moments) for file in files)
+
+
+def survey_shard(
+    store: Store,
+    index: Index,
+    file: File,
+    size: int | None,
+    *,
+    keep: bool = False,
+    moments: LeafMoments | None = None,
+) -> Survey:
+    """Compares every checksum of a shard.
+
+    Args:
+        size: the file's, in bytes; None where it is missing.
+        keep: as for `open_shard`.
+        moments: as for `verify_checkpoint`.
+
+    Returns:
+        The shard, and its bad bytes by where they start. Without a header that can be believed there is no shard, and
+        all of the file is bad.
+    """
+    opened, bad = _open(store, index, file, size, keep)
+    if opened is None or size is None:
+        return opened, bad
+    there = min(size, file.header + file.nbytes) - file.header
+    return opened, _joined([*_bad_blocks(store, opened, there, moments), *bad])
+
+
+def _open(store: Store, index: Index, file: File, size: int | None, keep: bool) -> Survey:
+    """Opens a shard; returns it, and what its header and its length show to be bad."""
+    whole = file.header + file.nbytes
+    if size is None:
+        try:
+            check_missing(store, file.name)
+        except StoreError as error:
+            return None, [BadBytes(file.name, 0, whole, f"{error.found}. {error.hint}", read_failure(error))]
+        return None, [BadBytes(file.name, 0, whole, "the file is missing")]
+    try:
+        opened = open_shard(store, index, file, size, whole=False, keep=keep)
+    except CheckpointError as error:
+        why = f"no header as it was written: expected {error.expected}, found {error.found}"
+        return None, [BadBytes(file.name, 0, whole, why)]
+    except OSError as error:
+        return None, [BadBytes(file.name, 0, whole, f"the header cannot be read: {error}", read_failure(error))]
+    if size < whole:
+        return opened, [BadBytes(file.name, size, whole, f"the file ends at byte {size}")]
+    if size > whole:
+        return opened, [BadBytes(file.name, whole, size, f"the file goes on after byte {whole}")]
+    return opened, []
+
+
+def _joined(found: Iterable[BadBytes]) -> list[BadBytes]:
+    """Joins bad bytes that follow each other and have the same cause."""
+    joined: list[BadBytes] = []
+    for bad in found:
+        if joined and joined[-1].stop == bad.start and joined[-1].why == bad.why:
+            bad = BadBytes(bad.file, joined.pop().start, bad.stop, bad.why, bad.unread)
+        joined.append(bad)
+    return joined
+
+
+def _survey_fetched(
+    store: Store,
+    index: Index,
+    files: Sequence[File],
+    sizes: Mapping[str, int],
+    keep: bool,
+    moments: LeafMoments | None,
+) -> list[Survey]:
+    """Surveys shards of a store that fetches; raises what a request raised."""
+    assert store.traits.far, "the caller has looked"
+    surveys = for_each(store, lambda file: _open(store, index, file, sizes.get(file.name), keep), files)
+    parts = [
+        (opened, start, min(start + _step(opened), opened.file.nbytes))
+        for opened, bad in surveys
+        if opened is not None and not bad
+        for start in range(0, opened.file.nbytes, _step(opened))
+    ]
+    """Of each request: the shard, and where in its data area it begins and ends."""
+    found: dict[str, list[BadBytes]] = {file.name: [] for file in files}
+    arriving: dict[int, ArrivingBlocks] = {}
+
+    def compare(number: int, at: int, data: memoryview, size: int | None) -> None:
+        opened, start, stop = parts[number]
+        position, nbytes = opened.file.header + start, stop - start
+        if size is not None and size < position + nbytes:
+            url = f"{store.url}/{opened.file.name}"
+            raise too_short(url, position, nbytes, max(size - position, 0), what="object")
+        if not at:
+            arriving[number] = ArrivingBlocks(opened, start, partial(_add_unlike, opened, found[opened.file.name]))
+        arriving[number].add(data)
+        if moments is not None:
+            moments.add(opened.file, start + at, data)
+        if at + len(data) == nbytes:
+            del arriving[number]
+
+    ranges = [(opened.file.name, opened.file.header + start, stop - start) for opened, start, stop in parts]
+    store.fetch(ranges, compare, memory=FETCH_MEMORY)
+    for file, (opened, bad) in zip(files, surveys, strict=True):
+        if opened is not None and bad:  # of another length
+            found[file.name] += _bad_blocks(store, opened, min(sizes[file.name] - file.header, file.nbytes), None)
+    return [
+        (opened, _joined([*sorted(found[file.name], key=lambda one: one.start), *bad]))
+        for file, (opened, bad) in zip(files, surveys, strict=True)
+    ]
+
+
+def _add_unlike(opened: OpenedShard, found: list[BadBytes], at: int, nbytes: int, checksum: int) -> None:
+    if checksum != opened.hashes[at // opened.block]:
+        found.append(_unlike(opened, at, nbytes))
+
+
+def survey(checkpoint: Checkpoint, comm: Comm) -> tuple[BadBytes, ...]:
+    """Returns all bytes of a checkpoint's shards that differ from what was saved. Every rank has to call.
+
+    The ranks divide the shards among them, and exchange what they found. Bytes that a disk fails to read (EIO) are
+    among them, so that what is intact elsewhere can be loaded.
+
+    Raises:
+        StoreError: bytes could not be read for another reason, which says nothing of them.
+        CheckpointNotFound, CorruptError, FormatError: there is no index that can be read.
+        RankError: another rank failed.
+    """
+
+    def own() -> list[BadBytes]:
+        checkpoint.check_against_files()
+        store, index, sizes = checkpoint.store, checkpoint.index, checkpoint.sizes
+        files = index.file_list[comm.rank :: comm.size]
+        return [bad for _, found in survey_shards(store, index, files, sizes) for bad in found]
+
+    found = [bad for part in all_gather(comm, f"load {checkpoint.url}", own, list[BadBytes]) for bad in part]
+    for bad in found:
+        if bad.unread not in ("", "EIO"):
+            where = f"{checkpoint.url}/{bad.file}"
+            raise StoreError(where, expected="bytes to compare", found=bad.why, hint=_advice(bad))
+    return tuple(sorted(found, key=lambda bad: (bad.file, bad.start)))
+
+
+def _bad_blocks(store: Store, opened: OpenedShard, there: int, moments: LeafMoments | None) -> Iterator[BadBytes]:
+    """The blocks that differ from their checksums, of a data area with its first `there` bytes left."""
+    file = opened.file
+    for start, data, failed in _read_steps(store, opened, there):
+        all_read = True
+        for at in range(start, start + len(data), opened.block):
+            part = data[at - start : at - start + opened.block]
+            if failed and (error := _error_of(store, opened, at, part)):
+                all_read = False
+                first, why = file.header + at, f"they cannot be read: {error}"
+                yield BadBytes(file.name, first, first + len(part), why, read_failure(error))
+            elif not matches(opened, at, part):
+                yield _unlike(opened, at, len(part))
+        if moments is not None:
+            moments.add(file, start, data)
+        if failed and all_read:
+            first = file.header + start
+            where = f"{store.url}/{file.name}: bytes {first}:{first + len(data)}"
+            _log.warning("%s: only a second try could read them: %s", where, failed)
+
+
+def _read_steps(store: Store, opened: OpenedShard, there: int) -> Iterator[tuple[int, memoryview, Exception | None]]:
+    """Reads the first `there` bytes of a data area; the next bytes are read while the last ones are compared.
+
+    Yields:
+        Where the bytes start, the bytes, and the error of the read.
+    """
+    step = _step(opened)
+    parts = [(start, min(step, there - start)) for start in range(0, max(there, 0), step)]
+    buffers = [aligned_buffer(min(step, there), huge=True) for _ in parts[:2]]
+    with ThreadPool(1, "treeckpt-verify") as reader:
+
+        def read(number: int) -> tuple[int, memoryview, Future[Exception | None]]:
+            start, nbytes = parts[number]
+            data = buffers[number % 2][:nbytes]
+            return start, data, reader.submit(_error_of, store, opened, start, data)
+
+        reads = map(read, range(len(parts)))
+        coming = next(reads, None)
+        while coming is not None:
+            start, data, error = coming
+            failed = error.result()
+            coming = next(reads, None)
+            yield start, data, failed
+
+
+def _step(opened: OpenedShard) -> int:
+    """Returns the bytes of a shard that are read at a time: whole blocks with checksums."""
+    return max(READ_NBYTES // opened.block, 1) * opened.block
+
+
+def _unlike(opened: OpenedShard, at: int, nbytes: int) -> BadBytes:
+    """Returns the block that starts at `at` in the data area as bad bytes."""
+    first = opened.file.header + at
+    return BadBytes(opened.file.name, first, first + nbytes, "they differ from their checksum")
+
+
+def _error_of(store: Store, opened: OpenedShard, start: int, out: memoryview) -> Exception | None:
+    """Returns the error of a read; None if it succeeds."""
+    try:
+        store.read_into(opened.file.name, opened.file.header + start, out)
+    except (CheckpointError, OSError) as error:
+        return error
+    return None

@@ -1,0 +1,92 @@
+"""The parts of a checkpoint's index that lists of checkpoints need: read once, and cached until the file changes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from .._core.format.lineage import Lineage
+from .._core.format.records import Index
+from .._core.format.sidecars import stored_name
+from .._core.tree.value_codec import Value, decode_value
+from .._inspect.outline import held_nbytes
+from .._io.storage.metadata_files import KnownIndex, NewestIndex, decode_and_check, read_index_bytes
+from .._io.storage.store import DirectoryEntry, Store
+from ..errors import TreeckptError
+from .stat_cache import StatCache
+
+METRICS = "metrics"
+"""The key of custom metadata that holds a checkpoint's metrics: a dict of names and numbers."""
+
+
+class Summary(msgspec.Struct, frozen=True, gc=False):
+    """The parts of an index that a list of checkpoints needs."""
+
+    save_id: str
+    step: int | None
+    world: int
+    leaves: int
+    nbytes: int
+    created_ns: int
+    sizes: tuple[tuple[str, int], ...]
+    """Every shard and the size of its file."""
+    metrics: dict[str, float]
+    held_nbytes: int
+    lineage: Lineage | None = None
+    sidecars: tuple[tuple[str, int], ...] = ()
+    """Every sidecar file, by its name in the directory, and its size."""
+
+
+def read_summary(folder: Store, index: DirectoryEntry, cache: StatCache, newest: NewestIndex | None = None) -> Summary:
+    """Returns the summary of a folder's index.
+
+    Args:
+        index: the file, as it is now.
+        newest: is offered the index, if it is not in the cache, and in an object store or `newest.local`.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+
+    def read() -> Summary:
+        data = read_index_bytes(folder)
+        found = decode_and_check(folder, data)
+        if newest is not None and (newest.local or folder.traits.far):
+            newest.offer(KnownIndex(folder.place, data, found))
+        return summarize_index(found)
+
+    return cache.get_or_read((folder.place, "summary"), index, read)
+
+
+def summarize_index(index: Index) -> Summary:
+    """Extracts from an index what a list of checkpoints needs."""
+    sizes = tuple((file.name, file.header + file.nbytes) for file in index.file_list)
+    return Summary(
+        save_id=index.save_id,
+        step=index.step,
+        world=index.world,
+        leaves=len(index.leaves),
+        nbytes=index.nbytes,
+        created_ns=index.created_ns,
+        sizes=sizes,
+        metrics=_metrics(index.metadata.get(METRICS)),
+        held_nbytes=held_nbytes(index),
+        lineage=index.lineage,
+        sidecars=tuple((stored_name(index.save_id, one.name), one.nbytes) for one in index.sidecars),
+    )
+
+
+def _metrics(value: Value) -> dict[str, float]:
+    """Returns the numbers of a dict; empty for other values, which users may keep under this key."""
+    try:
+        found = decode_value(value, METRICS)
+    except TreeckptError:
+        return {}
+    pairs: dict[Any, Any] = found if isinstance(found, dict) else {}
+    return {k: float(v) for k, v in pairs.items() if isinstance(k, str) and _is_number(v)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or (type(value) is int and math.log2(abs(value) + 1) < 1023)

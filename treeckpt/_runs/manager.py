@@ -1,0 +1,633 @@
+"""`Manager` decides for all ranks when a run is saved, which checkpoint it resumes from, and which ones are kept.
+
+    with tc.Manager("run", keep=[Last(3), Best("loss")], every=1000) as manager:
+        manager.save_on_signal()
+        manager.resume(model, optimizer)  # the newest checkpoint that loads; nothing on a first run
+        for step in range(manager.count + 1, last + 1):
+            loss = train(model, optimizer)
+            if manager.should_save(step):
+                manager.save(step, tc.training.state(model, optimizer), metrics={"loss": loss})
+
+A tree of any kind is restored by `restore(like=state)`, once `latest()` is not None.
+
+Every method is called on every rank, in the same order. Rank 0 alone reads the disk and deletes; the other ranks get
+its result over the comm, without collectives. Nothing is decided from memory: metrics are in the checkpoint's custom
+metadata, pins are files, and every index records which save it follows, so a restart, or a second manager, decides the
+same. The newest checkpoint is the one saved last: after a rollback, one saved since then (`_core.format.lineage`).
+`run` deletes, by the policies of `policy`; `schedule` decides which steps are due.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from signal import SIGTERM
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+
+import msgspec
+
+from .. import _api
+from .._core.format.file_names import check_step
+from .._core.tree.structure import key_text
+from .._io.comm.collective import ending_together, from_rank0
+from .._io.comm.comm import PrefixComm, as_comm
+from .._io.comm.termination import HEARTBEAT_TIMEOUT
+from .._io.public_calls import check_options, saves, takes_no_save
+from .._io.storage.reader_leases import hold_lease
+from .._io.storage.run_store import RunStore
+from .._io.storage.store import Store
+from .._loading.keywords import LoadKeywords
+from .._saving.background import save_async_tree
+from .._saving.future import Pending
+from .._saving.options import check_metadata
+from .._saving.save import save_tree
+from .._saving.sidecar_files import SidecarContent
+from ..errors import CheckpointNotFound, TreeckptError, TreeError
+from ..reports import SaveReport
+from ..trees._per_rank_state import Policy, policy_of
+from .broken_loop import LoopState, is_of_workers, training_state
+from .catalog import runs_below
+from .checkpoint_info import step_info
+from .history import SaveHistory
+from .index_summary import METRICS
+from .notebook import run_html
+from .options import (
+    BackgroundSaveKeywords,
+    Keep,
+    RestoreKeywords,
+    as_policies,
+    as_save_options,
+    best_policy,
+    check_can_restore,
+    check_no_other_metrics,
+    is_factory,
+    parse_metrics,
+)
+from .pending_saves import PendingSaves, RetentionRunner
+from .registered_state import OBJECTS, READERS, FunctionValue, InputReader, RegisteredState, check_name
+from .restore import Restorer
+from .run import GRACE, CleanReport, RunDirectory
+from .schedule import SaveSchedule
+from .select import CheckpointSelector
+
+if TYPE_CHECKING:  # they import torch
+    from ..training._modules import Modules
+    from ..training._optimizers import Optimizers
+    from ..training._report import RestoreReport
+
+_log = logging.getLogger("treeckpt")
+WAIT_AFTER_ERROR = 10.0
+"""Seconds that leaving a manager's body with an error waits for saves in flight."""
+
+
+class Manager:
+    """Saves, keeps and restores the checkpoints of a run. Create one on every rank.
+
+    >>> with tc.Manager("job", keep=[tc.policy.Last(2), tc.policy.Best("loss")], background=False) as manager:
+    ...     for step, loss in ((10, 0.5), (20, 0.7), (30, 0.6), (40, 0.8)):
+    ...         report = manager.save(step, model.state_dict(), metrics={"loss": loss})
+    >>> manager.steps(), manager.latest(), manager.best("loss")
+    ([10, 30, 40], 40, 10)
+
+    Args:
+        run: a directory, or a URL (`s3://bucket/run`); checkpoints are its subdirectories `step_00000100`. Nothing
+            else in it is ever touched.
+        keep: a policy or several of `treeckpt.policy`, or their text, as "last:3 best:loss"; a number is
+            `Last(number)`, None keeps everything. By default the last 3 of all in `run` stay, whoever saved them. The
+            newest, pinned and known damaged checkpoints are always kept. What is deleted is logged (INFO, `treeckpt`).
+        every: steps between saves.
+        seconds: seconds between saves, by rank 0's clock; a step is due by either interval.
+        background: saves with `save_async`: `save` returns as soon as the tree may change.
+        grace: seconds for which files of a save that never finished are kept.
+        comm: which ranks save, same as for `treeckpt.save`; "alone" manages the saves of this process only.
+        follow_links: reads links out of a local run, of files and in place of steps; their targets never change.
+        options: those of `treeckpt.save`, and of `treeckpt.save_async` with `background`. A step that is saved again
+            replaces the earlier one, which stays valid until then; `overwrite=False` refuses it. Without either, a
+            warning names the first step that is saved at or below one that this manager neither saved nor restored.
+    """
+
+    def __init__(
+        self,
+        run: str | os.PathLike[str] | RunStore,
+        *,
+        keep: Keep = 3,
+        every: int | None = None,
+        seconds: float | None = None,
+        background: bool = True,
+        grace: float = GRACE,
+        comm: _api.AnyComm = None,
+        follow_links: bool = False,
+        **options: Unpack[BackgroundSaveKeywords],
+    ) -> None:
+        others = Manager.__init__.__kwdefaults__ or ()
+        self._background, self.options = background, as_save_options(options, background=background, others=others)
+        self.directory, self._policies = RunDirectory(run, follow_links=follow_links), as_policies(keep)
+        self._selector = CheckpointSelector(self.directory)
+        self._saving_comm = as_comm(comm)
+        self._comm = PrefixComm(self._saving_comm, "manager")
+        self._registered = RegisteredState()
+        self._history = SaveHistory(
+            self.directory, self._selector.warn_once, self._comm.rank, replaces=options.get("overwrite", False)
+        )
+        self._restorer = Restorer(self.directory, self._selector, self._comm, self._saving_comm, self._history)
+        self.schedule = SaveSchedule(self._saving_comm, every=every, seconds=seconds)
+        self._pending = PendingSaves(self._start_clean)
+        self.retention = RetentionRunner(self.directory, self._policies, self._selector, self._pending, grace=grace)
+        self._exit: int | None = None
+        self._loop = LoopState()
+        self._reached: int | None = None
+        self._count = 0
+
+    def __repr__(self) -> str:
+        comm = self._saving_comm
+        return f"Manager({self.directory.url!r}, keep={list(self._policies)!r}, rank {comm.rank} of {comm.size})"
+
+    def _repr_html_(self) -> str:
+        return run_html(self.directory.store, repr(self))
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal has requested a save: after that save, end the training."""
+        return self.schedule.stopping
+
+    @property
+    def count(self) -> int:
+        """The step that was counted, saved or restored last; `step` counts on from it. It may be set."""
+        return self._count
+
+    @count.setter
+    def count(self, step: int) -> None:
+        self._count = step
+
+    # registering -----------------------------------------------------------------------------------------------
+
+    def register(self, name: str, thing: Any) -> None:
+        """Registers an object: saved with every step under `registered/<name>`, restored in place by every `restore`.
+
+        Args:
+            thing: an object with `state_dict` and `load_state_dict`, `KeyedTable.of` a hash table, or a tree whose
+                containers can change; the same on all ranks, except for parts in `PerRank` or `Sharded`. An optimizer
+                may be without state when it is restored: its state is created on the devices of its parameters.
+
+        Raises:
+            ValueError: the name is taken.
+            TreeError: it is or holds a value that cannot be changed in place; use `register_value` for those.
+        """
+        objects = self._registered.objects
+        check_name(name, objects, "registered")
+        check_can_restore(f"{OBJECTS}/{key_text(name)}", name, thing, self.options.namespace)
+        objects[name] = thing
+
+    def register_value(self, name: str, get: Callable[[], Any], set: Callable[[Any], Any]) -> None:
+        """Registers a value: saved with every step under `registered/<name>`, set by every `restore`.
+
+        Args:
+            get: returns the value at each save: any tree that `treeckpt.save` takes, the same on all ranks.
+            set: called with the value as it was saved.
+
+        Raises:
+            ValueError: the name is taken.
+            TypeError: `get` or `set` is not callable.
+        """
+        objects = self._registered.objects
+        check_name(name, objects, "registered")
+        for what, function in (("get", get), ("set", set)):
+            if not callable(function):
+                raise TypeError(f"expected {what} to be a function, found {function!r:.60}")
+        objects[name] = FunctionValue(get, set)
+
+    def register_io_state(self, name: str, reader: Any, *, changed: Policy = "error") -> None:
+        """Registers this rank's reader of input: its state is saved under `io/<name>` with every step, and restored.
+
+        Args:
+            reader: has `state_dict` and `load_state_dict`, or `dump_io_state` and `load_io_state`.
+            changed: the state to restore when the number of ranks has changed: "error" refuses, "take" takes the state
+                of the old rank `rank % old world size`, and a function `merge(states of all old ranks, rank, world
+                size)` returns it.
+
+        Raises:
+            ValueError: the name is taken.
+            TreeError: the reader has no methods that return and take its state.
+        """
+        readers = self._registered.readers
+        check_name(name, readers, "registered as io state")
+        for dump, load in (("state_dict", "load_state_dict"), ("dump_io_state", "load_io_state")):
+            methods: tuple[Any, Any] = getattr(reader, dump, None), getattr(reader, load, None)
+            if all(map(callable, methods)):
+                owner = reader if dump == "state_dict" else FunctionValue(*methods)
+                readers[name] = InputReader(owner, policy_of(changed, name) or "error")
+                return
+        raise TreeError(
+            f"{READERS}/{name}",
+            expected="an object with state_dict and load_state_dict, or dump_io_state and load_io_state",
+            found=f"a {type(reader).__qualname__}",
+            hint="Wrap it in one that has both",
+        )
+
+    # saving --------------------------------------------------------------------------------------------------
+
+    @takes_no_save
+    def should_save(self, step: int) -> bool:
+        """Whether this step is to be saved. Call it once per step, on every rank; all ranks get the same result."""
+        step = check_step(step)
+        self._pending.collect()
+        if self.schedule.listening:
+            self._loop.reach(step)
+        return self.schedule.due(step) and (step != self._reached or self.stopping)
+
+    def step(
+        self,
+        tree: Any | Callable[[], Any] = ...,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        files: Mapping[str, SidecarContent] | None = None,
+    ) -> SaveReport | Pending | None:
+        """Counts a step, from the one that was restored, and saves it if it is due.
+
+        Args:
+            tree: the tree, or a function that returns it, called only if the step is due; without it only what is
+                registered is saved.
+            metrics, files: as for `save`.
+
+        Returns:
+            The result of `save`; None if the step was not due.
+        """
+        self.count += 1
+        makes = is_factory(tree, self.options.namespace)
+        if tree is ... or makes:
+            self._loop.tree = (lambda: tree) if tree is ... else tree
+        if not self.should_save(self.count):
+            return None
+        return self.save(self.count, tree() if makes else tree, metrics=metrics, files=files)
+
+    @saves
+    def save(
+        self,
+        step: int,
+        tree: Any = ...,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        pin: bool = False,
+        custom_metadata: Mapping[str, Any] | None = None,
+        files: Mapping[str, SidecarContent] | None = None,
+    ) -> SaveReport | Pending:
+        """Saves a tree as this step, and cleans up when it is committed.
+
+        Its lineage follows the checkpoint restored or saved last, or its newest ancestor with a step below this one.
+
+        Args:
+            tree: must be a dict if anything is registered, which is saved beside it; without a tree only what is
+                registered is saved.
+            metrics: numbers by which `Best` and `best` choose; those of rank 0 count.
+            pin: keeps the checkpoint until it is unpinned, or the step is saved again: without `pin`, that is logged.
+            files: as in `treeckpt.save`.
+
+        Returns:
+            The `SaveReport`, or with `background` the `Pending`.
+
+        Raises:
+            The errors of `treeckpt.save`; with `background` also the error of the previous save.
+            SystemExit: after a signal, if `save_on_signal` was called with `exit`.
+        """
+        step = check_step(step)
+        named, custom = {} if metrics is None else {METRICS: parse_metrics(metrics)}, check_metadata(custom_metadata)
+        check_no_other_metrics(custom, named)
+        metadata = {**custom, **(named if self._comm.rank == 0 else {})}
+        if self.stopping:
+            self._pending.drain()  # an earlier failure must not prevent the last save
+        elif self.options.busy == "wait":
+            self._pending.settle()
+        self._loop.note_saved(tree)
+        with self._pending.starting(step):
+            result = self._save(step, self._registered.joined(tree), metadata, files, pin=pin)
+        if isinstance(result, SaveReport):
+            self._start_clean()
+            self.retention.wait()
+        self.count = step
+        if isinstance(result, Pending) and result.skipped:
+            return result
+        self._reached = step
+        self.schedule.restart()
+        if self.stopping and self._exit is not None:
+            self.close()
+            raise SystemExit(self._exit)
+        return result
+
+    def _save(
+        self, step: int, tree: Any, metadata: Mapping[str, Any], files: Any, *, pin: bool
+    ) -> SaveReport | Pending:
+        options = msgspec.structs.replace(self.options, step=step)
+        # before the save, so that no clean-up removes the step in between
+        pinned = pin and self._from_rank0(f"pin step {step}", partial(self.directory.put_pin, step), bool)
+        unpin = partial(self._undo_pin, step, pinned)
+        store, save = self.directory.folder(step), save_async_tree if self._background else save_tree
+        try:
+            lineage = self._history.next_save(step, pin=pin)
+            result = save(store, tree, self._saving_comm, options, metadata, lineage, files)
+        except BaseException:
+            unpin()
+            self._start_clean()  # the disk may be full of checkpoints that no policy keeps
+            raise
+        if isinstance(result, Pending) and result.skipped:
+            unpin()
+        elif isinstance(result, Pending):
+            self._pending.add(step, result, unpin)
+        return result
+
+    def _undo_pin(self, step: int, pinned: bool) -> None:
+        """Removes the pin of a save that has failed."""
+        if pinned and self._comm.rank == 0:
+            with contextlib.suppress(TreeckptError):
+                self.directory.take_pin_back(step)
+
+    def _start_clean(self) -> None:
+        if self._comm.rank == 0:
+            self.retention.start()
+
+    @takes_no_save
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until everything that was saved is durable, and the clean-up after it is done.
+
+        Args:
+            timeout: seconds to wait at most for the saves, and again for the clean-up.
+
+        Raises:
+            The error of a save that failed; CheckpointError, which names the lost steps, if one has not ended in time.
+        """
+        self._pending.settle(timeout)
+        self.retention.wait(timeout)
+
+    # restoring -------------------------------------------------------------------------------------------------
+
+    @takes_no_save
+    def restore(
+        self, like: Any = None, *, step: int | None = None, into: Any = None, **options: Unpack[LoadKeywords]
+    ) -> Any:
+        """Loads a step; `count` and the lineage of the next save continue from it.
+
+        Args:
+            like: same as for `treeckpt.load`.
+            step: by default the newest that loads: if one turns out to be corrupt on any rank, that is logged and all
+                ranks load the one before it and fill everything again. If an earlier step is restored, the steps saved
+                after it become an abandoned branch.
+            into: a tree to fill in place with `treeckpt.load_into`, in place of `like`.
+            options: those of `treeckpt.load`, or with `into` of `treeckpt.load_into`; `read` is "once" by default from
+                an object store, where the ranks are all those of torch.distributed, `namespace` that of the manager.
+
+        Returns:
+            The tree, or the `LoadReport` with `into`.
+
+        Raises:
+            CheckpointNotFound: there is nothing to restore.
+            StoreError: nothing could be loaded, and some steps could not be read.
+            The errors of `treeckpt.load`.
+        """
+        if like is not None and into is not None:
+            raise TreeckptError(self.directory.url, expected="one target", found="like and into")
+        options.setdefault("namespace", self.options.namespace)
+        call = partial(self._registered.restore, like=like, into=into)
+        fills, whole = into is not None or bool(self._registered), like is None and into is None
+        found = self._restorer.restore(call, step, options, fills=fills, whole=whole)
+        if found is None:
+            raise CheckpointNotFound(
+                self.directory.url,
+                expected="a checkpoint to restore",
+                found="none",
+                hint="Start anew where latest() is None",
+            )
+        self._restored(found.step)
+        return found.result
+
+    @takes_no_save
+    def resume(
+        self, model: Modules, optimizer: Optimizers | None = None, **options: Unpack[RestoreKeywords]
+    ) -> RestoreReport | None:
+        """Continues a run: restores its newest checkpoint that loads into live objects, with what is registered.
+
+        All ranks restore the same step. It is protected from deletion meanwhile. A checkpoint that turns out to be
+        corrupt on any rank is logged, all ranks restore the one before it, and `RestoreReport.passed_over` names it.
+        `count` and the lineage of the next save continue from the step.
+
+        Args:
+            model, optimizer, options: those of `treeckpt.training.restore`, for what `treeckpt.training.state` gave;
+                `namespace` is that of the manager by default, also for what is registered.
+
+        Returns:
+            The report; None on a first run, when nothing was saved yet: nothing has changed then, and `count` is 0.
+            What a save of the objects would refuse is refused here.
+            Rank 0 logs it (INFO, to the logger `treeckpt`), as a misspelt name of a run looks the same; as a warning
+            where runs lie below.
+
+        Raises:
+            CheckpointNotFound: there are checkpoints, none of which can be loaded.
+            StoreError: none could be loaded, and some of them could not be read.
+            The errors of `treeckpt.training.restore`.
+        """
+        check_options(options, RestoreKeywords.__optional_keys__, "resume")
+        options.setdefault("namespace", self.options.namespace)
+        call = partial(self._registered.restore_training, model=model, optimizer=optimizer)
+        found = self._restorer.restore(call, None, options, fills=True)
+        if found is None:
+            from ..training._capture import check_objects
+            from ..training._user_state import check_generators
+
+            with ending_together(self._comm, "resume", self.directory.url, hint="Nothing has changed"):
+                check_objects(model, optimizer, options, self._comm.rank, allow_pickle=self.options.allow_pickle)
+            if self._comm.rank == 0:
+                url, found = self.directory.url, runs_below(self.directory.store)
+                below = f". Below it are runs: {', '.join(found[:5])}" if found else ""
+                level = logging.WARNING if found else logging.INFO
+                _log.log(level, "%s: no checkpoint: the training starts anew%s", url, below)
+                check_generators(options.get("loader"))
+            self._loop.tree = partial(training_state, model, optimizer, options)
+            return None
+        self._restored(found.step)
+        report: RestoreReport = found.result
+        unasked = [path for path in report.ignored if "/" not in path]
+        if not unasked and (report.extra is None or options.get("extra") is not None):
+            self._loop.tree = partial(training_state, model, optimizer, options)
+        return msgspec.structs.replace(report, passed_over=found.passed_over)
+
+    def _restored(self, step: int) -> None:
+        self.count = self._reached = step
+        self.schedule.restart()
+
+    @contextlib.contextmanager
+    def reading(self, step: int) -> Iterator[Store]:
+        """Protects a step from deletion while the body reads it; called by one process alone, not by all ranks.
+
+        Raises:
+            CheckpointNotFound: it does not exist, or is not complete.
+        """
+        folder = self.directory.folder(step)
+        with hold_lease(folder):
+            self.directory.checkpoint(step)
+            yield folder
+
+    # listing --------------------------------------------------------------------------------------------------
+
+    @takes_no_save
+    def latest(self, *, verify: bool = False) -> int | None:
+        """Returns the newest step that can be restored: the one saved last, not the highest. None if there is none.
+
+        Checkpoints that are skipped are logged. After a rollback the abandoned branch comes last.
+
+        Args:
+            verify: reads everything and compares checksums; otherwise the index and the sizes of files are checked.
+
+        Raises:
+            CheckpointNotFound: the manager was given the path of one checkpoint in the place of its run.
+        """
+        return self._from_rank0("latest", partial(self._newest_step, verify), int | None)
+
+    def _newest_step(self, verify: bool) -> int | None:
+        found = self._selector.newest(verify=verify, busy=self._pending.busy())
+        return step_info(found).step if found is not None else None
+
+    @takes_no_save
+    def best(self, metric: str | None = None, *, mode: Literal["min", "max"] | None = None) -> int | None:
+        """Returns the step with the best metric; None if no checkpoint has it, with a logged list of those there are.
+
+        Args:
+            metric: by default the metric of the first `Best` policy.
+            mode: by default the mode of the policy with this metric, otherwise "min".
+        """
+        policy = best_policy(self._policies, metric, mode)
+        return self._from_rank0(f"best {policy.metric}", partial(self._selector.best, policy), int | None)
+
+    @takes_no_save
+    def steps(self) -> list[int]:
+        """Returns the steps that can be restored, in rising order."""
+        return self._from_rank0("steps", self._complete_steps, list[int])
+
+    def _complete_steps(self) -> list[int]:
+        return sorted(step_info(info).step for info in self._selector.complete())
+
+    def path(self, step: int) -> str:
+        """Returns the path or URL of a step, whether or not it is saved."""
+        return self.directory.folder(step).url
+
+    # keeping -------------------------------------------------------------------------------------------------
+
+    @takes_no_save
+    def pin(self, step: int) -> None:
+        """Keeps a step until it is unpinned.
+
+        Raises:
+            CheckpointNotFound: there is no such checkpoint.
+        """
+        step = check_step(step)
+        self._from_rank0(f"pin step {step}", partial(self.directory.pin, step), type(None))
+
+    @takes_no_save
+    def unpin(self, step: int) -> None:
+        """Lets the policies decide about a step again.
+
+        Raises:
+            CheckpointNotFound: there is no such checkpoint.
+        """
+        step = check_step(step)
+        self._from_rank0(f"unpin step {step}", partial(self.directory.unpin, step), type(None))
+
+    @takes_no_save
+    def delete(self, step: int, *, force: bool = False) -> None:
+        """Deletes a step whatever the policies say, as the clean-up does: killed on the way, the next one finishes it.
+
+        Args:
+            force: also deletes a step that is corrupt or was never finished.
+
+        Raises:
+            CheckpointNotFound: there is no such checkpoint; with `force`, nothing of one.
+            CheckpointError: it is corrupt, pinned, or something reads or writes it; with `force`, one of the last two.
+        """
+        step = check_step(step)
+        self._from_rank0(f"delete step {step}", partial(self.retention.delete, step, force=force), type(None))
+
+    @takes_no_save
+    def clean(self, *, dry_run: bool = False) -> CleanReport:
+        """Deletes checkpoints that no policy keeps and files that crashed saves left; runs after each save, too.
+
+        Returns:
+            What is kept and why, what was removed and why, and what could not be removed.
+        """
+        return self._from_rank0("clean", partial(self.retention.clean_now, dry_run=dry_run), CleanReport)
+
+    # ending --------------------------------------------------------------------------------------------------
+
+    def save_on_signal(
+        self, signals: Iterable[int] = (SIGTERM,), *, exit: int | None = None, rank_timeout: float = HEARTBEAT_TIMEOUT
+    ) -> None:
+        """Saves after a signal that ends the process: on all ranks at the same step, within two steps of the signal.
+
+        Call it before the data loader starts its workers, which then outlive the signal, although launchers send it to
+        them too. Where they die of it and their error breaks the loop, leaving the manager's body saves the last step,
+        on several ranks if all leave it, from the objects that `resume` got or what `step` was called with: if no
+        optimizer has begun another step since, and no values are in the `extra` or `loader` that `resume` got, which
+        are not known to be those of the step.
+
+        The handler only sets a flag. `should_save` and `step` then return the same on every rank, whichever rank got
+        the signal; `stopping` tells the training loop to end. torchrun kills ranks that have not ended 30 s after the
+        signal, unless its `--shutdown-timeout` says another time: two steps and the save have to fit in it.
+
+        Args:
+            exit: the exit code with which `save` ends the process, on every rank, once that checkpoint is durable; None
+                leaves that to the caller.
+            rank_timeout: after the signal, waits for a rank end when it has sent no heartbeat for so many seconds.
+
+        Raises:
+            TreeckptError: not called in the main thread.
+        """
+        self._exit = exit
+        self.schedule.listen(signals, rank_timeout)
+
+    @takes_no_save
+    def close(self, timeout: float | None = None) -> None:
+        """Waits for the pending saves, as `wait` does, and restores the signal handlers."""
+        try:
+            self.wait(timeout)
+        finally:
+            self.schedule.close()
+            self._loop.close()
+            if timeout is None:
+                self.retention.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):  # it matters more than errors of the saves; other ranks may be gone
+            if self.schedule.signum and not self.stopping and is_of_workers(error):
+                self._save_broken_loop()
+            self.schedule.close(error)
+            self._loop.close()
+            self._pending.drain(WAIT_AFTER_ERROR)
+            self.retention.wait()
+        else:
+            self.close()
+
+    def _save_broken_loop(self) -> None:
+        """Makes the last save of a loop whose error the signal has caused; logs why where it cannot.
+
+        Raises:
+            SystemExit: as `save`.
+        """
+        url, self.schedule.stopping = self.directory.url, True
+        try:
+            tree = self._loop.last_tree()
+            step = check_step(self._loop.step)
+            if step != self._reached:
+                self.save(step, tree)
+            self._pending.settle()
+            _log.warning("%s: the signal ended workers of the data loader: step %d was saved", url, step)
+        except Exception as why:
+            self.schedule.stopping = False
+            _log.error("%s: the signal ended workers of the data loader; no last save: %s", url, why)
+
+    def _from_rank0(self, what: str, call: Callable[[], Any], kind: Any) -> Any:
+        return from_rank0(self._comm, f"{self.directory.url} {what}", call, kind, call=what)

@@ -1,0 +1,47 @@
+"""HTML of managers and runs in a notebook: a few facts and a short table."""
+
+from __future__ import annotations
+
+import time
+
+from .._core.html import Child, Html, el, facts, joined, table
+from .._core.text import bytes_text, seconds_text, time_text
+from .._io.storage.run_store import RunStore
+from .active_saves import under_way_text
+from .catalog import scan
+from .checkpoint_info import CheckpointInfo
+
+ROWS = 20
+COLUMNS = ("checkpoint", "state", "step", "size", "leaves", "ranks", "saved", "took", "blocked")
+
+
+def checkpoint_rows(found: list[CheckpointInfo]) -> list[tuple[Child, ...]]:
+    """Returns a row of `COLUMNS` for each checkpoint."""
+    return [
+        (
+            info.name,
+            info.state_and_problem,
+            info.step,
+            bytes_text(info.nbytes) if info.nbytes is not None else None,
+            info.leaves,
+            info.world,
+            time_text(info.created_ns),
+            seconds_text(info.seconds) if info.seconds is not None else None,
+            seconds_text(info.blocked_seconds) if info.blocked_seconds is not None else None,
+        )
+        for info in found
+    ]
+
+
+def run_html(run: str | RunStore, summary: str) -> Html:
+    """Renders the newest checkpoints of a run as a table."""
+    found = [info for info in scan(run) if info.status != "foreign"]
+    saving = [under_way_text(save, time.time_ns()) for info in found for save in info.saving]
+    return joined([
+        el("p", el("code", summary)),
+        facts([("checkpoints", sum(info.status == "complete" for info in found)),
+               ("on disk", bytes_text(sum(info.disk_nbytes or 0 for info in found)))]),
+        *(el("p", text) for text in saving),
+        table(COLUMNS, checkpoint_rows(found[:ROWS]), right=("step", "size", "leaves", "ranks", "took", "blocked")),
+        el("p", f"and {len(found) - ROWS} older") if len(found) > ROWS else None,
+    ])  # fmt: skip

@@ -1,0 +1,189 @@
+"""Checks and normalizes the arguments of a manager before anything is done with them."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, Literal, SupportsIndex, TypedDict
+
+from .._arrays.registry import abstract_of, is_value
+from .._arrays.samples import Comparison
+from .._arrays.stateful import is_stateful
+from .._core.tree.containers import flatten_one_level
+from .._core.tree.flatten import flatten, replace_leaves
+from .._core.tree.in_place import update_in_place
+from .._core.tree.leaf_differences import Strict
+from .._io.public_calls import check_options
+from .._loading.overlay import Selection
+from .._loading.read_batch import Verify
+from .._saving.options import BusyPolicy, SaveOptions, StagingMode, WriterKind, shard_limit
+from ..errors import TreeckptError, TreeError
+from ..policy import All, Best, Last, Policy, check_policies
+from ..rules import Renaming, Transforms
+from ..trees._per_rank_state import Policy as RankStatePolicy
+from .policy_text import KeepError, parse_keep
+
+Keep = Policy | str | Sequence[Policy | str] | int | None
+
+
+class SaveKeywords(TypedDict, total=False):
+    """The options of `treeckpt.save` that a manager passes on."""
+
+    overwrite: bool
+    verify_replicas: Comparison
+    allow_pickle: bool
+    max_shard_bytes: int | None
+    namespace: str
+
+
+class BackgroundSaveKeywords(SaveKeywords, total=False):
+    """The options of `treeckpt.save_async` that a manager passes on."""
+
+    staging: StagingMode
+    writer: WriterKind
+    busy: BusyPolicy
+    timeout: float | None
+
+
+class RestoreKeywords(TypedDict, total=False):
+    """The options of `treeckpt.training.restore` that `Manager.resume` passes on."""
+
+    scheduler: Any
+    loader: Any
+    rng: bool | None
+    extra: Any
+    select: Selection
+    exclude: Selection
+    rename: Renaming
+    transforms: Transforms
+    strict: Strict
+    partial: bool
+    cast: bool
+    keep: Sequence[str]
+    verify: Verify
+    read: Literal["each", "once"]
+    world_changed: RankStatePolicy | Mapping[str, RankStatePolicy] | None
+    device: Any
+    allow_pickle: bool
+    namespace: str
+
+
+def as_policies(keep: Keep) -> tuple[Policy, ...]:
+    """Returns the policies of the argument `keep` of a manager.
+
+    Raises:
+        TreeckptError: it is no policy, or its policies keep nothing.
+    """
+    if keep is None:
+        return (All(),)
+    if isinstance(keep, SupportsIndex):
+        policies: tuple[Policy, ...] = (Last(keep if isinstance(keep, bool) else operator.index(keep)),)
+    else:
+        listed = (keep,) if isinstance(keep, str) or not isinstance(keep, Sequence) else keep
+        try:
+            parsed = [parse_keep(one) if isinstance(one, str) else (one,) for one in listed]
+        except KeepError as error:
+            raise TreeckptError("keep", expected="policies", found=f"{keep!r:.60}", hint=f"{error}") from error
+        policies = tuple(itertools.chain(*parsed))
+    check_policies(policies)
+    return policies
+
+
+def best_policy(policies: Sequence[Policy], metric: str | None, mode: Literal["min", "max"] | None) -> Best:
+    """Returns the policy that selects the best checkpoint; missing arguments come from the first matching policy.
+
+    Raises:
+        TreeckptError: no metric is given, and no policy has one; or the mode is unknown.
+    """
+    found = next((p for p in policies if isinstance(p, Best) and metric in (None, p.metric)), None)
+    if metric is None and found is None:
+        raise TreeckptError(
+            "best", expected="a metric", found="none, and no Best policy", hint="Pass the name of a metric"
+        )
+    policy = Best(metric or (found.metric if found else ""), mode=mode or (found.mode if found else "min"))
+    check_policies([policy])
+    return policy
+
+
+def is_factory(tree: object, namespace: str) -> bool:
+    """Whether a tree argument is a function that returns the tree. A model is callable too, but is itself a tree."""
+    return callable(tree) and not is_stateful(tree) and flatten_one_level(tree, "", namespace, 0) is None
+
+
+def as_save_options(options: BackgroundSaveKeywords, *, background: bool, others: Iterable[str] = ()) -> SaveOptions:
+    """Returns the options of a manager's saves, which replace a checkpoint of the same step by default.
+
+    Args:
+        others: the other arguments of a manager, which the error for an unknown one may name.
+
+    Raises:
+        TypeError: `save`, or with `background` `save_async`, has no such option.
+        TreeckptError: `max_shard_bytes` is no size.
+    """
+    known = BackgroundSaveKeywords if background else SaveKeywords
+    check_options(options, [*others, *known.__optional_keys__], f"Manager, nor of save{'_async' * background}")
+    limit = shard_limit(options.get("max_shard_bytes"))
+    return SaveOptions(**{"overwrite": True, **options, "max_shard_bytes": limit})
+
+
+def parse_metrics(metrics: object) -> dict[str, float]:
+    """Returns the metrics of a step as floats by name.
+
+    Raises:
+        TreeError: it is no mapping to numbers.
+    """
+    if not isinstance(metrics, Mapping):
+        raise TreeError("metrics", expected='numbers by name, as {"loss": 0.5}', found=f"{metrics!r:.60}")
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            found[str(name)] = float(value.detach() if hasattr(value, "detach") else value)
+        except (TypeError, ValueError) as error:
+            raise TreeError(f"metrics/{name}", expected="a number", found=f"{value!r:.60}") from error
+    return found
+
+
+def check_no_other_metrics(custom: Mapping[str, object], named: Mapping[str, object]) -> None:
+    """Refuses custom metadata of the name under which the metrics are saved.
+
+    Raises:
+        TreeError: there are both.
+    """
+    if both := custom.keys() & named.keys():
+        name = both.pop()
+        raise TreeError(
+            f"custom_metadata/{name}",
+            expected=f"another name beside the argument {name}, which is saved under this one",
+            found=f"{custom[name]!r:.60}",
+            hint="Give it another name; without the argument the numbers of a dict of this name are the metrics",
+        )
+
+
+def check_can_restore(path: str, name: str, thing: Any, namespace: str) -> None:
+    """Checks that every value of a registered object can be restored in place.
+
+    Args:
+        path: where the object is saved.
+
+    Raises:
+        TreeError: a value cannot be changed in place; the error names it.
+    """
+    _, leaves = flatten(thing, namespace=namespace)
+    kept = [
+        is_stateful(leaf) or abstract_of(leaf, at, 0) is not None or isinstance(leaf, MutableMapping)
+        for at, leaf in leaves
+    ]
+    marks = iter([leaf if keep else object() for keep, (_, leaf) in zip(kept, leaves, strict=True)])
+    marked = replace_leaves(thing, marks, namespace=namespace)
+    stuck = update_in_place(thing, marked, is_value=is_value, namespace=namespace, dry=True)
+    if stuck or (isinstance(thing, tuple) and not leaves):
+        path = f"{path}/{stuck[0][0]}" if stuck and stuck[0][0] else path
+        value = dict(leaves).get(stuck[0][0], thing) if stuck else thing
+        raise TreeError(
+            path,
+            expected="what can be changed in place: an array, an object with state_dict and load_state_dict, "
+            "or values in a dict, a list or a dataclass",
+            found=f"{type(value).__qualname__} {value!r:.60}",
+            hint=f"Use register_value({name!r}, get, set) with functions that give the value and take it",
+        )

@@ -1,0 +1,221 @@
+"""Decides which steps are saved: at an interval of steps or seconds, and after a signal that ends the process.
+
+An interval in steps is the same on every rank. Clocks and signals differ between ranks, so rank 0 decides, without
+waiting for other ranks, and at its n-th call already for call n + 1. Each rank reads that decision from the message
+store when it makes call n + 1; it is there at the latest a moment after rank 0 has made its call n, so ranks that train
+in step do not wait. A signal handler only sets a flag: the next call on that rank posts it, the next call on rank 0
+after that decides, and all ranks save at the call after: within two steps of the signal, and at the same step on every
+rank. After the signal, waits for a rank without heartbeats end after a few seconds (`_io.comm.waiting`).
+
+Without `seconds` and without signals nothing is posted at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import time
+from collections.abc import Callable, Iterable
+from numbers import Real
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from .._core.format.decoding import decode_msgpack
+from .._io.comm import waiting
+from .._io.comm.comm import Comm, PrefixComm
+from .._io.comm.termination import HEARTBEAT_TIMEOUT, TERMINATION
+from ..errors import RankError, TreeckptError
+from .loader_workers import LOADER_WORKERS
+
+_log = logging.getLogger("treeckpt")
+_HISTORY = 256
+"""Decisions to save that stay in the message store, for ranks that are behind."""
+
+
+class _SchedulePlan(msgspec.Struct, array_like=True):
+    """The decisions of rank 0."""
+
+    decided: int
+    """The last call for which there is a decision."""
+    due: list[int]
+    """Calls at which the interval in seconds has passed."""
+    stop: int
+    """The call at which a signal makes all ranks save, 0 for none."""
+
+
+class SaveSchedule:
+    """Decides which steps are saved.
+
+    Args:
+        every: steps between saves.
+        seconds: seconds between saves, by rank 0's clock.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        *,
+        every: int | None = None,
+        seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        for name, given, least in (("every", every, 1), ("seconds", seconds, 0)):
+            if given is None:
+                continue
+            if isinstance(given, bool) or not isinstance(given, Real) or not given >= least:
+                hint = f"{name}=None saves at no interval"
+                raise TreeckptError(name, expected=f"a number, {least} or more", found=f"{given!r}", hint=hint)
+        self._every, self._seconds, self.clock = every, seconds, clock
+        self._comm = PrefixComm(comm, "pace")
+        # every rank creates its managers in the same order: the number keeps their messages apart
+        self._number = self._comm.state.managers = self._comm.state.managers + 1
+        self._calls, self._last = 0, clock()
+        self._interrupted: int | None = None
+        """The step of the last call if that has not come to its end: made again, it is not counted again."""
+        self._plan = _SchedulePlan(1, [], 0)
+        self.signum = 0
+        self._signal_posted = self.listening = False
+        self._handlers: dict[int, Any] = {}
+        self.stopping = False
+        """Whether the last save was due because of a signal."""
+
+    def restart(self) -> None:
+        """Restarts the interval in seconds."""
+        self._last = self.clock()
+
+    def due(self, step: int) -> bool:
+        """Whether to save this step. Call it once per step, on every rank."""
+        self._calls += step != self._interrupted
+        self._interrupted = step  # unless the next lines are interrupted: then the call is made again
+        due = self._due(step)
+        self._interrupted = None
+        return due
+
+    def _due(self, step: int) -> bool:
+        at_interval = self._every is not None and step > 0 and step % self._every == 0
+        if self._seconds is None and not self.listening:
+            return at_interval
+        if self._comm.size == 1:
+            stop, self.stopping = (
+                bool(self.signum) and not self.stopping,
+                self.stopping or bool(self.signum),
+            )
+            return at_interval or stop or self._is_time()
+        if self._comm.rank == 0:
+            plan = self._decide()
+        else:
+            self._post_signal()
+            plan = self._plan = self._read_plan()
+        if self._calls == plan.stop:
+            self.stopping = True
+        return at_interval or self._calls in (plan.stop, *plan.due)
+
+    def _is_time(self) -> bool:
+        return self._seconds is not None and self.clock() - self._last >= self._seconds
+
+    # ranks ---------------------------------------------------------------------------------------------------
+
+    def _key(self, what: str) -> str:
+        return f"{self._number}/{what}"
+
+    def _decide(self) -> _SchedulePlan:
+        """On rank 0: decides about the next call; returns the decisions."""
+        plan, following = self._plan, self._calls + 1
+        due, stop = plan.due[-_HISTORY:], plan.stop
+        if self._is_time():
+            due = [*due, following]
+            self.restart()
+        if not stop and self.listening and (self.signum or self._comm.wait([self._key("signal")], 0)[0] is not None):
+            stop = following
+        self._plan = _SchedulePlan(following, due, stop)
+        self._comm.post(self._key("plan"), msgspec.msgpack.encode(self._plan))
+        return self._plan
+
+    def _post_signal(self) -> None:
+        """On other ranks: posts a signal once, for rank 0."""
+        if self.signum and not self._signal_posted:
+            self._signal_posted = True
+            self._comm.post(self._key("signal"), b"%d" % self.signum)
+
+    def _read_plan(self) -> _SchedulePlan:
+        """On other ranks: waits for the decision about this call; it is mostly there already."""
+        if self._calls <= self._plan.decided:
+            return self._plan
+        limit, pause, start, logged = self._comm.timeout * 2 + 1, 0.0005, time.monotonic(), False
+        while True:
+            data = self._comm.wait([self._key("plan")], 0)[0]
+            plan = decode_msgpack(data, _SchedulePlan) if data is not None else self._plan
+            if plan.decided >= self._calls:
+                return plan
+            waited = time.monotonic() - start
+            if not logged and waited > waiting.SLOW_WAIT:
+                waiting.log_waiting(self._comm.rank, [0], waiting.SLOW_WAIT, "should_save or step")
+                logged = True
+            if waited > limit or TERMINATION.expired(start):
+                raise RankError(
+                    "ranks",
+                    ranks={0: waiting.silence_text(limit)},
+                    expected="rank 0's decision on whether to save this step",
+                    hint="Call should_save or step once per step, on every rank",
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.02)
+
+    # signals -------------------------------------------------------------------------------------------------
+
+    def listen(self, signals: Iterable[int], rank_timeout: float = HEARTBEAT_TIMEOUT) -> None:
+        """Installs handlers of the signals.
+
+        Args:
+            rank_timeout: after the signal, waits for a rank end when it has sent no heartbeat for so many seconds.
+
+        Raises:
+            TreeckptError: this is not the main thread.
+        """
+
+        if not 0 < rank_timeout < math.inf:
+            hint = f"By default it is {HEARTBEAT_TIMEOUT:g}"
+            raise TreeckptError("rank_timeout", expected="seconds, more than 0", found=f"{rank_timeout!r}", hint=hint)
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self.signum = number
+            TERMINATION.record_signal()
+
+        fresh = not self._handlers
+        for number in signals:
+            try:
+                before = signal.signal(number, note)
+            except ValueError as error:
+                raise TreeckptError(
+                    "save_on_signal",
+                    expected="a call in the main thread, and signals that can be handled",
+                    found=f"{error}",
+                ) from error
+            if number not in self._handlers:
+                LOADER_WORKERS.block([number])
+            self._handlers.setdefault(number, before)
+        if fresh and self._handlers:
+            TERMINATION.start_listening(rank_timeout)
+        self.listening = True
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Restores the previous signal handlers, and removes this rank's messages.
+
+        Args:
+            error: why there will be no further save: a signal that waits for one is raised again with its old handler.
+        """
+        for number, before in self._handlers.items():
+            signal.signal(number, before if before is not None else signal.SIG_DFL)
+        LOADER_WORKERS.unblock(self._handlers)
+        if self._handlers:
+            TERMINATION.stop_listening(ended=error is None or not self.stopping)
+        self._handlers.clear()
+        if self._signal_posted:
+            self._comm.drop([self._key("signal")])
+        if error is not None and self.signum and not self.stopping:
+            name = signal.Signals(self.signum).name
+            _log.error("treeckpt: ends by %s without a last save: %s: %s", name, type(error).__name__, error)
+            signal.raise_signal(self.signum)

@@ -1,0 +1,168 @@
+"""The save protocol: agree, write, report, commit.
+
+1. All ranks agree on one plan (`agree`). Rank 0 writes the progress record of the save, which stands before any rank
+   creates a shard, and then looks at the path.
+2. Every rank writes its shards, durably, under names that hold the save id; then rank 0 writes the sidecar files so.
+3. Every rank reports. If all have written, the coordinator waits until nothing is about to take the index away or to
+   replace it (`_io.storage.index_lock`), and publishes the index, which is the commit, and the
+   timings: before it on a file system, at the same time in an object store.
+   A save of one rank to an object store looks at the path while its upload begins; no byte is sent before the answer.
+4. Every rank receives the result. Any failure makes every rank raise an error that names rank, path and cause; what the
+   failed save wrote is deleted, and an earlier index stays valid. A rank that does not receive the result deletes
+   nothing. A rank that is interrupted deletes what it wrote, if that cannot be committed any more. A coordinator that
+   is interrupted, or cannot reach the other ranks, leaves timings that name the failure: so the files of the others
+   count as left over.
+5. The progress record is removed, and the timings get the time of the commit. Where `save_tree` saves to an object
+   store, threads do so after it has returned, for which the end of the process waits.
+
+`save_tree` does all of it in the caller's thread; `background` does steps 2 to 4 beside the training, with the same
+functions.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+
+import msgspec
+
+from .._core.format.decoding import decode_msgpack
+from .._io.comm.comm import Comm
+from .._io.comm.failures import raise_faults, silent_faults, to_fault
+from .._io.os_errors import wrap_write_error
+from .._io.public_calls import gc_paused
+from .._io.storage.store import Store
+from .._io.timing import Recorder
+from ..errors import RankError
+from ..reports import SaveReport
+from .agree import AgreedSave, agree
+from .options import LineageSource, SaveOptions
+from .session import previous_save
+from .shard_writer import (
+    PUBLISHED_HINT,
+    UNANSWERED_HINT,
+    CommitResult,
+    InlineWriter,
+    ShardWriter,
+    TreeShardSource,
+    WriteReport,
+    remove_files,
+    shard_names,
+    written_names,
+)
+from .sidecar_files import SidecarContent, write_sidecars
+
+
+def save_tree(
+    store: Store,
+    tree: object,
+    comm: Comm,
+    options: SaveOptions,
+    metadata: Mapping[str, object] | None,
+    lineage: LineageSource | None = None,
+    files: Mapping[str, SidecarContent] | None = None,
+) -> SaveReport:
+    """Saves a tree; see `treeckpt.save`."""
+    previous = previous_save(comm)
+    recorder = Recorder(comm.rank)
+    with gc_paused(), recorder.span("save"):
+        agreed = agree(store, tree, comm, options, metadata, recorder, previous, lineage, files)
+        assert agreed is not None, "only a save in the background is skipped"
+        with agreed.given_up_on_error():
+            if agreed.plan is None:  # the error is noted at the path, unless that is refused
+                agreed = agreed.looked()
+            agreed = agreed.with_lineage()
+            plan = agreed.plan
+            source = TreeShardSource(plan, agreed.sources) if plan is not None else None
+            writer = InlineWriter(
+                store,
+                agreed.info,
+                plan,
+                recorder,
+                source,
+                error=agreed.error,
+                waits=False,
+                look=agreed.look,
+                record=agreed.record,
+            )
+        try:
+            with agreed.heartbeats():
+                complete(agreed, writer, writer.write(on_interrupt=agreed.abandon))
+        except BaseException as error:
+            agreed.abandon(error)  # before the files are removed, so that the others wait no longer
+            if not isinstance(error, Exception):  # Ctrl-C
+                writer.withdraw(error)
+            raise
+    return save_report(agreed)
+
+
+def complete(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> None:
+    """Reports what this rank has written, as `ShardWriter.write` returned it, and completes the save on all ranks.
+
+    Raises:
+        TreeckptError: the save failed; on every rank.
+    """
+    store, recorder = agreed.store, agreed.recorder
+    try:
+        report = _write_sidecars(agreed, writer, report)
+        report = msgspec.structs.replace(report, timings=tuple(recorder.spans), host=socket.gethostname())
+        ended = _commit(agreed, writer, report)
+        if ended.faults and not ended.in_place:
+            remove_files(store, written_names(agreed.info, agreed.plan))
+    finally:
+        writer.end()
+    if ended.faults:
+        in_place = UNANSWERED_HINT if store.traits.far else PUBLISHED_HINT
+        hint = {"hint": in_place} if ended.in_place else {}
+        raise_faults(ended.faults, store.url, agreed.comm.size, cause=writer.error, **hint)
+
+
+def _commit(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> CommitResult:
+    """Has rank 0 commit the save when all ranks have reported; returns the result, on every rank."""
+    talk = agreed.round
+    try:
+        with agreed.recorder.span("gather"):
+            messages = talk.gather(msgspec.msgpack.encode(report)) if talk is not None else None
+    except RankError as error:
+        if agreed.comm.rank == 0:  # it alone could commit: what all ranks have written is left over
+            report = msgspec.structs.replace(report, fault=to_fault(error, 0))
+            writer.commit({0: report})
+            remove_files(agreed.store, written_names(agreed.info, agreed.plan))
+        raise
+    if talk is None:
+        return writer.commit({0: report})
+    result = None
+    if messages is not None:
+        reports = {rank: decode_msgpack(message, WriteReport) for rank, message in messages.items()}
+        result = msgspec.msgpack.encode(writer.commit(reports, silent_faults(talk.lost)))
+    return decode_msgpack(talk.broadcast(result, last=True), CommitResult)
+
+
+def _write_sidecars(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> WriteReport:
+    """Writes the sidecar files, on rank 0; returns the report, with the fault if that fails."""
+    if not agreed.files or report.fault is not None:
+        return report
+    try:
+        with agreed.recorder.span("write files", sum(map(len, agreed.files.values()))):
+            write_sidecars(agreed.store, agreed.info.save_id, agreed.files)
+    except Exception as failed:
+        writer.error = wrap_write_error(failed, agreed.store.url)
+        return msgspec.structs.replace(report, fault=to_fault(writer.error, agreed.info.rank))
+    agreed.files.clear()
+    return report
+
+
+def save_report(agreed: AgreedSave) -> SaveReport:
+    """Returns the report of a save that has succeeded."""
+    info, plan = agreed.info, agreed.plan
+    assert plan is not None, "a rank without a plan fails its save"
+    return SaveReport(
+        agreed.store.url,
+        info.save_id,
+        info.options.step,
+        info.world,
+        plan.own.nbytes,
+        tuple(shard_names(info, plan)),
+        agreed.recorder.seconds,
+        tuple(agreed.recorder.spans),
+    )

@@ -1,0 +1,656 @@
+"""Writes the shards of a rank: one after the other to a disk, several at a time to an object store.
+
+To a disk, entries are copied one after the other into page-aligned buffers; full ones are hashed and written by a few
+threads while the next one is filled, and the header, with the checksums, is written last. What fits into one buffer is
+written by the calling thread.
+
+An object store takes the bytes of a shard in order: the header, with all checksums, comes first. The data is hashed by
+a few threads before anything is sent. It goes out from where it is; small arrays, and those that are made while they
+are read, are copied into buffers. The copies are kept for sending while there is memory for all of them; otherwise the
+shard is read a second time. What others can change is hashed again when it is being sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
+from functools import partial
+from threading import Event
+from typing import Protocol, runtime_checkable
+
+import msgspec
+import numpy as np
+
+from .._arrays.base import HostArray, HostMemory, SourcePiece
+from .._core.format.shard_header import (
+    BLOCK,
+    ShardHeader,
+    block_count,
+    encode_header,
+    hash_block,
+    hash_parts,
+    with_hashes,
+)
+from .._core.planning.save_plan import FilePlan, PlannedEntry
+from .._core.sharding.region import Region, tiles
+from .._io.storage.memory import PAGE_NBYTES, aligned_buffer
+from .._io.storage.progress_file import ProgressRecorder
+from .._io.storage.store import Store, Writer
+from .._io.timing import Recorder
+from .._threads import ThreadPool
+from ..errors import CheckpointError, StoreError
+
+BUFFER = 8 << 20
+"""Bytes of one write. Measured: 4 to 16 MiB reach the device's rate, smaller ones do not."""
+BUFFER_COUNT = 4
+WRITE_THREADS = 3
+READ_PART = 6 << 20
+"""Bytes that are read at a time of an array that is not in host memory. A reader may have two copies of them; with the
+buffers and all small objects a conversion stays within 56 MiB."""
+MEMMOVE_LIMIT = 64 << 10
+"""Bytes up to which an array is copied by its address: for a larger one the time that numpy takes to begin is small."""
+SENDINGS = 3
+"""How often a shard is sent, at most, where the store refuses a part of an upload for a reason that passes."""
+UPLOADS = 4
+"""Shards that are sent at a time: the checksums of one, and the ends of others, cost no time of the network."""
+COPIES = 512 << 20
+"""Bytes of the copies of all shards that are being sent at a time."""
+IN_PLACE = 256 << 10
+"""Bytes from which an array is sent from where it is: a smaller piece costs more to hand over than to copy."""
+
+
+class ShardFile(msgspec.Struct, frozen=True):
+    """One shard to write: its entries, its name, and a header that lacks only the checksums."""
+
+    plan: FilePlan
+    name: str
+    header: ShardHeader
+
+
+class ShardSource(Protocol):
+    """The bytes of a rank's shards, before they are written."""
+
+    @property
+    def files(self) -> Sequence[FilePlan]:
+        """The entries of each shard. They fill the same data areas as those of the rank's `SavePlan`."""
+        ...
+
+    def pieces(self, leaf: int) -> Sequence[SourcePiece]:
+        """Returns the local memory of a leaf, by the number that `PlannedEntry.leaf` gives."""
+        ...
+
+    @property
+    def private(self) -> bool:
+        """Whether nobody else can change the bytes."""
+        ...
+
+
+class _GivenUp(Exception):
+    """Ends the writing of a shard where another one failed, or the save was interrupted."""
+
+
+class WriteGates(msgspec.Struct, frozen=True):
+    """What the writing of shards waits for, and what ends it."""
+
+    record: ProgressRecorder
+    """Gets the bytes of each block of data that was written."""
+    begun: Future[None] | None = None
+    """Of what must have succeeded before a byte is written, but not before uploads are begun and data is hashed."""
+    recorded: Future[None] | None = None
+    """Of what, beside that, must have succeeded before a shard is complete."""
+    on_interrupt: Callable[[BaseException], None] = lambda error: None
+    """Called at an interrupt of the thread that writes, before other threads have ended."""
+    given_up: Event = msgspec.field(default_factory=Event)
+    """Set where a shard failed, or the save was interrupted: then the writing of all others ends."""
+
+    def before_first(self) -> None:
+        """Waits before the first byte of a shard."""
+        if self.begun is not None:
+            self.begun.result()
+        self._check()
+
+    def before_commit(self) -> None:
+        """Waits before a shard is complete."""
+        for future in (self.begun, self.recorded):
+            if future is not None:
+                future.result()
+
+    def count(self, nbytes: int) -> None:
+        """Counts bytes of data as written."""
+        self._check()
+        self.record.add(nbytes)
+
+    def _check(self) -> None:
+        if self.given_up.is_set():
+            raise _GivenUp
+
+
+Buffers = queue.SimpleQueue[memoryview]
+
+
+class _Writing(msgspec.Struct, frozen=True):
+    """What all shards of a save are written with."""
+
+    store: Store
+    source: ShardSource
+    recorder: Recorder
+    gates: WriteGates
+    pool: ThreadPool | None
+    """Hashes, and writes to a disk; None where the calling thread does so."""
+    free: Buffers
+    """Buffers to fill."""
+    copies: int
+    """Bytes of the copies of one shard that is being sent."""
+
+
+def write_files(
+    store: Store,
+    files: Sequence[ShardFile],
+    source: ShardSource,
+    recorder: Recorder,
+    gates: WriteGates,
+) -> list[tuple[int, int]]:
+    """Writes a rank's shards, durably; returns (bytes of the header, bytes of the data) of each file."""
+    largest, sends = max((file.plan.nbytes for file in files), default=0), store.traits.far
+    free: Buffers = queue.SimpleQueue()
+    # one thread for what fits into one buffer: others would have nothing to do beside it, and take longer to start
+    single = largest <= BUFFER and not sends
+    for _ in range(1 if single else BUFFER_COUNT):
+        free.put(aligned_buffer(BUFFER, huge=largest >= BUFFER))
+    at_once = min(UPLOADS, len(files)) if sends else 1
+    headers = [encode_header(file.header) for file in files]
+    sizes = [(len(header), file.plan.nbytes) for header, file in zip(headers, files, strict=True)]
+    with contextlib.nullcontext() if single else ThreadPool(WRITE_THREADS, "treeckpt-write") as pool:
+        writing = _Writing(store, source, recorder, gates, pool, free, COPIES // max(at_once, 1))
+        if sends and files:  # in threads also one shard: a request cannot be interrupted, the wait for it can
+            with recorder.span("write", sum(map(sum, sizes))):
+                calls = [partial(_write_file, writing, *one) for one in zip(files, headers, strict=True)]
+                _call_side_by_side(calls, at_once, gates)
+            return sizes
+        for file, header, size in zip(files, headers, sizes, strict=True):
+            with recorder.span("write", sum(size)):
+                _write_file(writing, file, header)
+    return sizes
+
+
+def _call_side_by_side(calls: Sequence[Callable[[], None]], at_once: int, gates: WriteGates) -> None:
+    """Calls functions in threads; gives the others up, and raises, at the first error or interrupt."""
+    with ThreadPool(at_once, "treeckpt-shard") as pool:
+        try:
+            pending = [pool.submit(call) for call in calls]
+            for future in wait(pending, return_when=FIRST_EXCEPTION).done:
+                future.result()
+        except BaseException as error:
+            gates.given_up.set()
+            if not isinstance(error, Exception):
+                gates.on_interrupt(error)
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _write_file(writing: _Writing, file: ShardFile, header: bytes) -> None:
+    for tried in range(1, SENDINGS + 1):
+        writer = writing.store.create(file.name, len(header) + file.plan.nbytes)
+        try:
+            if writer.ordered:
+                _upload(writing, file, writer, header)
+            else:
+                _write_in_place(writing, file, writer, header)
+            return
+        except BaseException as error:
+            writer.abort()
+            # a bucket repeats its requests, but no longer has what it has sent of an upload
+            again = isinstance(error, StoreError) and error.refused_once and writer.ordered
+            if not again or tried == SENDINGS:
+                raise
+
+
+def _commit_writer(writing: _Writing, writer: Writer) -> None:
+    """Makes a file complete and durable."""
+    writing.gates.before_commit()
+    start = writing.recorder.now()
+    writer.commit()
+    writing.recorder.add("fsync", start, writing.recorder.now())
+
+
+# to a disk ------------------------------------------------------------------------------------------------------------
+
+
+def _write_in_place(writing: _Writing, file: ShardFile, writer: Writer, header: bytes) -> None:
+    writing.gates.before_first()
+    start, data = writing.recorder.now(), BufferedWriter(writer, len(header), file.plan.nbytes, writing)
+    try:
+        for write in file.plan.writes:
+            append_entry(data, write, writing.source.pieces(write.leaf))
+        data.finish()
+    finally:
+        data.drain()
+    writing.recorder.add("hash", start, start + data.hash_ns, file.plan.nbytes)
+    head = aligned_buffer(len(header))
+    head[:] = with_hashes(header, data.hashes)
+    writer.write(0, head)
+    _commit_writer(writing, writer)
+
+
+class BufferedWriter:
+    """Writes one data area through buffers: the caller fills them, threads hash and write them.
+
+    Args:
+        base: where the data area starts in the file.
+        nbytes: of the data area.
+    """
+
+    def __init__(self, writer: Writer, base: int, nbytes: int, writing: _Writing) -> None:
+        self._writer, self._base, self._writing, self._free = writer, base, writing, writing.free
+        self.hashes = [0] * block_count(nbytes)
+        self.hash_ns = 0
+        self._pending: list[Future[None]] = []
+        self._lock = threading.Lock()
+        self._take_buffer()
+        self._filled = 0  # bytes in the buffer
+        self._start = 0  # where the buffer goes in the data area
+
+    def append_memory(self, memory: HostMemory, nbytes: int) -> None:
+        if nbytes >= BUFFER - self._filled:
+            self.append(memory.array)
+            return
+        ctypes.memmove(self._address + self._filled, memory.address, nbytes)
+        self._filled += nbytes
+
+    def remaining(self) -> np.ndarray:
+        return self._bytes[self._filled :]
+
+    def advance(self, nbytes: int) -> None:
+        self._filled += nbytes
+        if self._filled == BUFFER:
+            self._submit(self._buffer, BUFFER, self._free)
+            self._filled = 0
+            self._take_buffer()
+
+    def append(self, data: np.ndarray, *, stays: bool = True) -> None:
+        for part in contiguous_parts(data):
+            self._append_bytes(part)
+
+    def _append_bytes(self, data: np.ndarray) -> None:
+        if self._filled == 0 and len(data) >= BUFFER and data.ctypes.data % PAGE_NBYTES == 0:
+            data = self._write_in_place(data)
+        if len(data) < BUFFER - self._filled:
+            self._bytes[self._filled : self._filled + len(data)] = data
+            self._filled += len(data)
+            return
+        done = 0
+        while done < len(data):
+            count = min(len(data) - done, BUFFER - self._filled)
+            self._bytes[self._filled : self._filled + count] = data[done : done + count]
+            self.advance(count)
+            done += count
+
+    def _write_in_place(self, data: np.ndarray) -> np.ndarray:
+        """Writes whole blocks from where they are, without a copy; returns the rest."""
+        whole = len(data) // BUFFER * BUFFER
+        for low in range(0, whole, BUFFER):
+            while len(self._pending) >= BUFFER_COUNT:
+                wait(self._pending, return_when=FIRST_COMPLETED)
+                self._reap()
+            self._submit(data[low : low + BUFFER].data, BUFFER, None)
+        return data[whole:]
+
+    def _take_buffer(self) -> None:
+        self._buffer = self._free.get()
+        self._bytes = np.frombuffer(self._buffer, np.uint8)
+        self._address = self._bytes.ctypes.data
+
+    def _submit(self, block: memoryview, nbytes: int, free: Buffers | None) -> None:
+        """Has a thread hash and write a block, which returns to `free` after that."""
+        start, self._start = self._start, self._start + nbytes
+        if self._writing.pool is None:
+            self._write_block(block, nbytes, start, free)
+            return
+        self._pending.append(self._writing.pool.submit(self._write_block, block, nbytes, start, free))
+        self._reap()
+
+    def _write_block(self, block: memoryview, nbytes: int, start: int, free: Buffers | None) -> None:
+        try:
+            self._hash_and_write(block, nbytes, start)
+        finally:
+            if free is not None:
+                free.put(block)
+
+    def _hash_and_write(self, block: memoryview, nbytes: int, start: int) -> None:
+        begin = time.perf_counter_ns()
+        for at in range(0, nbytes, BLOCK):
+            self.hashes[(start + at) // BLOCK] = hash_block(block[at : min(at + BLOCK, nbytes)])
+        hash_ns = time.perf_counter_ns() - begin
+        with self._lock:
+            self.hash_ns += hash_ns
+        self._writer.write(self._base + start, block[:nbytes])
+        self._writing.gates.count(nbytes)
+
+    def _reap(self) -> None:
+        """Forgets the blocks that are written; raises the error of one that failed."""
+        for future in [f for f in self._pending if f.done()]:
+            self._pending.remove(future)
+            future.result()
+
+    def finish(self) -> None:
+        """Writes the last buffer, and waits for all blocks."""
+        if self._filled:
+            self._submit(self._buffer, self._filled, self._free)
+        else:
+            self._free.put(self._buffer)
+        errors = [error for f in self._pending if (error := f.exception()) is not None]
+        if errors:
+            raise errors[0]
+
+    def drain(self) -> None:
+        """After an error: waits until no thread uses the file any more."""
+        if self._pending:
+            wait(self._pending)
+
+
+# to an object store ---------------------------------------------------------------------------------------------------
+
+
+class _CopyBuffers:
+    """Buffers for copies, `count` of them at most; one is free again when nothing refers to its memory any more."""
+
+    def __init__(self, count: int, on_scarce: Callable[[], None]) -> None:
+        self._left, self._on_scarce = count, on_scarce
+        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+
+    def take(self) -> np.ndarray:
+        if not self._left and self._free.empty():
+            self._on_scarce()
+        if self._left and self._free.empty():
+            self._left -= 1
+            memory = aligned_buffer(BUFFER, huge=True)
+        else:
+            memory = self._free.get()
+        array = np.frombuffer(memory, np.uint8)
+        weakref.finalize(array, self._free.put, memory).atexit = False
+        return array
+
+
+class _PieceSink:
+    """Hands over a data area as pieces, uint8[n], in order: large arrays where they are, the rest in buffers."""
+
+    def __init__(self, buffers: _CopyBuffers, take: Callable[[np.ndarray], None]) -> None:
+        self._buffers, self._take = buffers, take
+        self._rest = np.empty(0, np.uint8)
+        """Of a buffer: what is filled and not handed over yet, and what is still free."""
+        self._filled = 0
+
+    def append_memory(self, memory: HostMemory, nbytes: int) -> None:
+        self.append(memory.array)  # at most MEMMOVE_LIMIT bytes, which are copied
+
+    def append(self, data: np.ndarray, *, stays: bool = True) -> None:
+        stays = stays and data.flags.c_contiguous and data.nbytes >= IN_PLACE
+        for part in contiguous_parts(data):
+            if stays:
+                self.flush()
+                self._take(part)
+            else:
+                self._copy(part)
+
+    def _copy(self, data: np.ndarray) -> None:
+        while len(data):
+            room = self.remaining()[: len(data)]
+            room[:] = data[: len(room)]
+            self.advance(len(room))
+            data = data[len(room) :]
+
+    def remaining(self) -> np.ndarray:
+        if self._filled == len(self._rest):
+            self.flush()
+            self._rest = self._buffers.take()
+        return self._rest[self._filled :]
+
+    def advance(self, nbytes: int) -> None:
+        self._filled += nbytes
+
+    def flush(self) -> None:
+        """Hands over what is in the buffer."""
+        if self._filled:
+            piece, self._rest, self._filled = self._rest[: self._filled], self._rest[self._filled :], 0
+            self._take(piece)
+
+
+class _AreaHasher:
+    """Hashes a data area that comes in pieces, in the threads of a pool."""
+
+    def __init__(self, nbytes: int, pool: ThreadPool) -> None:
+        self._hashes, self._pool = [0] * block_count(nbytes), pool
+        self._parts: list[np.ndarray] = []
+        self._held = self._start = 0
+        """Bytes in `_parts`, and where they begin in the data area."""
+        self._pending: list[Future[int]] = []
+        self.ns = 0
+        """Time of all threads together, after `finish`."""
+
+    def add(self, piece: np.ndarray) -> None:
+        while len(piece):
+            part = piece[: BUFFER - self._held]
+            self._parts.append(part)
+            self._held += len(part)
+            if self._held == BUFFER:
+                self._submit()
+            piece = piece[len(part) :]
+
+    def _submit(self) -> None:
+        parts, start = self._parts, self._start
+        self._parts, self._start, self._held = [], self._start + self._held, 0
+        self._pending.append(self._pool.submit(self._hash, parts, start // BLOCK))
+
+    def _hash(self, parts: list[np.ndarray], number: int) -> int:
+        """Hashes the blocks from `number` on; returns the nanoseconds that it took."""
+        begin = time.perf_counter_ns()
+        block: list[memoryview] = []
+        room = BLOCK
+        for part in parts:
+            view = part.data
+            while len(view):
+                block.append(view[:room])
+                view, room = view[room:], room - len(block[-1])
+                if not room:
+                    self._hashes[number] = hash_block(block[0]) if len(block) == 1 else hash_parts(block)
+                    number, block, room = number + 1, [], BLOCK
+        if block:
+            self._hashes[number] = hash_parts(block)
+        return time.perf_counter_ns() - begin
+
+    def finish(self) -> list[int]:
+        """Returns the checksums of all blocks."""
+        if self._held:
+            self._submit()
+        self.ns = sum(future.result() for future in self._pending)
+        return self._hashes
+
+
+def _upload(writing: _Writing, file: ShardFile, writer: Writer, header: bytes) -> None:
+    upload = _ShardUpload(file.plan, writing)
+    try:
+        stayed = upload.send(writer, header)
+    except StoreError:
+        writing.gates.count(-upload.counted)
+        raise
+    if not stayed:
+        writing.store.delete(file.name)
+        raise CheckpointError(
+            f"{writing.store.url}/{file.name}",
+            expected="arrays that stay as they are while they are being saved",
+            found="other bytes than a moment ago",
+            hint="Wait for the save before anything trains on, or use save_async",
+        )
+
+
+class _ShardUpload:
+    """Sends one shard; a block counts as written when it is handed over to be sent."""
+
+    def __init__(self, plan: FilePlan, writing: _Writing) -> None:
+        assert writing.pool is not None, "it is there wherever shards are sent"
+        self._plan, self._writing, self._pool = plan, writing, writing.pool
+        # the part that is not complete yet keeps its copies, and no part is longer than 1/4096 of a large shard
+        count = max(writing.copies, plan.nbytes // 4096) // BUFFER + 4
+        self._buffers = _CopyBuffers(count, self._forget)
+        self.counted = 0
+        """Bytes that count as written."""
+        self._kept: list[np.ndarray] | None = []
+        """The pieces of the data area, while there is memory for the copies among them."""
+
+    def _forget(self) -> None:
+        self._kept = None
+
+    def _produce(self, *takers: Callable[[np.ndarray], None]) -> None:
+        """Hands the pieces of the data area to each of `takers`."""
+
+        def take(piece: np.ndarray) -> None:
+            for taker in takers:
+                taker(piece)
+
+        sink = _PieceSink(self._buffers, take)
+        for write in self._plan.writes:
+            append_entry(sink, write, self._writing.source.pieces(write.leaf))
+        sink.flush()
+
+    def send(self, writer: Writer, header: bytes) -> bool:
+        """Sends header and data, and commits; returns whether the data stayed as it was meanwhile."""
+        hashes = self._hash()
+        self._writing.gates.before_first()
+        self._writer, self._at = writer, 0
+        self._write(np.frombuffer(with_hashes(header, hashes), np.uint8))
+        again = _AreaHasher(self._plan.nbytes, self._pool)
+        kept = self._kept
+        if kept is None:
+            self._produce(again.add, self._send)
+        else:
+            for piece in kept:
+                self._send(piece)
+            for piece in () if self._writing.source.private else kept:
+                again.add(piece)  # while the last parts are being sent
+        _commit_writer(self._writing, writer)
+        return (kept is not None and self._writing.source.private) or again.finish() == hashes
+
+    def _hash(self) -> list[int]:
+        """Returns the checksums of the data area."""
+        start, hasher = self._writing.recorder.now(), _AreaHasher(self._plan.nbytes, self._pool)
+        self._produce(hasher.add, self._keep)
+        hashes = hasher.finish()
+        self._writing.recorder.add("hash", start, start + hasher.ns, self._plan.nbytes)
+        return hashes
+
+    def _keep(self, piece: np.ndarray) -> None:
+        if self._kept is not None:
+            self._kept.append(piece)
+
+    def _send(self, piece: np.ndarray) -> None:
+        for low in range(0, len(piece), BUFFER):
+            block = piece[low : low + BUFFER]
+            self._write(block)
+            self._writing.gates.count(len(block))
+            self.counted += len(block)
+
+    def _write(self, block: np.ndarray) -> None:
+        self._writer.write(self._at, block.data)
+        self._at += len(block)
+
+
+# the bytes of entries -------------------------------------------------------------------------------------------------
+
+
+class ByteSink(Protocol):
+    """Takes arrays one after the other, each in C order: a file, or memory."""
+
+    def append(self, data: np.ndarray, *, stays: bool = True) -> None:
+        """Appends the elements of an array.
+
+        Args:
+            stays: the array stays as it is, and in memory anyway, until the shard is written.
+        """
+        ...
+
+    def append_memory(self, memory: HostMemory, nbytes: int) -> None:
+        """Appends a small array, all of it."""
+        ...
+
+    def remaining(self) -> np.ndarray:
+        """Returns memory for what comes next, uint8[n], to be filled from the front; n > 0 may be less than needed."""
+        ...
+
+    def advance(self, nbytes: int) -> None:
+        """Takes that many bytes at the front of `remaining` as filled."""
+        ...
+
+
+@runtime_checkable
+class RowGatherer(Protocol):
+    """An array whose rows are not contiguous in memory; only whole rows are read."""
+
+    def gather(self, rows: slice, out: np.ndarray) -> None:
+        """Copies rows to `out`, uint8[n]."""
+        ...
+
+
+def contiguous_parts(data: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields the bytes of an array in C order, uint8[n]: all of it where it is, or copies of about `BUFFER` bytes."""
+    if data.flags.c_contiguous:
+        yield data.reshape(-1).view(np.uint8)
+        return
+    row = data[:1].nbytes
+    if row > BUFFER and data.ndim > 1:
+        for part in data:
+            yield from contiguous_parts(part)
+        return
+    rows = max(1, BUFFER // max(1, row))
+    for low in range(0, len(data), rows):
+        yield np.ascontiguousarray(data[low : low + rows]).reshape(-1).view(np.uint8)
+
+
+def append_entry(sink: ByteSink, write: PlannedEntry, pieces: Sequence[SourcePiece]) -> None:
+    """Appends the bytes of an entry to a sink, from the piece that holds it."""
+    if not write.nbytes:
+        return
+    region, piece = write.region, piece_of(write, pieces)
+    if isinstance(piece.data, HostMemory) and write.nbytes <= MEMMOVE_LIMIT and region == piece.region:
+        sink.append_memory(piece.data, write.nbytes)
+    elif isinstance(piece.data, (HostArray, HostMemory)):
+        array = piece.data.array
+        sink.append(array if region == piece.region else array[region.relative_to(piece.region).slices()])
+    elif isinstance(piece.data, RowGatherer):
+        _append_rows(sink, region.relative_to(piece.region), write.nbytes, piece.data)
+    else:  # lazily transformed, on a device or in another file
+        itemsize = write.nbytes // region.size
+        for part in tiles(region.relative_to(piece.region), READ_PART // itemsize):
+            sink.append(piece.data.read(part.slices()), stays=False)
+
+
+def piece_of(write: PlannedEntry, pieces: Sequence[SourcePiece]) -> SourcePiece:
+    """Returns the piece that holds an entry of at least one byte."""
+    if len(pieces) == 1:
+        return pieces[0]
+    piece = next((piece for piece in pieces if write.region.within(piece.region)), None)
+    assert piece is not None, f"the plan writes {write.region}, which this rank does not hold"
+    return piece
+
+
+def _append_rows(sink: ByteSink, box: Region, nbytes: int, rows: RowGatherer) -> None:
+    """Gathers rows in the memory that they are written from."""
+    low, high = box.offset[0], box.offset[0] + box.shape[0]
+    row_nbytes = nbytes // box.shape[0]
+    while low < high:
+        out = sink.remaining()
+        count = min(len(out) // row_nbytes, high - low)
+        if count:
+            rows.gather(slice(low, low + count), out[: count * row_nbytes])
+            sink.advance(count * row_nbytes)
+        else:  # a row that lies across two buffers, or is longer than one
+            count = 1
+            row = np.empty(row_nbytes, np.uint8)
+            rows.gather(slice(low, low + 1), row)
+            sink.append(row)
+        low += count

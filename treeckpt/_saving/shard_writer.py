@@ -1,0 +1,608 @@
+"""Writes and commits the files of one save: `ShardWriter`, and `InlineWriter`, which does so in this process.
+
+`SaveInfo` and the plan describe a save completely but for the bytes of its arrays: header, manifest and index follow
+from them, so a process that has no tree and no torch can write the shards and publish the index
+(`writer_process.ProcessWriter`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from threading import Event
+from typing import Protocol
+
+import msgspec
+
+from .._arrays.base import ArraySource, SourcePiece
+from .._core.format.build_index import build_index
+from .._core.format.file_names import parse_file_name
+from .._core.format.index import INDEX_NAME, MAX_INDEX, decode_index, encode_index, encode_manifest
+from .._core.format.lineage import Lineage
+from .._core.format.records import FileTable, Index, file_table
+from .._core.format.save_progress import Progress
+from .._core.format.shard_header import ShardEntry, ShardHeader, block_count, shard_name
+from .._core.format.sidecars import Sidecar, stored_name
+from .._core.format.timings import Host, Span, Timings, encode_timings, timings_name
+from .._core.planning.save_plan import ChunkOffsets, FilePlan, SingleChunkOffset
+from .._core.sharding.int_runs import encode_runs
+from .._core.tree.value_codec import Value
+from .._io.comm.failures import Fault, to_fault
+from .._io.os_errors import wrap_write_error
+from .._io.storage.index_lock import take_back_index, unlocked_sizes
+from .._io.storage.late_requests import send_late
+from .._io.storage.leftovers import clear_leftovers, delete_files
+from .._io.storage.metadata_files import read_index
+from .._io.storage.progress_file import ProgressRecorder
+from .._io.storage.store import Store
+from .._io.timing import Recorder
+from .._threads import call_in_thread
+from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError
+from .options import CommonOptions
+from .path_look import PathLook
+from .plan_cache import GlobalPlan
+from .shard_files import ShardFile, ShardSource, WriteGates, write_files
+
+FileRow = tuple[int, int, int, int, int]
+"""(rank, part, stream, nbytes, header) of a shard."""
+PUBLISHED_HINT = "The new index is in place, but may not survive a power loss; save again"
+"""The hint of an error where publishing failed after its effect."""
+UNANSWERED_HINT = "The new index may be in place all the same: look at the checkpoint, or save again"
+"""The hint where an object store has not said whether it has published, or will."""
+
+
+class IndexContent(msgspec.Struct, frozen=True, array_like=True):
+    """What the index holds beside the plan; gathered on rank 0."""
+
+    metadata: dict[str, Value] = {}
+    values: dict[str, Value] = {}
+    """Of the leaves that ranks share."""
+    own_values: tuple[tuple[str, int, Value], ...] = ()
+    """Of the leaves under `PerRank`, as (path, rank, value)."""
+    replaced: str = ""
+    """The id of the save that is overwritten."""
+    lineage: Lineage | None = None
+    """Of a manager's checkpoint."""
+    sidecars: tuple[Sidecar, ...] = ()
+
+
+class SaveInfo(msgspec.Struct, frozen=True, array_like=True):
+    """One save as the ranks agreed on it; with the plan, everything but the bytes of arrays."""
+
+    rank: int
+    world: int
+    save_id: str
+    created_ns: int
+    options: CommonOptions
+    content: IndexContent | None = None
+    """None on ranks other than 0."""
+
+    @property
+    def replaces(self) -> bool:
+        """Whether a checkpoint is overwritten, as far as rank 0 knows."""
+        return self.content is not None and self.content.replaced != ""
+
+    def replacing(self, save_id: str) -> SaveInfo:
+        """Returns the info of a save that overwrites another one; "" for none. On rank 0."""
+        assert self.content is not None, "rank 0 has it"
+        return msgspec.structs.replace(self, content=msgspec.structs.replace(self.content, replaced=save_id))
+
+
+class WriteReport(msgspec.Struct, array_like=True):
+    """The result of a rank's writing, for the coordinator."""
+
+    fault: Fault | None
+    files: tuple[FileRow, ...] = ()
+    timings: tuple[Span, ...] = ()
+    host: str = ""
+    """The name of the rank's machine."""
+
+
+class CommitResult(msgspec.Struct, array_like=True):
+    """The result of a save, for every rank."""
+
+    faults: tuple[Fault, ...]
+    in_place: bool
+    """With faults: the index may have been published all the same, so the files must stay."""
+
+
+class ShardWriter(Protocol):
+    """Writes the shards of one save on one rank; on rank 0 it also publishes the index."""
+
+    error: Exception | None
+    """This rank's failure, where there is one."""
+    trace: str
+    """The traceback of a failure in another process."""
+
+    def write(self) -> WriteReport:
+        """Writes this rank's shards; returns the result without timings. A failure is returned, not raised."""
+        ...
+
+    def commit(self, reports: Mapping[int, WriteReport], silent: Sequence[Fault] = ()) -> CommitResult:
+        """On rank 0: commits the save if all ranks have written.
+
+        Args:
+            reports: of each rank.
+            silent: the faults of ranks that sent none.
+        """
+        ...
+
+    def end(self) -> None:
+        """Releases what is kept for this save."""
+        ...
+
+
+class TreeShardSource(msgspec.Struct, frozen=True):
+    """Shards straight out of the tree's arrays."""
+
+    plan: GlobalPlan
+    sources: Mapping[str, ArraySource]
+    """This rank's arrays, by path."""
+
+    @property
+    def private(self) -> bool:
+        return False
+
+    @property
+    def files(self) -> Sequence[FilePlan]:
+        return self.plan.own.files
+
+    def pieces(self, leaf: int) -> Sequence[SourcePiece]:
+        return self.sources[self.plan.leaf(leaf).path].pieces
+
+
+class InlineWriter:
+    """Writes in this process.
+
+    Args:
+        plan, source: None if this rank has none; `error` says why.
+        on_progress: called with the bytes written so far, now and then.
+        waits: whether `end` waits for an object store after a commit. Unless it does, threads complete the timings and
+            remove the progress record, and the end of the process waits for them.
+        look: must have a result before anything is written.
+        record: the progress record of the save, which is ended with it; None where another process keeps it until this
+            one has written its own, and on ranks other than 0.
+    """
+
+    trace = ""
+
+    def __init__(
+        self,
+        store: Store,
+        info: SaveInfo,
+        plan: GlobalPlan | None,
+        recorder: Recorder,
+        source: ShardSource | None = None,
+        *,
+        error: Exception | None = None,
+        on_progress: Callable[[int], None] | None = None,
+        waits: bool = True,
+        look: PathLook | None = None,
+        record: ProgressRecorder | None = None,
+    ) -> None:
+        self.error, self.recorder = error, recorder
+        self._waits = waits or not store.traits.far
+        self._store, self._info, self._plan, self._source = store, info, plan, source
+        self._on_progress, self._look = on_progress or (lambda written: None), look
+        self._on_interrupt: Callable[[BaseException], None] = lambda error: None
+        self._refusal: Exception | None = None
+        """Why the look at the path forbids the save."""
+        self._note, self._keeps_note = record, record is not None
+        self._begun: Future[None] | None = None
+        """Of `_begin`, where it waits for an object store."""
+        self._recorded: Future[None] | None = None
+        """Of the first write of this process's own record, where it waits for an object store."""
+        self._unlocked: Future[dict[str, int]] | None = None
+        """Of the look for locks on the index of an object store: its listing goes beside the shards."""
+        self._timings_over: Event | None = None
+        """Set when the thread has ended that writes the timings to an object store, beside the index and once more."""
+        self._decided, self._is_committed = Event(), False
+        """Whether it is known how the save ends, and whether it is committed."""
+        self._written = False
+        """Whether all shards are written, which the others may know already."""
+
+    def write(self, *, on_interrupt: Callable[[BaseException], None] = lambda error: None) -> WriteReport:
+        """Does what `ShardWriter.write` says.
+
+        Args:
+            on_interrupt: called at an interrupt, before the requests in flight have ended.
+        """
+        self._on_interrupt = on_interrupt
+        info, plan, source = self._info, self._plan, self._source
+        try:
+            if self.error is not None:
+                raise self.error
+            assert plan is not None and source is not None, "a rank without them has an error"
+            self._begin_record(plan.own.nbytes)
+            assert self._note is not None, "it was just set"
+            gates = WriteGates(self._note, self._begun, self._recorded, on_interrupt)
+            manifest = manifest_of(info, plan)
+            files = [
+                ShardFile(entries, name, shard_header(info, plan, file, manifest if file.part == 0 else None))
+                for entries, name, file in zip(source.files, shard_names(info, plan), plan.own.files, strict=True)
+            ]
+            sizes = write_files(self._store, files, source, self.recorder, gates)
+            gates.before_commit()  # a rank without shards has not waited yet
+            self._note.commit()
+            self._written = True
+            rows = [
+                (info.rank, file.part, file.stream, nbytes, header)
+                for file, (header, nbytes) in zip(plan.own.files, sizes, strict=True)
+            ]
+            return WriteReport(None, tuple(rows))
+        except Exception as error:
+            wait([future for future in (self._begun, self._recorded) if future is not None])
+            if self._refusal is not None:
+                raise self._refusal from None
+            self.error = wrap_write_error(error, self._store.url)
+            return WriteReport(to_fault(self.error, info.rank))
+
+    def _begin_record(self, planned: int) -> None:
+        """Begins or continues the progress record; in an object store threads do what waits for an answer."""
+        store, info, note = self._store, self._info, self._note
+        if note is None:
+            now = time.time_ns()
+            first = Progress(info.save_id, info.rank, info.world, info.options.step, "write", 0, planned, now, now)
+            note = self._note = ProgressRecorder(store, first, on_progress=self._on_progress)
+        note.expect(planned)
+        if not store.traits.far:
+            if not self._keeps_note:
+                note.begin()
+            return
+        begun = self._begun = call_in_thread(partial(self._begin, note), "treeckpt-begin")
+        if not self._keeps_note:
+            self._recorded = call_in_thread(note.begin, "treeckpt-record")
+        if info.rank == 0:
+
+            def look_for_locks() -> dict[str, int]:
+                begun.result()  # the record can be seen
+                return unlocked_sizes(store)
+
+            self._unlocked = call_in_thread(look_for_locks, "treeckpt-locks")
+
+    def _begin(self, note: ProgressRecorder) -> None:
+        """Waits for the look at the path, and asks the store for the conditional writes of the commit."""
+        if self._look is not None:
+            try:
+                self._info = self._info.replacing(self._look.result())
+            except Exception as error:
+                self._refusal = error
+                raise
+        note.check_condition(replaces=self._info.replaces)
+
+    def commit(self, reports: Mapping[int, WriteReport], silent: Sequence[Fault] = ()) -> CommitResult:
+        store, info, plan, recorder = self._store, self._info, self._plan, self.recorder
+        faults = [*(report.fault for report in reports.values() if report.fault is not None), *silent]
+        publishing = in_place = False
+        if not faults:
+            try:
+                assert plan is not None, "a rank without a plan reports a fault"
+                with recorder.span("publish"):
+                    index = complete_index(info, plan, reports)
+                    data = encode_index(index)
+                    # before the index, in an object store beside it: should this save die after it, later ones know by
+                    # them that it had ended
+                    if not self._start_timings(reports):
+                        write_timings(store, info, reports, None, recorder)
+                    # deletions and repairs that have not seen this save's record have ended at the look for locks
+                    sizes = self._unlocked.result() if self._unlocked is not None else None
+                    publishing = True
+                    self._publish(data, partial(self._check_files, index, sizes))
+                    if self._note is not None and self._note.has_lapsed:
+                        check_still_there(store, index)
+            except Exception as caught:
+                error = wrap_write_error(caught, store.url)
+                if in_place := publishing and index_may_be_published(store, info.save_id, error):
+                    error = with_published_hint(error)
+                faults.append(to_fault(error, 0, common=isinstance(error, CheckpointExists)))
+                self.error = self.error or error
+        self._is_committed = not faults
+        self._decided.set()
+        if not faults:
+            # it is committed: the rest may fail without harm
+            if self._timings_over is None:
+                self._write_timings(reports, again=True)
+            if info.content is not None and info.replaces:
+                with contextlib.suppress(Exception):
+                    remove_replaced(store, info.content.replaced)
+            return CommitResult((), True)
+        self._wait_timings()
+        with contextlib.suppress(Exception):  # the error that is being reported matters more
+            text = "; ".join(f"rank {fault.rank}: {fault.text}" for fault in faults)[:4000]
+            write_timings(store, info, reports, text, recorder)
+        return CommitResult(tuple(faults), in_place)
+
+    def _check_files(self, index: Index, sizes: dict[str, int] | None) -> None:
+        check_files_exist(self._store, index, unlocked_sizes(self._store) if sizes is None else sizes)
+
+    def _publish(self, data: bytes, check: Callable[[], object]) -> None:
+        """Publishes the index; an interrupt is told at once, and raised when it is known what became of the request."""
+        publish = partial(publish_index, self._store, data, self._info, check)
+        if not self._store.traits.far:
+            publish()
+            return
+        request = call_in_thread(publish, "treeckpt-publish")
+        try:
+            request.result()
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._on_interrupt(error)
+            while not request.done():
+                with contextlib.suppress(KeyboardInterrupt):  # else files of a published index could be deleted
+                    wait([request])
+            raise
+
+    def _start_timings(self, reports: Mapping[int, WriteReport]) -> bool:
+        """Begins to write the timings to an object store; False elsewhere, or where no thread can be started."""
+
+        def write() -> None:
+            self._write_timings(reports)
+            self._decided.wait()
+            if self._is_committed:  # with the time of the commit
+                self._write_timings(reports, again=True)
+
+        if self._store.traits.far:
+            self._timings_over = send_late(self._store.url, write)
+        return self._timings_over is not None
+
+    def _write_timings(self, reports: Mapping[int, WriteReport], *, again: bool = False) -> None:
+        with contextlib.suppress(Exception):
+            write_timings(self._store, self._info, reports, None, self.recorder, again=again)
+
+    def _wait_timings(self) -> None:
+        self._decided.set()
+        if self._timings_over is not None:
+            self._timings_over.wait()  # unlike the join of a thread, it can be interrupted
+
+    def end(self) -> None:
+        late = not self._waits and (self._is_committed if self._info.rank == 0 else self.error is None)
+        if self._note is not None:
+            self._note.end(wait=not late)
+        if not late:
+            self._wait_timings()
+        if self._note is None:
+            return
+        if self._info.rank == 0 and not self._store.traits.conditional:
+            with contextlib.suppress(Exception):  # the save has ended, with or without an error
+                clear_leftovers(self._store, self._store.sizes(), known=self._info.save_id)
+
+    def withdraw(self, error: BaseException) -> None:
+        """Removes what was written, unless the save is committed, or others may still commit it.
+
+        The coordinator writes `error` to the timings, so the files of other ranks count as left over.
+        """
+        info, plan = self._info, self._plan
+        self._waits = True
+        self._wait_timings()
+        try:
+            if plan is None or (info.rank and self._written) or index_may_be_published(self._store, info.save_id):
+                return
+            timings = [] if info.rank else [timings_name(info.save_id)]
+            remove_files(self._store, [*written_names(info, plan), *timings])
+            if info.world > 1 and not info.rank:
+                report = WriteReport(to_fault(error, info.rank), host=socket.gethostname())
+                self.commit({0: report})
+        finally:
+            self.end()  # as long as the record stands, nobody takes the files for those of a save that has ended
+
+
+# what the files hold ------------------------------------------------------------------------------------------------
+
+
+def shard_names(info: SaveInfo, plan: GlobalPlan | None) -> list[str]:
+    """Returns the names of the files that this rank writes; a rank without a plan writes none."""
+    files = plan.own.files if plan is not None else ()
+    return [shard_name(info.save_id, info.rank, info.world, file.part) for file in files]
+
+
+def written_names(info: SaveInfo, plan: GlobalPlan | None) -> list[str]:
+    """Returns the names of all files that this rank writes before the commit: shards, and on rank 0 sidecar files."""
+    sidecars = info.content.sidecars if info.content is not None else ()
+    return [*shard_names(info, plan), *(stored_name(info.save_id, sidecar.name) for sidecar in sidecars)]
+
+
+def manifest_of(info: SaveInfo, plan: GlobalPlan) -> str | None:
+    """Returns what the coordinator's first shard keeps of the tree, to rebuild a lost index; None on other ranks."""
+    return encode_manifest(_index(info, plan, None, FileTable())) if info.rank == 0 else None
+
+
+def shard_header(info: SaveInfo, plan: GlobalPlan, file: FilePlan, manifest: str | None) -> ShardHeader:
+    """Returns the header of a shard, with zeros in the place of the checksums."""
+    entries: list[ShardEntry] = []
+    for write in file.writes:
+        leaf = plan.leaf(write.leaf)
+        assert leaf.spec is not None, "arrays only are written"
+        path = leaf.path.replace("~rank*", f"~rank{info.rank}")
+        entries.append(ShardEntry(path, leaf.spec.dtype, leaf.spec.shape, write.region, write.start, write.nbytes))
+    return ShardHeader(
+        info.save_id,
+        info.rank,
+        info.world,
+        file.part,
+        file.stream,
+        tuple(entries),
+        (0,) * block_count(file.nbytes),
+        manifest=manifest,
+    )
+
+
+def complete_index(info: SaveInfo, plan: GlobalPlan, reports: Mapping[int, WriteReport]) -> Index:
+    """Returns the index of a save that all ranks have written."""
+    rows = [row for report in reports.values() for row in report.files]
+    placed, totals = plan.placement()
+    for rank, report in reports.items():
+        written = sum(row[3] for row in report.files)
+        if written != totals[rank]:
+            raise AssertionError(f"rank {rank} wrote {written} bytes, the plan says {totals[rank]}")
+    return _index(info, plan, placed, file_table(rows))
+
+
+def _index(
+    info: SaveInfo, plan: GlobalPlan, placed: Mapping[int, ChunkOffsets | SingleChunkOffset] | None, files: FileTable
+) -> Index:
+    content = info.content or IndexContent()
+    index = build_index(
+        plan.global_tree,
+        placed,
+        files,
+        values=content.values,
+        own_values={(path, rank): value for path, rank, value in content.own_values},
+        save_id=info.save_id,
+        step=info.options.step,
+        created_ns=info.created_ns,
+        metadata=content.metadata,
+        lineage=content.lineage,
+    )
+    return msgspec.structs.replace(index, sidecars=content.sidecars)
+
+
+# publishing, and removing --------------------------------------------------------------------------------------------
+
+
+def check_files_exist(store: Store, index: Index, sizes: Mapping[str, int]) -> None:
+    """Checks that no other program has deleted shards or sidecar files, before the index is published.
+
+    An object store is not checked: it has acknowledged each file, and was listed before that.
+
+    Raises:
+        CheckpointError: naming the file.
+    """
+    if store.traits.conditional:
+        return
+    for file in index.file_list:
+        if store.traits.in_process and file.name not in sizes:
+            raise CheckpointError(
+                store.url,
+                expected="the shards of all ranks in the memory of one process",
+                found=f"no {file.name} in that of rank 0",
+                hint='Ranks in processes of their own save to a directory or URL, or each alone with comm="alone"',
+            )
+    written = [(file.name, file.header + file.nbytes) for file in index.file_list]
+    written += [(stored_name(index.save_id, sidecar.name), sidecar.nbytes) for sidecar in index.sidecars]
+    for name, nbytes in written:
+        if sizes.get(name) != nbytes:
+            raise CheckpointError(
+                f"{store.url}/{name}",
+                expected=f"{nbytes} bytes, as written a moment ago",
+                found="no such file" if name not in sizes else f"{sizes[name]}",
+                hint="Something else deletes or changes files there; find out what, and save again",
+            )
+
+
+def check_still_there(store: Store, index: Index) -> None:
+    """Checks, after this process was stopped for minutes, that nobody took the committed save for a dead one.
+
+    Raises:
+        CheckpointError: its files were removed; the index is taken back.
+    """
+    if missing := sorted({file.name for file in index.file_list} - store.sizes().keys()):
+        take_back_index(store, index.save_id)
+        raise CheckpointError(
+            f"{store.url}/{missing[0]}",
+            expected="the shards of this save",
+            found=f"{len(missing)} of {len(index.file_list)} are gone: a clean-up took the save for a dead one",
+            hint="This process was stopped for minutes, or could not reach the store; save again",
+        )
+
+
+def publish_index(store: Store, data: bytes, info: SaveInfo, check: Callable[[], object]) -> None:
+    """Publishes the index, which is the commit; where the store can, only over what was there before the save.
+
+    Args:
+        check: raises if files of the save are gone; see `Store.publish`.
+
+    Raises:
+        CheckpointExists: there is another checkpoint.
+    """
+    if info.options.overwrite and store.traits.conditional:
+        check()
+        replaced = info.content.replaced if info.content is not None else ""
+
+        def is_replaced(found: bytes) -> bool:
+            try:
+                return decode_index(found, store.url).save_id == replaced
+            except CheckpointError:  # nor could it be read before the save
+                return not replaced
+
+        store.compare_and_swap(INDEX_NAME, data, holds=is_replaced, limit=MAX_INDEX)
+        return
+    try:
+        store.publish(INDEX_NAME, data, replace=info.options.overwrite, check=check)
+    except FileNotFoundError as error:
+        if not store.traits.renames:
+            raise
+        raise CheckpointError(
+            f"{store.url}/{INDEX_NAME}",
+            expected="the temporary file that is to be renamed so",
+            found="none: a clean-up took this process for an ended one",
+            hint="It was stopped for minutes, or something else deletes files there; save again",
+        ) from error
+
+
+def index_may_be_published(store: Store, save_id: str, error: BaseException | None = None) -> bool:
+    """Whether the index is there, or may be, after publishing failed with an error.
+
+    It can fail after the rename, at the sync. A store can carry a request out after the client has given it up.
+    """
+    if isinstance(error, StoreError) and error.unanswered:
+        return True
+    try:
+        return read_index(store).save_id == save_id
+    except CheckpointNotFound:
+        return False
+    except Exception:
+        return True
+
+
+def with_published_hint(error: Exception) -> Exception:
+    """Returns the same error with the hint that the index is in place all the same, or in an object store may be."""
+    if isinstance(error, StoreError):
+        error.add_hint(UNANSWERED_HINT)
+    if type(error) is not CheckpointError:
+        return error
+    hinted = CheckpointError(error.path, expected=error.expected, found=error.found, hint=PUBLISHED_HINT)
+    hinted.__cause__ = error.__cause__
+    return hinted
+
+
+def write_timings(
+    store: Store,
+    info: SaveInfo,
+    reports: Mapping[int, WriteReport],
+    error: str | None,
+    recorder: Recorder,
+    *,
+    again: bool = False,
+) -> None:
+    """Writes the spans of all ranks, and the error of a save that failed; replaces earlier timings of this save.
+
+    Args:
+        again: they were written before. In a store that is far, where the caller of the save may go on meanwhile and
+            delete the checkpoint, they are then not created anew.
+    """
+    reported = (span for rank, report in reports.items() if rank for span in report.timings)
+    names = sorted({report.host for report in reports.values()} - {""})
+    hosts = tuple(Host(name, encode_runs(sorted(r for r, d in reports.items() if d.host == name))) for name in names)
+    spans = (*recorder.spans, *reported)
+    timings = Timings(info.save_id, info.options.step, info.world, spans, error, hosts)
+    name, data = timings_name(info.save_id), encode_timings(timings)
+    present = store.read_version(name, limit=len(data))[1] if again and store.traits.conditional else True
+    store.publish(name, data, replace=present)
+
+
+def remove_files(store: Store, names: Iterable[str]) -> None:
+    """Deletes files, as `delete_files`; errors are ignored."""
+    with contextlib.suppress(Exception):
+        delete_files(store, names)
+
+
+def remove_replaced(store: Store, save_id: str) -> None:
+    """Deletes the files of a save that was overwritten."""
+    found = [(name, owned) for name in store.sizes() if (owned := parse_file_name(name)) is not None]
+    kinds = ("shard", "sidecar", "progress", "verdict")
+    names = [name for name, owned in found if owned.save_id == save_id and owned.kind in kinds]
+    remove_files(store, [*names, timings_name(save_id)])

@@ -1,0 +1,367 @@
+"""Conversion of a checkpoint to another format: opens, selects, checks and streams. See `convert`."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import msgspec
+
+from .. import _api
+from .._arrays.lazy import LazyArray
+from .._core.format.file_names import step_of
+from .._foreign.checksums import ArchiveStorages
+from .._io.comm.comm import Comm, as_comm
+from .._io.storage.bucket import check_path
+from .._io.storage.counting_store import CountedStores, OnBytesRead
+from .._io.storage.store import Store
+from .._loading.match import LoadOptions
+from .._loading.overlay import Selection, globs_of
+from ..errors import CheckpointError, MismatchError
+from ..rules import Renaming, Rule, Transforms, as_rules
+from . import _contents as choosing
+from ._contents import Contents, ConvertReport, Finding, tree_of
+from ._format_fit import (
+    NOTHING,
+    FittedContents,
+    check_growth,
+    check_source,
+    fit_dcp,
+    fit_safetensors,
+    fit_torch,
+    fit_treeckpt,
+    own_nbytes,
+    refuse_losses,
+)
+from ._output import Output, check_free, run_output
+from ._safetensors_write import lay_out_safetensors
+from ._sources import detect, open_source
+from ._state_dicts import with_state_dicts
+from ._transform import cast_floats, transform
+
+FORMATS = ("treeckpt", "torch", "dcp", "safetensors")
+"""Formats that can be written."""
+MEMORY = 64 << 20
+MIN_BUFFER_NBYTES = 4 << 20
+SAVING = 56 << 20
+"""Bytes that a save of ours takes: its own buffers, and what is read into them."""
+SHARD = 5_000_000_000
+"""Bytes of a file, unless told otherwise; as Hugging Face has it."""
+_SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20,
+          "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
+AnyPath = str | os.PathLike[str]
+
+
+class ConvertOptions(TypedDict, total=False):
+    """The options of `convert`, except for the format to write."""
+
+    dtype: Any
+    max_shard_size: int | str | None
+    memory: int | str
+    select: Selection
+    exclude: Selection
+    subtree: str
+    rename: Renaming
+    transforms: Transforms
+    hub_names: Any
+    lossy: bool
+    dry_run: bool
+    overwrite: bool
+    step: int | None
+    comm: Any
+    on_read: OnBytesRead | None
+
+
+class _Options(msgspec.Struct, frozen=True):
+    """The options of `convert`, checked."""
+
+    destination: str
+    to: str
+    directory: bool
+    """Whether the format writes a directory to the destination."""
+    dtype: Any
+    max_shard_size: int | None
+    memory: int
+    select: tuple[str, ...]
+    exclude: tuple[str, ...]
+    subtree: str
+    rules: tuple[Rule, ...]
+    hub_names: Any
+    lossy: bool
+    dry_run: bool
+    overwrite: bool
+    step: int | None
+
+
+def convert(
+    source: AnyPath | Store,
+    destination: AnyPath,
+    *,
+    to: str | None = None,
+    dtype: Any = None,
+    max_shard_size: int | str | None = None,
+    memory: int | str = MEMORY,
+    select: Selection = None,
+    exclude: Selection = None,
+    subtree: str = "",
+    rename: Renaming = None,
+    transforms: Transforms = None,
+    hub_names: Any = None,
+    lossy: bool = False,
+    dry_run: bool = False,
+    overwrite: bool = False,
+    step: int | None = None,
+    comm: Any = None,
+    on_read: OnBytesRead | None = None,
+) -> ConvertReport:
+    """Writes a checkpoint in another format. Call it on every rank: they share the bytes.
+
+    What is read is compared with the checksums beside it: our own, and the CRC-32s in files of torch.save and DCP, but
+    not after `torch.serialization.set_crc32_options(False)`. Files of safetensors and Paddle have none.
+
+    >>> tc.convert.convert("run/step_00000100", "new.pt").leaves
+    3
+
+    Args:
+        source: a checkpoint of any of `SOURCES`; the format is found by looking.
+        destination: a local path; for our own format any path that `save` takes. It appears when it is whole.
+        to: one of `FORMATS`; by default what the destination's suffix says, and our own without one.
+        dtype: casts arrays of floating point while they are streamed: "bfloat16", say, or torch's or numpy's own.
+        max_shard_size: bytes of a file, at most (a larger array alone), e.g. "5GB"; a safetensors directory has several
+            then, and an index.
+        memory: bytes of buffers, at most; saving in our own format needs 56 MiB.
+        select, exclude: globs over paths, and all below them. What is left out need not be readable without running
+            code; as an element of a list or tuple it becomes None, so that the others stay where they are.
+        subtree: a path: what is below it is the tree, and its names begin there.
+        rename, transforms, comm: as in `load` and `save`; names are those below `subtree`.
+        hub_names: a model of transformers, or its config, whose `save_pretrained` gives names and layouts to its state.
+        lossy: goes without what the format cannot hold, instead of refusing it.
+        dry_run: writes nothing; the report says what would be lost, and what changes its form.
+        overwrite: replaces a file, or a checkpoint of ours. Other directories are never replaced.
+        step: of training, kept in a checkpoint of ours; by default that of the destination's name, or of the source.
+        on_read: takes the bytes that were read and those to read (None where ranks share them), from any thread.
+
+    Raises:
+        CheckpointNotFound, FormatError, CorruptError: the state of the source, or views in it of far more bytes.
+        TreeError: what cannot be read without running code, or what the format cannot hold.
+        MismatchError: arguments that do not fit the source, or values that a cast would turn into infinity.
+        CheckpointExists: there is something at the destination.
+    """
+    to, directory = _format(text := os.fspath(destination), to)
+    budget, limit = _sizes(to, directory, memory, max_shard_size)
+    rules, left_out = as_rules(rename, transforms), globs_of(exclude, "exclude") or ()
+    tree = (globs_of(select) or (), left_out, subtree, rules, hub_names)
+    options = _Options(text, to, directory, dtype, limit, budget, *tree, lossy, dry_run, overwrite, step)
+    return _convert(source, options, as_comm(comm), CountedStores(on_read))
+
+
+def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: CountedStores) -> ConvertReport:
+    """Opens the source, selects and casts its leaves, checks what the format can hold, and writes."""
+    begin = time.perf_counter()
+    kind, storages, dry_run = detect(source), ArchiveStorages(alone=comm.size == 1), options.dry_run
+    wanted = LoadOptions(options.select or None, exclude=options.exclude, below=options.subtree)
+    with open_source(source, kind, storages, wanted, counted) as found:
+        kept = choosing.exclude(found, options.exclude)
+        chosen = choosing.subtree(choosing.select(kept, options.select), options.subtree)
+        check_source(chosen)
+        chosen = _transformed(chosen, options, storages)
+        if comm.size == 1 and not dry_run:
+            counted.expect(lambda: own_nbytes(chosen))
+        if options.to in ("torch", "dcp"):
+            chosen = with_state_dicts(chosen, numbered=options.to == "torch")
+        cast = cast_floats(chosen, options.dtype, storages) if options.dtype is not None else chosen
+        held = _FITS[options.to](cast)
+        contents = held.contents
+        if not (dry_run or options.lossy):
+            refuse_losses(contents, options.to)
+        output = _lay_out(held, options)
+        check_growth(chosen, own_nbytes(contents) if output is None else output.nbytes)
+        if not dry_run:
+            storages.check(_read_of(chosen, contents, options), comm, options.destination)
+        if output is not None:
+            names, written = _write(output, options, comm)
+        else:
+            names, written = ((), 0) if dry_run else _save(contents, options, comm)
+        assert dry_run or storages.all_read(), "all bytes of a source are read"
+    arrays = [leaf for _, leaf in contents.leaves if isinstance(leaf, LazyArray)]
+    losses = tuple(finding for finding in contents.findings if finding.lost)
+    notes = [finding for finding in contents.findings if not finding.lost]
+    notes += [
+        Finding(name, "files of one format", "a file beside those read", "no part of it") for name in chosen.unread
+    ]
+    if options.to != "treeckpt":
+        notes += [Finding(name, "a tree alone", "a sidecar file", "no part of it") for name, _ in chosen.sidecars]
+        notes += [Finding(name, "a tree alone", "custom metadata", "no part of it") for name in chosen.metadata]
+    return ConvertReport(
+        source=chosen.label,
+        destination=options.destination,
+        source_format=kind,
+        format=options.to,
+        leaves=len(contents.leaves) - sum(finding.becomes == NOTHING for finding in losses),
+        arrays=len(arrays),
+        nbytes=sum(leaf.nbytes for leaf in arrays),
+        files=names,
+        written_nbytes=written,
+        notes=tuple(notes),
+        losses=losses,
+        dry_run=dry_run,
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _transformed(contents: Contents, options: _Options, storages: ArchiveStorages) -> Contents:
+    """Returns the contents after all rules, those to the names of the hub last."""
+    if options.rules:
+        contents = transform(contents, options.rules, storages)
+    if options.hub_names is None:
+        return contents
+    from ..integrations.transformers import hub_rules
+
+    specs = {path: leaf.spec if isinstance(leaf, LazyArray) else None for path, leaf in contents.leaves}
+    return transform(contents, hub_rules(options.hub_names, specs), storages)
+
+
+def _write(output: Output, options: _Options, comm: Comm) -> tuple[tuple[str, ...], int]:
+    """Writes another format; returns the names of the files, and the bytes that this rank wrote."""
+    place, written = _local(options.destination), 0
+    if options.dry_run:
+        check_free(place, output, overwrite=options.overwrite)
+    else:
+        written = run_output(output, place, comm, memory=options.memory, overwrite=options.overwrite)
+    return tuple(file.name or Path(options.destination).name for file in output.files), written
+
+
+def _save(contents: Contents, options: _Options, comm: Comm) -> tuple[tuple[str, ...], int]:
+    """Saves a checkpoint of ours; returns the names of its files, and the bytes that this rank wrote."""
+    step = step_of(options.destination.rstrip("/").rpartition("/")[2]) if options.step is None else options.step
+    report = _api.save(
+        options.destination,
+        tree_of(contents),
+        step=contents.step if step is None else step,
+        comm=comm,
+        custom_metadata=contents.metadata,
+        files={name: read() for name, read in contents.sidecars} if comm.rank == 0 else None,
+        overwrite=options.overwrite,
+        max_shard_bytes=options.max_shard_size,
+    )
+    return report.files, report.nbytes
+
+
+def _format(destination: str, to: str | None) -> tuple[str, bool]:
+    """Returns the format to write, and whether it is a directory."""
+    suffix = Path(destination).suffix
+    kind = to or _SUFFIXES.get(suffix, "treeckpt")
+    if kind not in FORMATS:
+        raise MismatchError("to", expected=f"one of {', '.join(FORMATS)}", found=f"{kind!r}")
+    return kind, kind == "dcp" or (kind == "safetensors" and suffix != ".safetensors")
+
+
+def _sizes(to: str, directory: bool, memory: int | str, max_shard_size: int | str | None) -> tuple[int, int | None]:
+    """Returns the bytes of buffers, and of a file."""
+    budget = _bytes(memory, "memory")
+    least = SAVING if to == "treeckpt" else MIN_BUFFER_NBYTES
+    if budget < least:
+        raise MismatchError("memory", expected=f"at least {least} bytes, for {to}", found=f"{budget}")
+    if max_shard_size is None:
+        return budget, None
+    if not directory and to != "treeckpt":
+        raise MismatchError(
+            "max_shard_size",
+            expected="a destination that can have several files",
+            found=f"one {to} file",
+            hint="Leave the suffix away to get a directory" if to == "safetensors" else "Leave it out",
+        )
+    return budget, _bytes(max_shard_size, "max_shard_size")
+
+
+def _bytes(size: int | str, name: str) -> int:
+    """Parses a number of bytes, with or without a unit: "5GB", "64MiB"."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(size))
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or not (number := int(float(match[1]) * unit)):
+        raise MismatchError(name, expected="bytes, as 5000000 or 5GB", found=f"{size!r}")
+    return number
+
+
+def _local(destination: str) -> Path:
+    check_path(destination)
+    scheme, separator, rest = destination.partition("://")
+    if separator and scheme != "file":
+        raise CheckpointError(
+            destination,
+            expected="a local path",
+            found=f"{scheme}://",
+            hint="Convert to a local path, and copy it there",
+        )
+    if any("\ud800" <= character <= "\udfff" for character in destination):
+        raise CheckpointError(
+            "destination", expected="a path that is text", found=f"{destination!r:.200}", hint="Rename it"
+        )
+    return Path(rest if separator else destination).absolute()
+
+
+def _read_of(chosen: Contents, held: Contents, options: _Options) -> list[choosing.ContentsLeaf]:
+    """Returns the leaves that are not lost, with their paths in the source."""
+    lost = {finding.path for finding in held.findings if finding.lost}
+    above = f"{options.subtree}/" if options.subtree else ""
+    return [(above + path, leaf) for path, leaf in chosen.leaves if path not in lost]
+
+
+_FITS = {"torch": fit_torch, "dcp": fit_dcp, "safetensors": fit_safetensors, "treeckpt": fit_treeckpt}
+
+
+def _lay_out(held: FittedContents, options: _Options) -> Output | None:
+    """Returns the files to write; None for a checkpoint of ours, which a save writes."""
+    if options.to == "torch":
+        from ._torch_write import lay_out_torch
+
+        return lay_out_torch(held)
+    if options.to == "dcp":
+        from ._dcp_write import lay_out_dcp
+
+        return lay_out_dcp(held, max_shard_size=options.max_shard_size or SHARD)
+    if options.to == "safetensors":
+        return lay_out_safetensors(held, directory=options.directory, max_shard_size=options.max_shard_size or SHARD)
+    return None
+
+
+def to_safetensors(source: AnyPath | Store, destination: AnyPath, **options: Unpack[ConvertOptions]) -> ConvertReport:
+    """Writes safetensors: one file where the destination ends so, else a directory as Hugging Face has it.
+
+    See `convert` for the options and errors.
+
+    >>> tc.convert.to_safetensors("run/step_00000100", "hub", subtree="model", dtype="bfloat16").files
+    ('model.safetensors',)
+    """
+    return convert(source, destination, to="safetensors", **options)
+
+
+def to_torch_file(source: AnyPath | Store, destination: AnyPath, **options: Unpack[ConvertOptions]) -> ConvertReport:
+    """Writes a file that `torch.load` takes with `weights_only=True`. See `convert` for the options and errors.
+
+    >>> tc.convert.to_torch_file("run/step_00000100", "new.pt").leaves
+    3
+    """
+    return convert(source, destination, to="torch", **options)
+
+
+def to_dcp(source: AnyPath | Store, destination: AnyPath, **options: Unpack[ConvertOptions]) -> ConvertReport:
+    """Writes a directory that torch.distributed.checkpoint loads. See `convert` for the options and errors.
+
+    >>> tc.convert.to_dcp("run/step_00000100", "dcp").format
+    'dcp'
+    """
+    return convert(source, destination, to="dcp", **options)
+
+
+def to_treeckpt(source: AnyPath | Store, destination: AnyPath, **options: Unpack[ConvertOptions]) -> ConvertReport:
+    """Writes a checkpoint of ours. See `convert` for the options and errors.
+
+    >>> tc.convert.to_treeckpt("run/step_00000100", "run/step_00000200").arrays
+    2
+    """
+    return convert(source, destination, to="treeckpt", **options)

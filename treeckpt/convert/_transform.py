@@ -1,0 +1,169 @@
+"""Load rules and casts applied to the contents of a conversion: new arrays are made while they are read, box by box."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from .._arrays.base import HostArray, Storage, TargetPiece, raw_dtype
+from .._arrays.lazy import LazyArray
+from .._arrays.registry import library_of
+from .._core.sharding.dtypes import dtype_of, normalize_dtype
+from .._core.sharding.region import Region
+from .._core.tree.structure import paths_of
+from .._foreign.checksums import ArchiveStorages
+from ..errors import MismatchError
+from ..rules._apply_rule import LeafState
+from ..rules._apply_rules import TransformedLeaves, apply_rules
+from ..rules._assemble import PermutedWriter, constant_write, scales_of
+from ..rules._composed_array import ComposedArray, Constant, SourceBox, parts_in, saved
+from ..rules._reshape_rules import check_scaled
+from ..rules._restructure import empty_containers, rebuild_structure
+from ..rules._rules import Rule
+from ._contents import Contents, map_leaves
+
+WASTE = 2
+"""Elements that are read for one that is needed, at most, where parts of one array are read together."""
+
+
+def transform(contents: Contents, rules: Sequence[Rule], storages: ArchiveStorages) -> Contents:
+    """Returns the contents after rules.
+
+    Raises:
+        MismatchError: a rule that cannot be applied, or one that needs a target.
+    """
+    leaves = dict(contents.leaves)
+    items: dict[str, LeafState] = {}
+    owners: dict[object, str] = {}
+    for number, (path, leaf) in enumerate(contents.leaves):
+        array = None
+        if isinstance(leaf, LazyArray):
+            place = (leaf.storage.address, leaf.storage.strides, leaf.spec) if leaf.storage is not None else path
+            array = saved(owners.setdefault(place, path), leaf.spec)
+        items[path] = LeafState(path, (number,), array)
+    empty = empty_containers(contents.structure)
+    items.update((path, LeafState(path, (before - 1, 1 << 60, i))) for i, (path, before) in enumerate(empty))
+    transformed = apply_rules(items, rules)
+    _check_no_target(transformed)
+    names = [(path, item.of) for path, item in transformed.items.items()]
+    structure = rebuild_structure(contents.structure, names, source_rank=0, rank=0)
+    made: dict[ComposedArray, LazyArray] = {}
+    found: list[tuple[str, Any]] = []
+    for path, _ in paths_of(structure):
+        item = transformed.items[path]
+        if item.array is None or (item.of and item.array == items[item.of].array):
+            found.append((path, leaves[item.of]))
+            continue
+        if item.array not in made:
+            made[item.array] = _composed(item.array, leaves, storages)
+        found.append((path, made[item.array]))
+    return msgspec.structs.replace(contents, structure=structure, leaves=tuple(found))
+
+
+def _check_no_target(transformed: TransformedLeaves) -> None:
+    for name in (*transformed.keeps, *(fill.target for fill in transformed.fills)):
+        raise MismatchError(
+            name,
+            expected="rules that need no target",
+            found="one that takes a value, or a shape, from the target",
+            hint="Leave it for load, or give a fill its shape=",
+        )
+
+
+def _composed(array: ComposedArray, leaves: dict[str, Any], storages: ArchiveStorages) -> LazyArray:
+    def read(region: Region) -> np.ndarray:
+        memory = np.empty(region.shape, raw_dtype(dtype_of(array.spec.dtype).itemsize))
+        piece = TargetPiece(region, HostArray(memory))
+        by_source: dict[str, list[SourceBox]] = {}
+        for part in parts_in(array, region):
+            if isinstance(part, Constant):
+                constant_write(part, piece, array.spec)()
+            elif part.region.size:
+                by_source.setdefault(part.source, []).append(part)
+        for source, parts in by_source.items():
+            for box, together in _boxes(parts):
+                data = leaves[source].read(box)
+                for part in together:
+                    scales = scales_of(part, lambda path, region: leaves[path].read(region))
+                    writer = PermutedWriter(piece, part, array.spec, scales)
+                    writer.write(Region.whole(part.box.shape).slices(), data[part.box.relative_to(box).slices()])
+        return memory
+
+    nbytes = math.prod(array.shape) * dtype_of(array.spec.dtype).itemsize
+    return LazyArray(array.spec, read, Storage(storages.take(nbytes), nbytes, None) if nbytes else None)
+
+
+def _boxes(parts: Sequence[SourceBox]) -> list[tuple[Region, list[SourceBox]]]:
+    """Returns the boxes of one source to read, each with its parts: all together, unless too much else lies between."""
+    start = tuple(map(min, zip(*(part.box.offset for part in parts), strict=True)))
+    stop = tuple(map(max, zip(*(part.box.stop for part in parts), strict=True)))
+    around = Region(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
+    if around.size <= WASTE * sum(part.region.size for part in parts):
+        return [(around, list(parts))]
+    return [(part.box, [part]) for part in parts]
+
+
+FLOATS = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+_FLOATING = (*FLOATS, "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3", "float8_e3m4", "float8_e4m3b11fnuz")
+_FLOATING += ("float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn")
+"""What is cast."""
+_LARGEST = {"float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+"""Of dtypes that hold fewer magnitudes than float32."""
+
+
+def cast_floats(contents: Contents, dtype: Any, storages: ArchiveStorages) -> Contents:
+    """Casts all arrays of floating point to one dtype. Ties stay, views become arrays of their own.
+
+    Raises:
+        MismatchError: no such dtype to cast to, or float8 beside scales.
+    """
+    name = normalize_dtype(dtype)
+    if name not in FLOATS:
+        raise MismatchError("dtype", expected=f"one of {', '.join(FLOATS)}", found=f"{dtype!r:.60}")
+    moved: dict[Any, Storage] = {}
+    paths = frozenset(path for path, _ in contents.leaves)
+
+    def change(path: str, leaf: Any) -> Any:
+        if not isinstance(leaf, LazyArray) or leaf.spec.dtype not in _FLOATING or leaf.spec.dtype == name:
+            return leaf
+        check_scaled(path, (leaf.spec.dtype, name), paths)
+        storage = leaf.storage
+        if storage is not None:
+            key = (storage.address, storage.strides, leaf.spec.shape, leaf.spec.dtype)
+            if key not in moved:
+                nbytes = math.prod(leaf.spec.shape) * dtype_of(name).itemsize
+                moved[key] = Storage(storages.take(nbytes), nbytes, None)
+            storage = moved[key]
+        return _cast(leaf, name, path, storage)
+
+    return map_leaves(contents, change)
+
+
+def _cast(leaf: LazyArray, dtype: str, path: str, storage: Storage | None) -> LazyArray:
+    spec = msgspec.structs.replace(leaf.spec, dtype=dtype)
+    convert = library_of(spec).cast
+
+    def read(region: Region) -> np.ndarray:
+        data = leaf.read(region)
+        if dtype in _LARGEST:
+            _check_range(convert(data, leaf.spec.dtype, "float64"), dtype, path)
+        return convert(data, leaf.spec.dtype, dtype).reshape(region.shape)
+
+    return LazyArray(spec, read, storage)
+
+
+def _check_range(raw: np.ndarray, dtype: str, path: str) -> None:
+    """Refuses finite values that would come out as infinity."""
+    values = np.abs(np.ascontiguousarray(raw).view(np.float64))
+    beyond = np.isfinite(values) & (values > _LARGEST[dtype])
+    if beyond.any():
+        raise MismatchError(
+            path,
+            expected=f"values up to {_LARGEST[dtype]:g}, which {dtype} holds",
+            found=f"{values[beyond].max():g}",
+            hint="Cast to bfloat16, or leave the leaf out",
+        )

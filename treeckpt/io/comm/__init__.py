@@ -1,5 +1,0 @@
-"""Messages between the ranks of a job, without collectives of the user's process groups.
-
-It imports `core`, `reports` and `io.os_errors`; never `io.storage`. Start with `comm`, the interface. `rounds` keeps
-the messages of one save apart from those of others; `collective` raises an error of one rank on all ranks.
-"""

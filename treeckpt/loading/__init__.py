@@ -1,6 +1,0 @@
-"""From the bytes of a checkpoint to a tree, in any layout; and its verification, repair and salvage.
-
-It imports `arrays`, `io`, `reports` and `core`; never `saving`. Start with `load`: `match` finds the saved leaf of each
-wanted one, `read_batch` collects the reads, `plan` joins and cuts them, and `execute_local`, `execute_remote` or
-`execute_shared` carries them out. `transforms` holds the load rules.
-"""

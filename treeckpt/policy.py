@@ -1,0 +1,227 @@
+"""Retention policies: which checkpoints of a run stay, and why. Decisions depend on the disk only, not on memory.
+
+A policy is plain data; `kept` returns every step that at least one policy keeps, with the reasons. The newest
+checkpoint always stays: policies only add to it. A decision that is repeated after the other checkpoints were deleted
+is the same. A checkpoint that is known to be damaged counts for no policy, so that it takes the place of no good one,
+and stays, as corrupt ones do: a person may still want what is intact in it.
+
+The newest is the one that was saved last. Checkpoints on abandoned branches count as older than all on the lineage of
+the newest, whenever they were saved.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Iterable, Sequence
+from numbers import Real
+from typing import Literal, SupportsIndex
+
+import msgspec
+
+from .errors import TreeckptError
+
+
+class StepInfo(msgspec.Struct, frozen=True):
+    """The facts about one checkpoint that policies decide by.
+
+    Attributes:
+        step: of training.
+        created_ns: Unix time at which the save began, in nanoseconds.
+        metrics: that were saved with it.
+        pinned: whether it is pinned.
+        sequence: rises in the order in which checkpoints were saved; None where that is the order of the steps.
+        abandoned: whether the newest checkpoint does not descend from it.
+        damaged: whether a verification found changed bytes.
+    """
+
+    step: int
+    created_ns: int
+    metrics: dict[str, float] = {}
+    pinned: bool = False
+    sequence: int | None = None
+    abandoned: bool = False
+    damaged: bool = False
+
+    @property
+    def age(self) -> tuple[bool, int, int]:
+        """Sort key; the oldest is first."""
+        return not self.abandoned, self.step if self.sequence is None else self.sequence, self.step
+
+
+class All(msgspec.Struct, frozen=True, tag="all"):
+    """Every checkpoint.
+
+    >>> tc.Manager("job", keep=[tc.policy.All()]).close()
+    """
+
+
+class Last(msgspec.Struct, frozen=True, tag="last"):
+    """The newest `count` checkpoints.
+
+    >>> tc.Manager("job", keep=[tc.policy.Last(3)]).close()
+    """
+
+    count: int
+
+
+class EverySteps(msgspec.Struct, frozen=True, tag="every_steps"):
+    """Every checkpoint whose step is a multiple of `steps`.
+
+    >>> tc.Manager("job", keep=[tc.policy.Last(1), tc.policy.EverySteps(1000)]).close()
+    """
+
+    steps: int
+
+
+class Steps(msgspec.Struct, frozen=True, tag="steps"):
+    """The checkpoints of the given `steps`.
+
+    >>> tc.Manager("job", keep=[tc.policy.Steps((1000, 5000))]).close()
+    """
+
+    steps: tuple[int, ...]
+
+
+class EveryPeriod(msgspec.Struct, frozen=True, tag="every_period"):
+    """The first checkpoint, and then each that was saved `seconds` or more after the last chosen one.
+
+    Times are those of the clock, the order is that of the lineage: where the clock was set back, counting starts again.
+    So the choice never depends on later checkpoints. Abandoned branches are counted separately.
+
+    >>> tc.Manager("job", keep=[tc.policy.Last(1), tc.policy.EveryPeriod(3600)]).close()
+    """
+
+    seconds: float
+
+
+class Best(msgspec.Struct, frozen=True, tag="best"):
+    """The `count` checkpoints with the smallest `metric`, or with `mode="max"` the largest; of equal ones the later.
+
+    A checkpoint without the metric, or whose metric is NaN, is not chosen. But as long as no checkpoint of the run has
+    the metric (it is measured later, or its name is misspelt), all are kept.
+
+    >>> tc.Manager("job", keep=[tc.policy.Best("accuracy", count=2, mode="max")]).close()
+    """
+
+    metric: str
+    count: int = 1
+    mode: Literal["min", "max"] = "min"
+
+
+Policy = All | Last | EverySteps | Steps | EveryPeriod | Best
+
+
+def check_policies(policies: Sequence[object]) -> None:
+    """Refuses what is no policy, has an invalid field or mode, or keeps nothing: early, as clean-ups run later.
+
+    Raises:
+        TreeckptError: naming the policy.
+    """
+    for policy in policies:
+        if not isinstance(policy, Policy):
+            raise _refusal("policies, or a number of checkpoints", policy)
+        if isinstance(policy, Best) and policy.mode not in ("min", "max"):
+            raise TreeckptError("keep", expected="mode 'min' or 'max'", found=f"{policy.mode!r}")
+        if wanted := _invalid_field(policy):
+            raise _refusal(wanted, policy)
+    if all(isinstance(policy, Steps) and len(policy.steps) == 0 for policy in policies):
+        raise _refusal("policies that keep something", policies)
+
+
+def _refusal(expected: str, found: object) -> TreeckptError:
+    hint = "None keeps all; the newest checkpoint stays in any case"
+    return TreeckptError("keep", expected=expected, found=f"{found!r:.60}", hint=hint)
+
+
+def _invalid_field(policy: Policy) -> str:
+    """Returns what a policy should have where a field is invalid; empty for a valid policy."""
+    if isinstance(policy, Last | Best) and not _is_number(policy.count, 1):
+        return "a count of 1 or more"
+    if isinstance(policy, Best) and not (policy.metric and isinstance(policy.metric, str)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return "the name of a metric"
+    if isinstance(policy, EverySteps) and not _is_number(policy.steps, 1):
+        return "a number of steps, 1 or more"
+    if isinstance(policy, Steps) and not (
+        isinstance(policy.steps, Collection) and all(_is_number(step, 0) for step in policy.steps)  # pyright: ignore[reportUnnecessaryIsInstance]
+    ):
+        return "steps, each 0 or more"
+    if isinstance(policy, EveryPeriod) and not (isinstance(policy.seconds, Real) and 0 <= policy.seconds < math.inf):
+        return "a number of seconds"
+    return ""
+
+
+def _is_number(value: object, least: int) -> bool:
+    """Returns whether `value` is an integer of any type, not a bool, and at least `least`."""
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool) and operator.index(value) >= least
+
+
+def kept(steps: Iterable[StepInfo], policies: Sequence[Policy]) -> dict[int, tuple[str, ...]]:
+    """Returns the steps that stay, in rising order, each with the reasons."""
+    found = sorted(steps, key=lambda info: info.age)
+    reasons: dict[int, list[str]] = {info.step: ["pinned"] for info in found if info.pinned}
+    for info in found:
+        if info.damaged:
+            reasons.setdefault(info.step, []).append("damaged: counts for no policy")
+    ordered = [info for info in found if not info.damaged]
+    for info in ordered[-1:]:
+        reasons.setdefault(info.step, []).append("newest")
+    for policy in policies:
+        for step, reason in _chosen(ordered, policy):
+            reasons.setdefault(step, []).append(reason)
+    return {step: tuple(reasons[step]) for step in sorted(reasons)}
+
+
+def _chosen(ordered: Sequence[StepInfo], policy: Policy) -> list[tuple[int, str]]:
+    if isinstance(policy, All):
+        return [(info.step, "all are kept") for info in ordered]
+    if isinstance(policy, Last):
+        last = ordered[-policy.count :] if policy.count > 0 else ordered[:0]
+        return [(info.step, f"one of the last {policy.count}") for info in last]
+    if isinstance(policy, EverySteps):
+        every = max(1, policy.steps)
+        return [(info.step, f"a multiple of {every} steps") for info in ordered if info.step % every == 0]
+    if isinstance(policy, Steps):
+        named = set(policy.steps)
+        return [(info.step, "asked for by number") for info in ordered if info.step in named]
+    if isinstance(policy, EveryPeriod):
+        branches = [[info for info in ordered if info.abandoned is which] for which in (True, False)]
+        chosen = [step for branch in branches for step in _periodic(branch, policy.seconds)]
+        return [(step, f"the first in {policy.seconds:g} s") for step in chosen]
+    rated = best_of(ordered, policy)
+    if not rated:
+        return [(info.step, f"all are kept, as none has the metric {policy.metric!r}") for info in ordered]
+    best = rated[: max(0, policy.count)]
+    return [(info.step, f"one of the best {policy.count} by {policy.metric}") for info in best]
+
+
+def unmeasured(steps: Iterable[StepInfo], policies: Sequence[Policy]) -> list[str]:
+    """Returns the metrics that no checkpoint has, if any checkpoint stays only because they are missing."""
+    infos = list(steps)
+    missing = [policy for policy in policies if isinstance(policy, Best) and not best_of(infos, policy)]
+    others = [policy for policy in policies if policy not in missing]
+    return [policy.metric for policy in missing] if len(kept(infos, others)) < len(infos) else []
+
+
+def unmeasured_text(metric: str, steps: Iterable[StepInfo]) -> str:
+    """Returns the message that no checkpoint has a metric, with the names of those that there are."""
+    names = ", ".join(sorted({name for info in steps for name in info.metrics})) or "none"
+    return f"no checkpoint has the metric {metric!r} as a number (metrics there are: {names})"
+
+
+def best_of(steps: Iterable[StepInfo], policy: Best) -> list[StepInfo]:
+    """Returns the checkpoints that have the policy's metric, the best first."""
+    sign = 1 if policy.mode == "min" else -1
+    rated = [info for info in steps if not math.isnan(info.metrics.get(policy.metric, math.nan))]
+    rated.sort(key=lambda info: info.age, reverse=True)
+    return sorted(rated, key=lambda info: sign * info.metrics[policy.metric])
+
+
+def _periodic(ordered: Sequence[StepInfo], seconds: float) -> list[int]:
+    chosen: list[int] = []
+    last = None
+    for info in ordered:
+        if last is None or info.created_ns < last or info.created_ns >= last + int(seconds * 1e9):
+            chosen.append(info.step)
+            last = info.created_ns
+    return chosen

@@ -1,5 +1,0 @@
-"""Saving: from a tree on each rank to one committed checkpoint.
-
-It imports `arrays`, `io`, `reports` and `core`; never `loading`. Start with `save`, which runs the four steps of the
-protocol: agree, write, report, commit. `background` runs the same steps behind the training.
-"""

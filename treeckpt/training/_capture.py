@@ -1,0 +1,232 @@
+"""The training state of a job as one tree, whose keys do not depend on the parallelism.
+
+`{"model", "optimizer", "param_groups", "scheduler", "loader", "rng", "extra"}`: parameters and moments by parameter
+name, hyper-parameters by group, per-rank state under `PerRank`. The tensors are the live ones; nothing is copied and no
+message is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, Literal, TypedDict, get_args
+
+from .._arrays.expanded_tree import state_tree
+from .._arrays.registry import abstract_of, encode
+from .._arrays.stateful import holds_stateful, is_stateful, object_states
+from .._core.tree.containers import FromRank
+from .._core.tree.flatten import PerRank, flatten
+from .._core.tree.globs import compile_globs
+from .._core.tree.structure import key_text
+from .._io.public_calls import checks_options
+from .._loading.overlay import Selection, globs_of
+from ..errors import TreeError
+from ._groups import labels_of
+from ._modules import Modules, StateDictEntry, collect_entries
+from ._names import key_path, nested, with_metadata
+from ._optimizers import NamedOptimizer, Optimizers, groups_of, name_optimizers, optimizer_chain, trees_of
+from ._rng import rng_state
+from ._schedules import to_groups
+from ._user_state import check_loader, loader_state
+
+Buffers = Literal["replicated", "first", "same", "per_rank"]
+"""Whose buffers are saved, where several ranks hold a module."""
+LEFT_OUT = "left_out"
+"""The key at the root under which the names of parameters and buffers stand that were left out."""
+
+
+class PartKeywords(TypedDict, total=False):
+    """The arguments of `state` that choose a part of the model."""
+
+    select: Selection
+    exclude: Selection
+    frozen: bool
+
+
+@checks_options
+def state(
+    model: Modules,
+    optimizer: Optimizers | None = None,
+    *,
+    scheduler: Any = None,
+    loader: Any = None,
+    rng: bool = True,
+    extra: Any = None,
+    buffers: Buffers = "replicated",
+    select: Selection = None,
+    exclude: Selection = None,
+    frozen: bool = True,
+) -> dict[str, Any]:
+    """Returns the state of a training job as a tree for `treeckpt.save`.
+
+    The tree is the same under every parallelism: plain, DDP, FSDP2, tensor parallel, pipeline stages, compiled or
+    checkpointed modules. Save it before the next step: its tensors are the live ones. A model's part is a state dict
+    with the versions of its modules (`_metadata`), which `load_state_dict` reads.
+
+    >>> sorted(tc.training.state(model, optimizer, extra={"epoch": 3}))
+    ['extra', 'model', 'optimizer', 'param_groups', 'rng']
+
+    Args:
+        model: a module; a list of the parts of one (pipeline stages) with distinct names; or a dict of several.
+        optimizer: likewise. Its state is keyed by the model's parameter names.
+        scheduler: an object with `state_dict`, or a list or dict of such.
+        loader: the position of this rank's data loader: an object with `state_dict`, or any tree; no other iterable.
+        rng: whether the generators of torch, CUDA, numpy and Python are part of the state.
+        extra: any tree of your own. State that differs between ranks goes under `treeckpt.PerRank`.
+        buffers: of modules that several ranks hold, and attributes that their own code saves. "replicated": one for
+            all, that of the first rank of the wrapper or mesh around the module; without one the save compares them.
+            "first": without one that of rank 0 counts, whatever the others have. "same": all are compared, as plain
+            tensors are. "per_rank": one for each rank.
+        select, exclude: globs over `model/...`: what is not selected is left out, and the optimizers' state of it.
+        frozen: False leaves out parameters that do not require gradients, as beside adapters (LoRA). What is left out
+            is named under "left_out": `restore` takes such a checkpoint with `strict="missing"`, and reports it.
+
+    Raises:
+        TreeError: parameters of an optimizer that are not the model's, two objects of one name, a glob without meaning.
+    """
+    found = collect_entries(model)
+    optimizers = name_optimizers(optimizer, found)
+    if buffers not in get_args(Buffers):
+        raise TreeError("buffers", expected=", ".join(map(repr, get_args(Buffers))), found=f"{buffers!r:.60}")
+    left_out = _left_out(found.entries, globs_of(select), globs_of(exclude, "exclude"), frozen=frozen)
+    every = buffers in ("per_rank", "same")
+    kept = [one for one in found.entries if (one.owned is not False or every) and key_path(one.key) not in left_out]
+    pairs = ((one.key, _marked(one, buffers)) for one in kept)
+    tree: dict[str, Any] = {"model": with_metadata(nested(pairs), found.metadata)}
+    if optimizers:
+        tree["optimizer"], tree["param_groups"] = _optimizer_trees(optimizers, left_out)
+    if scheduler is not None:
+        tree["scheduler"] = _scheduler_states(scheduler, optimizers)
+    if loader is not None:
+        tree["loader"] = PerRank(loader_state(loader))
+    if rng:
+        tree["rng"] = PerRank(rng_state())
+    if extra is not None:
+        tree["extra"] = extra
+    return tree | {LEFT_OUT: left_out} if left_out else tree
+
+
+def _optimizer_trees(optimizers: Sequence[NamedOptimizer], left_out: Container[str]) -> tuple[Any, Any]:
+    """Returns (state, groups) of all optimizers, with the states of objects among the groups.
+
+    Raises:
+        TreeError: an object in the state of a parameter: a fresh optimizer has none to load its state into.
+    """
+    moments, groups = trees_of(optimizers, left_out)
+    for path, leaf in flatten({"optimizer": moments})[1] if holds_stateful(moments) else ():
+        if is_stateful(leaf):
+            raise TreeError(
+                path,
+                expected="arrays and values in the state of a parameter",
+                found=f"a {type(leaf).__qualname__}",
+                hint="Keep it in an attribute of the optimizer, and in its state_dict() beside state and param_groups",
+            )
+    return moments, object_states(groups, "param_groups")
+
+
+def check_objects(
+    model: Modules, optimizer: Optimizers | None, options: Mapping[str, Any], rank: int, *, allow_pickle: bool
+) -> None:
+    """Raises what a save of a job's objects will raise, for a first run, which has no checkpoint to compare them with.
+
+    Args:
+        options: of `restore`.
+        allow_pickle: that of the save.
+
+    Raises:
+        TreeError: a value that cannot be saved, or what `state` raises.
+    """
+    scheduler, loader, extra = (options.get(name) for name in ("scheduler", "loader", "extra"))
+    namespace: str = options.get("namespace", "")
+    tree = state(model, optimizer, scheduler=None if scheduler is False else scheduler, rng=False)
+    del tree["model"]
+    if loader is not None and loader is not False:
+        check_loader(loader, rank, allow_pickle=True, namespace=namespace)
+    if extra is not None and extra is not False:
+        tree["extra"] = extra
+    for path, leaf in flatten(state_tree(tree, rank=rank, namespace=namespace), rank=rank, namespace=namespace)[1]:
+        if leaf is not ... and abstract_of(leaf, path, rank) is None:
+            encode(leaf, path, allow_pickle=allow_pickle)
+
+
+def _left_out(
+    entries: Sequence[StateDictEntry],
+    select: tuple[str, ...] | None,
+    exclude: tuple[str, ...] | None,
+    *,
+    frozen: bool,
+) -> dict[str, str]:
+    """Returns the names of what is left out, each with the argument that says so; ranks may have different ones.
+
+    Raises:
+        TreeError: a glob means nothing, or all is left out.
+    """
+    if not isinstance(frozen, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TreeError(
+            "frozen", expected="True or False", found=f"{frozen!r:.60}", hint="False leaves frozen ones out"
+        )
+    names = {key_path(entry.key): entry for entry in entries}
+    paths = [f"model/{name}" for name in names]
+    for what, globs in (("select", select), ("exclude", exclude)):
+        for glob in compile_globs(globs).unused(paths) if globs else ():
+            raise TreeError(
+                f"{what}={glob!r:.80}",
+                expected="a glob that means some of model/...",
+                found=f"none of {len(paths)}, as {', '.join(paths[:3])}",
+                hint="Names begin with model/, as in the checkpoint",
+            )
+    found: dict[str, str] = {}
+    for name, entry in names.items():
+        if select is not None and not compile_globs(select).match(f"model/{name}"):
+            found[name] = "select"
+        elif exclude is not None and compile_globs(exclude).match(f"model/{name}"):
+            found[name] = "exclude"
+        elif not frozen and entry.kind == "parameter" and not entry.value.requires_grad:
+            found[name] = "frozen"
+    return found
+
+
+def _marked(entry: StateDictEntry, buffers: Buffers) -> Any:
+    """Returns the value of an entry, with the mark that says whose counts."""
+    value = entry.value
+    if entry.kind in ("extra", "value"):
+        value = object_states(value, f"model/{key_path(entry.key)}", (entry.module,))
+    if not entry.may_differ:
+        return value
+    if buffers == "per_rank":
+        return PerRank(value)
+    return FromRank(value) if buffers == "first" and entry.owned is None else value
+
+
+def _scheduler_states(given: Any, optimizers: Sequence[NamedOptimizer]) -> Any:
+    """Returns the state of a scheduler, or of each in a list or dict."""
+    if isinstance(given, Mapping) and not is_stateful(given):  # an object with state_dict is one, whatever its class
+        return {key: _scheduler_state(one, optimizers, f"scheduler/{key_text(key)}") for key, one in given.items()}
+    if isinstance(given, (list, tuple)) and not is_stateful(given):
+        return [_scheduler_state(one, optimizers, f"scheduler/{number}") for number, one in enumerate(given)]
+    return _scheduler_state(given, optimizers, "scheduler")
+
+
+def _scheduler_state(scheduler: Any, optimizers: Sequence[NamedOptimizer], path: str) -> Any:
+    if not is_stateful(scheduler):
+        raise TreeError(
+            "scheduler", expected="an object with state_dict and load_state_dict", found=type(scheduler).__qualname__
+        )
+    saved = {id(one) for live in optimizers for one in (*optimizer_chain(live.optimizer), live.stateful)}
+    found = object_states(scheduler.state_dict(), path, (scheduler,), apart=saved)
+    live = optimizer_of(scheduler, optimizers)
+    if live is None:
+        return found
+    groups = groups_of(optimizers, live.prefix)
+    labels = dict(zip(map(id, groups), labels_of(groups), strict=True))
+    return to_groups(found, [labels[id(group)] for group in live.groups])
+
+
+def optimizer_of(scheduler: Any, optimizers: Sequence[NamedOptimizer]) -> NamedOptimizer | None:
+    """Returns the optimizer of a scheduler, or of the scheduler that it wraps; None if it is none of these."""
+    while scheduler is not None:
+        optimizer = getattr(scheduler, "optimizer", None)
+        found = (live for live in optimizers if any(one is optimizer for one in optimizer_chain(live.optimizer)))
+        if (live := next(found, None)) is not None:
+            return live
+        scheduler = getattr(scheduler, "scheduler", None)
+    return None

@@ -1,0 +1,434 @@
+"""The entries of a model's state dict by clean names, and memory for models on the meta device.
+
+The entries are those of `state_dict`: with hooks and `get_extra_state`, without non-persistent buffers, under names
+without the steps of wrappers. A buffer that is no DTensor has a copy on every rank, and these may differ (batch
+statistics do): the first rank of the wrapper or mesh around the module saves it, or as `training.state` is told.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.nn.parameter import is_lazy
+
+from .._arrays.dtensor import is_dtensor, is_sharded_tensor
+from .._arrays.registry import take_apart
+from .._arrays.stateful import is_optimizer
+from .._core.tree.dict_attributes import METADATA, copy_attributes
+from .._core.tree.flatten import flatten
+from ..errors import TreeError
+from ._names import Key, key_path, nested, strip_wrappers, tie_names
+
+Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+
+_WRAPPERS = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
+}
+"""Wrapper classes, and the step that each adds to names."""
+
+_FLAT = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
+
+
+class StateDictEntry(msgspec.Struct):
+    """One entry of a model's state dict."""
+
+    key: Key
+    kind: str
+    """"parameter", "buffer", "extra" (what `get_extra_state` gave), "made" (a tensor that a hook of `state_dict`
+    created, or an attribute) or "value" (anything else)."""
+    value: Any
+    module: nn.Module
+    """The module that it is registered in."""
+    name: str
+    """Its name in that module."""
+    owned: bool | None = True
+    """Whether this rank saves it, where ranks may differ; None where nothing tells which ranks hold the module."""
+    live: bool = True
+    """Whether filling it fills the model. A hook of `state_dict` may create tensors of its own, which only code of the
+    module takes back."""
+    root: Any = None
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether each rank may have another one: a buffer, or an attribute that a module saves by its own code."""
+        return not is_dtensor(self.value) and (
+            self.kind in ("buffer", "value") or (self.kind == "made" and not self.live)
+        )
+
+
+def named_objects(given: Any, kind: type, what: str) -> list[tuple[Key, Any]]:
+    """Returns (prefix, object) for one object, for the parts of one (a sequence), or for several by name (a dict).
+
+    Raises:
+        TreeError: an object of another class.
+    """
+    noun = "module" if what == "model" else what
+    if _is_state_dict(given):
+        raise _state_dict_error(what, noun)
+    if isinstance(given, Mapping):
+        pairs: list[tuple[Key, Any]] = [((str(name),), part) for name, part in given.items()]
+    elif isinstance(given, Sequence):
+        pairs = [((), part) for part in given]
+    else:
+        pairs = [((), given)]
+    for key, part in pairs:
+        if _is_state_dict(part):
+            raise _state_dict_error("/".join((what, *key)), noun)
+        if not isinstance(part, kind) and not (what == "optimizer" and is_optimizer(part)):
+            raise TreeError(
+                "/".join((what, *key)),
+                expected=f"a {kind.__module__}.{kind.__qualname__}, a list of its parts, or a dict of several",
+                found=f"{type(part).__module__}.{type(part).__qualname__}",
+                hint="The order is state(model, optimizer), restore(path, model, optimizer)",
+            )
+    return pairs
+
+
+def _is_state_dict(given: Any) -> bool:
+    """Whether an object is the state dict of a module or an optimizer, or contains one."""
+    if not isinstance(given, Mapping) or isinstance(given, nn.Module):
+        return False
+    if {"state", "param_groups"} <= set(given):
+        return True
+    return any(isinstance(part, Tensor) or _is_state_dict(part) for part in given.values())
+
+
+def _state_dict_error(path: str, noun: str) -> TreeError:
+    return TreeError(
+        path, expected=f"the {noun} itself", found="a state dict", hint=f"Give the {noun}, not its state_dict"
+    )
+
+
+class ModelEntries(msgspec.Struct, frozen=True):
+    """What a model has to save and to fill; parameters and buffers are the live objects."""
+
+    entries: list[StateDictEntry]
+    """Of its state dict."""
+    hidden: list[StateDictEntry]
+    """The parameters that a hook of `state_dict` left out, under their own names."""
+    ties: dict[int, tuple[Key, ...]]
+    """The names of each parameter, by identity."""
+    shards: dict[int, tuple[Any, Any]]
+    """(global shape, offset) of parameters that are shards of a ShardedTensor, by identity."""
+    metadata: dict[Key, OrderedDict[str, Any]]
+    """What `_metadata` of its state dict has, by the clean names of modules; by the key of each of several models."""
+
+
+def collect_entries(model: Modules) -> ModelEntries:
+    """Returns the entries of a model.
+
+    Raises:
+        TreeError: flat parameters, whose names are lost; two parts with one name.
+    """
+    roots = named_objects(model, nn.Module, "model")
+    metadata: dict[Key, OrderedDict[str, Any]] = {}
+    entries = [entry for prefix, root in roots for entry in _collect_one(root, prefix, metadata)]
+    _check_buffers(entries)
+    nested((entry.key, None) for entry in entries)  # raises for two entries with one name
+    there, hidden = {id(entry.value) for entry in entries}, list[StateDictEntry]()
+    for prefix, root in roots:
+        names, parameters = CleanNames(root, prefix), root.named_parameters(remove_duplicate=False)
+        hidden += [names.entry(raw, parameter) for raw, parameter in parameters if id(parameter) not in there]
+    every = (*entries, *hidden)
+    ties = tie_names((entry.key, id(entry.value)) for entry in every if isinstance(entry.value, nn.Parameter))
+    shards: dict[int, tuple[Any, Any]] = {}
+    for whole in (entry.value for entry in entries if is_sharded_tensor(entry.value)):
+        for shard, tensor in itertools.product(whole.local_shards(), (entry.value for entry in hidden)):
+            if tensor.shape == shard.tensor.shape and addresses_of(tensor) == addresses_of(shard.tensor):
+                shards[id(tensor)] = tuple(whole.metadata().size), tuple(shard.metadata.shard_offsets)
+    return ModelEntries(entries, hidden, ties, shards, metadata)
+
+
+def _check_buffers(entries: Sequence[StateDictEntry]) -> None:
+    """Refuses parts of a model, as stages of a pipeline on one rank, of which only buffers have a name in common."""
+    counts = Counter(entry.key for entry in entries)
+    twice = [entry for entry in entries if counts[entry.key] > 1]
+    if twice and all(entry.kind == "buffer" for entry in twice):
+        raise TreeError(
+            key_path(twice[0].key),
+            expected="one value for each name",
+            found="a buffer of two parts on this rank",
+            hint="If the modules compute it, register it with persistent=False in all but one. Else give the parts as "
+            "a dict of names, {'first': ..., 'second': ...}: such a checkpoint is restored into parts of these names",
+        )
+
+
+def _collect_one(root: nn.Module, prefix: Key, metadata: dict[Key, OrderedDict[str, Any]]) -> Iterator[StateDictEntry]:
+    # first: it makes FSDP2 reshard parameters that a forward left unsharded
+    found = live_state_dict(root, "/".join(("model", *prefix)))
+    names = CleanNames(root, prefix)
+    _join_metadata(metadata.setdefault(prefix, OrderedDict()), getattr(found, METADATA, None), names)
+    saves, identities = buffer_owners(root), set(map(id, (*root.parameters(), *root.buffers())))
+    memory = _ModuleMemory(root)
+    for raw, value in found.items():
+        entry = names.entry(raw, value)
+        if not isinstance(value, Tensor) or entry.name == _EXTRA_STATE_KEY_SUFFIX:
+            entry.kind = "extra" if entry.name == _EXTRA_STATE_KEY_SUFFIX else "value"
+            entry.live = False
+        elif id(value) in identities:
+            entry.kind = "parameter" if isinstance(value, nn.Parameter) else "buffer"
+        else:
+            entry.kind, entry.live = memory.kind_of(value)
+            entry.value = value if is_sharded_tensor(value) else value.detach()
+        if entry.may_differ:
+            owner = value if id(value) in saves else entry.module
+            entry.owned = saves.get(id(owner))
+        yield entry
+
+
+def live_state_dict(module: nn.Module, path: str) -> Mapping[str, Any]:
+    """Returns the state dict of a module, with its parameters and buffers themselves.
+
+    A `state_dict` of its own that does not take `keep_vars` gives detached ones, in whose place the live ones of the
+    same name and memory are put.
+
+    Raises:
+        TreeError: it is no mapping, or a module inside has a `state_dict` that does not take what torch passes.
+    """
+    whole = _takes(module.state_dict, "keep_vars")
+    try:
+        found: Any = module.state_dict(keep_vars=True) if whole else module.state_dict()
+    except TypeError as error:
+        inner = ((name, one) for name, chain in CleanNames(module, ()).chains.items() for one in chain)
+        for name, one in inner:
+            if one is not module and not _takes(one.state_dict, "destination", "prefix", "keep_vars"):
+                raise TreeError(
+                    f"{path}/{name}" if name else path,
+                    expected="a state_dict that takes destination, prefix and keep_vars, which torch passes to it",
+                    found=f"{type(one).__qualname__}.state_dict{inspect.signature(one.state_dict)}",
+                    hint="Define it with **options, and pass them to super().state_dict; or give this module itself",
+                ) from error
+        raise
+    if not isinstance(found, Mapping):
+        raise TreeError(path, expected="a state_dict that returns a dict", found=type(found).__qualname__)
+    if whole:
+        return found
+    live: dict[str, Tensor] = dict(module.named_buffers(remove_duplicate=False))
+    live.update(module.named_parameters(remove_duplicate=False))
+    pairs = ((name, live.get(name), value) for name, value in found.items())
+    state = OrderedDict((name, own if _is_view_of(value, own) else value) for name, own, value in pairs)
+    return copy_attributes(found, state) if isinstance(found, OrderedDict) else state
+
+
+def _takes(function: Any, *names: str) -> bool:
+    """Whether a function takes keyword arguments of these names."""
+    parameters = inspect.signature(function).parameters
+    return any(one.kind is one.VAR_KEYWORD for one in parameters.values()) or set(names) <= parameters.keys()
+
+
+def _is_view_of(value: Any, own: Tensor | None) -> bool:
+    """Whether a value is a detached tensor of the same elements."""
+    if own is None or is_lazy(own) or not isinstance(value, Tensor):
+        return False
+    if (value.shape, value.dtype, value.is_meta) != (own.shape, own.dtype, own.is_meta):
+        return False
+    places = [[(part.stride(), part.storage_offset()) for part in plain_parts(one)] for one in (value, own)]
+    return value.is_meta or (places[0] == places[1] and addresses_of(value) == addresses_of(own))
+
+
+def _join_metadata(joined: OrderedDict[str, Any], given: Any, names: CleanNames) -> None:
+    """Adds the metadata of one part of a model, by clean names; that of a wrapper gives way to what it wraps.
+
+    Raises:
+        TreeError: another part has different metadata for a module of this name.
+    """
+    own = {names.key(raw)[-1]: local for raw, local in given.items()} if isinstance(given, Mapping) else {}
+    for name, local in own.items():
+        if joined.setdefault(name, local) != local:
+            raise TreeError(
+                f"model.{METADATA}[{name!r}]",
+                expected=f"the same in each part of the model: {joined[name]!r:.80}",
+                found=f"{local!r:.80}",
+                hint="Give the parts as a dict of names, {'first': ..., 'second': ...}",
+            )
+
+
+class _ModuleMemory:
+    """The memory addresses of a module's parameters and buffers."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+
+    @cached_property
+    def _addresses(self) -> tuple[set[int], set[int]]:
+        parts = self._root.parameters(), self._root.buffers()
+        parameters, buffers = ({a for one in part if not is_lazy(one) for a in addresses_of(one)} for part in parts)
+        return parameters, buffers
+
+    def kind_of(self, tensor: Tensor) -> tuple[str, bool]:
+        """Returns the kind of a tensor that is no parameter or buffer, and whether it shows only memory of these."""
+        parameters, buffers = self._addresses
+        shown = set(addresses_of(tensor))
+        if shown & buffers:
+            return "buffer", shown <= parameters | buffers
+        return "made", (bool(shown) or is_sharded_tensor(tensor)) and shown <= parameters
+
+
+def addresses_of(tensor: Any) -> list[int]:
+    """Returns the start addresses of the memory of this rank's part; none for a tensor without memory."""
+    if is_sharded_tensor(tensor):
+        return [address for shard in tensor.local_shards() for address in addresses_of(shard.tensor)]
+    parts = map(local_part, plain_parts(tensor))
+    return [at for part in parts if not part.is_meta and (at := part.untyped_storage().data_ptr())]
+
+
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """Returns the tensors that one is made of, which have its memory; itself where it is not made of others."""
+    parts = take_apart(tensor, "")
+    return [tensor] if parts is None else [leaf for _, leaf in flatten(parts)[1] if isinstance(leaf, Tensor)]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns the part of a tensor that this rank has, detached."""
+    return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_meta(value: Any) -> bool:
+    """Whether a tensor has no memory."""
+    return not is_sharded_tensor(value) and value.is_meta
+
+
+class CleanNames:
+    """The names in a module without the steps that wrappers add."""
+
+    def __init__(self, root: nn.Module, prefix: Key) -> None:
+        self._root, self._prefix = root, prefix
+        self._wrapper_steps: dict[str, list[str]] = {}
+        self._modules: dict[str, nn.Module] = {}
+        self.chains: dict[str, list[nn.Module]] = {}
+        """By the name of each module itself, after its wrappers, from the outside in."""
+        self._walk(root, "")
+
+    def _walk(self, module: nn.Module, name: str) -> None:
+        self.chains.setdefault(name, []).append(module)
+        step_name = _wrapper_step_of(module, name)
+        if step_name is not None:
+            self._wrapper_steps.setdefault(name, []).append(step_name)
+            self._walk(getattr(module, step_name), name)
+            return
+        self._modules[name] = module
+        for step, child in module._modules.items():
+            if child is not None:
+                self._walk(child, f"{name}.{step}" if name else step)
+
+    def key(self, raw: str) -> Key:
+        """Returns the key of an entry of the root's state dict."""
+        return (*self._prefix, strip_wrappers(raw, self._wrapper_steps))
+
+    def entry(self, raw: str, value: Any) -> StateDictEntry:
+        """Returns an entry of the root's state dict, as that of a parameter."""
+        key = self.key(raw)
+        parent, _, name = key[-1].rpartition(".")
+        module = self._modules.get(parent, self._root)
+        return StateDictEntry(key, "parameter", value, module, name, root=self._root)
+
+
+def _wrapper_step_of(module: nn.Module, name: str) -> str | None:
+    for kind in type(module).__mro__:
+        full = f"{kind.__module__}.{kind.__qualname__}"
+        if full == _FLAT:
+            raise TreeError(
+                f"model/{name}",
+                expected="a module whose parameters have names",
+                found="FullyShardedDataParallel, which joins them into flat ones",
+                hint="Use fully_shard (FSDP2), or save FSDP.state_dict_type(..., SHARDED_STATE_DICT) with tc.save",
+            )
+        if full in _WRAPPERS:
+            return _WRAPPERS[full]
+    return None
+
+
+def buffer_owners(root: nn.Module) -> dict[int, bool]:
+    """Returns, by identity of each module and buffer, whether this rank saves the latter: is the first that holds it.
+
+    The ranks are those of the wrappers and distributed parameters in the smallest submodule around the buffer that has
+    any: experts may be on other ranks than the modules around them. Buffers without any are not in the result.
+    """
+    found: dict[int, bool] = {}
+
+    def walk(module: nn.Module) -> tuple[list[bool], list[int]]:
+        """Returns whether this rank is first in each process group of the module, and the undecided buffers."""
+        firsts, waiting = _firsts(module), [id(one) for one in (module, *module.buffers(recurse=False))]
+        for child in module.children():
+            below = walk(child)
+            firsts += below[0]
+            waiting += below[1]
+        if firsts:
+            found.update((buffer, found.get(buffer, False) or all(firsts)) for buffer in waiting)
+            waiting = []
+        return firsts, waiting
+
+    walk(root)
+    return found
+
+
+def _firsts(module: nn.Module) -> list[bool]:
+    """Returns whether this rank is first in the process groups of a wrapper and of a module's own parameters."""
+    meshes = {p.device_mesh for p in module.parameters(recurse=False) if is_dtensor(p)}  # type: ignore[attr-defined]
+    firsts = [(place := mesh.get_coordinate()) is not None and not any(place) for mesh in meshes]
+    group = getattr(module, "process_group", None)
+    if group is not None and type(module).__module__ == "torch.nn.parallel.distributed":
+        firsts.append(group.rank() == 0)
+    return firsts
+
+
+# meta tensors ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def allocate_meta_tensors(entries: Sequence[StateDictEntry], device: str | torch.device | None) -> list[str]:
+    """Allocates memory, for this rank's part only, for entries on the meta device; returns their paths.
+
+    A parameter stays the same object, so an optimizer that was built before keeps it.
+
+    Args:
+        device: for plain tensors, by default torch's default device; a DTensor is on the device of its mesh.
+    """
+    new_tensors: dict[int, Tensor] = {}
+    paths: list[str] = []
+    for entry in entries:
+        if not isinstance(entry.value, Tensor) or not is_meta(entry.value):
+            continue
+        old: Any = entry.value
+        if id(old) not in new_tensors:
+            where = old.device_mesh.device_type if is_dtensor(old) else device or torch.get_default_device()
+            new_tensors[id(old)] = new = torch.empty_like(old, device=where)
+            if isinstance(old, nn.Parameter):
+                torch.utils.swap_tensors(old, nn.Parameter(new, requires_grad=old.requires_grad))
+                new_tensors[id(old)] = old
+        if entry.kind == "buffer" and entry.name in entry.module._buffers:
+            entry.module._buffers[entry.name] = new_tensors[id(old)]
+        entry.value = new_tensors[id(old)]
+        paths.append(f"model/{key_path(entry.key)}")
+    return paths
+
+
+def on_meta(model: Modules) -> list[str]:
+    """Returns the paths of parameters and buffers, persistent or not, on the meta device."""
+    found: list[str] = []
+    for prefix, root in named_objects(model, nn.Module, "model"):
+        names, tensors = CleanNames(root, prefix), [*root.named_parameters(), *root.named_buffers()]
+        found += [f"model/{key_path(names.key(raw))}" for raw, tensor in tensors if tensor.is_meta]
+    return found
+
+
+def reset_fsdp_shards(model: Modules) -> None:
+    """Resets the sharded parameters of FSDP2, which pads uneven shards and keeps references to their memory."""
+    for _, root in named_objects(model, nn.Module, "model"):
+        for module in root.modules():
+            state = getattr(module, "_get_fsdp_state", None)
+            for group in state()._fsdp_param_groups if state is not None else ():
+                for shard in group.fsdp_params:
+                    shard.reset_sharded_param()

@@ -1,0 +1,314 @@
+"""The state of optimizers, keyed by the names of their parameters.
+
+`name_optimizers` finds the names of an optimizer's parameters in the model, `trees_of` builds its two trees: `state`,
+by parameter and moment, and its groups. A parameter without state is kept with an empty one, which differs from one
+that is not the optimizer's. LBFGS joins all its parameters into one vector, so their order is saved too.
+
+The state is that of `.state`; for an optimizer that changes `state_dict` or `load_state_dict`, by a method or a hook,
+as wrappers do, it is the result of `state_dict()`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Container, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from .._arrays.dtensor import is_dtensor
+from .._arrays.sharded import Sharded
+from .._arrays.stateful import is_optimizer
+from ..errors import TreeError
+from ._groups import ParamGroup, is_same, labels_of, torch_options, tree_of_groups
+from ._modules import ModelEntries, named_objects
+from ._moments import ParameterPart, is_spread, own_moments, with_own
+from ._names import Key, key_path, put_in
+from ._state_dicts import STATE_DICT_KEY, ParameterNumbering, has_own_forms, split, standard_form
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
+
+
+class NamedOptimizer(msgspec.Struct, dict=True):
+    """A live optimizer, with names for its parameters."""
+
+    prefix: Key
+    optimizer: Any
+    """The optimizer that has the groups."""
+    stateful: Any
+    """The optimizer that has the state: another one where this one is split over ranks."""
+    groups: tuple[ParamGroup, ...]
+    numbering: ParameterNumbering
+    """The parameters whose state is here, in the order of the groups."""
+    own: dict[Key, Mapping[Any, Any]]
+    """The state of each parameter."""
+    shared: dict[Any, Any]
+    """State that belongs to no parameter."""
+    shards: Mapping[int, tuple[Any, Any]]
+    """(global shape, offset) of parameters that are shards of an array, by identity."""
+    form: Any = None
+    """The rest of the state dict, for an optimizer whose `state_dict` is used; None for those of torch."""
+
+    @property
+    def parameters(self) -> Mapping[Key, Tensor]:
+        """Those whose state is here, in the order of the groups."""
+        return self.numbering.parameters
+
+    @property
+    def innermost(self) -> Any:
+        """The innermost optimizer, which creates the state of parameters; None if its wrappers add state."""
+        inner = optimizer_chain(self.stateful)[-1]
+        if self.form is not None and has_own_forms(self.form):
+            return None
+        theirs = {id(p) for group in param_groups_of(inner) for p in group["params"]}
+        return inner if theirs == set(map(id, self.parameters.values())) else None
+
+    @cached_property
+    def own_moments(self) -> frozenset[str]:
+        """The names of the moments that each rank has of its own, see `training.moments`."""
+        return own_moments(self.parameters, self.own, self.shards)
+
+    def part(self, key: Key) -> ParameterPart:
+        """Returns a parameter as this rank holds it, with its state."""
+        parameter, innermost = self.parameters[key], type(self.innermost)
+        return ParameterPart(
+            parameter,
+            self.shards.get(id(parameter)),
+            self.own[key],
+            self.own_moments,
+            f"{innermost.__module__}.".startswith("torch.optim."),
+        )
+
+    def spread(self, key: Key, own: Mapping[Any, Any], own_moments: frozenset[str]) -> dict[Any, Any]:
+        """The state of a parameter, where what has its shape is a part of an array if the parameter is.
+
+        Args:
+            own_moments: names of what each rank has of its own, if the parameter is spread.
+        """
+        parameter = self.parameters[key]
+        shard = self.shards.get(id(parameter))
+        if shard is not None:
+            found = parameter.shape
+            own = {k: Sharded(v, *shard) if isinstance(v, Tensor) and v.shape == found else v for k, v in own.items()}
+        return with_own(own, own_moments) if own_moments and is_spread(parameter, shard) else dict(own)
+
+    @property
+    def label(self) -> str:
+        """A name that other optimizers of the same prefix, with other parameters, do not have."""
+        return self.numbering.labels[0] if self.numbering.labels else ""
+
+
+def name_optimizers(optimizer: Optimizers | None, model: ModelEntries) -> list[NamedOptimizer]:
+    """Returns the optimizers with names for their parameters.
+
+    Raises:
+        TreeError: a parameter that is not the model's.
+    """
+    if optimizer is None:
+        return []
+    pairs = named_objects(optimizer, torch.optim.Optimizer, "optimizer")
+    groups = [_named_groups(prefix, one, model.ties) for prefix, one in pairs]
+    prefixes = [prefix for prefix, _ in pairs]
+    labels: list[list[str]] = [[] for _ in pairs]
+    for prefix in dict.fromkeys(prefixes):
+        numbers = [number for number, other in enumerate(prefixes) if other == prefix]
+        each = iter(labels_of([group for number in numbers for group in groups[number]]))
+        for number in numbers:
+            labels[number] = list(itertools.islice(each, len(groups[number])))
+    found = zip(pairs, groups, labels, strict=True)
+    return [_name_one(prefix, one, model, mine, theirs) for (prefix, one), mine, theirs in found]
+
+
+def _named_groups(prefix: Key, optimizer: Any, ties: Mapping[int, tuple[Key, ...]]) -> list[ParamGroup]:
+    """Returns the groups of an optimizer, or of the one that it wraps.
+
+    Raises:
+        TreeError: it has none, or a parameter that is not the model's.
+    """
+    groups = param_groups_of(optimizer)
+    if groups is None:
+        raise TreeError(
+            key_path(("optimizer", *prefix)),
+            expected="an optimizer with param_groups, or one in an attribute of what wraps it",
+            found=f"a {type(optimizer).__module__}.{type(optimizer).__qualname__} without",
+            hint="Give the optimizer that it wraps",
+        )
+    ties = {**ties, **_masters(optimizer, ties)}
+    return [
+        ParamGroup(
+            tuple(_name_of(p, ties, f"param_groups/{position}") for p in group["params"]),
+            {k: v for k, v in group.items() if k not in ("params", "param_names")},
+        )
+        for position, group in enumerate(groups)
+    ]
+
+
+def _masters(optimizer: Any, ties: Mapping[int, tuple[Key, ...]]) -> dict[int, tuple[Key, ...]]:
+    """Returns the names of copies of parameters that an optimizer trains in their place, by identity.
+
+    What wraps it has a list of the model's parameters, of the same shapes in the same order.
+    """
+    chain = optimizer_chain(optimizer)
+    copies = [p for group in param_groups_of(chain[-1]) or () for p in group["params"]]
+    if all(id(p) in ties for p in copies):
+        return {}
+    for attribute in (value for one in chain for value in getattr(one, "__dict__", {}).values()):
+        flat = [p for part in attribute for p in part] if _is_list_of(list, attribute) else attribute
+        if not _is_list_of(Tensor, flat) or not all(id(p) in ties for p in flat):
+            continue
+        if [p.shape for p in flat] == [p.shape for p in copies]:
+            return {id(copy): ties[id(p)] for copy, p in zip(copies, flat, strict=True)}
+    return {}
+
+
+def _is_list_of(kind: type, value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(part, kind) for part in value)
+
+
+def _name_one(
+    prefix: Key, optimizer: Any, model: ModelEntries, groups: list[ParamGroup], labels: list[str]
+) -> NamedOptimizer:
+    zero = (one for one in optimizer_chain(optimizer) if type(one).__name__ == "ZeroRedundancyOptimizer")
+    stateful = next((one.optim for one in zero), optimizer)  # which has the parameters of this rank alone
+    theirs, ties = param_groups_of(stateful) or [], {**model.ties, **_masters(optimizer, model.ties)}
+    names = [tuple(_name_of(p, ties, "param_groups") for p in group["params"]) for group in theirs]
+    mine = [p for group in theirs for p in group["params"]]
+    parameters = dict(zip((key for group in names for key in group), mine, strict=True))
+    numbering = ParameterNumbering(names, labels, parameters)
+    form, shared = None, {}
+    if is_plain(stateful):
+        own = {key: stateful.state.get(parameter, {}) for key, parameter in parameters.items()}
+        shared = {key: value for key, value in stateful.state.items() if not isinstance(key, Tensor)}
+    else:
+        found = split(stateful.state_dict(), numbering)
+        form, own, shared = found.form, found.own, found.shared or {}
+        if found.values is not None and stateful is optimizer:
+            groups = [ParamGroup(group.members, values) for group, values in zip(groups, found.values, strict=True)]
+    live = NamedOptimizer(prefix, optimizer, stateful, tuple(groups), numbering, dict(own), shared, model.shards, form)
+    _check(live)
+    return live
+
+
+def is_plain(optimizer: Any) -> bool:
+    """Whether `.state` and `.param_groups` are all of an optimizer's state: it does not change torch's own methods."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or _METHODS & vars(optimizer).keys():
+        return False
+    kind, base = type(optimizer), torch.optim.Optimizer
+    return all(getattr(kind, name) is getattr(base, name) for name in _METHODS) and not any(
+        getattr(optimizer, name, None) for name in _HOOKS
+    )
+
+
+_METHODS = {"state_dict", "load_state_dict"}
+_HOOKS = tuple(f"_optimizer_{method}_{when}_hooks" for method in sorted(_METHODS) for when in ("pre", "post"))
+
+
+def optimizer_chain(optimizer: Any) -> list[Any]:
+    """Returns an optimizer and those that it wraps, from the outside in."""
+    found = [optimizer]
+    while not is_plain(found[-1]):
+        attributes = getattr(found[-1], "__dict__", {}).values()
+        inner = next((one for one in attributes if is_optimizer(one) and one not in found), None)
+        if inner is None:
+            break
+        found.append(inner)
+    return found
+
+
+def all_groups(optimizer: Optimizers | bool | None) -> list[dict[str, Any]]:
+    """Returns the groups of optimizers and of those that they wrap, each once; none for None and False."""
+    pairs = named_objects(optimizer, torch.optim.Optimizer, "optimizer") if optimizer not in (None, False) else ()
+    chain = (one for _, outer in pairs for one in optimizer_chain(outer))
+    return list({id(group): group for one in chain for group in getattr(one, "param_groups", ())}.values())
+
+
+def param_groups_of(optimizer: Any) -> Any:
+    """Returns the groups of an optimizer; those of the one that it wraps, if it has none itself; None if neither."""
+    return next((one.param_groups for one in optimizer_chain(optimizer) if hasattr(one, "param_groups")), None)
+
+
+def options_of(optimizer: Any) -> frozenset[str]:
+    """Returns the names of the options of torch's optimizers, and of the class of an innermost one."""
+    return torch_options() | inspect.signature(type(optimizer_chain(optimizer)[-1])).parameters.keys()
+
+
+def _name_of(parameter: Tensor, ties: Mapping[int, tuple[Key, ...]], where: str) -> Key:
+    names = ties.get(id(parameter))
+    if names is None:
+        raise TreeError(
+            where,
+            expected="parameters of the model that is given",
+            found=f"a tensor of shape {tuple(parameter.shape)} that is none of them",
+            hint="Give every module whose parameters the optimizer has. If the model was moved, materialised or "
+            "sharded (fully_shard, parallelize_module) after the optimizer was made, make the optimizer after that",
+        )
+    return names[0]
+
+
+def _check(live: NamedOptimizer) -> None:
+    known = {id(parameter) for parameter in live.parameters.values()}
+    for key in live.stateful.state if live.form is None else ():
+        if isinstance(key, Tensor) and id(key) not in known:
+            raise TreeError(
+                "optimizer",
+                expected="state of parameters in the optimizer's groups",
+                found=f"state of a tensor of shape {tuple(key.shape)} that is in none",
+                hint="Remove it from optimizer.state, or add the parameter to a group",
+            )
+    if is_lbfgs(live.stateful) and any(is_dtensor(parameter) for parameter in live.parameters.values()):
+        raise TreeError(
+            "optimizer",
+            expected="whole parameters under LBFGS, which joins them into one vector",
+            found="distributed ones, of which it joins the local parts",
+            hint="No other layout can take this state up; train LBFGS with plain parameters",
+        )
+
+
+def is_lbfgs(optimizer: object) -> bool:
+    """Whether an optimizer keeps one state for the vector of all its parameters."""
+    return isinstance(optimizer_chain(optimizer)[-1], torch.optim.LBFGS)
+
+
+def optimizer_names(lives: Sequence[NamedOptimizer]) -> list[Key]:
+    """Returns the names of the optimizers, each once; `()` for a single one."""
+    return list(dict.fromkeys(live.prefix for live in lives))
+
+
+def groups_of(lives: Sequence[NamedOptimizer], prefix: Key) -> list[ParamGroup]:
+    """Returns the groups of an optimizer, of all its parts."""
+    return [group for live in lives if live.prefix == prefix for group in live.groups]
+
+
+def trees_of(lives: Sequence[NamedOptimizer], left_out: Container[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns (state, groups) of all optimizers, without the state of the parameters that are left out, by name."""
+    state: dict[str, Any] = {}
+    groups: dict[str, Any] = {}
+    for live in lives:
+        for key, own in live.own.items():
+            if key_path(key) not in left_out:
+                put_in(state, (*live.prefix, *key), live.spread(key, own, live.own_moments))
+    for prefix in optimizer_names(lives):
+        parts = [live for live in lives if live.prefix == prefix]
+        tree: dict[str, Any] = {**tree_of_groups(groups_of(lives, prefix)), **_beside(parts)}
+        order = [key_path(key) for live in parts if is_lbfgs(live.stateful) for key in live.parameters]
+        if order:
+            tree["order"] = order
+        if prefix:
+            put_in(groups, prefix, tree)
+        else:
+            groups = tree
+    return state, groups
+
+
+def _beside(parts: Sequence[NamedOptimizer]) -> dict[str, Any]:
+    """Returns the state that belongs to no parameter: `shared` where all parts agree, else by part."""
+    forms = {
+        live.label: live.form for live in parts if live.form is not None and live.form != standard_form(live.shared)
+    }
+    if not forms and all(is_same(parts[0].shared, live.shared) for live in parts):
+        return {"shared": parts[0].shared} if parts[0].shared else {}
+    return {STATE_DICT_KEY: {live.label: forms.get(live.label, standard_form(live.shared)) for live in parts}}

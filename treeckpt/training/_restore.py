@@ -1,0 +1,649 @@
+"""Restore of a saved training state into live objects.
+
+First everything is compared and every small part is loaded, without any change: names, shapes, param groups, scheduler
+state, per-rank state. Then modules with load code of their own take what was saved of them, and so do modules with an
+extra state, which have their own tensors by then; where one fails, what they changed is put back (`module_loads`). Then
+meta tensors get memory, arrays are filled in place, and the optimizers, loader, schedulers, hooks after
+`load_state_dict` and random number generators follow. Ranks exchange no messages.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from .._arrays.stateful import plan_state
+from .._core.tree.flatten import PerRank
+from .._core.tree.leaf_differences import Strict, some_of
+from .._core.tree.structure import PerRankNode, TensorNode, key_text
+from .._io.comm.comm import Comm, as_comm
+from .._io.public_calls import checks_options, takes_no_save
+from .._io.storage.checkpoint import Checkpoint
+from .._loading.consistent_reads import on_versions
+from .._loading.execute_shared import open_relay, together
+from .._loading.match import LoadOptions
+from .._loading.overlay import Bank, CheckpointOverlay, Selection, globs_of
+from .._loading.read_batch import Verify
+from ..errors import MismatchError
+from ..reports import LoadReport
+from ..rules import Renaming, Transforms
+from ..trees._per_rank_state import Policies, Policy
+from ._capture import LEFT_OUT, optimizer_of
+from ._check_model import (
+    Sides,
+    check_entry,
+    check_extra_state,
+    check_keys,
+    check_scales,
+    check_tensor_in_parts,
+    resolve_ties,
+    tied_when_saved,
+    without_ties,
+)
+from ._foreign_states import as_training_state
+from ._groups import held_values, put_back
+from ._module_loads import (
+    Before,
+    ExtraState,
+    ModuleLoad,
+    Tie,
+    find_loads,
+    load_values,
+    plan_load,
+    run_load,
+    run_post_hooks,
+    say_what_changed,
+    set_extra_state,
+    with_load_code,
+)
+from ._modules import (
+    Modules,
+    StateDictEntry,
+    allocate_meta_tensors,
+    collect_entries,
+    on_meta,
+    reset_fsdp_shards,
+)
+from ._names import get_in, key_path, nested, put_in
+from ._optimizer_plan import OptimizerPlan, apply_optimizers, plan_optimizers
+from ._optimizers import NamedOptimizer, Optimizers, all_groups, name_optimizers
+from ._rank_state import RankState
+from ._report import RestoreReport
+from ._rng import is_rng, set_rng
+from ._schedules import from_groups, match_schedulers, unused_entries
+from ._sources import (
+    RestoreSource,
+    TreeSource,
+    check_globs,
+    children_of,
+    descend,
+    is_stored,
+    leaves_below,
+    missing_part,
+    nodes_by_name,
+    open_source,
+    place_under,
+    rules_of,
+)
+from ._taken_options import Schedule, taken_options
+from ._user_state import check_generators, check_loader, compare_extra, loader_actions, objects_of_extra
+
+
+class RestoreTargets(msgspec.Struct, frozen=True):
+    """The arguments of `restore` that name what is filled."""
+
+    model: Modules
+    optimizer: Optimizers | None
+    scheduler: Any
+    loader: Any
+    rng: bool | None
+    """None restores them where they were saved."""
+    extra: Any
+    """A tree to fill; None if the saved one comes back in the report, False if it is left alone."""
+    keep: tuple[str, ...]
+    world_changed: Policies
+    device: str | torch.device | None
+
+    def __post_init__(self) -> None:
+        for part in ("optimizer", "scheduler", "loader"):
+            if getattr(self, part) is False:
+                msgspec.structs.force_setattr(self, part, None)
+
+    @property
+    def fills_extra(self) -> bool:
+        """Whether a tree for `extra` was given."""
+        return self.extra is not None and self.extra is not False
+
+    def ask_for(self, part: Any) -> bool:
+        """Whether a part at the root of a checkpoint is asked for, returned in the report, or turned down by name."""
+        if part in ("optimizer", "param_groups"):
+            return self.optimizer is not None
+        if part in ("scheduler", "loader"):
+            return getattr(self, part) is not None
+        return part in ("model", "rng", "extra", LEFT_OUT)
+
+
+_log = logging.getLogger("treeckpt")
+
+
+@checks_options
+@takes_no_save
+def restore(
+    source: Any,
+    model: Modules,
+    optimizer: Optimizers | None = None,
+    *,
+    scheduler: Any = None,
+    loader: Any = None,
+    rng: bool | None = None,
+    extra: Any = None,
+    select: Selection = None,
+    exclude: Selection = None,
+    rename: Renaming = None,
+    transforms: Transforms = None,
+    under: str = "",
+    from_root: bool = False,
+    strict: Strict = True,
+    partial: bool = False,
+    cast: bool = False,
+    keep: Sequence[str] = (),
+    verify: Verify = True,
+    read: Literal["each", "once"] = "each",
+    world_changed: Policy | Mapping[str, Policy] | None = None,
+    device: str | torch.device | None = None,
+    allow_pickle: bool = False,
+    comm: Any = None,
+    namespace: str = "",
+) -> RestoreReport:
+    """Puts a saved training state into live objects, in place; parameters stay the same objects with the same memory.
+
+    Any parallelism restores into any other. All is compared before the first change, checksums as for `load_into`.
+
+    >>> report = tc.training.restore("run/step_00000100", model, strict="missing")
+
+    Args:
+        source: a path or store; a `Bank` or list of several; or a tree, `state(..., buffers="per_rank")` of this rank.
+        model, optimizer, scheduler, loader, rng, extra: as for `state`; the optimizer may be fresh. A part that is None
+            or False is left alone; but `extra=None` comes back in the report, and `rng=None` restores generators where
+            they were saved (True insists). Meta modules get memory for this rank's share; what is not saved stays so.
+        select, exclude: globs over `model/...` as rules name it, and "extra" if None: the rest stays, moments too.
+        rename, transforms: as for `treeckpt.load`, on `model/...`; the optimizers' state follows (`rules.Carried`).
+        under: where in a training state the source belongs: "model" for a state dict alone. Rules see its own names.
+        from_root: rules see all names, and can move `state_dict/...` to `model/...`; the optimizers' state stays.
+        strict: all here must be in the checkpoint, and parts that are asked for here; "missing" (`partial`): the first.
+        keep: hyper-parameters that stay as here, as ("lr",). Others, and a scheduler's, come as saved, with a warning.
+        cast, verify, read, allow_pickle, comm, namespace: as for `treeckpt.load_into`; fresh moments are cast too.
+        world_changed: what a rank gets of state that was each rank's own, if another number of ranks had saved it:
+            "error", "take" (that of rank r % old number) or merge(states, rank, world); or a dict of these for "rng",
+            "loader", "buffers", "extra" (no merge). By default all is refused but "rng", see `training.rank_state`.
+        device: where plain tensors on the meta device go, by default torch's default device.
+
+    Raises:
+        As `treeckpt.load_into`; TreeError for an optimizer with parameters that are not the model's.
+    """
+    comm, rules = as_comm(comm, sends_messages=False), rules_of(rename, transforms, under, from_root=from_root)
+    wanted: Strict = "missing" if strict is True and partial else strict
+    options = LoadOptions(globs_of(select), wanted, cast, verify=verify, read=read, allow_pickle=allow_pickle,
+        exclude=globs_of(exclude, "exclude"), namespace=namespace, rules=rules)  # fmt: skip
+    targets = RestoreTargets(model, optimizer, scheduler, loader, rng, extra, tuple(keep), world_changed, device)
+    run = functools.partial(_restore, comm=comm, targets=targets, options=options, under=under, from_root=from_root)
+    return on_versions(source, run, together=read == "once") if is_stored(source) else run(source)
+
+
+def _restore(
+    given: Any, *, comm: Comm, targets: RestoreTargets, options: LoadOptions, under: str, from_root: bool
+) -> RestoreReport:
+    """Restores one version of a source: compares everything first, then changes the targets."""
+    opened = CheckpointOverlay(given).checkpoints if isinstance(given, (Checkpoint, Bank)) else []
+    relay = open_relay(comm, opened, options.read)
+    with together(relay):
+        placed = place_under(given, under) if under else given
+        arranged = as_training_state(placed, targets.model, targets.optimizer, options.rules)
+        source = open_source(arranged, comm, options, from_root=from_root)
+        job = _Restore(source, comm, targets, options)
+        paths = [f"model/{key_path(entry.key)}" for entry in job.entries]
+        check_globs(source, options, paths, with_extra="extra" in job.parts and not targets.fills_extra)
+        job.plan_model()
+        check_scales(job.wanted, source.leaves)
+        job.plan_optimizer()
+        job.plan_schedulers()
+        job.plan_rest()
+        if job.missing or job.unexpected:
+            job.check_keys()
+        job.note_rest(is_ours=arranged is placed)
+    with together(relay, "restored"):
+        return job.run()
+
+
+class _Restore:
+    """One restore on one rank."""
+
+    def __init__(self, source: RestoreSource, comm: Comm, targets: RestoreTargets, options: LoadOptions) -> None:
+        self.began = time.perf_counter()
+        self.source, self.comm, self.targets, self.options = source, comm, targets, options
+        self.model = collect_entries(targets.model)
+        self.entries = self.model.entries
+        self.optimizers: list[NamedOptimizer] = name_optimizers(targets.optimizer, self.model)
+        self.plans: list[OptimizerPlan] = []
+        self.parts = children_of(source.structure)
+        self.left_out = frozenset[str](source.part(LEFT_OUT) if LEFT_OUT in self.parts else ())
+        self.left_alone: list[str] = []
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.ignored: list[str] = []
+        self.left: set[str] = set()
+        """Names of parameters and buffers that stay as they are, by `select`, `exclude` or a rule."""
+        self.own_buffers: set[str] = set()
+        """Names of buffers of which every rank has saved its own."""
+        self.wanted: list[StateDictEntry] = []
+        """Entries of the model that are filled in place."""
+        self.loads: list[ModuleLoad] = []
+        self.passed: dict[Tie, Tensor] = {}
+        """The new tensors that modules with load code of their own are passed."""
+        self.tied: list[tuple[StateDictEntry, Tensor]] = []
+        """Entries after such modules that are tied to their tensors, and what these were passed in their place."""
+        self.extra_states: list[ExtraState] = []
+        self.last: list[Callable[[], None]] = []
+        """Actions to run after all arrays are in place."""
+        self.own = RankState(source, comm, targets.world_changed)
+        self.loader: Any = None
+        self.extra: Any = None
+        self.lengths: Mapping[str, tuple[int, int]] = {}
+        """Sequences in `extra` of other lengths: (items here, items saved)."""
+        self.returned: list[LoadReport] = []
+        """Of the loads of extra states and values of modules, and of an `extra` that comes back in the report."""
+        self.filled_before: list[LoadReport] = []
+        """Of the load of what modules with load code of their own are passed."""
+        self.rng_state: Any = None
+        self.schedules: list[Schedule] = []
+        self.replaced: list[str] = []
+        self.cleared: list[str] = []
+        """State of the optimizers here that the checkpoint has none of."""
+        self.reasons: dict[str, str] = {}
+        """By path: why only one side has it, where that is known."""
+
+    # compare, and load the small parts --------------------------------------------------------------------------------
+
+    def plan_model(self) -> None:
+        """Compares the model with the source, and chooses the entries to fill."""
+        leaves, asked, extra = self.source.leaves, set[str](), list[StateDictEntry]()
+        names = {key_path(entry.key) for entry in self.entries}
+        saved = nodes_by_name(descend(self.source.structure, ("model",)), names)
+        self.loads = find_loads(self.targets.model, self.model, self.source)
+        with_code = with_load_code(self.entries, self.loads)
+        alone, paths = {id(entry) for entry in with_code}, dict[int, str]()
+        for entry in self.entries:
+            name = key_path(entry.key)
+            path = f"model/{name}"
+            if id(entry) in alone or self._stays(name, is_saved=name in saved):
+                continue
+            if entry.kind == "extra":
+                if name not in saved:
+                    self.missing.append(path)
+                    continue
+                check_extra_state(entry, path)
+                asked.update(leaves_below(path, saved[name]))
+                extra.append(entry)
+                continue
+            if isinstance(saved.get(name), PerRankNode):
+                self._take_own(name, path)
+                path += "/~rank*"
+            if isinstance(saved.get(name), TensorNode):
+                asked.update(leaves_below(path, saved[name]))
+                check_tensor_in_parts(entry, saved[name], path)
+            else:
+                asked.add(path)
+                if path not in leaves:
+                    self.missing.append(path)
+                    continue
+                check_entry(entry, leaves[path], path, cast=self.options.cast)
+            self.wanted.append(entry)
+            paths[id(entry)] = path
+        self._plan_loads()
+        asked = asked.union(*(load.asked for load in self.loads))
+        self._load_values(extra)
+        self._resolve_ties(with_code, paths)
+        self.unexpected += [path for path in leaves if path.startswith("model/") and path not in asked]
+
+    def _stays(self, name: str, *, is_saved: bool) -> bool:
+        """Whether an entry of the model stays as it is, which is noted."""
+        path = f"model/{name}"
+        left_out = name in self.left_out and not is_saved and self.options.strict is not True
+        if not left_out and not self.source.is_left(path):
+            return False
+        self.left.add(name)
+        if left_out and not self.source.is_left(path):
+            self.left_alone.append(path)
+        return True
+
+    def _take_own(self, name: str, path: str) -> None:
+        """Notes a buffer of which every rank has saved its own."""
+        self.own_buffers.add(name)
+        self.own.check("buffers", [path])
+
+    def _plan_loads(self) -> None:
+        """Chooses what modules with load code of their own are passed."""
+        alone = len({id(entry.root) for entry in self.entries}) < 2 and self.options.strict is True
+        for load in self.loads:
+            plan_load(
+                load,
+                self.source,
+                lambda name, is_saved, load=load: self._stays(key_path((*load.prefix, name)), is_saved=is_saved),
+                own=lambda name, path, load=load: self._take_own(key_path((*load.prefix, name)), path),
+                others=alone or bool(load.prefix),
+                device=self.targets.device,
+                made=self.passed,
+            )
+
+    def _load_values(self, extra: Sequence[StateDictEntry]) -> None:
+        """Loads extra states, and values that modules with load code are passed."""
+        keys = [entry.key for entry in extra] + [key for load in self.loads for _, key in load.values]
+        if not keys:
+            return
+        paths = [f"model/{key_path(key)}" for key in keys]
+        part = self.source.part("model", self.returned.append, select=paths)
+        load_values(self.loads, part)
+        for entry in extra:
+            path = f"model/{key_path(entry.key)}"
+            plan = plan_state(path, None, get_in(part, entry.key), live=entry.value)
+            self.extra_states.append(ExtraState(path, entry.module, plan))
+
+    def _resolve_ties(self, with_code: Sequence[StateDictEntry], paths: dict[int, str]) -> None:
+        """Compares the saved arrays of tensors with several names; what the last of its modules loads counts."""
+        order = {id(entry): number for number, entry in enumerate(self.entries)}
+        coded = list[StateDictEntry]()
+        for entry in with_code:
+            path = f"model/{key_path(entry.key)}"
+            spec = self.source.leaves.get(path)
+            live = entry.value
+            if spec is None or not isinstance(live, Tensor) or is_lazy(live):
+                continue
+            if spec.shape == tuple(live.shape) and spec.dtype == str(live.dtype).removeprefix("torch."):
+                paths[id(entry)] = path
+                coded.append(entry)
+        every = sorted((*self.wanted, *coded), key=lambda entry: order[id(entry)])
+        self.missing = without_ties(self.missing, self.entries, every)
+        kept, left = resolve_ties(every, paths, self.source, strict=bool(self.options.strict))
+        self.ignored += left
+        last = {id(entry.value): order[id(entry)] for entry in coded}
+        known, wanted = {id(entry) for entry in coded}, list[StateDictEntry]()
+        for entry in kept:
+            if id(entry) in known or order[id(entry)] <= last.get(id(entry.value), -1):
+                continue
+            # load code may have changed what was passed: torch copies that
+            path = paths[id(entry)]
+            is_tied = id(entry.value) in last and path in self.source.leaves
+            passed = self.passed.get((id(entry.value), self.source.identity(path))) if is_tied else None
+            if passed is None:
+                wanted.append(entry)
+            else:
+                self.tied.append((entry, passed))
+        self.wanted = wanted
+
+    def plan_optimizer(self) -> None:
+        """Compares the optimizers with the source."""
+        keep = self.targets.keep
+        if not self.optimizers:
+            return
+        if "optimizer" not in self.parts or "param_groups" not in self.parts:
+            how, in_memory = "training.state(model, optimizer)", isinstance(self.source, TreeSource)
+            raise missing_part("optimizer", how, self.parts, in_memory=in_memory)
+        known = sorted({name for live in self.optimizers for group in live.groups for name in group.values})
+        if unknown := [name for name in keep if name not in known]:
+            raise MismatchError("keep", expected=f"some of {', '.join(known)}", found=f"{unknown[0]!r}")
+        parameters = (entry for entry in (*self.entries, *self.model.hidden) if entry.kind == "parameter")
+        frozen = (entry for entry in parameters if not entry.value.requires_grad)
+        names = frozenset(key_path(entry.key) for entry in frozen)
+        self.plans, differences = plan_optimizers(
+            self.optimizers, self.model.ties, self.source, keep=keep, frozen=names
+        )
+        left = tuple(
+            f"{key_path(('optimizer', *live.prefix))}/{name}/" for live in self.optimizers for name in self.left
+        )
+        self.missing += [path for path in differences.missing if not f"{path}/".startswith(left)]
+        self.unexpected += differences.unexpected
+        self.ignored += differences.ignored
+        self.reasons, self.cleared = differences.reasons, differences.cleared
+        if differences.frozen and self.comm.rank == 0:
+            what = some_of("states of parameters that are frozen here were not restored", differences.frozen)
+            _log.warning("%s: %s", self.source.url, what)
+
+    def plan_rest(self) -> None:
+        """Loads the state of the loader and the generators, and compares or loads `extra`."""
+        loader, extra = self.targets.loader, self.targets.extra
+        check_loader(loader, self.comm.rank, allow_pickle=self.options.allow_pickle, namespace=self.options.namespace)
+        if self.comm.rank == 0:
+            check_generators(loader)
+        if loader is not None and self._has("loader", "loader=..."):
+            self.loader = self.own.load("loader")
+            self.last += loader_actions(loader, self.loader, "loader", self.options.namespace)
+        if self.targets.fills_extra and self._has("extra", "extra=..."):
+            self.extra = extra
+            found = compare_extra(extra, self.source, rank=self.comm.rank)
+            self.ignored += found.unused
+            self.missing += found.keys.missing
+            self.unexpected += found.keys.unexpected
+            self.own.check("extra", found.own)
+            self.lengths = found.lengths
+            self.last += found.additions
+        elif extra is None and "extra" in self.parts and not self.options.selects("extra"):
+            self.ignored.append("extra")
+        elif extra is None and "extra" in self.parts:
+            own = [path for path in self.source.leaves if path.startswith("extra") and "~rank*" in path]
+            self.own.check("extra", own)
+            self._return_extra()
+        # of a tree that was loaded in part they may be there as `...`
+        if self.targets.rng is None and not is_rng(self.source.leaves):
+            self.left_alone.append("rng")
+        elif self.targets.rng is not False and self._has("rng", "rng=True"):
+            self.rng_state = self.own.load_generators()
+
+    def _return_extra(self) -> None:
+        """Loads `extra` as it was saved; where no training goes on, without what this program cannot make.
+
+        Raises:
+            MismatchError: it has a class that this program lacks, and an optimizer is restored.
+        """
+        try:
+            self.extra = self.source.part("extra", self.returned.append, lenient=not self.optimizers)
+        except MismatchError as error:
+            error.add_hint("extra=False leaves it unread")
+            raise
+        unmade = [path for report in self.returned for path in report.unmade]
+        self.ignored += unmade
+        if unmade and self.comm.rank == 0:
+            _log.warning("%s: `...` in place of what this program cannot make: %s", self.source.url, ", ".join(unmade))
+
+    def _has(self, part: str, how: str) -> bool:
+        """Whether the source has a part; under `strict` it raises if not."""
+        if part in self.parts:
+            return True
+        if self.options.strict:
+            raise missing_part(part, f"training.state(model, ..., {how})", self.parts)
+        self.missing.append(part)
+        return False
+
+    def note_rest(self, *, is_ours: bool) -> None:
+        """Notes options that are replaced, and parts that are not asked for; warns where a training goes on so.
+
+        Args:
+            is_ours: whether it is what `state` gave, which has random generators unless they were left out.
+        """
+        self.replaced = taken_options(self.plans, self.schedules)
+        if self.replaced and self.comm.rank == 0:
+            _log.warning("%s: other options here: %s", self.source.url, ". ".join(self.replaced))
+        rest = [part for part in self.parts if not self.targets.ask_for(part)]
+        self.ignored += map(key_text, rest)
+        left = [part for part in ("scheduler", "loader") if part in rest]
+        if self.optimizers and left and self.comm.rank == 0:
+            names, how = ", ".join(left), ", ".join(f"{part}=" for part in left)
+            _log.warning("%s: %s in the checkpoint was not restored, as %s was not passed", self.source.url, names, how)
+        others = any(path.split("/", 1)[0] == "rng" for path in self.source.leaves)
+        if self.optimizers and (is_ours or others) and "rng" in self.left_alone and self.comm.rank == 0:
+            what = "rng is not what training.rng_state gives" if others else "no random generators in the checkpoint"
+            how = "those here go on as they are; rng=False says that it is meant"
+            _log.warning("%s: %s: %s", self.source.url, what, how)
+        objects = objects_of_extra(self.source) if self.optimizers and self.targets.extra is None else set[str]()
+        if objects and self.extra is not None and self.comm.rank == 0:
+            names = ", ".join(f"extra/{name}" for name in sorted(objects))
+            how = "was put into no object, as extra= was not passed; RestoreReport.extra has it"
+            _log.warning("%s: %s in the checkpoint %s", self.source.url, names, how)
+
+    def plan_schedulers(self) -> None:
+        """Loads the states of the schedulers, for the param groups of the live optimizers.
+
+        Raises:
+            MismatchError: other schedulers were saved.
+        """
+        scheduler = self.targets.scheduler
+        if scheduler is None or not self._has("scheduler", "scheduler=..."):
+            return
+        saved, lives = self.source.part("scheduler"), self.optimizers
+        for path, one, optimizer, state in match_schedulers(scheduler, saved, lambda one: optimizer_of(one, lives)):
+            if optimizer is not None:
+                of = next((plan.of for plan in self.plans if plan.live is optimizer), {})
+                state = from_groups(state, optimizer.groups, of, path=path)
+            self.ignored += unused_entries(one, state, (self.source.url, path), warn=self.comm.rank == 0)
+            self.schedules.append((path, one, state))
+            self.last.append(plan_state(path, one, state, live=one.state_dict()).load)
+
+    def check_keys(self) -> None:
+        """Checks that the targets and the source have the same leaves.
+
+        Raises:
+            MismatchError: they have not, by `strict`; without it, not one of the model's is in both.
+        """
+        saved_extra = children_of(descend(self.source.structure, ("extra",)))
+        heads = {f"{key_path(('optimizer', *one.prefix))}/" for one in self.optimizers}
+        asked = {f"model/{name}" for entry in self.entries if (name := key_path(entry.key)) not in self.left}
+        check_keys(
+            self.missing,
+            self.unexpected,
+            self.options.strict,
+            Sides(
+                alike=not asked or not asked <= set(self.missing),
+                left_out=self.left_out,
+                extra=[key_text(key) for key in saved_extra],
+                given=self.targets.extra,
+                here={f"model/{key_path(entry.key)}": getattr(entry.value, "shape", None) for entry in self.entries},
+                tied=tied_when_saved(self.missing, heads, self.source),
+                reasons=self.reasons,
+                saved=self.source.leaves,
+                lengths=self.lengths,
+            ),
+        )
+
+    # change ---------------------------------------------------------------------------------------------------------
+
+    def run(self) -> RestoreReport:
+        """Fills the targets."""
+        fills_model = bool(self.wanted or self.loads or self.extra_states)
+        made, before = self._run_loads()
+        try:
+            made += allocate_meta_tensors(self.wanted, self.targets.device)
+            if made:
+                reset_fsdp_shards(self.targets.model)
+            filled = self.source.fill(self._target(), take=self.comm.size != self.source.world)
+        except Exception:
+            if before is not None:  # the load code may run again, with an older checkpoint
+                before.put_back({})
+            raise
+        self.ignored += apply_optimizers(self.plans)
+        held = held_values(all_groups(self.targets.optimizer))
+        for action in self.last:
+            action()
+        put_back(held)  # schedulers may have written others into the groups
+        if fills_model:
+            run_post_hooks(self.targets.model, self.loads)
+        if self.rng_state is not None:
+            self.ignored += set_rng(self.rng_state)
+        if left := on_meta(self.targets.model):
+            _log.warning(
+                "%s: still on the meta device, as not saved: %s. Set before the model runs", self.source.url, left
+            )
+        return RestoreReport(
+            self.source.url,
+            self.source.step,
+            sum(load.loaded for load in (filled, *self.filled_before)),
+            sum(load.nbytes for load in (filled, *self.filled_before, *self.returned)),
+            sum(load.read_nbytes for load in (filled, *self.filled_before, *self.returned)),
+            time.perf_counter() - self.began,
+            tuple(self.missing),
+            tuple(self.unexpected),
+            tuple(made),
+            tuple(left),
+            tuple(self.ignored),
+            self.loader,
+            self.extra,
+            *self.source.ruled,
+            left_alone=tuple(self.left_alone),
+            world_changed=tuple(f"{part}: {what}" for part, what in self.own.notes.items()),
+            replaced=tuple(self.replaced),
+            cleared=tuple(self.cleared),
+        )
+
+    def _run_loads(self) -> tuple[list[str], Before | None]:
+        """Runs the load code of modules; returns the paths of tensors that were given memory, and what was before.
+
+        Modules with an extra state have their own tensors filled here, which `set_extra_state` may read.
+
+        Raises:
+            MismatchError: one does not take what was saved, and all is as before; an error of reading likewise.
+        """
+        if not self.loads and not self.extra_states:
+            return [], None
+        covered, extra = with_load_code((*self.entries, *self.model.hidden), self.loads), set[int]()
+        extra.update(id(one.module) for one in self.extra_states)
+        first = [entry for entry in self.wanted if id(entry.module) in extra]
+        self.wanted = [entry for entry in self.wanted if id(entry.module) not in extra]
+        before = Before(self.loads, self.extra_states, (entry.value for entry in (*covered, *first)))
+        paths = {id(entry.value): f"model/{key_path(entry.key)}" for entry in (*covered, *first)}
+        try:
+            own = [entry for entry in covered if entry.kind in ("parameter", "buffer")]
+            made = allocate_meta_tensors([*own, *first], self.targets.device)
+            target = {**dict.fromkeys(self.parts, ...), "model": self._model_target(first)}
+            for key, tensor in (pair for load in self.loads for pair in load.target.items()):
+                put_in(target["model"], key, tensor)
+            if target["model"]:
+                take = self.comm.size != self.source.world
+                self.filled_before.append(self.source.fill(target, take=take, alone=True))
+            for load in self.loads:
+                missing, unexpected = run_load(load, strict=self.options.strict is True, cast=self.options.cast)
+                self.missing += [path for path in missing if path.removeprefix("model/") not in self.left]
+                self.unexpected += unexpected
+            with torch.no_grad():
+                for entry, passed in self.tied:
+                    entry.value.copy_(passed)
+            for extra in self.extra_states:
+                set_extra_state(extra)
+            if self.missing or self.unexpected:
+                self.check_keys()
+        except Exception as error:
+            say_what_changed(error, before.put_back(paths))
+            raise
+        return made, before
+
+    def _model_target(self, entries: Sequence[StateDictEntry]) -> dict[str, Any]:
+        """Returns the tree of live tensors of the model, to fill."""
+        owned = ((entry, key_path(entry.key) in self.own_buffers) for entry in entries)
+        return nested((entry.key, PerRank(entry.value) if own else entry.value) for entry, own in owned)
+
+    def _target(self) -> dict[str, Any]:
+        """Returns the tree to fill: live tensors and new moments where the checkpoint has them, `...` for all else."""
+        target: dict[str, Any] = {**dict.fromkeys(self.parts, ...), "model": self._model_target(self.wanted)}
+        if self.plans:
+            target["optimizer"] = {}
+            for plan in self.plans:
+                for key, moments in plan.build_moments(self.source).items():
+                    put_in(target["optimizer"], key, moments)
+        if self.targets.fills_extra and "extra" in self.parts:
+            target["extra"] = self.extra
+        return target

@@ -1,0 +1,633 @@
+"""The sources of a restore, behind one protocol: checkpoints in stores, or a tree in memory.
+
+`open_source` chooses the class. Paths, shapes and dtypes are compared first; values and small parts are loaded as they
+were saved; arrays are filled in place at the end. A tree in memory provides only the part of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import cached_property, reduce
+from typing import Any, Protocol
+
+import msgspec
+
+from .. import _api
+from .._arrays.dtensor import is_dtensor
+from .._arrays.expanded_tree import expand_states, state_tree
+from .._arrays.registry import abstract_of, decode
+from .._core.format.records import AliasRecord, ArrayRecord, BlobRecord, Leaf, ValueRecord
+from .._core.sharding.placements import Layout, MeshLayout, Replicate, held_by
+from .._core.sharding.region import Region
+from .._core.tree.flatten import PerRank, flatten
+from .._core.tree.globs import compile_globs
+from .._core.tree.merge import merge_sources
+from .._core.tree.spec import ArraySpec
+from .._core.tree.structure import (
+    TABLE_KEYS,
+    DictNode,
+    OrderedDictNode,
+    PerRankNode,
+    Structure,
+    index_path,
+    keys_of,
+    parse_path,
+    paths_of,
+)
+from .._io.comm.comm import Comm, global_rank
+from .._io.storage.checkpoint import Checkpoint
+from .._io.storage.open import is_path_or_store
+from .._loading.aliasing import are_equal, identity_of
+from .._loading.match import Load, LoadOptions
+from .._loading.overlay import Bank, From, as_bank, open_members, own_globs
+from .._loading.run_load import run_load
+from ..errors import MismatchError
+from ..reports import LoadReport
+from ..rules import Renaming, Transforms, as_rules, carried
+from ..rules._rules import Carried, Drop, Rule, placed_below
+from ..rules._view import ComposedLeaf, View, view_of
+from ..trees import _moving
+from ..trees._per_rank_state import Policy, load_own
+from ._groups import is_same
+from ._names import Key, key_path
+
+OnReport = Callable[[LoadReport], None]
+OWN = "/~rank*"
+"""How the path of a leaf ends of which each rank has its own."""
+
+
+class RestoreSource(Protocol):
+    """A saved training state."""
+
+    url: str
+    world: int
+    """Ranks that saved it."""
+    step: int | None
+    options: LoadOptions
+    ruled: tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
+    """The paths that rules dropped, and (saved, new) pairs of those that they renamed."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all its leaves, selected or not, after the rules."""
+        ...
+
+    @property
+    def structure(self) -> Structure:
+        """Of its tree."""
+        ...
+
+    def is_left(self, path: str) -> bool:
+        """Whether the target at a path stays unchanged."""
+        ...
+
+    @property
+    def leaves(self) -> Mapping[str, ArraySpec | None]:
+        """Every leaf by path, with `~rank*` for a rank's own; None for values."""
+        ...
+
+    def are_equal(self, paths: tuple[str, str], wanted: Any) -> bool:
+        """Whether two arrays are one, or equal in the part that a tensor needs."""
+        ...
+
+    def identity(self, path: str) -> object:
+        """Returns a key, equal for the paths of one saved tensor; None where rules may have made copies of it."""
+        ...
+
+    def is_spread(self, path: str) -> bool:
+        """Whether an array was distributed, as far as that is known."""
+        ...
+
+    def is_same_part(self, path: str, tensor: Any) -> bool:
+        """Whether as many ranks have saved an array, and this one held the same part of it as of a tensor here."""
+        ...
+
+    def value(self, path: str) -> Any:
+        """Returns the saved value at a path without an array."""
+        ...
+
+    def part(
+        self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = (), lenient: bool = False
+    ) -> Any:
+        """Returns a part at the root, as saved.
+
+        Args:
+            on_report: gets the report of its load, if it is read.
+            select: the paths of what is needed of it, without which all is; other leaves may be `...`.
+            lenient: gives `...` in the place of what cannot be made here; the report names it.
+        """
+        ...
+
+    def abstract(self, name: str) -> Any:
+        """Returns a part at the root with its values; arrays may be specs."""
+        ...
+
+    def world_of(self, name: str) -> int:
+        """Returns how many ranks saved a per-rank part at the root."""
+        ...
+
+    def own(self, name: str, policy: Policy) -> Any:
+        """Returns this rank's state of a per-rank part."""
+        ...
+
+    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False) -> LoadReport:
+        """Fills what `target` has, in place.
+
+        Args:
+            take: per-rank leaves of another world are taken modulo.
+            alone: other ranks need not call it: this one reads for itself.
+        """
+        ...
+
+
+def children_of(node: Structure) -> dict[Any, Structure]:
+    """The structures of a node's children, by key; none for a leaf and for what each rank has of its own."""
+    if node is None or isinstance(node, PerRankNode):
+        return {}
+    return dict(zip(keys_of(node, ""), node.children, strict=True))
+
+
+def descend(node: Structure, keys: Sequence[Any]) -> Structure:
+    """The structure below a node, step by step; None where nothing is, or a leaf."""
+    for key in keys:
+        node = children_of(node).get(key)
+    return node
+
+
+def saved_metadata(source: RestoreSource, key: Key = ()) -> Mapping[str, Any] | None:
+    """Returns the saved `_metadata` of a model by the names of its modules, after the rules; None where none was saved.
+
+    Args:
+        key: of a model among several.
+    """
+    node = descend(source.structure, ("model", *key))
+    attributes = node.attributes if isinstance(node, OrderedDictNode) else None
+    return attributes.metadata.decoded("model") if attributes is not None and attributes.metadata else None
+
+
+def nodes_by_name(node: Structure, names: Container[str]) -> dict[str, Structure]:
+    """The structures below a node whose path is one of the names, in one walk."""
+    found: dict[str, Structure] = {}
+
+    def walk(node: Structure, prefix: Key) -> None:
+        for key, child in children_of(node).items():
+            here = (*prefix, str(key))
+            if key_path(here) in names:
+                found[key_path(here)] = child
+            else:
+                walk(child, here)
+
+    walk(node, ())
+    return found
+
+
+def leaves_below(path: str, structure: Structure) -> list[str]:
+    """The paths of the leaves of a structure that is at a path."""
+    return [f"{path}/{below}" if below else path for below, _ in paths_of(structure)]
+
+
+class _SavedMember:
+    """One of the checkpoints of a source, seen through its rules.
+
+    Args:
+        options: with its rules.
+        globs: the options with the globs of what it may give, where there are several.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, comm: Comm, options: LoadOptions, globs: LoadOptions) -> None:
+        self.checkpoint, self.comm, self.options = checkpoint, comm, globs
+        self.index, self.world = checkpoint.index, checkpoint.index.world
+        self.rules, self._reading = options.rules, options
+        self.view = self._view()
+        self.names = self.view.names
+        left = [name for name in self.view.by_path if name.startswith("model/") and not options.selects(name)]
+        if left:
+            self.add(Carried(tuple(Drop(name, optional=True) for name in left)))
+        self.ruled = (self.view.transformed.dropped, self.view.renamed) if options.rules else ((), ())
+
+    def add(self, *rules: Rule) -> None:
+        """Applies further rules."""
+        self.rules = (*self.rules, *rules)
+        self.view = self._view()
+
+    def _view(self) -> View:
+        rank = self.comm.rank
+        return view_of(self.index, self.rules, source_rank=rank % self.world, rank=rank)
+
+    def selected(self, path: str) -> bool:
+        return self.options.selects(path) and not self.view.is_kept(path)
+
+    def keep_only(self, own: set[str]) -> list[str]:
+        """Drops all other leaves but those of a table of which some stay, as it stays whole; returns these others."""
+        found = (path for path, leaves in self.view.by_path.items() if leaves[0].number in self.index.tables)
+        tables = [path.removesuffix(TABLE_KEYS[0]) for path in found]
+        parts = tuple(table for table in tables if any(path.startswith(table) for path in own))
+        beside = [path for path in self.view.specs if path not in own and path.startswith(parts)]
+        kept = own.union(beside)
+        self.add(*(Drop(path, optional=True) for path in self.view.specs if path not in kept))
+        return beside
+
+    def leaf(self, path: str) -> Leaf:
+        return self.view.by_path[path][0]
+
+    def layout_of(self, leaf: Leaf) -> Layout | None:
+        record = leaf.record
+        array = self.index.entries[record.of].record if isinstance(record, AliasRecord) else record
+        return self.index.layouts[array.layout] if isinstance(array, ArrayRecord) and array.layout >= 0 else None
+
+    def reading_job(self) -> Load:
+        """Returns a load that reads some arrays of the checkpoint, to compare them."""
+        options = LoadOptions(
+            cast=self._reading.cast, verify=self._reading.verify, per_rank="take", rules=self.rules, strict=False
+        )
+        return Load(self.checkpoint, self.comm, options)
+
+
+class CheckpointSource:
+    """A checkpoint on a store, or several of which later ones win.
+
+    Of several, each is read through its own rules, which its optimizers' state follows, and through rules that drop the
+    leaves that a later one provides. So they have no leaf in common, and their structures merge into that of one
+    training state. Per-rank state, such as that of the generators, comes from one checkpoint as a whole.
+
+    Args:
+        rules_of: returns the rules of one of several.
+    """
+
+    def __init__(
+        self,
+        given: Checkpoint | Bank,
+        comm: Comm,
+        options: LoadOptions,
+        rules_of: Callable[[From], tuple[Rule, ...]] = lambda _: (),
+    ) -> None:
+        self.comm, self.options = comm, options
+        self._provider: dict[str, _SavedMember] = {}
+        """By path, the one of several checkpoints that gives a leaf."""
+        if isinstance(given, Checkpoint):
+            self.members = [_SavedMember(given, comm, options, options)]
+            self.names = self.members[0].names
+            self._read: Checkpoint | Bank = given
+        else:
+            self._open_several(given, rules_of)
+        self.url = ", ".join(member.checkpoint.url for member in self.members)
+        self.world = next((m.world for m in self.members if m.world != comm.size), comm.size)
+        self.step = self._member_for("param_groups").index.step
+        dropped, renamed = zip(*(member.ruled for member in self.members), strict=True)
+        self.ruled = sum(dropped, ()), sum(renamed, ())
+        self.structure = reduce(merge_sources, (member.view.structure for member in self.members))
+        specs = {path: member.view.specs[path] for path, member in self._provider.items()}
+        self.leaves: Mapping[str, ArraySpec | None] = specs if self._provider else self.members[0].view.specs
+
+    def _open_several(self, bank: Bank, rules_of: Callable[[From], tuple[Rule, ...]]) -> None:
+        def look(source: From) -> _SavedMember:
+            assert isinstance(source.path, Checkpoint), "the bank is opened"
+            own = msgspec.structs.replace(self.options, rules=rules_of(source))
+            return _SavedMember(source.path, self.comm, own, own_globs(source, self.options))
+
+        members = open_members(bank, self.options.rules, look, unit=lambda path: path.partition(OWN)[0])
+        self.names = frozenset[str]().union(*(member.names for member, _ in members))
+        sources: list[From] = []
+        for member, paths in members:
+            self._provider.update((path, member) for path in member.view.specs if path in paths)
+            beside = member.keep_only(paths)
+            if member.view.specs:
+                sources.append(From(member.checkpoint, transforms=member.rules, exclude=beside or None))
+        self.members = [member for member, _ in members if member.view.specs]
+        self._read = Bank(sources)
+
+    def _member(self, path: str) -> _SavedMember:
+        """Returns the checkpoint that gives a leaf."""
+        return self._provider[path] if self._provider else self.members[0]
+
+    def _member_for(self, part: str) -> _SavedMember:
+        """Returns the last checkpoint that gives a leaf of a part at the root, or the last of all."""
+        found = [self._provider[path] for path in self._provider if path == part or path.startswith(f"{part}/")]
+        return max(found, key=self.members.index, default=self.members[-1])
+
+    @property
+    def _rules(self) -> tuple[Rule, ...]:
+        """Those of the only checkpoint; each of several has its own."""
+        return self.members[0].rules if self._read is self.members[0].checkpoint else ()
+
+    def is_left(self, path: str) -> bool:
+        given = path in self._provider or path + OWN in self._provider
+        return not self.options.selects(path) or (not given and any(m.view.is_kept(path) for m in self.members))
+
+    def are_equal(self, paths: tuple[str, str], wanted: Any) -> bool:
+        first, second = (self._member(path) for path in paths)
+        if first is second and len({identity_of(first.leaf(path)) for path in paths}) == 1:
+            return True
+        job = first.reading_job()
+        jobs = (job, paths[0]), (job if first is second else second.reading_job(), paths[1])
+        return are_equal(*jobs, wanted_of(wanted, paths[0], self.comm))
+
+    def identity(self, path: str) -> object:
+        member = self._member(path)
+        return None if member.rules else (id(member), identity_of(member.leaf(path)))
+
+    def is_spread(self, path: str) -> bool:
+        member, leaf = self._member(path), self._member(path).leaf(path)
+        layouts = map(member.layout_of, leaf.sources.values() if isinstance(leaf, ComposedLeaf) else [leaf])
+        return any(layout is not None and _is_spread(layout) for layout in layouts)
+
+    def is_same_part(self, path: str, tensor: Any) -> bool:
+        if path not in self.leaves or (member := self._member(path)).world != self.comm.size:
+            return False
+        leaf, here = member.leaf(path), wanted_of(tensor, path, self.comm)
+        layout = None if isinstance(leaf, ComposedLeaf) else member.layout_of(leaf)
+        if layout is None or leaf.spec is None or leaf.spec.shape != here.shape:
+            return False
+        held = tuple(one.region for one in held_by(layout, here.shape, self.comm.rank))
+        return _filled(held) == _filled(here.regions or ())
+
+    def value(self, path: str) -> Any:
+        member, leaf = self._member(path), self._member(path).leaf(path)
+        record = leaf.record
+        if isinstance(record, BlobRecord):
+            return member.reading_job().value(leaf, path)
+        assert isinstance(record, ValueRecord), "arrays are read, and what is a rank's own is loaded by its part"
+        return decode(record.value, path, allow_pickle=self.options.allow_pickle)
+
+    def part(
+        self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = (), lenient: bool = False
+    ) -> Any:
+        own = LoadOptions(
+            tuple(select) or (name,),
+            per_rank="take",
+            verify=self.options.verify is not False,
+            allow_pickle=self.options.allow_pickle,
+            namespace=self.options.namespace,
+            rules=self._rules,
+            lenient=lenient,
+        )
+        tree, report = run_load(self._read, None, self.comm, own, "error")
+        if on_report is not None:
+            on_report(report)
+        return tree[name]
+
+    def abstract(self, name: str) -> Any:
+        found = _api.load_abstract(
+            self._read,
+            select=name,
+            comm=self.comm,
+            allow_pickle=self.options.allow_pickle,
+            namespace=self.options.namespace,
+            transforms=self._rules,
+        )
+        return found[name]
+
+    def world_of(self, name: str) -> int:
+        return self._member_for(name).world
+
+    def own(self, name: str, policy: Policy) -> Any:
+        member = self._member_for(name)
+        return load_own(
+            member.checkpoint,
+            name,
+            policy,
+            self.comm,
+            saved_world=member.world,
+            verify=self.options.verify is not False,
+            allow_pickle=self.options.allow_pickle,
+            namespace=self.options.namespace,
+            transforms=member.rules,
+        )
+
+    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False) -> LoadReport:
+        return _api.load_into(
+            self._read,
+            target,
+            transforms=self._rules,
+            strict=False,
+            cast=self.options.cast,
+            verify=self.options.verify,
+            per_rank="take" if take else "error",
+            allow_pickle=self.options.allow_pickle,
+            namespace=self.options.namespace,
+            read="each" if alone else self.options.read,
+            comm=self.comm,
+        )
+
+
+def _filled(regions: Sequence[Region]) -> list[Region]:
+    return [region for region in regions if region.size]
+
+
+def wanted_of(tensor: Any, path: str, comm: Comm) -> ArraySpec:
+    """Returns the spec of a tensor, with the regions that this rank holds."""
+    spec = abstract_of(tensor, path, global_rank(comm))
+    assert spec is not None, "only tensors are compared"
+    return spec
+
+
+def _is_spread(layout: Layout) -> bool:
+    """Whether a layout differs from that of plain tensors, of which several ranks have replicas."""
+    if not isinstance(layout, MeshLayout):
+        return True
+    return len(layout.mesh.shape) > 1 or bool(layout.mesh.names) or layout.placements != (Replicate(),)
+
+
+class TreeSource:
+    """A tree in memory, as `state` or `treeckpt.load` gives one."""
+
+    def __init__(self, tree: Any, comm: Comm, options: LoadOptions) -> None:
+        self.tree = state_tree(tree, rank=comm.rank, namespace=options.namespace)
+        self.comm, self.options = comm, options
+        self.url, self.world, self.step, self.ruled = "tree", comm.size, None, ((), ())
+        if options.rules or options.select is not None or options.exclude is not None:
+            raise MismatchError(
+                "tree",
+                expected="a checkpoint, for rules, select and exclude",
+                found="a tree in memory",
+                hint="Save it, or change the tree before it is restored",
+            )
+        self.structure, leaves = flatten(self.tree, rank=comm.rank, namespace=options.namespace)
+        self._leaves = {index_path(path, comm.rank): leaf for path, leaf in leaves if leaf is not ...}
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._leaves)
+
+    @cached_property
+    def leaves(self) -> dict[str, ArraySpec | None]:
+        return {path: abstract_of(leaf, path, self.comm.rank) for path, leaf in self._leaves.items()}
+
+    def are_equal(self, paths: tuple[str, str], wanted: Any) -> bool:
+        first, second = (self._leaves[path] for path in paths)
+        return _moving.are_equal(first, second, wanted, paths[1], self.comm.rank)
+
+    def identity(self, path: str) -> object:
+        return id(self._leaves[path])
+
+    def is_left(self, path: str) -> bool:
+        return False
+
+    def part(
+        self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = (), lenient: bool = False
+    ) -> Any:
+        return self.tree[name]
+
+    def abstract(self, name: str) -> Any:
+        return self.tree[name]
+
+    def world_of(self, name: str) -> int:
+        return self.world
+
+    def own(self, name: str, policy: Policy) -> Any:
+        state = self.tree[name]
+        return state.value if isinstance(state, PerRank) else state
+
+    def is_spread(self, path: str) -> bool:
+        return is_dtensor(self._leaves[path])
+
+    def is_same_part(self, path: str, tensor: Any) -> bool:
+        if path not in self._leaves:
+            return False
+        there, here = (wanted_of(one, path, self.comm) for one in (self._leaves[path], tensor))
+        return there.shape == here.shape and _filled(there.regions or ()) == _filled(here.regions or ())
+
+    def value(self, path: str) -> Any:
+        return self._leaves[path]
+
+    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False) -> LoadReport:
+        """Copies array by array; every check comes before the first."""
+        found = expand_states(target, rank=self.comm.rank, namespace=self.options.namespace, mappings=True)
+        if found is None:
+            return self._fill(target)
+        filled, more = found.restore(lambda path, arrays: self.tree, self._fill)
+        return msgspec.structs.replace(filled, loaded=filled.loaded + more)
+
+    def _fill(self, target: Any) -> LoadReport:
+        where: Any = {"rank": self.comm.rank, "namespace": self.options.namespace}
+        found = _moving.match_leaves(target, self.structure, self._leaves, lambda leaf, _: leaf, **where)
+        nbytes = _moving.put_leaves(
+            target, found, lambda old, new, _: old if is_same(old, new) else new, cast=self.options.cast, **where
+        )
+        return LoadReport(self.url, nbytes, 0, len(found.given), (), (), 0.0)
+
+
+OTHER_NAMES = (
+    "State dicts under other names: old = treeckpt.load(path), then treeckpt.save(new, {'model': old[...], "
+    "'optimizer': old[...]}) with their names there, and restore new"
+)
+
+
+def rules_of(rename: Renaming, transforms: Transforms, under: str, *, from_root: bool) -> tuple[Rule, ...]:
+    """Returns the rules of a restore, for what it reads once it is placed; see `restore`."""
+    rules = as_rules(rename, transforms)
+    rules = placed_below(rules, under) if under else rules
+    return (carried(*rules),) if rules and not from_root else rules
+
+
+def place_under(given: Any, under: str) -> Any:
+    """Returns a checkpoint, or a bank of opened ones, as if all that it holds were saved under a path; or a tree."""
+    if isinstance(given, Mapping):
+        return reduce(lambda tree, key: {key: tree}, reversed(parse_path(under)), given)
+    if isinstance(given, Bank):
+        return given.opened([place_under(source.path, under) for source in given.sources])
+    index = given.index
+    structure = reduce(lambda node, key: DictNode((key,), (node,)), reversed(parse_path(under)), index.structure)
+    return given.with_index(msgspec.structs.replace(index, structure=structure))
+
+
+def check_globs(source: RestoreSource, options: LoadOptions, entries: Sequence[str], *, with_extra: bool) -> None:
+    """Refuses globs of `select` and `exclude` that mean nothing of the model's, under `strict`.
+
+    Args:
+        entries: the paths of the live model, which globs may mean too.
+        with_extra: whether "extra" may be meant, as there is one, and no tree to fill was given for it.
+
+    Raises:
+        MismatchError: naming one, and the arguments for other parts.
+    """
+    if not options.strict or not (options.select or options.exclude):
+        return
+    names = sorted(source.names)
+    saved = [name for name in names if name.startswith("model/")]
+    ours = [*dict.fromkeys([*entries, *saved]), *(["extra"] if with_extra else [])]
+    for what, globs in (("select", options.select), ("exclude", options.exclude)):
+        for glob in compile_globs(globs or ()).unused(ours):
+            if other := next((name for name in names if compile_globs((glob,)).match(name)), None):
+                raise MismatchError(
+                    f"{what}={glob!r:.80}",
+                    expected="globs of model/..., which the optimizers' state follows",
+                    found=f"one that means {other}",
+                    hint="Leave other parts alone by their arguments: extra=False, rng=False, optimizer=None, "
+                    "scheduler=None, loader=None",
+                )
+    try:
+        options.check_used(lambda: ours)
+    except MismatchError as error:
+        error.add_hint("Globs mean model/..., by the names that rules give")
+        raise
+
+
+def missing_part(part: str, how: str, parts: Iterable[object], *, in_memory: bool = False) -> MismatchError:
+    """Returns the error that a source lacks a part of a training state.
+
+    Args:
+        how: what would have saved it.
+        parts: those that it has.
+        in_memory: whether the source is a tree in memory, in which state dicts of optimizers are not read.
+    """
+    if in_memory and part in parts:
+        return MismatchError(
+            part,
+            expected=f"in a tree in memory, what {how} gives",
+            found="a state dict, which restore reads from files only",
+            hint="Give the path of the file in place of its tree; or treeckpt.save(new, tree), and restore new. "
+            f"To leave what is here as it is, pass {part}=None",
+        )
+    hint = f"To leave what is here as it is, pass {part}={False if part == 'rng' else None}"
+    return MismatchError(
+        part,
+        expected=f"a state saved with {how}",
+        found=f"only {', '.join(map(str, parts))} in the checkpoint",
+        hint=hint + (f". {OTHER_NAMES}" if part == "optimizer" else ""),
+    )
+
+
+def is_stored(given: Any) -> bool:
+    """Whether a source is a path, a store, or several of them, and no tree in memory."""
+    return is_path_or_store(given) or isinstance(given, Checkpoint) or as_bank(given) is not None
+
+
+def open_source(given: Any, comm: Comm, options: LoadOptions, *, from_root: bool = False) -> RestoreSource:
+    """Opens a path or store, several of them, or a tree.
+
+    Args:
+        from_root: as for `restore`, of the rules on each of several checkpoints.
+
+    Raises:
+        MismatchError: the root is no training state.
+    """
+    stored = given if isinstance(given, Checkpoint) else as_bank(given)
+    source: Any
+    if isinstance(given, Mapping):
+        source = TreeSource(given, comm, options)
+    elif stored is not None:
+
+        def own_rules(one: From) -> tuple[Rule, ...]:
+            return rules_of(one.rename, one.transforms, "", from_root=from_root)
+
+        source = CheckpointSource(stored, comm, options, own_rules)
+    else:
+        raise MismatchError(
+            "",
+            expected="a path, a store, a bank of them, or a tree as training.state gives it",
+            found=f"{type(given).__name__}",
+            hint="The path comes first: restore(path, model, optimizer)",
+        )
+    root = source.structure
+    if "model" not in children_of(root) and not any(name.startswith("model/") for name in source.names):
+        keys = ", ".join(map(str, keys_of(root, ""))) if root is not None else "a single leaf"
+        raise MismatchError(
+            source.url,
+            expected="a training state, with `model` at its root",
+            found=keys[:200],
+            hint="Save treeckpt.training.state(model, optimizer), or load this with treeckpt.load. Where the model's "
+            "state dict is the root, pass under='model'; where it has another name, from_root=True with rename=. "
+            + OTHER_NAMES,
+        )
+    return source

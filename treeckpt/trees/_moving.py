@@ -1,0 +1,441 @@
+"""Copies trees on this rank: into new arrays, or into existing ones.
+
+The adapters of the array libraries describe each array as a list of regions with memory, so every kind of leaf is
+treated alike. Nothing here exchanges messages with other ranks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from .._arrays.base import ArraySource, ArrayTarget, HostArray, SourcePiece, Storage, TargetPiece
+from .._arrays.expanded_tree import expand_states, state_tree
+from .._arrays.overlaps import conflicting_pair, in_same_memory, is_equal, pieces_in_one_place
+from .._arrays.registry import (
+    abstract_of,
+    decode,
+    encode,
+    is_same_value,
+    is_value,
+    library_of,
+    like_of,
+    mark_written,
+    resolve,
+    source_of,
+    target_of,
+)
+from .._core.sharding.dtypes import dtype_of
+from .._core.sharding.region import Region, intersect, subtract
+from .._core.tree.flatten import flatten, replace_leaves
+from .._core.tree.in_place import update_in_place
+from .._core.tree.leaf_differences import LeafDifferences, compare_leaves
+from .._core.tree.sequences import differing_sequences
+from .._core.tree.spec import ArraySpec
+from .._core.tree.structure import Structure, index_path
+from .._core.tree.tensor_parts import check_no_tensors, check_same_tensors, index_parts
+from .._io.comm.comm import default_comm, global_rank
+from ..errors import LayoutError, MismatchError
+
+BLOCK = 16 << 20
+"""Bytes that are compared at a time."""
+
+
+class MatchedLeaves(msgspec.Struct, frozen=True):
+    """The leaves of a tree, and the new leaf for each."""
+
+    before: list[tuple[str, object]]
+    given: dict[str, object]
+    """New leaves by path; a leaf without an entry stays."""
+    whole: frozenset[int]
+    """The ids of sequences of values that are single leaves here, because their whole content is replaced."""
+    differences: LeafDifferences
+    """The leaves that only one of the trees has."""
+
+
+def match_leaves(
+    into: Any,
+    saved: Structure,
+    given: Mapping[str, object],
+    copied: Callable[[object, str], object],
+    *,
+    rank: int,
+    namespace: str = "",
+) -> MatchedLeaves:
+    """Matches the leaves of a tree with those of another tree.
+
+    Args:
+        saved, given: the other tree's structure and leaves, with `~rank*` for the rank.
+        copied: returns a copy of a value, for a sequence.
+    """
+    sequences = differing_sequences(
+        into,
+        saved,
+        is_value=is_value,
+        is_saved_value=lambda path: path in given and is_value(given[path]),
+        rank=rank,
+        source_rank=rank,
+        namespace=namespace,
+    )
+    whole = frozenset(id(one.here) for one in sequences.values())
+    structure, before = flatten(into, rank=rank, namespace=namespace, whole=whole)
+    check_same_tensors(structure, saved, rank, given)
+    wanted = {index_path(path, rank): leaf for path, leaf in before}
+    differences = compare_leaves(wanted, given, whole=sequences)
+    check_no_tensors(differences.missing, saved)
+    found: dict[str, object] = {}
+    for path, leaf in before:
+        name = index_path(path, rank)
+        if leaf is not ... and name in given:
+            found[path] = given[name]
+        elif id(leaf) in whole and name in sequences:
+            one = sequences[name]
+            leaves = iter([copied(given[below], below) for below in one.paths])
+            found[path] = one.content(leaves, resolve=resolve, namespace=namespace)
+    return MatchedLeaves(before, found, whole, differences)
+
+
+def copied_value(leaf: object, path: str) -> object:
+    """Returns a copy of a value that shares no object with it.
+
+    Raises:
+        TreeError: a value of an unknown kind, which cannot be copied reliably.
+    """
+    return decode(encode(leaf, path, allow_pickle=False), path, allow_pickle=False)
+
+
+def distribute_local(tree: Any, like: Any, *, device: str | None, namespace: str) -> Any:
+    """Does `treeckpt.trees.distribute` where every rank has the tree."""
+    rank = global_rank(default_comm())
+    tree, like = (state_tree(one, rank=rank, namespace=namespace) for one in (tree, like))
+    given = dict(flatten(tree, rank=rank, namespace=namespace)[1])
+    made: dict[tuple[int, int], object] = {}
+
+    def new(path: str, leaf: object) -> object:
+        if leaf is ...:
+            return leaf
+        if path not in given:
+            raise MismatchError(path, expected="a leaf of the tree", found="none", hint="Put `...` there in like")
+        key = id(leaf), id(given[path])
+        if key not in made:
+            made[key] = _distributed_leaf(leaf, given[path], path, rank, device)
+        return made[key]
+
+    _, leaves = flatten(like, rank=rank, namespace=namespace)
+    return replace_leaves(like, iter([new(path, leaf) for path, leaf in leaves]), namespace=namespace)
+
+
+def _distributed_leaf(leaf: object, given: object, path: str, rank: int, device: str | None) -> object:
+    source = source_of(given, path, rank)
+    if source is None:
+        if abstract_of(leaf, path, rank) is not None:
+            raise MismatchError(path, expected="an array", found="a value in the tree", hint="Put a value into like")
+        return copied_value(given, path)
+    target = like_of(leaf, path, rank, device)
+    if target is None:
+        raise MismatchError(path, expected="a value", found="an array", hint="Put an array or an ArraySpec into like")
+    check_held(target, source, path)
+    check_dtype(target.spec.dtype, source.spec.dtype, path)
+    fill(target.pieces, source.pieces)
+    return target.leaf
+
+
+def empty_like(tree: Any, *, device: str | None = None, namespace: str = "") -> Any:
+    """Returns a tree of new, uninitialised arrays of the same shapes, dtypes, kinds and layouts; copies values.
+
+    Sparse and nested tensors have elements at the same places.
+
+    >>> tc.trees.empty_like({"w": torch.empty(2, 3, device="meta")})["w"].device
+    device(type='cpu')
+
+    Args:
+        device: of the new arrays; by default that of the tree's. For an array on the meta device, or an `ArraySpec`,
+            the host; for such a DTensor its mesh's device.
+
+    Raises:
+        TreeError: a sparse or nested tensor of `ArraySpec`s, or on the meta device, which do not say where its elements
+            are.
+    """
+    rank = global_rank(default_comm())
+    tree = state_tree(tree, rank=rank, namespace=namespace)
+    structure, leaves = flatten(tree, rank=rank, namespace=namespace)
+    made: dict[int, Any] = {}
+    indices = index_parts(structure)
+
+    def new(path: str, leaf: object) -> object:
+        if id(leaf) not in made:
+            target = like_of(leaf, path, rank, device)
+            made[id(leaf)] = copied_value(leaf, path) if target is None else target.leaf
+            is_index = index_path(path, rank) in indices
+            if target is not None and is_index and (source := source_of(leaf, path, rank)) is not None:
+                fill(target.pieces, source.pieces)
+        return made[id(leaf)]
+
+    return replace_leaves(tree, iter([new(path, leaf) for path, leaf in leaves]), namespace=namespace)
+
+
+def fill(pieces: Sequence[TargetPiece], parts: Sequence[SourcePiece]) -> None:
+    """Copies local pieces into the pieces of a target; call `check_held` first."""
+    for piece in pieces:
+        for part in parts:
+            if (common := intersect(piece.region, part.region)) is not None:
+                data = part.data.read(common.relative_to(part.region).slices())
+                piece.data.write(common.relative_to(piece.region).slices(), data)
+
+
+def check_held(target: ArrayTarget, source: ArraySource, path: str) -> None:
+    """Checks that this rank holds all elements that a target needs.
+
+    Raises:
+        MismatchError: the shapes differ.
+        LayoutError: an element of the target is not in this rank's part of the source.
+    """
+    if target.spec.shape != source.spec.shape:
+        raise MismatchError(path, expected=f"shape {target.spec.shape}", found=f"{source.spec.shape}")
+    for piece in target.pieces:
+        gaps = (piece.region,) if piece.region.size else ()
+        for part in source.pieces:
+            gaps = tuple(rest for gap in gaps for rest in subtract(gap, part.region))
+        if gaps:
+            raise LayoutError(
+                path,
+                expected="all elements of the target in what this rank holds of the source",
+                found=f"none at offset {gaps[0].offset}, shape {gaps[0].shape}",
+                hint="treeckpt.trees.gather brings them here, distribute with src= sends them",
+            )
+
+
+class _CastingTarget:
+    """A writer that converts elements to the target's dtype."""
+
+    def __init__(self, inner: Any, spec: ArraySpec, given: str) -> None:
+        self.inner, self.spec, self.given = inner, spec, given
+
+    def write(self, box: tuple[slice, ...], data: np.ndarray) -> None:
+        self.inner.write(box, library_of(self.spec).cast(data, self.given, self.spec.dtype))
+
+
+class _ArrayCopy(msgspec.Struct, frozen=True):
+    """One array to be filled, and its source."""
+
+    path: str
+    target: ArrayTarget
+    """The pieces to write to."""
+    source: ArraySource
+    storage: Storage | None = None
+    """The target's memory; None where it is not known."""
+
+    @property
+    def nbytes(self) -> int:
+        itemsize = dtype_of(self.source.spec.dtype).itemsize
+        return sum(piece.region.size for piece in self.target.pieces) * itemsize
+
+    def put(self, pieces: Sequence[TargetPiece]) -> None:
+        """Fills pieces of the target's shape and dtype from the source."""
+        wanted, given = self.target.spec, self.source.spec.dtype
+        if wanted.dtype != given:
+            pieces = [TargetPiece(piece.region, _CastingTarget(piece.data, wanted, given)) for piece in pieces]
+        fill(pieces, self.source.pieces)
+
+
+def copy_into(tree: Any, into: Any, *, cast: bool = False, namespace: str = "") -> None:
+    """Copies the arrays of `tree` into those of `into`, in place; replaces values where their containers are mutable.
+
+    Each array is filled from what this rank holds of the source, whatever the two layouts: whole arrays fill the local
+    part of a DTensor. The trees may share memory. Every check is made before the first byte is written.
+
+    >>> target = {"w": np.zeros(3)}
+    >>> tc.trees.copy_into({"w": np.ones(3)}, target)
+    >>> target
+    {'w': array([1., 1., 1.])}
+
+    Args:
+        cast: converts dtypes instead of refusing them.
+
+    Raises:
+        MismatchError: other leaves, shapes or dtypes; two arrays with different bytes for one place in memory; a value
+            in a tuple that would have to change; a target on the meta device, or with less memory than elements.
+        TreeError: a source on the meta device.
+        LayoutError: this rank does not hold all elements that a target needs.
+    """
+    rank = global_rank(default_comm())
+    tree = state_tree(tree, rank=rank, namespace=namespace)
+    structure, leaves = flatten(tree, rank=rank, namespace=namespace)
+    given = {index_path(path, rank): leaf for path, leaf in leaves}
+
+    def fill(target: Any) -> int:
+        found = match_leaves(target, structure, given, copied_value, rank=rank, namespace=namespace)
+        if different := found.differences.paths:
+            missing, unexpected = found.differences.missing, found.differences.unexpected
+            raise MismatchError(
+                different[0],
+                expected="the same leaves in both trees",
+                found=f"{len(missing)} missing in the source, {len(unexpected)} of it not in the target",
+                hint="treeckpt.trees.same_structure lists the differences",
+            )
+        return put_leaves(
+            target,
+            found,
+            lambda old, value, path: (
+                value
+                if id(old) in found.whole  # consists of copies already
+                else old
+                if is_same_value(old, value, path)
+                else copied_value(value, path)
+            ),
+            rank=rank,
+            cast=cast,
+            namespace=namespace,
+        )
+
+    found = expand_states(into, rank=rank, namespace=namespace, mappings=True)
+    if found is None:
+        fill(into)
+    else:
+        found.restore(lambda path, arrays: tree, fill)
+
+
+def put_leaves(
+    into: Any,
+    found: MatchedLeaves,
+    value: Callable[[Any, Any, str], object],
+    *,
+    rank: int,
+    cast: bool,
+    namespace: str = "",
+) -> int:
+    """Copies arrays into those of a tree, and replaces values; every check comes first.
+
+    Args:
+        found: the leaves of `into`, and the new leaf for each.
+        value: (old, new, path) -> the value to store, `old` itself where they are equal.
+
+    Returns:
+        bytes of the filled arrays.
+    """
+    before, given = found.before, found.given
+    new: list[object] = []
+    copies: list[_ArrayCopy] = []
+    for path, leaf in before:
+        if path not in given:
+            new.append(leaf)
+            continue
+        target, source = target_of(leaf, path, rank), source_of(given[path], path, rank)
+        if (target is None) != (source is None):
+            words = ("a value", "an array") if target is None else ("an array", "a value")
+            raise MismatchError(path, expected=words[0], found=words[1])
+        if target is None or source is None:
+            new.append(value(leaf, given[path], path))
+            continue
+        new.append(leaf)
+        present = source_of(leaf, path, rank)
+        storage = present.storage if present is not None else None
+        check_held(target, source, path)
+        if not cast:
+            check_dtype(target.spec.dtype, source.spec.dtype, path)
+        copies.append(_ArrayCopy(path, target, source, storage))
+    _check_ties(copies)
+    copies = list({id(copy.target.leaf): copy for copy in copies}.values())
+    _put(into, found, new, copies, namespace)
+    return sum(copy.nbytes for copy in copies)
+
+
+def _put(into: Any, found: MatchedLeaves, new: list[object], copies: list[_ArrayCopy], namespace: str) -> None:
+    filled = replace_leaves(into, iter(new), namespace=namespace, whole=found.whole)
+    stuck = update_in_place(into, filled, is_value=is_value, namespace=namespace, dry=True)
+    if stuck:
+        raise MismatchError(
+            stuck[0][0],
+            expected="a value that is the same, or in a container that can change",
+            found=f"{stuck[0][1]!r:.60}",
+            hint="Put it into a dict, a list or a dataclass that is not frozen",
+        )
+    mark_written(copy.target.leaf for copy in copies)
+    for copy in _without_overlaps(copies):
+        copy.put(copy.target.pieces)
+    update_in_place(into, filled, is_value=is_value, namespace=namespace)
+
+
+def _check_ties(copies: Sequence[_ArrayCopy]) -> None:
+    """Refuses different bytes for one place in memory, where the last write would win."""
+
+    def is_one(first: int, second: int) -> bool:
+        memory = copies[first].source.storage
+        alike = memory is not None and memory == copies[second].source.storage
+        return alike and in_same_memory(copies[first].target, copies[second].target)
+
+    found = conflicting_pair([copy.target for copy in copies], is_one, partial(_put_all, copies), BLOCK)
+    if found is not None:
+        first, second = (copies[number].path for number in found)
+        if first == second:
+            raise pieces_in_one_place(first)
+        raise MismatchError(
+            second,
+            expected=f"the bytes of {first}, with which it shares memory in the target",
+            found="others",
+            hint="Untie the two in the target",
+        )
+
+
+def are_equal(first: object, second: object, wanted: object, path: str, rank: int) -> bool:
+    """Returns whether two arrays have the same bytes in the regions and the dtype of `wanted`."""
+    spec = abstract_of(wanted, path, rank)
+    assert spec is not None, "only arrays are compared"
+    regions = (Region.whole(spec.shape),) if spec.regions is None else spec.regions
+    target = ArrayTarget(spec, None, [TargetPiece(region, HostArray(np.empty(0))) for region in regions])
+    copies: list[_ArrayCopy] = []
+    for leaf in (first, second):
+        if (source := source_of(leaf, path, rank)) is None:
+            return False
+        check_held(target, source, path)
+        copies.append(_ArrayCopy(path, target, source))
+
+    return first is second or is_equal(spec, partial(_put_all, copies), BLOCK)
+
+
+def _put_all(copies: Sequence[_ArrayCopy], wanted: Sequence[tuple[int, Sequence[TargetPiece]]]) -> None:
+    """Fills other pieces of numbered copies."""
+    for number, pieces in wanted:
+        copies[number].put(pieces)
+
+
+def check_dtype(wanted: str, given: str, path: str) -> None:
+    """Checks that two dtypes are the same.
+
+    Raises:
+        MismatchError: they differ.
+    """
+    if wanted != given:
+        raise MismatchError(path, expected=wanted, found=given, hint="Convert one of them first")
+
+
+def _without_overlaps(copies: list[_ArrayCopy]) -> list[_ArrayCopy]:
+    """Returns the copies, with sources that a copy would overwrite duplicated: trees may share memory, as in a swap."""
+    ranges = sorted(copy.storage.range for copy in copies if copy.storage is not None)
+    starts = [low for low, _ in ranges]
+    longest = max((high - low for low, high in ranges), default=0)
+
+    def overlaps_of(source: ArraySource) -> bool:
+        if source.storage is None:
+            return False
+        low, high = source.storage.range
+        near = ranges[bisect_left(starts, low - longest) : bisect_left(starts, high)]
+        return any(a < high and low < b for a, b in near)
+
+    return [
+        msgspec.structs.replace(copy, source=_duplicated(copy.source)) if overlaps_of(copy.source) else copy
+        for copy in copies
+    ]
+
+
+def _duplicated(source: ArraySource) -> ArraySource:
+    kept = [
+        SourcePiece(p.region, HostArray(p.data.read(tuple(slice(0, n) for n in p.region.shape)).copy()))
+        for p in source.pieces
+    ]
+    return msgspec.structs.replace(source, pieces=kept)
