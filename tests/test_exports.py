@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import re
 import subprocess
@@ -70,6 +71,109 @@ NAMES = [
 def test_the_public_names_are_these() -> None:
     assert sorted(tc.__all__) == tc.__all__ == NAMES
     assert all(hasattr(tc, name) for name in NAMES)
+
+
+PUBLIC_MODULES = {
+    "convert": [
+        "FORMATS",
+        "SOURCES",
+        "ConvertReport",
+        "Finding",
+        "convert",
+        "detect",
+        "to_dcp",
+        "to_safetensors",
+        "to_torch_file",
+        "to_treeckpt",
+    ],
+    "dcp": ["Reader", "Writer", "async_save", "install", "load", "save", "uninstall"],
+    "errors": [
+        "CheckpointError",
+        "CheckpointExists",
+        "CheckpointNotFound",
+        "CorruptError",
+        "FormatError",
+        "LayoutError",
+        "MismatchError",
+        "RankError",
+        "StoreError",
+        "TreeError",
+        "TreeckptError",
+    ],
+    "integrations.transformers": ["hub_rules", "module_rules"],
+    "policy": ["All", "Best", "EveryPeriod", "EverySteps", "Last", "Policy", "StepInfo", "Steps", "kept"],
+    "reports": ["Leftover", "LoadReport", "SaveReport", "VerifyReport"],
+    "rules": [
+        "Carried",
+        "Cast",
+        "Concat",
+        "Copy",
+        "Dequantize",
+        "Drop",
+        "Fill",
+        "Keep",
+        "Permute",
+        "Rename",
+        "Renames",
+        "Rule",
+        "Slice",
+        "Split",
+        "Stack",
+        "Unstack",
+        "as_rules",
+        "carried",
+        "decode",
+        "encode",
+        "fuse_ffn",
+        "fuse_qkv",
+        "inverse",
+        "parse",
+        "rotary_halves",
+        "rotary_pairs",
+        "split_ffn",
+        "split_qkv",
+    ],
+    "training": [
+        "Guard",
+        "Merge",
+        "Policy",
+        "RestoreReport",
+        "guard",
+        "load",
+        "restore",
+        "rng_state",
+        "save",
+        "set_rng_state",
+        "state",
+    ],
+    "trees": [
+        "Sameness",
+        "broadcast",
+        "copy_into",
+        "distribute",
+        "empty_like",
+        "flatten_names",
+        "gather",
+        "offload",
+        "same_structure",
+        "unflatten_names",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC_MODULES)
+def test_the_names_of_public_modules_are_these(name: str) -> None:
+    module = importlib.import_module(f"treeckpt.{name}")
+    assert module.__all__ == PUBLIC_MODULES[name]
+    assert all(hasattr(module, one) for one in module.__all__)
+
+
+@pytest.mark.parametrize("name", ["format_utils", "planner", "staging", "state_dict", "stateful"])
+def test_modules_of_dcp_have_the_names_of_torch(name: str) -> None:
+    ours = importlib.import_module(f"treeckpt.dcp.{name}")
+    torch_module = importlib.import_module(f"torch.distributed.checkpoint.{name}")
+    for one in torch_module.__all__:
+        assert getattr(ours, one) is getattr(torch_module, one)
 
 
 def test_every_public_name_says_what_it_is() -> None:

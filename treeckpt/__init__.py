@@ -20,20 +20,21 @@ The examples in docstrings are run by the tests, each in an empty directory afte
     >>> optimizer = torch.optim.AdamW(model.parameters())
     >>> report = tc.save("run/step_00000100", {"model": model.state_dict(), "step": 100})
 
-The package, from top to bottom; imports only go down, and each package says in its first lines where to start:
+The package, from top to bottom; imports only go down, and each package says in its first lines where to start. Names
+without an underscore are public, with what stands in their `__all__`:
 
-    cli  bench  demo  report  convert   tools: commands, benchmark, example job, HTML reports, other formats
-    dcp                                 the interface of torch.distributed.checkpoint
-    integrations                        other libraries' objects in terms of the public names
-    runs  training  trees               Manager and retention; models and optimizers as trees; operations on trees
+    _cli  _bench  demo  _report         commands, benchmark, example job, HTML reports
+    dcp  convert  integrations          the interface of torch.distributed.checkpoint | other formats | other libraries
+    _runs  training  trees              Manager and retention; models and optimizers as trees; operations on trees
     testing                             the suite that every store passes, for stores of one's own
-    api                                 save, save_async, load, load_into, inspect, read_file, verify
-    saving | loading                    tree to committed checkpoint | bytes to tree, verify, repair, load rules
-    foreign                             files of other programs, read in place
-    arrays | io                         an adapter for each array library | comm (ranks), storage (files, objects)
+    _api  stores                        save, save_async, load, load_into, inspect, read_file, verify | stores of files
+    _saving | _loading                  tree to committed checkpoint | bytes to tree, verify, repair
+    rules  _foreign                     load rules | files of other programs, read in place
+    _arrays | _io                       an adapter for each array library | comm (ranks), storage (files, objects)
     reports                             what calls return
-    core                                pure data: tree, sharding, planning, format, analysis
-    errors | threads                    all exceptions | threads, and work without them
+    _inspect  policy                    outlines, differences, statistics, timings, retention as pure functions
+    _core                               pure data: tree, sharding, planning, format
+    errors | _threads                   all exceptions | threads, and work without them
 """
 
 import importlib

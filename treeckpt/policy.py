@@ -21,6 +21,8 @@ import msgspec
 
 from .errors import TreeckptError
 
+__all__ = ["All", "Best", "EveryPeriod", "EverySteps", "Last", "Policy", "StepInfo", "Steps", "kept"]
+
 
 class StepInfo(msgspec.Struct, frozen=True):
     """The facts about one checkpoint that policies decide by.

@@ -198,5 +198,6 @@ def test_no_torch_is_imported(run):
     import subprocess
     import sys
 
-    code = f"import sys; from treeckpt._cli.main import main; main(['gc', {str(run)!r}]); assert 'torch' not in sys.modules"
+    code = f"import sys; from treeckpt._cli.main import main; main(['gc', {str(run)!r}]); "
+    code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

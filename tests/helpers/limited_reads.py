@@ -160,8 +160,8 @@ def main() -> None:
     import treeckpt._cli.show
     import treeckpt._foreign.foreign_checkpoint
     import treeckpt._foreign.foreign_index
-    import treeckpt._loading.load  # noqa: F401
-    import treeckpt.convert._conversion
+    import treeckpt._loading.load
+    import treeckpt.convert._conversion  # noqa: F401
 
     for line in sys.stdin:
         path, out, acts = json.loads(line)

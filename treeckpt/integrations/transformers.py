@@ -21,6 +21,8 @@ from typing import Any
 from .. import ArraySpec, Index, MismatchError, rules
 from ._conversion_ops import NamedArray, RecordedOperation, RuleRecorder
 
+__all__ = ["hub_rules", "module_rules"]
+
 Leaves = Index | Mapping[str, ArraySpec | None] | None
 """An index, or specs by path."""
 Arrays = dict[str, NamedArray]

@@ -1,0 +1,3 @@
+"""Stagers of background saves: the names of `torch.distributed.checkpoint.staging`."""
+
+from torch.distributed.checkpoint.staging import *  # pyright: ignore[reportWildcardImportFromLibrary]
