@@ -199,7 +199,7 @@ def test_folders_of_tests_are_those_of_the_rooms():
 def test_test_modules_stand_in_the_folder_of_what_they_test():
     """At the root stand tests of the public functions, of errors, and of the project's own files."""
     there = {path.stem for path in TESTS.glob("test_*.py")}
-    project = {"test_house", "test_notebooks", "test_readme", "test_scaffold"}
+    project = {"test_flows", "test_house", "test_notebooks", "test_readme", "test_scaffold"}
     assert there - project == {
         "test_error_classes",
         "test_errors",

@@ -1,13 +1,27 @@
-"""Stores: where the files of a checkpoint, or of a run, lie. All functions take one in place of a path.
+"""Stores: where the files of a checkpoint, or of a run, lie. Functions take a store in place of a path.
 
-tc.load(tc.stores.LocalStore("run/step_00000100"))
-tc.Manager(tc.stores.ObjectRun("s3://bucket/run"))
+    tc.load(tc.LocalStore("run/step_00000100"))
+    tc.Manager(tc.ObjectRun("s3://bucket/run"))
+
+A store of one's own subclasses `Store`, and `RunStore` for `Manager`; `treeckpt.testing.StoreSuite` tests it.
 """
 
 from __future__ import annotations
 
 from ._io.storage.object_store import ObjectRun, ObjectStore
 from ._io.storage.run_store import LocalRun, RunStore
-from ._io.storage.store import LocalStore, MemoryStore, Store
+from ._io.storage.store import DirectoryEntry, LocalStore, MemoryStore, Store, StoreTraits, VersionTag, Writer
 
-__all__ = ["LocalRun", "LocalStore", "MemoryStore", "ObjectRun", "ObjectStore", "RunStore", "Store"]
+__all__ = [
+    "DirectoryEntry",
+    "LocalRun",
+    "LocalStore",
+    "MemoryStore",
+    "ObjectRun",
+    "ObjectStore",
+    "RunStore",
+    "Store",
+    "StoreTraits",
+    "VersionTag",
+    "Writer",
+]

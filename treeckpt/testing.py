@@ -1,4 +1,4 @@
-"""Tests for stores of one's own: `StoreSuite` is what each `treeckpt._io.storage.store.Store` must pass, with pytest.
+"""Tests for stores of one's own: `StoreSuite` is what each `treeckpt.stores.Store` must pass, with pytest.
 
 It is the suite that the stores of treeckpt themselves pass.
 """
