@@ -640,6 +640,6 @@ assert "torch" not in sys.modules
 def test_a_reader_that_goes_away_is_no_error(run):
     done = subprocess.run(
         f"{sys.executable} -m treeckpt show {run / 'step_00000100'} | head -1",
-        shell=True, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[1],
+        shell=True, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")

@@ -118,7 +118,7 @@ def test_what_is_there_is_not_replaced_unless_asked(tmp_path: Path) -> None:
 
 CHILD = """
 import os, sys, treeckpt as tc
-from treeckpt.convert import output
+from treeckpt.convert import _output as output
 kept = output.write_part
 def slow(fd, part, tile):
     kept(fd, part, tile)

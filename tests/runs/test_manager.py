@@ -15,6 +15,7 @@ import treeckpt as tc
 from tests.helpers.background import until
 from tests.helpers.memory_run import MemoryRun
 from tests.helpers.world import assert_equal, errors_of, on_ranks, reseal, shards_of, small_tree, whole_tree
+from treeckpt import _api
 from treeckpt._core.format.file_names import PIN_NAME, deleted_name, parse_file_name, step_name
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._core.format.shard_header import shard_name
@@ -807,14 +808,14 @@ def test_readers_of_a_run_that_is_saved_and_cleaned_all_the_time_never_see_half_
 def test_restore_holds_a_lease_while_it_loads(tmp_path, monkeypatch):
     fill(tmp_path, [1, 2])
     seen = []
-    real = tc.api.load
+    real = _api.load
 
     def load(store, *args, **options):
         seen.append([name for name in os.listdir(tmp_path / step_name(1)) if name.startswith("lease.")])
         seen.append(RunDirectory(tmp_path).clean([Last(1)]).left[0].why)
         return real(store, *args, **options)
 
-    monkeypatch.setattr(tc.api, "load", load)
+    monkeypatch.setattr(_api, "load", load)
     assert manager(tmp_path).restore(step=1) == {"step": 1}
     assert len(seen[0]) == 1 and "being read" in seen[1]
     assert not [name for name in os.listdir(tmp_path / step_name(1)) if name.startswith("lease.")]

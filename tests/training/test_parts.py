@@ -225,7 +225,7 @@ def test_a_buffer_that_two_parts_on_a_rank_have_is_refused_with_what_to_do(tmp_p
 
 def test_a_restore_finds_the_optimizer_of_each_scheduler_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    module = sys.modules["treeckpt.training.restore"]
+    module = sys.modules["treeckpt.training._restore"]
     find = module.optimizer_of
     monkeypatch.setattr(module, "optimizer_of", lambda one, lives: asked.append(one) or find(one, lives))
     for kinds in (list, lambda found: dict(zip("ab", found, strict=True))):

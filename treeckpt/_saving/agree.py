@@ -275,7 +275,7 @@ class _Agreement:
             plan = cached_plan(self.comm)
             known = plan is not None and plan.key == self.decision.key
             self.record.expect(plan.own.nbytes if known and plan is not None else self.described.nbytes)
-        if self.look is not None and not (self.exchange is None and self.store.traits.far):
+        if self.look is not None and not (self.exchange is None and self.store.traits.conditional):
             self.replaced, self.look = self.look.result(), None
 
     # step 1: proposals ------------------------------------------------------------------------------------------------

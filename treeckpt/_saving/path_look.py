@@ -29,7 +29,7 @@ class PathLook:
         self._store, self._overwrite, self._listing = store, overwrite, None
         self.record = ProgressRecorder(store, first)
         """It is to be ended with the save, however that ends."""
-        if store.traits.far:
+        if store.traits.conditional:
             store.prepare()
             self._listing = call_in_thread(store.sizes, "treeckpt-listing")
             self._recorded = call_in_thread(self.record.begin, "treeckpt-record")

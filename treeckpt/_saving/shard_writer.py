@@ -185,7 +185,7 @@ class InlineWriter:
         record: ProgressRecorder | None = None,
     ) -> None:
         self.error, self.recorder = error, recorder
-        self._waits = waits or not store.traits.far
+        self._waits = waits or not store.traits.conditional
         self._store, self._info, self._plan, self._source = store, info, plan, source
         self._on_progress, self._look = on_progress or (lambda written: None), look
         self._on_interrupt: Callable[[BaseException], None] = lambda error: None
@@ -249,7 +249,7 @@ class InlineWriter:
             first = Progress(info.save_id, info.rank, info.world, info.options.step, "write", 0, planned, now, now)
             note = self._note = ProgressRecorder(store, first, on_progress=self._on_progress)
         note.expect(planned)
-        if not store.traits.far:
+        if not store.traits.conditional:
             if not self._keeps_note:
                 note.begin()
             return
