@@ -31,7 +31,7 @@ What is refused, because it would be lost or changed in silence, and what to do 
   saved, each part of it from one of the ranks.
 - numpy dtypes with fields, of extended precision, or of packages other than `ml_dtypes`, because a name does not say
   what their bytes mean: save the fields, or `astype`.
-- Trees deeper than 1,000 levels, because walks of a file's structure are bounded: nest less, or save parts.
+- Trees deeper than 200 levels, because Python bounds nested calls: nest less, or save parts.
 - `custom_metadata` and `files` that rank 0 does not give, or that others give differently: give them on rank 0 alone.
 - A save by one of several ranks that a launcher started, without a process group or `comm=`, because the ranks would
   overwrite each other: `init_process_group` first, or `comm="alone"`.
