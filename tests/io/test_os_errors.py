@@ -65,7 +65,7 @@ def test_a_store_that_is_closed_while_others_read_from_it_goes_on_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each load closes what it has opened, and several may share a store."""
-    monkeypatch.setattr(reader_module, "MOST", 4)
+    monkeypatch.setattr(reader_module, "MAX_OPEN_FILES", 4)
     tree = sharded(tmp_path / "c", 12)
     store = LocalStore(tmp_path / "c")
 
@@ -81,7 +81,7 @@ def test_a_store_that_is_closed_while_others_read_from_it_goes_on_for_them(
 def test_files_that_nobody_reads_are_closed_when_there_are_too_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader_module, "MOST", 4)
+    monkeypatch.setattr(reader_module, "MAX_OPEN_FILES", 4)
     sharded(tmp_path / "c", 12)
     store = LocalStore(tmp_path / "c")
     for name in sorted(store.sizes()):

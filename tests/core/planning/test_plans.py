@@ -23,7 +23,7 @@ from treeckpt._core.sharding.write_assignment import ArrayLeaf, assign_writers
 def tiny_quotas():
     """So that small arrays are cut as large ones are."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(assign_module, "SMALL", 8)
+    patch.setattr(assign_module, "UNCUT_NBYTES", 8)
     patch.setattr(assign_module, "MIN_QUOTA", 16)
     yield
     patch.undo()

@@ -40,7 +40,7 @@ QUOTAS = pytest.mark.parametrize("bounds", [(8, 16), (64 << 10, 1 << 20)], ids=[
 def assigned(leaves, bounds):
     """Small arrays are cut too where the bounds are small, so that tests of small arrays meet the cutting."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assign_module, "SMALL", bounds[0])
+        patch.setattr(assign_module, "UNCUT_NBYTES", bounds[0])
         patch.setattr(assign_module, "MIN_QUOTA", bounds[1])
         return assign_writers(leaves)
 
