@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from treeckpt._io.storage.store import LocalStore, Store
 from treeckpt._threads import start_thread
 from treeckpt.errors import CorruptError, StoreError, TreeckptError
 
+_log = logging.getLogger("treeckpt")
 JobState = Literal["waiting", "running", "ended", "cancelled", "failed"]
 MAX_ENDED = 256
 """Jobs that are remembered after their end."""
@@ -283,9 +285,16 @@ class JobQueue(Generic[J]):
                 job.finish()
             except (OSError, RuntimeError) as error:  # no process can be started, or no thread for its time limit
                 job.error = f"{error}"
-            # a page that shows the end shows the result, too
-            job.state = "cancelled" if job.cancelled else "failed" if job.error else "ended"
-            job.over.set()
+            except Exception as error:
+                job.error = f"{type(error).__name__}: {error}"
+                _log.exception("a job of the dashboard failed")
+            finally:
+                # a page that shows the end shows the result, too
+                job.state = "cancelled" if job.cancelled else "failed" if job.error else "ended"
+                job.over.set()
+                self._remember(key, job)
+
+    def _remember(self, key: str, job: J) -> None:
         with self._lock:
             self._ended.append((key, job))
             if len(self._ended) > MAX_ENDED:

@@ -239,6 +239,12 @@ def test_show_says_which_bytes_are_damaged_beside_what_it_knows(cli, tmp_path):
     assert "dp: Shard(0)" in text and "treeckpt: " in text and name in text and "bytes" in text
 
 
+def test_rows_of_show_as_json_have_these_fields(cli, run):
+    rows = json.loads(cli("show", "--json", run / "step_00000200"))["rows"]
+    fields = ["node", "key", "path", "kind", "cls", "children", "first", "leaves", "nbytes"]
+    assert rows and all(list(row) == fields for row in rows)
+
+
 def test_show_of_a_leaf_as_json_gives_every_chunk(cli, run):
     found = json.loads(cli("show", "--json", run / "step_00000200", "model/wte.weight"))
     assert sum(c["stop"] - c["start"] for c in found["chunks"]) == 64 * 32 * 4

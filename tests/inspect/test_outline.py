@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import treeckpt as tc
 from tests.helpers.indexes import index_of
 from tests.helpers.large import large_index
 from tests.helpers.samples import write_checkpoint
@@ -58,6 +59,13 @@ def test_searches_go_on_where_they_stopped(index):
     assert outline.search("mlp weight", count=len(every)) == (every, None)
     assert outline.search("mlp weight", start=every[-1].number) == (every[-1:], None)
     assert outline.search("no such leaf") == ([], None)
+
+
+def test_a_search_disregards_case_also_beside_keys_with_line_feeds(tmp_path):
+    tc.save(tmp_path / "c", {"Layer": 1, "Line\nFeed": 2})
+    outline = Outline.of(tc.inspect(tmp_path / "c"))
+    for words, path in (("layer", "Layer"), ("LAYER", "Layer"), ("line feed", "Line\nFeed"), ("feed", "Line\nFeed")):
+        assert [leaf.path for leaf in outline.search(words)[0]] == [path]
 
 
 def test_children_are_listed_from_any_position(index):

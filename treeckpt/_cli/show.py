@@ -85,7 +85,8 @@ def _show(options: argparse.Namespace) -> int:
         return _show_leaf(index, index.entries[row.first], options)
     rows = _rows_below(outline, row, options.depth)
     if options.json:
-        print_json({**index_summary(index), "pinned": info.pinned, "saving": info.saving, "rows": rows})
+        shown = [{name: part for name, part in msgspec.structs.asdict(row).items() if name != "number"} for row in rows]
+        print_json({**index_summary(index), "pinned": info.pinned, "saving": info.saving, "rows": shown})
         return 0
     if not options.leaf:
         print_facts([(name, str(fact)) for name, fact in _summary_texts(index)] + [("pinned", "yes")] * info.pinned)

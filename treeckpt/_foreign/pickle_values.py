@@ -30,7 +30,7 @@ from .._core.sharding.region import MAX_NDIM
 from .._core.tree.containers import DEFAULT_FACTORIES
 from .._core.tree.dict_attributes import encode_attributes
 from .._core.tree.spec import ArraySpec
-from .._core.tree.structure import MAX_DEPTH, child_path
+from .._core.tree.structure import MAX_DEPTH, check_stack, child_path
 from .._core.tree.value_codec import BUFFERS, NAMESPACES, decode_path, new_buffer, new_namespace
 from ..errors import CorruptError, FormatError, TreeckptError, TreeError
 from .files import flat_array
@@ -305,10 +305,14 @@ def build_tree(read: Unpickled, label: str, refused: list[RefusedLeaf] | None = 
         refused: receives leaves that cannot be built, which become `...`; without it they are errors.
 
     Raises:
-        TreeError: a leaf cannot be built.
+        TreeError: a leaf cannot be built, or the stack has no room for the levels of the tree.
         FormatError: more nodes than instructions: containers contain one another repeatedly.
     """
-    return _TreeBuilder(label, read, refused).build(read.value, "", 0)
+    try:
+        return _TreeBuilder(label, read, refused).build(read.value, "", 0)
+    except RecursionError:
+        check_stack(label)
+        raise
 
 
 class _TreeBuilder:

@@ -128,12 +128,13 @@ class _Texts:
         """Returns the same as a list.
 
         Args:
-            text: the run, if it is known; a case-folded one gives case-folded texts.
+            text: the run, case-folded, where the texts are to be so.
         """
         found = (self.run(start, stop) if text is None else text).split("\n")
         if len(found) == stop - start:
             return found
-        return list(self.pick(range(start, stop)))  # one of them has a line feed of its own, or there is none
+        picked = self.pick(range(start, stop))  # one of them has a line feed of its own, or there is none
+        return list(picked) if text is None else [one.casefold() for one in picked]
 
     def pick(self, numbers: Iterable[int]) -> Iterator[str]:
         """Yields texts by number."""

@@ -15,7 +15,7 @@ from .._arrays.expanded_tree import state_tree
 from .._arrays.registry import abstract_of
 from .._core.tree.containers import PerRank, flatten_one_level
 from .._core.tree.spec import ArraySpec
-from .._core.tree.structure import key_text
+from .._core.tree.structure import MAX_DEPTH, check_stack, key_text, too_deep
 from .._io.comm.comm import default_comm, global_rank
 from ..errors import visible
 
@@ -46,11 +46,18 @@ def same_structure(found: Any, expected: Any, *, namespace: str = "") -> Samenes
 
     >>> print(tc.trees.same_structure({"w": np.ones(3)}, {"w": np.ones(3), "b": 1}))
     b: missing
+
+    Raises:
+        TreeError: both nest deeper than a tree may, or than there is room for on the stack.
     """
     rank = global_rank(default_comm())
     lines: list[str] = []
     found, expected = (state_tree(tree, rank=rank, namespace=namespace) for tree in (found, expected))
-    _compare(found, expected, "", lines, rank, namespace)
+    try:
+        _compare(found, expected, "", lines, rank, namespace)
+    except RecursionError:
+        check_stack()
+        raise
     return Sameness(tuple(lines))
 
 
@@ -70,6 +77,8 @@ def _compare(found: Any, expected: Any, path: str, lines: list[str], rank: int, 
     if ours is None or theirs is None or type(found) is not type(expected):
         lines.append(f"{path or '<root>'}: {_name(found, path, rank)} instead of {_name(expected, path, rank)}")
         return None
+    if path.count("/") >= MAX_DEPTH - 1:  # the root and each step of the path are one level
+        raise too_deep(path)
     have, wanted = (dict(zip(t.keys, t.children, strict=True)) for t in (ours, theirs))
     order = [key for key in have if key in wanted], [key for key in wanted if key in have]
     if order[0] != order[1] and isinstance(found, _MAPPINGS):

@@ -182,6 +182,7 @@ def test_a_deeper_tree_is_refused_by_name(tmp_path: Path, kind: str) -> None:
         lambda: tc.save_async(tmp_path / "c", tree),
         lambda: tc.abstract(tree),
         lambda: tc.trees.offload(tree),
+        lambda: tc.trees.same_structure(tree, tree),
     ):
         with pytest.raises(tc.TreeError, match="at most 200 levels deep"):
             act()
@@ -233,11 +234,13 @@ def test_the_deepest_tree_fits_below_500_calls(tmp_path: Path) -> None:
 def test_below_more_calls_it_is_refused_by_name_before_anything_changes(tmp_path: Path, frames: int) -> None:
     tree = deep(MAX_DEPTH, torch.arange(3), kind="dict", at_each=True)
     tc.save(tmp_path / "c", tree)
+    torch.save(tree, tmp_path / "deep.pt")
     into = deep(MAX_DEPTH, target := torch.zeros(3, dtype=torch.int64), kind="dict", at_each=True)
     for act in (
         lambda: tc.save(tmp_path / "new", tree),
         lambda: tc.load(tmp_path / "c", tree),
         lambda: tc.load_into(tmp_path / "c", into),
+        lambda: tc.load(tmp_path / "deep.pt"),
     ):
         with pytest.raises(tc.TreeError, match="room for 420 nested calls"):
             _at(frames, act)
@@ -276,6 +279,10 @@ def test_containers_that_hold_themselves_are_refused_soon(tmp_path: Path) -> Non
     began = time.process_time()
     with pytest.raises(tc.TreeError, match="holds itself"):
         tc.save(tmp_path / "c", tree)
+    itself: list[Any] = [1]
+    itself.append(itself)
+    with pytest.raises(tc.TreeError, match="at most 200 levels deep"):
+        tc.trees.same_structure(itself, itself)
     assert time.process_time() - began < 60
 
 

@@ -67,6 +67,7 @@ from .structure import (
     key_text,
     keys_of,
     rank_key,
+    too_deep,
 )
 from .tensor_parts import BuildTensor, TensorParts
 from .value_codec import Resolver, decode_value
@@ -121,12 +122,7 @@ class _Flattener:
             return None
         above = self._above
         if len(above) == MAX_DEPTH:
-            raise TreeError(
-                path[:200],
-                expected=f"a tree at most {MAX_DEPTH} levels deep",
-                found="a container that holds itself" if id(node) in above else "a deeper one",
-                hint="Look for a container that holds itself",
-            )
+            raise too_deep(path, itself=id(node) in above)
         if len(above) == _DEEP:
             check_stack(path)
         if len(path) > USUAL_PATH_LENGTH:

@@ -198,6 +198,16 @@ def check_stack(path: str = "") -> None:
         ) from error
 
 
+def too_deep(path: str, *, itself: bool = False) -> TreeError:
+    """Returns the error for a container at a path below `MAX_DEPTH` others; `itself` if it is one of these."""
+    return TreeError(
+        path[:200],
+        expected=f"a tree at most {MAX_DEPTH} levels deep",
+        found="a container that holds itself" if itself else "a deeper one",
+        hint="Look for a container that holds itself",
+    )
+
+
 def leaf_count(structure: Structure) -> int:
     """Returns the number of leaves of a structure."""
     if structure is None:
