@@ -5,6 +5,7 @@ It is the suite that the stores of treeckpt themselves pass.
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Iterator
 
@@ -210,6 +211,13 @@ class StoreSuite:
         back = load(store)
         assert all(np.array_equal(back[key], tree[key]) for key in tree)
         assert verify(store).ok
+
+    def test_its_address_leads_to_the_same_files(self, store: Store) -> None:
+        store.prepare()
+        if (address := store.address()) is None:
+            pytest.skip("only this process can open the store")
+        pickle.loads(address).publish("index.json", b"one", replace=False)
+        assert store.read("index.json", limit=9) == b"one"
 
     def test_entries_tell_sizes_and_when_files_were_written(self, store: Store) -> None:
         store.prepare()

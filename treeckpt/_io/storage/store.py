@@ -132,6 +132,8 @@ class Store(ABC):
 
     def address(self) -> bytes | None:
         """What `pickle.loads` opens the same store from in another process; None where only this process can."""
+        if self.traits.in_process:  # what is saved to a copy of it would be lost
+            return None
         try:
             return pickle.dumps(self)
         except Exception:
