@@ -60,7 +60,7 @@ def has_readers(folder: Store, now_ns: int) -> bool:
     """Whether a reader holds a valid lease."""
     entries = folder.entries().items()
     leases = [(name, entry) for name, entry in entries if (kind := parse_file_name(name)) and kind.kind == "lease"]
-    recent = [name for name, entry in leases if now_ns - entry.modified_ns < LEASE * 1e9]
+    recent = [name for name, entry in leases if now_ns - (entry.modified_ns or now_ns) < LEASE * 1e9]
     return any(_may_be_held(folder, name) for name in recent)
 
 

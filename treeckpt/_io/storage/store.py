@@ -71,7 +71,7 @@ class DirectoryEntry(msgspec.Struct, frozen=True):
 
     nbytes: int
     modified_ns: int
-    """Unix time of the last write, by the clock of the file server or service; 0 if not known."""
+    """Unix time of the last write, by the clock of the file server or service; 0 if not known: then it may be new."""
     number: int = 0
     """Another number for another file of the same name, as an inode or a hash of the ETag."""
     regular: bool = True
