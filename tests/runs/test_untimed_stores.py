@@ -1,8 +1,9 @@
-"""A store that does not know when its files were written: they may be new."""
+"""Stores that do not know when their files were written: these may be new."""
 
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 
 import treeckpt as tc
@@ -55,3 +56,13 @@ def test_a_step_that_was_saved_again_is_read_again() -> None:
             assert other.best("loss") == 2
             manager.save(1, {"step": 1}, metrics={"loss": 1.0})
             assert other.best("loss") == 1 and other.restore(step=1) == {"step": 1}
+
+
+def test_what_was_put_into_a_memory_store_is_repaired() -> None:
+    saved, store = tc.MemoryStore(), tc.MemoryStore()
+    tc.save(saved, {"w": np.arange(9.0)})
+    store.files.update(saved.files)
+    [shard] = [name for name in store.files if name.startswith("shard")]
+    store.files[shard][30] ^= 1
+    report = tc.verify(store, repair=True)
+    assert report.ok and report.repairs[0].file == shard
