@@ -647,7 +647,8 @@ class MemoryStore(Store):
         return f"memory://{self._name}"
 
     def entries(self) -> dict[str, DirectoryEntry]:
-        return {name: DirectoryEntry(len(data), self._written_ns.get(name, 0)) for name, data in list(self.files.items())}
+        files = list(self.files.items())
+        return {name: DirectoryEntry(len(data), self._written_ns.get(name, 0)) for name, data in files}
 
     def _get(self, name: str) -> bytearray:
         try:
