@@ -187,7 +187,7 @@ class RunDirectory:
         raise self._not_found(step, found, hint)
 
     def _not_found(self, step: int, found: str, hint: str = "") -> CheckpointNotFound:
-        error = CheckpointNotFound(self.folder(step).url, expected="a complete checkpoint", found=found, hint=hint)
+        error = CheckpointNotFound(self.folder(step).place, expected="a complete checkpoint", found=found, hint=hint)
         error.add_hint(loadable_text(self.checkpoints(), step))
         return error
 
