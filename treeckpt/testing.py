@@ -148,6 +148,16 @@ class StoreSuite:
         store.publish("other", b"", replace=True)
         assert store.sizes() == {"index.json": 5, "other": 0}, "nothing temporary is left"
 
+    def test_a_file_whose_check_fails_does_not_get_its_name(self, store: Store) -> None:
+        def fail() -> None:
+            raise LookupError("the shards are gone")
+
+        store.prepare()
+        for replace in (False, True):
+            with pytest.raises(LookupError, match="the shards are gone"):
+                store.publish("index.json", b"one", replace=replace, check=fail)
+        assert store.sizes() == {}
+
     def test_of_concurrent_publishers_exactly_one_wins(self, store: Store) -> None:
         store.prepare()
         won: list[bytes] = []

@@ -388,6 +388,8 @@ class LocalStore(Store):
     """A directory of a local (or mounted) file system.
 
     `read_into`, `read_parts` and `mapped` all read bytes of shards: a subclass that changes one must change all three.
+    One whose files hold other bytes than it gives has no `local_path` among its `traits`: that leads around it.
+
     Links to files are read where they lead to a place in the run, or, if the directory is not that of a step, in the
     directory. They are never written through, and where a file is deleted, the link goes.
 
@@ -697,6 +699,7 @@ class MemoryStore(Store):
 
     def delete(self, name: str, *, version: VersionTag | None = None) -> None:
         self.files.pop(name, None)
+        self._written_ns.pop(name, None)
 
 
 class _MemoryWriter:
