@@ -40,18 +40,17 @@ def hold_lease(folder: Store, *, renew: float = RENEW, ahead: bool = False) -> I
         return
     far = folder.traits.far
     lease = KeptFile(folder, lease_name(secrets.token_hex(8)), encode_claim)
-    if not (far and ahead) and not lease.try_write():
-        lease.forget()
-        yield False
-        return
-    if not lease.renew(renew, create=far and ahead) and lease.try_write():
-        _log.warning(
-            "%s: no thread can be started to renew the lease: a clean-up may delete this checkpoint after %g s",
-            folder.url,
-            LEASE,
-        )
     try:
-        yield True
+        held = (far and ahead) or lease.try_write()
+        if not held:
+            lease.forget()
+        elif not lease.renew(renew, create=far and ahead) and lease.try_write():
+            _log.warning(
+                "%s: no thread can be started to renew the lease: a clean-up may delete this checkpoint after %g s",
+                folder.url,
+                LEASE,
+            )
+        yield held
     finally:
         lease.end_late() if far else lease.end()
 
