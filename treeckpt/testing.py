@@ -5,6 +5,7 @@ It is the suite that the stores of treeckpt themselves pass.
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Iterator
 
@@ -147,6 +148,16 @@ class StoreSuite:
         store.publish("other", b"", replace=True)
         assert store.sizes() == {"index.json": 5, "other": 0}, "nothing temporary is left"
 
+    def test_a_file_whose_check_fails_does_not_get_its_name(self, store: Store) -> None:
+        def fail() -> None:
+            raise LookupError("the shards are gone")
+
+        store.prepare()
+        for replace in (False, True):
+            with pytest.raises(LookupError, match="the shards are gone"):
+                store.publish("index.json", b"one", replace=replace, check=fail)
+        assert store.sizes() == {}
+
     def test_of_concurrent_publishers_exactly_one_wins(self, store: Store) -> None:
         store.prepare()
         won: list[bytes] = []
@@ -210,6 +221,13 @@ class StoreSuite:
         back = load(store)
         assert all(np.array_equal(back[key], tree[key]) for key in tree)
         assert verify(store).ok
+
+    def test_its_address_leads_to_the_same_files(self, store: Store) -> None:
+        store.prepare()
+        if (address := store.address()) is None:
+            pytest.skip("only this process can open the store")
+        pickle.loads(address).publish("index.json", b"one", replace=False)
+        assert store.read("index.json", limit=9) == b"one"
 
     def test_entries_tell_sizes_and_when_files_were_written(self, store: Store) -> None:
         store.prepare()

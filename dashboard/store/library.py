@@ -266,7 +266,7 @@ class Library:
             NotFound: there is none.
         """
         for checkpoint_id, (run, name) in list(self._directories.items()):
-            if PurePath(url).name == name and (folder := run.store.folder(name)).url == url:
+            if PurePath(url).name == name and (folder := run.store.folder(name)).place == url:
                 return checkpoint_id, run, _unread(folder)
         raise NotFound("This checkpoint is gone.")
 

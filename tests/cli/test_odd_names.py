@@ -114,3 +114,10 @@ def test_an_error_keeps_the_name_itself() -> None:
     error = tc.TreeError("a\x1b[2J", expected="x\ny", found="\u202e")
     assert (error.path, error.expected, error.found) == ("a\x1b[2J", "x\ny", "\u202e")
     assert str(error) == "a\\x1b[2J: expected x\\x0ay, found \\u202e"
+
+
+def test_the_statistics_of_a_path_that_is_no_text_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / os.fsdecode(b"step\xff"))
+    tc.save(path, {"w": np.arange(9.0)})
+    assert main(["verify", "--statistics", path]) == 0
+    assert "14.283" in capsys.readouterr().out

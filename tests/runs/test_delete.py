@@ -6,13 +6,16 @@ import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import treeckpt as tc
+from tests.helpers.memory_run import MemoryRun
 from tests.helpers.world import errors_of, on_ranks
 from treeckpt._core.format.file_names import step_name
-from treeckpt._io.storage.store import LocalStore
+from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._io.storage.store import LocalStore, MemoryStore
 
 
 def test_a_step_is_deleted_on_request_and_the_others_stay(tmp_path: Path) -> None:
@@ -92,3 +95,23 @@ def test_a_deletion_that_is_cut_short_is_finished_by_the_next_clean_up(
     manager.clean()
     whole = (tmp_path / step_name(2) / "index.json").exists()
     assert whole or not (tmp_path / step_name(2)).exists()
+
+
+def test_a_deletion_that_is_interrupted_behind_the_index_is_finished_by_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, real = MemoryRun(), MemoryStore.delete
+
+    def delete(store: MemoryStore, name: str, **options: Any) -> None:
+        real(store, name, **options)
+        if name == INDEX_NAME:
+            raise KeyboardInterrupt
+
+    with tc.Manager(run, keep=None, background=False) as manager:
+        for step in (1, 2):
+            manager.save(step, {"v": step})
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(MemoryStore, "delete", delete)
+            manager.delete(1)
+        manager.clean()
+        assert run.folder(step_name(1)).sizes() == {} and manager.steps() == [2]

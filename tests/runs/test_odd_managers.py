@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,12 @@ def test_a_step_of_nine_digits_is_newer_than_one_of_eight(tmp_path: Path) -> Non
     for step in (99_999_999, 100_000_000):
         made.save(step, {"s": step})
     assert made.latest() == 100_000_000 and made.restore() == {"s": 100_000_000}
+
+
+def test_the_path_of_a_step_opens_it_where_no_text_is_in_its_name(tmp_path: Path) -> None:
+    made = manager(tmp_path / os.fsdecode(b"run\xff"))
+    made.save(1, {"s": 1})
+    assert tc.load(made.path(1)) == {"s": 1}
 
 
 def test_a_checkpoint_in_the_place_of_its_run_is_refused_with_the_name_of_the_run(tmp_path: Path) -> None:

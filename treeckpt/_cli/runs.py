@@ -153,7 +153,7 @@ def _no_runs(path: str, run: RunDirectory) -> str:
     names = run.store.names()
     if any(map(is_step_name, names)):
         return ""
-    runs = [name for name in names if any(map(is_step_name, open_run(run.store.folder(name).url).names()))]
+    runs = [name for name in names if any(map(is_step_name, open_run(run.store.folder(name).place).names()))]
     if not runs:
         return ""
     more = f" and {len(runs) - SHOWN_NAMES} more" * (len(runs) > SHOWN_NAMES)
@@ -296,5 +296,5 @@ def _pin(options: argparse.Namespace, *, pinned: bool) -> int:
     if options.json:
         print_json({"run": options.run_path, "step": options.step, "pinned": pinned})
     else:
-        print_line(f"{run.folder(options.step).url} is {'' if pinned else 'no longer '}pinned")
+        print_line(f"{run.folder(options.step).place} is {'' if pinned else 'no longer '}pinned")
     return 0

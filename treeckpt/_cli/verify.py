@@ -195,7 +195,7 @@ def _statistics(checkpoint: str) -> list[StatisticsRow]:
     index, cache = _api.inspect(checkpoint), cache_directory()
     if cache is None:
         raise OSError(f"the statistics could not be kept: {NO_CACHE}")
-    found = StatisticsStore(cache).find(open_store(checkpoint).url, index.save_id)
+    found = StatisticsStore(cache).find(open_store(checkpoint).place, index.save_id)
     if found is None:
         raise OSError(f"the statistics could not be written to {cache}; name another directory in TREECKPT_CACHE")
     rows: list[StatisticsRow] = []

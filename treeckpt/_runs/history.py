@@ -97,7 +97,7 @@ class SaveHistory:
         others = [mark.step for mark in marks if mark.save_id not in self._saved and mark.step >= step]
         if not others:
             return
-        self._warned, path = True, self.directory.folder(step).url
+        self._warned, path = True, self.directory.folder(step).place
         what = "replaces a checkpoint" if step in others else f"is saved below step {max(others)}"
         text = (
             f"step {step} {what} that this manager neither saved nor restored. To continue the run, call resume or "

@@ -509,7 +509,7 @@ class Manager:
 
     def path(self, step: int) -> str:
         """Returns the path or URL of a step, whether or not it is saved."""
-        return self.directory.folder(step).url
+        return self.directory.folder(step).place
 
     # keeping -------------------------------------------------------------------------------------------------
 

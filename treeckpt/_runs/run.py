@@ -187,7 +187,7 @@ class RunDirectory:
         raise self._not_found(step, found, hint)
 
     def _not_found(self, step: int, found: str, hint: str = "") -> CheckpointNotFound:
-        error = CheckpointNotFound(self.folder(step).url, expected="a complete checkpoint", found=found, hint=hint)
+        error = CheckpointNotFound(self.folder(step).place, expected="a complete checkpoint", found=found, hint=hint)
         error.add_hint(loadable_text(self.checkpoints(), step))
         return error
 
@@ -404,8 +404,12 @@ class RunDirectory:
                 if folder.entry(INDEX_NAME) is None:
                     raise FileNotFoundError(f"{folder.place}/{INDEX_NAME}")
                 return why or _REPLACED
-            take_index(store, mark, holds=(lambda found: found == index) if isinstance(index, bytes) else None)
-            taken = True
+            taken = True  # it may be, also where an interrupt comes or an answer is lost
+            try:
+                take_index(store, mark, holds=(lambda found: found == index) if isinstance(index, bytes) else None)
+            except (CheckpointExists, FileNotFoundError):
+                taken = False
+                raise
             folder.sync()
             now = folder.listed()
             if PIN_NAME in now.entries():  # `pin` looks for the index after it has written the pin

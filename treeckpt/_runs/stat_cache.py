@@ -38,7 +38,12 @@ class LruStatCache:
         self._lock = threading.RLock()
 
     def get_or_read(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
-        """Returns the cached result or error, or calls `read`; a `StoreError` is raised and not cached."""
+        """Returns the cached result or error, or calls `read`; a `StoreError` is raised and not cached.
+
+        Nothing is cached of a file of which the store knows neither a time nor a number.
+        """
+        if not entry.modified_ns and not entry.number:
+            return read()
         stamp = (entry.modified_ns, entry.nbytes, entry.number)
         with self._lock:
             kept = self._found.get(key)

@@ -26,7 +26,9 @@ from treeckpt._io.storage.leftovers import file_facts
 from treeckpt._io.storage.metadata_files import read_index
 from treeckpt._io.storage.process_owner import this_process
 from treeckpt._io.storage.progress_file import ProgressRecorder
-from treeckpt._io.storage.store import LocalStore
+from treeckpt._io.storage.reader_leases import hold_lease
+from treeckpt._io.storage.store import LocalStore, MemoryStore
+from treeckpt._io.storage.wrapped_store import WrappedStore
 from treeckpt._runs.run import RunDirectory
 from treeckpt.policy import Last
 
@@ -92,6 +94,24 @@ def test_a_lock_whose_deletion_fails_is_deleted_later(tmp_path: Path) -> None:
         assert os.listdir(disk) == [name] and not held_locks(LocalStore(disk), [name])
         remount(disk, writable=True)
         until(lambda: not os.listdir(disk))
+
+
+class _InterruptedStore(WrappedStore):
+    """Is interrupted when a file has just been published."""
+
+    def publish(self, name: str, data: bytes, **options: Any) -> None:
+        super().publish(name, data, **options)
+        raise KeyboardInterrupt
+
+
+def test_a_lock_or_lease_in_whose_writing_an_interrupt_comes_is_deleted() -> None:
+    store = MemoryStore()
+    tc.save(store, {"n": 1})
+    saved = store.sizes()
+    for held in (hold_lock(_InterruptedStore(store), "deleting"), hold_lease(_InterruptedStore(store))):
+        with pytest.raises(KeyboardInterrupt), held:
+            pass
+        assert until(lambda: store.sizes() == saved)
 
 
 @pytest.mark.parametrize("answer", ["503", "403"])

@@ -24,6 +24,7 @@ from treeckpt._io.storage.local_read import LocalReader
 from treeckpt._io.storage.memory import aligned_buffer
 from treeckpt._io.storage.open import open_store
 from treeckpt._io.storage.store import LocalStore, MemoryStore, Store
+from treeckpt._io.storage.wrapped_store import WrappedStore
 from treeckpt.testing import StoreSuite, write_file
 
 MEMORY_DISK = Path("/dev/shm")
@@ -88,6 +89,18 @@ class TestLocalStoreInMemory(StoreSuite):
             store = LocalStore(directory)
             yield store
             store.close()
+
+
+class _CopiedStore(MemoryStore):
+    """A store in memory of which pickle makes another one."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _CopiedStore, ()
+
+
+def test_a_store_that_only_this_process_has_has_no_address(tmp_path: Path) -> None:
+    here = [_CopiedStore(), tc.ObjectStore(f"memory://{tmp_path}/it"), MemoryStore()]
+    assert [one.address() for store in here for one in (store, WrappedStore(store))] == 6 * [None]
 
 
 class _NoDirect:

@@ -78,7 +78,7 @@ def hold_lock(store: Store, kind: LockKind) -> Iterator[str]:
     try:
         lock.create(check_directory)
     except BaseException as error:
-        lock.forget()
+        lock.end_late()  # an object store may have written it all the same, or an interrupt have come behind it
         if not isinstance(error, OSError) or error.errno not in FULL:
             raise
         # deletions make room: an index that is taken away wrongly is put back

@@ -80,7 +80,8 @@ def file_facts(folder: Store, now_ns: int, *, committed: str | None) -> tuple[Fi
             alive[name] = False if timings is not None and timings.error is not None else None
     # where a link is deleted, what it leads to stays
     return tuple(
-        FileInfo(name, 0 if e.link else e.nbytes, e.modified_ns, alive.get(name)) for name, e in entries.items()
+        FileInfo(name, 0 if e.link else e.nbytes, e.modified_ns or now_ns, alive.get(name))
+        for name, e in entries.items()
     )
 
 
@@ -99,7 +100,7 @@ def _owner_state(
     try:
         record = read_record(store, name)
     except (TreeckptError, OSError):  # a live save renews its record
-        return None, True if now_ns - entry.modified_ns < LAPSE * 1e9 else None
+        return None, True if now_ns - (entry.modified_ns or now_ns) < LAPSE * 1e9 else None
     if record is None:
         # a record is renewed soon if its process lives, so that an empty temporary file is never needed
         return None, False if not entry.nbytes and final_name(name) != name else None

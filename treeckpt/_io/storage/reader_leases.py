@@ -40,18 +40,17 @@ def hold_lease(folder: Store, *, renew: float = RENEW, ahead: bool = False) -> I
         return
     far = folder.traits.far
     lease = KeptFile(folder, lease_name(secrets.token_hex(8)), encode_claim)
-    if not (far and ahead) and not lease.try_write():
-        lease.forget()
-        yield False
-        return
-    if not lease.renew(renew, create=far and ahead) and lease.try_write():
-        _log.warning(
-            "%s: no thread can be started to renew the lease: a clean-up may delete this checkpoint after %g s",
-            folder.url,
-            LEASE,
-        )
     try:
-        yield True
+        held = (far and ahead) or lease.try_write()
+        if not held:
+            lease.forget()
+        elif not lease.renew(renew, create=far and ahead) and lease.try_write():
+            _log.warning(
+                "%s: no thread can be started to renew the lease: a clean-up may delete this checkpoint after %g s",
+                folder.url,
+                LEASE,
+            )
+        yield held
     finally:
         lease.end_late() if far else lease.end()
 
@@ -60,7 +59,7 @@ def has_readers(folder: Store, now_ns: int) -> bool:
     """Whether a reader holds a valid lease."""
     entries = folder.entries().items()
     leases = [(name, entry) for name, entry in entries if (kind := parse_file_name(name)) and kind.kind == "lease"]
-    recent = [name for name, entry in leases if now_ns - entry.modified_ns < LEASE * 1e9]
+    recent = [name for name, entry in leases if now_ns - (entry.modified_ns or now_ns) < LEASE * 1e9]
     return any(_may_be_held(folder, name) for name in recent)
 
 

@@ -71,7 +71,7 @@ class DirectoryEntry(msgspec.Struct, frozen=True):
 
     nbytes: int
     modified_ns: int
-    """Unix time of the last write, by the clock of the file server or service; 0 if not known."""
+    """Unix time of the last write, by the clock of the file server or service; 0 if not known: then it may be new."""
     number: int = 0
     """Another number for another file of the same name, as an inode or a hash of the ETag."""
     regular: bool = True
@@ -132,6 +132,8 @@ class Store(ABC):
 
     def address(self) -> bytes | None:
         """What `pickle.loads` opens the same store from in another process; None where only this process can."""
+        if self.traits.in_process:  # what is saved to a copy of it would be lost
+            return None
         try:
             return pickle.dumps(self)
         except Exception:
@@ -386,6 +388,8 @@ class LocalStore(Store):
     """A directory of a local (or mounted) file system.
 
     `read_into`, `read_parts` and `mapped` all read bytes of shards: a subclass that changes one must change all three.
+    One whose files hold other bytes than it gives has no `local_path` among its `traits`: that leads around it.
+
     Links to files are read where they lead to a place in the run, or, if the directory is not that of a step, in the
     directory. They are never written through, and where a file is deleted, the link goes.
 
@@ -645,10 +649,8 @@ class MemoryStore(Store):
         return f"memory://{self._name}"
 
     def entries(self) -> dict[str, DirectoryEntry]:
-        return {
-            name: DirectoryEntry(len(data), self._written_ns.get(name) or time.time_ns())
-            for name, data in list(self.files.items())
-        }
+        files = list(self.files.items())
+        return {name: DirectoryEntry(len(data), self._written_ns.get(name, 0)) for name, data in files}
 
     def _get(self, name: str) -> bytearray:
         try:
@@ -697,6 +699,7 @@ class MemoryStore(Store):
 
     def delete(self, name: str, *, version: VersionTag | None = None) -> None:
         self.files.pop(name, None)
+        self._written_ns.pop(name, None)
 
 
 class _MemoryWriter:

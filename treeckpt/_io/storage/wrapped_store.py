@@ -40,6 +40,9 @@ class WrappedStore(Store):
     def is_link(self) -> bool:
         return self.inner.is_link
 
+    def address(self) -> bytes | None:
+        return None if self.inner.address() is None else super().address()
+
     def prepare(self) -> None:
         self.inner.prepare()
 
