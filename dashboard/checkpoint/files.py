@@ -121,7 +121,16 @@ def _file_row(number: int, file: File, largest: int, checkpoint: CheckpointRow) 
     share = file.nbytes / largest if largest else 0.0
     found = checkpoint.verification.problems if checkpoint.verification is not None else []
     problem = next((one.text for one in found if one.file == file.name), None)
-    return FileRow(number, file.name, file.rank, file.part, file.nbytes, file.header, share, problem)
+    return FileRow(
+        number,
+        file.name,
+        rank=file.rank,
+        part=file.part,
+        nbytes=file.nbytes,
+        header=file.header,
+        share=share,
+        problem=problem,
+    )
 
 
 def _rank_nbytes(files: Sequence[File]) -> tuple[dict[int, int], float]:
@@ -251,8 +260,18 @@ def checksums_page(store: Store, outline: Outline, number: int, start: int) -> C
     except (TreeckptError, OSError) as error:
         if not shows_damage(error):
             raise
-        return ChecksumsPage(number, file.name, start, start, file.nbytes, None, visible(str(error)))
-    return ChecksumsPage(number, file.name, start, stop, file.nbytes, stop if stop < file.nbytes else None, None)
+        return ChecksumsPage(
+            number, file.name, start=start, stop=start, nbytes=file.nbytes, next=None, problem=visible(str(error))
+        )
+    return ChecksumsPage(
+        number,
+        file.name,
+        start=start,
+        stop=stop,
+        nbytes=file.nbytes,
+        next=stop if stop < file.nbytes else None,
+        problem=None,
+    )
 
 
 def balance_page(outline: Outline) -> BalancePage:

@@ -162,7 +162,7 @@ def get_peek(
     whole: bool = False,
 ) -> PeekPage:
     """A slice of the values of an array: `rows` x `columns` of the plane of dimensions `y` and `x`, or all of it."""
-    window = Window(y, x, tuple(_positions(at)), top, left, rows, columns, whole)
+    window = Window(y, x, at=tuple(_positions(at)), top=top, left=left, rows=rows, columns=columns, whole=whole)
     library, read = library_of(request), partial(peek_page, number=number, window=window)
     return _read_one_version(library, open_tree(library, checkpoint_id), read)
 

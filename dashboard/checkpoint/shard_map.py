@@ -67,7 +67,9 @@ def map_page(
     """
     names, sizes = map_dims(index, leaf)
     if not sizes:
-        return MapPage([], [], None, None, [], 0, 0, [], {}, 0, 0, [])
+        return MapPage(
+            [], [], y=None, x=None, at=[], rows=0, columns=0, boxes=[], files={}, more=0, missing=0, overlaps=[]
+        )
     x = _along(x, sizes, len(sizes) - 1)
     y = _along(y, sizes, next((d for d in reversed(range(len(sizes))) if d != x), None), x)
     where = [at[d] if d < len(at) and 0 <= at[d] < n else 0 for d, n in enumerate(sizes)]
@@ -86,7 +88,20 @@ def map_page(
     overlaps, twice = overlaps_of(boxes)
     covered = sum((box[2] - box[0]) * (box[3] - box[1]) for box in boxes) - twice
     missing = 0 if more else max(0, rows * columns - covered)
-    return MapPage(names, sizes, y, x, where, rows, columns, boxes, files, more, missing, overlaps)
+    return MapPage(
+        names,
+        sizes,
+        y=y,
+        x=x,
+        at=where,
+        rows=rows,
+        columns=columns,
+        boxes=boxes,
+        files=files,
+        more=more,
+        missing=missing,
+        overlaps=overlaps,
+    )
 
 
 def overlaps_of(boxes: list[list[int]]) -> tuple[list[list[int]], int]:

@@ -128,7 +128,19 @@ def _found_row(index: Index, leaf: Leaf) -> NodeRow:
     nbytes = leaf.nbytes
     share = nbytes / index.nbytes if index.nbytes else 0.0
     key = shorten(leaf.path.rpartition("/")[2])
-    return NodeRow("", key, shorten(leaf.path), "leaf", "", 0, 1, nbytes, share, leaf.number, leaf_text(index, leaf))
+    return NodeRow(
+        "",
+        key,
+        path=shorten(leaf.path),
+        kind="leaf",
+        cls="",
+        children=0,
+        leaves=1,
+        nbytes=nbytes,
+        share=share,
+        leaf=leaf.number,
+        text=leaf_text(index, leaf),
+    )
 
 
 def tree_page(outline: Outline, name: str, start: int) -> TreePage:
@@ -194,7 +206,9 @@ def checkpoint_page(library: Library, checkpoint_id: str, node: str, query: str,
     found = library.checkpoint(checkpoint_id)
     row = checkpoint_row(checkpoint_id, found.run, found.info)
     if not row.readable and row.format is None:
-        return CheckpointPage(row, None, None, None, [], [], None, None, None)
+        return CheckpointPage(
+            row, None, leaves=None, nbytes=None, metadata=[], groups=[], tree=None, found=None, contents=None
+        )
     outline = library.outline(found)
     metadata = list(outline.index.metadata.items())[:PAGE_ROWS]
     return CheckpointPage(

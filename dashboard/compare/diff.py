@@ -301,11 +301,11 @@ def _delta_row(comparison: Comparison, pair: int) -> DeltaRow:
     return DeltaRow(
         x.path,
         found.elements,
-        found.compared,
-        found.changed,
-        json_number(found.max_abs),
-        json_number(found.mean_abs),
-        found.not_finite,
+        compared=found.compared,
+        changed=found.changed,
+        max_abs=json_number(found.max_abs),
+        mean_abs=json_number(found.mean_abs),
+        not_finite=found.not_finite,
     )
 
 
@@ -343,7 +343,18 @@ def _page(comparison: Comparison, show: Show, q: str, start: int, readable: int)
             row = None
             if wanted:
                 x, y = pairs[number]
-                row = DiffRow("content", x.path, "", "", verdict, number, x.number, y.number, x.nbytes, delta)
+                row = DiffRow(
+                    "content",
+                    x.path,
+                    before="",
+                    after="",
+                    verdict=verdict,
+                    pair=number,
+                    leaf_a=x.number,
+                    leaf_b=y.number,
+                    nbytes=x.nbytes,
+                    delta=delta,
+                )
         if row is not None and holds(row.path.casefold()):
             rows.append(row)
     return rows, None

@@ -122,12 +122,12 @@ def _row(mesh: Mesh, rank: RankReads, plan: ReshardPlan) -> ReaderRow:
     return ReaderRow(
         rank.rank,
         _coordinates(mesh, rank.rank),
-        rank.nbytes,
-        rank.read,
-        rank.read / rank.nbytes if rank.nbytes else 1.0,
-        rank.read / most if most else 0.0,
-        rank.reads,
-        [list(pair) for pair in rank.files],
+        nbytes=rank.nbytes,
+        read=rank.read,
+        amplification=rank.read / rank.nbytes if rank.nbytes else 1.0,
+        share=rank.read / most if most else 0.0,
+        reads=rank.reads,
+        files=[list(pair) for pair in rank.files],
     )
 
 

@@ -57,7 +57,7 @@ def _pair(request: Request, a: str, b: str) -> OpenPair:
 @router.get("/diff/values")
 def get_delta(request: Request, a: Id, b: Id, pair: Pair = 0) -> DeltaRow:
     """How the elements of two arrays differ; reads up to 64 MiB of them."""
-    page = get_diff(request, a, b, "structure", "", 1 << 53, pair)
+    page = get_diff(request, a, b=b, show="structure", q="", start=1 << 53, pair=pair)
     if page.delta is None:
         raise NotFound(page.problem or "There is no such pair of arrays.")
     return page.delta
@@ -86,7 +86,7 @@ def show_changes(
     a, b = _newest_two(library_of(request), a, b)
     if not (a and b):
         return RedirectResponse("../diff", 303)
-    found = get_changes(request, a, b, by, q, start, action)
+    found = get_changes(request, a, b=b, by=by, q=q, start=start, action=action)
     if action:  # so that a reload does not repeat it
         return RedirectResponse(f"changes?{urlencode({'a': a, 'b': b})}", 303)
     request.state.links, request.state.chosen = router.links["/diff/changes"], {"a": a, "b": b}
@@ -107,7 +107,7 @@ def show_diff(
     """The comparison of two checkpoints, by default of the newest one and the one before it."""
     library = library_of(request)
     a = a or _previous(library, b)
-    found = get_diff(request, a, b, show, q, start, pair, read) if a and b else None
+    found = get_diff(request, a, b=b, show=show, q=q, start=start, pair=pair, read=read) if a and b else None
     if found is not None:
         request.state.links, request.state.chosen = router.links["/diff"], {"a": a, "b": b}
     if not (a or b):  # the form offers these

@@ -270,7 +270,16 @@ def _phase_row(phase: PhaseTime) -> PhaseRow:
     seconds = phase.longest_ns / 1e9
     rate = phase.nbytes / phase.ranks / seconds if phase.nbytes and seconds > 0 else None
     median, waiting = phase.median_ns / 1e9, phase.name in WAITING_PHASES
-    return PhaseRow(phase.name, phase.ranks, median, seconds, phase.slowest, phase.nbytes, rate, waiting)
+    return PhaseRow(
+        phase.name,
+        phase.ranks,
+        median=median,
+        longest=seconds,
+        slowest=phase.slowest,
+        nbytes=phase.nbytes,
+        rate=rate,
+        waiting=waiting,
+    )
 
 
 def _rank_row(rank: RankTime, median: int, origin: int) -> RankRow:
@@ -284,11 +293,11 @@ def _straggler_row(straggler: Straggler, profile: SaveProfile) -> StragglerRow:
     return StragglerRow(
         straggler.rank,
         bisect_left(profile.ranks, straggler.rank, key=lambda rank: rank.rank),
-        straggler.phase,
-        straggler.ns / 1e9,
-        straggler.median_ns / 1e9,
-        times if math.isfinite(times) else None,
-        score if math.isfinite(score) else None,
+        phase=straggler.phase,
+        seconds=straggler.ns / 1e9,
+        median=straggler.median_ns / 1e9,
+        times=times if math.isfinite(times) else None,
+        score=score if math.isfinite(score) else None,
     )
 
 
@@ -324,5 +333,16 @@ def _span_rows(study: TimingReport, positions: Sequence[int]) -> list[SpanRow]:
         for name, rank, start, stop, nbytes, depth, lane in zip(*(c[part].tolist() for c in columns), strict=True):
             seconds = (stop - start) / 1e9
             rate = nbytes / seconds if nbytes and seconds > 0 else None
-            rows.append(SpanRow(spans.names[name], rank, (start - origin) / 1e9, seconds, nbytes, rate, depth, lane))
+            rows.append(
+                SpanRow(
+                    spans.names[name],
+                    rank,
+                    start=(start - origin) / 1e9,
+                    seconds=seconds,
+                    nbytes=nbytes,
+                    rate=rate,
+                    depth=depth,
+                    lane=lane,
+                )
+            )
     return rows

@@ -76,7 +76,17 @@ def offenders(saves: Sequence[TimedSave]) -> list[HostRow]:
         listed = [_offender(saves, rank, ranks[rank], recent) for rank in worst[:RANKS]]
         last = sum(number >= recent for number in numbers)
         share = len(numbers) / len(saves)
-        rows.append(HostRow(host, len(numbers), share, last, len(saves) - recent, listed, len(worst) - len(listed)))
+        rows.append(
+            HostRow(
+                host,
+                len(numbers),
+                share=share,
+                recent=last,
+                of=len(saves) - recent,
+                ranks=listed,
+                more=len(worst) - len(listed),
+            )
+        )
     return sorted(rows, key=lambda row: (-row.saves, row.host))[:HOSTS]
 
 

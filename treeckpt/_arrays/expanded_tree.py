@@ -173,7 +173,11 @@ class ExpandedTree:
         owner, whole = found.owner, isinstance(found.owner, LoadsSavedState)
         path, rank, namespace = found.path, self.rank, self.namespace
         if compares_arrays(owner) and all(map(is_array, found.live.values())):  # the usual model needs no second look
-            self._fill_state(found, StatePlan(path, owner, found.live, found.live, {}, rank, namespace), load)
+            self._fill_state(
+                found,
+                StatePlan(path, owner, live=found.live, state=found.live, inner={}, rank=rank, namespace=namespace),
+                load,
+            )
             return
         saved, here = self._saved(found, load, arrays=whole), self._moments(found.state)
         if saved is NOTHING:

@@ -54,7 +54,9 @@ def _plain_info(
     shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, kind: str
 ) -> PlainTensorInfo:
     order = memory_order(shape, strides)
-    spec = ArraySpec(tuple(shape), dtype_name(dtype), None, None, requires_grad, kind, order)
+    spec = ArraySpec(
+        tuple(shape), dtype_name(dtype), regions=None, device=None, requires_grad=requires_grad, kind=kind, order=order
+    )
     return PlainTensorInfo(spec, Region.whole(spec.shape), math.prod(shape) * dtype.itemsize)
 
 

@@ -394,7 +394,7 @@ def plan_state(path: str, owner: Any, saved: Any, *, live: Any = ..., rank: int 
         _, leaves = flatten(saved, rank=rank, namespace=namespace, whole=found)
         states = iter([found.get(id(leaf), leaf) for _, leaf in leaves])
         saved = replace_leaves(saved, states, namespace=namespace, whole=found)
-    return StatePlan(path, owner, live, saved, inner, rank, namespace)
+    return StatePlan(path, owner, live=live, state=saved, inner=inner, rank=rank, namespace=namespace)
 
 
 def nodes_of(kind: type[_T], state: Any, namespace: str) -> dict[str, _T]:

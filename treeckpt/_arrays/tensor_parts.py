@@ -108,7 +108,17 @@ def _node(
     leaf: Tensor, cls: str, context: Any, shape: tuple[int, ...], strides: Any, parts: Mapping[str, Any]
 ) -> TensorNode:
     strides = None if strides is None else tuple(strides)
-    return TensorNode(cls, context, shape, strides, kind_of(leaf), leaf.requires_grad, None, tuple(parts), ())
+    return TensorNode(
+        cls,
+        context,
+        shape=shape,
+        strides=strides,
+        kind=kind_of(leaf),
+        requires_grad=leaf.requires_grad,
+        layout=None,
+        keys=tuple(parts),
+        children=(),
+    )
 
 
 def _shape_of(leaf: Any) -> tuple[int, ...]:

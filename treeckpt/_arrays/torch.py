@@ -105,7 +105,15 @@ def _check(leaf: torch.Tensor, path: str) -> None:
 def _spec(leaf: torch.Tensor) -> ArraySpec:
     device = None if leaf.is_cpu or leaf.is_meta else str(leaf.device)
     shape, order = tuple(leaf.shape), order_of(leaf)
-    return ArraySpec(shape, dtype_name(leaf.dtype), None, device, leaf.requires_grad, kind_of(leaf), order)
+    return ArraySpec(
+        shape,
+        dtype_name(leaf.dtype),
+        regions=None,
+        device=device,
+        requires_grad=leaf.requires_grad,
+        kind=kind_of(leaf),
+        order=order,
+    )
 
 
 def _check_chunks(held: DescribedTensor, path: str) -> None:
@@ -125,7 +133,15 @@ def _described_spec(leaf: torch.Tensor, held: DescribedTensor) -> ArraySpec:
     _, first = held.chunks[0]
     device = None if first.is_cpu or first.is_meta else str(first.device)
     order = memory_order(first.shape, first.stride())
-    return ArraySpec(shape, dtype_name(first.dtype), None, device, leaf.requires_grad, kind, order)
+    return ArraySpec(
+        shape,
+        dtype_name(first.dtype),
+        regions=None,
+        device=device,
+        requires_grad=leaf.requires_grad,
+        kind=kind,
+        order=order,
+    )
 
 
 def order_of(leaf: torch.Tensor) -> tuple[int, ...] | None:

@@ -67,7 +67,16 @@ def read_values(store: Store, index: Index, leaf: Leaf) -> LeafValues | None:
     if leaf.spec is None and leaf.stored is not None:
         rank = int(decode_runs(leaf.ranks)[0]) if leaf.ranks is not None else None
         text, read = peek_blob(store, index, leaf, BLOB_SHOWN, rank=rank)
-        return LeafValues(text, rank, (), None, read.region.size, leaf.stored.nbytes, read.read, read.verified)
+        return LeafValues(
+            text,
+            rank,
+            at=(),
+            statistics=None,
+            sampled=read.region.size,
+            elements=leaf.stored.nbytes,
+            read=read.read,
+            verified=read.verified,
+        )
     if leaf.spec is None or not math.prod(leaf.spec.shape) or isinstance(leaf.record, AliasRecord):
         return None
     rank = int(decode_runs(leaf.ranks or ())[0]) if isinstance(leaf.record, PerRankArrays) else None
@@ -87,12 +96,12 @@ def read_values(store: Store, index: Index, leaf: Leaf) -> LeafValues | None:
     return LeafValues(
         _text(raw, dtype, threshold=PRINTED if sample.size == elements else 0),
         rank,
-        at,
-        element_stats(reads[0].data, dtype),
-        sample.size,
-        elements,
-        sum(found.read for found in reads),
-        all(found.verified for found in reads),
+        at=at,
+        statistics=element_stats(reads[0].data, dtype),
+        sampled=sample.size,
+        elements=elements,
+        read=sum(found.read for found in reads),
+        verified=all(found.verified for found in reads),
     )
 
 

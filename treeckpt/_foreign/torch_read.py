@@ -205,7 +205,16 @@ def _tensor_v3(
     storage: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any, hooks: Any, dtype: Any,
     metadata: Any = None,
 ) -> LazyArray:  # fmt: skip
-    return _tensor(storage, offset, shape, strides, requires_grad, hooks, metadata, dtype=dtype_named(dtype))
+    return _tensor(
+        storage,
+        offset,
+        shape=shape,
+        strides=strides,
+        requires_grad=requires_grad,
+        hooks=hooks,
+        metadata=metadata,
+        dtype=dtype_named(dtype),
+    )
 
 
 def _misplaced(storage: TorchFileStorage, found: str) -> CorruptError:

@@ -280,7 +280,13 @@ class _DirectoryState:
         folder = self.folder
         sequence, abandoned = folder.sequence, folder.abandoned
         return StepInfo(
-            folder.step, folder.created_ns, folder.metrics, self.pinned, sequence, abandoned, folder.damaged
+            folder.step,
+            folder.created_ns,
+            metrics=folder.metrics,
+            pinned=self.pinned,
+            sequence=sequence,
+            abandoned=abandoned,
+            damaged=folder.damaged,
         )
 
     def stale(self) -> list[FileInfo]:

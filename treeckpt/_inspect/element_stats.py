@@ -164,7 +164,19 @@ def element_stats(data: np.ndarray, dtype: str) -> ElementStats | None:
             with np.errstate(over="ignore"):  # then the mean is infinite, too
                 total += float(numbers.sum())
     if not finite:
-        return ElementStats(count, nan, infinite, zero, None, None, None, None, None, (), ())
+        return ElementStats(
+            count,
+            nan,
+            infinite=infinite,
+            zero=zero,
+            minimum=None,
+            maximum=None,
+            mean=None,
+            deviation=None,
+            norm=None,
+            edges=(),
+            bins=(),
+        )
     ends, mean = (low, high), total / finite
     if (integers := wide_integers(data, dtype)) is not None:
         ends, mean = (int(integers.min()), int(integers.max())), sum_of(integers) / finite

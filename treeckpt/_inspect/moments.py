@@ -153,7 +153,16 @@ def _batch(numbers: np.ndarray) -> Moments:
     if spread < EXACT * squares:
         values -= mean
         spread = _sum_of_squares(values)
-    return Moments(count, nan, infinite, low, high, scale * mean, scale * math.sqrt(spread), scale * math.sqrt(squares))
+    return Moments(
+        count,
+        nan,
+        infinite=infinite,
+        low=low,
+        high=high,
+        mean=scale * mean,
+        spread=scale * math.sqrt(spread),
+        norm=scale * math.sqrt(squares),
+    )
 
 
 def norm_of(values: np.ndarray) -> float:

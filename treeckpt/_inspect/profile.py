@@ -241,7 +241,17 @@ def _phases(spans: SpanColumns, numbers: np.ndarray, row: np.ndarray) -> tuple[P
         slowest = int(numbers[where[edges[number] + int(ours.argmax())]])
         middle = int(np.partition(ours, (len(ours) - 1) // 2)[(len(ours) - 1) // 2])
         longest = int(ours.max())
-        found.append(PhaseTime(text, len(ours), counts[number], int(moved[number]), middle, longest, slowest))
+        found.append(
+            PhaseTime(
+                text,
+                len(ours),
+                spans=counts[number],
+                nbytes=int(moved[number]),
+                median_ns=middle,
+                longest_ns=longest,
+                slowest=slowest,
+            )
+        )
     return tuple(found)
 
 

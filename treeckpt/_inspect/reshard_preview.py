@@ -201,11 +201,11 @@ def plan_reshard(
     return ReshardPlan(
         tuple(sorted(ranks, key=lambda reads: reads.rank)),
         world,
-        len(wanted),
-        sum(math.prod(w.shape) * w.itemsize for w in wanted),
-        whole,
-        unmatched,
-        left_out,
+        arrays=len(wanted),
+        nbytes=sum(math.prod(w.shape) * w.itemsize for w in wanted),
+        whole=whole,
+        unmatched=unmatched,
+        left_out=left_out,
     )
 
 

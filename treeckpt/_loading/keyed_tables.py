@@ -113,10 +113,18 @@ def column_slot(job: Load, column: TableColumn, path: str, leaf: Leaf | None) ->
             theirs = _find_rows(giver, table.spec, table.owned, ids_path, own)
             found = join(ids_of(job, ids, ids_path, rows), ids_of(giver, own, ids_path, theirs), theirs)
             column.view.joins[giver, own.number] = found
-        return _joined(job, giver, leaf, path, _with_rows(wanted, leaf), found, table.fill.get(column.name))
+        return _joined(
+            job,
+            giver,
+            leaf=leaf,
+            path=path,
+            whole=_with_rows(wanted, leaf),
+            found=found,
+            fill=table.fill.get(column.name),
+        )
     whole = msgspec.structs.replace(wanted, shape=(rows.saved, *wanted.shape[1:]))
     if rows.picked is not None:
-        return _joined(job, job, leaf, path, whole, Join(rows.picked), None)
+        return _joined(job, job, leaf=leaf, path=path, whole=whole, found=Join(rows.picked), fill=None)
     if rows.count < rows.saved:
         row = whole.shape[1:]
         region = Region((rows.start, *(0 for _ in row)), (rows.count, *row))
@@ -153,7 +161,7 @@ def _chosen_slot(
         return LeafPlaceholder(_filled(job, table.fill[column.name], wanted, len(chosen), path).leaf)
     giver = job.options.joined.get(path, job)
     found = find_chosen(giver, ids_to_join(giver, leaf, path, job, ids) or ids, ids_path, chosen)
-    return _joined(job, giver, leaf, path, _with_rows(wanted, leaf), found, fill)
+    return _joined(job, giver, leaf=leaf, path=path, whole=_with_rows(wanted, leaf), found=found, fill=fill)
 
 
 def _given_ids(job: Load, wanted: ArraySpec, chosen: np.ndarray, path: str) -> LeafPlaceholder:
@@ -289,11 +297,19 @@ def slot_as_saved(job: Load, leaf: Leaf) -> LeafPlaceholder | None:
         return (
             _given_ids(job, wanted, chosen, path)
             if is_ids
-            else _joined(job, job, leaf, path, _with_rows(wanted, leaf), found, None)
+            else _joined(job, job, leaf=leaf, path=path, whole=_with_rows(wanted, leaf), found=found, fill=None)
         )
     assert own is not None, "else the rows are its own"
     mine, theirs = (ids_of(x, one, ids_path, all_rows(x, one)) for x, one in ((home, ids), (job, own)))
-    return _joined(job, job, leaf, path, _with_rows(wanted, leaf), join(mine, theirs, all_rows(job, own)), None)
+    return _joined(
+        job,
+        job,
+        leaf=leaf,
+        path=path,
+        whole=_with_rows(wanted, leaf),
+        found=join(mine, theirs, all_rows(job, own)),
+        fill=None,
+    )
 
 
 def refuse_plain(job: Load, leaf: Leaf, path: str, wanted: Any) -> None:

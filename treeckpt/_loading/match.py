@@ -353,13 +353,13 @@ class Load:
         return LoadReport(
             self.checkpoint.url,
             self.batch.nbytes,
-            self.batch.read_nbytes,
-            self.loaded,
-            tuple(self.missing),
-            tuple(self.unexpected),
-            self.recorder.seconds,
-            self.view.transformed.dropped,
-            tuple((before, now) for before, now in self.view.renamed if self.selected(now)),
+            read_nbytes=self.batch.read_nbytes,
+            loaded=self.loaded,
+            missing=tuple(self.missing),
+            unexpected=tuple(self.unexpected),
+            seconds=self.recorder.seconds,
+            dropped=self.view.transformed.dropped,
+            renamed=tuple((before, now) for before, now in self.view.renamed if self.selected(now)),
             unverified_nbytes=self.batch.nbytes
             if self.options.verify is False or self.options.mmap
             else self.checkpoint.unverified(self.batch.nbytes),

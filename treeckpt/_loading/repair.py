@@ -182,7 +182,16 @@ def _headers_of(index: Index, file: File) -> list[ShardHeader]:
     hashes = (0,) * block_count(file.nbytes)
     manifest = encode_manifest(index) if file.rank == 0 and file.part == 0 else None
     return [
-        ShardHeader(index.save_id, file.rank, index.world, file.part, file.stream, chosen, hashes, manifest=manifest)
+        ShardHeader(
+            index.save_id,
+            file.rank,
+            world=index.world,
+            part=file.part,
+            stream=file.stream,
+            entries=chosen,
+            hashes=hashes,
+            manifest=manifest,
+        )
         for chosen in found
     ]
 

@@ -136,7 +136,15 @@ def step_info(info: CheckpointInfo) -> StepInfo:
     """Returns the data of a checkpoint by which policies decide."""
     step = step_of(info.name)
     assert step is not None, "a checkpoint of a run has the name of a step"
-    return StepInfo(step, info.created_ns or 0, info.metrics, info.pinned, info.sequence, info.abandoned, info.damaged)
+    return StepInfo(
+        step,
+        info.created_ns or 0,
+        metrics=info.metrics,
+        pinned=info.pinned,
+        sequence=info.sequence,
+        abandoned=info.abandoned,
+        damaged=info.damaged,
+    )
 
 
 def lost_index_text(path: str, world: int) -> str:

@@ -260,7 +260,15 @@ class RunDirectory:
         facts = [self._fact(with_verification(info, folder, known), folder) for folder, info in found]
         plan = plan_cleanup(facts, policies, deletion_times(self._clock(), grace), busy=frozenset(busy))
         planned = CleanReport(
-            self.url, plan.kept, plan.removals, plan.left, (), plan.warnings, dry_run, plan.abandoned, plan.foreign
+            self.url,
+            plan.kept,
+            removed=plan.removals,
+            left=plan.left,
+            failed=(),
+            warnings=plan.warnings,
+            dry_run=dry_run,
+            abandoned=plan.abandoned,
+            foreign=plan.foreign,
         )
         if dry_run:
             return planned

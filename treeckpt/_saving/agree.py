@@ -265,7 +265,17 @@ class _Agreement:
     def _begin_look(self) -> None:
         """Begins rank 0's look at the path, which keeps the record of the save."""
         now, step = self.recorder.created_ns, self.options.step
-        first = Progress(self.save_id, 0, self.comm.size, step, "write", 0, 0, now, now)
+        first = Progress(
+            self.save_id,
+            0,
+            world=self.comm.size,
+            step=step,
+            phase="write",
+            written=0,
+            planned=0,
+            started_ns=now,
+            updated_ns=now,
+        )
         self.look = PathLook(self.store, first, overwrite=self.options.overwrite)
         self.record = self.look.record
 
@@ -421,14 +431,14 @@ class _Agreement:
         return AgreedSave(
             self.store,
             self.comm,
-            self.recorder,
-            info,
-            self.described.sources,
-            plan,
-            error,
-            self.files,
-            self.exchange.round.branch(info.save_id) if self.exchange is not None else None,
-            lineage if rank == 0 else None,
-            self.look,
-            self.record,
+            recorder=self.recorder,
+            info=info,
+            sources=self.described.sources,
+            plan=plan,
+            error=error,
+            files=self.files,
+            round=self.exchange.round.branch(info.save_id) if self.exchange is not None else None,
+            lineage=lineage if rank == 0 else None,
+            look=self.look,
+            record=self.record,
         )

@@ -66,7 +66,17 @@ def save_tree(
     previous = previous_save(comm)
     recorder = Recorder(comm.rank)
     with gc_paused(), recorder.span("save"):
-        agreed = agree(store, tree, comm, options, metadata, recorder, previous, lineage, files)
+        agreed = agree(
+            store,
+            tree,
+            comm=comm,
+            options=options,
+            metadata=metadata,
+            recorder=recorder,
+            previous=previous,
+            lineage=lineage,
+            files=files,
+        )
         assert agreed is not None, "only a save in the background is skipped"
         with agreed.given_up_on_error():
             if agreed.plan is None:  # the error is noted at the path, unless that is refused
@@ -159,10 +169,10 @@ def save_report(agreed: AgreedSave) -> SaveReport:
     return SaveReport(
         agreed.store.url,
         info.save_id,
-        info.options.step,
-        info.world,
-        plan.own.nbytes,
-        tuple(shard_names(info, plan)),
-        agreed.recorder.seconds,
-        tuple(agreed.recorder.spans),
+        step=info.options.step,
+        world=info.world,
+        nbytes=plan.own.nbytes,
+        files=tuple(shard_names(info, plan)),
+        seconds=agreed.recorder.seconds,
+        spans=tuple(agreed.recorder.spans),
     )

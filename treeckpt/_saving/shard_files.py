@@ -167,7 +167,9 @@ def write_files(
     headers = [encode_header(file.header) for file in files]
     sizes = [(len(header), file.plan.nbytes) for header, file in zip(headers, files, strict=True)]
     with contextlib.nullcontext() if single else ThreadPool(WRITE_THREADS, "treeckpt-write") as pool:
-        writing = _Writing(store, source, recorder, gates, pool, free, COPIES // max(at_once, 1))
+        writing = _Writing(
+            store, source, recorder=recorder, gates=gates, pool=pool, free=free, copies=COPIES // max(at_once, 1)
+        )
         if sends and files:  # in threads also one shard: a request cannot be interrupted, the wait for it can
             with recorder.span("write", sum(map(sum, sizes))):
                 calls = [partial(_write_file, writing, *one) for one in zip(files, headers, strict=True)]

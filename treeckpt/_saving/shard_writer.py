@@ -246,7 +246,17 @@ class InlineWriter:
         store, info, note = self._store, self._info, self._note
         if note is None:
             now = time.time_ns()
-            first = Progress(info.save_id, info.rank, info.world, info.options.step, "write", 0, planned, now, now)
+            first = Progress(
+                info.save_id,
+                info.rank,
+                world=info.world,
+                step=info.options.step,
+                phase="write",
+                written=0,
+                planned=planned,
+                started_ns=now,
+                updated_ns=now,
+            )
             note = self._note = ProgressRecorder(store, first, on_progress=self._on_progress)
         note.expect(planned)
         if not store.traits.conditional:
@@ -421,11 +431,11 @@ def shard_header(info: SaveInfo, plan: GlobalPlan, file: FilePlan, manifest: str
     return ShardHeader(
         info.save_id,
         info.rank,
-        info.world,
-        file.part,
-        file.stream,
-        tuple(entries),
-        (0,) * block_count(file.nbytes),
+        world=info.world,
+        part=file.part,
+        stream=file.stream,
+        entries=tuple(entries),
+        hashes=(0,) * block_count(file.nbytes),
         manifest=manifest,
     )
 

@@ -116,7 +116,16 @@ def read_native(store: Store, storages: ArchiveStorages, refused: list[RefusedLe
     }
     sidecars = tuple((one.name, partial(read_sidecar, store, index, one.name)) for one in index.sidecars)
     present = sum(checkpoint.sizes.get(file.name, 0) for file in index.file_list)
-    return Contents(structure, leaves, store.url, index.step, metadata, findings, sidecars, present=present)
+    return Contents(
+        structure,
+        leaves,
+        label=store.url,
+        step=index.step,
+        metadata=metadata,
+        findings=findings,
+        sidecars=sidecars,
+        present=present,
+    )
 
 
 SOURCES = ("treeckpt", *FOREIGN)

@@ -157,7 +157,7 @@ def view_of(index: Index, rules: Sequence[Rule], *, source_rank: int, rank: int,
         if item.of in own or item.array is not None:
             by_path[path] = (_leaf(index, own, path, item, numbers),)
     names = tuple((path, item.of) for path, item in transformed.items.items() if path not in by_path)
-    return View(index, by_path, rules, transformed, names, source_rank, rank)
+    return View(index, by_path, rules=rules, transformed=transformed, empty=names, source_rank=source_rank, rank=rank)
 
 
 def _own(found: Sequence[Leaf], rank: int) -> Leaf:
@@ -190,4 +190,13 @@ def _leaf(index: Index, own: Mapping[str, Leaf], path: str, item: LeafState, num
 def _composed_leaf(
     number: int, path: str, ranks: Runs | None, array: ComposedArray, sources: dict[str, Leaf]
 ) -> ComposedLeaf:
-    return ComposedLeaf(number, path, ArrayRecord(-1, -1, NoChunks()), ranks, array.spec, array.spec, array, sources)
+    return ComposedLeaf(
+        number,
+        path,
+        record=ArrayRecord(-1, -1, NoChunks()),
+        ranks=ranks,
+        spec=array.spec,
+        stored=array.spec,
+        array=array,
+        sources=sources,
+    )

@@ -188,7 +188,17 @@ def _name_one(
         form, own, shared = found.form, found.own, found.shared or {}
         if found.values is not None and stateful is optimizer:
             groups = [ParamGroup(group.members, values) for group, values in zip(groups, found.values, strict=True)]
-    live = NamedOptimizer(prefix, optimizer, stateful, tuple(groups), numbering, dict(own), shared, model.shards, form)
+    live = NamedOptimizer(
+        prefix,
+        optimizer,
+        stateful=stateful,
+        groups=tuple(groups),
+        numbering=numbering,
+        own=dict(own),
+        shared=shared,
+        shards=model.shards,
+        form=form,
+    )
     _check(live)
     return live
 

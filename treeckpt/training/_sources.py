@@ -504,7 +504,9 @@ class TreeSource:
         nbytes = _moving.put_leaves(
             target, found, lambda old, new, _: old if is_same(old, new) else new, cast=self.options.cast, **where
         )
-        return LoadReport(self.url, nbytes, 0, len(found.given), (), (), 0.0)
+        return LoadReport(
+            self.url, nbytes, read_nbytes=0, loaded=len(found.given), missing=(), unexpected=(), seconds=0.0
+        )
 
 
 OTHER_NAMES = (

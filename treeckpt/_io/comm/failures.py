@@ -44,12 +44,15 @@ def to_fault(error: BaseException, rank: int, *, common: bool = False) -> Fault:
         number = (cause.errno or 0) if isinstance(error, StoreError) and isinstance(cause, OSError) else 0
         facts = error.path, error.expected, error.found, error.hint
         return Fault(rank, type(error).__name__, *facts, text, common, number)
-    return Fault(rank, type(error).__name__, "", "", "", "", text, common)
+    return Fault(rank, type(error).__name__, path="", expected="", found="", hint="", text=text, common=common)
 
 
 def silent_faults(lost: Mapping[int, str]) -> list[Fault]:
     """Returns the faults of ranks that did not answer, with what is known of each."""
-    return [Fault(rank, RankError.__name__, "", "", "", "", text) for rank, text in lost.items()]
+    return [
+        Fault(rank, RankError.__name__, path="", expected="", found="", hint="", text=text)
+        for rank, text in lost.items()
+    ]
 
 
 def raise_faults(
