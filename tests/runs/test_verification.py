@@ -130,7 +130,7 @@ def verified_with(run: Path, *inject: str, shard: Path) -> tuple[int, str]:
     [
         ("?pread64,?preadv,?preadv2,?read:error=EIO", "Input/output error"),
         ("openat:error=EMFILE:when=1", "ulimit -n"),
-        pytest.param("?pread64,?preadv,?preadv2:error=EIO:when=2", "Input/output error", marks=pytest.mark.slow),
+        pytest.param("?pread64,?preadv,?preadv2:error=EIO:when=1", "Input/output error", marks=pytest.mark.slow),
     ],
     ids=["EIO", "EMFILE", "EIO for a moment"],
 )
