@@ -29,9 +29,17 @@ class State:
     def __init__(self) -> None:
         self.rules: list[dict[str, Any]] = []
         self.log: list[dict[str, Any]] = []
-        self.flying = 0
+        self.in_flight: list[dict[str, Any]] = []
         self.met = False
         self.lock = threading.Condition()
+
+    def count(self) -> dict[str, int]:
+        """How many requests are in flight, and how many of them are parts of uploads."""
+        return {"flying": len(self.in_flight), "parts": sum("partNumber" in one["path"] for one in self.in_flight)}
+
+    def leave(self, row: dict[str, Any]) -> None:
+        with self.lock:
+            self.in_flight = [one for one in self.in_flight if one is not row]
 
     def fault(self, line: str) -> dict[str, Any] | None:
         with self.lock:
@@ -58,9 +66,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.path.startswith("/!"):
             return self._control(body)
         with STATE.lock:
-            STATE.flying += 1
             row = {"method": self.command, "path": self.path, "range": self.headers.get("Range", "")}
-            row |= {"sent": len(body), "flying": STATE.flying, "got": 0, "status": 0}
+            STATE.in_flight.append(row)
+            row |= {"sent": len(body), "got": 0, "status": 0} | STATE.count()
             row |= {"condition": self.headers.get("If-None-Match") or self.headers.get("If-Match") or ""}
             STATE.log.append(row)
             STATE.lock.notify_all()
@@ -69,8 +77,7 @@ class Handler(BaseHTTPRequestHandler):
         except OSError:
             self.close_connection = True
         finally:
-            with STATE.lock:
-                STATE.flying -= 1
+            STATE.leave(row)
 
     def _control(self, body: bytes) -> None:
         with STATE.lock:
@@ -86,9 +93,9 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(rule["seconds"])
         elif what == "meet":
             with STATE.lock:
-                STATE.lock.wait_for(lambda: STATE.met or STATE.flying >= rule["count"], rule["seconds"])
-                STATE.met = STATE.met or STATE.flying >= rule["count"]
-                row["flying"] = max(row["flying"], STATE.flying)
+                STATE.lock.wait_for(lambda: STATE.met or len(STATE.in_flight) >= rule["count"], rule["seconds"])
+                STATE.met = STATE.met or len(STATE.in_flight) >= rule["count"]
+                row |= {name: max(row[name], number) for name, number in STATE.count().items()}
                 STATE.lock.notify_all()
         elif what in ERRORS:
             text = f'<?xml version="1.0"?><Error><Code>{ERRORS[what]}</Code><Message>injected</Message></Error>'
@@ -110,6 +117,7 @@ class Handler(BaseHTTPRequestHandler):
         if what == "lost":
             self.close_connection = True
             return
+        STATE.leave(row)  # before the answer, behind which the client may send its next request at once
         self._answer(response.status, dict(response.getheaders()), data, half=what == "half")
 
     def _answer(self, status: int, headers: dict[str, str], data: bytes, *, half: bool = False) -> None:
