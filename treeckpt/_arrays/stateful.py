@@ -505,5 +505,4 @@ def _full_name(kind: type) -> str:
 
 
 _MODULE = "torch.nn.modules.module.Module"
-_OPTIMIZER = "torch.optim.optimizer.Optimizer"
 SCALER = "torch.amp.grad_scaler.GradScaler"

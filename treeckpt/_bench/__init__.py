@@ -1,7 +1,7 @@
 """`treeckpt bench`: measures saves and loads beside the limits of the disk and beside other libraries, in one run.
 
 Raw limits are measured right before every trial, contenders alternate (A B C, C B A, ...), and medians and ranges are
-reported. Beside treeckpt run torch.save, DCP, and safetensors where it is installed (the extra `_bench`). This module
+reported. Beside treeckpt run torch.save, DCP, and safetensors where it is installed (the extra `bench`). This module
 reads the options and runs the scenarios; torch is imported once they are parsed.
 """
 

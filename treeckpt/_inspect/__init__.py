@@ -1,4 +1,4 @@
 """Analyses of a checkpoint or a run that need its metadata only: outlines, differences, timings, retention.
 
-It imports all other rooms of the core. Start with `outline` for trees and `timing_report` for timings.
+It imports `_core`, `policy` and `errors`. Start with `outline` for trees and `timing_report` for timings.
 """

@@ -175,7 +175,7 @@ def open_front(store: Store, index: Index, file: File, size: int | None) -> tupl
         size: as for `open_shard`.
 
     Returns:
-        The shard without its checksums, and the offset in the file of their text; `read_hashes` reads some.
+        The shard without its checksums, and the offset in the file of their text; `with_hashes` reads some.
 
     Raises:
         CorruptError: as `open_shard`.
