@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Unpack, cast
 
-from ._arrays.expanded_tree import state_tree
-from ._arrays.samples import Comparison
+from ._arrays.digests import Comparison
+from ._arrays.stateful import state_tree
 from ._core.format.file_names import check_step
 from ._core.tree.flatten import flatten, replace_leaves
 from ._core.tree.leaf_differences import Strict

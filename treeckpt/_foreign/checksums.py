@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays.lazy import LazyArray
+from .._arrays.base import LazyArray
 from .._io.comm.collective import all_gather
 from .._io.comm.comm import Comm
 from ..errors import CorruptError

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache, partial, reduce
 from typing import Any
 
-from .._arrays.lazy import LazyArray
+from .._arrays.base import LazyArray
 from .._core.sharding.region import MAX_NDIM, Region
 from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import MAX_DEPTH, child_path

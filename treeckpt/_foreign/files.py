@@ -19,8 +19,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from .._arrays.base import Storage, raw_dtype
-from .._arrays.lazy import LazyArray
+from .._arrays.base import LazyArray, Storage, raw_dtype
 from .._arrays.numpy import abstract
 from .._core.format.index import INDEX_NAME
 from .._core.format.shard_header import parse_shard_name

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 import xxhash
 
+from .._arrays.base import LazyArray
 from .._arrays.describe import describe_tree
-from .._arrays.lazy import LazyArray
 from .._arrays.registry import encode
 from .._core.format.build_index import build_index
 from .._core.format.chunks import BoxChunks, Chunks, DeferredChunks, WholeChunk, encode_boxes

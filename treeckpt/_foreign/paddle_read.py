@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from .._arrays.lazy import LazyArray
+from .._arrays.base import LazyArray
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.region import Region, flat_regions
 from .._core.tree.spec import ArraySpec

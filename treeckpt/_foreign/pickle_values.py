@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from .._arrays.lazy import LazyArray
+from .._arrays.base import LazyArray
 from .._arrays.numpy import dtype_name
 from .._arrays.registry import encodable, encode
 from .._core.sharding.dtypes import dtype_of, numpy_dtype

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from .._arrays.lazy import LazyArray
+from .._arrays.base import LazyArray
 from .._core.format.decoding import decode_json
 from .._core.sharding.dtypes import dtype_of
 from .._core.tree.spec import ArraySpec

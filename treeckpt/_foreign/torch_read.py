@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from .._arrays.lazy import LazyArray
+from .._arrays.base import LazyArray
 from .._core.sharding.dtypes import dtype_of, numpy_dtype
 from .._core.sharding.region import Region, memory_order
 from .._core.text import visible

@@ -13,8 +13,7 @@ import msgspec
 import numpy as np
 
 from .._arrays.base import ArrayTarget
-from .._arrays.blobs import Blob, blob_value
-from .._arrays.registry import abstract_of, check_cast, decode, like_of, target_of
+from .._arrays.registry import Blob, abstract_of, blob_value, check_cast, decode, like_of, target_of
 from .._core.format.damage import BadBytes, DamagedLeaf, damaged_leaves
 from .._core.format.records import Leaf, PerRankValues, ValueRecord
 from .._core.sharding.int_runs import decode_runs

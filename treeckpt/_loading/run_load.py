@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from .._arrays.expanded_tree import expand_states, in_parts_if_needed, state_tree
+from .._arrays.stateful import expand_states, in_parts_if_needed, state_tree
 from .._io.comm.comm import Comm
 from .._io.public_calls import gc_paused
 from .._io.storage.checkpoint import Checkpoint

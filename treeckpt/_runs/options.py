@@ -7,8 +7,8 @@ import operator
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Literal, SupportsIndex, TypedDict
 
+from .._arrays.digests import Comparison
 from .._arrays.registry import abstract_of, is_value
-from .._arrays.samples import Comparison
 from .._arrays.stateful import is_stateful
 from .._core.tree.containers import flatten_one_level
 from .._core.tree.flatten import flatten, replace_leaves

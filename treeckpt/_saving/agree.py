@@ -35,8 +35,8 @@ from .._arrays.describe import (
     piece_digests,
     place_table_rows,
 )
-from .._arrays.expanded_tree import in_parts_if_needed, state_tree
-from .._arrays.samples import SMALL_LEAF_NBYTES
+from .._arrays.digests import SMALL_LEAF_NBYTES
+from .._arrays.stateful import in_parts_if_needed, state_tree
 from .._core.format.decoding import decode_msgpack
 from .._core.format.save_progress import Progress
 from .._core.format.sidecars import Sidecar

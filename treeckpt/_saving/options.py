@@ -8,7 +8,7 @@ from typing import Literal, Protocol, SupportsIndex
 
 import msgspec
 
-from .._arrays.samples import Comparison
+from .._arrays.digests import Comparison
 from .._core.format.lineage import Lineage
 from .._core.tree.structure import check_unicode
 from ..errors import TreeckptError, TreeError

@@ -11,7 +11,7 @@ from typing import Any, TypedDict, Unpack
 import msgspec
 
 from .. import _api
-from .._arrays.lazy import LazyArray
+from .._arrays.base import LazyArray
 from .._core.format.file_names import step_of
 from .._foreign.checksums import ArchiveStorages
 from .._io.comm.comm import Comm, as_comm

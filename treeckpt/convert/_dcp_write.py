@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from .._arrays.lazy import LazyArray
+from .._arrays.base import LazyArray
 from .._arrays.torch import torch_dtype
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.region import Region, tiles

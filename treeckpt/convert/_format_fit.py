@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from .._arrays.base import LazyArray
 from .._arrays.describe import describe_tree
-from .._arrays.lazy import LazyArray
 from .._arrays.registry import encodable
 from .._core.format.check_index import check_claims
 from .._core.planning.rank_trees import LeafSpec

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from .._arrays.lazy import LazyArray
+from .._arrays.base import LazyArray
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.region import Region, tiles
 from .._io.comm.collective import Conclusion, Exchange

@@ -16,10 +16,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from .._arrays.base import Storage
-from .._arrays.blobs import blob_value
-from .._arrays.lazy import LazyArray
-from .._arrays.registry import decode
+from .._arrays.base import LazyArray, Storage
+from .._arrays.registry import blob_value, decode
 from .._core.format.records import AliasRecord, Leaf, PerRankValues, ValueRecord
 from .._core.format.shard_header import BLOCK
 from .._core.sharding.dtypes import dtype_of

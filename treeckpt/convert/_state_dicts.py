@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from .._arrays.lazy import LazyArray
+from .._arrays.base import LazyArray
 from .._core.tree.flatten import flatten
 from .._core.tree.structure import DictNode, key_text, parse_path
 from ._contents import Contents, Finding, subtree, tree_of

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
-from .._arrays.lazy import LazyArray
+from .._arrays.base import LazyArray
 from .._arrays.torch import torch_dtype
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.region import Region, strides_in

@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from .._arrays.base import HostArray, Storage, TargetPiece, raw_dtype
-from .._arrays.lazy import LazyArray
+from .._arrays.base import HostArray, LazyArray, Storage, TargetPiece, raw_dtype
 from .._arrays.registry import library_of
 from .._core.sharding.dtypes import dtype_of, normalize_dtype
 from .._core.sharding.region import Region

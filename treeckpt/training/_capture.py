@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, Literal, TypedDict, get_args
 
-from .._arrays.expanded_tree import state_tree
 from .._arrays.registry import abstract_of, encode
-from .._arrays.stateful import holds_stateful, is_stateful, object_states
+from .._arrays.stateful import holds_stateful, is_stateful, object_states, state_tree
 from .._core.tree.containers import FromRank
 from .._core.tree.flatten import PerRank, flatten
 from .._core.tree.globs import compile_globs

@@ -13,8 +13,8 @@ import msgspec
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._arrays.plain_tensor import dtype_name
 from .._arrays.registry import take_apart
+from .._arrays.torch import dtype_name
 from .._core.tree.flatten import flatten
 from .._core.tree.leaf_differences import LeafDifferences, Strict, disjoint, rename_hint, some_of
 from .._core.tree.spec import ArraySpec

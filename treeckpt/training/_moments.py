@@ -26,11 +26,10 @@ import torch
 from torch import Tensor
 
 from .._arrays.dtensor import is_dtensor, layout_of
-from .._arrays.plain_tensor import is_plain
 from .._arrays.registry import build_tensor, new_array, resolve, take_apart
 from .._arrays.sharded import Sharded
 from .._arrays.tensor_parts import empty_plain, is_in_parts
-from .._arrays.torch import in_order, order_of, torch_dtype
+from .._arrays.torch import in_order, is_plain, order_of, torch_dtype
 from .._core.sharding.int_runs import encode_runs
 from .._core.tree.flatten import PerRank, flatten, replace_leaves, unflatten
 from .._core.tree.spec import ArraySpec

@@ -14,8 +14,8 @@ import msgspec
 
 from .. import _api
 from .._arrays.dtensor import is_dtensor
-from .._arrays.expanded_tree import expand_states, state_tree
 from .._arrays.registry import abstract_of, decode
+from .._arrays.stateful import expand_states, state_tree
 from .._core.format.records import AliasRecord, ArrayRecord, BlobRecord, Leaf, ValueRecord
 from .._core.sharding.placements import Layout, MeshLayout, Replicate, held_by
 from .._core.sharding.region import Region

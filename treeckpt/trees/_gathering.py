@@ -22,8 +22,8 @@ from .._arrays.describe import (
     describe_tree,
     piece_digests,
 )
-from .._arrays.expanded_tree import state_tree
 from .._arrays.registry import build_tensor, decode, library_of, new_array, resolve
+from .._arrays.stateful import state_tree
 from .._core.planning.rank_trees import (
     GlobalTree,
     LeafSpec,

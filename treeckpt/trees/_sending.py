@@ -14,8 +14,8 @@ import msgspec
 
 from .._arrays.base import ArraySource, ArrayTarget
 from .._arrays.describe import DescribedTree, describe_tree
-from .._arrays.expanded_tree import state_tree
 from .._arrays.registry import build_tensor, decode, like_of, new_array, resolve
+from .._arrays.stateful import state_tree
 from .._core.planning.rank_trees import Inventory
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.region import Region
