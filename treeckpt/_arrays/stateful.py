@@ -1,4 +1,4 @@
-"""Stateful objects anywhere in a tree, objects with `state_dict` and `load_state_dict`, and trees that hold their states.
+"""Stateful objects in a tree, those with `state_dict` and `load_state_dict`, and the tree that holds their states.
 
 `ExpandedTree` is a tree to be saved or filled in which the state of each such object stands in its place, the parts of
 each tensor that is made of others (`_arrays.tensor_parts`), and the content of a mapping that is no container.
@@ -30,7 +30,6 @@ from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import index_path, key_text, rank_key
 from .._core.tree.tensor_parts import TensorParts
 from ..errors import LayoutError, MismatchError, TreeError
-from .base import PartsNeeded
 from .registry import abstract_of, adapter_of, any_in_parts, is_value, like_of, parts_adapter, take_apart
 
 _log = logging.getLogger("treeckpt")
@@ -118,16 +117,6 @@ def is_optimizer(value: object) -> bool:
     return any(hasattr(one, "param_groups") and hasattr(one, "state_dict") for one in inner)
 
 
-def pass_state(path: str, owner: Any, state: Any) -> None:
-    """Passes an object its state; an error of its own gets a note that names the path."""
-    try:
-        owner.load_state_dict(state)
-    except Exception as error:
-        where = f"raised by {type(owner).__qualname__}.load_state_dict for {path}"
-        error.add_note(f"{where}; the arrays of the target are filled already")
-        raise
-
-
 def is_disabled_scaler(value: object) -> bool:
     """Whether an object is a disabled `GradScaler` of torch: its state is empty, and it ignores what it loads."""
     return is_of_torch(value, SCALER) and not value.is_enabled()  # pyright: ignore[reportAttributeAccessIssue]
@@ -138,7 +127,12 @@ def load_exact_state(path: str, owner: Any, state: Any) -> None:
 
     torch casts it to the dtype of the parameter, also in an optimizer inside a wrapper.
     """
-    pass_state(path, owner, state)
+    try:
+        owner.load_state_dict(state)
+    except Exception as error:
+        where = f"raised by {type(owner).__qualname__}.load_state_dict for {path}"
+        error.add_note(f"{where}; the arrays of the target are filled already")
+        raise
     optimizers = _optimizers_in(owner)
     for given in _states_in(state) if optimizers else ():
         numbers = [number for group in given["param_groups"] for number in group["params"]]
@@ -582,6 +576,9 @@ class ExpandedTree:
         leaves = (self.found[i].state if i in self.found else leaf for i, (_, leaf) in enumerate(self.leaves))
         return replace_leaves(self.original, leaves, namespace=self.namespace)
 
+    def _leaves_of(self, state: Any) -> list[tuple[str, Any]]:
+        return flatten(state, rank=self.rank, namespace=self.namespace)[1]
+
     def restore(self, load: LoadSaved, fill: Callable[[Any], Any]) -> tuple[Any, int]:
         """Loads everything, and passes each object its state.
 
@@ -630,7 +627,7 @@ class ExpandedTree:
             raise self._nothing(found)
         if type(saved) is TensorParts:  # of a tree in memory
             saved = parts_adapter().build(saved, found.path)
-        if not _is_left_out(saved):
+        if saved is not ... and not (isinstance(saved, dict) and ... in saved.values()):  # it was loaded as a whole
             parts_adapter().check_content(found.owner, saved, found.path)
             found.content = saved
 
@@ -676,14 +673,14 @@ class ExpandedTree:
         plan = plan_state(path, owner, saved, live=found.live, rank=rank, namespace=namespace)
         if not as_here and not plan.has_tensors_of():  # sparse tensors, for one, have other sizes
             whole, saved = True, self._saved(found, load, arrays=True)
-            leaves = (leaf for _, leaf in flatten(saved, rank=rank, namespace=namespace)[1])
+            leaves = (leaf for _, leaf in self._leaves_of(saved))
             saved = replace_leaves(saved, leaves, namespace=namespace)  # makes those of a tree in memory
             plan = plan_state(path, owner, saved, live=found.live, rank=rank, namespace=namespace)
         found.state = ...
         if not whole and self._has_arrays(saved):
             plan.fill_in_place(as_here=as_here)
             self._fill_state(found, plan, load)
-        elif all(leaf is not ... for _, leaf in flatten(plan.state, rank=rank, namespace=namespace)[1]):
+        elif all(leaf is not ... for _, leaf in self._leaves_of(plan.state)):
             found.plan = plan  # else a part of it is not selected, or damaged
 
     def _fill_state(self, found: _StatefulLeaf, plan: StatePlan, load: LoadSaved) -> None:
@@ -692,11 +689,11 @@ class ExpandedTree:
         found.inside = expand_states(plan.state, rank=self.rank, namespace=self.namespace, above=found.path)
         if found.inside is not None:
             found.state = found.inside.target(load)
-        if all(leaf is not ... for _, leaf in flatten(plan.state, rank=self.rank, namespace=self.namespace)[1]):
+        if all(leaf is not ... for _, leaf in self._leaves_of(plan.state)):
             found.plan = plan
 
     def _has_arrays(self, state: Any) -> bool:
-        return any(is_array(leaf) for _, leaf in flatten(state, rank=self.rank, namespace=self.namespace)[1])
+        return any(is_array(leaf) for _, leaf in self._leaves_of(state))
 
     def _moments(self, state: Any) -> set[str]:
         """Returns the paths of the arrays in the state of an optimizer, beside those of its groups and of objects."""
@@ -728,7 +725,7 @@ class ExpandedTree:
                     _log.warning("%s: %s", found.path, what)
                 found.plan.load()
                 if found.state is ...:
-                    loaded += len(flatten(found.plan.state, rank=self.rank, namespace=self.namespace)[1])
+                    loaded += len(self._leaves_of(found.plan.state))
             elif found.content is not ...:
                 parts_adapter().set_content(found.owner, found.content)
                 loaded += 1
@@ -758,11 +755,6 @@ def _of_rank(mark: FromRank, path: str, rank: int, namespace: str, *, mappings: 
     return state
 
 
-def _is_left_out(content: Any) -> bool:
-    """Whether a saved tensor, or a part of it, was not loaded."""
-    return content is ... or (isinstance(content, dict) and ... in content.values())
-
-
 def expand_states(
     tree: object,
     *,
@@ -770,12 +762,18 @@ def expand_states(
     namespace: str = "",
     mappings: bool = False,
     above: str = "",
+    world: int | None = None,
     layouts: bool = True,
 ) -> ExpandedTree | None:
-    """Returns the tree with stateful objects replaced by their states; None for a tree without such objects."""
+    """Returns the tree with stateful objects replaced by their states; None for a tree without such objects.
+
+    Args:
+        world: as for `ExpandedTree`.
+        layouts: as for `holds_stateful`.
+    """
     if not holds_stateful(tree, namespace, mappings=mappings, layouts=layouts):
         return None
-    return ExpandedTree(tree, rank, namespace, mappings=mappings, above=above)
+    return ExpandedTree(tree, rank, namespace, mappings=mappings, above=above, world=world)
 
 
 def state_tree(
@@ -787,29 +785,6 @@ def state_tree(
     world: int | None = None,
     layouts: bool = True,
 ) -> Any:
-    """Returns the tree with stateful objects replaced by their states; the tree itself where it holds none.
-
-    Args:
-        world: as for `ExpandedTree`.
-        layouts: as for `holds_stateful`.
-    """
-    if not holds_stateful(tree, namespace, mappings=mappings, layouts=layouts):
-        return tree
-    return ExpandedTree(tree, rank, namespace, mappings=mappings, world=world).tree
-
-
-def in_parts_if_needed(act: Callable[[bool], Any], *, always: bool = False) -> Any:
-    """Returns what an action returns that expands a tree, with `layouts` False, and again with True if it needs that.
-
-    It asks no object for its state a second time: in a tree with such objects all tensors are looked at.
-
-    Args:
-        act: changes nothing before all leaves of the tree are described.
-        always: calls it with True at once.
-    """
-    if always:
-        return act(True)
-    try:
-        return act(False)
-    except PartsNeeded:
-        return act(True)
+    """Returns the tree of `expand_states`, with the same arguments; the tree itself where it holds no such objects."""
+    expanded = expand_states(tree, rank=rank, namespace=namespace, mappings=mappings, world=world, layouts=layouts)
+    return tree if expanded is None else expanded.tree

@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from .._arrays.stateful import expand_states, in_parts_if_needed, state_tree
+from .._arrays.base import in_parts_if_needed
+from .._arrays.stateful import expand_states, state_tree
 from .._io.comm.comm import Comm
 from .._io.public_calls import gc_paused
 from .._io.storage.checkpoint import Checkpoint

@@ -26,7 +26,7 @@ from typing import TypeVar
 
 import msgspec
 
-from .._arrays.base import ArraySource
+from .._arrays.base import ArraySource, in_parts_if_needed
 from .._arrays.describe import (
     DescribedTree,
     box_digests,
@@ -36,7 +36,7 @@ from .._arrays.describe import (
     place_table_rows,
 )
 from .._arrays.digests import SMALL_LEAF_NBYTES
-from .._arrays.stateful import in_parts_if_needed, state_tree
+from .._arrays.stateful import state_tree
 from .._core.format.decoding import decode_msgpack
 from .._core.format.save_progress import Progress
 from .._core.format.sidecars import Sidecar
