@@ -69,7 +69,7 @@ from ._io.storage.store import LocalStore, MemoryStore
 from ._loading.background import PendingLoad
 from ._loading.overlay import Bank, From
 from ._runs.manager import Manager
-from ._saving.future import Pending
+from ._saving.session import Pending
 from .errors import (
     CheckpointError,
     CheckpointExists,

@@ -25,10 +25,9 @@ from ._loading.overlay import Bank, Selection, globs_of
 from ._loading.read_batch import Verify
 from ._loading.run_load import run_load, run_load_into
 from ._saving.background import prewarm_tree, save_async_tree
-from ._saving.future import Pending
-from ._saving.options import BusyPolicy, SaveOptions, StagingMode, WriterKind, shard_limit
+from ._saving.options import BusyPolicy, SaveOptions, SidecarContent, StagingMode, WriterKind, shard_limit
 from ._saving.save import save_tree
-from ._saving.sidecar_files import SidecarContent
+from ._saving.session import Pending
 from .errors import MismatchError
 from .reports import LoadReport, SaveReport
 from .rules import Renaming, Transforms, as_rules

@@ -30,23 +30,6 @@ class PartsNeeded(TreeError):
     """A sparse or nested tensor, which is saved and filled as its parts, has not been taken apart."""
 
 
-def in_parts_if_needed(act: Callable[[bool], Any], *, always: bool = False) -> Any:
-    """Returns what an action returns that expands a tree, with `layouts` False, and again with True if it needs that.
-
-    It asks no object for its state a second time: in a tree with such objects all tensors are looked at.
-
-    Args:
-        act: changes nothing before all leaves of the tree are described.
-        always: calls it with True at once.
-    """
-    if always:
-        return act(True)
-    try:
-        return act(False)
-    except PartsNeeded:
-        return act(True)
-
-
 _RAW = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8"), 16: np.dtype("<c16")}
 
 

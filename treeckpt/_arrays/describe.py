@@ -176,6 +176,11 @@ def _views(plain: list[_Stored]) -> dict[str, LeafSpec]:
     return found
 
 
+def json_digest(value: object) -> bytes:
+    """Returns 16 bytes that are equal for what is equal as JSON: an inventory, or a value."""
+    return xxhash.xxh3_128_digest(msgspec.json.encode(value))
+
+
 def content_digests(described: DescribedTree, compare: Comparison) -> dict[str, bytes]:
     """Returns digests of values and of replicated arrays, which must be equal on all ranks, by path.
 
@@ -199,7 +204,7 @@ def content_digests(described: DescribedTree, compare: Comparison) -> dict[str, 
             continue
         if part is not None:
             parts[key] = part
-    found = {path: xxhash.xxh3_128_digest(msgspec.json.encode(value)) for path, value in described.values.items()}
+    found = {path: json_digest(value) for path, value in described.values.items()}
     return found | dict(zip(parts, digests_of([*parts.values()]), strict=True))
 
 

@@ -12,7 +12,7 @@ import importlib
 import io
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, cast
@@ -34,6 +34,7 @@ from .base import (
     ArrayTarget,
     HostMemory,
     LazyArray,
+    PartsNeeded,
     SourcePiece,
     lazy_source,
     raw_dtype,
@@ -107,6 +108,23 @@ def take_apart(leaf: object, path: str) -> TensorParts | None:
 def build_tensor(made: TensorParts, path: str) -> Any:
     """Returns the tensor of its parts, or the parts; see `_arrays.tensor_parts.build`."""
     return parts_adapter().build(made, path) if "torch" in sys.modules else made
+
+
+def in_parts_if_needed(act: Callable[[bool], Any], *, always: bool = False) -> Any:
+    """Returns what an action returns that expands a tree, with `layouts` False, and again with True if it needs that.
+
+    It asks no object for its state a second time: in a tree with such objects all tensors are looked at.
+
+    Args:
+        act: changes nothing before all leaves of the tree are described.
+        always: calls it with True at once.
+    """
+    if always:
+        return act(True)
+    try:
+        return act(False)
+    except PartsNeeded:
+        return act(True)
 
 
 # leaves ---------------------------------------------------------------------------------------------------------------

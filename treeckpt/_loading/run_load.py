@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from .._arrays.base import in_parts_if_needed
+from .._arrays.registry import in_parts_if_needed
 from .._arrays.stateful import expand_states, state_tree
 from .._io.comm.comm import Comm
 from .._io.public_calls import gc_paused

@@ -42,10 +42,9 @@ from .._io.storage.run_store import RunStore
 from .._io.storage.store import Store
 from .._loading.keywords import LoadKeywords
 from .._saving.background import save_async_tree
-from .._saving.future import Pending
-from .._saving.options import check_metadata
+from .._saving.options import SidecarContent, check_metadata
 from .._saving.save import save_tree
-from .._saving.sidecar_files import SidecarContent
+from .._saving.session import Pending
 from ..errors import CheckpointNotFound, TreeckptError, TreeError
 from ..reports import SaveReport
 from ..trees._per_rank_state import Policy, policy_of

@@ -29,11 +29,10 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from .._arrays.base import Box, HostArray, HostMemory, SourcePiece
-from .._core.planning.save_plan import FilePlan, PlannedEntry
+from .._core.planning.save_plan import FilePlan, GlobalPlan, PlannedEntry
 from .._core.sharding.region import Region
 from .._io.storage.memory import PAGE_NBYTES, advise_huge_pages, madvise_populate
 from .._threads import ThreadPool, WorkerThreads
-from .plan_cache import GlobalPlan
 from .shard_files import MEMMOVE_LIMIT, ShardSource, append_entry, piece_of
 
 PARALLEL_COPY = 1 << 20

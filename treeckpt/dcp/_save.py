@@ -22,7 +22,7 @@ from .._core.tree.containers import AbsentSubtree, FromRank
 from .._core.tree.dict_attributes import copy_attributes
 from .._io.comm.collective import all_gather
 from .._io.comm.comm import Comm, members_of
-from .._saving.future import Pending
+from .._saving.session import Pending
 from .._threads import call_in_thread
 from ..errors import MismatchError, visible
 from ._calls import comm_for, converted, exception_of, is_default_planner, states_of, storage_for

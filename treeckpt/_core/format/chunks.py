@@ -14,10 +14,9 @@ import msgspec
 import numpy as np
 
 from ..planning.load_plan import Chunk
-from ..planning.save_plan import ChunkOffsets, SingleChunkOffset
+from ..planning.save_plan import BoxOwners, ChunkOffsets, GridOwners, SingleChunkOffset, grid_of
 from ..sharding.int_runs import Runs, decode_runs, encode_runs, length_of, value_at
 from ..sharding.region import Region
-from ..sharding.write_assignment import BoxOwners, GridOwners, grid_of
 
 
 class WholeChunk(msgspec.Struct, frozen=True, tag="w", array_like=True, gc=False):

@@ -13,10 +13,9 @@ import msgspec
 import numpy as np
 
 from ...errors import CorruptError, FormatError, MismatchError, TreeckptError
-from ..planning.save_plan import ChunkOffsets
+from ..planning.save_plan import BoxOwners, ChunkOffsets
 from ..sharding.int_runs import decode_runs, encode_runs
 from ..sharding.region import Region
-from ..sharding.write_assignment import BoxOwners
 from ..text import count_text
 from ..tree.structure import MAX_DEPTH, check_stack
 from .check_index import check_index

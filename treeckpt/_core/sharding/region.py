@@ -349,6 +349,8 @@ def coalesce(starts: np.ndarray, stops: np.ndarray, gap: int) -> tuple[np.ndarra
 
 def overlapping_groups(starts: Sequence[int], stops: Sequence[int]) -> list[list[int]]:
     """Returns groups of ranges, by number, that overlap directly or through others; each in the order of the starts."""
+    if len(starts) < 2:
+        return []
     lows = np.array(starts, np.int64)
     order = np.argsort(lows, kind="stable")
     _, members = coalesce(lows[order], np.array(stops, np.int64)[order], -1)
