@@ -12,10 +12,8 @@ from typing import Any
 
 import msgspec
 
-from .._core.tree.containers import AbsentSubtree, FromRank
-from .._core.tree.flatten import flatten, replace_leaves
-from .._core.tree.in_place import update_in_place
-from .._core.tree.object_state import ObjectState
+from .._core.tree.containers import AbsentSubtree, FromRank, ObjectState
+from .._core.tree.flatten import flatten, replace_leaves, update_in_place
 from .._core.tree.structure import index_path, rank_key
 from .._core.tree.tensor_parts import TensorParts
 from ..errors import LayoutError, MismatchError, TreeError
