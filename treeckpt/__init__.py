@@ -62,7 +62,7 @@ from ._core.sharding.region import Region
 from ._core.tree.containers import FromRank
 from ._core.tree.flatten import PerRank
 from ._core.tree.keyed_table import KeyedTable
-from ._core.tree.path_text import path_keys, path_text
+from ._core.tree.paths import path_keys, path_text
 from ._core.tree.spec import ArraySpec
 from ._io.storage.object_store import ObjectRun, ObjectStore
 from ._io.storage.store import LocalStore, MemoryStore

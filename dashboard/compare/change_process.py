@@ -14,7 +14,7 @@ from treeckpt._io.storage.counting_store import CountingStore
 from treeckpt._io.storage.far_store import for_reading
 from treeckpt._io.storage.store import DirectoryEntry, Store
 from treeckpt._loading.compare import measured_pairs
-from treeckpt._loading.one_checkpoint import opened
+from treeckpt._loading.run_load import opened
 from treeckpt._runs.change_store import ChangeStore, ComparedSave
 from treeckpt._runs.verification import fingerprint_of
 

@@ -19,7 +19,7 @@ from treeckpt._core.format.file_names import step_name
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._io.storage.run_store import LocalRun
 from treeckpt._io.storage.store import LocalStore
-from treeckpt._loading.consistent_reads import TRIES
+from treeckpt._loading.run_load import TRIES
 
 N = 20_000
 WRITER = """

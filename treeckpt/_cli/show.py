@@ -26,7 +26,7 @@ from .._core.text import (
     value_text,
     value_type,
 )
-from .._core.tree.globs import similar_paths
+from .._core.tree.paths import similar_paths
 from .._core.tree.spec import ArraySpec
 from .._inspect.diff import leaf_text
 from .._inspect.outline import Outline, OutlineRow
@@ -34,7 +34,7 @@ from .._inspect.structure_text import structure_lines, structure_rows
 from .._io.storage.local_read import read_head
 from .._io.storage.metadata_files import NewestIndex
 from .._io.storage.open import open_store
-from .._loading.one_checkpoint import opened
+from .._loading.run_load import opened
 from .._report.terminal import fail, print_facts, print_json, print_line, print_table
 from .._runs import catalog
 from .._runs.progress_bar import stores_bar

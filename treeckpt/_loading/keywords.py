@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, Literal, TypedDict
 
 from .._core.tree.leaf_differences import Strict
+from .._core.tree.paths import Selection
 from ..reports import LoadReport
 from ..rules import Renaming, Transforms
-from .overlay import Selection
 from .read_batch import Verify
 
 

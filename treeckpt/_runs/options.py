@@ -11,11 +11,10 @@ from .._arrays.digests import Comparison
 from .._arrays.registry import abstract_of, is_value
 from .._arrays.stateful import is_stateful
 from .._core.tree.containers import flatten_one_level
-from .._core.tree.flatten import flatten, replace_leaves
-from .._core.tree.in_place import update_in_place
+from .._core.tree.flatten import flatten, replace_leaves, update_in_place
 from .._core.tree.leaf_differences import Strict
+from .._core.tree.paths import Selection
 from .._io.public_calls import check_options
-from .._loading.overlay import Selection
 from .._loading.read_batch import Verify
 from .._saving.options import BusyPolicy, SaveOptions, StagingMode, WriterKind, shard_limit
 from ..errors import TreeckptError, TreeError

@@ -31,9 +31,8 @@ from .._core.format.sidecars import checksum
 from .._core.text import visible
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.store import DirectoryEntry, Store
-from .._loading.consistent_reads import on_one_version
-from .._loading.leaf_moments import LeafMoments
-from .._loading.verify import verify_checkpoint
+from .._loading.run_load import on_one_version
+from .._loading.verify import LeafMoments, verify_checkpoint
 from ..errors import TreeckptError
 from ..reports import Problem, VerifyReport
 from .column_files import key_of_parts, place_of

@@ -17,7 +17,7 @@ from .._core.sharding.int_runs import decode_runs
 from .._core.text import count_text
 from .._core.tree.dict_attributes import DictAttributes, encode_attributes
 from .._core.tree.flatten import flatten, unflatten
-from .._core.tree.globs import Globs
+from .._core.tree.paths import Globs
 from .._core.tree.structure import (
     TABLE_KEYS,
     CustomNode,

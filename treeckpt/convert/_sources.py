@@ -34,8 +34,7 @@ from .._io.storage.counting_store import CountedStores
 from .._io.storage.metadata_files import read_sidecar
 from .._io.storage.open import open_store
 from .._io.storage.store import Store
-from .._loading.check_sizes import Claims
-from .._loading.match import LoadOptions
+from .._loading.match import Claims, LoadOptions
 from .._loading.read_batch import read_region
 from ..errors import TreeckptError
 from ._contents import Contents, contents_of, map_leaves, spread_ranks

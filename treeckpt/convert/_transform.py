@@ -16,13 +16,11 @@ from .._core.sharding.region import Region
 from .._core.tree.structure import paths_of
 from .._foreign.checksums import ArchiveStorages
 from ..errors import MismatchError
-from ..rules._apply_rule import LeafState
-from ..rules._apply_rules import TransformedLeaves, apply_rules
+from ..rules._apply_rules import LeafState, TransformedLeaves, apply_rules
 from ..rules._assemble import PermutedWriter, constant_write, scales_of
 from ..rules._composed_array import ComposedArray, Constant, SourceBox, parts_in, saved
-from ..rules._reshape_rules import check_scaled
-from ..rules._restructure import empty_containers, rebuild_structure
-from ..rules._rules import Rule
+from ..rules._rules import Rule, check_scaled
+from ..rules._view import empty_containers, rebuild_structure
 from ._contents import Contents, map_leaves
 
 WASTE = 2

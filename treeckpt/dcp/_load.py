@@ -9,10 +9,10 @@ from torch.distributed.checkpoint.planner_helpers import _init_state_dict as all
 from torch.distributed.checkpoint.state_dict_loader import load as load_through_dcp
 from torch.distributed.checkpoint.utils import _api_bc_check as takes_positional_storage
 
-from .._core.tree.in_place import update_metadata
+from .._core.tree.flatten import update_metadata
 from .._io.comm.comm import Comm
 from .._io.storage.checkpoint import Checkpoint
-from .._loading.consistent_reads import on_one_version
+from .._loading.run_load import on_one_version
 from ..errors import MismatchError
 from ._calls import (
     FILE_SYSTEM_READER,

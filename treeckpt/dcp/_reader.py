@@ -30,7 +30,7 @@ from .._io.comm.comm import as_comm
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.foreign_formats import DCP_METADATA
 from .._io.storage.open import open_store
-from .._loading.consistent_reads import on_one_version
+from .._loading.run_load import on_one_version
 from ..errors import CheckpointNotFound, TreeckptError
 from ._names import Entry, entries_of, fill_tensors, load_values
 from ._writer import DcpBytes, DcpWriter, WholeValue

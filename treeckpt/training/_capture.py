@@ -14,10 +14,9 @@ from .._arrays.registry import abstract_of, encode
 from .._arrays.stateful import holds_stateful, is_stateful, object_states, state_tree
 from .._core.tree.containers import FromRank
 from .._core.tree.flatten import PerRank, flatten
-from .._core.tree.globs import compile_globs
+from .._core.tree.paths import Selection, compile_globs, globs_of
 from .._core.tree.structure import key_text
 from .._io.public_calls import checks_options
-from .._loading.overlay import Selection, globs_of
 from ..errors import TreeError
 from ._groups import labels_of
 from ._modules import Modules, StateDictEntry, collect_entries

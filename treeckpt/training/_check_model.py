@@ -21,7 +21,7 @@ from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import Structure, index_path, key_text
 from .._core.tree.tensor_parts import check_same_tensors
 from ..errors import MismatchError
-from ..rules._reshape_rules import check_scaled
+from ..rules._rules import check_scaled
 from ._groups import BY_SCHEDULERS
 from ._modules import StateDictEntry
 from ._names import key_path

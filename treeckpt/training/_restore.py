@@ -23,15 +23,16 @@ from torch.nn.parameter import is_lazy
 from .._arrays.stateful import plan_state
 from .._core.tree.flatten import PerRank
 from .._core.tree.leaf_differences import Strict, some_of
+from .._core.tree.paths import Selection, globs_of
 from .._core.tree.structure import PerRankNode, TensorNode, key_text
 from .._io.comm.comm import Comm, as_comm
 from .._io.public_calls import checks_options, takes_no_save
 from .._io.storage.checkpoint import Checkpoint
-from .._loading.consistent_reads import on_versions
 from .._loading.execute_shared import open_relay, together
 from .._loading.match import LoadOptions
-from .._loading.overlay import Bank, CheckpointOverlay, Selection, globs_of
+from .._loading.overlay import Bank, CheckpointOverlay
 from .._loading.read_batch import Verify
+from .._loading.run_load import on_versions
 from ..errors import MismatchError
 from ..reports import LoadReport
 from ..rules import Renaming, Transforms

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .._arrays.stateful import is_stateful
-from .._core.tree.object_state import ObjectState
+from .._core.tree.containers import ObjectState
 from .._core.tree.structure import key_text
 from ..errors import MismatchError
 from ._groups import Labels, ParamGroup, common_value, is_same, saved_labels

@@ -20,8 +20,8 @@ from .._core.format.records import AliasRecord, ArrayRecord, BlobRecord, Leaf, V
 from .._core.sharding.placements import Layout, MeshLayout, Replicate, held_by
 from .._core.sharding.region import Region
 from .._core.tree.flatten import PerRank, flatten
-from .._core.tree.globs import compile_globs
 from .._core.tree.merge import merge_sources
+from .._core.tree.paths import compile_globs
 from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import (
     TABLE_KEYS,

@@ -30,8 +30,7 @@ from .._arrays.stateful import (
 )
 from .._core.tree.containers import PerRank, flatten_one_level
 from .._core.tree.flatten import child_of_rank, flatten, replace_leaves, unflatten
-from .._core.tree.leaf_differences import LeafDifferences, compare_leaves
-from .._core.tree.sequences import differing_sequences
+from .._core.tree.leaf_differences import LeafDifferences, compare_leaves, differing_sequences
 from .._core.tree.structure import (
     DefaultDictNode,
     DequeNode,

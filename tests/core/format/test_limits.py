@@ -12,7 +12,7 @@ from treeckpt._core.format import (
 )
 from treeckpt._core.planning import save_plan
 from treeckpt._core.sharding import int_runs, region
-from treeckpt._core.tree import row_order, shared_subtrees, structure, value_codec
+from treeckpt._core.tree import keyed_table, structure, value_codec
 
 
 def test_versions_stay():
@@ -53,8 +53,8 @@ def test_bounds_of_numbers_stay():
 def test_depths_of_trees_and_values_stay():
     assert (structure.MAX_DEPTH, value_codec.MAX_VALUE_DEPTH) == (200, 100)
     assert (structure.USUAL_PATH_LENGTH, structure.MAX_EXTRA_PATH_CHARS) == (1024, 1 << 25)
-    assert (shared_subtrees.MAX_SHARED, value_codec.MAX_COLLISIONS) == (32, 64)
+    assert (structure.MAX_SHARED, value_codec.MAX_COLLISIONS) == (32, 64)
 
 
 def test_buckets_of_tables_stay():
-    assert (row_order.DEFAULT_BUCKETS, row_order.MAX_BUCKETS) == (65_536, 1 << 24)
+    assert (keyed_table.DEFAULT_BUCKETS, keyed_table.MAX_BUCKETS) == (65_536, 1 << 24)

@@ -26,9 +26,14 @@ from treeckpt._core.sharding.int_runs import encode_runs
 from treeckpt._core.sharding.placements import BoxLayout, Mesh, MeshLayout, Shard
 from treeckpt._core.sharding.region import Region, flat_regions
 from treeckpt._core.tree.flatten import PerRank
-from treeckpt._core.tree.shared_subtrees import expand_shared_subtrees, extract_shared_subtrees
 from treeckpt._core.tree.spec import ArraySpec
-from treeckpt._core.tree.structure import DictNode, ListNode, leaf_count
+from treeckpt._core.tree.structure import (
+    DictNode,
+    ListNode,
+    expand_shared_subtrees,
+    extract_shared_subtrees,
+    leaf_count,
+)
 from treeckpt.errors import FormatError
 
 

@@ -25,9 +25,8 @@ from ..planning.save_plan import order_classes, stream_offsets
 from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import MAX_VALUE, Run, Runs, check_runs, decode_runs, encode_runs, length_of
 from ..sharding.region import MAX_NDIM, c_strides, flat_boxes, max_boxes
-from ..tree.shared_subtrees import expand_shared_subtrees, extract_shared_subtrees
 from ..tree.spec import ArraySpec
-from ..tree.structure import Structure, leaf_count
+from ..tree.structure import Structure, expand_shared_subtrees, extract_shared_subtrees, leaf_count
 from .chunks import BoxChunks, Chunks, GridChunks, WholeChunk, encode_boxes
 from .records import ArrayRecord, Index, LeafRecord, PerRankArrays
 from .shard_header import MAX_NBYTES
@@ -71,7 +70,7 @@ class PackedIndex(Index, frozen=True):
 
     ranges: RangeColumns | None = None
     shared: tuple[Structure, ...] = ()
-    """See `_core.tree.shared_subtrees`."""
+    """See `_core.tree.structure`."""
 
 
 _PACKED = msgspec.json.Decoder(PackedIndex)
