@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack, cast
 
 from ._arrays.expanded_tree import state_tree
 from ._arrays.samples import Comparison
-from ._core.format.file_names import check_step
+from ._core.format.files import check_step
 from ._core.tree.flatten import flatten, replace_leaves
 from ._core.tree.leaf_differences import Strict
 from ._io.comm.collective import ending_together

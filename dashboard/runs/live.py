@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 
 import msgspec
 
-from treeckpt._core.format.save_progress import Progress
+from treeckpt._core.format.files import Progress
 from treeckpt._core.text import visible
 from treeckpt._io.storage.progress_file import FAR_PAUSE, read_progress
 from treeckpt._runs.active_saves import SaveState, SaveUnderWay, waits_for_text

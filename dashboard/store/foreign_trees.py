@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from treeckpt._core.format.file_names import is_step_name
+from treeckpt._core.format.files import is_step_name
 from treeckpt._core.text import bytes_text, visible
 from treeckpt._io.os_errors import shows_damage, wrap_read_error
 from treeckpt._io.storage.foreign_formats import DCP_METADATA, TORCH_SUFFIXES, describe_foreign

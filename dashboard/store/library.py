@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from treeckpt._core.format.file_names import step_of
+from treeckpt._core.format.files import step_of
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._core.format.timings import timings_name
 from treeckpt._core.text import visible

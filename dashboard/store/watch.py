@@ -20,7 +20,7 @@ from functools import partial
 
 import msgspec
 
-from treeckpt._core.format.file_names import step_of
+from treeckpt._core.format.files import step_of
 from treeckpt._core.text import visible
 from treeckpt._io.storage.run_store import RunStore
 from treeckpt._io.storage.store import Store

@@ -16,7 +16,7 @@ from pathlib import Path
 import treeckpt as tc
 from tests.crash.kills import killed, switched
 from tests.helpers.world import Switch, whole_tree
-from treeckpt._core.format.file_names import deleted_name, step_name
+from treeckpt._core.format.files import deleted_name, step_name
 from treeckpt._core.format.shard_header import shard_name
 from treeckpt._io.storage import kept_file, local_write, os_files
 from treeckpt._io.storage import run_store as runs_module

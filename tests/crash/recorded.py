@@ -11,7 +11,7 @@ from pathlib import Path
 
 import treeckpt as tc
 from tests.helpers.world import errors_of, on_ranks, small_tree
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 from treeckpt._io.storage import local_write
 from treeckpt._runs.run import RunDirectory
 from treeckpt.policy import Last

@@ -25,7 +25,7 @@ from tests.crash.syscalls import why_not
 from tests.helpers.background import files_open
 from tests.helpers.elsewhere import elsewhere
 from tests.helpers.world import Faulty, Switch, assert_holds, seed_of, small_tree, whole_tree
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._io.storage import local_write, os_files
 from treeckpt._io.storage import store as store_module

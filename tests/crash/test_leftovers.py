@@ -24,10 +24,8 @@ from tests.helpers.background import until
 from tests.helpers.s3 import S3
 from tests.helpers.world import assert_equal
 from treeckpt._cli.main import main
-from treeckpt._core.format.file_names import step_name
-from treeckpt._core.format.save_progress import Owner, Progress, encode_progress, progress_name
+from treeckpt._core.format.files import Owner, Progress, encode_progress, progress_name, step_name, stored_name
 from treeckpt._core.format.shard_header import shard_name
-from treeckpt._core.format.sidecars import stored_name
 from treeckpt._io.storage import progress_file
 from treeckpt._io.storage.kept_file import LAPSE
 from treeckpt._io.storage.open import open_store

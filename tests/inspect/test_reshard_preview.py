@@ -93,8 +93,7 @@ def test_work_is_bounded_and_ranks_left_out_are_spread(saved):
 
 def test_rows_that_lie_apart_count_as_many_reads():
     """A column of a large array costs a read a row: that is refused before it is planned."""
-    from treeckpt._core.format.chunks import WholeChunk
-    from treeckpt._core.format.records import ArrayRecord, FileTable, Index
+    from treeckpt._core.format.records import ArrayRecord, FileTable, Index, WholeChunk
     from treeckpt._core.tree.structure import DictNode
 
     spec = ArraySpec((1 << 20, 1 << 18), "uint8")

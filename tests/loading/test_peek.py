@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.samples import BFloat16, gpt_state, mesh_layout, write_checkpoint
-from treeckpt._core.format.chunks import WholeChunk
-from treeckpt._core.format.records import ArrayRecord, Index, file_table
+from treeckpt._core.format.records import ArrayRecord, Index, WholeChunk, file_table
 from treeckpt._core.format.shard_header import BLOCK, ShardEntry, ShardHeader, encode_header, hash_block, shard_name
 from treeckpt._core.sharding.region import Region
 from treeckpt._core.tree.spec import ArraySpec

@@ -13,7 +13,7 @@ import pytest
 import treeckpt as tc
 from tests.helpers.memory_run import MemoryRun
 from tests.helpers.world import errors_of, on_ranks
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._io.storage.store import LocalStore, MemoryStore
 

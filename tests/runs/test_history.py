@@ -18,7 +18,7 @@ from tests.helpers.memory_run import MemoryRun
 from tests.helpers.world import errors_of, on_ranks, reseal
 from treeckpt._cli.main import main
 from treeckpt._core.format import index as index_module
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 from treeckpt._core.format.index import INDEX_NAME, decode_index
 from treeckpt._io.storage.open import open_run
 from treeckpt._io.timing import Recorder

@@ -13,7 +13,7 @@ import torch
 
 import treeckpt as tc
 from tests.helpers.world import errors_of, on_ranks, shards_of
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 from treeckpt._io.storage import metadata_files
 
 

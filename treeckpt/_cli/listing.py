@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from .._core.format.file_names import is_step_name
+from .._core.format.files import is_step_name
 from .._core.text import ago_text, bytes_text, count_text, json_number, seconds_text, time_text
 from .._io.storage.bucket import local_path
 from .._io.storage.foreign_formats import describe_foreign

@@ -11,8 +11,17 @@ import msgspec
 
 from .. import _api
 from .._core.format.byte_map import layout_of, locate_chunks
-from .._core.format.chunks import DeferredChunks, NoChunks
-from .._core.format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
+from .._core.format.records import (
+    AliasRecord,
+    ArrayRecord,
+    DeferredChunks,
+    Index,
+    Leaf,
+    NoChunks,
+    PerRankArrays,
+    PerRankValues,
+    ValueRecord,
+)
 from .._core.sharding.int_runs import length_of
 from .._core.text import (
     bytes_text,

@@ -6,8 +6,7 @@ import math
 from functools import cached_property
 
 from .._core.format.check_index import check_claims
-from .._core.format.chunks import WholeChunk, count_chunks
-from .._core.format.records import AliasRecord, ArrayRecord, Leaf
+from .._core.format.records import AliasRecord, ArrayRecord, Leaf, WholeChunk, count_chunks
 from .._core.sharding.dtypes import dtype_of
 from .._core.tree.spec import ArraySpec
 from .._io.storage.checkpoint import Checkpoint

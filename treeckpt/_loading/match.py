@@ -15,7 +15,7 @@ import numpy as np
 from .._arrays.base import ArrayTarget
 from .._arrays.blobs import Blob, blob_value
 from .._arrays.registry import abstract_of, check_cast, decode, like_of, target_of
-from .._core.format.damage import BadBytes, DamagedLeaf, damaged_leaves
+from .._core.format.byte_map import BadBytes, DamagedLeaf, damaged_leaves
 from .._core.format.records import Leaf, PerRankValues, ValueRecord
 from .._core.sharding.int_runs import decode_runs
 from .._core.sharding.region import Region, is_c_order

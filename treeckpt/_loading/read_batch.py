@@ -19,8 +19,7 @@ import numpy as np
 from .._arrays.base import ArrayTarget, HostArray, HostMemory, TargetPiece, raw_dtype
 from .._arrays.registry import check_library, mark_written
 from .._core.format.byte_map import extents_in_file
-from .._core.format.chunks import BoxChunks, WholeChunk
-from .._core.format.records import AliasRecord, ArrayRecord, File, Leaf, LeafRecord
+from .._core.format.records import AliasRecord, ArrayRecord, BoxChunks, File, Leaf, LeafRecord, WholeChunk
 from .._core.format.shard_header import BLOCK
 from .._core.planning.load_plan import READ_LIMIT, Chunk
 from .._core.sharding.dtypes import dtype_of

@@ -20,10 +20,9 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from .._core.format.byte_map import extents_in_file
+from .._core.format.byte_map import BadBytes, extents_in_file, rank_path
 from .._core.format.check_index import check_against_files
-from .._core.format.damage import BadBytes, rank_path
-from .._core.format.file_names import damaged_name, parse_file_name
+from .._core.format.files import damaged_name, parse_file_name
 from .._core.format.index import INDEX_NAME, encode_manifest
 from .._core.format.records import File, Index
 from .._core.format.shard_header import (

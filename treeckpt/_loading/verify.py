@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from .._core.format.damage import BadBytes, damaged_leaves
+from .._core.format.byte_map import BadBytes, damaged_leaves
+from .._core.format.files import stored_name
 from .._core.format.index import INDEX_NAME, rebuild
 from .._core.format.records import File, Index
 from .._core.format.shard_header import ShardHeader, decode_header
-from .._core.format.sidecars import stored_name
 from .._core.format.timings import timings_name
 from .._io.comm.collective import all_gather
 from .._io.comm.comm import Comm

@@ -18,10 +18,9 @@ from typing import TypeVar
 
 import msgspec
 
-from .._core.format.file_names import PIN_NAME, is_step_name, parse_file_name, step_of, verdict_name
+from .._core.format.files import PIN_NAME, is_step_name, parse_file_name, parse_progress_name, step_of, verdict_name
 from .._core.format.index import INDEX_NAME
 from .._core.format.lineage import SavedCheckpoint
-from .._core.format.save_progress import parse_progress_name
 from .._core.format.shard_header import parse_shard_name, saves_of_all_ranks
 from .._core.format.timings import Timings
 from .._core.text import visible

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 import msgspec
 
 from .. import _api
-from .._core.format.file_names import check_step
+from .._core.format.files import check_step
 from .._core.tree.structure import key_text
 from .._io.comm.collective import ending_together, from_rank0
 from .._io.comm.comm import PrefixComm, as_comm

@@ -21,7 +21,7 @@ from functools import partial
 
 import msgspec
 
-from .._core.format.file_names import PIN_NAME, check_step, deleted_name, is_step_name, step_name, step_of
+from .._core.format.files import PIN_NAME, check_step, deleted_name, is_step_name, step_name, step_of
 from .._core.format.index import INDEX_NAME
 from .._core.format.lineage import SavedCheckpoint
 from .._inspect.deletion import (

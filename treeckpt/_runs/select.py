@@ -10,7 +10,7 @@ import logging
 from collections.abc import Collection, Container, Iterator, Sequence
 from pathlib import Path
 
-from .._core.format.file_names import is_step_name, step_of
+from .._core.format.files import is_step_name, step_of
 from .._core.format.index import INDEX_NAME
 from .._core.text import count_text
 from .._io.storage.bucket import is_url

@@ -38,8 +38,7 @@ from .._arrays.describe import (
 from .._arrays.expanded_tree import in_parts_if_needed, state_tree
 from .._arrays.samples import SMALL_LEAF_NBYTES
 from .._core.format.decoding import decode_msgpack
-from .._core.format.save_progress import Progress
-from .._core.format.sidecars import Sidecar
+from .._core.format.files import Progress, Sidecar
 from .._core.planning.rank_trees import GlobalTree, digest_of
 from .._core.tree.value_codec import Value, encode_value
 from .._io.comm.collective import Conclusion, Exchange, decode_each

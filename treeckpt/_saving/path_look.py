@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
+from .._core.format.files import Progress
 from .._core.format.index import INDEX_NAME
-from .._core.format.save_progress import Progress
 from .._io.os_errors import FULL, write_errors_wrapped
 from .._io.storage.leftovers import clear_leftovers, restore_index
 from .._io.storage.metadata_files import read_index

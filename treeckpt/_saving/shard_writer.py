@@ -19,14 +19,11 @@ from typing import Protocol
 import msgspec
 
 from .._arrays.base import ArraySource, SourcePiece
-from .._core.format.build_index import build_index
-from .._core.format.file_names import parse_file_name
+from .._core.format.files import Progress, Sidecar, parse_file_name, stored_name
 from .._core.format.index import INDEX_NAME, MAX_INDEX, decode_index, encode_index, encode_manifest
 from .._core.format.lineage import Lineage
-from .._core.format.records import FileTable, Index, file_table
-from .._core.format.save_progress import Progress
+from .._core.format.records import FileTable, Index, build_index, file_table
 from .._core.format.shard_header import ShardEntry, ShardHeader, block_count, shard_name
-from .._core.format.sidecars import Sidecar, stored_name
 from .._core.format.timings import Host, Span, Timings, encode_timings, timings_name
 from .._core.planning.save_plan import ChunkOffsets, FilePlan, SingleChunkOffset
 from .._core.sharding.int_runs import encode_runs

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from .._core.format.sidecars import (
+from .._core.format.files import (
     MAX_SIDECAR_NBYTES,
     MAX_SIDECARS,
     MAX_SIDECARS_NBYTES,

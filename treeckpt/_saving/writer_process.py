@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from .._core.format.decoding import decode_msgpack
-from .._core.format.save_progress import progress_name
+from .._core.format.files import progress_name
 from .._io.comm.failures import Fault, to_fault
 from ..errors import CheckpointError
 from .agree import AgreedSave

@@ -12,7 +12,7 @@ import msgspec
 
 from .. import _api
 from .._arrays.lazy import LazyArray
-from .._core.format.file_names import step_of
+from .._core.format.files import step_of
 from .._foreign.checksums import ArchiveStorages
 from .._io.comm.comm import Comm, as_comm
 from .._io.storage.bucket import check_path

@@ -11,8 +11,7 @@ from functools import cached_property
 
 import msgspec
 
-from .._core.format.chunks import NoChunks
-from .._core.format.records import AliasRecord, ArrayRecord, Index, Leaf, ValueRecord
+from .._core.format.records import AliasRecord, ArrayRecord, Index, Leaf, NoChunks, ValueRecord
 from .._core.sharding.int_runs import Runs, decode_runs
 from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import Structure, empty_container_paths, paths_of

@@ -11,7 +11,7 @@ import pytest
 
 from tests.dashboard.helpers import SAVE, page, under_way
 from tests.helpers.large import write_many
-from treeckpt._core.format.save_progress import Progress, encode_progress, progress_name
+from treeckpt._core.format.files import Progress, encode_progress, progress_name
 from treeckpt._io.storage.process_owner import this_process
 from treeckpt_dashboard.runs.live import SaveRates, live_page
 from treeckpt_dashboard.store.library import Library

@@ -9,7 +9,7 @@ import treeckpt as tc
 from tests.helpers.background import until
 from tests.helpers.large import write_many
 from tests.helpers.memory_run import MemoryRun
-from treeckpt._core.format.file_names import PIN_NAME
+from treeckpt._core.format.files import PIN_NAME
 from treeckpt._io.storage.run_store import LocalRun
 from treeckpt._io.storage.store import LocalStore
 from treeckpt._runs import catalog

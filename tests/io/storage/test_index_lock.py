@@ -16,9 +16,8 @@ import treeckpt as tc
 from tests.crash.disks import remount, small_disk
 from tests.helpers.background import until
 from tests.helpers.s3 import ONCE, QUICK, S3
-from treeckpt._core.format.file_names import damaged_name, deleted_name, lock_name, step_name
+from treeckpt._core.format.files import Owner, Progress, damaged_name, deleted_name, lock_name, step_name
 from treeckpt._core.format.index import INDEX_NAME
-from treeckpt._core.format.save_progress import Owner, Progress
 from treeckpt._io.storage import index_lock, obstore, progress_file
 from treeckpt._io.storage.index_lock import held_locks, hold_for_repair, hold_lock, index_state, replace_index
 from treeckpt._io.storage.kept_file import LAPSE, Claim

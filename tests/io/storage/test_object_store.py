@@ -21,7 +21,7 @@ from tests.helpers.elsewhere import elsewhere
 from tests.helpers.s3 import BUCKET, MIB, ONCE, QUICK, S3, array, same
 from tests.helpers.world import LONG, assert_equal, errors_of, on_ranks, small_tree, whole_tree
 from treeckpt._cli.main import main
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 from treeckpt._core.format.shard_header import parse_shard_name
 from treeckpt._io.storage import multipart
 from treeckpt._io.storage import object_store as objects_module

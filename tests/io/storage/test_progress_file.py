@@ -14,7 +14,7 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.background import Hooked, session, until, writer_pid
-from treeckpt._core.format.save_progress import Progress, encode_progress, parse_progress_name, progress_name
+from treeckpt._core.format.files import Progress, encode_progress, parse_progress_name, progress_name
 from treeckpt._core.format.shard_header import parse_shard_name
 from treeckpt._io.comm.comm import SoloComm
 from treeckpt._io.storage import kept_file

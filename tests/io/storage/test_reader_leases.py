@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 import treeckpt as tc
-from treeckpt._core.format.file_names import lease_name
+from treeckpt._core.format.files import lease_name
 from treeckpt._io.storage import kept_file, leftovers, reader_leases
 from treeckpt._io.storage.process_owner import this_process
 from treeckpt._io.storage.reader_leases import has_readers, hold_lease, read_lease

@@ -19,19 +19,22 @@ from ..sharding.placements import BoxLayout, Layout, StridedShard, check_placeme
 from ..sharding.region import MAX_NDIM, is_c_order
 from ..text import count_text
 from ..tree.spec import BLOB_KINDS, ArraySpec
-from .chunks import BoxChunks, GridChunks, NoChunks, WholeChunk
+from .files import are_sound
 from .records import (
     AliasRecord,
     ArrayRecord,
     BlobRecord,
+    BoxChunks,
+    GridChunks,
     Index,
+    NoChunks,
     PerRankArrays,
     PerRankBlobs,
     PerRankValues,
     ValueRecord,
+    WholeChunk,
 )
 from .shard_header import MAX_HEADER, MAX_NBYTES, MAX_WORLD, SAVE_ID, padded_nbytes
-from .sidecars import are_sound
 
 MAX_FILES = 1 << 20
 """Rows of the table of files, which are expanded when the checkpoint is read."""

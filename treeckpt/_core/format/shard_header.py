@@ -24,7 +24,7 @@ import xxhash
 from ...errors import CorruptError, FormatError, TreeckptError
 from ..sharding.dtypes import DTYPES, dtype_of
 from ..sharding.region import MAX_NDIM, Region
-from .seals import check_seal, sealed
+from .decoding import check_seal, sealed
 
 VERSION = 1
 BLOCK = 256 << 10

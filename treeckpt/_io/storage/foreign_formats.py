@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ..._core.format.file_names import is_step_name, parse_file_name
+from ..._core.format.files import is_step_name, parse_file_name
 from ..._core.format.index import INDEX_NAME
 from ..._core.text import count_text
 from ...errors import CheckpointNotFound, CorruptError, StoreError

@@ -43,10 +43,17 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from ..._core.format.file_names import LockKind, damaged_name, deleted_name, lock_name, parse_file_name
+from ..._core.format.files import (
+    LockKind,
+    Owner,
+    damaged_name,
+    deleted_name,
+    lock_name,
+    parse_file_name,
+    parse_progress_name,
+)
 from ..._core.format.index import INDEX_NAME, MAX_INDEX, encode_index
 from ..._core.format.records import Index
-from ..._core.format.save_progress import Owner, parse_progress_name
 from ...errors import CheckpointError, CheckpointExists, TreeckptError
 from ..os_errors import FULL, shows_damage
 from .kept_file import LATE_PAUSES, KeptFile, encode_claim, read_claim

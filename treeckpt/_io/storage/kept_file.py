@@ -19,7 +19,7 @@ from functools import partial
 import msgspec
 
 from ..._core.format.decoding import decode_json
-from ..._core.format.save_progress import Owner
+from ..._core.format.files import Owner
 from ..._threads import start_unnamed_thread
 from ...errors import TreeckptError
 from ..os_errors import shows_damage

@@ -15,9 +15,16 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from ..._core.format.file_names import deleted_name, final_name, is_undecided, parse_file_name, writer_tag
+from ..._core.format.files import (
+    Owner,
+    deleted_name,
+    final_name,
+    is_undecided,
+    parse_file_name,
+    parse_progress_name,
+    writer_tag,
+)
 from ..._core.format.index import INDEX_NAME
-from ..._core.format.save_progress import Owner, parse_progress_name
 from ..._inspect.deletion import (
     CleanupTimes,
     FileInfo,

@@ -10,11 +10,10 @@ from itertools import count
 import msgspec
 
 from ..._core.format.check_index import check_against_files, needs_file_sizes
-from ..._core.format.file_names import PIN_NAME, is_undecided
+from ..._core.format.files import PIN_NAME, checksum, is_undecided, stored_name
 from ..._core.format.index import INDEX_NAME, MAX_INDEX, decode_index, rebuild
 from ..._core.format.records import Index
 from ..._core.format.shard_header import ShardHeader, parse_shard_name
-from ..._core.format.sidecars import checksum, stored_name
 from ..._core.format.timings import Timings, decode_timings, timings_name
 from ..._core.text import count_text
 from ...errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError, TreeckptError

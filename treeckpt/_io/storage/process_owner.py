@@ -11,7 +11,7 @@ import os
 import socket
 from pathlib import Path
 
-from ..._core.format.save_progress import Owner
+from ..._core.format.files import Owner
 
 _known: dict[int, Owner] = {}
 

@@ -15,12 +15,12 @@ from functools import partial
 
 import msgspec
 
-from ..._core.format.file_names import final_name
-from ..._core.format.save_progress import (
+from ..._core.format.files import (
     MAX_PROGRESS,
     Progress,
     decode_progress,
     encode_progress,
+    final_name,
     parse_progress_name,
     progress_name,
 )

@@ -14,8 +14,7 @@ import logging
 import secrets
 from collections.abc import Iterator
 
-from ..._core.format.file_names import lease_name, parse_file_name
-from ..._core.format.save_progress import Owner
+from ..._core.format.files import Owner, lease_name, parse_file_name
 from .kept_file import LAPSE, KeptFile, encode_claim, read_claim
 from .store import Store
 

@@ -25,8 +25,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ..._core.format.file_names import is_step_name
-from ..._core.format.seals import check_no_zeros
+from ..._core.format.decoding import check_no_zeros
+from ..._core.format.files import is_step_name
 from ...errors import CheckpointExists, CorruptError, StoreError
 from ..os_errors import shows_damage, wrap_read_error
 from .fetching import Consume, FileRange
