@@ -9,7 +9,7 @@ import msgspec
 
 from treeckpt._core.format.files import Progress
 from treeckpt._core.text import visible
-from treeckpt._io.storage.progress_file import FAR_PAUSE, read_progress
+from treeckpt._io.storage.kept_files import FAR_PAUSE, read_progress
 from treeckpt._runs.active_saves import SaveState, SaveUnderWay, waits_for_text
 from treeckpt._runs.checkpoint_info import CheckpointInfo
 from treeckpt.errors import TreeckptError

@@ -26,7 +26,7 @@ from tests.helpers.s3 import S3
 from treeckpt._core.format.files import parse_file_name, parse_progress_name, step_name
 from treeckpt._core.format.lineage import Lineage
 from treeckpt._io.comm.comm import SoloComm, ThreadComm
-from treeckpt._io.storage.store import LocalStore
+from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._runs.run import RunDirectory
 from treeckpt._saving.options import SaveOptions
 from treeckpt._saving.save import save_tree

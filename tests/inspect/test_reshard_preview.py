@@ -12,7 +12,7 @@ from treeckpt._core.sharding.placements import MeshLayout, Replicate, Shard, Str
 from treeckpt._core.tree.spec import ArraySpec
 from treeckpt._inspect.reshard_preview import bit_reversed_order, parse_mesh, parse_rules, plan_reshard
 from treeckpt._io.storage.checkpoint import Checkpoint
-from treeckpt._io.storage.store import LocalStore
+from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._io.timing import Recorder
 from treeckpt._loading.read_batch import ReadBatch, ReadOptions
 from treeckpt.errors import LayoutError

@@ -15,7 +15,7 @@ from treeckpt._core.format.shard_header import BLOCK, ShardEntry, ShardHeader, e
 from treeckpt._core.sharding.region import Region
 from treeckpt._core.tree.spec import ArraySpec
 from treeckpt._core.tree.structure import DictNode
-from treeckpt._io.storage.store import LocalStore
+from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._loading.peek import MAX_NBYTES, peek
 from treeckpt.errors import CorruptError, LayoutError, MismatchError
 

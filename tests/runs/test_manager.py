@@ -20,9 +20,9 @@ from treeckpt._core.format.files import PIN_NAME, deleted_name, parse_file_name,
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._core.format.shard_header import shard_name
 from treeckpt._io.comm.comm import thread_comms
+from treeckpt._io.storage.kept_files import hold_lease
 from treeckpt._io.storage.open import open_run
-from treeckpt._io.storage.reader_leases import hold_lease
-from treeckpt._io.storage.run_store import RunStore
+from treeckpt._io.storage.store import RunStore
 from treeckpt._io.timing import steady_clock
 from treeckpt._runs.catalog import scan
 from treeckpt._runs.run import RunDirectory

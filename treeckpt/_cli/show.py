@@ -40,8 +40,8 @@ from .._core.tree.spec import ArraySpec
 from .._inspect.diff import leaf_text
 from .._inspect.outline import Outline, OutlineRow
 from .._inspect.structure_text import structure_lines, structure_rows
-from .._io.storage.local_read import read_head
-from .._io.storage.metadata_files import NewestIndex
+from .._io.storage.checkpoint import NewestIndex
+from .._io.storage.local_files import read_head
 from .._io.storage.open import open_store
 from .._loading.one_checkpoint import opened
 from .._report.terminal import fail, print_facts, print_json, print_line, print_table

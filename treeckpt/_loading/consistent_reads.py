@@ -9,8 +9,7 @@ from typing import Any, TypeVar, cast
 
 from .._foreign.foreign_checkpoint import open_checkpoint
 from .._io.os_errors import shows_damage, wrap_read_error
-from .._io.storage.checkpoint import Checkpoint, Replaced
-from .._io.storage.metadata_files import KnownIndex
+from .._io.storage.checkpoint import Checkpoint, KnownIndex, Replaced
 from .._io.storage.store import Store
 from ..errors import CheckpointError, MismatchError, StoreError, TreeckptError
 from .overlay import Bank, as_bank

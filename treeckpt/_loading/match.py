@@ -26,8 +26,8 @@ from .._core.tree.sequences import SequenceReplacement
 from .._core.tree.spec import ArraySpec
 from .._io.comm.comm import Comm, global_rank, other_world_error, ranks_of_host
 from .._io.storage.checkpoint import Checkpoint
-from .._io.storage.fetching import FETCH_MEMORY
 from .._io.storage.memory import SlabAllocator
+from .._io.storage.store import FETCH_MEMORY
 from .._io.timing import Recorder
 from ..errors import MismatchError, TreeError
 from ..reports import LoadReport

@@ -10,8 +10,7 @@ from .._core.format.records import Index
 from .._foreign.foreign_checkpoint import open_checkpoint
 from .._io.os_errors import wrap_read_error
 from .._io.public_calls import takes_no_save
-from .._io.storage.checkpoint import Checkpoint
-from .._io.storage.metadata_files import OnShardsRead, read_sidecar
+from .._io.storage.checkpoint import Checkpoint, OnShardsRead, read_sidecar
 from .._io.storage.open import following
 from .._io.storage.store import Store
 from ..reports import VerifyReport

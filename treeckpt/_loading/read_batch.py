@@ -28,7 +28,7 @@ from .._core.sharding.region import Region, any_overlap, coalesce, intersect, is
 from .._core.tree.spec import ArraySpec
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.memory import PAGE_NBYTES, aligned_buffer
-from .._io.storage.page_cache import available_memory
+from .._io.storage.os_files import available_memory
 from .._io.timing import Recorder
 from ..errors import FormatError, TreeckptError
 from ..rules._assemble import only_chunk, pieces_of

@@ -37,11 +37,10 @@ from .._core.format.shard_header import (
     with_hashes,
 )
 from .._core.format.timings import timings_name
-from .._io.storage.checkpoint import Checkpoint
-from .._io.storage.index_lock import hold_for_repair, index_state, legible_save_id, replace_index
+from .._io.process import this_process
+from .._io.storage.checkpoint import Checkpoint, read_index, read_timings, rebuild_from_shards, replaced_meanwhile
+from .._io.storage.deletions import hold_for_repair, index_state, legible_save_id, replace_index
 from .._io.storage.memory import aligned_buffer
-from .._io.storage.metadata_files import read_index, read_timings, rebuild_from_shards, replaced_meanwhile
-from .._io.storage.process_owner import this_process
 from .._io.storage.store import DirectoryEntry, Store, Writer
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, FormatError, StoreError
 from ..reports import Repair, VerifyReport

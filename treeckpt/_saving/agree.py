@@ -41,12 +41,11 @@ from .._core.format.decoding import decode_msgpack
 from .._core.format.files import Progress, Sidecar
 from .._core.planning.rank_trees import GlobalTree, digest_of
 from .._core.tree.value_codec import Value, encode_value
-from .._io.comm.collective import Conclusion, Exchange, decode_each
+from .._io.comm.collective import NOT_COMMITTED, Conclusion, Exchange, decode_each
 from .._io.comm.comm import Comm, members_of
-from .._io.comm.failures import NOT_COMMITTED
 from .._io.comm.rounds import Round
 from .._io.os_errors import wrap_write_error, write_errors_wrapped
-from .._io.storage.progress_file import ProgressRecorder
+from .._io.storage.kept_files import ProgressRecorder
 from .._io.storage.store import Store
 from .._io.timing import Recorder
 from .future import PreviousSave

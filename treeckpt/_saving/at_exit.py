@@ -17,7 +17,7 @@ import time
 import weakref
 from typing import Protocol
 
-from .._io.process_end import call_at_end, call_in_forks, is_ending
+from .._io.process import call_at_end, call_in_forks, is_ending
 from ..errors import visible
 from .future import Pending
 

@@ -7,9 +7,9 @@ import contextlib
 from .._core.format.files import Progress
 from .._core.format.index import INDEX_NAME
 from .._io.os_errors import FULL, write_errors_wrapped
-from .._io.storage.leftovers import clear_leftovers, restore_index
-from .._io.storage.metadata_files import read_index
-from .._io.storage.progress_file import ProgressRecorder
+from .._io.storage.checkpoint import read_index
+from .._io.storage.deletions import clear_leftovers, restore_index
+from .._io.storage.kept_files import ProgressRecorder
 from .._io.storage.store import Store
 from .._threads import call_in_thread
 from ..errors import CheckpointError, CheckpointExists

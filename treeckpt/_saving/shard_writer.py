@@ -28,13 +28,12 @@ from .._core.format.timings import Host, Span, Timings, encode_timings, timings_
 from .._core.planning.save_plan import ChunkOffsets, FilePlan, SingleChunkOffset
 from .._core.sharding.int_runs import encode_runs
 from .._core.tree.value_codec import Value
-from .._io.comm.failures import Fault, to_fault
+from .._io.comm.collective import Fault, to_fault
 from .._io.os_errors import wrap_write_error
-from .._io.storage.index_lock import take_back_index, unlocked_sizes
-from .._io.storage.late_requests import send_late
-from .._io.storage.leftovers import clear_leftovers, delete_files
-from .._io.storage.metadata_files import read_index
-from .._io.storage.progress_file import ProgressRecorder
+from .._io.process import send_late
+from .._io.storage.checkpoint import read_index
+from .._io.storage.deletions import clear_leftovers, delete_files, take_back_index, unlocked_sizes
+from .._io.storage.kept_files import ProgressRecorder
 from .._io.storage.store import Store
 from .._io.timing import Recorder
 from .._threads import call_in_thread

@@ -16,7 +16,7 @@ from .._core.format.files import (
     is_sidecar_name,
     stored_name,
 )
-from .._io.storage.local_read import read_head
+from .._io.storage.local_files import read_head
 from .._io.storage.store import Store
 from .._threads import ThreadPool
 from ..errors import CorruptError, TreeError

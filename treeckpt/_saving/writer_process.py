@@ -21,7 +21,7 @@ import msgspec
 
 from .._core.format.decoding import decode_msgpack
 from .._core.format.files import progress_name
-from .._io.comm.failures import Fault, to_fault
+from .._io.comm.collective import Fault, to_fault
 from ..errors import CheckpointError
 from .agree import AgreedSave
 from .plan_cache import GlobalPlan

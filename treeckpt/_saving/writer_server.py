@@ -20,7 +20,7 @@ import numpy as np
 
 from .._core.format.timings import Span
 from .._core.planning.rank_trees import GlobalTree
-from .._io.comm.failures import Fault, to_fault
+from .._io.comm.collective import Fault, to_fault
 from .._io.timing import Recorder, RecorderSnapshot
 from .plan_cache import GlobalPlan, compute_plan
 from .process_channel import ProcessChannel, WriterGone

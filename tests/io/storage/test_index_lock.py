@@ -18,15 +18,20 @@ from tests.helpers.background import until
 from tests.helpers.s3 import ONCE, QUICK, S3
 from treeckpt._core.format.files import Owner, Progress, damaged_name, deleted_name, lock_name, step_name
 from treeckpt._core.format.index import INDEX_NAME
-from treeckpt._io.storage import index_lock, obstore, progress_file
-from treeckpt._io.storage.index_lock import held_locks, hold_for_repair, hold_lock, index_state, replace_index
-from treeckpt._io.storage.kept_file import LAPSE, Claim
-from treeckpt._io.storage.leftovers import file_facts
-from treeckpt._io.storage.metadata_files import read_index
-from treeckpt._io.storage.process_owner import this_process
-from treeckpt._io.storage.progress_file import ProgressRecorder
-from treeckpt._io.storage.reader_leases import hold_lease
-from treeckpt._io.storage.store import LocalStore, MemoryStore
+from treeckpt._io.process import this_process
+from treeckpt._io.storage import deletions, kept_files, obstore
+from treeckpt._io.storage.checkpoint import read_index
+from treeckpt._io.storage.deletions import (
+    file_facts,
+    held_locks,
+    hold_for_repair,
+    hold_lock,
+    index_state,
+    replace_index,
+)
+from treeckpt._io.storage.kept_files import LAPSE, Claim, ProgressRecorder, hold_lease
+from treeckpt._io.storage.local_store import LocalStore
+from treeckpt._io.storage.store import MemoryStore
 from treeckpt._io.storage.wrapped_store import WrappedStore
 from treeckpt._runs.run import RunDirectory
 from treeckpt.policy import Last
@@ -58,7 +63,7 @@ def test_a_save_is_committed_once_the_lock_is_gone(tmp_path: Path) -> None:
 
 
 def test_a_save_beside_an_endless_deletion_fails_and_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_lock, "LOCK_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(deletions, "LOCK_WAIT_SECONDS", 0.05)
     file = write_lock(tmp_path, ELSEWHERE)
     with pytest.raises(tc.CheckpointError, match=f"process 1 on another host deletes it.*delete {file.name}"):
         tc.save(tmp_path, {"n": 1})
@@ -356,7 +361,7 @@ def test_a_save_that_was_stopped_for_so_long_that_its_shards_are_gone_is_not_com
 
             super().publish(name, data, replace=replace, check=stopped_behind if name == INDEX_NAME else check)
 
-    monkeypatch.setattr(progress_file, "LAPSE", 0.0)
+    monkeypatch.setattr(kept_files, "LAPSE", 0.0)
     with pytest.raises(tc.CheckpointError, match="took the save for a dead one"):
         tc.save(Stopped(tmp_path), {"n": 1})
     assert INDEX_NAME not in os.listdir(tmp_path)

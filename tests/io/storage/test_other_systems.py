@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.other_systems import run_on
 from treeckpt._io.storage import os_files
-from treeckpt._io.storage.local_read import open_regular
+from treeckpt._io.storage.local_files import open_regular
 from treeckpt.errors import CorruptError
 
 
