@@ -89,7 +89,8 @@ class SaveRates:
     def rate(self, save: SaveUnderWay, now_ns: int) -> float | None:
         """Returns bytes per second, since the save began if it was requested only once; None if no time has passed.
 
-        A rank may renew its record every FAR_PROGRESS_PAUSE seconds only. Time without news beyond that lowers the rate.
+        A rank may renew its record every FAR_PROGRESS_PAUSE seconds only. Time without news beyond that
+        lowers the rate.
         """
         seen = self._seen.setdefault(save.save_id, deque(maxlen=64))
         self._seen.move_to_end(save.save_id)

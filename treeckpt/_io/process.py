@@ -116,6 +116,11 @@ def this_process() -> Owner:
     return owner
 
 
+def usable_cpus() -> int:
+    """Returns the number of processors that this process may run on; of the machine where the system does not tell."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _boot_id() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -10,7 +10,7 @@ from .._core.format.records import AliasRecord, ArrayRecord, Leaf, WholeChunk, c
 from .._core.sharding.dtypes import dtype_of
 from .._core.tree.spec import ArraySpec
 from .._io.storage.checkpoint import Checkpoint
-from .._io.storage.os_files import available_memory
+from .._io.storage.memory import available_memory
 from ..errors import CorruptError, MismatchError
 from ..rules._view import ComposedLeaf
 

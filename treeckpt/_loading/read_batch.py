@@ -27,8 +27,7 @@ from .._core.sharding.placements import MeshLayout, replicas_of
 from .._core.sharding.region import Region, any_overlap, coalesce, intersect, is_c_order
 from .._core.tree.spec import ArraySpec
 from .._io.storage.checkpoint import Checkpoint
-from .._io.storage.memory import PAGE_NBYTES, aligned_buffer
-from .._io.storage.os_files import available_memory
+from .._io.storage.memory import PAGE_NBYTES, aligned_buffer, available_memory
 from .._io.timing import Recorder
 from ..errors import FormatError, TreeckptError
 from ..rules._assemble import only_chunk, pieces_of

@@ -28,9 +28,10 @@ from .._inspect.profile import profile_of
 from .._io.os_errors import shows_damage, wrap_read_error
 from .._io.storage import checkpoint
 from .._io.storage.checkpoint import NewestIndex
+from .._io.storage.local_store import is_url, local_path
 from .._io.storage.open import open_run, open_store
 from .._io.storage.shard_reader import check_missing
-from .._io.storage.store import DirectoryEntry, RunStore, Store, is_url, local_path
+from .._io.storage.store import DirectoryEntry, RunStore, Store
 from .._threads import ThreadPool
 from ..errors import CheckpointNotFound, CorruptError, StoreError, TreeckptError
 from .active_saves import saves_under_way

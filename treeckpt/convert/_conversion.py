@@ -15,7 +15,8 @@ from .._arrays.lazy import LazyArray
 from .._core.format.files import step_of
 from .._foreign.checksums import ArchiveStorages
 from .._io.comm.comm import Comm, as_comm
-from .._io.storage.store import Store, check_path
+from .._io.storage.local_store import check_path
+from .._io.storage.store import Store
 from .._io.storage.wrapped_store import CountedStores, OnBytesRead
 from .._loading.match import LoadOptions
 from .._loading.overlay import Selection, globs_of

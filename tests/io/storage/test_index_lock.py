@@ -28,6 +28,7 @@ from treeckpt._io.storage.deletions import (
     hold_lock,
     index_state,
     replace_index,
+    take_index,
 )
 from treeckpt._io.storage.kept_files import LAPSE, Claim, ProgressRecorder, hold_lease
 from treeckpt._io.storage.local_store import LocalStore
@@ -215,13 +216,13 @@ def test_an_object_that_was_replaced_since_the_look_is_not_deleted(request: pyte
         return found == b"old"
 
     with pytest.raises(tc.CheckpointExists):
-        store.delete_if("index.json", holds=replaced_after_the_look, limit=99)
+        take_index(store, "aside", holds=replaced_after_the_look)
     assert store.read("index.json", limit=99) == b"new"
     with pytest.raises(tc.CheckpointExists):
-        store.delete_if("index.json", holds=lambda found: found == b"old", limit=99)
-    store.delete_if("index.json", holds=lambda found: True, limit=99)
+        take_index(store, "aside", holds=lambda found: found == b"old")
+    take_index(store, "aside", holds=lambda found: True)
     with pytest.raises(FileNotFoundError):
-        store.delete_if("index.json", holds=lambda found: True, limit=99)
+        take_index(store, "aside", holds=lambda found: True)
 
 
 @pytest.mark.parametrize("fault", ["503", "500", "cut", "lost"])
@@ -234,10 +235,10 @@ def test_a_failed_deletion_on_condition_is_repeated_and_never_sent_without(
         store.publish("index.json", b"old", replace=True)
         s3.rules({"match": "DELETE", "do": fault, "times": times})
         if gone and times == 1:
-            store.delete_if("index.json", holds=lambda found: True, limit=99)
+            take_index(store, "aside", holds=lambda found: True)
         else:
             with pytest.raises(tc.StoreError):
-                store.delete_if("index.json", holds=lambda found: True, limit=99)
+                take_index(store, "aside", holds=lambda found: True)
         log = s3.log()
         s3.rules()
         assert ("index.json" not in store.sizes()) is gone
@@ -249,7 +250,7 @@ def test_a_store_that_refuses_a_deletion_on_condition_is_asked_without(s3: S3) -
     store = s3.store()
     store.publish("index.json", b"old", replace=True)
     s3.rules({"match": "DELETE", "do": "403"})
-    store.delete_if("index.json", holds=lambda found: True, limit=99)
+    take_index(store, "aside", holds=lambda found: True)
     assert "index.json" not in store.sizes()
     assert [bool(row["condition"]) for row in s3.log() if row["method"] == "DELETE"] == [True, False]
 

@@ -19,10 +19,9 @@ import torch
 
 import treeckpt as tc
 from treeckpt._io.storage import local_files
-from treeckpt._io.storage.local_files import LocalReader, MappedReader
+from treeckpt._io.storage.local_files import LocalReader, MappedReader, is_cached
 from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._io.storage.memory import HUGE
-from treeckpt._io.storage.os_files import is_cached
 
 PAGE = mmap.PAGESIZE
 NBYTES = 1 << 20

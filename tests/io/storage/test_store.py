@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import treeckpt as tc
@@ -22,7 +23,7 @@ from treeckpt._io.storage.local_files import LocalReader
 from treeckpt._io.storage.local_store import FarStore, LocalStore
 from treeckpt._io.storage.memory import aligned_buffer
 from treeckpt._io.storage.open import open_store
-from treeckpt._io.storage.store import MemoryStore, Store
+from treeckpt._io.storage.store import DirectoryEntry, MemoryStore, Store
 from treeckpt._io.storage.wrapped_store import WrappedStore
 from treeckpt.testing import StoreSuite, write_file
 
@@ -38,6 +39,19 @@ class TestMemoryStore(StoreSuite):
     @pytest.fixture
     def store(self) -> Iterator[Store]:
         yield MemoryStore()
+
+
+class _Undated(MemoryStore):
+    """A store that does not know when its files were written."""
+
+    def entries(self) -> dict[str, DirectoryEntry]:
+        return {name: msgspec.structs.replace(entry, modified_ns=0) for name, entry in super().entries().items()}
+
+
+class TestStoreWithoutTimes(StoreSuite):
+    @pytest.fixture
+    def store(self) -> Iterator[Store]:
+        yield _Undated()
 
 
 class TestLocalStore(StoreSuite):
@@ -144,12 +158,9 @@ class TestLocalStoreBuffered(StoreSuite):
 
     @pytest.fixture(params=["at open", "at first use"])
     def store(self, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-        from treeckpt._io.storage import os_files
-
         fake = _NoDirect(at_open=request.param == "at open")
         monkeypatch.setattr(local_store, "os", fake)
         monkeypatch.setattr(local_files, "os", fake)
-        monkeypatch.setattr(os_files, "os", fake)
         store = LocalStore(tmp_path / "buffered")
         yield store
         store.close()

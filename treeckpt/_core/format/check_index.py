@@ -66,7 +66,7 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
         raise FormatError(name, expected="a time in nanoseconds", found="a number of more than 62 bits")
     if index.lineage is not None and not index.lineage.is_sound():
         raise FormatError(name, expected="a place in the run", found=f"{index.lineage!r:.80}")
-    if not are_sound(index.sidecars):
+    if index.sidecars and not are_sound(index.sidecars):
         raise FormatError(name, expected="names, sizes and checksums of sidecar files", found=f"{index.sidecars!r:.80}")
     _check_files(index, name, manifest)
     for spec in index.specs:

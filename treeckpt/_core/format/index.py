@@ -32,7 +32,6 @@ from ..tree.shared_subtrees import expand_shared_subtrees, extract_shared_subtre
 from ..tree.spec import ArraySpec
 from ..tree.structure import MAX_DEPTH, Structure, check_stack, leaf_count
 from .check_index import check_index
-from .decoding import check_seal, sealed
 from .records import (
     ArrayRecord,
     BoxChunks,
@@ -49,7 +48,7 @@ from .records import (
     encode_chunks,
     file_table,
 )
-from .shard_header import MAX_NBYTES, ShardHeader
+from .shard_header import MAX_NBYTES, ShardHeader, check_seal, sealed
 
 VERSION = 1
 INDEX_NAME = "index.json"

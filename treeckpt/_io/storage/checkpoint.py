@@ -110,7 +110,7 @@ def read_index_bytes(store: Store) -> bytes:
 def _listed(store: Store) -> dict[str, int]:
     """Returns the files of a store and their sizes in bytes; raises StoreError if they could not be listed."""
     try:
-        return store.live.sizes()
+        return store.listed().sizes()
     except OSError as error:
         raise wrap_read_error(error, store.url) from error
 

@@ -135,7 +135,7 @@ def held_locks(store: Store, names: Iterable[str]) -> dict[str, Owner | None]:
             return read_lock(store, name)
         return None, False
 
-    found = for_each(store, read, locks)
+    found = for_each(store, read, locks) if locks else ()
     return {name: owner for name, (owner, held) in zip(locks, found, strict=True) if held}
 
 
@@ -294,7 +294,10 @@ def take_index(store: Store, aside: str, *, holds: Callable[[bytes], bool] | Non
             store.rename(aside, INDEX_NAME, replace=False)
             raise
     elif store.traits.conditional and holds is not None:
-        store.delete_if(INDEX_NAME, holds=holds, limit=MAX_INDEX)
+        present, version = store.read_version(INDEX_NAME, limit=MAX_INDEX)
+        if not holds(present):
+            raise exists_error(store, INDEX_NAME)
+        store.delete(INDEX_NAME, version=version)
     else:
         store.delete(INDEX_NAME)
 

@@ -1,4 +1,4 @@
-"""Stores and runs in directories of a local or mounted file system.
+"""Stores and runs in directories of a local or mounted file system, and the paths that lead to them.
 
 A link in place of a step's directory is followed only with `follow_links`, or if the caller requests it; of links to
 files see `LocalStore`.
@@ -16,6 +16,7 @@ import itertools
 import mmap
 import os
 import pickle
+import re
 import secrets
 import stat
 import sys
@@ -24,13 +25,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
-from ..._core.format.decoding import check_no_zeros
 from ..._core.format.files import is_step_name
-from ...errors import CorruptError, StoreError
+from ..._core.format.shard_header import check_no_zeros
+from ...errors import CheckpointError, CorruptError, StoreError
 from ..os_errors import shows_damage, wrap_read_error
 from ..process import this_process
 from .bucket import FetchFailure, RangeResponse
@@ -40,14 +41,15 @@ from .local_files import (
     create_file,
     file_system,
     follows_links,
+    is_cached,
     linked_file,
     make_directory,
     open_regular,
     sync_directory,
+    sync_file,
     too_short,
 )
 from .memory import PAGE_NBYTES, aligned_buffer
-from .os_files import is_cached, sync_file
 from .requests_in_flight import RangeFetcher, RequestDepth
 from .store import (
     TEXT,
@@ -492,3 +494,61 @@ class FarStore(LocalStore):
 def _is_final(error: Exception) -> FetchFailure:
     """No error of a file system is tried again: the kernel has done so."""
     return FetchFailure(throttled=False, temporary=False)
+
+
+# paths and URLs -------------------------------------------------------------------------------------------------------
+
+OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "adl"})
+"""URL schemes that obstore serves; fsspec serves all others, except file://."""
+
+_LOCAL = ("file://", "local://")
+_LOST_SLASH = re.compile(rf"(?:^[a-zA-Z][\w+.-]+|(?<=/)(?:{'|'.join(sorted(OBJECT_SCHEMES))})):/(?=[^/])")
+"""The beginning of a URL of which `pathlib` or `os.path` has taken a slash away, also below a directory."""
+
+
+def is_url(path: object) -> TypeGuard[str]:
+    """Whether a path is a URL, other than that of a local directory."""
+    return isinstance(path, str) and "://" in path and not path.startswith(_LOCAL)
+
+
+def local_path(path: str) -> str:
+    """Returns the path of a file:// URL; a path is returned as it is.
+
+    Raises:
+        CheckpointError: the path is empty, which pathlib takes for the current directory, no file can have it, or it
+            is a URL that lost a slash.
+    """
+    check_path(path)
+    for scheme in _LOCAL:
+        path = path.removeprefix(scheme)
+    if lost := _LOST_SLASH.search(path):
+        url = path[lost.start() :]
+        raise CheckpointError(
+            "path",
+            expected="a path, or a URL with ://",
+            found=f"{url:.200}",
+            hint=f"Give {url.replace(':/', '://', 1):.200} as text, without pathlib and os.path, which make one slash "
+            f"of two; or ./{url:.200} for a local directory of this name",
+        )
+    if not path:
+        hint = "Pass '.' for the current directory"
+        raise CheckpointError("path", expected="a path, a URL or a store", found="an empty one", hint=hint)
+    return path
+
+
+def check_path(path: str) -> None:
+    """Checks that a file can have this path or URL.
+
+    Raises:
+        CheckpointError: it contains a zero byte, or code points that cannot be encoded.
+    """
+    try:
+        if is_url(path):
+            path.encode()  # unlike a path, a URL cannot hold undecodable bytes of a file name
+        if "\0" not in os.fsencode(path).decode("utf-8", "surrogateescape"):
+            return
+        found = "a zero in"
+    except UnicodeEncodeError:
+        found = "half of a pair of code points in"
+    hint = "Look for where the path comes from"
+    raise CheckpointError("path", expected="a path that a file can have", found=f"{found} {path!r:.200}", hint=hint)

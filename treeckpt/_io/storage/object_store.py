@@ -29,11 +29,11 @@ from ...errors import CorruptError, StoreError
 from .bucket import ObjectBucket, ObjectListing, RangeResponse, split_url
 from .fsspec import open_fsspec
 from .local_files import too_short
+from .local_store import OBJECT_SCHEMES, check_path
 from .memory import copy_bytes
 from .obstore import ObstoreBucket
 from .requests_in_flight import RangeFetcher, RequestDepth
 from .store import (
-    OBJECT_SCHEMES,
     Consume,
     DirectoryEntry,
     FileRange,
@@ -43,7 +43,6 @@ from .store import (
     StoreTraits,
     VersionTag,
     Writer,
-    check_path,
     exists_error,
 )
 from .wrapped_store import ListedStore

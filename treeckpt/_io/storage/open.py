@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from .local_store import LocalRun, LocalStore
+from .local_store import LocalRun, LocalStore, is_url, local_path
 from .object_store import ObjectRun, ObjectStore
-from .store import RunStore, Store, is_url, local_path
+from .store import RunStore, Store
 
 
 def following(path: Any, follow_links: bool) -> Any:

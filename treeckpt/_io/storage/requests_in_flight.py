@@ -30,8 +30,8 @@ import numpy as np
 
 from ..._threads import start_thread
 from ...errors import StoreError
+from ..process import usable_cpus
 from .bucket import FetchFailure, RangeResponse
-from .os_files import usable_cpus
 from .store import Consume, FileRange
 
 START = 64

@@ -1,5 +1,4 @@
-"""The store of one checkpoint, a flat directory of named files, and the run of several; the paths and URLs that lead to
-them.
+"""The store of one checkpoint, a flat directory of named files, and that of a run, the directory of several.
 
 A store writes large files in place under names that no other save uses, and publishes small files atomically. A shard
 is durable after `Writer.commit`, a published file when `publish` returns. `local_store` has it for local directories,
@@ -9,25 +8,24 @@ is durable after `Writer.commit`, a published file when `publish` returns. `loca
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
-import re
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from ..._threads import ThreadPool
-from ...errors import CheckpointError, CheckpointExists, CorruptError, StoreError
-from .local_files import (
-    too_short,
-)
+from ...errors import CheckpointExists, CorruptError, StoreError
+from .local_files import too_short
 
+AT_A_TIME = 64
+"""Calls at a time, each of which waits for one answer of the store or a few: at 40 ms an answer the headers of 100
+shards are read, and their index is made, in 0.35 s, and one after the other in 4.5 s."""
 FETCH_MEMORY = 512 << 20
 """Bytes that are on their way from a store that fetches, by default: 64 requests of 8 MiB."""
 
@@ -40,10 +38,11 @@ The bytes of one range come in order and one call at a time, those of several ra
 until the call ends. What lies behind the end of the file is left out; for a range without any byte in the file one call
 has no bytes.
 """
-
-
 TEXT = 32 << 20
 """Bytes of a text file that are read at a time: the first part of a larger file is checked before the rest is read."""
+
+T = TypeVar("T")
+F = TypeVar("F")
 
 
 class StoreTraits(msgspec.Struct, frozen=True):
@@ -166,11 +165,6 @@ class Store(ABC):
 
     def listed(self) -> Store:
         """Returns the store as it is now: what is asked of its entries sends no more requests, where it is far."""
-        return self
-
-    @property
-    def live(self) -> Store:
-        """The store that is listed anew each time it is asked, where this one is as it was `listed`."""
         return self
 
     def remove_directory(self) -> bool:
@@ -302,27 +296,12 @@ class Store(ABC):
             CheckpointExists: the content is another one, or was replaced meanwhile.
         """
         try:
-            found, version = self.read_version(name, limit=limit)
-            if not holds(found):
+            present, version = self.read_version(name, limit=limit)
+            if not holds(present):
                 raise exists_error(self, name)
             self.publish(name, data, replace=version)
         except FileNotFoundError:
             self.publish(name, data, replace=False)
-
-    def delete_if(self, name: str, *, holds: Callable[[bytes], bool], limit: int) -> None:
-        """Deletes a file of a `conditional` store if `holds` returns True for its content.
-
-        Args:
-            limit: the size of the content in bytes, at most.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            CheckpointExists: the content is another one, or was replaced meanwhile.
-        """
-        found, version = self.read_version(name, limit=limit)
-        if not holds(found):
-            raise exists_error(self, name)
-        self.delete(name, version=version)
 
     def check_condition(self, name: str, data: bytes, *, replaces: bool) -> None:  # noqa: B027
         """Finds out by a file that is there whether the store keeps the conditions of `publish` that a save needs.
@@ -521,71 +500,6 @@ class RunStore(ABC):
             StoreError: it could not be read.
         """
         return []
-
-
-# paths and URLs -------------------------------------------------------------------------------------------------------
-
-OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "adl"})
-"""URL schemes that obstore serves; fsspec serves all others, except file://."""
-
-_LOCAL = ("file://", "local://")
-_LOST_SLASH = re.compile(rf"(?:^[a-zA-Z][\w+.-]+|(?<=/)(?:{'|'.join(sorted(OBJECT_SCHEMES))})):/(?=[^/])")
-"""The beginning of a URL of which `pathlib` or `os.path` has taken a slash away, also below a directory."""
-
-
-def is_url(path: object) -> TypeGuard[str]:
-    """Whether a path is a URL, other than that of a local directory."""
-    return isinstance(path, str) and "://" in path and not path.startswith(_LOCAL)
-
-
-def local_path(path: str) -> str:
-    """Returns the path of a file:// URL; a path is returned as it is.
-
-    Raises:
-        CheckpointError: the path is empty, which pathlib takes for the current directory, no file can have it, or it
-            is a URL that lost a slash.
-    """
-    check_path(path)
-    for scheme in _LOCAL:
-        path = path.removeprefix(scheme)
-    if lost := _LOST_SLASH.search(path):
-        url = path[lost.start() :]
-        raise CheckpointError(
-            "path",
-            expected="a path, or a URL with ://",
-            found=f"{url:.200}",
-            hint=f"Give {url.replace(':/', '://', 1):.200} as text, without pathlib and os.path, which make one slash "
-            f"of two; or ./{url:.200} for a local directory of this name",
-        )
-    if not path:
-        hint = "Pass '.' for the current directory"
-        raise CheckpointError("path", expected="a path, a URL or a store", found="an empty one", hint=hint)
-    return path
-
-
-def check_path(path: str) -> None:
-    """Checks that a file can have this path or URL.
-
-    Raises:
-        CheckpointError: it contains a zero byte, or code points that cannot be encoded.
-    """
-    try:
-        if is_url(path):
-            path.encode()  # unlike a path, a URL cannot hold undecodable bytes of a file name
-        if "\0" not in os.fsencode(path).decode("utf-8", "surrogateescape"):
-            return
-        found = "a zero in"
-    except UnicodeEncodeError:
-        found = "half of a pair of code points in"
-    hint = "Look for where the path comes from"
-    raise CheckpointError("path", expected="a path that a file can have", found=f"{found} {path!r:.200}", hint=hint)
-
-
-AT_A_TIME = 64
-"""Calls at a time, each of which waits for one answer of the store or a few: at 40 ms an answer the headers of 100
-shards are read, and their index is made, in 0.35 s, and one after the other in 4.5 s."""
-T = TypeVar("T")
-F = TypeVar("F")
 
 
 def for_each(store: Store, call: Callable[[F], T], files: Sequence[F]) -> list[T]:

@@ -145,10 +145,6 @@ class ListedStore(WrappedStore):
     def listed(self) -> Store:
         return self.inner.listed()
 
-    @property
-    def live(self) -> Store:
-        return self.inner
-
 
 OnBytesRead = Callable[[int, int | None], object]
 """Takes how many bytes of files were read, and how many there are to read, None where that is not known."""
