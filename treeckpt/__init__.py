@@ -64,8 +64,9 @@ from ._core.tree.flatten import PerRank
 from ._core.tree.keyed_table import KeyedTable
 from ._core.tree.paths import path_keys, path_text
 from ._core.tree.spec import ArraySpec
+from ._io.storage.local_store import LocalStore
 from ._io.storage.object_store import ObjectRun, ObjectStore
-from ._io.storage.store import LocalStore, MemoryStore
+from ._io.storage.store import MemoryStore
 from ._loading.background import PendingLoad
 from ._loading.overlay import Bank, From
 from ._runs.manager import Manager

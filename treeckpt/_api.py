@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack, cast
 
 from ._arrays.digests import Comparison
 from ._arrays.stateful import state_tree
-from ._core.format.file_names import check_step
+from ._core.format.files import check_step
 from ._core.tree.flatten import flatten, replace_leaves
 from ._core.tree.leaf_differences import Strict
 from ._core.tree.paths import Selection, globs_of

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import msgspec
 
 from treeckpt._core.format.byte_map import Extent, extents_in_file
+from treeckpt._core.format.files import Sidecar
 from treeckpt._core.format.records import File, Index
-from treeckpt._core.format.sidecars import Sidecar
 from treeckpt._core.text import region_text, visible
 from treeckpt._inspect.outline import Outline
 from treeckpt._io.os_errors import shows_damage

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from treeckpt._core.format.sidecars import Sidecar
+from treeckpt._core.format.files import Sidecar
 from treeckpt._inspect.outline import Outline
-from treeckpt._io.storage.metadata_files import read_sidecar
+from treeckpt._io.storage.checkpoint import read_sidecar
 from treeckpt._io.storage.store import Store
 
 from ..pages.checkpoints import CheckpointRow

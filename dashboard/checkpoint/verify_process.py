@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from treeckpt._io.storage.counting_store import CountingStore
-from treeckpt._io.storage.far_store import for_reading
+from treeckpt._io.storage.local_store import for_reading
+from treeckpt._io.storage.wrapped_store import CountingStore
 from treeckpt._runs.statistics_store import StatisticsStore
 from treeckpt._runs.verification import DamagedPart, Verification, shown_parts, this_user, verify_folder
 from treeckpt.reports import Problem

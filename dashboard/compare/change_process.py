@@ -10,9 +10,9 @@ from pathlib import Path
 
 from treeckpt._core.tree.spec import BLOB_KINDS
 from treeckpt._inspect.diff import comparable, diff
-from treeckpt._io.storage.counting_store import CountingStore
-from treeckpt._io.storage.far_store import for_reading
+from treeckpt._io.storage.local_store import for_reading
 from treeckpt._io.storage.store import DirectoryEntry, Store
+from treeckpt._io.storage.wrapped_store import CountingStore
 from treeckpt._loading.compare import measured_pairs
 from treeckpt._loading.run_load import opened
 from treeckpt._runs.change_store import ChangeStore, ComparedSave

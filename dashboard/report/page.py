@@ -30,7 +30,7 @@ from treeckpt._inspect.diff import leaf_text
 from treeckpt._inspect.outline import Outline, OutlineRow
 from treeckpt._inspect.timing_report import TimingReport
 from treeckpt._inspect.treemap import TreemapKey
-from treeckpt._io.storage.metadata_files import NewestIndex
+from treeckpt._io.storage.checkpoint import NewestIndex
 from treeckpt._io.storage.open import open_store
 from treeckpt._runs import catalog
 from treeckpt._runs.checkpoint_info import CheckpointInfo, with_verification

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import msgspec
 
-from treeckpt._core.format.file_names import step_name, step_of
+from treeckpt._core.format.files import step_name, step_of
 from treeckpt._runs.checkpoint_info import CheckpointInfo, step_info
 from treeckpt._runs.policy_text import parse_keep
 from treeckpt.policy import Policy, kept

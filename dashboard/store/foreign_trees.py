@@ -10,13 +10,13 @@ from pathlib import Path
 
 import msgspec
 
-from treeckpt._core.format.file_names import is_step_name
+from treeckpt._core.format.files import is_step_name
 from treeckpt._core.text import bytes_text, visible
 from treeckpt._io.os_errors import shows_damage, wrap_read_error
 from treeckpt._io.storage.foreign_formats import DCP_METADATA, TORCH_SUFFIXES, describe_foreign
-from treeckpt._io.storage.local_read import follows_links
-from treeckpt._io.storage.run_store import LocalRun
-from treeckpt._io.storage.store import DirectoryEntry, LocalStore, Store
+from treeckpt._io.storage.local_files import follows_links
+from treeckpt._io.storage.local_store import LocalRun, LocalStore
+from treeckpt._io.storage.store import DirectoryEntry, Store
 from treeckpt._runs.checkpoint_info import CheckpointInfo
 from treeckpt.errors import FormatError, StoreError
 

@@ -24,7 +24,7 @@ from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._core.format.records import Index
 from treeckpt._foreign.files import foreign_at
 from treeckpt._io.os_errors import shows_damage
-from treeckpt._io.storage import metadata_files
+from treeckpt._io.storage import checkpoint
 from treeckpt._io.storage.store import DirectoryEntry, Store
 from treeckpt.errors import CorruptError, FormatError, StoreError, TreeckptError
 
@@ -194,7 +194,7 @@ class IndexReader:
         with self._building:
             if (found := self._open_file(key)) is None:
                 try:
-                    write_outline(metadata_files.read_index(folder), self._cache.outline_path(key))
+                    write_outline(checkpoint.read_index(folder), self._cache.outline_path(key))
                 except TreeckptError as error:
                     self._fail(key, error)
                     raise
@@ -245,7 +245,7 @@ def _read(run: str, name: str) -> Index:
         return with_found_chunks(index)
     folder = folder_at(run, name)
     send(JobProgress(0, folder.entries()[INDEX_NAME].nbytes, "read"))
-    return metadata_files.read_index(folder)
+    return checkpoint.read_index(folder)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -17,15 +17,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from treeckpt._core.format.file_names import step_of
+from treeckpt._core.format.files import step_of
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._core.format.timings import timings_name
 from treeckpt._core.text import visible
 from treeckpt._inspect.outline import Outline
 from treeckpt._inspect.timing_report import TimingReport
+from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._io.storage.open import open_run
-from treeckpt._io.storage.run_store import RunStore
-from treeckpt._io.storage.store import DirectoryEntry, LocalStore, Store
+from treeckpt._io.storage.store import DirectoryEntry, RunStore, Store
 from treeckpt._runs import catalog
 from treeckpt._runs.checkpoint_info import CheckpointInfo, with_verification
 from treeckpt._runs.stat_cache import LruStatCache, StatCache

@@ -14,7 +14,7 @@ from fastapi.responses import RedirectResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
-from treeckpt._io.storage.bucket import check_path
+from treeckpt._io.storage.local_store import check_path
 from treeckpt._runs.policy_text import KeepError
 from treeckpt._runs.verification import cache_directory
 from treeckpt.errors import TreeckptError

@@ -28,10 +28,9 @@ import treeckpt as tc
 from tests.helpers.world import on_ranks, small_tree
 from treeckpt._arrays.registry import decode
 from treeckpt._core.format.byte_map import extents_in_file, locate_chunks
+from treeckpt._core.format.files import Progress, decode_progress, encode_progress
 from treeckpt._core.format.index import INDEX_NAME, decode_index
-from treeckpt._core.format.save_progress import Progress, decode_progress, encode_progress
-from treeckpt._core.format.seals import sealed
-from treeckpt._core.format.shard_header import decode_header, header_nbytes
+from treeckpt._core.format.shard_header import decode_header, header_nbytes, sealed
 from treeckpt._core.format.timings import Span, Timings, decode_timings, encode_timings
 from treeckpt._core.tree.structure import Structure, paths_of, tables_of
 from treeckpt._core.tree.value_codec import Value

@@ -12,7 +12,7 @@ from treeckpt._core.sharding.placements import MeshLayout, Replicate, Shard
 from treeckpt._core.tree.flatten import PerRank
 from treeckpt._inspect.diff import comparable, diff
 from treeckpt._io.storage.checkpoint import Checkpoint
-from treeckpt._io.storage.store import LocalStore
+from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._loading.compare import delta_of, measured_pairs, value_changes, verdict_of
 from treeckpt.errors import CorruptError
 

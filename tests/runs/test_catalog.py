@@ -11,8 +11,8 @@ import pytest
 
 import treeckpt
 from tests.helpers.samples import MESH, write_checkpoint, write_mixed_run, write_run
+from treeckpt._core.format.files import Progress, encode_progress, progress_name
 from treeckpt._core.format.index import INDEX_NAME
-from treeckpt._core.format.save_progress import Progress, encode_progress, progress_name
 from treeckpt._core.format.timings import timings_name
 from treeckpt._core.sharding.int_runs import decode_runs
 from treeckpt._core.sharding.placements import MeshLayout, Replicate, Shard

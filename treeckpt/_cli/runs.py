@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from .._core.format.file_names import MAX_STEP, is_step_name, step_name, step_of
+from .._core.format.files import MAX_STEP, is_step_name, step_name, step_of
 from .._core.text import bytes_text, count_text
 from .._inspect.deletion import Removal, RetainedDirectory
 from .._io.storage.open import open_run

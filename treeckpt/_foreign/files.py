@@ -28,9 +28,10 @@ from .._core.sharding.region import Region, any_overlap, c_strides, flat_regions
 from .._core.tree.spec import ArraySpec
 from .._io.os_errors import shows_damage, wrap_read_error
 from .._io.storage.foreign_formats import HEAD, PADDLE_METADATA, format_of_head, format_of_names
-from .._io.storage.local_read import LocalReader, read_head
+from .._io.storage.local_files import LocalReader, read_head
+from .._io.storage.local_store import LocalStore
 from .._io.storage.open import local_directory, open_store
-from .._io.storage.store import DirectoryEntry, LocalStore, Store, StoreTraits
+from .._io.storage.store import DirectoryEntry, Store, StoreTraits
 from ..errors import CheckpointNotFound, CorruptError
 
 ReadComputed = Callable[[int, memoryview], object]

@@ -14,8 +14,8 @@ from .._core.tree.flatten import flatten
 from .._inspect.checksum_diff import Checksums
 from .._io.comm.comm import launched_rank
 from .._io.storage.checkpoint import Checkpoint
-from .._io.storage.far_store import for_reading
 from .._io.storage.foreign_formats import describe_foreign, names_text
+from .._io.storage.local_store import for_reading
 from .._io.storage.memory import PAGE_NBYTES
 from .._io.storage.open import open_store
 from .._io.storage.shard_reader import OpenedShard

@@ -19,9 +19,17 @@ import xxhash
 from .._arrays.base import LazyArray
 from .._arrays.describe import describe_tree
 from .._arrays.registry import encode
-from .._core.format.build_index import build_index
-from .._core.format.chunks import BoxChunks, Chunks, DeferredChunks, WholeChunk, encode_boxes
-from .._core.format.records import ArrayRecord, LeafRecord, file_table
+from .._core.format.records import (
+    ArrayRecord,
+    BoxChunks,
+    Chunks,
+    DeferredChunks,
+    LeafRecord,
+    WholeChunk,
+    build_index,
+    encode_boxes,
+    file_table,
+)
 from .._core.planning.load_plan import Chunk
 from .._core.planning.rank_trees import RankClass, merge_rank_trees
 from .._core.sharding.dtypes import dtype_of

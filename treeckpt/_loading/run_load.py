@@ -21,8 +21,7 @@ from .._foreign.foreign_checkpoint import open_checkpoint
 from .._io.comm.comm import Comm
 from .._io.os_errors import shows_damage, wrap_read_error
 from .._io.public_calls import gc_paused, takes_no_save
-from .._io.storage.checkpoint import Checkpoint, Replaced
-from .._io.storage.metadata_files import KnownIndex, OnShardsRead, read_sidecar
+from .._io.storage.checkpoint import Checkpoint, KnownIndex, OnShardsRead, Replaced, read_sidecar
 from .._io.storage.open import following
 from .._io.storage.store import Store
 from ..errors import CheckpointError, MismatchError, StoreError, TreeckptError

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from .._core.format.file_names import is_step_name, step_of
+from .._core.format.files import is_step_name, step_of
 from .._core.format.lineage import Lineage, LineageOrder, LineagePosition, SavedCheckpoint
 from .._core.text import visible
 from .._io.storage.store import Store

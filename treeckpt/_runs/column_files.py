@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from .._core.format.decoding import decode_json
-from .._io.storage.bucket import is_url, local_path
+from .._io.storage.local_store import is_url, local_path
 
 MAX_LINE = 1 << 16
 """Bytes of the line of JSON."""

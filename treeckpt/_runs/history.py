@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 
-from .._core.format.file_names import PIN_NAME
+from .._core.format.files import PIN_NAME
 from .._core.format.lineage import Lineage, SavedCheckpoint, next_lineage
 from ..errors import visible
 from .run import RunDirectory

@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
+from .._core.format.files import stored_name
 from .._core.format.lineage import Lineage
 from .._core.format.records import Index
-from .._core.format.sidecars import stored_name
 from .._core.tree.value_codec import Value, decode_value
 from .._inspect.outline import held_nbytes
-from .._io.storage.metadata_files import KnownIndex, NewestIndex, decode_and_check, read_index_bytes
+from .._io.storage.checkpoint import KnownIndex, NewestIndex, decode_and_check, read_index_bytes
 from .._io.storage.store import DirectoryEntry, Store
 from ..errors import TreeckptError
 from .stat_cache import StatCache

@@ -31,15 +31,14 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 import msgspec
 
 from .. import _api
-from .._core.format.file_names import check_step
+from .._core.format.files import check_step
 from .._core.tree.structure import key_text
 from .._io.comm.collective import ending_together, from_rank0
 from .._io.comm.comm import PrefixComm, as_comm
-from .._io.comm.termination import HEARTBEAT_TIMEOUT
+from .._io.process import HEARTBEAT_TIMEOUT
 from .._io.public_calls import check_options, saves, takes_no_save
-from .._io.storage.reader_leases import hold_lease
-from .._io.storage.run_store import RunStore
-from .._io.storage.store import Store
+from .._io.storage.kept_files import hold_lease
+from .._io.storage.store import RunStore, Store
 from .._loading.keywords import LoadKeywords
 from .._saving.background import save_async_tree
 from .._saving.options import SidecarContent, check_metadata

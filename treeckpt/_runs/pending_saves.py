@@ -15,7 +15,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import NamedTuple
 
-from .._core.format.file_names import step_name
+from .._core.format.files import step_name
 from .._saving.session import Pending, forget_at_exit, reset_after_fork
 from .._threads import call_in_thread
 from ..errors import CheckpointError

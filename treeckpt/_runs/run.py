@@ -1,12 +1,12 @@
 """Lists, pins and deletes the checkpoints of a run, in one process.
 
-A checkpoint is deleted in these steps: (1) a lock on the index is written, see `_io.storage.index_lock`; (2) if the
+A checkpoint is deleted in these steps: (1) a lock on the index is written, see `_io.storage.deletions`; (2) if the
 index still names that save, and no process reads or writes there, it is taken away and the directory synced: from now
 on it is no checkpoint; (3) readers' leases are checked once more, and a pin, which brings the index back; then the lock
 goes; (4) the other files are deleted, the index that was taken away last (in an object store a mark, which is written
 with the lock), then the directory. The next clean-up finds these files of a deletion that was killed, and ends it.
 
-`reader_leases` finds readers, `_inspect.deletion` decides what is deleted, `catalog` describes the checkpoints.
+`kept_files` finds readers, `_inspect.deletion` decides what is deleted, `catalog` describes the checkpoints.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functools import partial
 
 import msgspec
 
-from .._core.format.file_names import PIN_NAME, check_step, deleted_name, is_step_name, step_name, step_of
+from .._core.format.files import PIN_NAME, check_step, deleted_name, is_step_name, step_name, step_of
 from .._core.format.index import INDEX_NAME
 from .._core.format.lineage import SavedCheckpoint
 from .._inspect.deletion import (
@@ -33,22 +33,23 @@ from .._inspect.deletion import (
     plan_deletion,
 )
 from .._io.os_errors import write_errors_wrapped
-from .._io.storage.foreign_formats import describe_foreign, refuse_file
-from .._io.storage.index_lock import hold_lock, index_state, take_index
-from .._io.storage.leftovers import (
+from .._io.storage.checkpoint import NewestIndex
+from .._io.storage.deletions import (
     GRACE,
     delete_files,
     deletion_times,
     file_facts,
+    hold_lock,
     index_of_save,
+    index_state,
     plan_removal,
     remove_leftovers,
+    take_index,
 )
-from .._io.storage.metadata_files import NewestIndex
+from .._io.storage.foreign_formats import describe_foreign, refuse_file
+from .._io.storage.kept_files import has_readers
 from .._io.storage.open import open_run, open_store
-from .._io.storage.reader_leases import has_readers
-from .._io.storage.run_store import RunStore
-from .._io.storage.store import Store
+from .._io.storage.store import RunStore, Store
 from .._io.timing import steady_clock
 from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError, TreeckptError, visible
 from ..policy import Policy

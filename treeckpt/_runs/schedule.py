@@ -26,7 +26,7 @@ import msgspec
 from .._core.format.decoding import decode_msgpack
 from .._io.comm import waiting
 from .._io.comm.comm import Comm, PrefixComm
-from .._io.comm.termination import HEARTBEAT_TIMEOUT, TERMINATION
+from .._io.process import HEARTBEAT_TIMEOUT, TERMINATION
 from ..errors import RankError, TreeckptError
 from .loader_workers import LOADER_WORKERS
 

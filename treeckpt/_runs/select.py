@@ -10,12 +10,12 @@ import logging
 from collections.abc import Collection, Container, Iterator, Sequence
 from pathlib import Path
 
-from .._core.format.file_names import is_step_name, step_of
+from .._core.format.files import is_step_name, step_of
 from .._core.format.index import INDEX_NAME
 from .._core.text import count_text
-from .._io.storage.bucket import is_url
+from .._io.storage.checkpoint import KnownIndex, NewestIndex
 from .._io.storage.foreign_formats import describe_foreign
-from .._io.storage.metadata_files import KnownIndex, NewestIndex
+from .._io.storage.local_store import is_url
 from ..errors import CheckpointNotFound, StoreError, TreeckptError
 from ..policy import Best, best_of, unmeasured_text
 from .checkpoint_info import CheckpointInfo, step_info, with_verification

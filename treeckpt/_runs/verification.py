@@ -25,9 +25,8 @@ from pathlib import Path
 
 import msgspec
 
-from .._core.format.file_names import parse_file_name, verdict_name
+from .._core.format.files import checksum, parse_file_name, verdict_name
 from .._core.format.index import INDEX_NAME, MAX_INDEX
-from .._core.format.sidecars import checksum
 from .._core.text import visible
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.store import DirectoryEntry, Store

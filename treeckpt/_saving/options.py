@@ -11,8 +11,7 @@ from typing import Literal, Protocol, SupportsIndex
 import msgspec
 
 from .._arrays.digests import Comparison
-from .._core.format.lineage import Lineage
-from .._core.format.sidecars import (
+from .._core.format.files import (
     MAX_SIDECAR_NBYTES,
     MAX_SIDECARS,
     MAX_SIDECARS_NBYTES,
@@ -21,8 +20,9 @@ from .._core.format.sidecars import (
     checksum,
     is_sidecar_name,
 )
+from .._core.format.lineage import Lineage
 from .._core.tree.structure import check_unicode
-from .._io.storage.local_read import read_head
+from .._io.storage.local_files import read_head
 from ..errors import CorruptError, TreeckptError, TreeError
 
 BusyPolicy = Literal["wait", "skip", "error"]

@@ -12,13 +12,13 @@ import msgspec
 
 from .. import _api
 from .._arrays.base import LazyArray
-from .._core.format.file_names import step_of
+from .._core.format.files import step_of
 from .._core.tree.paths import Selection, globs_of
 from .._foreign.checksums import ArchiveStorages
 from .._io.comm.comm import Comm, as_comm
-from .._io.storage.bucket import check_path
-from .._io.storage.counting_store import CountedStores, OnBytesRead
+from .._io.storage.local_store import check_path
 from .._io.storage.store import Store
+from .._io.storage.wrapped_store import CountedStores, OnBytesRead
 from .._loading.match import LoadOptions
 from ..errors import CheckpointError, MismatchError
 from ..rules import Renaming, Rule, Transforms, as_rules

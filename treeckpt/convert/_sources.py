@@ -29,11 +29,10 @@ from .._foreign.files import elements_of, file_window, memory_array, open_foreig
 from .._foreign.foreign_records import most_nbytes
 from .._foreign.pickle_values import RefusedLeaf, refusal
 from .._foreign.sources import FOREIGN, check_exists, check_shape, directory_format, file_format, read_foreign
-from .._io.storage.checkpoint import Checkpoint
-from .._io.storage.counting_store import CountedStores
-from .._io.storage.metadata_files import read_sidecar
+from .._io.storage.checkpoint import Checkpoint, read_sidecar
 from .._io.storage.open import open_store
 from .._io.storage.store import Store
+from .._io.storage.wrapped_store import CountedStores
 from .._loading.match import Claims, LoadOptions
 from .._loading.read_batch import read_region
 from ..errors import TreeckptError

@@ -16,9 +16,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.stateful import Stateful
 
 from .. import errors
-from .._io.comm.collective import gather_errors
+from .._io.comm.collective import Fault, gather_errors
 from .._io.comm.comm import Comm, as_comm, world_size
-from .._io.comm.failures import Fault
 from .._io.storage.open import open_store
 from ..errors import CheckpointExists, CheckpointNotFound, MismatchError, RankError, TreeckptError
 from ._reader import DcpReader

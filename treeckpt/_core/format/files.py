@@ -1,8 +1,8 @@
-"""Builds and parses the names of the files in a checkpoint's directory.
+"""The files in a checkpoint's directory: their names, sidecar files, and the record of a save in progress.
 
     index.json                                   the commit
     shard-<rank>-of-<world>.<save id>.safetensors, timings.<save id>.json, progress-<rank>.<save id>.json
-    file.<save id>.<name>                        a sidecar file, see `_core.format.sidecars`
+    file.<save id>.<name>                        a sidecar file
     deleted.<save id>.json, deleted.<save id>.<id>.json
                                                  the save's checkpoint is being deleted; the second one holds the index
                                                  that was taken away
@@ -14,20 +14,28 @@
     .<one of these>.<id>.tmp                     a file that is being published; the id begins with the process's tag
 
 Files of any other name do not belong to treeckpt.
+
+A sidecar file is a small file, such as a config or a tokenizer, that belongs to a checkpoint. The index lists name,
+size and checksum of each. On disk the file `config.json` is `file.<save id>.config.json`: a save that replaces another
+has files of its own, and no name of an index points to another file.
+
+A progress record says how much of a save is written, and by which process. A rank keeps it until the save ends. No save
+or load depends on a record: it may be missing, old, or left by a save that was killed. Files of a save are removed
+early only where its coordinator's record proves that the save is dead; see `_inspect.deletion`.
 """
 
 from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Iterable
 from typing import Literal, SupportsIndex, cast
 
 import msgspec
+import xxhash
 
-from ...errors import TreeError
-from .save_progress import parse_progress_name
-from .shard_header import parse_shard_name
-from .sidecars import parse_stored_name
+from ...errors import FormatError, TreeError
+from .shard_header import MAX_NBYTES, MAX_WORLD, SAVE_ID, parse_shard_name
 
 PIN_NAME = "pinned.json"
 LockKind = Literal["deleting", "repairing"]
@@ -179,3 +187,161 @@ def step_of(name: str) -> int | None:
     """Parses the step from the name of a directory, None if it has none."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
+
+
+MAX_SIDECARS = 1000
+MAX_SIDECAR_NBYTES = 64 << 20
+"""Bytes of one file."""
+MAX_SIDECARS_NBYTES = 256 << 20
+"""Bytes of all files together, which are in memory until they are written."""
+MAX_SIDECAR_NAME = 128
+NAME_RULE = f"a plain name: up to {MAX_SIDECAR_NAME} of A-Z a-z 0-9 . _ + = @ -, not beginning with one of . + = @ -"
+
+_SIDECAR_NAME = re.compile(rf"\w[\w.+=@-]{{0,{MAX_SIDECAR_NAME - 1}}}", re.ASCII)
+_STORED = re.compile(r"file\.([0-9a-f]{16})\.(.+)")
+_CHECKSUM = re.compile(r"[0-9a-f]{16}")
+
+
+class Sidecar(msgspec.Struct, frozen=True):
+    """A sidecar file, as the index lists it."""
+
+    name: str
+    nbytes: int
+    xxh3: str
+    """The xxh3-64 of the content, as 16 hexadecimal digits."""
+
+
+def is_sidecar_name(name: str) -> bool:
+    """Returns whether a sidecar file can have this name."""
+    return _SIDECAR_NAME.fullmatch(name) is not None
+
+
+def stored_name(save_id: str, name: str) -> str:
+    """Returns the name of a sidecar file in its checkpoint's directory."""
+    return f"file.{save_id}.{name}"
+
+
+def parse_stored_name(name: str) -> tuple[str, str] | None:
+    """Returns the save id and name of a sidecar file from its name on disk; None for any other file."""
+    match = _STORED.fullmatch(name)
+    return (match[1], match[2]) if match is not None and is_sidecar_name(match[2]) else None
+
+
+def checksum(data: bytes | bytearray) -> str:
+    """Returns the checksum of a content, as the index holds it."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def are_sound(sidecars: tuple[Sidecar, ...]) -> bool:
+    """Returns whether a save can have written this list."""
+    each = all(
+        is_sidecar_name(one.name) and 0 <= one.nbytes <= MAX_SIDECAR_NBYTES and _CHECKSUM.fullmatch(one.xxh3)
+        for one in sidecars
+    )
+    return len(sidecars) <= MAX_SIDECARS and each and not alike_names([one.name for one in sidecars])
+
+
+def alike_names(names: Iterable[str]) -> list[str]:
+    """Returns the names that differ from an earlier one at most in case: some file systems do not tell them apart."""
+    seen: set[str] = set()
+    found: list[str] = []
+    for name in names:
+        if name.lower() in seen:
+            found.append(name)
+        seen.add(name.lower())
+    return found
+
+
+SavePhase = Literal["write", "commit"]
+MAX_RECORDED_STEP = (1 << 63) - 1
+MAX_PROGRESS = 4096
+"""The most bytes that a record has."""
+_PROGRESS_NAME = re.compile(r"progress-([0-9]{5,9})\.([0-9a-f]{16})\.json")
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """The process that wrote a file."""
+
+    host: str
+    pid: int
+    boot: str = ""
+    """Identifies a boot of the host and a namespace of processes on it; empty where the system gives none."""
+    started: int = 0
+    """Start of the process in ticks since the boot: another process may get the same pid later."""
+
+    @property
+    def tag(self) -> str:
+        """8 hexadecimal digits that identify this process in the names of its temporary files."""
+        return xxhash.xxh3_64_hexdigest(f"{self.host} {self.pid} {self.boot} {self.started}".encode())[:8]
+
+
+class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank's part of a save in progress."""
+
+    save_id: str
+    rank: int
+    world: int
+    step: int | None
+    phase: SavePhase
+    """write: shards are being written; commit: this rank's shards are durable, and it waits for the others."""
+    written: int
+    """Bytes of arrays written so far."""
+    planned: int
+    """Bytes of arrays that this rank will write in all."""
+    started_ns: int
+    """Unix time at which the save began, by the rank's clock."""
+    updated_ns: int
+    """Unix time of the last change in the other fields: an old one belongs to a save that hangs, or was killed."""
+    alive_ns: int = 0
+    """Unix time of this record, which is renewed as long as the save lasts."""
+    owner: Owner | None = None
+    """The process whose end is the end of this rank's part; None if the record names none."""
+
+    @property
+    def fraction(self) -> float:
+        """The part that is written, from 0 to 1."""
+        return fraction_of(self.written, self.planned)
+
+
+_PROGRESS = msgspec.json.Decoder(Progress)
+
+
+def fraction_of(written: int, planned: int) -> float:
+    """Returns the part that is written, from 0 to 1; 1 where there are no bytes to write."""
+    return min(written / planned, 1.0) if planned > 0 else 1.0
+
+
+def progress_name(rank: int, save_id: str) -> str:
+    """Returns the file name of a record."""
+    return f"progress-{rank:05d}.{save_id}.json"
+
+
+def parse_progress_name(name: str) -> tuple[int, str] | None:
+    """Parses (rank, save id) from a record's file name, None for any other name."""
+    match = _PROGRESS_NAME.fullmatch(name)
+    return (int(match[1]), match[2]) if match else None
+
+
+def encode_progress(progress: Progress) -> bytes:
+    """Encodes the file."""
+    return msgspec.json.encode(progress)
+
+
+def decode_progress(data: bytes, name: str) -> Progress:
+    """Decodes the file.
+
+    Raises:
+        FormatError: it is no progress record of treeckpt.
+    """
+    try:
+        if len(data) > MAX_PROGRESS:
+            raise ValueError(f"{len(data)} bytes")
+        found = _PROGRESS.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise FormatError(name, expected="a record of progress", found=f"{error}"[:200]) from error
+    known = SAVE_ID.fullmatch(found.save_id) is not None and 0 <= found.rank < found.world <= MAX_WORLD
+    numbers = (found.written, found.planned, found.started_ns, found.updated_ns, found.alive_ns)
+    bounded = min(numbers) > -MAX_NBYTES and max(numbers) < MAX_NBYTES and abs(found.step or 0) <= MAX_RECORDED_STEP
+    if not known or min(found.written, found.planned) < 0 or not bounded:
+        raise FormatError(name, expected="a rank's progress in a save", found=f"{found!r:.200}")
+    return found

@@ -1,4 +1,4 @@
-"""Fetches many byte ranges of remote objects at once: as many requests in flight as the store rewards.
+"""Requests to a remote store: as many in flight as its rate rewards, for ranges that are read and parts that are sent.
 
 A remote store answers one request after tens of milliseconds and gives each connection a part of its rate, so the rate
 of a load is the number of requests in flight times the bytes of one, over the time that one takes. `RangeFetcher` keeps
@@ -6,6 +6,11 @@ that many in flight within a budget of memory, gives up places when the store th
 requests that fail for a moment, and sends a second one for a request that takes far longer than the others. Bytes are
 consumed piece by piece as they arrive: hardly any memory is needed beyond where they go, and each byte is in the cache
 of the processor while it is copied and hashed.
+
+obstore takes the content of an upload in order, keeps the memory of each part until its request has ended, and repeats
+a request that fails by itself, after a pause that grows while the store throttles. To `UploadWindow` a part so ends
+when nothing refers to its memory any more; its bytes are not copied. That the store throttles is seen by parts that
+take far longer than the fastest one: then half as many are in flight.
 """
 
 from __future__ import annotations
@@ -14,17 +19,204 @@ import bisect
 import random
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
+from typing import Literal
 
 import msgspec
+import numpy as np
 
 from ..._threads import start_thread
 from ...errors import StoreError
+from ..process import usable_cpus
 from .bucket import FetchFailure, RangeResponse
-from .fetching import Consume, FileRange
-from .request_depth import RequestDepth, first_depth
+from .store import Consume, FileRange
+
+START = 64
+"""Requests in flight at first: 8 MiB each, at 40 ms and 90 MB/s a connection, come to 4 GB/s."""
+PER_CPU = 16
+"""Requests in flight at first for each processor, up to `START`: one sends or receives less than 1 GB/s. More of them
+fill the buffers of the sockets: two processors read 0.54 GB in 0.59 s with 32 and in 0.73 s with 64, and sent them in
+0.65 s and in 0.75 s."""
+MAX_REQUESTS = 192
+"""Requests in flight, at most."""
+WINDOW = 0.25
+"""Seconds over which a rate is measured, at least."""
+GAIN = 1.1
+"""Part by which the rate must rise for more requests in flight to stay."""
+ENOUGH_RATE_SHARE = 0.95
+"""Part of the rate that fewer requests in flight must reach to be enough."""
+FEWEST = 8
+"""Requests in flight below which none is tried to be saved."""
+CHANGED = 2.0
+"""The depth is looked for again when the rate has risen or fallen by this factor since it was found."""
+
+
+def first_depth(per_cpu: int = PER_CPU) -> int:
+    """Returns the requests in flight at first, on this machine."""
+    return min(per_cpu * usable_cpus(), START)
+
+
+class RequestDepth:
+    """The number of requests in flight: raised while the rate rises with it, halved when the store throttles.
+
+    Where more gain nothing, fewer are tried: near stores need few, and a store whose refusals are hidden by retries
+    gets slower with too many.
+    """
+
+    def __init__(self, depth: int = START, *, most: int = MAX_REQUESTS) -> None:
+        self.depth, self._most = depth, most
+        self._begin, self._nbytes, self._ended = 0.0, 0, 0
+        self._known: tuple[int, float] | None = None
+        """Depth and rate before it was changed last; the rate of the largest that was worth it while it is lowered."""
+        self._trying: Literal["more", "fewer", "none"] = "more"
+        self._halved_at = -1.0
+
+    def restart(self, now: float) -> None:
+        """Begins to measure at time `now` in seconds: after a pause without requests, and with another depth."""
+        self._begin, self._nbytes, self._ended = now, 0, 0
+
+    def add(self, nbytes: int, now: float) -> None:
+        """Counts a request that succeeded at time `now`."""
+        self._nbytes += nbytes
+        self._ended += 1
+        if self._ended < self.depth or now - self._begin < WINDOW:
+            return
+        rate = self._nbytes / (now - self._begin)
+        self.restart(now)
+        if self._halved_at >= 0:
+            self.depth = min(self.depth + 1, self._most)
+        else:
+            self._adapt(rate)
+
+    def _adapt(self, rate: float) -> None:
+        """Changes the depth after a window with a rate."""
+        before, best = self._known or (self.depth, 0.0)
+        if self._trying == "none":
+            if not best / CHANGED < rate < best * CHANGED:
+                self._trying, self._known = "more", None
+        elif self._trying == "more" and rate >= best * GAIN:
+            self._known = self.depth, rate
+            self.depth = min(self.depth * 3 // 2, self._most)
+            if self.depth == self._known[0]:
+                self._trying = "none"
+        elif self._trying == "more" or rate >= best * ENOUGH_RATE_SHARE:
+            enough = before if self._trying == "more" else self.depth
+            self._known = enough, best
+            self.depth = max(enough * 2 // 3, min(FEWEST, enough))
+            self._trying = "fewer" if self.depth < enough else "none"
+        else:
+            self.depth, self._trying = before, "none"
+
+    def throttle(self, started: float, now: float, *, least: int = 1) -> None:
+        """Halves the depth for a refusal, down to `least`; once for all requests in flight at the last time."""
+        if started > self._halved_at:
+            self.depth, self._halved_at = max(self.depth // 2, min(least, self.depth)), now
+            self.restart(now)
+
+
+MAX_PARTS_IN_FLIGHT = 128
+"""Parts in flight, at most. obstore looks for parts that failed when so many have been started, and at the end."""
+LATE, LATE_SECONDS = 4.0, 1.0
+"""A part is late that takes so many times as long as the fastest of about its size, and so many seconds longer: it was
+refused, or parts in flight share a rate that far fewer would reach. To a store that takes 8 requests at a time, 128
+parts of 5 MiB take 15 s with half as many in flight after each late one, and 58 s with all of them."""
+NEAR, NEAR_PER_CPU = 0.006, 4
+"""Seconds within which an answer is that of a store so near that few parts in flight, for each processor, keep it busy:
+537 MB at 1 ms and 1,000 MB/s a connection took two of them 0.57 s with 32 and 0.54 s with 8."""
+FAR_ANSWER_SECONDS = 0.1
+"""Seconds after which an answer is that of a store so far away that processors wait even with `START` parts in flight:
+537 MB at 150 ms and 30 MB/s a connection took two of them 1.9 s with 32 and 1.5 s with 64."""
+
+
+class _UploadPart:
+    """One part: done when all of it was taken and nothing refers to any of its pieces."""
+
+    def __init__(self, window: UploadWindow) -> None:
+        self._window, self._nbytes, self._pieces, self._whole = window, 0, 0, False
+        self._sent = 0.0
+        """When all of it was taken."""
+
+    def take(self, piece: np.ndarray) -> np.ndarray:
+        with self._window.changed:
+            self._nbytes += len(piece)
+            self._pieces += 1
+        weakref.finalize(piece, self._let_go).atexit = False
+        return piece
+
+    def close(self) -> None:
+        with self._window.changed:
+            self._whole, self._sent = True, time.monotonic()
+            if not self._pieces:
+                self._window.leave(self._nbytes, self._sent)
+
+    def _let_go(self) -> None:
+        with self._window.changed:
+            self._pieces -= 1
+            if self._whole and not self._pieces:
+                self._window.leave(self._nbytes, self._sent)
+
+
+class UploadWindow:
+    """Counts the parts in flight of all uploads to one bucket."""
+
+    def __init__(self) -> None:
+        self.depth = RequestDepth(first_depth(), most=MAX_PARTS_IN_FLIGHT)
+        # an RLock: the last reference to a piece may end in a thread that holds the lock
+        self.changed = threading.Condition(threading.RLock())
+        self.in_flight = 0
+        self._fastest: dict[int, float] = {}
+        """Seconds of the fastest part, by the power of two of its bytes."""
+
+    def expect(self, seconds: float) -> None:
+        """Takes how long a small request took; before the first part it says how many to begin with."""
+        with self.changed:
+            if not self._fastest and not self.in_flight and not NEAR < seconds < FAR_ANSWER_SECONDS:
+                depth = START if seconds >= FAR_ANSWER_SECONDS else first_depth(NEAR_PER_CPU)
+                self.depth = RequestDepth(depth, most=MAX_PARTS_IN_FLIGHT)
+
+    def stream(self, blocks: Iterable[memoryview], part_nbytes: int) -> Generator[np.ndarray]:
+        """Yields the blocks, uint8[n], cut where a part ends; waits before each part until it may be in flight."""
+        part, room = None, 0
+        try:
+            for block in blocks:
+                data, at = np.frombuffer(block, np.uint8), 0
+                while at < len(data):
+                    if part is None:
+                        part, room = self._enter(), part_nbytes
+                    size = min(room, len(data) - at)
+                    at, room = at + size, room - size
+                    yield part.take(data[at - size : at])
+                    if not room:
+                        part.close()
+                        part = None
+                del data, block  # nothing may refer to memory that is sent while the next block is waited for
+        finally:
+            if part is not None:
+                part.close()
+
+    def _enter(self) -> _UploadPart:
+        with self.changed:
+            while self.in_flight >= self.depth.depth:
+                self.changed.wait()
+            if not self.in_flight:
+                self.depth.restart(time.monotonic())
+            self.in_flight += 1
+        return _UploadPart(self)
+
+    def leave(self, nbytes: int, sent: float) -> None:
+        """Counts a part of `nbytes` bytes, all taken at `sent`, that is in flight no longer."""
+        now = time.monotonic()
+        seconds, size = now - sent, nbytes.bit_length()
+        fastest = self._fastest[size] = min(self._fastest.get(size, seconds), seconds)
+        self.in_flight -= 1
+        self.depth.add(nbytes, now)
+        if seconds > max(LATE * fastest, fastest + LATE_SECONDS):
+            self.depth.throttle(sent, now, least=FEWEST)
+        self.changed.notify_all()
+
 
 SMALL_REQUEST_DIVISOR = 4096
 """A request for less than one part of so many of the memory, as for a header or the end of a shard, takes no place of
