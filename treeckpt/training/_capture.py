@@ -20,12 +20,10 @@ from .._core.tree.structure import key_text
 from .._io.public_calls import checks_options
 from .._loading.overlay import Selection, globs_of
 from ..errors import TreeError
-from ._groups import labels_of
-from ._modules import Modules, StateDictEntry, collect_entries
-from ._names import key_path, nested, with_metadata
+from ._groups import labels_of, to_groups
+from ._modules import Modules, StateDictEntry, collect_entries, key_path, nested, with_metadata
 from ._optimizers import NamedOptimizer, Optimizers, groups_of, name_optimizers, optimizer_chain, trees_of
-from ._rng import rng_state
-from ._schedules import to_groups
+from ._rank_state import rng_state
 from ._user_state import check_loader, loader_state
 
 Buffers = Literal["replicated", "first", "same", "per_rank"]

@@ -23,8 +23,7 @@ from .._core.tree.tensor_parts import check_same_tensors
 from ..errors import MismatchError
 from ..rules._reshape_rules import check_scaled
 from ._groups import BY_SCHEDULERS
-from ._modules import StateDictEntry
-from ._names import key_path
+from ._modules import StateDictEntry, key_path
 from ._sources import RestoreSource
 
 

@@ -19,8 +19,7 @@ from ..errors import FormatError, MismatchError
 from ..rules._rules import Carried, Rule
 from ..rules._view import ComposedLeaf, view_of
 from ._groups import ParamGroup, labels_of
-from ._modules import Modules, collect_entries
-from ._names import Key, key_path, parse_key
+from ._modules import Key, Modules, collect_entries, key_path, parse_key
 from ._optimizers import NamedOptimizer, Optimizers, groups_of, is_lbfgs, name_optimizers, optimizer_names
 
 _STATE, _GROUPS = "state", "param_groups"

@@ -49,7 +49,7 @@ from ..rules._view import ComposedLeaf, View, view_of
 from ..trees import _moving
 from ..trees._per_rank_state import Policy, load_own
 from ._groups import is_same
-from ._names import Key, key_path
+from ._modules import Key, key_path
 
 OnReport = Callable[[LoadReport], None]
 OWN = "/~rank*"
