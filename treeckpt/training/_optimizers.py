@@ -62,7 +62,7 @@ class NamedOptimizer(msgspec.Struct, dict=True):
         """Those whose state is here, in the order of the groups."""
         return self.numbering.parameters
 
-    @property
+    @cached_property
     def innermost(self) -> Any:
         """The innermost optimizer, which creates the state of parameters; None if its wrappers add state."""
         inner = optimizer_chain(self.stateful)[-1]

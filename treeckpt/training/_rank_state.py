@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from .._core.text import count_text
+from .._core.tree.flatten import PerRank
 from .._io.comm.comm import Comm
 from ..errors import MismatchError
 from ..trees._per_rank_state import Policies, Policy, check_parts, policy_of, refused
@@ -40,31 +41,41 @@ class RankState:
         self._policies: Policies = policies
         self.notes: dict[str, str] = {}
         """What became of each part that another number of ranks had saved."""
+        self.to_fill: dict[str, Any] = {}
+        """The parts that are to be filled with all other arrays."""
 
-    def load(self, part: str, default: Policy = "error") -> Any:
+    def load(self, part: str, default: Policy = "error", *, later: bool = False) -> Any:
         """Returns this rank's state of a part at the root.
+
+        Args:
+            later: leaves a part of one rank that saved to be filled.
 
         Raises:
             MismatchError: it is refused.
         """
         policy, saved = policy_of(self._policies, part) or default, self._source.world_of(part)
-        found = self._source.own(part, policy)
+        is_one = saved == self._comm.size or policy == "take"
+        made = self._source.own_to_fill(part) if later and is_one else None
+        if made is None:
+            found = self._source.own(part, policy)
+        else:
+            self.to_fill[part], found = made, made.value if isinstance(made, PerRank) else made
         if saved != self._comm.size:
             self.notes[part] = f"merged of {count_text(saved, 'rank')}" if callable(policy) else self._taken(saved)
         return found
 
     def load_generators(self) -> Any:
-        """Returns this rank's state of the random number generators; None where they stay as they are.
+        """Returns this rank's state of the random number generators, to be filled; None where they stay as they are.
 
         Raises:
             MismatchError: it is refused, or is not the state of generators.
         """
         here, saved = self._comm.size, self._source.world_of("rng")
         if here == saved or policy_of(self._policies, "rng") is not None:
-            state = self.load("rng")
+            state = self.load("rng", later=True)
         elif here < saved:
             self._warn(saved, "continue where those of the same rank were", "does that without this warning")
-            state = self.load("rng", "take")
+            state = self.load("rng", "take", later=True)
         else:
             self._warn(
                 saved,

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from .._arrays.stateful import plan_state
 from .._core.text import bytes_text, count_text, seconds_text
-from .._core.tree.flatten import PerRank
+from .._core.tree.flatten import PerRank, flatten
 from .._core.tree.leaf_differences import Strict, some_of
 from .._core.tree.structure import PerRankNode, TensorNode, key_text
 from .._io.comm.comm import Comm, as_comm
@@ -644,6 +644,7 @@ class _Restore:
             if before is not None:  # the load code may run again, with an older checkpoint
                 before.put_back({})
             raise
+        beside = [getattr(leaf, "nbytes", 0) for _, leaf in flatten(self.own.to_fill, rank=self.comm.rank)[1]]
         self.ignored += apply_optimizers(self.plans)
         held = held_values(all_groups(self.targets.optimizer))
         for action in self.last:
@@ -660,8 +661,8 @@ class _Restore:
         return RestoreReport(
             self.source.url,
             self.source.step,
-            sum(load.loaded for load in (filled, *self.filled_before)),
-            sum(load.nbytes for load in (filled, *self.filled_before, *self.returned)),
+            sum(load.loaded for load in (filled, *self.filled_before)) - len(beside),
+            sum(load.nbytes for load in (filled, *self.filled_before, *self.returned)) - sum(beside),
             sum(load.read_nbytes for load in (filled, *self.filled_before, *self.returned)),
             time.perf_counter() - self.began,
             tuple(self.missing),
@@ -734,4 +735,4 @@ class _Restore:
                     put_in(target["optimizer"], key, moments)
         if self.targets.fills_extra and "extra" in self.parts:
             target["extra"] = self.extra
-        return target
+        return target | self.own.to_fill

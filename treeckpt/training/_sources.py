@@ -15,11 +15,11 @@ import msgspec
 from .. import _api
 from .._arrays.dtensor import is_dtensor
 from .._arrays.expanded_tree import expand_states, state_tree
-from .._arrays.registry import abstract_of, decode
+from .._arrays.registry import abstract_of, decode, new_array, resolve
 from .._core.format.records import AliasRecord, ArrayRecord, BlobRecord, Leaf, ValueRecord
 from .._core.sharding.placements import Layout, MeshLayout, Replicate, held_by
 from .._core.sharding.region import Region
-from .._core.tree.flatten import PerRank, flatten
+from .._core.tree.flatten import PerRank, child_of_rank, flatten, unflatten
 from .._core.tree.globs import compile_globs
 from .._core.tree.merge import merge_sources
 from .._core.tree.spec import ArraySpec
@@ -128,6 +128,10 @@ class RestoreSource(Protocol):
 
     def own(self, name: str, policy: Policy) -> Any:
         """Returns this rank's state of a per-rank part."""
+        ...
+
+    def own_to_fill(self, name: str) -> Any:
+        """Returns this rank's part for `fill`: new arrays, None for values; None for a tree in memory, which has it."""
         ...
 
     def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False) -> LoadReport:
@@ -352,6 +356,9 @@ class CheckpointSource:
     def part(
         self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = (), lenient: bool = False
     ) -> Any:
+        node = descend(self.structure, (name,))
+        if not select and not lenient and (values := self._values(name, node)) is not None:
+            return unflatten(node, iter(values), resolve=resolve, namespace=self.options.namespace)
         own = LoadOptions(
             tuple(select) or (name,),
             per_rank="take",
@@ -365,6 +372,13 @@ class CheckpointSource:
         if on_report is not None:
             on_report(report)
         return tree[name]
+
+    def _values(self, path: str, node: Structure) -> list[Any] | None:
+        """Returns the values below a path, which are in the index; None where anything else is there."""
+        leaves = [(at, self._member(at).leaf(at)) for at in leaves_below(path, node)]
+        if not all(isinstance(leaf.record, ValueRecord) and leaf.ranks is None for _, leaf in leaves):
+            return None
+        return [self.value(at) for at, _ in leaves]
 
     def abstract(self, name: str) -> Any:
         found = _api.load_abstract(
@@ -393,6 +407,20 @@ class CheckpointSource:
             namespace=self.options.namespace,
             transforms=member.rules,
         )
+
+    def own_to_fill(self, name: str) -> Any:
+        member, node = self._member_for(name), descend(self.structure, (name,))
+        rank, path = self.comm.rank if member.rules else self.comm.rank % member.world, name
+        if isinstance(node, PerRankNode):
+            path, own = f"{name}{OWN}", child_of_rank(node, rank, name)
+            return PerRank(self._new(path, own))
+        return self._new(path, node)
+
+    def _new(self, path: str, node: Structure) -> Any:
+        """Returns what stands at a path, with new arrays on the host, and None for values."""
+        specs = ((at, self.leaves[at]) for at in leaves_below(path, node))
+        leaves = (spec and new_array(msgspec.structs.replace(spec, device=None), at, None).leaf for at, spec in specs)
+        return unflatten(node, leaves, resolve=resolve, namespace=self.options.namespace)
 
     def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False) -> LoadReport:
         return _api.load_into(
@@ -477,6 +505,9 @@ class TreeSource:
     def own(self, name: str, policy: Policy) -> Any:
         state = self.tree[name]
         return state.value if isinstance(state, PerRank) else state
+
+    def own_to_fill(self, name: str) -> Any:
+        return None
 
     def is_spread(self, path: str) -> bool:
         return is_dtensor(self._leaves[path])
