@@ -27,21 +27,13 @@ from ._modules import StateDictEntry, key_path
 from ._sources import RestoreSource
 
 
-def check_scales(entries: Sequence[StateDictEntry], leaves: Mapping[str, ArraySpec | None]) -> None:
-    """Refuses casts of float8 without the scales beside it, before anything changes; see `check_scaled`."""
-    for entry in entries:
-        path = f"model/{key_path(entry.key)}"
-        if (spec := leaves.get(path)) is not None:
-            check_scaled(path, (spec.dtype, dtype_name(entry.value.dtype)), leaves)
-
-
-def check_entry(entry: StateDictEntry, spec: ArraySpec | None, path: str, *, cast: bool) -> None:
-    """Compares a tensor of a module without load code of its own with the saved spec; a spec of None is a value.
+def check_entry(entry: StateDictEntry, leaves: Mapping[str, ArraySpec | None], path: str, *, cast: bool) -> None:
+    """Compares a tensor of a module without load code of its own with what was saved at a path.
 
     Raises:
-        MismatchError: kind, shape or dtype differ.
+        MismatchError: kind, shape or dtype differ; or a cast of float8 would leave out the scales beside it.
     """
-    live = entry.value
+    live, spec = entry.value, leaves[path]
     if entry.kind != "value" and is_lazy(live):
         raise MismatchError(
             path,
@@ -66,13 +58,16 @@ def check_entry(entry: StateDictEntry, spec: ArraySpec | None, path: str, *, cas
             found=f"{spec.shape} in the checkpoint",
             hint="Build the model with the sizes that were saved, or rename what is another parameter",
         )
-    if spec.dtype != dtype_name(live.dtype) and not cast:
+    if spec.dtype == (dtype := dtype_name(live.dtype)):
+        return
+    if not cast:
         raise MismatchError(
             path,
-            expected=f"{dtype_name(live.dtype)}, as the model has it",
+            expected=f"{dtype}, as the model has it",
             found=f"{spec.dtype} in the checkpoint",
             hint="Pass cast=True to convert",
         )
+    check_scaled(path, (spec.dtype, dtype), leaves)
 
 
 def check_extra_state(entry: StateDictEntry, path: str) -> None:

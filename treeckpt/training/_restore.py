@@ -43,7 +43,6 @@ from ._check_model import (
     check_entry,
     check_extra_state,
     check_keys,
-    check_scales,
     check_tensor_in_parts,
     resolve_ties,
     tied_when_saved,
@@ -86,6 +85,7 @@ from ._sources import (
     check_globs,
     children_of,
     descend,
+    holds_state_dicts,
     is_stored,
     leaves_below,
     missing_part,
@@ -294,13 +294,14 @@ def _restore(
     relay = open_relay(comm, opened, options.read)
     with together(relay):
         placed = place_under(given, under) if under else given
-        arranged = as_training_state(placed, targets.model, targets.optimizer, options.rules)
+        arranged = placed
+        if targets.optimizer is not None and holds_state_dicts(placed):
+            arranged = as_training_state(placed, targets.model, targets.optimizer, options.rules)
         source = open_source(arranged, comm, options, from_root=from_root)
         job = _Restore(source, comm, targets, options)
         paths = [f"model/{key_path(entry.key)}" for entry in job.entries]
         check_globs(source, options, paths, with_extra="extra" in job.parts and not targets.fills_extra)
         job.plan_model()
-        check_scales(job.wanted, source.leaves)
         job.plan_optimizer()
         job.plan_schedulers()
         job.plan_rest()
@@ -392,7 +393,7 @@ class _Restore:
                 if path not in leaves:
                     self.missing.append(path)
                     continue
-                check_entry(entry, leaves[path], path, cast=self.options.cast)
+                check_entry(entry, leaves, path, cast=self.options.cast)
             self.wanted.append(entry)
             paths[id(entry)] = path
         self._plan_loads()
@@ -507,9 +508,11 @@ class _Restore:
     def plan_rest(self) -> None:
         """Loads the state of the loader and the generators, and compares or loads `extra`."""
         loader, extra = self.targets.loader, self.targets.extra
-        check_loader(loader, self.comm.rank, allow_pickle=self.options.allow_pickle, namespace=self.options.namespace)
-        if self.comm.rank == 0:
-            check_generators(loader)
+        if loader is not None:
+            namespace = self.options.namespace
+            check_loader(loader, self.comm.rank, allow_pickle=self.options.allow_pickle, namespace=namespace)
+            if self.comm.rank == 0:
+                check_generators(loader)
         if loader is not None and self._has("loader", "loader=..."):
             self.loader = self.own.load("loader")
             self.last += loader_actions(loader, self.loader, "loader", self.options.namespace)
@@ -579,8 +582,8 @@ class _Restore:
             what = "rng is not what training.rng_state gives" if others else "no random generators in the checkpoint"
             how = "those here go on as they are; rng=False says that it is meant"
             _log.warning("%s: %s: %s", self.source.url, what, how)
-        objects = objects_of_extra(self.source) if self.optimizers and self.targets.extra is None else set[str]()
-        if objects and self.extra is not None and self.comm.rank == 0:
+        is_returned = self.optimizers and self.targets.extra is None and self.extra is not None
+        if is_returned and self.comm.rank == 0 and (objects := objects_of_extra(self.source)):
             names = ", ".join(f"extra/{name}" for name in sorted(objects))
             how = "was put into no object, as extra= was not passed; RestoreReport.extra has it"
             _log.warning("%s: %s in the checkpoint %s", self.source.url, names, how)

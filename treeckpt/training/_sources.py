@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cached_property, reduce
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import msgspec
 
-from .. import _api
 from .._arrays.dtensor import is_dtensor
 from .._arrays.expanded_tree import expand_states, state_tree
 from .._arrays.registry import abstract_of, decode, new_array, resolve
@@ -39,8 +38,8 @@ from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.open import is_path_or_store
 from .._loading.aliasing import are_equal, identity_of
 from .._loading.match import Load, LoadOptions
-from .._loading.overlay import Bank, From, as_bank, open_members, own_globs
-from .._loading.run_load import run_load
+from .._loading.overlay import Bank, CheckpointOverlay, From, as_bank, open_members, own_globs
+from .._loading.run_load import fill_tree, run_load
 from ..errors import MismatchError
 from ..reports import LoadReport
 from ..rules import Renaming, Transforms, as_rules, carried
@@ -381,15 +380,15 @@ class CheckpointSource:
         return [self.value(at) for at, _ in leaves]
 
     def abstract(self, name: str) -> Any:
-        found = _api.load_abstract(
-            self._read,
-            select=name,
-            comm=self.comm,
+        own = LoadOptions(
+            (name,),
+            per_rank="take",
             allow_pickle=self.options.allow_pickle,
             namespace=self.options.namespace,
-            transforms=self._rules,
+            rules=self._rules,
+            specs_only=True,
         )
-        return found[name]
+        return run_load(self._read, None, self.comm, own, "error")[0][name]
 
     def world_of(self, name: str) -> int:
         return self._member_for(name).world
@@ -423,19 +422,16 @@ class CheckpointSource:
         return unflatten(node, leaves, resolve=resolve, namespace=self.options.namespace)
 
     def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False) -> LoadReport:
-        return _api.load_into(
-            self._read,
-            target,
-            transforms=self._rules,
+        own = msgspec.structs.replace(
+            self.options,
+            select=None,
+            exclude=None,
             strict=False,
-            cast=self.options.cast,
-            verify=self.options.verify,
             per_rank="take" if take else "error",
-            allow_pickle=self.options.allow_pickle,
-            namespace=self.options.namespace,
             read="each" if alone else self.options.read,
-            comm=self.comm,
+            rules=self._rules,
         )
+        return fill_tree(CheckpointOverlay(self._read), target, self.comm, own)
 
 
 def _filled(regions: Sequence[Region]) -> list[Region]:
@@ -548,7 +544,7 @@ OTHER_NAMES = (
 
 def rules_of(rename: Renaming, transforms: Transforms, under: str, *, from_root: bool) -> tuple[Rule, ...]:
     """Returns the rules of a restore, for what it reads once it is placed; see `restore`."""
-    rules = as_rules(rename, transforms)
+    rules = as_rules(rename, transforms) if rename is not None or transforms is not None else ()
     rules = placed_below(rules, under) if under else rules
     return (carried(*rules),) if rules and not from_root else rules
 
@@ -624,6 +620,12 @@ def missing_part(part: str, how: str, parts: Iterable[object], *, in_memory: boo
 def is_stored(given: Any) -> bool:
     """Whether a source is a path, a store, or several of them, and no tree in memory."""
     return is_path_or_store(given) or isinstance(given, Checkpoint) or as_bank(given) is not None
+
+
+def holds_state_dicts(given: Any) -> TypeGuard[Checkpoint]:
+    """Whether a source is a checkpoint with the state of optimizers, and not that of a training state of ours."""
+    keys = set(map(str, children_of(given.index.structure))) if isinstance(given, Checkpoint) else set[str]()
+    return {"model", "optimizer"} <= keys and "param_groups" not in keys
 
 
 def open_source(given: Any, comm: Comm, options: LoadOptions, *, from_root: bool = False) -> RestoreSource:
