@@ -23,7 +23,7 @@ from .._core.tree.tensor_parts import check_same_tensors
 from ..errors import MismatchError
 from ..rules._reshape_rules import check_scaled
 from ._groups import BY_SCHEDULERS
-from ._modules import StateDictEntry, key_path
+from ._modules import StateDictEntry
 from ._sources import RestoreSource
 
 
@@ -110,11 +110,7 @@ def without_ties(
 ) -> list[str]:
     """Returns the missing paths without those of tensors that are filled under another name."""
     there = {id(entry.value) for entry in filled}
-    tied = {
-        f"model/{key_path(entry.key)}"
-        for entry in entries
-        if isinstance(entry.value, Tensor) and id(entry.value) in there
-    }
+    tied = {entry.path for entry in entries if isinstance(entry.value, Tensor) and id(entry.value) in there}
     return [path for path in missing if path not in tied]
 
 

@@ -45,7 +45,7 @@ _WRAPPERS = {
 _FLAT = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
 
 
-class StateDictEntry(msgspec.Struct):
+class StateDictEntry(msgspec.Struct, dict=True):
     """One entry of a model's state dict."""
 
     key: Key
@@ -63,6 +63,16 @@ class StateDictEntry(msgspec.Struct):
     """Whether filling it fills the model. A hook of `state_dict` may create tensors of its own, which only code of the
     module takes back."""
     root: Any = None
+
+    @cached_property
+    def full_name(self) -> str:
+        """Its name among all models, as the trees of the optimizers have it."""
+        return key_path(self.key)
+
+    @cached_property
+    def path(self) -> str:
+        """Its path in a training state."""
+        return f"model/{self.full_name}"
 
     @property
     def may_differ(self) -> bool:
@@ -161,7 +171,7 @@ def _check_buffers(entries: Sequence[StateDictEntry]) -> None:
     twice = [entry for entry in entries if counts[entry.key] > 1]
     if twice and all(entry.kind == "buffer" for entry in twice):
         raise TreeError(
-            key_path(twice[0].key),
+            twice[0].full_name,
             expected="one value for each name",
             found="a buffer of two parts on this rank",
             hint="If the modules compute it, register it with persistent=False in all but one. Else give the parts as "
@@ -415,7 +425,7 @@ def allocate_meta_tensors(entries: Sequence[StateDictEntry], device: str | torch
         if entry.kind == "buffer" and entry.name in entry.module._buffers:
             entry.module._buffers[entry.name] = new_tensors[id(old)]
         entry.value = new_tensors[id(old)]
-        paths.append(f"model/{key_path(entry.key)}")
+        paths.append(entry.path)
     return paths
 
 

@@ -47,7 +47,7 @@ from ._groups import (
     torch_options,
 )
 from ._modules import Key, get_in, key_path, parse_key
-from ._moments import MomentPlacement, build_state, check_own, expected_moments, foreign_moments, saved_own, without_own
+from ._moments import MomentPlacement, build_state, check_own, expected_moments, foreign_moments, without_own
 from ._optimizers import (
     BY_GROUP,
     STATE_DICT_KEY,
@@ -386,18 +386,20 @@ class _Matcher:
         self.used.update(leaves_below(path, structure))
         # what another kind of optimizer kept has no place here
         structure = _without(structure, foreign if live.form is not None else {*foreign, STATE_DICT_KEY})
-        counts = settings is not None and bool(settings.get("capturable") or settings.get("fused"))
-        place = MomentPlacement(counts_on_device=counts, whole_shape=live.shards.get(id(parameter), ((), ()))[0])
-        if (spec := self.source.leaves.get(f"model/{name}")) is not None:
+        weight = f"model/{name}"
+        place = MomentPlacement(
+            counts_on_device=settings is not None and bool(settings.get("capturable") or settings.get("fused")),
+            whole_shape=live.shards.get(id(parameter), ((), ()))[0],
+            own=check_own(self.source, (path, weight), structure, live.part(key)),
+        )
+        if (spec := self.source.leaves.get(weight)) is not None:
             place = msgspec.structs.replace(
                 place,
                 was_on_device=spec.device is not None,
                 was_ordered=spec.order is not None,
-                was_spread=self.source.is_spread(f"model/{name}"),
+                was_spread=self.source.is_spread(weight),
                 dtypes=(spec.dtype, dtype_name(parameter.dtype)) if id(parameter) in self.of_model else ("", ""),
             )
-        check_own(self.source, (path, f"model/{name}"), structure, live.part(key))
-        place = msgspec.structs.replace(place, own=saved_own(structure))
         plan.saved[key] = _SavedState(path, without_own(structure), place)
         plan.kept[key] = self._kept(plan, key, places, expected or ())
 

@@ -299,7 +299,7 @@ def _restore(
             arranged = as_training_state(placed, targets.model, targets.optimizer, options.rules)
         source = open_source(arranged, comm, options, from_root=from_root)
         job = _Restore(source, comm, targets, options)
-        paths = [f"model/{key_path(entry.key)}" for entry in job.entries]
+        paths = [entry.path for entry in job.entries]
         check_globs(source, options, paths, with_extra="extra" in job.parts and not targets.fills_extra)
         job.plan_model()
         job.plan_optimizer()
@@ -364,14 +364,13 @@ class _Restore:
     def plan_model(self) -> None:
         """Compares the model with the source, and chooses the entries to fill."""
         leaves, asked, extra = self.source.leaves, set[str](), list[StateDictEntry]()
-        names = {key_path(entry.key) for entry in self.entries}
+        names = {entry.full_name for entry in self.entries}
         saved = nodes_by_name(descend(self.source.structure, ("model",)), names)
         self.loads = find_loads(self.targets.model, self.model, self.source)
         with_code = with_load_code(self.entries, self.loads)
         alone, paths = {id(entry) for entry in with_code}, dict[int, str]()
         for entry in self.entries:
-            name = key_path(entry.key)
-            path = f"model/{name}"
+            name, path = entry.full_name, entry.path
             if id(entry) in alone or self._stays(name, is_saved=name in saved):
                 continue
             if entry.kind == "extra":
@@ -441,7 +440,7 @@ class _Restore:
         part = self.source.part("model", self.returned.append, select=paths)
         load_values(self.loads, part)
         for entry in extra:
-            path = f"model/{key_path(entry.key)}"
+            path = entry.path
             plan = plan_state(path, None, get_in(part, entry.key), live=entry.value)
             self.extra_states.append(ExtraState(path, entry.module, plan))
 
@@ -450,7 +449,7 @@ class _Restore:
         order = {id(entry): number for number, entry in enumerate(self.entries)}
         coded = list[StateDictEntry]()
         for entry in with_code:
-            path = f"model/{key_path(entry.key)}"
+            path = entry.path
             spec = self.source.leaves.get(path)
             live = entry.value
             if spec is None or not isinstance(live, Tensor) or is_lazy(live):
@@ -490,7 +489,7 @@ class _Restore:
             raise MismatchError("keep", expected=f"some of {', '.join(known)}", found=f"{unknown[0]!r}")
         parameters = (entry for entry in (*self.entries, *self.model.hidden) if entry.kind == "parameter")
         frozen = (entry for entry in parameters if not entry.value.requires_grad)
-        names = frozenset(key_path(entry.key) for entry in frozen)
+        names = frozenset(entry.full_name for entry in frozen)
         self.plans, differences = plan_optimizers(
             self.optimizers, self.model.ties, self.source, keep=keep, frozen=names
         )
@@ -614,7 +613,7 @@ class _Restore:
         """
         saved_extra = children_of(descend(self.source.structure, ("extra",)))
         heads = {f"{key_path(('optimizer', *one.prefix))}/" for one in self.optimizers}
-        asked = {f"model/{name}" for entry in self.entries if (name := key_path(entry.key)) not in self.left}
+        asked = {entry.path for entry in self.entries if entry.full_name not in self.left}
         check_keys(
             self.missing,
             self.unexpected,
@@ -624,7 +623,7 @@ class _Restore:
                 left_out=self.left_out,
                 extra=[key_text(key) for key in saved_extra],
                 given=self.targets.extra,
-                here={f"model/{key_path(entry.key)}": getattr(entry.value, "shape", None) for entry in self.entries},
+                here={entry.path: getattr(entry.value, "shape", None) for entry in self.entries},
                 tied=tied_when_saved(self.missing, heads, self.source),
                 reasons=self.reasons,
                 saved=self.source.leaves,
@@ -697,7 +696,7 @@ class _Restore:
         first = [entry for entry in self.wanted if id(entry.module) in extra]
         self.wanted = [entry for entry in self.wanted if id(entry.module) not in extra]
         before = Before(self.loads, self.extra_states, (entry.value for entry in (*covered, *first)))
-        paths = {id(entry.value): f"model/{key_path(entry.key)}" for entry in (*covered, *first)}
+        paths = {id(entry.value): entry.path for entry in (*covered, *first)}
         try:
             own = [entry for entry in covered if entry.kind in ("parameter", "buffer")]
             made = allocate_meta_tensors([*own, *first], self.targets.device)
@@ -725,7 +724,7 @@ class _Restore:
 
     def _model_target(self, entries: Sequence[StateDictEntry]) -> dict[str, Any]:
         """Returns the tree of live tensors of the model, to fill."""
-        owned = ((entry, key_path(entry.key) in self.own_buffers) for entry in entries)
+        owned = ((entry, entry.full_name in self.own_buffers) for entry in entries)
         return nested((entry.key, PerRank(entry.value) if own else entry.value) for entry, own in owned)
 
     def _target(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from .._core.tree.structure import (
     PerRankNode,
     Structure,
     index_path,
+    key_text,
     keys_of,
     parse_path,
     paths_of,
@@ -48,7 +49,7 @@ from ..rules._view import ComposedLeaf, View, view_of
 from ..trees import _moving
 from ..trees._per_rank_state import Policy, load_own
 from ._groups import is_same
-from ._modules import Key, key_path
+from ._modules import Key
 
 OnReport = Callable[[LoadReport], None]
 OWN = "/~rank*"
@@ -172,21 +173,21 @@ def nodes_by_name(node: Structure, names: Container[str]) -> dict[str, Structure
     """The structures below a node whose path is one of the names, in one walk."""
     found: dict[str, Structure] = {}
 
-    def walk(node: Structure, prefix: Key) -> None:
+    def walk(node: Structure, above: str) -> None:
         for key, child in children_of(node).items():
-            here = (*prefix, str(key))
-            if key_path(here) in names:
-                found[key_path(here)] = child
+            name = above + key_text(str(key))
+            if name in names:
+                found[name] = child
             else:
-                walk(child, here)
+                walk(child, f"{name}/")
 
-    walk(node, ())
+    walk(node, "")
     return found
 
 
 def leaves_below(path: str, structure: Structure) -> list[str]:
     """The paths of the leaves of a structure that is at a path."""
-    return [f"{path}/{below}" if below else path for below, _ in paths_of(structure)]
+    return [path] if structure is None else [f"{path}/{below}" if below else path for below, _ in paths_of(structure)]
 
 
 class _SavedMember:
