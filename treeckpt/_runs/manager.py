@@ -75,7 +75,7 @@ from .select import CheckpointSelector
 if TYPE_CHECKING:  # they import torch
     from ..training._modules import Modules
     from ..training._optimizers import Optimizers
-    from ..training._report import RestoreReport
+    from ..training._restore import RestoreReport
 
 _log = logging.getLogger("treeckpt")
 WAIT_AFTER_ERROR = 10.0

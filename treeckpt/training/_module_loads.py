@@ -35,16 +35,18 @@ from .._core.tree.structure import PerRankNode
 from ..errors import MismatchError, TreeckptError
 from ._modules import (
     CleanNames,
+    Key,
     ModelEntries,
     Modules,
     StateDictEntry,
     addresses_of,
+    get_in,
+    key_path,
     live_state_dict,
     local_part,
     named_objects,
     plain_parts,
 )
-from ._names import Key, get_in, key_path
 from ._sources import RestoreSource, children_of, descend, leaves_below, saved_metadata
 
 MOST_KEPT = 256 << 20
