@@ -27,8 +27,7 @@ from treeckpt._io.storage.open import open_run
 from treeckpt._io.storage.run_store import RunStore
 from treeckpt._io.storage.store import DirectoryEntry, LocalStore, Store
 from treeckpt._runs import catalog
-from treeckpt._runs.checkpoint_info import CheckpointInfo, with_verification
-from treeckpt._runs.stat_cache import LruStatCache, StatCache
+from treeckpt._runs.catalog import CheckpointInfo, LruStatCache, StatCache, with_verification
 from treeckpt.errors import CheckpointNotFound, StoreError
 from treeckpt.policy import Policy
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from treeckpt._inspect.number_image import BAD, COLUMNS, ROWS, number_image
+from treeckpt._inspect.numbers import BAD, COLUMNS, ROWS, number_image
 
 
 def drawn(array):

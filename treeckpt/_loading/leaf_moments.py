@@ -15,7 +15,7 @@ import numpy as np
 from .._core.format.byte_map import locate_chunks
 from .._core.format.records import AliasRecord, File, Index
 from .._core.sharding.dtypes import dtype_of
-from .._inspect.moments import Moments, merged, moments_of
+from .._inspect.numbers import Moments, merged, moments_of
 from .._threads import ThreadPool
 from ..errors import TreeckptError
 

@@ -49,11 +49,7 @@ from .._saving.sidecar_files import SidecarContent
 from ..errors import CheckpointNotFound, TreeckptError, TreeError
 from ..reports import SaveReport
 from ..trees._per_rank_state import Policy, policy_of
-from .broken_loop import LoopState, is_of_workers, training_state
-from .catalog import runs_below
-from .checkpoint_info import step_info
-from .history import SaveHistory
-from .index_summary import METRICS
+from .catalog import METRICS, runs_below, step_info
 from .notebook import run_html
 from .options import (
     BackgroundSaveKeywords,
@@ -67,12 +63,11 @@ from .options import (
     is_factory,
     parse_metrics,
 )
-from .pending_saves import PendingSaves, RetentionRunner
+from .pending_saves import PendingSaves, RetentionRunner, SaveHistory
 from .registered_state import OBJECTS, READERS, FunctionValue, InputReader, RegisteredState, check_name
 from .restore import Restorer
-from .run import GRACE, CleanReport, RunDirectory
-from .schedule import SaveSchedule
-from .select import CheckpointSelector
+from .run import GRACE, CheckpointSelector, CleanReport, RunDirectory
+from .schedule import LoopState, SaveSchedule, is_of_workers, training_state
 
 if TYPE_CHECKING:  # they import torch
     from ..training._modules import Modules

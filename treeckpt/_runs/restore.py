@@ -28,11 +28,10 @@ from .._io.storage.reader_leases import hold_lease
 from .._loading.consistent_reads import on_one_version
 from .._loading.execute_shared import open_relay, together, usual_read
 from ..errors import CheckpointNotFound, MismatchError, StoreError, TreeckptError
-from .checkpoint_info import CheckpointInfo, mark_of, step_info
-from .history import SaveHistory
+from .catalog import CheckpointInfo, mark_of, step_info
+from .pending_saves import SaveHistory
 from .progress_bar import reading_bar
-from .run import RunDirectory
-from .select import CheckpointSelector
+from .run import CheckpointSelector, RunDirectory
 
 _log = logging.getLogger("treeckpt")
 

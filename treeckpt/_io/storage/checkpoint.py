@@ -16,7 +16,7 @@ import numpy as np
 from ..._core.format.check_index import check_against_files
 from ..._core.format.index import INDEX_NAME
 from ..._core.format.records import File, Index
-from ..._inspect.checksum_diff import Checksums
+from ..._inspect.diff import Checksums
 from ...errors import CheckpointError, CheckpointNotFound
 from ..os_errors import wrap_read_error
 from .fetching import FileRange
