@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from treeckpt._core.sharding.dtypes import numpy_dtype
-from treeckpt._inspect.numbers import CACHED_BATCH, Moments, merged, moments_of
+from treeckpt._inspect.numbers import BATCH, Moments, merged, moments_of
 
 
 def raw(array):
@@ -71,14 +71,14 @@ def test_low_precision_counts_as_what_it_encodes(dtype):
 
 
 def test_half_precision_does_not_overflow():
-    array = np.full(3 * CACHED_BATCH + 7, 60_000, np.float16)
+    array = np.full(3 * BATCH + 7, 60_000, np.float16)
     found = moments_of(raw(array), "float16")
     assert math.isclose(found.mean, 60_000) and found.deviation < 1e-9 and found.count == array.size
     assert math.isclose(found.norm, 60_000 * math.sqrt(array.size))
 
 
 def test_a_small_deviation_from_a_large_mean_is_kept():
-    array = 1e6 + np.random.default_rng(0).standard_normal(CACHED_BATCH + 1000)
+    array = 1e6 + np.random.default_rng(0).standard_normal(BATCH + 1000)
     assert math.isclose(moments_of(raw(array), "float64").deviation, array.std(), rel_tol=1e-9)
 
 

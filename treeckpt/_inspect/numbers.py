@@ -19,8 +19,8 @@ import numpy as np
 
 from .._core.sharding.dtypes import dtype_of, numpy_dtype
 
-BATCH = 1 << 20
-"""Elements that are converted to float64 at a time."""
+BATCH = 1 << 16
+"""Elements that are converted at a time: as float64 they stay in a processor's cache."""
 BINS = 48
 
 
@@ -131,7 +131,7 @@ class ElementStats(msgspec.Struct, frozen=True):
     infinite: int
     zero: int
     minimum: float | None
-    """Of integers an int, as `maximum` is."""
+    """The smallest element; an int for elements that are integers, as `maximum` is."""
     maximum: float | None
     mean: float | None
     deviation: float | None
@@ -151,51 +151,35 @@ def element_stats(data: np.ndarray, dtype: str) -> ElementStats | None:
     Returns:
         None where elements are no numbers.
     """
-    if elements_of(data[:0], dtype) is None:
+    moments = moments_of(np.ascontiguousarray(data).reshape(-1), dtype)
+    if moments is None:
         return None
-    count = nan = infinite = zero = finite = 0
-    total = 0.0
-    low, high = math.inf, -math.inf
-    for values, numbers in _batches(data, dtype):
-        count += len(values)
-        nan += int(np.isnan(values).sum())
-        infinite += int(np.isinf(values).sum())
-        zero += int((numbers == 0).sum())
-        finite += len(numbers)
-        if len(numbers):
-            low, high = min(low, float(numbers.min())), max(high, float(numbers.max()))
-            with np.errstate(over="ignore"):  # then the mean is infinite, too
-                total += float(numbers.sum())
-    if not finite:
-        return ElementStats(
-            count,
-            nan,
-            infinite=infinite,
-            zero=zero,
-            minimum=None,
-            maximum=None,
-            mean=None,
-            deviation=None,
-            norm=None,
-            edges=(),
-            bins=(),
-        )
-    ends, mean = (low, high), total / finite
-    if (integers := wide_integers(data, dtype)) is not None:
-        ends, mean = (int(integers.min()), int(integers.max())), sum_of(integers) / finite
-    elif dtype.startswith(("int", "uint")):
-        ends = int(low), int(high)
-    edges = _bin_edges(low, high)
+    counts = {"count": moments.count, "nan": moments.nan, "infinite": moments.infinite}
+    if not moments.finite:
+        nothing = dict.fromkeys(("minimum", "maximum", "mean", "deviation", "norm"))
+        return ElementStats(**counts, zero=0, **nothing, edges=(), bins=())
+    edges, zero = _bin_edges(float(moments.low), float(moments.high)), 0
     bins = np.zeros(len(edges) - 1, np.int64)
-    scale = max(abs(low), abs(high)) or 1.0
-    squares = spread = 0.0
-    for _, numbers in _batches(data, dtype):
-        squares += float(np.square(numbers / scale).sum())
-        spread += float(np.square((numbers - mean) / scale).sum())
-        bins += np.histogram(numbers, edges)[0]
-    deviation, norm = scale * math.sqrt(spread / finite), scale * math.sqrt(squares)
-    edge_list, bin_list = tuple(edges.tolist()), tuple(bins.tolist())
-    return ElementStats(count, nan, infinite, zero, *ends, mean, deviation, norm, edge_list, bin_list)
+    for start in range(0, len(data), BATCH):
+        values = elements_of(data[start : start + BATCH], dtype)
+        assert values is not None, "their moments are computed"
+        with np.errstate(over="ignore", invalid="ignore"):
+            numbers = np.abs(values) if values.dtype.kind == "c" else values.reshape(-1)
+        zero += int((numbers == 0).sum())
+        bins += np.histogram(numbers[np.isfinite(numbers)], edges)[0]
+    end = int if dtype.startswith(("int", "uint")) else float
+    integers = wide_integers(data, dtype)
+    return ElementStats(
+        **counts,
+        zero=zero,
+        minimum=end(moments.low),
+        maximum=end(moments.high),
+        mean=moments.mean if integers is None else sum_of(integers) / moments.finite,
+        deviation=moments.deviation,
+        norm=moments.norm,
+        edges=tuple(edges.tolist()),
+        bins=tuple(bins.tolist()),
+    )
 
 
 def _bin_edges(low: float, high: float) -> np.ndarray:
@@ -207,18 +191,6 @@ def _bin_edges(low: float, high: float) -> np.ndarray:
     return np.maximum.accumulate(low * (1 - parts) + high * parts)
 
 
-def _batches(data: np.ndarray, dtype: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields the elements as float64 in batches: (all of them, the finite ones)."""
-    for start in range(0, len(data), BATCH):
-        values = elements_of(data[start : start + BATCH], dtype)
-        assert values is not None, "called for numbers only"
-        with np.errstate(over="ignore", invalid="ignore"):
-            numbers = np.abs(values) if values.dtype.kind == "c" else values.reshape(-1)
-        yield numbers, numbers[np.isfinite(numbers)]
-
-
-CACHED_BATCH = 1 << 16
-"""Elements that are converted at a time: as float64 they stay in a processor's cache."""
 SHORT = 8192
 """Elements of a dot product that BLAS computes in one thread."""
 TINY, EXACT = 1e-280, 1e-3
@@ -293,13 +265,13 @@ def moments_of(data: np.ndarray, dtype: str) -> Moments | None:
     itemsize = dtype_of(dtype).itemsize
     found = Moments()
     with np.errstate(all="ignore"):
-        for start in range(0, max(len(data), 1), CACHED_BATCH * itemsize):
-            numbers = _numbers(data[start : start + CACHED_BATCH * itemsize], dtype, itemsize)
+        for start in range(0, max(len(data), 1), BATCH * itemsize):
+            numbers = _numbers(data[start : start + BATCH * itemsize], dtype, itemsize)
             if numbers is None:
                 return None
             part = _batch(np.abs(numbers) if numbers.dtype.kind == "c" else numbers.reshape(-1))
             if part.largest >= WIDE:
-                part = _exact(part, data[start : start + CACHED_BATCH * itemsize], dtype)
+                part = _exact(part, data[start : start + BATCH * itemsize], dtype)
             found = merged(found, part) if start else part
     return found
 
@@ -382,9 +354,9 @@ def _sum_of_squares(values: np.ndarray) -> float:
     return float(sum(part @ part for part in parts))
 
 
-ROWS, COLUMNS = 160, 320
-"""Size of the largest picture."""
-BAD = -128
+IMAGE_ROWS, IMAGE_COLUMNS = 160, 320
+"""The size of the largest picture."""
+NOT_FINITE_CELL = -128
 """A cell with an element that is NaN or infinite."""
 
 
@@ -412,7 +384,7 @@ def number_image(data: np.ndarray, dtype: str) -> NumberImage | None:
     probe = elements_of(data[:1, :1], dtype)
     if probe is None or not height or not width or probe.ndim != 1:
         return None
-    down, across = (_edges(size, most) for size, most in ((height, ROWS), (width, COLUMNS)))
+    down, across = (_edges(size, most) for size, most in ((height, IMAGE_ROWS), (width, IMAGE_COLUMNS)))
     found = np.zeros((len(down) - 1, len(across) - 1))
     for row in range(len(down) - 1):
         band = data[down[row] : down[row + 1]]
@@ -427,7 +399,7 @@ def number_image(data: np.ndarray, dtype: str) -> NumberImage | None:
     limit = float(np.abs(found, where=finite, out=np.zeros_like(found)).max())
     with np.errstate(invalid="ignore", over="ignore"):
         shares = np.where(finite, found / limit if limit else 0.0, 0.0)
-    cells = np.where(finite, np.rint(shares * 127), BAD).astype(np.int8)
+    cells = np.where(finite, np.rint(shares * 127), NOT_FINITE_CELL).astype(np.int8)
     height, width = cells.shape
     return NumberImage(height, width, limit, cells.tobytes())
 
