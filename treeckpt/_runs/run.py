@@ -30,7 +30,15 @@ from .._core.format.file_names import PIN_NAME, check_step, deleted_name, is_ste
 from .._core.format.index import INDEX_NAME
 from .._core.format.lineage import SavedCheckpoint
 from .._core.text import count_text
-from .._inspect.deletion import Removal, RetainedDirectory, StepDirectory, foreign_files, plan_cleanup, plan_deletion
+from .._inspect.deletion import (
+    CleanReport,
+    Removal,
+    RetainedDirectory,
+    StepDirectory,
+    foreign_files,
+    plan_cleanup,
+    plan_deletion,
+)
 from .._io.os_errors import write_errors_wrapped
 from .._io.storage.bucket import is_url
 from .._io.storage.foreign_formats import describe_foreign, refuse_file
@@ -50,7 +58,7 @@ from .._io.storage.reader_leases import has_readers
 from .._io.storage.run_store import RunStore
 from .._io.storage.store import Store
 from .._io.timing import steady_clock
-from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError, TreeckptError, visible
+from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError, TreeckptError
 from ..policy import Best, Policy, best_of, unmeasured_text
 from .catalog import (
     CheckpointInfo,
@@ -78,52 +86,6 @@ from .verification import (
 
 _REPLACED = "another save has been committed there meanwhile"
 _write_errors = partial(write_errors_wrapped, expected="a directory that can be written")
-
-
-class CleanReport(msgspec.Struct, frozen=True):
-    """The result of a clean-up, or with `dry_run` its plan.
-
-    Attributes:
-        run: its path or URL.
-        kept: the steps that are kept, with the reasons.
-        removed: what was removed, and why.
-        left: what is kept for now, and why.
-        failed: what could not be removed, and why.
-        warnings: problems of the policies: a metric that no checkpoint has.
-        dry_run: whether nothing was removed: then `removed` lists what would be.
-        abandoned: kept steps that are on abandoned branches: the newest checkpoint does not descend from them.
-        foreign: files in steps' directories that treeckpt did not write, by the name of the directory; they stay.
-    """
-
-    run: str
-    kept: dict[int, tuple[str, ...]]
-    removed: tuple[Removal, ...]
-    left: tuple[RetainedDirectory, ...]
-    failed: tuple[RetainedDirectory, ...] = ()
-    warnings: tuple[str, ...] = ()
-    dry_run: bool = False
-    abandoned: tuple[int, ...] = ()
-    foreign: dict[str, tuple[str, ...]] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that were removed, or with `dry_run` would be."""
-        return sum(removal.nbytes for removal in self.removed)
-
-    def why(self, step: int) -> str:
-        """Returns the reasons for keeping a step as text."""
-        return ", ".join(self.kept[step]) + " (on an abandoned branch)" * (step in self.abandoned)
-
-    def __str__(self) -> str:
-        word = "would go" if self.dry_run else "removed"
-        steps = "1 step" if len(self.kept) == 1 else f"{len(self.kept)} steps"
-        rows = [f"{self.run}: {steps} kept, {len(self.removed)} {word}"]
-        rows += [f"  kept      {step_name(step)}: {self.why(step)}" for step in self.kept]
-        rows += [f"  {word:<8}  {r.name}, {r.what}: {r.reason}" for r in self.removed]
-        rows += [f"  left      {one.name}: {one.why}" for one in self.left]
-        rows += [f"  failed    {one.name}: {one.why}" for one in self.failed]
-        rows += [f"  foreign   {name}: {', '.join(files)}" for name, files in self.foreign.items()]
-        return "\n".join(map(visible, rows + [f"  {warning}" for warning in self.warnings]))
 
 
 class RunDirectory:
@@ -277,23 +239,13 @@ class RunDirectory:
         known = self._verifications or VerificationStore(cache_directory())
         found = self._read_infos(report_errors=True)
         facts = [self._fact(with_verification(info, folder, known), folder) for folder, info in found]
-        plan = plan_cleanup(facts, policies, deletion_times(self._clock(), grace), busy=frozenset(busy))
-        planned = CleanReport(
-            self.url,
-            plan.kept,
-            removed=plan.removals,
-            left=plan.left,
-            failed=(),
-            warnings=plan.warnings,
-            dry_run=dry_run,
-            abandoned=plan.abandoned,
-            foreign=plan.foreign,
-        )
+        times = deletion_times(self._clock(), grace)
+        planned = plan_cleanup(facts, policies, times, run=self.url, busy=busy)
         if dry_run:
             return planned
-        removed, left, failed = list[Removal](), list(plan.left), list[RetainedDirectory]()
-        for number, removal in enumerate(plan.removals):
-            on_removal(number, len(plan.removals))
+        removed, left, failed = list[Removal](), list(planned.left), list[RetainedDirectory]()
+        for number, removal in enumerate(planned.removed):
+            on_removal(number, len(planned.removed))
             try:
                 with claim(removal.name) if claim is not None else contextlib.nullcontext(True) as free:
                     why = self.remove_directory(removal, grace) if free else "it is being saved"
@@ -306,7 +258,8 @@ class RunDirectory:
                 left.append(RetainedDirectory(removal.name, why))
             else:
                 removed.append(removal)
-        return msgspec.structs.replace(planned, removed=tuple(removed), left=tuple(left), failed=tuple(failed))
+        done = {"removed": tuple(removed), "left": tuple(left), "failed": tuple(failed), "dry_run": False}
+        return msgspec.structs.replace(planned, **done)
 
     def delete(
         self,
@@ -360,24 +313,17 @@ class RunDirectory:
         return info, plan
 
     def _fact(self, info: CheckpointInfo, folder: Store, *, force: bool = False) -> StepDirectory:
-        step = step_of(info.name)
-        assert step is not None and info.status != "foreign", "_read_infos returns only these"
+        assert info.status != "foreign", "_read_infos returns none"
         save_id = info.save_id if info.status != "partial" else None
-        if info.status == "unread" and not force:
-            return StepDirectory(info.name, step, "unread", 0, (), problem=info.error or "", path=folder.place)
+        unread = info.status == "unread" and not force
         return StepDirectory(
+            **msgspec.structs.asdict(step_info(info)),
             name=info.name,
-            step=step,
             status=info.status,
-            modified_ns=folder.modified_ns() or 0,
-            files=file_facts(folder, self._clock(), committed=save_id),
-            save_id=save_id,
-            created_ns=info.created_ns or 0,
-            metrics=info.metrics,
+            modified_ns=0 if unread else folder.modified_ns() or 0,
+            files=() if unread else file_facts(folder, self._clock(), committed=save_id),
+            save_id=None if unread else save_id,
             problem=info.error or "",
-            sequence=info.sequence,
-            abandoned=info.abandoned,
-            damaged=info.damaged,
             path=folder.place,
         )
 
