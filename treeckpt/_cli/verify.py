@@ -64,7 +64,7 @@ def _verify(options: argparse.Namespace) -> int:
         found = catalog.scan(path) if catalog.run_exists(path) else []
         if any(info.status not in ("partial", "foreign") for info in found):
             return _verify_run(options, found)
-    info = None if shown is False else catalog.read_info_or_unread(open_store(path), follow=True)
+    info = None if shown is False else catalog.read_info(path, follow=True, or_unread=True)
     with stores_bar("verifying", info.nbytes if info else None, shown=shown) as counted:
         report = _verified(path, options, counted)
     rows = _statistics(path) if options.statistics and report.ok else None

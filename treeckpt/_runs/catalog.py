@@ -24,14 +24,15 @@ import msgspec
 from .._core.format.file_names import PIN_NAME, is_step_name, parse_file_name, step_of, verdict_name
 from .._core.format.index import INDEX_NAME
 from .._core.format.lineage import Lineage, LineageOrder, LineagePosition, SavedCheckpoint
-from .._core.format.records import Index
+from .._core.format.records import ArrayRecord, Index, PerRankArrays
 from .._core.format.save_progress import parse_progress_name
 from .._core.format.shard_header import parse_shard_name, saves_of_all_ranks
 from .._core.format.sidecars import stored_name
 from .._core.format.timings import Timings
+from .._core.sharding.int_runs import length_of
+from .._core.sharding.placements import Layout, MeshLayout, Replicate
 from .._core.text import visible
 from .._core.tree.value_codec import Value, decode_value
-from .._inspect.outline import held_nbytes
 from .._inspect.profile import profile_of
 from .._io.os_errors import shows_damage, wrap_read_error
 from .._io.storage import metadata_files
@@ -165,6 +166,30 @@ def summarize_index(index: Index) -> Summary:
         lineage=index.lineage,
         sidecars=tuple((stored_name(index.save_id, one.name), one.nbytes) for one in index.sidecars),
     )
+
+
+def held_nbytes(index: Index) -> int:
+    """Returns the bytes of arrays that all ranks together held: replicas count on every rank.
+
+    For explicit pieces the index does not record which other ranks held them, so they count once.
+    """
+    sizes = [spec.nbytes for spec in index.specs]
+    copies = [_copies(layout) for layout in index.layouts]
+    total = 0
+    for record in index.leaves:
+        if isinstance(record, ArrayRecord):
+            total += sizes[record.spec] * (copies[record.layout] if record.layout >= 0 else 1)
+        elif isinstance(record, PerRankArrays):
+            total += sizes[record.spec] * length_of(record.start)
+    return total
+
+
+def _copies(layout: Layout) -> int:
+    """Returns the number of replicas of each region."""
+    if not isinstance(layout, MeshLayout):
+        return 1
+    pairs = zip(layout.mesh.shape, layout.placements, strict=False)
+    return math.prod(size for size, placement in pairs if isinstance(placement, Replicate))
 
 
 def _metrics(value: Value) -> dict[str, float]:
@@ -447,16 +472,14 @@ def scan(
     Raises:
         StoreError: the run cannot be reached, or refuses.
     """
-    cache = cache or LruStatCache(0)
+    cache, above = cache or LruStatCache(0), list[CheckpointInfo]()
     if isinstance(run, (str, os.PathLike)) and is_checkpoint(run):
         folder = open_store(run).listed()
-        one = read_info_or_unread(folder, cache=cache, follow=True, newest=newest)
+        above = [read_info(folder, cache=cache, follow=True, newest=newest, or_unread=True)]
         if not has_steps(folder):
-            return [one]
-        found = read_infos(open_run(run), cache, report_errors=True, newest=newest, on_read=on_read)
-        return in_listing_order([one, *(info for _, info in found if info.status != "foreign")])
-    found = read_infos(open_run(run), cache, report_errors=True, newest=newest, on_read=on_read)
-    return in_listing_order(info for _, info in found)
+            return above
+    found = read_infos(open_run(run), cache, or_unread=True, newest=newest, on_read=on_read)
+    return in_listing_order([*above, *(info for _, info in found if not above or info.status != "foreign")])
 
 
 def has_steps(folder: Store) -> bool:
@@ -475,7 +498,7 @@ def read_infos(
     run: RunStore,
     cache: StatCache,
     *,
-    report_errors: bool = False,
+    or_unread: bool = False,
     timings: bool = True,
     newest: NewestIndex | None = None,
     on_read: OnRead | None = None,
@@ -483,15 +506,13 @@ def read_infos(
     """Returns every folder of a run with its description.
 
     Args:
-        report_errors: reads with `read_info_or_unread`.
-        timings, newest: as for `read_info`.
+        or_unread, timings, newest: as for `read_info`.
 
     Raises:
         StoreError: the run cannot be reached, or refuses.
     """
-    reader = read_info_or_unread if report_errors else read_info
-    one = partial(reader, cache=cache, timings=timings, newest=newest)
-    return _for_each_folder(run, one, on_read)
+    describe = partial(read_info, cache=cache, or_unread=or_unread, timings=timings, newest=newest)
+    return _for_each_folder(run, describe, on_read)
 
 
 def _for_each_folder(run: RunStore, one: Callable[[Store], T], on_read: OnRead | None = None) -> list[tuple[Store, T]]:
@@ -530,26 +551,6 @@ def _read_mark(folder: Store, cache: StatCache) -> SavedCheckpoint | None:
     return None
 
 
-def read_info_or_unread(
-    folder: Store,
-    *,
-    cache: StatCache | None = None,
-    follow: bool = False,
-    timings: bool = True,
-    newest: NewestIndex | None = None,
-) -> CheckpointInfo:
-    """Same as `read_info`, but a local directory that could not be read is described as unread, with the error.
-
-    For lists that are shown to a person, and where the others matter all the same.
-    """
-    try:
-        return read_info(folder, cache=cache, follow=follow, timings=timings, newest=newest)
-    except StoreError as error:
-        if folder.traits.local_path is None:
-            raise
-        return CheckpointInfo(folder.name, folder.place, "unread", step_of(folder.name), error=str(error))
-
-
 def read_info(
     path: str | os.PathLike[str] | Store,
     *,
@@ -557,6 +558,7 @@ def read_info(
     follow: bool = False,
     timings: bool = True,
     newest: NewestIndex | None = None,
+    or_unread: bool = False,
 ) -> CheckpointInfo:
     """Describes one directory.
 
@@ -564,16 +566,26 @@ def read_info(
         follow: follows a symbolic link: for paths that a person gave, not for entries of a run.
         timings: reads how long a complete checkpoint took to save, which is a request of its own.
         newest: is offered the index, if it is not in the cache.
+        or_unread: describes a local directory that could not be read as unread, with the error: for lists that are
+            shown to a person, and where the others matter all the same.
 
     Raises:
         StoreError: it cannot be reached, or refuses to be read, so that nothing is known about the checkpoint.
     """
-    cache = cache or LruStatCache(0)
     folder = open_store(path) if isinstance(path, (str, os.PathLike)) else path
-    name = folder.name
     if folder.is_link and not (follow or folder.traits.follow_links):
-        return CheckpointInfo(name, folder.place, "foreign", error="a symbolic link, which is not followed")
-    entries = folder.entries()
+        return CheckpointInfo(folder.name, folder.place, "foreign", error="a symbolic link, which is not followed")
+    cache = cache or LruStatCache(0)
+    try:
+        return _read_info(folder, cache, newest, timings=timings)
+    except StoreError as error:
+        if not or_unread or folder.traits.local_path is None:
+            raise
+        return CheckpointInfo(folder.name, folder.place, "unread", step_of(folder.name), error=str(error))
+
+
+def _read_info(folder: Store, cache: StatCache, newest: NewestIndex | None, *, timings: bool) -> CheckpointInfo:
+    name, entries = folder.name, folder.entries()
     files = _regular(entries)
     if (index := entries.get(INDEX_NAME)) is not None:
         try:
@@ -597,7 +609,7 @@ def read_info(
         info = _with_index(folder, summary, files, cache if timings else None)
         if info.status == "corrupt" and (now := folder.listed()).entries().get(INDEX_NAME, index) != index:
             # another save has replaced it since the listing
-            return read_info(now, cache=cache, follow=follow, timings=timings, newest=newest)
+            return _read_info(now, cache, newest, timings=timings)
         return info
     exists = folder.modified_ns() is not None
     if any(map(_is_checkpoint_file, files)) or (step_of(name) is not None and exists and not entries):
@@ -653,9 +665,15 @@ def _with_index(folder: Store, summary: Summary, files: Files, durations: StatCa
         metrics=summary.metrics,
         pinned=PIN_NAME in files,
         found_damaged=verdict_name(summary.save_id) in files,
-        saving=saves_under_way(folder, files, committed=summary.save_id),
+        saving=_saving(folder, files, summary.save_id),
         lineage=summary.lineage,
     )
+
+
+def _saving(folder: Store, files: Files, committed: str | None = None) -> tuple[SaveUnderWay, ...]:
+    """Returns the saves under way; the record of a save that the index names is about to be removed."""
+    records = [name for name in files if (parsed := parse_progress_name(name)) and parsed[1] != committed]
+    return saves_under_way(folder, records) if records else ()
 
 
 def _problem(what: str, sizes: Sequence[tuple[str, int]], files: Files) -> str | None:
@@ -670,7 +688,7 @@ def _problem(what: str, sizes: Sequence[tuple[str, int]], files: Files) -> str |
 def _without_index(folder: Store, files: Files, cache: StatCache) -> CheckpointInfo:
     shards = {n: parsed for n in files if (parsed := parse_shard_name(n)) is not None}
     newest = max(shards, key=lambda n: files[n].modified_ns, default=None)
-    text, seconds, saving = "no index: the save is under way, or never finished", None, saves_under_way(folder, files)
+    text, seconds, saving = "no index: the save is under way, or never finished", None, _saving(folder, files)
     world = saves_of_all_ranks(shards).get(shards[newest][0]) if newest else None
     if world and all(save.alive is False for save in saving):
         text = lost_index_text(folder.place, world)

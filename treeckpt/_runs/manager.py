@@ -63,10 +63,10 @@ from .options import (
     is_factory,
     parse_metrics,
 )
-from .pending_saves import PendingSaves, RetentionRunner, SaveHistory
+from .pending_saves import PendingSaves, RetentionRunner
 from .registered_state import OBJECTS, READERS, FunctionValue, InputReader, RegisteredState, check_name
 from .restore import Restorer
-from .run import GRACE, CheckpointSelector, CleanReport, RunDirectory
+from .run import GRACE, CheckpointSelector, CleanReport, RunDirectory, SaveHistory
 from .schedule import LoopState, SaveSchedule, is_of_workers, training_state
 
 if TYPE_CHECKING:  # they import torch

@@ -29,9 +29,8 @@ from .._loading.consistent_reads import on_one_version
 from .._loading.execute_shared import open_relay, together, usual_read
 from ..errors import CheckpointNotFound, MismatchError, StoreError, TreeckptError
 from .catalog import CheckpointInfo, mark_of, step_info
-from .pending_saves import SaveHistory
 from .progress_bar import reading_bar
-from .run import CheckpointSelector, RunDirectory
+from .run import CheckpointSelector, RunDirectory, SaveHistory
 
 _log = logging.getLogger("treeckpt")
 

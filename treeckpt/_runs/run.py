@@ -18,9 +18,12 @@ import contextlib
 import logging
 import os
 import secrets
+import threading
 import time
+import warnings
 from collections.abc import Callable, Collection, Container, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +31,7 @@ import msgspec
 
 from .._core.format.file_names import PIN_NAME, check_step, deleted_name, is_step_name, step_name, step_of
 from .._core.format.index import INDEX_NAME
-from .._core.format.lineage import SavedCheckpoint
+from .._core.format.lineage import Lineage, SavedCheckpoint, next_lineage
 from .._core.text import count_text
 from .._inspect.deletion import (
     CleanReport,
@@ -58,7 +61,7 @@ from .._io.storage.reader_leases import has_readers
 from .._io.storage.run_store import RunStore
 from .._io.storage.store import Store
 from .._io.timing import steady_clock
-from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError, TreeckptError
+from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError, TreeckptError, visible
 from ..policy import Best, Policy, best_of, unmeasured_text
 from .catalog import (
     CheckpointInfo,
@@ -68,7 +71,6 @@ from .catalog import (
     in_listing_order,
     loadable_text,
     read_info,
-    read_info_or_unread,
     read_infos,
     read_marks,
     step_info,
@@ -123,24 +125,22 @@ class RunDirectory:
         """Returns the directory of a step, whether or not it exists."""
         return self.store.folder(step_name(check_step(step)))
 
-    def checkpoints(self, *, newest: NewestIndex | None = None, report_errors: bool = False) -> list[CheckpointInfo]:
+    def checkpoints(self, *, newest: NewestIndex | None = None, or_unread: bool = False) -> list[CheckpointInfo]:
         """Lists every directory with the name of a step, except links and directories without files of a checkpoint.
 
         The newest, which was saved last, comes first. Abandoned branches follow after the lineage of the newest.
 
         Args:
             newest: is offered the indexes that are not in the cache.
-            report_errors: lists local directories that could not be read too, as unread.
+            or_unread: lists local directories that could not be read too, as unread.
 
         Raises:
             StoreError: the run could not be read, or one of its checkpoints.
         """
-        return [info for _, info in self._read_infos(newest, report_errors=report_errors)]
+        return [info for _, info in self._read_infos(newest, or_unread=or_unread)]
 
-    def _read_infos(
-        self, newest: NewestIndex | None = None, *, report_errors: bool
-    ) -> list[tuple[Store, CheckpointInfo]]:
-        seen = read_infos(self.store, self._cache, report_errors=report_errors, timings=False, newest=newest)
+    def _read_infos(self, newest: NewestIndex | None = None, *, or_unread: bool) -> list[tuple[Store, CheckpointInfo]]:
+        seen = read_infos(self.store, self._cache, or_unread=or_unread, timings=False, newest=newest)
         folders = {folder.name: folder for folder, _ in seen}
         ours = in_listing_order(
             _checked(info) for _, info in seen if info.status != "foreign" and is_step_name(info.name)
@@ -237,7 +237,7 @@ class RunDirectory:
             on_removal: takes before each removal how many are done, and how many are planned.
         """
         known = self._verifications or VerificationStore(cache_directory())
-        found = self._read_infos(report_errors=True)
+        found = self._read_infos(or_unread=True)
         facts = [self._fact(with_verification(info, folder, known), folder) for folder, info in found]
         times = deletion_times(self._clock(), grace)
         planned = plan_cleanup(facts, policies, times, run=self.url, busy=busy)
@@ -294,8 +294,7 @@ class RunDirectory:
     def plan_deletion(self, step: int, *, force: bool = False, grace: float = GRACE) -> tuple[CheckpointInfo, Removal]:
         """Returns what `delete` would remove, and of what; arguments and errors as there."""
         folder = self.folder(step)
-        read = read_info_or_unread if force else read_info
-        info = _checked(read(folder, cache=self._cache, timings=False))
+        info = _checked(read_info(folder, cache=self._cache, timings=False, or_unread=force))
         if not force and info.status != "complete":
             try:
                 info = self.checkpoint(step)
@@ -366,8 +365,7 @@ class RunDirectory:
         try:
             # the plan may be outdated: other removals took place before this one
             now = folder.listed()
-            read = read_info_or_unread if removal.force else read_info
-            info = _checked(read(now, cache=self._cache))
+            info = _checked(read_info(now, cache=self._cache, or_unread=removal.force))
             why = self._reason_to_keep(info, now, grace, force=removal.force)
             known = not why and info.status != "unread"
             index: bytes | int | None = index_of_save(now, removal.save_id) if known else None
@@ -483,9 +481,9 @@ class CheckpointSelector:
         """
         return [info for info in self._listed() if info.status == "complete"]
 
-    def _listed(self, *, report_errors: bool = False) -> list[CheckpointInfo]:
+    def _listed(self, *, or_unread: bool = False) -> list[CheckpointInfo]:
         """Returns the checkpoints of the run; refuses the path of one checkpoint, which has none below it."""
-        infos = self.directory.checkpoints(newest=self._read, report_errors=report_errors)
+        infos = self.directory.checkpoints(newest=self._read, or_unread=or_unread)
         run, url = self.directory.store, self.directory.url
         if infos:
             return infos
@@ -519,7 +517,7 @@ class CheckpointSelector:
             CheckpointNotFound: the directory is one checkpoint.
             StoreError: a checkpoint that may be newer could not be read, or with `verify` not compared: it may be good.
         """
-        infos, found = self._listed(report_errors=True), None
+        infos, found = self._listed(or_unread=True), None
         for info in infos:
             if info.status == "unread":
                 expected, hint = (
@@ -650,3 +648,118 @@ class CheckpointSelector:
         """Returns the index of a checkpoint if it was the newest of those read; forgets it."""
         found, self._read = self._read.found, NewestIndex()
         return found if found and (found.url, found.index.save_id) == (info.path, info.save_id) else None
+
+
+@dataclass(eq=False)
+class _HistoryEntry:
+    """A restored checkpoint, or a save that was started."""
+
+    mark: SavedCheckpoint | None = None
+    """None until the lineage of the save is known."""
+    restored: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class NextSave:
+    """The `LineageSource` of one save of a manager."""
+
+    history: SaveHistory
+    step: int
+    pin: bool
+    """Whether the save itself is pinned: then it may replace a pinned checkpoint."""
+    before: tuple[_HistoryEntry, ...]
+    """What was restored and saved before."""
+    entry: _HistoryEntry
+    """The entry of this save."""
+
+    def lineage(self, save_id: str) -> Lineage:
+        """Returns the lineage of the save with this id; raises nothing."""
+        return self.history.lineage(self, save_id)
+
+
+class SaveHistory:
+    """The checkpoints that a manager has restored and saved, in the order of the calls.
+
+    The lineage of its next save follows the last of them. Whether a save was committed is read from the disk: one that
+    failed, was skipped or was deleted is skipped here. Rank 0 decides, after the previous save has ended, and outside
+    the caller's thread for a save in the background, because it reads every index of the run.
+
+    A manager that restored nothing, but saves a step that the run has already or that lies below one of it, is mostly
+    that of a training that forgot to resume: it replaces the old steps, or its clean-ups delete them. It warns, once.
+
+    Args:
+        warn: logs a warning about a path.
+        rank: the rank of this process; rank 0 alone decides.
+        replaces: whether the caller said that steps of other trainings are to be replaced: then nothing warns of it.
+    """
+
+    def __init__(
+        self, run: RunDirectory, warn: Callable[[str, str], None], rank: int, *, replaces: bool = False
+    ) -> None:
+        self.directory, self._warn, self._rank = run, warn, rank
+        self._entries: tuple[_HistoryEntry, ...] = ()
+        self._lock = threading.RLock()
+        self._warned = replaces
+        self._saved: set[str] = set()
+        """The ids of the saves of this manager, until it has restored something or warned."""
+
+    def restored(self, mark: SavedCheckpoint) -> None:
+        """Records that the next save follows this checkpoint."""
+        with self._lock:
+            self._entries, self._warned = (_HistoryEntry(mark, restored=True),), True
+
+    def next_save(self, step: int, *, pin: bool = False) -> NextSave | None:
+        """Records a save that is started, and whether it is pinned; returns what determines its lineage, on rank 0."""
+        if self._rank:
+            return None
+        entry = _HistoryEntry()
+        with self._lock:
+            before, self._entries = self._entries, (*self._entries, entry)
+        return NextSave(self, step, pin, before, entry)
+
+    def _warn_of_pinned(self, step: int) -> None:
+        """Warns where a save is about to replace a pinned checkpoint; raises nothing."""
+        with contextlib.suppress(Exception):
+            folder = self.directory.folder(step)
+            if PIN_NAME in folder.entries():
+                text = "is pinned, and this save replaces it: a pin keeps a checkpoint from clean-ups only"
+                self._warn(folder.place, f"{text}. overwrite=False of the Manager refuses to replace steps")
+
+    def lineage(self, save: NextSave, save_id: str) -> Lineage:
+        """Returns the lineage of a save, from the entries before it and the state of the run; raises nothing."""
+        step, before = save.step, save.before
+        try:
+            marks = self.directory.marks()
+        except Exception as error:  # a save without the right lineage is better than none
+            marks = [known.mark for known in before if known.mark is not None]
+            self._warn(self.directory.url, f"could not be looked at for the lineage of step {step}: {error}")
+        if not save.pin and any(mark.step == step for mark in marks):
+            self._warn_of_pinned(step)
+        if not self._warned:
+            self._warn_of_forgotten_resume(marks, step)
+            self._saved.add(save_id)
+        there = {mark.save_id for mark in marks}
+        sure = [e for e in before if e.mark is not None and (e.restored or e.mark.save_id in there)]
+        lineage = next_lineage(marks, sure[-1].mark if sure else None, step)
+        save.entry.mark = SavedCheckpoint(step, save_id, lineage)
+        old = before[: before.index(sure[-1])] if sure else ()
+        with self._lock:
+            self._entries = tuple(kept for kept in self._entries if kept not in old)
+        return lineage
+
+    def _warn_of_forgotten_resume(self, marks: Sequence[SavedCheckpoint], step: int) -> None:
+        """Warns where a step is saved at or below one that this manager neither saved nor restored."""
+        others = [mark.step for mark in marks if mark.save_id not in self._saved and mark.step >= step]
+        if not others:
+            return
+        self._warned, path = True, self.directory.folder(step).place
+        what = "replaces a checkpoint" if step in others else f"is saved below step {max(others)}"
+        text = (
+            f"step {step} {what} that this manager neither saved nor restored. To continue the run, call resume or "
+            "restore before the first save; to start anew, take another directory; overwrite=True of the Manager "
+            "replaces such steps without a warning, overwrite=False refuses to"
+        )
+        try:
+            warnings.warn(visible(f"{path}: {text}"), stacklevel=2)
+        except UserWarning:  # a filter makes it an error, but the ranks have agreed on this save
+            self._warn(path, text)
