@@ -13,7 +13,7 @@ import numpy as np
 from treeckpt._core.format.records import Index
 from treeckpt._core.text import shape_text
 from treeckpt._inspect.outline import Outline
-from treeckpt._inspect.unusual import reason_of
+from treeckpt._inspect.ranking import reason_of
 from treeckpt._runs.statistics_store import LeafStatistics
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, OpenTree, next_start, shorten

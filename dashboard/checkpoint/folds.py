@@ -9,7 +9,8 @@ import msgspec
 from treeckpt._core.tree.spec import BLOB_KINDS
 from treeckpt._inspect.diff import leaf_text
 from treeckpt._inspect.outline import Outline, OutlineRow
-from treeckpt._inspect.repeated_blocks import RepeatedBlocks, find_repeated_blocks
+
+from .repeated_blocks import RepeatedBlocks, find_repeated_blocks
 
 MAX_CHILDREN = 5000
 """Children of a node; with more of them nothing is folded."""

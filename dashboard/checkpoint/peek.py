@@ -14,8 +14,7 @@ from treeckpt._core.sharding.int_runs import decode_runs
 from treeckpt._core.sharding.region import Region
 from treeckpt._core.text import number_text, region_text
 from treeckpt._core.tree.spec import ArraySpec
-from treeckpt._inspect.element_stats import element_stats, element_texts
-from treeckpt._inspect.number_image import number_image
+from treeckpt._inspect.numbers import element_stats, element_texts, number_image
 from treeckpt._inspect.outline import Outline
 from treeckpt._io.storage.store import Store
 from treeckpt._loading.peek import MAX_NBYTES, Peek, peek

@@ -11,7 +11,7 @@ from treeckpt._core.format.records import Index, Leaf
 from treeckpt._core.text import value_text, value_type
 from treeckpt._inspect.diff import leaf_text
 from treeckpt._inspect.outline import Outline, OutlineRow
-from treeckpt._runs.checkpoint_info import CheckpointInfo
+from treeckpt._runs.catalog import CheckpointInfo
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, checkpoint_row, next_start, per_rank_keyword, shorten
 from ..store.library import Library

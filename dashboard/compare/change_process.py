@@ -15,7 +15,7 @@ from treeckpt._io.storage.store import DirectoryEntry, Store
 from treeckpt._io.storage.wrapped_store import CountingStore
 from treeckpt._loading.compare import measured_pairs
 from treeckpt._loading.run_load import opened
-from treeckpt._runs.change_store import ChangeStore, ComparedSave
+from treeckpt._runs.statistics_store import ChangeStore, ComparedSave
 from treeckpt._runs.verification import fingerprint_of
 
 from ..store.jobs import Failed, ReadPrinter, folder_at, send

@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 
 from treeckpt._core.text import json_number, visible
-from treeckpt._inspect.layer_changes import LayerChange, layer_changes, relative_changes
 from treeckpt._inspect.outline import Outline, words_in
-from treeckpt._runs.change_store import ComparedSave
+from treeckpt._inspect.ranking import LayerChange, layer_changes, relative_changes
+from treeckpt._runs.statistics_store import ComparedSave
 from treeckpt._runs.verification import fingerprint_of
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, next_start, shorten

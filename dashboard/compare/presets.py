@@ -16,7 +16,8 @@ import msgspec
 from treeckpt._core.format.records import ArrayRecord, Index, Leaf
 from treeckpt._core.sharding.placements import Mesh, MeshLayout
 from treeckpt._core.text import placement_text
-from treeckpt._inspect.reshard_preview import sampled_leaves
+
+from .reshard_plan import sampled_leaves
 
 BY_ROWS = (
     "o_proj", "out_proj", "down_proj", "fc2", "c_proj", "w2", "dense_4h_to_h", "attention.dense", "attention.proj",

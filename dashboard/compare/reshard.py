@@ -7,11 +7,11 @@ import numpy as np
 
 from treeckpt._core.sharding.placements import Mesh
 from treeckpt._inspect.outline import Outline
-from treeckpt._inspect.reshard_preview import RankReads, ReshardPlan, parse_mesh, parse_rules, plan_reshard
 from treeckpt.errors import TreeckptError
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, next_start
 from .presets import Preset, default_rule, presets_of
+from .reshard_plan import RankReads, ReshardPlan, parse_mesh, parse_rules, plan_reshard
 
 MAX_CELLS = 20_000
 """Pairs of a rank and a file that are drawn."""

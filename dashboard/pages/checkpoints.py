@@ -16,7 +16,7 @@ import msgspec
 from treeckpt._core.text import json_number, visible
 from treeckpt._inspect.outline import Outline
 from treeckpt._runs.active_saves import SaveUnderWay, waits_for_text
-from treeckpt._runs.checkpoint_info import CheckpointInfo
+from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt._runs.verification import DamagedPart, Verification, VerificationResult
 
 from ..store.foreign_trees import ForeignInfo

@@ -33,7 +33,7 @@ from treeckpt._inspect.treemap import TreemapKey
 from treeckpt._io.storage.checkpoint import NewestIndex
 from treeckpt._io.storage.open import open_store
 from treeckpt._runs import catalog
-from treeckpt._runs.checkpoint_info import CheckpointInfo, with_verification
+from treeckpt._runs.catalog import CheckpointInfo, with_verification
 from treeckpt._runs.notebook import COLUMNS, checkpoint_rows
 from treeckpt._runs.verification import VerificationStore, cache_directory
 from treeckpt.errors import CheckpointNotFound, TreeckptError

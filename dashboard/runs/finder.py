@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from treeckpt._core.text import visible
-from treeckpt._runs.checkpoint_info import CheckpointInfo
+from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt.errors import TreeckptError
 
 from ..pages.checkpoints import shorten, status_of

@@ -11,7 +11,7 @@ from treeckpt._core.format.files import Progress
 from treeckpt._core.text import visible
 from treeckpt._io.storage.kept_files import FAR_PROGRESS_PAUSE, read_progress
 from treeckpt._runs.active_saves import SaveState, SaveUnderWay, waits_for_text
-from treeckpt._runs.checkpoint_info import CheckpointInfo
+from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt.errors import TreeckptError
 
 from ..pages.checkpoints import PAGE_ROWS, next_start

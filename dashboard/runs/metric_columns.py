@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from treeckpt._runs.checkpoint_info import CheckpointInfo
+from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt.policy import Best, Policy
 
 COLUMNS = 4

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import msgspec
 
 from treeckpt._core.text import json_number, visible
-from treeckpt._runs.checkpoint_info import CheckpointInfo
-from treeckpt._runs.policy_text import keep_text
+from treeckpt._runs.catalog import CheckpointInfo
+from treeckpt.policy import keep_text
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, Status, checkpoint_row, next_start, shorten, status_of
 from ..store.last_result import LastResult
@@ -109,7 +109,7 @@ class ListQuery(msgspec.Struct, frozen=True):
     q: str = ""
     """Words that the name, the step, the error or a metric's name must contain, and conditions as `loss<2.5`."""
     keep: str | None = None
-    """Policies, as in `policy_text`; None takes those that the dashboard was given."""
+    """Policies, as in `treeckpt.policy`; None takes those that the dashboard was given."""
 
 
 class CursorError(ValueError):

@@ -12,7 +12,7 @@ import msgspec
 
 from treeckpt._core.format.lineage import SequenceRanges
 from treeckpt._core.text import json_number
-from treeckpt._runs.checkpoint_info import CheckpointInfo, mark_of
+from treeckpt._runs.catalog import CheckpointInfo, mark_of
 from treeckpt.policy import Best, Policy
 
 from ..pages.checkpoints import CheckpointRow, checkpoint_row, iso_time, per_rank_keyword, shorten, status_of

@@ -9,9 +9,8 @@ from functools import lru_cache
 import msgspec
 
 from treeckpt._core.format.files import step_name, step_of
-from treeckpt._runs.checkpoint_info import CheckpointInfo, step_info
-from treeckpt._runs.policy_text import parse_keep
-from treeckpt.policy import Policy, kept
+from treeckpt._runs.catalog import CheckpointInfo, step_info
+from treeckpt.policy import Policy, kept, parse_keep
 
 from ..pages.checkpoints import status_of
 from ..store.foreign_trees import ForeignInfo

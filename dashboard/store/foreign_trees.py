@@ -17,7 +17,7 @@ from treeckpt._io.storage.foreign_formats import DCP_METADATA, TORCH_SUFFIXES, d
 from treeckpt._io.storage.local_files import follows_links
 from treeckpt._io.storage.local_store import LocalRun, LocalStore
 from treeckpt._io.storage.store import DirectoryEntry, Store
-from treeckpt._runs.checkpoint_info import CheckpointInfo
+from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt.errors import FormatError, StoreError
 
 MAX_METADATA = 64 << 20

@@ -27,8 +27,7 @@ from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._io.storage.open import open_run
 from treeckpt._io.storage.store import DirectoryEntry, RunStore, Store
 from treeckpt._runs import catalog
-from treeckpt._runs.checkpoint_info import CheckpointInfo, with_verification
-from treeckpt._runs.stat_cache import LruStatCache, StatCache
+from treeckpt._runs.catalog import CheckpointInfo, LruStatCache, StatCache, with_verification
 from treeckpt.errors import CheckpointNotFound, StoreError
 from treeckpt.policy import Policy
 
@@ -184,7 +183,8 @@ class Library:
             return DirectoryState(CheckpointInfo(name, folder.place, "unread", step_of(name), error=problem), None)
 
     def _look(self, run: Run, folder: Store) -> CheckpointInfo:
-        info = catalog.read_info_or_unread(folder, cache=self.summary_cache(run), follow=not self.is_run(run))
+        cache, follow = self.summary_cache(run), not self.is_run(run)
+        info = catalog.read_info(folder, cache=cache, follow=follow, or_unread=True)
         if info.status == "foreign" and (not folder.is_link or not self.is_run(run)):
             return look_at_foreign(folder, info, run.path if self.is_run(run) else None)
         return with_verification(info, folder, self.cache.verifications)

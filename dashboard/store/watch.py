@@ -23,8 +23,7 @@ import msgspec
 from treeckpt._core.format.files import step_of
 from treeckpt._core.text import visible
 from treeckpt._io.storage.store import RunStore, Store
-from treeckpt._runs.catalog import CONCURRENT_READS
-from treeckpt._runs.checkpoint_info import CheckpointInfo, in_listing_order
+from treeckpt._runs.catalog import CONCURRENT_READS, CheckpointInfo, in_listing_order
 from treeckpt.errors import TreeckptError
 
 FRESH = 1.0

@@ -8,8 +8,7 @@ import msgspec
 import numpy as np
 
 from treeckpt._inspect.profile import WAITING_PHASES
-from treeckpt._inspect.stragglers import RankGrouping
-from treeckpt._inspect.timing_report import TimingReport
+from treeckpt._inspect.timing_report import RankGrouping, TimingReport
 
 from .model import group_rows
 

@@ -13,9 +13,9 @@ import msgspec
 
 from treeckpt._core.format.timings import Host
 from treeckpt._core.text import seconds_text, visible
-from treeckpt._inspect.critical_path import CriticalSegment
 from treeckpt._inspect.profile import LATE_CALL
-from treeckpt._runs.checkpoint_info import CheckpointInfo
+from treeckpt._inspect.timing_report import CriticalSegment
+from treeckpt._runs.catalog import CheckpointInfo
 
 from ..store.reduced_timings import host_names
 

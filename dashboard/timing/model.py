@@ -15,10 +15,16 @@ import numpy as np
 
 from treeckpt._core.format.records import Index
 from treeckpt._core.text import visible
-from treeckpt._inspect.critical_path import CriticalSegment
 from treeckpt._inspect.profile import COORDINATOR_PHASES, WAITING_PHASES, PhaseTime, RankTime, SaveProfile
-from treeckpt._inspect.stragglers import PhaseMatrix, RankGrouping, Straggler, group_phase_matrix, rank_groupings
-from treeckpt._inspect.timing_report import TimingReport
+from treeckpt._inspect.timing_report import (
+    CriticalSegment,
+    PhaseMatrix,
+    RankGrouping,
+    Straggler,
+    TimingReport,
+    group_phase_matrix,
+    rank_groupings,
+)
 from treeckpt.errors import TreeckptError
 
 from ..pages.checkpoints import CheckpointRow, checkpoint_row, next_start

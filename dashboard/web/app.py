@@ -15,10 +15,9 @@ from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from treeckpt._io.storage.local_store import check_path
-from treeckpt._runs.policy_text import KeepError
 from treeckpt._runs.verification import cache_directory
 from treeckpt.errors import TreeckptError
-from treeckpt.policy import Policy
+from treeckpt.policy import KeepError, Policy
 
 from ..checkpoint import routes as checkpoint_routes
 from ..checkpoint.verify_jobs import VerifyJobs

@@ -18,9 +18,9 @@ from urllib.parse import quote
 import msgspec
 import uvicorn
 
-from treeckpt._runs.policy_text import parse_keep
 from treeckpt._runs.verification import user_name
 from treeckpt.errors import TreeckptError
+from treeckpt.policy import parse_keep
 
 from .app import create_app
 from .connections import HEAD_SECONDS, protocol_of
@@ -65,7 +65,7 @@ def serve(
         token: an empty one is replaced by a random one; None requires none, which only loopback addresses allow.
         allowed_hosts: Host headers to answer besides those of the address itself.
         cache: the cache directory; None takes the user's own.
-        keep: the retention policies of the runs, as in `treeckpt._runs.policy_text`.
+        keep: the retention policies of the runs, as in `treeckpt.policy`.
         head_seconds: seconds in which a client has to send the request line and headers.
         started: is called with the address to open, once connections are accepted; by default it is printed.
 

@@ -15,7 +15,8 @@ from treeckpt._core.sharding.int_runs import encode_runs
 from treeckpt._core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
 from treeckpt._core.tree.spec import ArraySpec
 from treeckpt._core.tree.structure import DictNode, ListNode, PerRankNode
-from treeckpt._inspect.outline import Outline, held_nbytes
+from treeckpt._inspect.outline import Outline
+from treeckpt._runs.catalog import held_nbytes
 from treeckpt.errors import MismatchError
 
 

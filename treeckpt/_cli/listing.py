@@ -19,7 +19,7 @@ from .._io.storage.open import open_run, open_store
 from .._report.terminal import print_json, print_line, print_table
 from .._runs import catalog
 from .._runs.active_saves import under_way_text
-from .._runs.checkpoint_info import CheckpointInfo, with_verification
+from .._runs.catalog import CheckpointInfo, with_verification
 from .._runs.progress_bar import counting_bar
 from .._runs.verification import VerificationStore, cache_directory
 from .command import Commands, no_such_run, progress_of, usage_error

@@ -11,7 +11,7 @@ import msgspec
 
 from .._core.format.records import File, Index
 from .._core.tree.flatten import flatten
-from .._inspect.checksum_diff import Checksums
+from .._inspect.diff import Checksums
 from .._io.comm.comm import launched_rank
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.foreign_formats import describe_foreign, names_text

@@ -28,7 +28,7 @@ from .._core.format.records import AliasRecord, File, Index
 from .._core.format.shard_header import ShardHeader, decode_header
 from .._core.format.timings import timings_name
 from .._core.sharding.dtypes import dtype_of
-from .._inspect.moments import Moments, merged, moments_of
+from .._inspect.numbers import Moments, merged, moments_of
 from .._io.comm.collective import all_gather
 from .._io.comm.comm import Comm
 from .._io.os_errors import hint_for, read_failure

@@ -18,10 +18,9 @@ from .._io.public_calls import check_options
 from .._loading.read_batch import Verify
 from .._saving.options import BusyPolicy, SaveOptions, StagingMode, WriterKind, shard_limit
 from ..errors import TreeckptError, TreeError
-from ..policy import All, Best, Last, Policy, check_policies
+from ..policy import All, Best, KeepError, Last, Policy, check_policies, parse_keep
 from ..rules import Renaming, Transforms
 from ..trees._per_rank_state import Policy as RankStatePolicy
-from .policy_text import KeepError, parse_keep
 
 Keep = Policy | str | Sequence[Policy | str] | int | None
 

@@ -26,11 +26,9 @@ from .._io.storage.kept_files import hold_lease
 from .._loading.execute_shared import open_relay, together, usual_read
 from .._loading.run_load import on_one_version
 from ..errors import CheckpointNotFound, MismatchError, StoreError, TreeckptError
-from .checkpoint_info import CheckpointInfo, mark_of, step_info
-from .history import SaveHistory
+from .catalog import CheckpointInfo, mark_of, step_info
 from .progress_bar import reading_bar
-from .run import RunDirectory
-from .select import CheckpointSelector
+from .run import CheckpointSelector, RunDirectory, SaveHistory
 
 _log = logging.getLogger("treeckpt")
 

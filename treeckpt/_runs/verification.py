@@ -34,8 +34,7 @@ from .._loading.run_load import on_one_version
 from .._loading.verify import LeafMoments, verify_checkpoint
 from ..errors import TreeckptError
 from ..reports import Problem, VerifyReport
-from .column_files import key_of_parts, place_of
-from .statistics_store import StatisticsStore
+from .statistics_store import StatisticsStore, key_of_parts, place_of
 
 MAX_PROBLEMS = 100
 """Problems that are kept of one verification."""

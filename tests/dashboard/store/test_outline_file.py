@@ -16,7 +16,7 @@ from treeckpt._core.format.records import AliasRecord
 from treeckpt._core.tree.flatten import PerRank
 from treeckpt._inspect.outline import Outline
 from treeckpt._inspect.treemap import treemap_of
-from treeckpt._runs.index_summary import summarize_index
+from treeckpt._runs.catalog import summarize_index
 from treeckpt.errors import FormatError, MismatchError
 from treeckpt_dashboard.store.outline_file import StoredOutline, write_outline
 

@@ -24,7 +24,7 @@ from ..._core.format.records import File, Index
 from ..._core.format.shard_header import ShardHeader, parse_shard_name
 from ..._core.format.timings import Timings, decode_timings, timings_name
 from ..._core.text import count_text
-from ..._inspect.checksum_diff import Checksums
+from ..._inspect.diff import Checksums
 from ...errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError, TreeckptError
 from ..os_errors import wrap_read_error
 from .foreign_formats import describe_foreign, describe_place

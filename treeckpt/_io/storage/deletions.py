@@ -424,7 +424,15 @@ def _folder_fact(folder: Store, now_ns: int) -> StepDirectory:
     except CheckpointError as error:
         status, problem = "corrupt", str(error)
     return StepDirectory(
-        folder.name, 0, status, folder.modified_ns() or 0, files, save_id, problem=problem, path=folder.place
+        step=0,
+        created_ns=0,
+        name=folder.name,
+        status=status,
+        modified_ns=folder.modified_ns() or 0,
+        files=files,
+        save_id=save_id,
+        problem=problem,
+        path=folder.place,
     )
 
 

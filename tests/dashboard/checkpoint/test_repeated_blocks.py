@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt._inspect.repeated_blocks import find_repeated_blocks
+from treeckpt_dashboard.checkpoint.repeated_blocks import find_repeated_blocks
 
 
 def names(folds):

@@ -12,7 +12,7 @@ import pytest
 
 import treeckpt as tc
 from treeckpt._cli.main import main
-from treeckpt._inspect.structure_text import structure_lines, structure_rows
+from treeckpt._cli.show import structure_lines, structure_rows
 
 
 @dataclasses.dataclass

@@ -10,12 +10,12 @@ from treeckpt._arrays.base import ArrayTarget, HostArray, TargetPiece, raw_dtype
 from treeckpt._core.sharding.dtypes import dtype_of
 from treeckpt._core.sharding.placements import MeshLayout, Replicate, Shard, StridedShard, held_by, local_shape
 from treeckpt._core.tree.spec import ArraySpec
-from treeckpt._inspect.reshard_preview import bit_reversed_order, parse_mesh, parse_rules, plan_reshard
 from treeckpt._io.storage.checkpoint import Checkpoint
 from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._io.timing import Recorder
 from treeckpt._loading.read_batch import ReadBatch, ReadOptions
 from treeckpt.errors import LayoutError
+from treeckpt_dashboard.compare.reshard_plan import bit_reversed_order, parse_mesh, parse_rules, plan_reshard
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from .._core.format.records import ArrayRecord, Index, Leaf
-from .._core.format.shard_header import BLOCK
-from .._core.planning.load_plan import READ_GAP, WantedRegion, plan_load
-from .._core.sharding.dtypes import dtype_of
-from .._core.sharding.int_runs import encode_runs
-from .._core.sharding.placements import (
+from treeckpt._core.format.records import ArrayRecord, Index, Leaf
+from treeckpt._core.format.shard_header import BLOCK
+from treeckpt._core.planning.load_plan import READ_GAP, WantedRegion, plan_load
+from treeckpt._core.sharding.dtypes import dtype_of
+from treeckpt._core.sharding.int_runs import encode_runs
+from treeckpt._core.sharding.placements import (
     Mesh,
     MeshLayout,
     Placement,
@@ -30,8 +30,8 @@ from .._core.sharding.placements import (
     held_by,
     replicated_layout,
 )
-from .._core.sharding.region import Region, byte_runs, intersect
-from ..errors import LayoutError
+from treeckpt._core.sharding.region import Region, byte_runs, intersect
+from treeckpt.errors import LayoutError
 
 MAX_RANKS = 1 << 16
 MAX_DIMS = 8
