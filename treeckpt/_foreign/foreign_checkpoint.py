@@ -25,7 +25,7 @@ from .checksums import ArchiveStorages
 from .files import FileRange, ForeignStore, foreign_at
 
 if TYPE_CHECKING:
-    from .foreign_records import ForeignIndex
+    from .foreign_index import ForeignIndex
     from .pickle_values import RefusedLeaf
 
 _log = logging.getLogger("treeckpt")

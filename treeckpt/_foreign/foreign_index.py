@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
@@ -21,11 +21,11 @@ from .._arrays.lazy import LazyArray
 from .._arrays.registry import encode
 from .._core.format.build_index import build_index
 from .._core.format.chunks import BoxChunks, Chunks, DeferredChunks, WholeChunk, encode_boxes
-from .._core.format.records import ArrayRecord, LeafRecord, file_table
+from .._core.format.records import ArrayRecord, File, Index, LeafRecord, file_table
 from .._core.planning.load_plan import Chunk
 from .._core.planning.rank_trees import RankClass, merge_rank_trees
 from .._core.sharding.dtypes import dtype_of
-from .._core.sharding.int_runs import encode_runs
+from .._core.sharding.int_runs import decode_runs, encode_runs
 from .._core.sharding.region import Region
 from .._core.tree.flatten import flatten, replace_leaves
 from .._core.tree.value_codec import TypedValue
@@ -41,7 +41,6 @@ from .files import (
     memory_array,
     range_of,
 )
-from .foreign_records import ForeignIndex, computed_name
 from .pickle_values import RefusedLeaf
 from .sources import ForeignTree, check_shape
 
@@ -181,3 +180,52 @@ def _boxes(found: Sequence[Chunk], shape: tuple[int, ...]) -> Chunks:
     offsets, shapes = (np.array(column, np.int64).reshape(len(found), len(shape)) for column in columns)
     ranks, starts = np.array([chunk.rank for chunk in found]), np.array([chunk.start for chunk in found])
     return encode_boxes(shape, offsets, shapes, ranks, starts)
+
+
+FREE = 64 << 20
+"""Bytes that arrays may take beyond those of all files, whatever these are: views show bytes repeatedly."""
+TIMES = 16
+"""Times the bytes of all files that they may take beyond that."""
+
+
+class ForeignIndex(Index, frozen=True, dict=True):
+    """The index of files that another program wrote."""
+
+    names: tuple[str, ...] = ()
+    """Of the files; the number of a file is the rank whose stream it is."""
+    computed: dict[int, int] = msgspec.field(default_factory=dict)
+    """Bytes of each array that is computed when it is read, by the rank whose stream it is."""
+
+    @cached_property
+    def file_list(self) -> tuple[File, ...]:
+        sizes = decode_runs(self.files.nbytes).tolist()
+        return tuple(File(name, n, 0, 0, size, 0) for n, (name, size) in enumerate(zip(self.names, sizes, strict=True)))
+
+    @property
+    def file_kind(self) -> str:
+        return "file"
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.entries)
+
+    @property
+    def repeated_nbytes(self) -> int:
+        """Bytes that arrays may take beside those of the files, where several of them show the same bytes."""
+        nbytes = int(decode_runs(self.files.nbytes).sum())
+        return most_nbytes(nbytes) - nbytes
+
+    def locate(self, rank: int, start: int, stop: int, path: str) -> tuple[File, int]:
+        if rank in self.computed:
+            return File(computed_name(rank), rank, 0, 0, self.computed[rank], 0), start
+        return super().locate(rank, start, stop, path)
+
+
+def computed_name(rank: int) -> str:
+    """Returns the name under which a store has an array that is computed; no file has it."""
+    return f"{rank}/computed"
+
+
+def most_nbytes(nbytes: int) -> int:
+    """Returns the bytes that the arrays in files of so many bytes may take."""
+    return nbytes + FREE + TIMES * nbytes

@@ -17,13 +17,11 @@ from .._io.storage.foreign_formats import HEAD, format_of_head, format_of_names,
 from .._io.storage.store import Store
 from ..errors import CheckpointNotFound, FormatError
 from .checksums import ArchiveStorages
-from .dcp_read import read_dcp
+from .dcp_read import read_dcp, read_paddle
 from .files import FileRange, file_window
-from .hfai_read import read_hfai
-from .paddle_read import read_paddle
 from .pickle_values import RefusedLeaf
 from .safetensors_read import read_safetensors, read_sharded
-from .torch_read import read_torch
+from .torch_read import read_hfai, read_torch
 
 FOREIGN = ("torch", "dcp", "safetensors", "hfai", "paddle")
 """Formats of other programs that can be read."""

@@ -39,8 +39,7 @@ from ._format_fit import (
 from ._output import Output, check_free, run_output
 from ._safetensors_write import lay_out_safetensors
 from ._sources import detect, open_source
-from ._state_dicts import with_state_dicts
-from ._transform import cast_floats, transform
+from ._transform import cast_floats, transform, with_state_dicts
 
 FORMATS = ("treeckpt", "torch", "dcp", "safetensors")
 """Formats that can be written."""
@@ -321,7 +320,7 @@ def _lay_out(held: FittedContents, options: _Options) -> Output | None:
 
         return lay_out_torch(held)
     if options.to == "dcp":
-        from ._dcp_write import lay_out_dcp
+        from ._torch_write import lay_out_dcp
 
         return lay_out_dcp(held, max_shard_size=options.max_shard_size or SHARD)
     if options.to == "safetensors":

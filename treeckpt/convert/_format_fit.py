@@ -21,7 +21,7 @@ from .._core.planning.rank_trees import LeafSpec
 from .._core.sharding.region import is_c_order
 from .._core.tree.spec import StridedView
 from .._core.tree.structure import DictNode, ListNode, OrderedDictNode, Structure, TupleNode, child_path, keys_of
-from .._foreign.foreign_records import FREE, TIMES
+from .._foreign.foreign_index import FREE, TIMES
 from .._foreign.pickle_reader import brief
 from .._foreign.safetensors_read import TAGS
 from ..errors import FormatError, TreeError

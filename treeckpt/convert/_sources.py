@@ -28,7 +28,7 @@ from .._core.sharding.region import Region
 from .._core.tree.spec import ArraySpec
 from .._foreign.checksums import ArchiveStorages
 from .._foreign.files import elements_of, file_window, memory_array, open_foreign, strided_array
-from .._foreign.foreign_records import most_nbytes
+from .._foreign.foreign_index import most_nbytes
 from .._foreign.pickle_values import RefusedLeaf, refusal
 from .._foreign.sources import FOREIGN, check_exists, check_shape, directory_format, file_format, read_foreign
 from .._io.storage.checkpoint import Checkpoint
