@@ -1,7 +1,9 @@
-"""Directories of torch.distributed.checkpoint, read without it: `.metadata` as data, tensors left in the files.
+"""Directories of torch.distributed.checkpoint and of Paddle, read without them: metadata as data, arrays in the files.
 
-`.metadata` names every tensor's chunks and where each lies in which file; each chunk is a small torch.save archive
-inside that file, as is each other value. Only the classes of that metadata are understood.
+Both have a pickle that names the chunks of each tensor, and the file of each. DCP's `.metadata` has offsets in files:
+each chunk is a small torch.save archive there, as is each other value. Paddle's `{id}.metadata` has boxes of tensors,
+or flat ranges of boxes; a `.distcp` file of it is a pickle of a dict of numpy arrays, with bfloat16 stored as uint16.
+Only the classes of these metadata are understood.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from .._core.tree.structure import MAX_DEPTH, child_path
 from .._io.storage.foreign_formats import DCP_METADATA, PADDLE_METADATA
 from .._io.storage.store import Store
 from ..errors import CheckpointNotFound, CorruptError, FormatError
-from .checksums import ArchiveStorages
+from .checksums import ArchiveChecksums
 from .files import FileRange, Open, elements_of, from_boxes, memory_array, range_of, store_window, strided_array
 from .pickle_reader import UnbuiltObject, brief, read_pickle
 from .pickle_values import PLAIN, RefusedLeaf, build_tree, dtype_named, sizes_of
@@ -56,8 +58,8 @@ def place_key(*parts: Any) -> str:
 class DcpDirectory:
     """What `.metadata` says of where things lie."""
 
-    def __init__(self, store: Store, storages: ArchiveStorages, refused: list[RefusedLeaf]) -> None:
-        self.store, self.storages, self.refused = store, storages, refused
+    def __init__(self, store: Store, sums: ArchiveChecksums, refused: list[RefusedLeaf]) -> None:
+        self.store, self.sums, self.refused = store, sums, refused
         self.label = f"{store.url}/{DCP_METADATA}"
         self.files = store.sizes()
         read = read_pickle(store_window(store, DCP_METADATA, self.files), PLAIN)
@@ -99,10 +101,10 @@ class DcpDirectory:
 
     def _read_chunk(self, name: str, offset: tuple[int, ...]) -> LazyArray:
         window = self.window(name, offset)
-        found = read_torch(window, self.storages)
+        found = read_torch(window, self.sums)
         if not isinstance(found, LazyArray):
             raise FormatError(f"{name}: {window.label}", expected="a tensor", found=f"{type(found).__name__}")
-        self.storages.note(name, found)
+        self.sums.note(name, found)
         return found
 
     def _keys(self, name: str) -> tuple[Any, ...]:
@@ -114,7 +116,7 @@ class DcpDirectory:
         """Returns a tensor, left in its files, or a value."""
         if isinstance(node, UnbuiltObject) and node.symbol == f"{_MODULE} BytesStorageMetadata":
             inner: list[RefusedLeaf] = []
-            found = read_torch(self.window(name, None), self.storages, inner)
+            found = read_torch(self.window(name, None), self.sums, inner)
             for one in inner:
                 at = reduce(child_path, self._keys(name), "")
                 self.refused.append(RefusedLeaf("/".join(filter(None, (at, one.path))), one.what, one.why))
@@ -136,13 +138,13 @@ class DcpDirectory:
         return from_boxes(spec, pieces, f"{name}: {self.label}")
 
 
-def read_dcp(store: Store, storages: ArchiveStorages, refused: list[RefusedLeaf]) -> dict[Any, Any]:
+def read_dcp(store: Store, sums: ArchiveChecksums, refused: list[RefusedLeaf]) -> dict[Any, Any]:
     """Returns the state dict in a DCP directory, nested as it was, with its tensors left in the files.
 
     Raises:
         CheckpointNotFound, FormatError, CorruptError: it is none, or damaged.
     """
-    directory = DcpDirectory(store, storages, refused)
+    directory = DcpDirectory(store, sums, refused)
     leaves = {name: directory.leaf(name, node) for name, node in directory.entries.items()}
     return nest(leaves, directory.paths, directory.label)
 
@@ -245,8 +247,8 @@ def _flat(fields: dict[str, Any], label: str) -> tuple[int, int] | None:
 class PaddleDirectory:
     """The files of a checkpoint of Paddle, and the tensors that are stored in them."""
 
-    def __init__(self, store: Store, name: str, storages: ArchiveStorages) -> None:
-        self.store, self.storages, self.label = store, storages, f"{store.url}/{name}"
+    def __init__(self, store: Store, name: str) -> None:
+        self.store, self.label = store, f"{store.url}/{name}"
         self.files = store.sizes()
         read = read_pickle(store_window(store, name, self.files), PLAIN)
         fields, self._left = _paddle_fields(read.value, "Metadata", self.label), read.steps
@@ -267,7 +269,7 @@ class PaddleDirectory:
         if file not in self._opened:
             window = store_window(self.store, file, self.files)
             if file.endswith(".safetensors"):
-                found: Any = read_safetensors(window, self.storages)[0]
+                found: Any = read_safetensors(window)[0]
             else:
                 found = build_tree(read_pickle(window, PLAIN), window.label)
             if not isinstance(found, dict):
@@ -338,7 +340,7 @@ class PaddleDirectory:
         return strided_array(spec, elements_of(data), start, None, None, window=range_of(data))
 
 
-def read_paddle(store: Store, storages: ArchiveStorages, name: str | None = None) -> dict[Any, Any]:
+def read_paddle(store: Store, name: str = "") -> dict[Any, Any]:
     """Returns the state dict in a Paddle directory, nested as it was, with its tensors left in the files.
 
     Args:
@@ -348,7 +350,7 @@ def read_paddle(store: Store, storages: ArchiveStorages, name: str | None = None
         CheckpointNotFound, FormatError, CorruptError: there is none, or it is damaged.
     """
     names = sorted(n for n in store.sizes() if PADDLE_METADATA.fullmatch(n))
-    if name is None and len(names) != 1:
+    if not name and len(names) != 1:
         kind = FormatError if names else CheckpointNotFound
         raise kind(
             store.url,
@@ -356,6 +358,6 @@ def read_paddle(store: Store, storages: ArchiveStorages, name: str | None = None
             found=", ".join(names[:4]) or "none",
             hint="Name the metadata file itself" if names else "The save never finished",
         )
-    directory = PaddleDirectory(store, name or names[0], storages)
+    directory = PaddleDirectory(store, name or names[0])
     tensors = {key: directory.tensor(str(key), nodes) for key, nodes in directory.tensors.items()}
     return nest(tensors, directory.paths, directory.label)

@@ -1,8 +1,12 @@
 """Files of torch.save, read without torch.load: the pickle as data, the storages left in the file.
 
-A tensor becomes a lazy array over its storage's entry of the zip archive; tensors over one storage are found to be ties
-and views of each other by the address that the storage is given. Entries of the archive are not compressed, so each is
-a range of the file.
+A tensor becomes a lazy array over its storage's entry of the zip archive; tensors over one storage are found to be
+ties and views of each other by the address that the storage is given. Entries of the archive are not compressed, so
+each is a range of the file.
+
+hfai.checkpoint.save writes such a file for each rank, `PART_000.pt` ...: each part has some of the tensors whole, and
+its share of every large one, `view(-1).chunk(n)[rank]`, with the shape beside it. What comes out is what
+hfai.checkpoint.load gives, but for `__version__` and `__nshards__`.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from .._core.tree.spec import ArraySpec
 from .._io.storage.foreign_formats import HFAI_PART
 from .._io.storage.store import Store
 from ..errors import CheckpointNotFound, CorruptError, FormatError
-from .checksums import ArchiveStorages, EntryChecksum
+from .checksums import ArchiveChecksums, EntryChecksum
 from .files import FileRange, flat_of, from_ranges, store_window, strided_array, with_spec
 from .pickle_reader import Constructors, Symbol, UnbuiltObject, brief, read_pickle
 from .pickle_values import PLAIN, RefusedLeaf, build_tree, dtype_named, sizes_of
@@ -130,10 +134,10 @@ class TorchFileStorage(msgspec.Struct, frozen=True):
 class _TorchArchive:
     """The entries and storages of one file."""
 
-    def __init__(self, window: FileRange, storages: ArchiveStorages) -> None:
-        self.storages = storages
+    def __init__(self, window: FileRange, sums: ArchiveChecksums) -> None:
+        self.sums = sums
         self.entries = {
-            name: storages.sum_of(found.window, found.crc, name) for name, found in find_entries(window).items()
+            name: sums.sum_of(found.window, found.crc, name) for name, found in find_entries(window).items()
         }
         names = [name for name in self.entries if name.endswith("/data.pkl")]
         if len(names) != 1 or any("/code/" in name or name.endswith("/constants.pkl") for name in self.entries):
@@ -173,7 +177,7 @@ class _TorchArchive:
             if entry is None:
                 raise ValueError(f"a storage {key:.40} that is not in the file")
             entry.window.within(0, nbytes)
-            self._storages[key] = TorchFileStorage(entry, dtype or "", size, self.storages.take_entry(entry))
+            self._storages[key] = TorchFileStorage(entry, dtype or "", size, self.sums.new_address(entry))
         found = self._storages[key]
         if (found.dtype, found.size) != (dtype or "", size):
             raise ValueError(f"storage {key:.40} with two sizes or dtypes")
@@ -281,14 +285,14 @@ def _of_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
 _CONSTRUCTORS: Constructors = {**PLAIN, **_REBUILD, "torch._tensor _rebuild_from_type_v2": _of_type}
 
 
-def read_torch(window: FileRange, storages: ArchiveStorages, refused: list[RefusedLeaf] | None = None) -> Any:
+def read_torch(window: FileRange, sums: ArchiveChecksums, refused: list[RefusedLeaf] | None = None) -> Any:
     """Returns the tree in a file of torch.save, with its tensors left in the file.
 
     Raises:
         FormatError, CorruptError: it is no such file, or damaged.
         TreeError: it holds an object that only its own code could make; noted in `refused` if that is given.
     """
-    archive = _TorchArchive(window, storages)
+    archive = _TorchArchive(window, sums)
     pickled = archive.entries[f"{archive.prefix}data.pkl"]
     pickled.check()
     read = read_pickle(pickled.window, _CONSTRUCTORS, persistent=archive.storage)
@@ -302,7 +306,7 @@ _OWN_KEYS = ("model", "optimizer", "__version__", "__nshards__")
 class HfaiParts:
     """The parts of one checkpoint, in order."""
 
-    def __init__(self, store: Store, storages: ArchiveStorages, refused: list[RefusedLeaf]) -> None:
+    def __init__(self, store: Store, sums: ArchiveChecksums, refused: list[RefusedLeaf]) -> None:
         self.store = store
         files = store.sizes()
         names = sorted((int(match[1]), name) for name in files if (match := HFAI_PART.fullmatch(name)))
@@ -312,7 +316,7 @@ class HfaiParts:
             raise self._wrong(f"PART_000.pt to PART_{len(names) - 1:03d}.pt", f"{[name for _, name in names][:8]}")
         self.states: list[Any] = []
         for _, name in names:
-            self.states.append(read_torch(store_window(store, name, files), storages, refused))
+            self.states.append(read_torch(store_window(store, name, files), sums, refused))
         self._check([name for _, name in names])
 
     def _wrong(self, expected: str, found: str) -> CorruptError:
@@ -394,13 +398,13 @@ def _order(key: Any) -> tuple[bool, Any]:
     return (False, key) if type(key) is int else (True, str(key))
 
 
-def read_hfai(store: Store, storages: ArchiveStorages, refused: list[RefusedLeaf]) -> dict[str, Any]:
+def read_hfai(store: Store, sums: ArchiveChecksums, refused: list[RefusedLeaf]) -> dict[str, Any]:
     """Returns the state in a directory of hfai.checkpoint.save, with its tensors left in the files.
 
     Raises:
         CheckpointNotFound, FormatError, CorruptError: there is none, or its parts do not fit together.
     """
-    parts = HfaiParts(store, storages, refused)
+    parts = HfaiParts(store, sums, refused)
     first = parts.states[0]
     found: dict[str, Any] = {}
     for key, make in (("model", parts.model), ("optimizer", parts.optimizer)):

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 
 from .._core.format.records import Index
-from .._foreign.foreign_checkpoint import open_checkpoint
 from .._io.os_errors import wrap_read_error
 from .._io.public_calls import takes_no_save
 from .._io.storage.checkpoint import Checkpoint
@@ -15,7 +14,7 @@ from .._io.storage.metadata_files import OnShardsRead, read_sidecar
 from .._io.storage.open import following
 from .._io.storage.store import Store
 from ..reports import VerifyReport
-from .consistent_reads import on_one_version
+from .consistent_reads import on_one_version, open_checkpoint
 from .repair import repair_store
 from .verify import publish_rebuilt, verify_checkpoint
 

@@ -1,8 +1,10 @@
-"""Files of torch.save, written without ever holding the tensors: the pickle first, the storages streamed into place.
+"""Files of torch.save, and directories that DCP loads, written without ever holding the tensors.
 
-The pickle is Python's own, of a tree in which each tensor is rebuilt by torch's function from a storage named by a
-persistent id, as torch writes it, so `torch.load(weights_only=True)` takes it. Tied tensors and views share a storage.
-The place of every byte of the zip archive is known before the first is written; checksums come last, into their places.
+The pickle of a file comes first, and the storages are streamed into place. The pickle is Python's own, of a tree in
+which each tensor is rebuilt by torch's function from a storage named by a persistent id, as torch writes it, so
+`torch.load(weights_only=True)` takes it. Tied tensors and views share a storage. The place of every byte of the zip
+archive is known before the first is written; checksums come last, into their places. A DCP directory has such an
+archive for each chunk of a tensor and for each other value, and torch's own classes in `.metadata`.
 """
 
 from __future__ import annotations

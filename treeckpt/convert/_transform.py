@@ -1,4 +1,8 @@
-"""Load rules and casts applied to the contents of a conversion: new arrays are made while they are read, box by box."""
+"""Changes of the contents of a conversion: load rules, casts, and the state dicts that torch's optimizers load.
+
+New arrays are made while they are read, box by box. Training states of ours have their parameters by number in a file
+of torch.save, and by name for DCP.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from .._core.sharding.dtypes import dtype_of, normalize_dtype
 from .._core.sharding.region import Region
 from .._core.tree.flatten import flatten
 from .._core.tree.structure import DictNode, key_text, parse_path, paths_of
-from .._foreign.checksums import ArchiveStorages
+from .._foreign.files import new_address
 from ..errors import MismatchError
 from ..rules._apply_rule import LeafState
 from ..rules._apply_rules import TransformedLeaves, apply_rules
@@ -31,7 +35,7 @@ WASTE = 2
 """Elements that are read for one that is needed, at most, where parts of one array are read together."""
 
 
-def transform(contents: Contents, rules: Sequence[Rule], storages: ArchiveStorages) -> Contents:
+def transform(contents: Contents, rules: Sequence[Rule]) -> Contents:
     """Returns the contents after rules.
 
     Raises:
@@ -60,7 +64,7 @@ def transform(contents: Contents, rules: Sequence[Rule], storages: ArchiveStorag
             found.append((path, leaves[item.of]))
             continue
         if item.array not in made:
-            made[item.array] = _composed(item.array, leaves, storages)
+            made[item.array] = _composed(item.array, leaves)
         found.append((path, made[item.array]))
     return msgspec.structs.replace(contents, structure=structure, leaves=tuple(found))
 
@@ -75,7 +79,7 @@ def _check_no_target(transformed: TransformedLeaves) -> None:
         )
 
 
-def _composed(array: ComposedArray, leaves: dict[str, Any], storages: ArchiveStorages) -> LazyArray:
+def _composed(array: ComposedArray, leaves: dict[str, Any]) -> LazyArray:
     def read(region: Region) -> np.ndarray:
         memory = np.empty(region.shape, raw_dtype(dtype_of(array.spec.dtype).itemsize))
         piece = TargetPiece(region, HostArray(memory))
@@ -95,7 +99,7 @@ def _composed(array: ComposedArray, leaves: dict[str, Any], storages: ArchiveSto
         return memory
 
     nbytes = math.prod(array.shape) * dtype_of(array.spec.dtype).itemsize
-    return LazyArray(array.spec, read, Storage(storages.take(nbytes), nbytes, None) if nbytes else None)
+    return LazyArray(array.spec, read, Storage(new_address(nbytes), nbytes, None) if nbytes else None)
 
 
 def _boxes(parts: Sequence[SourceBox]) -> list[tuple[Region, list[SourceBox]]]:
@@ -116,7 +120,7 @@ _LARGEST = {"float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 """Of dtypes that hold fewer magnitudes than float32."""
 
 
-def cast_floats(contents: Contents, dtype: Any, storages: ArchiveStorages) -> Contents:
+def cast_floats(contents: Contents, dtype: Any) -> Contents:
     """Casts all arrays of floating point to one dtype. Ties stay, views become arrays of their own.
 
     Raises:
@@ -137,7 +141,7 @@ def cast_floats(contents: Contents, dtype: Any, storages: ArchiveStorages) -> Co
             key = (storage.address, storage.strides, leaf.spec.shape, leaf.spec.dtype)
             if key not in moved:
                 nbytes = math.prod(leaf.spec.shape) * dtype_of(name).itemsize
-                moved[key] = Storage(storages.take(nbytes), nbytes, None)
+                moved[key] = Storage(new_address(nbytes), nbytes, None)
             storage = moved[key]
         return _cast(leaf, name, path, storage)
 
