@@ -116,11 +116,11 @@ def foreign_store(info: ForeignInfo) -> Store:
     Raises:
         FormatError: it is none any more.
     """
-    from treeckpt._foreign.files import FileRange, foreign_at
+    from treeckpt._foreign.files import foreign_at
 
     if (found := foreign_at(info.path)) is None:
         raise FormatError(visible(info.path), expected=info.format, found="other files")
-    return found.store if isinstance(found, FileRange) else found
+    return found
 
 
 def foreign_version(info: ForeignInfo) -> DirectoryEntry:

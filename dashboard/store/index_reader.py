@@ -16,7 +16,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -233,16 +232,15 @@ def is_large(entry: DirectoryEntry) -> bool:
 
 
 def _read(run: str, name: str) -> Index:
-    if not run and foreign_at(name) is not None:
-        from treeckpt._foreign.foreign_checkpoint import ForeignCheckpoint  # not for the start of the server
-        from treeckpt._foreign.foreign_index import with_found_chunks
+    if not run and (files := foreign_at(name)) is not None:
+        from treeckpt._foreign.foreign_checkpoint import (  # not for the server's start
+            ForeignCheckpoint,
+            with_found_chunks,
+        )
 
         limit_resources(MEMORY, FOREIGN_SECONDS)
         send(JobProgress(0, phase="read"))
-        source = foreign_at(name)
-        assert source is not None, "it was there just now"
-        index: Any = ForeignCheckpoint(source).index
-        return with_found_chunks(index)
+        return with_found_chunks(ForeignCheckpoint(files).index)
     folder = folder_at(run, name)
     send(JobProgress(0, folder.entries()[INDEX_NAME].nbytes, "read"))
     return checkpoint.read_index(folder)

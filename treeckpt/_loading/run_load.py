@@ -14,10 +14,10 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from ...treeckpt_dashboard.pages.checkpoints import open_checkpoint
 from .._arrays.registry import in_parts_if_needed
 from .._arrays.stateful import expand_states, state_tree
 from .._core.format.records import Index
-from .._foreign.foreign_checkpoint import open_checkpoint
 from .._io.comm.comm import Comm
 from .._io.os_errors import shows_damage, wrap_read_error
 from .._io.public_calls import gc_paused, takes_no_save
