@@ -134,6 +134,9 @@ class IndexReader:
             CheckpointError: it is damaged.
             StoreError: it could not be read.
         """
+        if entry.nbytes > MAX_INDEX:
+            found = f"{entry.nbytes} bytes"
+            raise CorruptError(folder.place, expected=f"an index of at most {MAX_INDEX} bytes", found=found)
         if not tells_versions(entry):  # what is in it stands for its version
             data = folder.read(INDEX_NAME, limit=MAX_INDEX)
             number = int.from_bytes(hashlib.blake2s(data, digest_size=8).digest(), "little")
@@ -141,9 +144,6 @@ class IndexReader:
         key = key_of(folder.place, entry)
         if (found := self._known(key)) is not None:
             return found
-        if entry.nbytes > MAX_INDEX:
-            found = f"{entry.nbytes} bytes"
-            raise CorruptError(folder.place, expected=f"an index of at most {MAX_INDEX} bytes", found=found)
         if is_large(entry) and (place := place_of(run, folder)) is not None:
             raise StillReading(folder.place, self._job(key, place).progress)
         return self._build(key, folder)

@@ -16,7 +16,7 @@ from treeckpt._runs.checkpoint_info import CheckpointInfo
 from treeckpt._runs.policy_text import parse_keep
 from treeckpt._runs.verification import Verification
 from treeckpt.policy import Best
-from treeckpt_dashboard.runs.resume import resume_facts, save_pace, shell_quoted
+from treeckpt_dashboard.runs.summary import resume_facts, save_pace, shell_quoted
 
 SECOND, NOW = 10**9, 2 * 10**18
 INTACT = Verification(
