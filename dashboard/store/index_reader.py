@@ -9,6 +9,7 @@ another program's files for `FOREIGN_SECONDS` of computing, with `MEMORY` bytes 
 from __future__ import annotations
 
 import gc
+import hashlib
 import math
 import os
 import threading
@@ -27,7 +28,7 @@ from treeckpt._io.storage import checkpoint
 from treeckpt._io.storage.store import DirectoryEntry, Store
 from treeckpt.errors import CorruptError, FormatError, StoreError, TreeckptError
 
-from .cache import Cache, key_of
+from .cache import Cache, key_of, tells_versions
 from .jobs import KILLED, Failed, JobProgress, JobQueue, ProcessJob, folder_at, limit_resources, line_of, place_of, send
 from .outline_file import StoredOutline, write_outline
 
@@ -132,12 +133,16 @@ class IndexReader:
             CheckpointError: it is damaged.
             StoreError: it could not be read.
         """
-        key = key_of(folder.place, entry)
-        if (found := self._known(key)) is not None:
-            return found
         if entry.nbytes > MAX_INDEX:
             found = f"{entry.nbytes} bytes"
             raise CorruptError(folder.place, expected=f"an index of at most {MAX_INDEX} bytes", found=found)
+        if not tells_versions(entry):  # what is in it stands for its version
+            data = folder.read(INDEX_NAME, limit=MAX_INDEX)
+            number = int.from_bytes(hashlib.blake2s(data, digest_size=8).digest(), "little")
+            entry = msgspec.structs.replace(entry, number=number)
+        key = key_of(folder.place, entry)
+        if (found := self._known(key)) is not None:
+            return found
         if is_large(entry) and (place := place_of(run, folder)) is not None:
             raise StillReading(folder.place, self._job(key, place).progress)
         return self._build(key, folder)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -42,11 +42,27 @@ from .foreign_trees import (
     look_at_foreign,
 )
 from .index_reader import IndexReader, StillReading, is_large
-from .last_result import LastResult
 from .reduced_timings import ReducedTimings, read_reduced
 from .watch import DirectoryState, RunWatcher
 
+S = TypeVar("S")
 T = TypeVar("T")
+
+
+class LastResult(Generic[S, T]):
+    """The last result of a function of a list; it is valid until another list replaces this one."""
+
+    def __init__(self) -> None:
+        self._pair: tuple[S, T] | None = None
+
+    def of(self, listed: S, compute: Callable[[S], T]) -> T:
+        """Returns the result for a list; computes it for another list than that of the last call."""
+        pair = self._pair
+        if pair is None or pair[0] is not listed:
+            pair = self._pair = (listed, compute(listed))
+        return pair[1]
+
+
 Listed = Sequence[tuple[str, CheckpointInfo]]
 """Checkpoints with their ids."""
 

@@ -10,19 +10,21 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import msgspec
 
-from ...treeckpt_dashboard.pages.checkpoints import open_checkpoint
 from .._arrays.registry import in_parts_if_needed
 from .._arrays.stateful import expand_states, state_tree
+from .._core.format.index import INDEX_NAME
 from .._core.format.records import Index
 from .._io.comm.comm import Comm
 from .._io.os_errors import shows_damage, wrap_read_error
 from .._io.public_calls import gc_paused, takes_no_save
 from .._io.storage.checkpoint import Checkpoint, KnownIndex, OnShardsRead, Replaced, read_sidecar
-from .._io.storage.open import following
+from .._io.storage.local_store import for_reading
+from .._io.storage.open import following, open_store
 from .._io.storage.store import Store
 from ..errors import CheckpointError, MismatchError, StoreError, TreeckptError
 from ..reports import LoadReport, VerifyReport
@@ -35,6 +37,31 @@ T = TypeVar("T")
 
 TRIES = 20
 """Versions that are tried: a save takes longer than it takes to find out that a version was replaced."""
+
+
+def open_checkpoint(path: Any) -> tuple[Store, Callable[[], Checkpoint]]:
+    """Opens a path, a URL or a store; returns its store, and a function that opens a version of the checkpoint there.
+
+    Files of another program are looked for only where there is no index of ours, and not in a store that is far away,
+    where each look takes a request.
+
+    Raises:
+        StoreError, CheckpointError: as `open_store`.
+    """
+    store = open_store(path)
+    place = store.traits.local_path
+    if place is not None:
+        is_ours = os.path.exists(place / INDEX_NAME)
+    else:
+        is_ours = store.traits.far or store.entry(INDEX_NAME) is not None
+    if not is_ours:
+        from .._foreign.files import foreign_at
+        from .._foreign.foreign_checkpoint import ForeignCheckpoint
+
+        if (found := foreign_at(path)) is not None:
+            return found, partial(ForeignCheckpoint, found)
+    store = for_reading(store)
+    return store, partial(Checkpoint, store)
 
 
 def on_one_version(

@@ -1,22 +1,83 @@
-"""Verifications that the dashboard runs, one at a time.
+"""Verifications that the dashboard runs, one at a time, and the page about them.
 
-What they find is kept in the cache, as what `treeckpt verify` finds; damage also if the rest was never compared. It is
-not written beside the checkpoint, as the dashboard only reads: the page says which command does that.
+The process of one reads every byte without holding up the server, and can be killed. It prints how many bytes it has
+read, what it found in each shard, and its result. What it finds is kept in the cache, as what `treeckpt verify` finds;
+damage also if the rest was never compared. It is not written beside the checkpoint, as the dashboard only reads: the
+page says which command does that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import msgspec
 
 from treeckpt._core.text import visible
-from treeckpt._runs.verification import DamagedPart, Verification, fingerprint_of, found_part, this_user
+from treeckpt._io.storage.local_store import for_reading
+from treeckpt._io.storage.wrapped_store import CountingStore
+from treeckpt._runs.statistics_store import StatisticsStore
+from treeckpt._runs.verification import (
+    DamagedPart,
+    Verification,
+    fingerprint_of,
+    found_part,
+    shown_parts,
+    this_user,
+    verify_folder,
+)
+from treeckpt.reports import Problem
 
 from ..pages.checkpoints import CheckpointRow, checkpoint_row
 from ..store.cache import Cache
-from ..store.jobs import JobQueue, JobState, ProcessJob, place_of
+from ..store.jobs import Failed, JobProgress, JobQueue, JobState, ProcessJob, ReadPrinter, folder_at, place_of, send
 from ..store.library import Library, NotFound, OpenCheckpoint
 from .leaf_numbers import ContentsSummary, summary_of
-from .verify_process import Found, Message, Result
+
+
+class Found(msgspec.Struct, tag="found"):
+    """Problems of one shard."""
+
+    problems: list[DamagedPart]
+    total: int
+
+
+class Result(msgspec.Struct, tag="result"):
+    """The verification has ended."""
+
+    verification: Verification
+
+
+Message = JobProgress | Found | Result | Failed
+
+
+class _Printer(ReadPrinter):
+    def add_shard(self, problems: Sequence[Problem]) -> None:
+        self.shards += 1
+        if problems:
+            send(Found(shown_parts(problems), len(problems)))
+        self.print()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Verifies a checkpoint.
+
+    Args:
+        arguments: the URL of a run, empty for a local folder; the name of the folder in it, or its path; the cache
+            directory, in which the statistics of all arrays are kept.
+    """
+    run, name, cache = arguments
+    printer = _Printer()
+    folder = folder_at(run, name)
+    folder = CountingStore(for_reading(folder), printer.add)
+    by, statistics = this_user("dashboard"), StatisticsStore(Path(cache))
+    report, verification = verify_folder(folder, by, on_shard=printer.add_shard, statistics=statistics)
+    send(Result(verification))
+    if report.unread:
+        first, more = report.unread[0], ". ".join(report.notes)
+        send(Failed(f"{report.state}, first {first.file}: {first.text}. {more}"))
+    if verification.ok and statistics.find(folder.place, verification.save_id) is None:
+        send(Failed("the statistics of its arrays could not be written to the cache"))
 
 
 class VerifyJob(msgspec.Struct, frozen=True):
@@ -68,7 +129,7 @@ class _Job(ProcessJob):
         info, self.folder = checkpoint.info, checkpoint.folder
         if (place := place_of(checkpoint.run.url, self.folder)) is None:
             raise NotFound("This store is in the memory of this process: no other one can read it.")
-        super().__init__("checkpoint.verify_process", [*place, str(cache.shared)], info.nbytes or 0)
+        super().__init__("checkpoint.verify", [*place, str(cache.shared)], info.nbytes or 0)
         self._cache, self.save_id = cache, info.save_id or ""
         self.fingerprint = fingerprint_of(self.folder.entries(), self.save_id)
         self.problems: list[DamagedPart] = []
