@@ -19,11 +19,13 @@ from treeckpt._runs.run import CleanReport
 
 NAMES = [
     "ArraySpec",
+    "BackgroundOptions",
     "Bank",
     "CheckpointError",
     "CheckpointExists",
     "CheckpointNotFound",
     "CorruptError",
+    "Fallback",
     "FormatError",
     "From",
     "FromRank",
@@ -41,6 +43,7 @@ NAMES = [
     "PendingLoad",
     "PerRank",
     "RankError",
+    "ReadOptions",
     "Region",
     "SaveReport",
     "Sharded",
