@@ -13,9 +13,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from ._api import load, save, verify
+from ._api import load, save
 from ._io.storage.memory import aligned_buffer
 from ._io.storage.store import Store, Writer
+from ._loading.run_load import verify
 from .errors import CheckpointExists, CorruptError, StoreError
 
 __all__ = ["StoreSuite", "read_range", "write_file"]

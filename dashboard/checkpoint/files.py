@@ -10,13 +10,13 @@ import msgspec
 from treeckpt._core.format.byte_map import Extent, extents_in_file
 from treeckpt._core.format.files import Sidecar
 from treeckpt._core.format.records import File, Index
-from treeckpt._core.text import region_text, visible
+from treeckpt._core.text import region_text
 from treeckpt._inspect.outline import Outline
 from treeckpt._io.os_errors import shows_damage
 from treeckpt._io.storage.checkpoint import Checkpoint, read_sidecar
 from treeckpt._io.storage.shard_reader import verify_shard
 from treeckpt._io.storage.store import Store
-from treeckpt.errors import LayoutError, TreeckptError
+from treeckpt.errors import LayoutError, TreeckptError, visible
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, next_start, shorten
 from ..store.library import NotFound

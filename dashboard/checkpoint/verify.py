@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from treeckpt._core.text import visible
 from treeckpt._io.storage.local_store import for_reading
 from treeckpt._io.storage.wrapped_store import CountingStore
 from treeckpt._runs.statistics_store import StatisticsStore
@@ -26,6 +25,7 @@ from treeckpt._runs.verification import (
     this_user,
     verify_folder,
 )
+from treeckpt.errors import visible
 from treeckpt.reports import Problem
 
 from ..pages.checkpoints import CheckpointRow, checkpoint_row

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from treeckpt._core.text import json_number, visible
+from treeckpt._core.text import json_number
 from treeckpt._core.tree.spec import BLOB_KINDS
 from treeckpt._inspect.diff import comparable, diff
 from treeckpt._inspect.outline import Outline, words_in
@@ -28,6 +28,7 @@ from treeckpt._loading.compare import measured_pairs
 from treeckpt._loading.run_load import opened
 from treeckpt._runs.statistics_store import ChangeStore, ComparedSave
 from treeckpt._runs.verification import fingerprint_of
+from treeckpt.errors import visible
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, next_start, shorten
 from ..store.jobs import Failed, JobQueue, ProcessJob, ReadPrinter, folder_at, place_of, send

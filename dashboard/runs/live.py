@@ -8,11 +8,10 @@ from collections import OrderedDict, deque
 import msgspec
 
 from treeckpt._core.format.files import Progress
-from treeckpt._core.text import visible
 from treeckpt._io.storage.kept_files import FAR_PROGRESS_PAUSE, read_progress
 from treeckpt._runs.active_saves import SaveState, SaveUnderWay, waits_for_text
 from treeckpt._runs.catalog import CheckpointInfo
-from treeckpt.errors import TreeckptError
+from treeckpt.errors import TreeckptError, visible
 
 from ..pages.checkpoints import PAGE_ROWS, next_start
 from ..store.library import Library, Run

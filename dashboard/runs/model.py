@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from treeckpt._core.text import json_number, visible
+from treeckpt._core.text import json_number
 from treeckpt._runs.catalog import CheckpointInfo
+from treeckpt.errors import visible
 from treeckpt.policy import keep_text
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, Status, checkpoint_row, next_start, shorten, status_of

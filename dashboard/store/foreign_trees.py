@@ -11,14 +11,14 @@ from pathlib import Path
 import msgspec
 
 from treeckpt._core.format.files import is_step_name
-from treeckpt._core.text import bytes_text, visible
+from treeckpt._core.text import bytes_text
 from treeckpt._io.os_errors import shows_damage, wrap_read_error
 from treeckpt._io.storage.foreign_formats import DCP_METADATA, TORCH_SUFFIXES, describe_foreign
 from treeckpt._io.storage.local_files import follows_links
 from treeckpt._io.storage.local_store import LocalRun, LocalStore
 from treeckpt._io.storage.store import DirectoryEntry, Store
 from treeckpt._runs.catalog import CheckpointInfo
-from treeckpt.errors import FormatError, StoreError
+from treeckpt.errors import FormatError, StoreError, visible
 
 MAX_METADATA = 64 << 20
 """Bytes of the metadata of torch.distributed.checkpoint beyond which they are not read here."""

@@ -20,7 +20,6 @@ import msgspec
 from treeckpt._core.format.files import step_of
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._core.format.timings import timings_name
-from treeckpt._core.text import visible
 from treeckpt._inspect.outline import Outline
 from treeckpt._inspect.timing_report import TimingReport
 from treeckpt._io.storage.local_store import LocalStore
@@ -28,7 +27,7 @@ from treeckpt._io.storage.open import open_run
 from treeckpt._io.storage.store import DirectoryEntry, RunStore, Store
 from treeckpt._runs import catalog
 from treeckpt._runs.catalog import CheckpointInfo, LruStatCache, StatCache, with_verification
-from treeckpt.errors import CheckpointNotFound, StoreError
+from treeckpt.errors import CheckpointNotFound, StoreError, visible
 from treeckpt.policy import Policy
 
 from .cache import Cache

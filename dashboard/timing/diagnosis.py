@@ -14,10 +14,11 @@ from statistics import median
 import msgspec
 
 from treeckpt._core.format.timings import Host
-from treeckpt._core.text import seconds_text, visible
+from treeckpt._core.text import seconds_text
 from treeckpt._inspect.profile import LATE_CALL
 from treeckpt._inspect.timing_report import CriticalSegment
 from treeckpt._runs.catalog import CheckpointInfo
+from treeckpt.errors import visible
 
 from ..store.reduced_timings import ReducedTimings, SlowRank, host_names
 

@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 
 from treeckpt._core.format.records import Index
-from treeckpt._core.text import visible
 from treeckpt._inspect.profile import COORDINATOR_PHASES, WAITING_PHASES, PhaseTime, RankTime, SaveProfile
 from treeckpt._inspect.timing_report import (
     CriticalSegment,
@@ -26,7 +25,7 @@ from treeckpt._inspect.timing_report import (
     group_phase_matrix,
     rank_groupings,
 )
-from treeckpt.errors import TreeckptError
+from treeckpt.errors import TreeckptError, visible
 
 from ..pages.checkpoints import CheckpointRow, checkpoint_row, next_start
 from ..store.library import Library, OpenCheckpoint

@@ -17,7 +17,8 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from treeckpt._core.text import json_number, visible
+from treeckpt._core.text import json_number
+from treeckpt.errors import visible
 
 from ..pages.checkpoints import next_start
 from ..store.library import LastResult, Library, Listed, Run

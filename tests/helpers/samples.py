@@ -24,7 +24,8 @@ from treeckpt._core.planning.save_plan import FilePlan, array_leaves, assign_off
 from treeckpt._core.sharding.dtypes import dtype_of
 from treeckpt._core.sharding.int_runs import encode_runs
 from treeckpt._core.sharding.placements import Layout, Mesh, MeshLayout, Replicate, Shard, StridedShard
-from treeckpt._core.tree.flatten import PerRank, flatten
+from treeckpt._core.tree.containers import PerRank
+from treeckpt._core.tree.flatten import flatten
 from treeckpt._core.tree.spec import ArraySpec
 from treeckpt._core.tree.value_codec import Value, encode_value
 

@@ -29,7 +29,8 @@ from treeckpt._core.sharding.placements import (
     Shard,
 )
 from treeckpt._core.sharding.region import Region
-from treeckpt._core.tree.flatten import PerRank, flatten
+from treeckpt._core.tree.containers import PerRank
+from treeckpt._core.tree.flatten import flatten
 from treeckpt._core.tree.spec import ArraySpec, StridedView
 from treeckpt._core.tree.value_codec import encode_value
 

@@ -9,7 +9,7 @@ import treeckpt
 from tests.helpers.samples import MESH, BFloat16, gpt_state, write_checkpoint
 from treeckpt._cli.main import main
 from treeckpt._core.sharding.placements import MeshLayout, Replicate, Shard
-from treeckpt._core.tree.flatten import PerRank
+from treeckpt._core.tree.containers import PerRank
 from treeckpt._inspect.diff import comparable, diff
 from treeckpt._io.storage.checkpoint import Checkpoint
 from treeckpt._io.storage.local_store import LocalStore

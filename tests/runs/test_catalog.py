@@ -16,7 +16,7 @@ from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._core.format.timings import timings_name
 from treeckpt._core.sharding.int_runs import decode_runs
 from treeckpt._core.sharding.placements import MeshLayout, Replicate, Shard
-from treeckpt._core.tree.flatten import PerRank
+from treeckpt._core.tree.containers import PerRank
 from treeckpt._inspect.profile import profile_of
 from treeckpt._io.storage.store import DirectoryEntry
 from treeckpt._runs import catalog
@@ -230,7 +230,9 @@ def test_what_ranks_held_counts_every_replica(tmp_path):
 
 
 def test_a_background_save_records_its_host_and_when_its_call_returned(tmp_path):
-    pending = treeckpt.save_async(tmp_path / "a", {"x": np.zeros(100_000)}, step=1, writer="thread")
+    pending = treeckpt.save_async(
+        tmp_path / "a", {"x": np.zeros(100_000)}, step=1, background=treeckpt.BackgroundOptions(writer="thread")
+    )
     report = pending.result(60)
     timings = catalog.read_timings(tmp_path / "a")
     assert [(host.name, decode_runs(host.ranks).tolist()) for host in timings.hosts] == [(socket.gethostname(), [0])]

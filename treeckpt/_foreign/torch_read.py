@@ -23,12 +23,11 @@ import numpy as np
 from .._arrays.base import LazyArray
 from .._core.sharding.dtypes import dtype_of, numpy_dtype
 from .._core.sharding.region import Region, memory_order
-from .._core.text import visible
 from .._core.tree.dict_attributes import copy_attributes
 from .._core.tree.spec import ArraySpec
 from .._io.storage.foreign_formats import HFAI_PART
 from .._io.storage.store import Store
-from ..errors import CheckpointNotFound, CorruptError, FormatError
+from ..errors import CheckpointNotFound, CorruptError, FormatError, visible
 from .checksums import ArchiveChecksums, EntryChecksum
 from .files import FileRange, flat_of, from_ranges, store_window, strided_array, with_spec
 from .pickle_reader import Constructors, Symbol, UnbuiltObject, brief, read_pickle

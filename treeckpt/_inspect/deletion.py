@@ -37,7 +37,7 @@ from .._core.format.files import (
 )
 from .._core.format.index import INDEX_NAME
 from .._core.format.shard_header import saves_of_all_ranks
-from .._core.text import visible
+from ..errors import visible
 from ..policy import Policy, StepInfo, kept, unmeasured, unmeasured_text
 
 _NO_SAVE = "0" * 16

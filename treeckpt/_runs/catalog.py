@@ -37,7 +37,6 @@ from .._core.format.shard_header import parse_shard_name, saves_of_all_ranks
 from .._core.format.timings import Timings
 from .._core.sharding.int_runs import length_of
 from .._core.sharding.placements import Layout, MeshLayout, Replicate
-from .._core.text import visible
 from .._core.tree.value_codec import Value, decode_value
 from .._inspect.profile import profile_of
 from .._io.os_errors import shows_damage, wrap_read_error
@@ -48,7 +47,7 @@ from .._io.storage.open import open_run, open_store
 from .._io.storage.shard_reader import check_missing
 from .._io.storage.store import DirectoryEntry, RunStore, Store
 from .._threads import ThreadPool
-from ..errors import CheckpointNotFound, CorruptError, StoreError, TreeckptError
+from ..errors import CheckpointNotFound, CorruptError, StoreError, TreeckptError, visible
 from ..policy import StepInfo
 from .active_saves import SaveUnderWay, saves_under_way
 from .verification import Verification, VerificationStore

@@ -58,7 +58,8 @@ from .._io.storage.deletions import (
 )
 from .._io.storage.foreign_formats import describe_foreign, refuse_file
 from .._io.storage.kept_files import has_readers
-from .._io.storage.open import is_url, open_run, open_store
+from .._io.storage.local_store import is_url
+from .._io.storage.open import open_run, open_store
 from .._io.storage.store import RunStore, Store
 from .._io.timing import steady_clock
 from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError, TreeckptError, visible

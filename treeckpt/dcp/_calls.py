@@ -38,6 +38,7 @@ from .._io.comm.comm import Comm, as_comm, members_of, world_size
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.open import open_store
 from .._loading.run_load import on_one_version
+from .._saving.options import BackgroundOptions
 from .._saving.session import Pending
 from .._threads import call_in_thread
 from ..errors import CheckpointExists, CheckpointNotFound, MismatchError, RankError, TreeckptError, visible
@@ -278,8 +279,7 @@ def async_save(
             comm=comm,
             overwrite=storage.overwrite,
             allow_pickle=storage.allow_pickle,
-            staging="lazy" if lazy else "copy",
-            writer=kind.value,
+            background=BackgroundOptions(staging="lazy" if lazy else "copy", writer=kind.value),
         )
     return _futures_of(pending, storage, comm.rank, lazy=lazy)
 

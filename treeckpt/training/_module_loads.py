@@ -28,8 +28,9 @@ from .._arrays.dtensor import is_dtensor, is_sharded_tensor
 from .._arrays.registry import any_in_parts, new_array, parts_adapter
 from .._arrays.stateful import StatePlan, load_code_of, object_states, plan_state
 from .._arrays.torch import dtype_name, torch_dtype
+from .._core.tree.containers import PerRank
 from .._core.tree.dict_attributes import METADATA
-from .._core.tree.flatten import PerRank, flatten, replace_leaves
+from .._core.tree.flatten import flatten, replace_leaves
 from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import PerRankNode
 from ..errors import MismatchError, TreeckptError

@@ -16,7 +16,8 @@ from treeckpt._core.format.records import (
 from treeckpt._core.planning.rank_trees import Inventory, LeafSpec, RankClass, merge_rank_trees
 from treeckpt._core.sharding.int_runs import encode_runs
 from treeckpt._core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
-from treeckpt._core.tree.flatten import PerRank, flatten
+from treeckpt._core.tree.containers import PerRank
+from treeckpt._core.tree.flatten import flatten
 from treeckpt._core.tree.spec import ArraySpec, StridedView
 
 MESH = Mesh((2,), encode_runs([0, 1]))

@@ -31,7 +31,7 @@ from treeckpt._core.format.shard_header import sealed
 from treeckpt._core.sharding.int_runs import encode_runs
 from treeckpt._core.sharding.placements import BoxLayout, Mesh, MeshLayout, Shard
 from treeckpt._core.sharding.region import Region, flat_regions
-from treeckpt._core.tree.flatten import PerRank
+from treeckpt._core.tree.containers import PerRank
 from treeckpt._core.tree.spec import ArraySpec
 from treeckpt._core.tree.structure import (
     DictNode,

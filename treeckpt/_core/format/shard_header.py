@@ -21,10 +21,9 @@ import msgspec
 import numpy as np
 import xxhash
 
-from ...errors import CorruptError, FormatError, TreeckptError
+from ...errors import CorruptError, FormatError, TreeckptError, visible
 from ..sharding.dtypes import DTYPES, dtype_of
 from ..sharding.region import MAX_NDIM, Region
-from ..text import visible
 
 VERSION = 1
 BLOCK = 256 << 10

@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 
 from ..._threads import call_in_thread, start_unnamed_thread
 from ...errors import StoreError
-from .bucket import ObjectListing, RangeResponse, VersionTag, missing_extra
+from .bucket import ObjectListing, RangeResponse, missing_extra
 from .conditions import (
     AnswerError,
     Condition,
@@ -53,7 +53,7 @@ from .obstore_errors import (
     to_store_error,
 )
 from .requests_in_flight import MAX_PARTS_IN_FLIGHT, UploadWindow, first_depth
-from .store import DirectoryEntry
+from .store import DirectoryEntry, VersionTag
 
 
 class LateClient:
