@@ -24,8 +24,8 @@ from .._arrays.stateful import plan_state
 from .._core.text import bytes_text, count_text, seconds_text
 from .._core.tree.flatten import PerRank, flatten
 from .._core.tree.leaf_differences import Strict, some_of
-from .._core.tree.structure import PerRankNode, TensorNode, key_text
-from .._io.comm.comm import Comm, as_comm
+from .._core.tree.structure import PerRankNode, TensorNode, key_text, parse_path
+from .._io.comm.comm import Comm, as_comm, other_world_error
 from .._io.public_calls import checks_options, takes_no_save
 from .._io.storage.checkpoint import Checkpoint
 from .._loading.consistent_reads import on_versions
@@ -80,6 +80,7 @@ from ._optimizer_plan import OptimizerPlan, Schedule, apply_optimizers, plan_opt
 from ._optimizers import NamedOptimizer, Optimizers, all_groups, name_optimizers
 from ._rank_state import RankState, is_rng, set_rng
 from ._sources import (
+    OWN,
     RestoreSource,
     TreeSource,
     check_globs,
@@ -94,7 +95,14 @@ from ._sources import (
     place_under,
     rules_of,
 )
-from ._user_state import check_generators, check_loader, compare_extra, loader_actions, objects_of_extra
+from ._user_state import (
+    TreeToFill,
+    check_generators,
+    check_loader,
+    compare_extra,
+    loader_actions,
+    objects_of_extra,
+)
 
 _LISTED = (
     "missing",
@@ -121,7 +129,7 @@ class RestoreReport(msgspec.Struct, frozen=True):
     Attributes:
         path: of the checkpoint.
         step: training step, as it was passed to save.
-        loaded: leaves of models, optimizers and extra that were filled.
+        loaded: leaves of models, optimizers, extra and of what is registered with a manager that were filled.
         nbytes: bytes of the requested arrays, with those of extra states of modules and of an `extra` that comes back
             here.
         read_nbytes: bytes of arrays that this rank read.
@@ -219,6 +227,14 @@ class RestoreTargets(msgspec.Struct, frozen=True):
         return part in ("model", "rng", "extra", LEFT_OUT)
 
 
+class WithObjects(msgspec.Struct, frozen=True):
+    """A checkpoint as the source of a restore that fills the objects of a manager in the same load."""
+
+    checkpoint: Checkpoint
+    objects: Mapping[str, Mapping[str, Any]]
+    """Trees by the key at the root of the checkpoint and the name under which they were saved."""
+
+
 _log = logging.getLogger("treeckpt")
 
 
@@ -282,12 +298,24 @@ def restore(
     options = LoadOptions(globs_of(select), wanted, cast, verify=verify, read=read, allow_pickle=allow_pickle,
         exclude=globs_of(exclude, "exclude"), namespace=namespace, rules=rules)  # fmt: skip
     targets = RestoreTargets(model, optimizer, scheduler, loader, rng, extra, tuple(keep), world_changed, device)
-    run = functools.partial(_restore, comm=comm, targets=targets, options=options, under=under, from_root=from_root)
+    objects: Mapping[str, Mapping[str, Any]] = {}
+    if isinstance(source, WithObjects):
+        source, objects = source.checkpoint, source.objects
+    run = functools.partial(
+        _restore, comm=comm, targets=targets, options=options, under=under, from_root=from_root, objects=objects
+    )
     return on_versions(source, run, together=read == "once") if is_stored(source) else run(source)
 
 
 def _restore(
-    given: Any, *, comm: Comm, targets: RestoreTargets, options: LoadOptions, under: str, from_root: bool
+    given: Any,
+    *,
+    comm: Comm,
+    targets: RestoreTargets,
+    options: LoadOptions,
+    under: str,
+    from_root: bool,
+    objects: Mapping[str, Mapping[str, Any]],
 ) -> RestoreReport:
     """Restores one version of a source: compares everything first, then changes the targets."""
     opened = CheckpointOverlay(given).checkpoints if isinstance(given, (Checkpoint, Bank)) else []
@@ -305,6 +333,8 @@ def _restore(
         job.plan_optimizer()
         job.plan_schedulers()
         job.plan_rest()
+        for part, trees in objects.items():
+            job.plan_objects((*parse_path(under), part), trees)
         if job.missing or job.unexpected:
             job.check_keys()
         job.note_rest(is_ours=arranged is placed)
@@ -345,6 +375,8 @@ class _Restore:
         self.own = RankState(source, comm, targets.world_changed)
         self.loader: Any = None
         self.extra: Any = None
+        self.trees: dict[tuple[Any, ...], TreeToFill] = {}
+        """By the keys that lead to each in the checkpoint: a given `extra`, and the objects of a manager."""
         self.lengths: Mapping[str, tuple[int, int]] = {}
         """Sequences in `extra` of other lengths: (items here, items saved)."""
         self.returned: list[LoadReport] = []
@@ -517,7 +549,8 @@ class _Restore:
             self.last += loader_actions(loader, self.loader, "loader", self.options.namespace)
         if self.targets.fills_extra and self._has("extra", "extra=..."):
             self.extra = extra
-            found = compare_extra(extra, self.source, rank=self.comm.rank)
+            tree = self.trees["extra",] = TreeToFill(extra, ("extra",), self.source)
+            found = compare_extra(extra, tree.target, self.source, rank=self.comm.rank)
             self.ignored += found.unused
             self.missing += found.keys.missing
             self.unexpected += found.keys.unexpected
@@ -535,6 +568,21 @@ class _Restore:
             self.left_alone.append("rng")
         elif self.targets.rng is not False and self._has("rng", "rng=True"):
             self.rng_state = self.own.load_generators()
+
+    def plan_objects(self, keys: tuple[Any, ...], trees: Mapping[str, Any]) -> None:
+        """Plans to fill the objects of a manager, which the fill compares before it changes anything.
+
+        Args:
+            keys: those that lead to them in the checkpoint.
+
+        Raises:
+            MismatchError: what each rank has of its own was saved by another number of ranks, and is not to be taken.
+        """
+        self.trees |= {(*keys, name): TreeToFill(tree, (*keys, name), self.source) for name, tree in trees.items()}
+        if self.comm.size != self.source.world and self.targets.world_changed != "take":
+            heads = tuple(f"{'/'.join(map(key_text, (*keys, name)))}/" for name in trees)
+            if own := next((path for path in self.source.leaves if path.startswith(heads) and OWN in path), None):
+                raise other_world_error(own, self.comm, self.source.world, take="world_changed='take'")
 
     def _return_extra(self) -> None:
         """Loads `extra` as it was saved; where no training goes on, without what this program cannot make.
@@ -637,15 +685,23 @@ class _Restore:
         """Fills the targets."""
         fills_model = bool(self.wanted or self.loads or self.extra_states)
         made, before = self._run_loads()
+        held = held_values(all_groups(self.targets.optimizer) if self.trees else ())
         try:
             made += allocate_meta_tensors(self.wanted, self.targets.device)
             if made:
                 reset_fsdp_shards(self.targets.model)
-            filled = self.source.fill(self._target(), take=self.comm.size != self.source.world)
+            filled = self.source.fill(
+                self._target(),
+                take=self.comm.size != self.source.world,
+                strict="missing" if self.options.strict else False,
+            )
         except Exception:
             if before is not None:  # the load code may run again, with an older checkpoint
                 before.put_back({})
             raise
+        for tree in self.trees.values():
+            tree.take_back()
+        put_back(held)  # schedulers among the objects may have written others into the groups, which keep= leaves
         beside = [getattr(leaf, "nbytes", 0) for _, leaf in flatten(self.own.to_fill, rank=self.comm.rank)[1]]
         self.ignored += apply_optimizers(self.plans)
         held = held_values(all_groups(self.targets.optimizer))
@@ -735,6 +791,10 @@ class _Restore:
             for plan in self.plans:
                 for key, moments in plan.build_moments(self.source).items():
                     put_in(target["optimizer"], key, moments)
-        if self.targets.fills_extra and "extra" in self.parts:
-            target["extra"] = self.extra
+        for keys, tree in self.trees.items():
+            node = target
+            for key in keys[:-1]:
+                node[key] = below = {} if node.get(key, ...) is ... else node[key]
+                node = below
+            node[keys[-1]] = tree.target
         return target | self.own.to_fill

@@ -20,6 +20,7 @@ from .._core.sharding.placements import Layout, MeshLayout, Replicate, held_by
 from .._core.sharding.region import Region
 from .._core.tree.flatten import PerRank, child_of_rank, flatten, unflatten
 from .._core.tree.globs import compile_globs
+from .._core.tree.leaf_differences import Strict
 from .._core.tree.merge import merge_sources
 from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import (
@@ -134,11 +135,12 @@ class RestoreSource(Protocol):
         """Returns this rank's part for `fill`: new arrays, None for values; None for a tree in memory, which has it."""
         ...
 
-    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False) -> LoadReport:
+    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False, strict: Strict = False) -> LoadReport:
         """Fills what `target` has, in place.
 
         Args:
             take: per-rank leaves of another world are taken modulo.
+            strict: "missing" refuses leaves that a checkpoint lacks.
             alone: other ranks need not call it: this one reads for itself.
         """
         ...
@@ -422,12 +424,12 @@ class CheckpointSource:
         leaves = (spec and new_array(msgspec.structs.replace(spec, device=None), at, None).leaf for at, spec in specs)
         return unflatten(node, leaves, resolve=resolve, namespace=self.options.namespace)
 
-    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False) -> LoadReport:
+    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False, strict: Strict = False) -> LoadReport:
         own = msgspec.structs.replace(
             self.options,
             select=None,
             exclude=None,
-            strict=False,
+            strict=strict,
             per_rank="take" if take else "error",
             read="each" if alone else self.options.read,
             rules=self._rules,
@@ -518,7 +520,7 @@ class TreeSource:
     def value(self, path: str) -> Any:
         return self._leaves[path]
 
-    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False) -> LoadReport:
+    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False, strict: Strict = False) -> LoadReport:
         """Copies array by array; every check comes before the first."""
         found = expand_states(target, rank=self.comm.rank, namespace=self.options.namespace, mappings=True)
         if found is None:
