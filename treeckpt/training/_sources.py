@@ -432,6 +432,7 @@ class CheckpointSource:
             strict=strict,
             per_rank="take" if take else "error",
             read="each" if alone else self.options.read,
+            copy=True,
             rules=self._rules,
         )
         return fill_tree(CheckpointOverlay(self._read), target, self.comm, own)
