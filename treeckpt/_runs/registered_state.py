@@ -23,12 +23,13 @@ from .._core.tree.globs import compile_globs
 from .._core.tree.structure import empty_container_paths, key_text, keys_of
 from .._io.comm.comm import Comm, other_world_error
 from .._io.storage.checkpoint import Checkpoint
-from .._loading.keywords import LoadIntoKeywords
+from .._loading.keywords import ONLY_OF_LOAD
 from .._loading.match import LoadOptions
+from .._loading.options import Policy, read_alone
 from .._loading.overlay import globs_of
 from ..errors import MismatchError, TreeError
 from ..rules import as_rules
-from ..trees._per_rank_state import Policy, load_own
+from ..trees._per_rank_state import load_own
 
 if TYPE_CHECKING:  # it imports torch
     from ..training._user_state import TreeToFill
@@ -118,7 +119,8 @@ class RegisteredState:
         else:
             result = _load(checkpoint, like, checkpoint.index, comm, options)
             if target:  # the registered objects alone
-                filling = {key: options[key] for key in options.keys() & LoadIntoKeywords.__optional_keys__}
+                filling = {key: given for key, given in options.items() if key not in ONLY_OF_LOAD}
+                filling["read"] = msgspec.structs.replace(options["read"], mmap=False, copy=False)
                 rest = dict.fromkeys((key for key in _roots(checkpoint.index) if key not in target), ...)
                 _fill(checkpoint, {}, {**rest, **target}, comm, filling)
         for tree in trees.values():
@@ -180,9 +182,16 @@ class RegisteredState:
                 for name in wanted
             }
 
-        reading = {key: options[key] for key in ("verify", "allow_pickle", "namespace") if key in options}
+        reading = {key: options[key] for key in ("allow_pickle", "namespace") if key in options}
         found = load_own(
-            checkpoint, READERS, merge if merges else "take", comm, saved_world=world, argument="changed", **reading
+            checkpoint,
+            READERS,
+            merge if merges else "take",
+            comm,
+            saved_world=world,
+            argument="changed",
+            read=read_alone(options["read"]),
+            **reading,
         )
         states = found if merges else {name: found[name].value for name in wanted}
         namespace = options.get("namespace", "")
@@ -256,7 +265,7 @@ def _trees_with_optimizers(
         for name, thing in things.items()
         if any(is_optimizer(leaf) for _, leaf in flatten(thing, namespace=namespace)[1])
     ]
-    if not names or options.get("on_corrupt") == "skip":
+    if not names or options["fallback"].on_corrupt == "skip":
         return {}
     from ..training._sources import CheckpointSource
     from ..training._user_state import TreeToFill

@@ -40,6 +40,7 @@ from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.open import is_path_or_store
 from .._loading.aliasing import are_equal, identity_of
 from .._loading.match import Load, LoadOptions
+from .._loading.options import Fallback, Policy, ReadOptions, read_alone
 from .._loading.overlay import Bank, CheckpointOverlay, From, as_bank, open_members, own_globs
 from .._loading.run_load import fill_tree, run_load
 from ..errors import MismatchError
@@ -48,7 +49,7 @@ from ..rules import Renaming, Transforms, as_rules, carried
 from ..rules._rules import Carried, Drop, Rule, placed_below
 from ..rules._view import ComposedLeaf, View, view_of
 from ..trees import _moving
-from ..trees._per_rank_state import Policy, load_own
+from ..trees._per_rank_state import load_own
 from ._groups import is_same
 from ._modules import Key
 
@@ -244,7 +245,11 @@ class _SavedMember:
     def reading_job(self) -> Load:
         """Returns a load that reads some arrays of the checkpoint, to compare them."""
         options = LoadOptions(
-            cast=self._reading.cast, verify=self._reading.verify, per_rank="take", rules=self.rules, strict=False
+            cast=self._reading.cast,
+            read=ReadOptions(verify=self._reading.read.verify),
+            fallback=Fallback(per_rank="take"),
+            rules=self.rules,
+            strict=False,
         )
         return Load(self.checkpoint, self.comm, options)
 
@@ -363,14 +368,14 @@ class CheckpointSource:
             return unflatten(node, iter(values), resolve=resolve, namespace=self.options.namespace)
         own = LoadOptions(
             tuple(select) or (name,),
-            per_rank="take",
-            verify=self.options.verify is not False,
+            read=read_alone(self.options.read),
+            fallback=Fallback(per_rank="take"),
             allow_pickle=self.options.allow_pickle,
             namespace=self.options.namespace,
             rules=self._rules,
             lenient=lenient,
         )
-        tree, report = run_load(self._read, None, self.comm, own, "error")
+        tree, report = run_load(self._read, None, self.comm, own)
         if on_report is not None:
             on_report(report)
         return tree[name]
@@ -385,13 +390,13 @@ class CheckpointSource:
     def abstract(self, name: str) -> Any:
         own = LoadOptions(
             (name,),
-            per_rank="take",
+            fallback=Fallback(per_rank="take"),
             allow_pickle=self.options.allow_pickle,
             namespace=self.options.namespace,
             rules=self._rules,
             specs_only=True,
         )
-        return run_load(self._read, None, self.comm, own, "error")[0][name]
+        return run_load(self._read, None, self.comm, own)[0][name]
 
     def world_of(self, name: str) -> int:
         return self._member_for(name).world
@@ -404,7 +409,7 @@ class CheckpointSource:
             policy,
             self.comm,
             saved_world=member.world,
-            verify=self.options.verify is not False,
+            read=read_alone(self.options.read),
             allow_pickle=self.options.allow_pickle,
             namespace=self.options.namespace,
             transforms=member.rules,
@@ -425,14 +430,14 @@ class CheckpointSource:
         return unflatten(node, leaves, resolve=resolve, namespace=self.options.namespace)
 
     def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False, strict: Strict = False) -> LoadReport:
+        once = bool(self.options.read.once) and not alone
         own = msgspec.structs.replace(
             self.options,
             select=None,
             exclude=None,
             strict=strict,
-            per_rank="take" if take else "error",
-            read="each" if alone else self.options.read,
-            copy=True,
+            read=msgspec.structs.replace(self.options.read, once=once, copy=True),
+            fallback=Fallback(per_rank="take" if take else "error"),
             rules=self._rules,
         )
         return fill_tree(CheckpointOverlay(self._read), target, self.comm, own)
