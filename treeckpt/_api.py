@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, Unpack, cast
 
 import msgspec
 
@@ -20,6 +20,7 @@ from ._io.public_calls import call_back, check_options, checks_options, saves, t
 from ._io.storage.open import following, open_store
 from ._io.storage.store import Store
 from ._loading.background import PendingLoad, start_load
+from ._loading.keywords import LoadAsyncKeywords, LoadKeywords
 from ._loading.match import LoadOptions
 from ._loading.one_checkpoint import CheckpointPath, inspect, read_file, rebuild_index, verify
 from ._loading.options import IN_PLACE, Fallback, ReadOptions, fallback_of, fallback_of_load, read_of
@@ -53,35 +54,6 @@ SavePath = str | os.PathLike[str] | Store
 _DROPPED = "This rank's tree, if it was loaded, is dropped"
 _NO_ARRAY = "No array is read here: leave it out"
 AnyComm = Any  # a Comm, a torch.distributed process group, "alone", or None for the default one
-
-
-class LoadKeywords(TypedDict, total=False):
-    """The options of `treeckpt.load` that `Manager.restore` passes on."""
-
-    select: Selection
-    exclude: Selection
-    rename: Renaming
-    transforms: Transforms
-    strict: Strict
-    ids: Any
-    cast: bool
-    device: str | None
-    read: ReadOptions | None
-    fallback: Fallback | None
-    allow_pickle: bool
-    namespace: str
-    on_report: Callable[[LoadReport], None] | None
-
-
-class LoadAsyncKeywords(LoadKeywords, total=False):
-    """The options of `treeckpt.load` that `treeckpt.load_async` takes."""
-
-    together: bool
-    comm: Any
-
-
-ONLY_OF_LOAD = frozenset(("ids", "device", "on_report"))
-"""The options of `treeckpt.load` that `treeckpt.load_into` lacks."""
 
 
 @checks_options

@@ -40,6 +40,7 @@ from .._io.public_calls import check_options, saves, takes_no_save
 from .._io.storage.reader_leases import hold_lease
 from .._io.storage.run_store import RunStore
 from .._io.storage.store import Store
+from .._loading.keywords import LoadKeywords
 from .._loading.options import IN_PLACE, NO_SALVAGE, Policy, fallback_of, fallback_of_load, policy_of, read_of
 from .._saving.background import save_async_tree
 from .._saving.future import Pending
@@ -367,7 +368,7 @@ class Manager:
 
     @takes_no_save
     def restore(
-        self, like: Any = None, *, step: int | None = None, into: Any = None, **options: Unpack[_api.LoadKeywords]
+        self, like: Any = None, *, step: int | None = None, into: Any = None, **options: Unpack[LoadKeywords]
     ) -> Any:
         """Loads a step; `count` and the lineage of the next save continue from it.
 

@@ -25,6 +25,7 @@ from .._core.tree.in_place import update_in_place
 from .._core.tree.structure import empty_container_paths, key_text, keys_of
 from .._io.comm.comm import Comm, other_world_error
 from .._io.storage.checkpoint import Checkpoint
+from .._loading.keywords import ONLY_OF_LOAD
 from .._loading.match import LoadOptions
 from .._loading.options import Fallback, Policy, read_alone
 from .._loading.overlay import globs_of
@@ -190,7 +191,7 @@ class RegisteredState:
     ) -> None:
         """Fills the registered objects alone."""
         if target:
-            filling = {key: given for key, given in options.items() if key not in _api.ONLY_OF_LOAD}
+            filling = {key: given for key, given in options.items() if key not in ONLY_OF_LOAD}
             filling["read"] = msgspec.structs.replace(options["read"], mmap=False, copy=False)
             rest = dict.fromkeys((key for key in _roots(checkpoint.index) if key not in target), ...)
             _fill(checkpoint, {}, {**rest, **target}, comm, filling)
