@@ -28,11 +28,11 @@ from .._core.format.save_progress import Progress
 from .._core.format.shard_header import ShardEntry, ShardHeader, block_count, encode_header, shard_name
 from .._core.format.sidecars import Sidecar, stored_name
 from .._core.format.timings import Host, Span, Timings, encode_timings, timings_name
-from .._core.planning.save_plan import ChunkOffsets, FilePlan, GlobalPlan, SingleChunkOffset
+from .._core.planning.save_plan import FilePlan, GlobalPlan
 from .._core.sharding.int_runs import encode_runs
 from .._core.tree.value_codec import Value
 from .._io.comm.failures import Fault, to_fault
-from .._io.os_errors import FULL, wrap_write_error, write_errors_wrapped
+from .._io.os_errors import FULL, wrap_write_error
 from .._io.storage.index_lock import take_back_index, unlocked_sizes
 from .._io.storage.late_requests import send_late
 from .._io.storage.leftovers import clear_leftovers, delete_files, restore_index
@@ -185,10 +185,12 @@ class PathLook:
             CheckpointError: the directory cannot be made, listed or written.
         """
         try:
-            with write_errors_wrapped(self._store.url, expected="a directory that can be made and written"):
-                return self._result()
-        except BaseException:
+            return self._result()
+        except BaseException as error:
             self.record.end()
+            if isinstance(error, OSError):
+                expected = "a directory that can be made and written"
+                raise wrap_write_error(error, self._store.url, expected=expected) from error
             raise
 
     def _result(self) -> str:
@@ -274,7 +276,9 @@ class InlineWriter:
         self._on_interrupt: Callable[[BaseException], None] = lambda error: None
         self._refusal: Exception | None = None
         """Why the look at the path forbids the save."""
-        self._note, self._keeps_note = record, record is not None
+        self._record, self._has_begun = record, record is not None
+        self._index: Index | None = None
+        """What of the index is known before all ranks have written; on rank 0."""
         self._begun: Future[None] | None = None
         """Of `_begin`, where it waits for an object store."""
         self._recorded: Future[None] | None = None
@@ -301,8 +305,11 @@ class InlineWriter:
                 raise self.error
             assert plan is not None and source is not None, "a rank without them has an error"
             self._begin_record(plan.own.nbytes)
-            assert self._note is not None, "it was just set"
-            manifest = manifest_of(info, plan)
+            assert self._record is not None, "it was just set"
+            manifest = None
+            if info.rank == 0:  # its first shard keeps what of the index is known, to rebuild a lost one
+                self._index = index_before_files(info, plan)
+                manifest = encode_manifest(self._index)
             files = [
                 ShardFile(entries, name, encode_header(shard_header(info, plan, file, manifest)))
                 for entries, name, file in zip(source.files, shard_names(info, plan), plan.own.files, strict=True)
@@ -311,14 +318,14 @@ class InlineWriter:
                 self._store,
                 source,
                 self.recorder,
-                record=self._note,
+                record=self._record,
                 begun=self._begun,
                 recorded=self._recorded,
                 on_interrupt=on_interrupt,
             )
             write_files(writing, files)
             writing.before_commit()  # a rank without shards has not waited yet
-            self._note.commit()
+            self._record.commit()
             self._written = True
             rows = [(info.rank, file.plan.part, file.plan.stream, file.plan.nbytes, len(file.header)) for file in files]
             return WriteReport(None, tuple(rows))
@@ -331,18 +338,18 @@ class InlineWriter:
 
     def _begin_record(self, planned: int) -> None:
         """Begins or continues the progress record; in an object store threads do what waits for an answer."""
-        store, info, note = self._store, self._info, self._note
-        if note is None:
+        store, info, record = self._store, self._info, self._record
+        if record is None:
             first = first_progress(info.save_id, info.rank, info.world, info.options.step, time.time_ns())
-            note = self._note = ProgressRecorder(store, first, on_progress=self._on_progress)
-        note.expect(planned)
+            record = self._record = ProgressRecorder(store, first, on_progress=self._on_progress)
+        record.expect(planned)
         if not store.traits.conditional:
-            if not self._keeps_note:
-                note.begin()
+            if not self._has_begun:
+                record.begin()
             return
-        begun = self._begun = call_in_thread(partial(self._begin, note), "treeckpt-begin")
-        if not self._keeps_note:
-            self._recorded = call_in_thread(note.begin, "treeckpt-record")
+        begun = self._begun = call_in_thread(partial(self._begin, record), "treeckpt-begin")
+        if not self._has_begun:
+            self._recorded = call_in_thread(record.begin, "treeckpt-record")
         if info.rank == 0:
 
             def look_for_locks() -> dict[str, int]:
@@ -351,7 +358,7 @@ class InlineWriter:
 
             self._unlocked = call_in_thread(look_for_locks, "treeckpt-locks")
 
-    def _begin(self, note: ProgressRecorder) -> None:
+    def _begin(self, record: ProgressRecorder) -> None:
         """Waits for the look at the path, and asks the store for the conditional writes of the commit."""
         if self._look is not None:
             try:
@@ -359,7 +366,7 @@ class InlineWriter:
             except Exception as error:
                 self._refusal = error
                 raise
-        note.check_condition(replaces=self._info.replaces)
+        record.check_condition(replaces=self._info.replaces)
 
     def commit(self, reports: Mapping[int, WriteReport], silent: Sequence[Fault] = ()) -> CommitResult:
         store, info, plan, recorder = self._store, self._info, self._plan, self.recorder
@@ -367,9 +374,9 @@ class InlineWriter:
         publishing = in_place = False
         if not faults:
             try:
-                assert plan is not None, "a rank without a plan reports a fault"
+                assert plan is not None and self._index is not None, "a rank that has not written reports a fault"
                 with recorder.span("publish"):
-                    index = complete_index(info, plan, reports)
+                    index = with_files(self._index, plan, reports)
                     data = encode_index(index)
                     # before the index, in an object store beside it: should this save die after it, later ones know by
                     # them that it had ended
@@ -379,7 +386,7 @@ class InlineWriter:
                     sizes = self._unlocked.result() if self._unlocked is not None else None
                     publishing = True
                     self._publish(data, partial(self._check_files, index, sizes))
-                    if self._note is not None and self._note.has_lapsed:
+                    if self._record is not None and self._record.has_lapsed:
                         check_still_there(store, index)
             except Exception as caught:
                 error = wrap_write_error(caught, store.url)
@@ -447,11 +454,11 @@ class InlineWriter:
 
     def end(self) -> None:
         late = not self._waits and (self._is_committed if self._info.rank == 0 else self.error is None)
-        if self._note is not None:
-            self._note.end(wait=not late)
+        if self._record is not None:
+            self._record.end(wait=not late)
         if not late:
             self._wait_timings()
-        if self._note is None:
+        if self._record is None:
             return
         if self._info.rank == 0 and not self._store.traits.conditional:
             with contextlib.suppress(Exception):  # the save has ended, with or without an error
@@ -492,11 +499,6 @@ def written_names(info: SaveInfo, plan: GlobalPlan | None) -> list[str]:
     return [*shard_names(info, plan), *(stored_name(info.save_id, sidecar.name) for sidecar in sidecars)]
 
 
-def manifest_of(info: SaveInfo, plan: GlobalPlan) -> str | None:
-    """Returns what the coordinator's first shard keeps of the tree, to rebuild a lost index; None on other ranks."""
-    return encode_manifest(_index(info, plan, None, FileTable())) if info.rank == 0 else None
-
-
 def shard_header(info: SaveInfo, plan: GlobalPlan, file: FilePlan, manifest: str | None) -> ShardHeader:
     """Returns the header of a shard, with zeros in the place of the checksums, and the manifest in the first one."""
     entries: list[ShardEntry] = []
@@ -517,25 +519,13 @@ def shard_header(info: SaveInfo, plan: GlobalPlan, file: FilePlan, manifest: str
     )
 
 
-def complete_index(info: SaveInfo, plan: GlobalPlan, reports: Mapping[int, WriteReport]) -> Index:
-    """Returns the index of a save that all ranks have written."""
-    rows = [row for report in reports.values() for row in report.files]
-    placed, totals = plan.placement
-    for rank, report in reports.items():
-        written = sum(row[3] for row in report.files)
-        if written != totals[rank]:
-            raise AssertionError(f"rank {rank} wrote {written} bytes, the plan says {totals[rank]}")
-    return _index(info, plan, placed, file_table(rows))
-
-
-def _index(
-    info: SaveInfo, plan: GlobalPlan, placed: Mapping[int, ChunkOffsets | SingleChunkOffset] | None, files: FileTable
-) -> Index:
-    content = info.content or IndexContent()
+def index_before_files(info: SaveInfo, plan: GlobalPlan) -> Index:
+    """Returns the index of a save but for its files: those are known when all ranks have written."""
+    content, (placed, _) = info.content or IndexContent(), plan.placement
     index = build_index(
         plan.global_tree,
         placed,
-        files,
+        FileTable(),
         values=content.values,
         own_values={(path, rank): value for path, rank, value in content.own_values},
         save_id=info.save_id,
@@ -545,6 +535,17 @@ def _index(
         lineage=content.lineage,
     )
     return msgspec.structs.replace(index, sidecars=content.sidecars)
+
+
+def with_files(index: Index, plan: GlobalPlan, reports: Mapping[int, WriteReport]) -> Index:
+    """Returns the index of a save that all ranks have written."""
+    _, totals = plan.placement
+    for rank, report in reports.items():
+        written = sum(row[3] for row in report.files)
+        if written != totals[rank]:
+            raise AssertionError(f"rank {rank} wrote {written} bytes, the plan says {totals[rank]}")
+    rows = [row for report in reports.values() for row in report.files]
+    return msgspec.structs.replace(index, files=file_table(rows))
 
 
 # publishing, and removing --------------------------------------------------------------------------------------------
