@@ -247,7 +247,7 @@ def test_what_needs_torch_says_so_where_it_is_not_installed(tmp_path: Path) -> N
         "import treeckpt as tc",
         "tc.inspect(path)",
         "assert tc.verify(path).ok",
-        "tc.load(path); tc.load_into(path, tc.load(path, copy=True))",
+        "tc.load(path); tc.load_into(path, tc.load(path, read=tc.ReadOptions(copy=True)))",
         "tc.save(path, {'w': np.ones(3), 'v': 1}, overwrite=True)",
         "os.unlink(path + '/index.json'); tc.rebuild_index(path)",
         "tc.abstract({'w': np.ones(3)})",

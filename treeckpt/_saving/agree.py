@@ -69,7 +69,6 @@ from .options import (
     CommonOptions,
     LineageSource,
     SaveOptions,
-    SidecarContent,
     check_files,
     check_metadata,
     read_sidecars,
@@ -239,11 +238,8 @@ def agree(
     tree: object,
     comm: Comm,
     options: SaveOptions,
-    metadata: Mapping[str, object] | None,
     recorder: Recorder,
     previous: PreviousSave,
-    lineage: LineageSource | None = None,
-    files: Mapping[str, SidecarContent] | None = None,
 ) -> AgreedSave | None:
     """Plans a save, on which all ranks agree; returns None if it is to be skipped.
 
@@ -258,7 +254,7 @@ def agree(
             exchange = opened.enter_context(Exchange(comm, topic, path=store.url, hint=NOT_COMMITTED))
         agreement = _Agreement(store, comm, options, recorder, previous, exchange)
         try:
-            agreed = agreement.run(tree, metadata, files, lineage)
+            agreed = agreement.run(tree)
             return agreed
         finally:
             if agreed is None and agreement.record is not None:
@@ -293,13 +289,7 @@ class _Agreement:
     """The id of the save that is overwritten, once the look has a result."""
     values: dict[str, Value] = dataclasses.field(init=False)
 
-    def run(
-        self,
-        tree: object,
-        metadata: Mapping[str, object] | None,
-        files: Mapping[str, SidecarContent] | None,
-        lineage: LineageSource | None,
-    ) -> AgreedSave | None:
+    def run(self, tree: object) -> AgreedSave | None:
         # 1. Look at the path, and describe this rank's tree
         error = self.previous.error
         if error is None and not self.previous.running:
@@ -307,7 +297,7 @@ class _Agreement:
                 with self.recorder.span("flatten"):
                     if self.comm.rank == 0 and not self.options.plan_only:
                         self._begin_look()
-                    self._describe(tree, metadata, files)
+                    self._describe(tree)
             except Exception as failed:
                 error = wrap_write_error(failed, self.store.url)
         with self.recorder.span("agree"):
@@ -316,7 +306,7 @@ class _Agreement:
             else:
                 self._decide_alone(error)
                 merged = None
-        return None if self.decision.skipped else self._agreed(merged, lineage)
+        return None if self.decision.skipped else self._agreed(merged)
 
     def _decide_alone(self, error: Exception | None) -> None:
         """Decides for one rank; raises the error of the steps before."""
@@ -324,7 +314,7 @@ class _Agreement:
             raise error
         self.decision = Decision(self.save_id, self.recorder.created_ns, "")
         if running := self.previous.running:
-            self.decision.skipped = self.options.busy == "skip"
+            self.decision.skipped = self.options.background.busy == "skip"
             if not self.decision.skipped:
                 check_idle(self.store.url, {0: running})
             return
@@ -367,12 +357,11 @@ class _Agreement:
             self.replaced, self.look = self.look.result(), None
 
     # step 1: proposals ------------------------------------------------------------------------------------------------
-    def _describe(
-        self, tree: object, metadata: Mapping[str, object] | None, files: Mapping[str, SidecarContent] | None
-    ) -> None:
-        metadata = check_metadata(metadata)
+
+    def _describe(self, tree: object) -> None:
+        metadata = check_metadata(self.options.custom_metadata)
         self.metadata = {key: encode_value(value, f"custom_metadata/{key}") for key, value in metadata.items()}
-        if files is not None:
+        if (files := self.options.files) is not None:
             if self.comm.rank:
                 check_files(files)
             else:
@@ -421,7 +410,7 @@ class _Agreement:
         self.proposals = proposals = decode_each(received, RankProposal)
         check_arguments(proposals)
         decision = self.decision = Decision(self.save_id, self.recorder.created_ns, plan_key(proposals))
-        if self.options.busy == "skip" and any(proposal.running for proposal in proposals.values()):
+        if self.options.background.busy == "skip" and any(proposal.running for proposal in proposals.values()):
             decision.skipped = True
             return Conclusion(decision)
         check_idle(self.store.url, {rank: each.running for rank, each in proposals.items()})
@@ -519,7 +508,7 @@ class _Agreement:
         return plan
 
     # the result -------------------------------------------------------------------------------------------------------
-    def _agreed(self, merged: GlobalTree | None, lineage: LineageSource | None) -> AgreedSave:
+    def _agreed(self, merged: GlobalTree | None) -> AgreedSave:
         rank, plan, error = self.comm.rank, None, None
         try:
             with self.recorder.span("plan"):
@@ -551,7 +540,7 @@ class _Agreement:
             error=error,
             files=self.files,
             round=self.exchange.round.branch(info.save_id) if self.exchange is not None else None,
-            lineage=lineage if rank == 0 else None,
+            lineage=self.options.lineage if rank == 0 else None,
             look=self.look,
             record=self.record,
         )
@@ -610,7 +599,7 @@ def check_idle(path: str, running: Mapping[int, str]) -> None:
                 path,
                 expected="no save under way",
                 found=f"that of {busy}, on rank {rank}",
-                hint='Save less often, or pass busy="wait" or busy="skip"',
+                hint='Save less often, or pass BackgroundOptions(busy="wait") or busy="skip"',
             )
 
 

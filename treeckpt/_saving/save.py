@@ -22,7 +22,6 @@ functions.
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
 
 import msgspec
 
@@ -38,7 +37,7 @@ from .._threads import ThreadPool
 from ..errors import RankError
 from ..reports import SaveReport
 from .agree import AgreedSave, agree
-from .options import LineageSource, SaveOptions, SidecarContent
+from .options import SaveOptions
 from .session import PreviousSave, Session
 from .shard_writer import (
     PUBLISHED_HINT,
@@ -57,31 +56,13 @@ SIDECAR_WRITERS = 8
 """Sidecar files that are written at a time: to an object store each takes a request."""
 
 
-def save_tree(
-    store: Store,
-    tree: object,
-    comm: Comm,
-    options: SaveOptions,
-    metadata: Mapping[str, object] | None,
-    lineage: LineageSource | None = None,
-    files: Mapping[str, SidecarContent] | None = None,
-) -> SaveReport:
+def save_tree(store: Store, tree: object, comm: Comm, options: SaveOptions) -> SaveReport:
     """Saves a tree; see `treeckpt.save`."""
     session = comm.state.get(Session)
     previous = PreviousSave() if session is None else session.previous("wait", None)
     recorder = Recorder(comm.rank)
     with gc_paused(), recorder.span("save"):
-        agreed = agree(
-            store,
-            tree,
-            comm=comm,
-            options=options,
-            metadata=metadata,
-            recorder=recorder,
-            previous=previous,
-            lineage=lineage,
-            files=files,
-        )
+        agreed = agree(store, tree, comm, options, recorder, previous)
         assert agreed is not None, "only a save in the background is skipped"
         with agreed.given_up_on_error():
             if agreed.plan is None:  # the error is noted at the path, unless that is refused

@@ -46,7 +46,7 @@ class Pending(BackgroundCall[SaveReport | None]):
 
     Attributes:
         path: where the save goes.
-        skipped: an earlier save was still running and `busy="skip"` was given: this save does nothing.
+        skipped: an earlier save was still running, and `BackgroundOptions(busy="skip")` has this one do nothing.
         limit: seconds that the save waits for another rank.
 
     >>> pending = tc.save_async("run/step_00000200", {"step": 200})
@@ -163,7 +163,7 @@ class Session:
                     before.path,
                     expected=f"the save to this path to end within {timeout:g} s",
                     found="it is still under way, and goes on",
-                    hint='Save less often, wait longer, or pass busy="skip"',
+                    hint='Save less often, wait longer, or pass BackgroundOptions(busy="skip")',
                 )
                 return PreviousSave(late)
         self.current = None
