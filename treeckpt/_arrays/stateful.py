@@ -251,7 +251,7 @@ class StatePlan(msgspec.Struct):
     state: Any
     """What the owner takes, with the states of the objects in their places."""
     inner: dict[str, StatePlan]
-    """By the paths of the objects in the state."""
+    """The plans of the objects in the state, by their paths in it."""
     rank: int = 0
     namespace: str = ""
 
@@ -525,9 +525,9 @@ class _StatefulLeaf(msgspec.Struct):
     inside: ExpandedTree | None = None
     """The content of a mapping, or of what is filled, that holds stateful objects or tensors in parts itself."""
     plan: StatePlan | None = None
-    """For a restore, what the object takes; None where it keeps its state."""
+    """What the object takes of a restore; None where it keeps its state."""
     content: Any = ...
-    """For a restore, of a tensor that is made of others and not filled in place, the saved tensor."""
+    """The saved tensor, where a restore does not fill one that is made of others in place."""
 
 
 class ExpandedTree:

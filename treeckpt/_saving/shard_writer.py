@@ -58,13 +58,13 @@ class IndexContent(msgspec.Struct, frozen=True, array_like=True):
 
     metadata: dict[str, Value] = {}
     values: dict[str, Value] = {}
-    """Of the leaves that ranks share."""
+    """The values of the leaves that ranks share."""
     own_values: tuple[tuple[str, int, Value], ...] = ()
-    """Of the leaves under `PerRank`, as (path, rank, value)."""
+    """The values of the leaves under `PerRank`, as (path, rank, value)."""
     replaced: str = ""
     """The id of the save that is overwritten."""
     lineage: Lineage | None = None
-    """Of a manager's checkpoint."""
+    """The place of a manager's checkpoint in its run."""
     sidecars: tuple[Sidecar, ...] = ()
 
 
@@ -77,7 +77,7 @@ class SaveInfo(msgspec.Struct, frozen=True, array_like=True):
     created_ns: int
     options: CommonOptions
     content: IndexContent | None = None
-    """None on ranks other than 0."""
+    """What the index holds; None on ranks other than 0."""
 
     @property
     def replaces(self) -> bool:
@@ -105,14 +105,14 @@ class CommitResult(msgspec.Struct, array_like=True):
 
     faults: tuple[Fault, ...]
     in_place: bool
-    """With faults: the index may have been published all the same, so the files must stay."""
+    """Whether the index may have been published in spite of the faults: then the files must stay."""
 
 
 class ShardWriter(Protocol):
     """Writes the shards of one save on one rank; on rank 0 it also publishes the index."""
 
     error: Exception | None
-    """This rank's failure, where there is one."""
+    """The failure of this rank, where there is one."""
     trace: str
     """The traceback of a failure in another process."""
 
@@ -139,7 +139,7 @@ class TreeShardSource(msgspec.Struct, frozen=True):
 
     plan: GlobalPlan
     sources: Mapping[str, ArraySource]
-    """This rank's arrays, by path."""
+    """The rank's arrays by path."""
 
     @property
     def private(self) -> bool:
@@ -280,13 +280,13 @@ class InlineWriter:
         self._index: Index | None = None
         """What of the index is known before all ranks have written; on rank 0."""
         self._begun: Future[None] | None = None
-        """Of `_begin`, where it waits for an object store."""
+        """The call of `_begin`, where that waits for an object store."""
         self._recorded: Future[None] | None = None
-        """Of the first write of this process's own record, where it waits for an object store."""
+        """The first write of this process's own record, where that waits for an object store."""
         self._unlocked: Future[dict[str, int]] | None = None
-        """Of the look for locks on the index of an object store: its listing goes beside the shards."""
+        """The look for locks on the index of an object store: its listing goes beside the shards."""
         self._timings_over: Event | None = None
-        """Set when the thread has ended that writes the timings to an object store, beside the index and once more."""
+        """It is set when the thread has ended that writes the timings to an object store, beside the index and again."""
         self._decided, self._is_committed = Event(), False
         """Whether it is known how the save ends, and whether it is committed."""
         self._written = False
