@@ -286,7 +286,7 @@ class InlineWriter:
         self._unlocked: Future[dict[str, int]] | None = None
         """The look for locks on the index of an object store: its listing goes beside the shards."""
         self._timings_over: Event | None = None
-        """It is set when the thread has ended that writes the timings to an object store, beside the index and again."""
+        """It is set when the thread has ended that writes timings to an object store, beside the index and after it."""
         self._decided, self._is_committed = Event(), False
         """Whether it is known how the save ends, and whether it is committed."""
         self._written = False
