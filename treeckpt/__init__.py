@@ -58,6 +58,7 @@ from ._api import (
 )
 from ._arrays.sharded import Sharded
 from ._core.format.records import Index
+from ._core.public_names import publish
 from ._core.sharding.region import Region
 from ._core.tree.containers import FromRank
 from ._core.tree.flatten import PerRank
@@ -139,6 +140,7 @@ __all__ = [
     "trees",
     "verify",
 ]
+publish(__name__, __all__, globals())
 
 
 def __getattr__(name: str) -> Any:

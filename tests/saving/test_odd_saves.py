@@ -109,7 +109,7 @@ def test_an_arena_that_is_dropped_is_unpinned_before_its_memory_goes() -> None:
 @pytest.mark.parametrize("option", ["busy", "staging", "writer"])
 def test_unknown_choices_are_refused(tmp_path: Path, option: str) -> None:
     with pytest.raises(tc.TreeckptError, match=f"(?s){option}.*'wiat'"):
-        tc.save_async(tmp_path / "c", TREE, comm=SoloComm(), **{option: "wiat"})
+        tc.save_async(tmp_path / "c", TREE, comm=SoloComm(), background=tc.BackgroundOptions(**{option: "wiat"}))
     assert not (tmp_path / "c").exists()
 
 

@@ -344,14 +344,14 @@ class ProcessWriter:
 # the writer process ---------------------------------------------------------------------------------------------------
 
 _LIGHT = {"treeckpt", *sys.stdlib_module_names}
-"""The packages of which a pickled store may name modules without the import of all of treeckpt."""
+"""The packages below which a pickled store may name modules without the import of all of treeckpt."""
 
 
 class _StoreUnpickler(pickle.Unpickler):
     """Opens the store of a `Store.address`, which comes from the parent process by a socket that only it has."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if module_name.partition(".")[0] not in _LIGHT:
+        if module_name == "treeckpt" or module_name.partition(".")[0] not in _LIGHT:
             _import_package()
         return super().find_class(module_name, global_name)
 
