@@ -273,7 +273,7 @@ class InlineWriter:
         """Why the look at the path forbids the save."""
         self._record, self._has_begun = record, record is not None
         self._index: Index | None = None
-        """What of the index is known before all ranks have written; on rank 0."""
+        """What of the index is known before all ranks have written, kept by `write` on rank 0."""
         self._begun: Future[None] | None = None
         """The call of `_begin`, where that waits for an object store."""
         self._recorded: Future[None] | None = None
@@ -369,9 +369,9 @@ class InlineWriter:
         publishing = in_place = False
         if not faults:
             try:
-                assert plan is not None and self._index is not None, "a rank that has not written reports a fault"
+                assert plan is not None, "a rank without a plan reports a fault"
                 with recorder.span("publish"):
-                    index = with_files(self._index, plan, reports)
+                    index = with_files(self._index or index_before_files(info, plan), plan, reports)
                     data = encode_index(index)
                     # before the index, in an object store beside it: should this save die after it, later ones know by
                     # them that it had ended
